@@ -1,0 +1,70 @@
+"""Config of train.py: the three steps on one data set, one after the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hybrid_rlhf.configs.ppo import PPOConfig
+from hybrid_rlhf.configs.reward import RewardConfig
+from hybrid_rlhf.configs.sections import DataSource, require
+from hybrid_rlhf.configs.sft import SFTConfig
+
+StepName = Literal["sft", "reward", "ppo"]
+STEP_NAMES: tuple[StepName, ...] = ("sft", "reward", "ppo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LauncherConfig:
+    """How many processes run a step, and where."""
+
+    num_processes: int | None = None
+    """Processes on this machine; none: one a GPU, or one."""
+    hostfile: str | None = None
+    """DeepSpeed hostfile (`host slots=8` a line) for several machines."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.num_processes is None or self.num_processes >= 1,
+            f"launcher.num_processes must be 1 or more, got {self.num_processes}: leave it out for one a GPU",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineDataConfig:
+    """One data set for all steps."""
+
+    sources: list[str | DataSource] = field(default_factory=list)
+    """Paths, or {path, weight, split_name}, for every step that names no data.sources of its own."""
+    split: list[float] = field(default_factory=lambda: [2.0, 4.0, 4.0])
+    """Shares dealt to the three steps without overlap (DeepSpeed-Chat)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """All three steps: supervised fine-tuning, reward model, PPO."""
+
+    base_model: str | None = None
+    """Model that SFT and the reward model start from; none: the embedded SmolLM2-135M-Instruct and its demo."""
+    output_dir: str = "output"
+    """Folder that receives step1_sft, step2_reward and step3_ppo."""
+    steps: str = "sft,reward,ppo"
+    """Steps to run, comma-separated; a finished step is skipped."""
+    data: PipelineDataConfig = field(default_factory=PipelineDataConfig)
+    sft: SFTConfig = field(default_factory=SFTConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    ppo: PPOConfig = field(default_factory=PPOConfig)
+    launcher: LauncherConfig = field(default_factory=LauncherConfig)
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.step_names if name not in STEP_NAMES]
+        require(
+            not unknown and bool(self.step_names),
+            f"--steps takes sft, reward and ppo, comma-separated, got {self.steps!r}: for example --steps sft,reward",
+        )
+
+    @property
+    def step_names(self) -> list[str]:
+        """The steps to run, in the order of the pipeline."""
+        named = [name.strip() for name in self.steps.split(",") if name.strip()]
+        return sorted(named, key=lambda name: STEP_NAMES.index(name) if name in STEP_NAMES else -1)  # type: ignore[arg-type]

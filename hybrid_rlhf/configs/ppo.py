@@ -1,0 +1,157 @@
+"""Config of step 3, PPO with a critic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hybrid_rlhf.configs.sections import (
+    DataConfig,
+    DataSource,
+    LoopConfig,
+    LoraConfig,
+    OptimizerConfig,
+    StepConfig,
+    ZeroConfig,
+    require,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptDataConfig(DataConfig):
+    """Where the prompts come from, and the pretraining text of the PTX loss."""
+
+    ptx_sources: list[str | DataSource] = field(default_factory=list)
+    """Pretraining text (a `text` column) or conversations for the PTX loss; needs ppo.ptx_coef."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedRoleConfig:
+    """A role that learns: actor or critic."""
+
+    path: str | None = None
+    """Model to start from; none: model.path for the actor, the reward model for the critic."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenRoleConfig:
+    """A role that only scores: reference or reward. It shards as its trained sibling does under ZeRO-3."""
+
+    path: str | None = None
+    """Model folder or hub name; none for the reference: where the actor starts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """How completions are sampled."""
+
+    prompts_per_step: int = 64
+    """Prompts in a rollout, over all ranks."""
+    samples_per_prompt: int = 1
+    """Completions of each prompt."""
+    max_prompt_tokens: int = 512
+    """Longer prompts are truncated on the left or dropped, as data.too_long says."""
+    max_new_tokens: int = 128
+    """Longest completion, in tokens."""
+    temperature: float = 1.0
+    """Logits are divided by this, in sampling and in training (N details, no. 10)."""
+    top_p: float = 1.0
+    """Sample from the smallest set of tokens with this probability; 1 samples from all."""
+    top_k: int = 0
+    """Sample from this many likeliest tokens; 0 samples from all."""
+    tensor_parallel: int = 1
+    """Ranks that share one model while generating."""
+
+    def __post_init__(self) -> None:
+        for name in ("prompts_per_step", "samples_per_prompt", "max_prompt_tokens", "max_new_tokens"):
+            value = getattr(self, name)
+            require(value >= 1, f"rollout.{name} must be 1 or more, got {value}: raise it")
+        require(
+            self.temperature > 0, f"rollout.temperature must be above 0, got {self.temperature}: PPO needs samples"
+        )
+        require(0 < self.top_p <= 1, f"rollout.top_p must be in (0, 1], got {self.top_p}: give 1 to sample from all")
+        require(self.top_k >= 0, f"rollout.top_k must be 0 or more, got {self.top_k}: give 0 to sample from all")
+        require(
+            self.tensor_parallel == 1,
+            f"rollout.tensor_parallel above 1 is not available yet, got {self.tensor_parallel}: set it to 1",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig:
+    """PPO (Schulman et al. 2017, arXiv 1707.06347) as InstructGPT uses it."""
+
+    epochs: int = 1
+    """Passes over each rollout."""
+    mini_batches: int = 1
+    """Optimizer updates in one pass over a rollout."""
+    kl_coef: float = 0.05
+    """Weight of the per-token KL penalty against the reference (N+ details)."""
+    kl_target: float | None = None
+    """KL a completion, in nats, that kl_coef is steered to; none: kl_coef stays."""
+    kl_horizon: int = 10000
+    """Completions over which kl_coef adapts (arXiv 1909.08593, section 2.2)."""
+    gamma: float = 1.0
+    """Discount a token (InstructGPT: none)."""
+    lam: float = 0.95
+    """Lambda of generalised advantage estimation (arXiv 1506.02438)."""
+    clip_low: float = 0.2
+    """The ratio is clipped below 1 - clip_low."""
+    clip_high: float = 0.2
+    """The ratio is clipped above 1 + clip_high."""
+    value_clip: float = 0.2
+    """Values may move this far from the old ones in one rollout; 0 does not clip."""
+    score_clip: float | None = 5.0
+    """Scores are clipped to +- this (DeepSpeed-Chat); none does not clip."""
+    whiten_advantages: bool = True
+    """Advantages of a rollout get mean 0 and variance 1, over all ranks."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+    ptx_coef: float = 0.0
+    """Weight of the pretraining loss (InstructGPT's PPO-ptx); needs data.ptx_sources."""
+    ema_decay: float = 0.0
+    """Decay an update of the averaged actor, saved as actor_ema; 0 keeps none (DeepSpeed-Chat: 0.992)."""
+    missing_eos_penalty: float = 0.0
+    """Subtracted from the score of a completion that never stops (the EOS trick of N+ details)."""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "mini_batches", "kl_horizon"):
+            require(getattr(self, name) >= 1, f"ppo.{name} must be 1 or more, got {getattr(self, name)}: raise it")
+        for name in ("gamma", "lam"):
+            require(0 <= getattr(self, name) <= 1, f"ppo.{name} must be in [0, 1], got {getattr(self, name)}")
+        for name in ("kl_coef", "clip_low", "clip_high", "value_clip", "ptx_coef", "missing_eos_penalty"):
+            require(getattr(self, name) >= 0, f"ppo.{name} must be 0 or more, got {getattr(self, name)}: raise it")
+        require(self.clip_low < 1, f"ppo.clip_low must be below 1, got {self.clip_low}: give for example 0.2")
+        require(0 <= self.ema_decay < 1, f"ppo.ema_decay must be in [0, 1), got {self.ema_decay}: give 0 for none")
+        require(
+            self.kl_target is None or self.kl_target > 0,
+            f"ppo.kl_target must be above 0 nats, got {self.kl_target}: leave it out for a fixed kl_coef",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOConfig(StepConfig):
+    """Step 3: PPO of an actor against a reward model, with a critic and a reference."""
+
+    output_dir: str = "output/step3_ppo"
+    """Folder of the run: actor/, critic/, config.yaml, metrics.jsonl, samples.jsonl, checkpoints."""
+    data: PromptDataConfig = field(default_factory=PromptDataConfig)
+    actor: TrainedRoleConfig = field(
+        default_factory=lambda: TrainedRoleConfig(optimizer=OptimizerConfig(lr=1e-6, schedule="constant"))
+    )
+    critic: TrainedRoleConfig = field(
+        default_factory=lambda: TrainedRoleConfig(optimizer=OptimizerConfig(lr=5e-6, schedule="constant"))
+    )
+    reference: FrozenRoleConfig = field(default_factory=FrozenRoleConfig)
+    reward: FrozenRoleConfig = field(default_factory=FrozenRoleConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    ppo: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    train: LoopConfig = field(default_factory=LoopConfig)
+
+    def __post_init__(self) -> None:
+        require(
+            self.ppo.ptx_coef == 0 or bool(self.data.ptx_sources),
+            f"ppo.ptx_coef {self.ppo.ptx_coef} needs pretraining text, got no data.ptx_sources: name a source",
+        )

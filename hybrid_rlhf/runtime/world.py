@@ -1,0 +1,122 @@
+"""Which process this is, on which device, and the collectives the project uses.
+
+Source of the environment: torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE), which the DeepSpeed
+launcher sets too. Without them the process is a world of one.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import random
+import socket
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks that train together. Everything above takes a World and never asks torch for the default group."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank speaks and writes for all."""
+        return self.rank == 0
+
+    @property
+    def is_local_main(self) -> bool:
+        """Whether this rank is the first on its host."""
+        return self.local_rank == 0
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.size > 1:
+            dist.barrier(group=self.group)
+
+    def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
+        """Reduce a tensor over the ranks in place, and return it."""
+        if self.size > 1:
+            dist.all_reduce(tensor, op=op, group=self.group)
+        return tensor
+
+    def all_gather_objects(self, item: T) -> list[T]:
+        """Every rank's picklable item, by rank. For small things: counts, file names, completions."""
+        if self.size == 1:
+            return [item]
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, item, group=self.group)
+        return gathered
+
+    def broadcast_object(self, item: T) -> T:
+        """Rank 0's picklable item."""
+        if self.size == 1:
+            return item
+        box = [item]
+        dist.broadcast_object_list(box, src=0, group=self.group)
+        return box[0]
+
+
+def init_world(*, timeout_seconds: float = 1800.0) -> World:
+    """Join the process group that the launcher describes, or make one of a single rank.
+
+    Args:
+        timeout_seconds: how long a collective may wait before the job ends.
+    """
+    if "RANK" not in os.environ:
+        os.environ.update(
+            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(_free_port()),
+        )  # fmt: skip
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", size)))
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+        # Ranks that share a host share its cores; torch would give each of them all.
+        if "OMP_NUM_THREADS" not in os.environ or local_size > 1:
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
+    if not dist.is_initialized():
+        dist.init_process_group(
+            backend="nccl" if device.type == "cuda" else "gloo",
+            timeout=datetime.timedelta(seconds=timeout_seconds),
+            device_id=device if device.type == "cuda" else None,
+        )
+    return World(rank, size, local_rank, local_size, device, dist.group.WORLD)
+
+
+def close_world() -> None:
+    """Leave the process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def seed_all(seed: int) -> None:
+    """Seed python, numpy and torch alike on every rank: models must start equal.
+
+    Sampling and data order take their own streams from the seed and do not depend on this one.
+    """
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
