@@ -100,6 +100,11 @@ def init_world(*, timeout_seconds: float = 1800.0) -> World:
     return World(rank, size, local_rank, local_size, device, dist.group.WORLD)
 
 
+def solo_world(device: torch.device) -> World:
+    """A world of one without a process group, for what runs beside training: generation, chat."""
+    return World(rank=0, size=1, local_rank=0, local_size=1, device=device)
+
+
 def close_world() -> None:
     """Leave the process group."""
     if dist.is_initialized():

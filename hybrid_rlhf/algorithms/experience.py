@@ -1,0 +1,135 @@
+"""A rollout as tensors, whole on every rank.
+
+It is small next to a model (a few floats a token), and having it everywhere makes whitening, mini-batches and the
+balance of lengths the same whatever the number of ranks.
+
+Shapes: N completions of the rollout over all ranks, T time, right-padded. Tensors speak of the token at their
+position: logprobs[n, t] of token t, values[n, t] of the state in which it is chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.data.loaders import deal
+from hybrid_rlhf.functional.masking import masked_sum, masked_var
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Prompts with their completions."""
+
+    input_ids: Tensor
+    """[N, T] int64."""
+    attention_mask: Tensor
+    """[N, T] bool, true on real tokens."""
+    response_mask: Tensor
+    """[N, T] bool, true on response tokens up to and with the first stop token."""
+    sampled_logprobs: Tensor
+    """[N, T] float32, as the generator reported them."""
+    stopped: Tensor
+    """[N] bool, whether the completion ended by itself."""
+
+    @property
+    def lengths(self) -> Tensor:
+        """[N] int64, real tokens."""
+        return self.attention_mask.sum(dim=1)
+
+    def rows(self, indices: Sequence[int | None]) -> Sequences:
+        """Some rows, cut to the longest of them; None gives an empty row, which counts nowhere."""
+        device = self.input_ids.device
+        index = torch.tensor([0 if i is None else i for i in indices], device=device)
+        present = torch.tensor([i is not None for i in indices], device=device)
+        width = int(self.lengths[index].max())
+        picked = {f.name: _cut(getattr(self, f.name)[index], width) for f in fields(self)}
+        picked["response_mask"] = picked["response_mask"] & present[:, None]
+        return Sequences(**picked)
+
+
+@dataclass(frozen=True)
+class Experience:
+    """What PPO learns from: sequences and what the roles said of them."""
+
+    sequences: Sequences
+    old_logprobs: Tensor
+    """[N, T] float32, of the actor that sampled, by the training forward."""
+    ref_logprobs: Tensor
+    """[N, T] float32, of the reference."""
+    old_values: Tensor
+    """[N, T] float32, of the critic at the time."""
+    scores: Tensor
+    """[N] float32, of the reward model, with penalties."""
+    rewards: Tensor
+    """[N, T] float32, KL-shaped."""
+    advantages: Tensor
+    """[N, T] float32."""
+    returns: Tensor
+    """[N, T] float32."""
+
+    @property
+    def kl(self) -> Tensor:
+        """[N] KL to the reference of each completion, in nats (k1)."""
+        return masked_sum(self.old_logprobs - self.ref_logprobs, mask=self.sequences.response_mask, dim=1)
+
+    @property
+    def explained_variance(self) -> float:
+        """1 - var(returns - values) / var(returns): 1 for a perfect critic, 0 for a constant one."""
+        mask = self.sequences.response_mask
+        variance = masked_var(self.returns, mask=mask)
+        return float(1 - masked_var(self.returns - self.old_values, mask=mask) / variance.clamp(min=1e-8))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which rows make a mini-batch, and which micro-batches of it are this rank's: [mini-batch][micro-batch][row]."""
+
+    mini_batches: list[list[list[int | None]]]
+    counts: list[float]
+    """Response tokens of each mini-batch, over all ranks: what its losses are divided by."""
+
+    @staticmethod
+    def plan(
+        sequences: Sequences, *, mini_batches: int, micro_batch_size: int, rank: int, ranks: int, seed: Sequence[int]
+    ) -> Layout:
+        """Deal shuffled rows into mini-batches, and those by length to ranks; the same on every rank.
+
+        Args:
+            sequences: the rollout.
+            mini_batches: equal parts.
+            micro_batch_size: rows that pass at once.
+            rank: whose micro-batches to give.
+            ranks: how many share each mini-batch.
+            seed: keys of the shuffle.
+        """
+        lengths = sequences.lengths.tolist()
+        tokens = sequences.response_mask.sum(dim=1).tolist()
+        order = np.random.default_rng(list(seed)).permutation(len(lengths)).tolist()
+        size = -(-len(order) // mini_batches)
+        parts = [order[start : start + size] for start in range(0, len(order), size)]
+        return Layout(
+            [
+                deal(part, [lengths[i] for i in part], rank=rank, ranks=ranks, micro_batch_size=micro_batch_size)
+                for part in parts
+            ],
+            [float(sum(tokens[i] for i in part)) for part in parts],
+        )
+
+
+def scatter_rows(target: Tensor, indices: Sequence[int | None], values: Tensor) -> None:
+    """Write values [n, t] or [n] into rows of target [N, T] or [N]; empty rows are left out."""
+    for row, index in enumerate(indices):
+        if index is None:
+            continue
+        if target.dim() == 1:
+            target[index] = values[row]
+        else:
+            target[index, : values.shape[1]] = values[row]
+
+
+def _cut(tensor: Tensor, width: int) -> Tensor:
+    return tensor[:, :width] if tensor.dim() == 2 else tensor

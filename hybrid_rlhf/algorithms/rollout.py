@@ -1,0 +1,170 @@
+"""Prompts to experience: sample, score, log-probs, values, rewards, advantages.
+
+Old log-probs come from the training forward over the very micro-batches of the first epoch, so that the first
+mini-batch has ratio 1 exactly. Rewards are InstructGPT's: the score at the last response token less a KL penalty a token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.algorithms.experience import Experience, Layout, Sequences, scatter_rows
+from hybrid_rlhf.configs.ppo import AlgorithmConfig, RolloutConfig
+from hybrid_rlhf.engines.engine import ModelEngine
+from hybrid_rlhf.engines.hybrid import HybridEngine
+from hybrid_rlhf.functional.advantages import gae, shaped_rewards
+from hybrid_rlhf.functional.divergences import kl_k1
+from hybrid_rlhf.functional.masking import masked_whiten
+from hybrid_rlhf.generation.sampling import Completion, SamplingParams, derive_seed
+from hybrid_rlhf.models.policy import scores_at_end, values_before
+from hybrid_rlhf.runtime.timers import Timers
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The four roles. No reference: the actor under its adapters."""
+
+    actor: HybridEngine
+    critic: ModelEngine
+    reward: ModelEngine
+    reference: ModelEngine | None
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What the roles say of sequences: [N, T], scores [N]; float32, whole on every rank."""
+
+    old_logprobs: Tensor
+    ref_logprobs: Tensor
+    old_values: Tensor
+    scores: Tensor
+
+
+class Rollout:
+    """Samples completions of prompts and has the roles score them."""
+
+    def __init__(
+        self,
+        roles: Roles,
+        *,
+        sampling: RolloutConfig,
+        algorithm: AlgorithmConfig,
+        stop_token_ids: tuple[int, ...],
+        micro_batch_size: int,
+        seed: int,
+        timers: Timers,
+    ) -> None:
+        self._roles = roles
+        self._config = sampling
+        self._algorithm = algorithm
+        self._stop = stop_token_ids
+        self.micro_batch_size = micro_batch_size
+        self._seed = seed
+        self._timers = timers
+        self._world = roles.actor.world
+
+    def sample(self, prompts: Sequence[Mapping[str, Any]], *, step: int) -> Sequences:
+        """Completions of all prompts, each rank sampling its share.
+
+        Args:
+            prompts: rows with `input_ids`, the same on every rank.
+            step: key of the random streams: prompt i of a step samples alike on any number of ranks.
+        """
+        world, config = self._world, self._config
+        mine = range(world.rank, len(prompts), world.size)
+        requests = [
+            SamplingParams(
+                max_new_tokens=config.max_new_tokens, temperature=config.temperature, top_p=config.top_p,
+                top_k=config.top_k, n=config.samples_per_prompt, seed=derive_seed(self._seed, step, index),
+            )
+            for index in mine
+        ]  # fmt: skip
+        with self._roles.actor.inference(stop_token_ids=self._stop) as generation, self._timers("generation"):
+            completions = generation.generate([prompts[i]["input_ids"] for i in mine], requests)
+        gathered = world.all_gather_objects(dict(zip(mine, completions, strict=True)))
+        by_prompt = {index: samples for part in gathered for index, samples in part.items()}
+        pairs = [(list(prompts[i]["input_ids"]), sample) for i in range(len(prompts)) for sample in by_prompt[i]]
+        return _sequences(pairs, world.device)
+
+    def layout(self, sequences: Sequences, *, step: int, epoch: int, mini_batches: int) -> Layout:
+        """The mini-batches of an epoch, and this rank's micro-batches of them."""
+        return Layout.plan(
+            sequences,
+            mini_batches=mini_batches,
+            micro_batch_size=self.micro_batch_size,
+            rank=self._world.rank,
+            ranks=self._world.size,
+            seed=(self._seed, step, epoch),
+        )
+
+    @torch.no_grad()
+    def score(self, sequences: Sequences, layout: Layout) -> Scored:
+        """Let the four roles read the sequences, in the micro-batches of a layout."""
+        shape = sequences.input_ids.shape
+        device = self._world.device
+        old, ref, values = (torch.zeros(shape, device=device) for _ in range(3))
+        scores = torch.zeros(shape[0], device=device)
+        roles, temperature = self._roles, self._config.temperature
+        with self._timers("scoring"):
+            for indices in (micro for mini in layout.mini_batches for micro in mini):
+                batch = sequences.rows(indices)
+                ids, mask = batch.input_ids, batch.attention_mask
+                scatter_rows(old, indices, roles.actor(ids, mask, batch.response_mask, temperature)[0])
+                with self._reference() as reference:
+                    scatter_rows(ref, indices, reference(ids, mask, batch.response_mask, temperature)[0])
+                scatter_rows(values, indices, values_before(roles.critic(ids, mask)))
+                scatter_rows(scores, indices, scores_at_end(roles.reward(ids, mask), mask))
+            # Each row was filled by one rank and is zero on the others.
+            for tensor in (old, ref, values, scores):
+                self._world.all_reduce(tensor)
+        return Scored(old, ref, values, scores - self._algorithm.missing_eos_penalty * (~sequences.stopped))
+
+    def experience(self, sequences: Sequences, scored: Scored, *, kl_coef: float) -> Experience:
+        """Rewards, advantages and returns; computed alike on every rank."""
+        algorithm, mask = self._algorithm, sequences.response_mask
+        rewards = shaped_rewards(
+            scores=scored.scores,
+            kl=kl_k1(scored.old_logprobs, ref_logprobs=scored.ref_logprobs),
+            mask=mask,
+            kl_coef=kl_coef,
+            score_clip=algorithm.score_clip,
+        )
+        advantages, returns = gae(
+            rewards, values=scored.old_values, mask=mask, gamma=algorithm.gamma, lam=algorithm.lam
+        )
+        if algorithm.whiten_advantages:
+            advantages = masked_whiten(advantages, mask=mask)
+        return Experience(
+            sequences, scored.old_logprobs, scored.ref_logprobs, scored.old_values, scored.scores, rewards,
+            advantages, returns,
+        )  # fmt: skip
+
+    def _reference(self) -> contextlib.AbstractContextManager[ModelEngine]:
+        if self._roles.reference is None:
+            return self._roles.actor.reference()
+        return contextlib.nullcontext(self._roles.reference)
+
+
+def _sequences(pairs: Sequence[tuple[list[int], Completion]], device: torch.device) -> Sequences:
+    """Prompts and completions [N] as right-padded tensors."""
+    width = max(len(prompt) + len(completion.token_ids) for prompt, completion in pairs)
+    shape = (len(pairs), width)
+    ids = torch.zeros(shape, dtype=torch.long)
+    attention, response = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
+    sampled = torch.zeros(shape)
+    for row, (prompt, completion) in enumerate(pairs):
+        start, end = len(prompt), len(prompt) + len(completion.token_ids)
+        ids[row, :end] = torch.tensor(prompt + completion.token_ids)
+        attention[row, :end] = True
+        response[row, start:end] = True
+        sampled[row, start:end] = torch.tensor(completion.logprobs)
+    stopped = torch.tensor([completion.finish_reason == "stop" for _, completion in pairs])
+    return Sequences(
+        ids.to(device), attention.to(device), response.to(device), sampled.to(device), stopped.to(device)
+    )

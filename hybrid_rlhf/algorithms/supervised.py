@@ -1,0 +1,182 @@
+"""The loop that SFT and reward modelling share: batches in, one optimizer update each, held-out evaluation.
+
+What differs between the two is an Objective of a page. The loss of an update is divided once by its count over all
+micro-batches and ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_rlhf.algorithms.sums import RunningSums, global_count
+from hybrid_rlhf.configs.batch_plan import BatchPlan
+from hybrid_rlhf.configs.sections import TrainConfig
+from hybrid_rlhf.data.loaders import BatchLoader
+from hybrid_rlhf.engines.checkpoints import load_checkpoint, save_checkpoint
+from hybrid_rlhf.engines.engine import ModelEngine
+from hybrid_rlhf.engines.partition import whole_tensors
+from hybrid_rlhf.functional.losses import LossSum
+from hybrid_rlhf.models.saving import save_model
+from hybrid_rlhf.runtime.run import FINISHED_FILE, Run
+from hybrid_rlhf.runtime.timers import peak_memory_gib
+
+BatchT = TypeVar("BatchT")
+
+
+class Objective(Protocol[BatchT]):
+    """What is learned from a batch."""
+
+    name: str
+    """Prefix of the training metrics."""
+
+    def collate(self, rows: Sequence[Mapping[str, Any] | None]) -> BatchT:
+        """Rows of the data to tensors on the device; None is an empty row."""
+
+    def count(self, batch: BatchT) -> int:
+        """What the loss on a batch is divided by."""
+
+    def tokens(self, batch: BatchT) -> int:
+        """Real tokens of a batch."""
+
+    def loss(self, engine: ModelEngine, batch: BatchT) -> LossSum:
+        """The loss on a batch."""
+
+    def metrics(self, means: Mapping[str, float], prefix: str) -> dict[str, float]:
+        """Means of the loss and its stats to metrics under a prefix."""
+
+
+class SupervisedTrainer(Generic[BatchT]):
+    """Trains one engine on one objective."""
+
+    def __init__(
+        self,
+        objective: Objective[BatchT],
+        engine: ModelEngine,
+        *,
+        train: Dataset,
+        held_out: Dataset,
+        plan: BatchPlan,
+        config: TrainConfig,
+        run: Run,
+    ) -> None:
+        self._objective, self._engine, self._config, self._run = objective, engine, config, run
+        self._world = run.world
+        self._loader = train_loader(train, plan, run)
+        self._total_steps = total_steps(self._loader, config)
+        self._held_out = held_out
+        self._plan = plan
+
+    def train(self) -> None:
+        """Run to the last step, from the start or from the run's checkpoint."""
+        step, run = 0, self._run
+        if run.checkpoint is not None:
+            step, state = load_checkpoint(run.checkpoint, engines=self._engines, world=self._world)
+            self._loader.load_state_dict(state["loader"])
+        run.open_metrics(resumed_step=step)
+        if step == 0:
+            run.log(0, self._evaluate())
+        with run.display(self._objective.name, total_steps=self._total_steps, done_steps=step) as display:
+            for micro_batches in self._loader.iterate(self._config.epochs):
+                if step >= self._total_steps:
+                    break
+                step += 1
+                metrics = self._update(micro_batches)
+                if step == self._total_steps or _due(step, self._config.eval_every):
+                    metrics |= self._evaluate()
+                run.log(step, metrics)
+                display.show(step, self._figures(metrics))
+                if _due(step, self._config.save_every):
+                    loop_state = {"loader": self._loader.state_dict()}
+                    save_checkpoint(run.folder, step, engines=self._engines, loop_state=loop_state, world=self._world)
+
+    def _update(self, micro_batches: Sequence[Sequence[Mapping[str, Any] | None]]) -> dict[str, float]:
+        objective, world = self._objective, self._world
+        sums = RunningSums(world.device)
+        with self._run.timers("training"):
+            batches = [objective.collate(rows) for rows in micro_batches]
+            count = global_count(sum(objective.count(batch) for batch in batches), world)
+            for batch in batches:
+                loss = objective.loss(self._engine, batch)
+                self._engine.backward(loss.total, count=count)
+                sums.add(loss)
+            stats = self._engine.step()
+            means = sums.means(world)
+        seconds = self._run.timers.take()["training"]
+        speed = global_count(sum(objective.tokens(batch) for batch in batches), world) / seconds
+        norm = {} if stats.grad_norm is None else {"grad_norm": stats.grad_norm}
+        return {
+            **objective.metrics(means, objective.name), "lr": stats.lr, **norm,
+            "time/training_seconds": seconds,
+            "perf/train_tokens_per_second": speed, "perf/tokens_per_second": speed,
+            "memory/peak_gib": peak_memory_gib(world.device),
+        }  # fmt: skip
+
+    @torch.no_grad()
+    def _evaluate(self) -> dict[str, float]:
+        """Metrics on the held-out rows; {} where there are none."""
+        if not len(self._held_out):
+            return {}
+        size = self._plan.micro_batch_size
+        loader = BatchLoader(
+            self._held_out,
+            global_batch_size=size * self._world.size,
+            world_rank=self._world.rank,
+            world_size=self._world.size,
+            micro_batch_size=size,
+            seed=0,
+            shuffle=False,
+            drop_last=False,
+        )
+        sums = RunningSums(self._world.device)
+        for micro_batches in loader.iterate(1):
+            for rows in micro_batches:
+                sums.add(self._objective.loss(self._engine, self._objective.collate(rows)))
+        return self._objective.metrics(sums.means(self._world), "eval")
+
+    def _figures(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        wanted = (self._objective.name, "eval", "lr", "perf/tokens_per_second")
+        return {name: value for name, value in metrics.items() if name.startswith(wanted)}
+
+    @property
+    def _engines(self) -> dict[str, ModelEngine]:
+        return {self._engine.role: self._engine}
+
+
+def train_loader(rows: Dataset, plan: BatchPlan, run: Run) -> BatchLoader:
+    """The training loader of a plan, seeded by the run."""
+    return BatchLoader(
+        rows,
+        global_batch_size=plan.global_batch_size,
+        world_rank=run.world.rank,
+        world_size=run.world.size,
+        micro_batch_size=plan.micro_batch_size,
+        seed=run.config.seed,
+    )
+
+
+def total_steps(loader: BatchLoader, config: TrainConfig) -> int:
+    """Optimizer updates of the whole run."""
+    steps = loader.steps_per_epoch * config.epochs
+    return steps if config.max_steps is None else min(steps, config.max_steps)
+
+
+def finish(run: Run, folders: Mapping[str, ModelEngine], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Save the models of a run under the given names ("" is the run's folder), then mark the run finished."""
+    for name, engine in folders.items():
+        folder = run.folder / name
+        if run.world.is_main:
+            folder.mkdir(exist_ok=True)
+        save_model(folder, whole_tensors(engine.lm, run.world), lm=engine.lm, tokenizer=tokenizer, world=run.world)
+    if run.world.is_main:
+        (run.folder / FINISHED_FILE).write_text(json.dumps({"models": list(folders)}) + "\n")
+    run.world.barrier()
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

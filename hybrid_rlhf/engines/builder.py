@@ -1,0 +1,127 @@
+"""The one builder of engines: role, config sections and ranks in, engine out. For all four roles."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import deepspeed
+import torch
+from torch import nn
+
+from hybrid_rlhf.configs.sections import LoraConfig, ModelConfig, OptimizerConfig, ZeroConfig
+from hybrid_rlhf.engines.ds_config import deepspeed_config
+from hybrid_rlhf.engines.engine import ModelEngine, Role
+from hybrid_rlhf.engines.hybrid import HybridEngine
+from hybrid_rlhf.engines.partition import set_weights
+from hybrid_rlhf.engines.schedules import lr_factor
+from hybrid_rlhf.models.loading import Architecture, load_model, training_dtype
+from hybrid_rlhf.models.lora import add_lora
+from hybrid_rlhf.models.policy import Policy, Scorer
+from hybrid_rlhf.runtime.world import World
+
+ARCHITECTURE: dict[Role, Architecture] = {
+    "actor": "causal_lm",
+    "reference": "causal_lm",
+    "critic": "scorer",
+    "reward": "scorer",
+}
+EngineT = TypeVar("EngineT", bound=ModelEngine)
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What one engine is built from."""
+
+    role: Role
+    path: str
+    """Folder or hub name, resolved."""
+    model: ModelConfig
+    zero: ZeroConfig
+    seed: int
+    optimizer: OptimizerConfig | None = None
+    """None: the engine is frozen."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    total_updates: int = 1
+    """Optimizer updates of the run, for the schedule."""
+    deepspeed_overrides: dict[str, Any] = field(default_factory=dict)
+
+
+def build_engine(spec: EngineSpec, world: World) -> ModelEngine:
+    """An engine that computes and, with an optimizer, trains.
+
+    Raises:
+        UserError: when the model cannot be loaded or the sections do not fit it.
+    """
+    return _build(ModelEngine, spec, world)
+
+
+def build_actor(spec: EngineSpec, world: World) -> HybridEngine:
+    """An actor's engine, which also generates."""
+    return _build(HybridEngine, spec, world)
+
+
+def _build(engine_type: type[EngineT], spec: EngineSpec, world: World) -> EngineT:
+    _prepare_deepspeed(world)
+    dtype = training_dtype(spec.model, world.device)
+    config = deepspeed_config(
+        zero=spec.zero, dtype=dtype, optimizer=spec.optimizer, overrides=spec.deepspeed_overrides
+    )
+    partitioned = config["zero_optimization"]["stage"] == 3
+    architecture = ARCHITECTURE[spec.role]
+    lm, fresh_head = load_model(
+        spec.path, architecture, config=spec.model, dtype=dtype, zero3_config=config if partitioned else None
+    )
+    if fresh_head:
+        _init_head(lm, seed=spec.seed)
+    if spec.optimizer is None:
+        lm.requires_grad_(False)
+    elif spec.lora.rank > 0:
+        add_lora(lm, spec.lora, architecture, seed=spec.seed)
+        lm.to(dtype=dtype) if not partitioned else None
+    module: nn.Module = Policy(lm) if architecture == "causal_lm" else Scorer(lm)
+    if spec.optimizer is None:
+        engine, *_ = deepspeed.initialize(model=module, config=config)
+        module.eval()
+        return engine_type(spec.role, engine, world)
+    optimizer = _adamw(module, spec.optimizer)
+    section, total = spec.optimizer, spec.total_updates
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: lr_factor(step, config=section, total_steps=total)
+    )
+    engine, *_ = deepspeed.initialize(model=module, config=config, optimizer=optimizer, lr_scheduler=schedule)
+    module.train()
+    return engine_type(spec.role, engine, world, max_grad_norm=section.max_grad_norm)
+
+
+def _adamw(module: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW whose decay spares norms and biases, the vectors among the parameters."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    rank = [len(getattr(p, "ds_shape", p.shape)) for p in trained]
+    groups = [
+        {"params": [p for p, r in zip(trained, rank, strict=True) if r >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p, r in zip(trained, rank, strict=True) if r < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def _init_head(lm: nn.Module, *, seed: int) -> None:
+    """A fresh score head: normal with deviation 1 / sqrt(d + 1), no bias (N details, no. 8)."""
+    weight = lm.score.weight
+    shape = getattr(weight, "ds_shape", weight.shape)
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(tuple(shape), generator=generator) / math.sqrt(shape[-1] + 1)
+    set_weights(weight, values)  # type: ignore[arg-type]
+
+
+def _prepare_deepspeed(world: World) -> None:
+    """Quiet its logger, and keep it from compiling an extension that we do not use."""
+    deepspeed.utils.logger.setLevel(logging.WARNING)
+    if world.device.type == "cpu":
+        # Its shared-memory all-reduce serves tensor-parallel inference; building it takes 40 s on a fresh machine.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed(dist_backend="nccl" if world.device.type == "cuda" else "gloo", verbose=False)

@@ -1,0 +1,87 @@
+"""One model and its optimizer under DeepSpeed.
+
+Why a wrapper: it owns the one convention that keeps gradients independent of micro-batches and ranks. A loss arrives
+as a sum with the count it is to be divided by over the whole update; DeepSpeed's mean over ranks is undone here, once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hybrid_rlhf.runtime.world import World
+
+Role = Literal["actor", "critic", "reference", "reward"]
+
+
+@dataclass(frozen=True)
+class UpdateStats:
+    """What an optimizer update did."""
+
+    lr: float
+    grad_norm: float | None
+
+
+class ModelEngine:
+    """A role's model: call it to compute, `backward` and `step` to train it."""
+
+    def __init__(self, role: Role, engine: DeepSpeedEngine, world: World, *, max_grad_norm: float = 0.0) -> None:
+        self.role: Role = role
+        self.world = world
+        self._engine = engine
+        self._max_grad_norm = max_grad_norm
+        # Plain float32 engines clip here, so that the norm is known; the others report theirs.
+        engine.clip_fp32_gradients = self._clip
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's forward."""
+        return self._engine(*args, **kwargs)
+
+    @property
+    def module(self) -> nn.Module:
+        """The Policy or Scorer."""
+        return self._engine.module  # type: ignore[no-any-return]
+
+    @property
+    def lm(self) -> PreTrainedModel:
+        """The Hugging Face model inside."""
+        return self.module.lm  # type: ignore[return-value]
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches must lie."""
+        return self.world.device
+
+    def backward(self, total: Tensor, *, count: float) -> None:
+        """Add the gradient of total / count.
+
+        Args:
+            total: scalar, a sum of losses over this rank's micro-batch.
+            count: what the sum over all micro-batches and ranks of this update is divided by.
+        """
+        # DeepSpeed averages over ranks; times the ranks, that is a sum.
+        self._engine.backward(total * (self.world.size / max(count, 1.0)), scale_wrt_gas=False)
+
+    def step(self) -> UpdateStats:
+        """Apply the accumulated gradient, move the schedule on, clear the gradient."""
+        lr = float(self._engine.get_lr()[0])
+        self._engine.step()
+        norm = self._engine.get_global_grad_norm()
+        return UpdateStats(lr=lr, grad_norm=None if norm is None else float(norm))
+
+    def _clip(self) -> None:
+        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self._max_grad_norm)
+        self._engine._global_grad_norm = float(norm)
+
+    def save_state(self, folder: str) -> None:
+        """Write weights, optimizer and schedule, each rank its part."""
+        self._engine.save_checkpoint(folder, tag=self.role, save_latest=False, exclude_frozen_parameters=False)
+
+    def load_state(self, folder: str) -> None:
+        """Read what `save_state` wrote with the same ranks and ZeRO stage."""
+        self._engine.load_checkpoint(folder, tag=self.role)

@@ -1,0 +1,64 @@
+"""Rewards a token, and what an action was worth beyond expectation.
+
+Source: GAE, Schulman et al. 2015 (arXiv 1506.02438), eq. 16; KL-shaped rewards, Ouyang et al. 2022 (arXiv 2203.02155),
+eq. 2, and N details, no. 17. Deviation: the mask of a row may have gaps (turns of a user or a tool); they take no time.
+
+Shapes: B batch, T time.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.functional.masking import at_least_float32, keep, last_index
+
+
+def shaped_rewards(
+    *, scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float, score_clip: float | None = None
+) -> Tensor:
+    """-kl_coef * kl on each response token, and the score on the last.
+
+    Args:
+        scores: [B], of whole completions.
+        kl: [B, T], per token.
+        mask: [B, T], 1 on response tokens.
+        kl_coef: weight of the penalty.
+        score_clip: scores are clipped to +- this first; none does not clip.
+
+    Returns:
+        rewards [B, T] float32, 0 outside the mask. A row without response tokens has none.
+    """
+    rewards = keep(-kl_coef * at_least_float32(kl), mask)
+    clipped = at_least_float32(scores)
+    if score_clip is not None:
+        clipped = clipped.clamp(-score_clip, score_clip)
+    at_end = torch.zeros_like(rewards).scatter(1, last_index(mask)[:, None], clipped[:, None])
+    return rewards + keep(at_end, mask)
+
+
+def gae(rewards: Tensor, *, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimates and the returns they imply, not whitened.
+
+    Args:
+        rewards: [B, T].
+        values: [B, T], V of the state in which token t is chosen.
+        mask: [B, T]; tokens outside it are passed over as if the row were compacted.
+        gamma: discount a token.
+        lam: weight of longer estimates.
+
+    Returns:
+        advantages and returns = advantages + values, [B, T] float32, 0 outside the mask.
+    """
+    counts = mask.bool()
+    rewards, values = keep(rewards, mask), keep(values, mask)
+    next_value = torch.zeros_like(values[:, 0])
+    next_advantage = torch.zeros_like(next_value)
+    advantages = torch.zeros_like(values)
+    for t in reversed(range(values.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantage = delta + gamma * lam * next_advantage
+        advantages[:, t] = torch.where(counts[:, t], advantage, 0.0)
+        next_advantage = torch.where(counts[:, t], advantage, next_advantage)
+        next_value = torch.where(counts[:, t], values[:, t], next_value)
+    return advantages, keep(advantages + values, mask)

@@ -1,0 +1,162 @@
+"""Log-probs and entropy of tokens, from logits or straight from hidden states.
+
+Why here: the logits of a batch, [B, T, V], are the largest tensor of language-model training. `logprobs_from_hidden`
+goes over tokens in chunks, forward and backward, and never holds them all.
+
+Shapes: B batch, T time, N tokens, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hybrid_rlhf.functional.masking import at_least_float32
+
+
+def token_logprobs(logits: Tensor, *, labels: Tensor, temperature: float = 1.0) -> Tensor:
+    """Log-probs [B, T] of labels [B, T] under logits [B, T, V], in float32 or better."""
+    logprobs = torch.log_softmax(at_least_float32(logits) / temperature, dim=-1)
+    return logprobs.gather(-1, labels[..., None]).squeeze(-1)
+
+
+def token_entropy(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """Entropy [B, T] in nats of the distributions of logits [B, T, V], in float32 or better."""
+    logprobs = torch.log_softmax(at_least_float32(logits) / temperature, dim=-1)
+    # exp(-inf) * -inf is NaN where a token is ruled out
+    return -(logprobs.exp() * logprobs.clamp(min=torch.finfo(logprobs.dtype).min)).sum(dim=-1)
+
+
+def logprobs_from_hidden(
+    hidden: Tensor,
+    *,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float = 1.0,
+    chunk_tokens: int = 1024,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropy of labels under the head, without its logits in memory.
+
+    Args:
+        hidden: [..., H].
+        weight: [V, H] of the head; the product is taken in hidden's dtype, the softmax in float32 or better.
+        labels: [...] int64.
+        temperature: logits are divided by it.
+        chunk_tokens: tokens whose logits are held at a time.
+        bias: [V] or none.
+        softcap: logits become softcap * tanh(logits / softcap) (Gemma 2), before the temperature.
+
+    Returns:
+        logprobs and entropy (nats), [...] float32 or better, differentiable in hidden, weight and bias.
+    """
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    logprobs, entropy = _ChunkedHead.apply(
+        flat, weight, bias, labels.reshape(-1), temperature, chunk_tokens, softcap
+    )
+    return logprobs.view(labels.shape), entropy.view(labels.shape)
+
+
+class _ChunkedHead(torch.autograd.Function):
+    """Keeps hidden states, weight and the normaliser; computes a chunk's logits again in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        temperature: float,
+        chunk_tokens: int,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        logprobs = torch.empty(len(labels), dtype=dtype, device=hidden.device)
+        entropy, normaliser = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        for start in range(0, len(labels), chunk_tokens):
+            part = slice(start, start + chunk_tokens)
+            logits, _ = _logits(hidden[part], weight, bias, temperature, softcap)
+            normaliser[part] = logits.logsumexp(dim=-1)
+            logprobs[part] = logits.gather(1, labels[part, None]).squeeze(1) - normaliser[part]
+            probs = (logits - normaliser[part, None]).exp_()
+            entropy[part] = normaliser[part] - probs.mul_(logits).sum(dim=-1)
+        ctx.save_for_backward(hidden, weight, bias, labels, normaliser, entropy)
+        ctx.settings = (temperature, chunk_tokens, softcap)
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, labels, normaliser, entropy = ctx.saved_tensors
+        temperature, chunk_tokens, softcap = ctx.settings
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=normaliser.dtype) if needs_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=normaliser.dtype) if needs_bias else None
+        for start in range(0, len(labels), chunk_tokens):
+            part = slice(start, start + chunk_tokens)
+            logits, slope = _logits(hidden[part], weight, bias, temperature, softcap)
+            grad = _logits_gradient(
+                logits, labels[part], normaliser[part], entropy[part],
+                None if grad_logprobs is None else grad_logprobs[part],
+                None if grad_entropy is None else grad_entropy[part],
+            )  # fmt: skip
+            grad = grad.mul_(slope) if slope is not None else grad.div_(temperature)
+            low = grad.to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden[part] = low @ weight
+            if grad_weight is not None:
+                grad_weight += (low.t() @ hidden[part]).to(grad_weight.dtype)
+            if grad_bias is not None:
+                grad_bias += grad.sum(dim=0)
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            None, None, None, None,
+        )  # fmt: skip
+
+
+def _logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, softcap: float | None
+) -> tuple[Tensor, Tensor | None]:
+    """A chunk's logits [n, V] at the temperature; with a softcap also their slope in the plain ones."""
+    logits = at_least_float32(torch.nn.functional.linear(hidden, weight, bias))
+    if softcap is None:
+        return logits.div_(temperature) if temperature != 1.0 else logits, None
+    squashed = torch.tanh(logits / softcap)
+    return squashed * (softcap / temperature), (1 - squashed.square()) / temperature
+
+
+def _logits_gradient(
+    logits: Tensor,
+    labels: Tensor,
+    normaliser: Tensor,
+    entropy: Tensor,
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> Tensor:
+    """The gradient in a chunk's tempered logits [n, V]; may take over their memory.
+
+    With p = softmax(logits): d logprob = onehot - p, d entropy = -p * (log p + entropy).
+    """
+    logprobs = logits.sub_(normaliser[:, None])
+    probs = logprobs.exp()
+    if grad_entropy is None:
+        grad = probs if grad_logprobs is None else probs.mul_(-grad_logprobs[:, None])
+        grad = grad.zero_() if grad_logprobs is None else grad
+    else:
+        # logprobs becomes the factor of p: -(g_entropy * (log p + entropy)) - g_logprob
+        factor = logprobs.add_(entropy[:, None]).mul_(-grad_entropy[:, None])
+        if grad_logprobs is not None:
+            factor.sub_(grad_logprobs[:, None])
+        grad = probs.mul_(factor)
+    if grad_logprobs is not None:
+        grad.scatter_add_(1, labels[:, None], grad_logprobs[:, None])
+    return grad

@@ -1,0 +1,135 @@
+"""The four losses, as sums with the count they are to be divided by.
+
+Why sums: a mean over a micro-batch or a rank gives its rows a weight that depends on the split. The caller adds the
+counts of all micro-batches and ranks and divides once, so that no split changes a gradient.
+
+Shapes: B batch, T time, N pairs. Masks are bool or 0/1; 1 counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from hybrid_rlhf.functional.masking import at_least_float32, keep, masked_sum
+
+
+@dataclass(frozen=True)
+class LossSum:
+    """A loss before its division."""
+
+    total: Tensor
+    """Scalar sum, with gradient."""
+    count: Tensor
+    """Scalar: how many entries the sum is over."""
+    stats: dict[str, Tensor] = field(default_factory=dict)
+    """Scalar sums over the same entries, without gradient."""
+
+
+def sft_loss(logprobs: Tensor, *, mask: Tensor) -> LossSum:
+    """Negative log-likelihood of the tokens that count; logprobs and mask [B, T]."""
+    return LossSum(-masked_sum(logprobs, mask=mask), mask.bool().sum())
+
+
+def pairwise_reward_loss(
+    chosen: Tensor, *, rejected: Tensor, margin: Tensor | None = None, centering_coef: float = 0.0
+) -> LossSum:
+    """Bradley-Terry: -log sigmoid(chosen - rejected - margin), summed over pairs.
+
+    Source: InstructGPT, eq. 1 (each pair counts alike, also those of a ranked list); the margin of Llama 2
+    (arXiv 2307.09288, eq. 2); the centring term of arXiv 2312.09244, section 2.
+
+    Args:
+        chosen: [N] scores of the better answers.
+        rejected: [N] scores of the worse ones.
+        margin: [N], by how much the better should lead; none: 0.
+        centering_coef: weight of (chosen + rejected)^2.
+    """
+    chosen, rejected = at_least_float32(chosen), at_least_float32(rejected)
+    lead = chosen - rejected
+    loss = -logsigmoid(lead if margin is None else lead - margin)
+    if centering_coef:
+        loss = loss + centering_coef * (chosen + rejected).square()
+    stats = {
+        "accuracy": (lead > 0).float().sum(),
+        "margin": lead.detach().sum(),
+        "chosen_score": chosen.detach().sum(),
+        "rejected_score": rejected.detach().sum(),
+    }
+    return LossSum(loss.sum(), torch.tensor(len(chosen), device=chosen.device), stats)
+
+
+def ppo_policy_loss(
+    logprobs: Tensor,
+    *,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> LossSum:
+    """The clipped surrogate of PPO, summed over tokens.
+
+    Source: arXiv 1707.06347, eq. 7; separate bounds as in DAPO (arXiv 2503.14476, eq. 10); dual clip of
+    arXiv 1912.09729, eq. 5.
+
+    Args:
+        logprobs: [B, T] under the current actor.
+        old_logprobs: [B, T] when sampled.
+        advantages: [B, T].
+        mask: [B, T], 1 on response tokens.
+        clip_low: the ratio is clipped below 1 - clip_low.
+        clip_high: the ratio is clipped above 1 + clip_high.
+        dual_clip: for negative advantages the loss is at most dual_clip times their size; above 1, or none.
+
+    Returns:
+        stats: ratio; approxkl, 0.5 * (log-ratio)^2; clipfrac, the share of tokens where the clip binds.
+    """
+    log_ratio = keep(logprobs, mask) - keep(old_logprobs, mask)
+    advantages = keep(advantages, mask)
+    ratio = log_ratio.exp()
+    plain = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss = torch.maximum(plain, clipped)
+    if dual_clip is not None:
+        loss = torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
+    stats = {
+        "ratio": masked_sum(ratio.detach(), mask=mask),
+        "approxkl": masked_sum(0.5 * log_ratio.detach().square(), mask=mask),
+        "clipfrac": masked_sum((clipped > plain).float(), mask=mask),
+    }
+    return LossSum(masked_sum(loss, mask=mask), mask.bool().sum(), stats)
+
+
+def ppo_value_loss(
+    values: Tensor, *, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None
+) -> LossSum:
+    """Half the squared error, at least that of the values held near the old ones; summed over tokens.
+
+    Source: N details, no. 19.
+
+    Args:
+        values: [B, T] of the current critic.
+        old_values: [B, T] when sampled.
+        returns: [B, T] targets.
+        mask: [B, T], 1 on response tokens.
+        clip: how far values may move from old_values; none or 0 does not clip.
+
+    Returns:
+        stats: clipfrac, the share of tokens where the clip binds; squared_error of the plain values.
+    """
+    values, old_values, returns = keep(values, mask), keep(old_values, mask), keep(returns, mask)
+    error = (values - returns).square()
+    worst = error
+    if clip:
+        held = old_values + (values - old_values).clamp(-clip, clip)
+        worst = torch.maximum(error, (held - returns).square())
+    stats = {
+        "clipfrac": masked_sum((worst > error).float(), mask=mask),
+        "squared_error": masked_sum(error.detach(), mask=mask),
+    }
+    return LossSum(0.5 * masked_sum(worst, mask=mask), mask.bool().sum(), stats)

@@ -1,0 +1,123 @@
+"""Hugging Face models by config: dtype, attention kernel, dropout off.
+
+Causal LMs serve as actor and reference, sequence classifiers with one label as reward model and critic. With a ZeRO-3
+config transformers builds the model in partitions and streams the weights into them: rank 0 maps the files and
+broadcasts one module at a time, the other ranks never open them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.integrations import HfDeepSpeedConfig
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections import ModelConfig
+from hybrid_rlhf.models.sources import quiet_transformers
+from hybrid_rlhf.models.tokenizers import first_line
+
+Architecture = Literal["causal_lm", "scorer"]
+_AUTO_CLASS: dict[Architecture, Any] = {
+    "causal_lm": AutoModelForCausalLM,
+    "scorer": AutoModelForSequenceClassification,
+}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def training_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
+    """The dtype that model.dtype names on this device.
+
+    Raises:
+        UserError: for float16 on a CPU, which DeepSpeed does not train.
+    """
+    if config.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if config.dtype == "float16" and device.type == "cpu":
+        raise UserError("model.dtype float16 trains on GPUs only, this is a CPU: set model.dtype to float32 or bfloat16")
+    return _DTYPES[config.dtype]
+
+
+def load_model(
+    path: str,
+    architecture: Architecture,
+    *,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    zero3_config: dict[str, Any] | None = None,
+) -> tuple[PreTrainedModel, bool]:
+    """Load a resolved model for training or scoring.
+
+    Args:
+        path: folder or hub name, see `resolve_model`.
+        architecture: causal_lm (logits) or scorer (one score a token).
+        config: attention kernel, trust, gradient checkpointing.
+        dtype: of the weights.
+        zero3_config: the engine's DeepSpeed config when it shards parameters (stage 3), else none.
+
+    Returns:
+        the model, dropout off; and whether its score head is fresh (a causal LM's folder has none).
+
+    Raises:
+        UserError: when transformers cannot load it.
+    """
+    hf_config = load_config(path, trust_remote_code=config.trust_remote_code)
+    switch_dropout_off(hf_config)
+    kwargs: dict[str, Any] = {"num_labels": 1} if architecture == "scorer" else {}
+    partitioning = HfDeepSpeedConfig(zero3_config) if zero3_config is not None else None
+    for name, value in kwargs.items():
+        setattr(hf_config, name, value)
+    try:
+        with quiet_transformers():
+            model, info = _AUTO_CLASS[architecture].from_pretrained(
+                path,
+                config=hf_config,
+                dtype=dtype,
+                attn_implementation=config.attention,
+                trust_remote_code=config.trust_remote_code,
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+        raise UserError(f"transformers cannot load {path} as a {architecture} ({first_line(error)})") from error
+    finally:
+        if partitioning is not None:
+            unset_hf_deepspeed_config()  # it is global: the next model may not be partitioned
+    missing = set(info["missing_keys"])
+    fresh_head = architecture == "scorer" and any(key.startswith("score.") for key in missing)
+    absent = {key for key in missing if not key.startswith("score.")} - set(getattr(model, "all_tied_weights_keys", {}))
+    if absent:
+        raise UserError(f"{path} lacks {len(absent)} weights of its architecture, for example {min(absent)}")
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model, fresh_head
+
+
+def load_config(path: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The Hugging Face config of a resolved model.
+
+    Raises:
+        UserError: when there is none.
+    """
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{path} is no model that transformers knows ({first_line(error)}): check the path") from error
+
+
+def switch_dropout_off(config: PreTrainedConfig) -> None:
+    """Set every dropout probability of a config to 0 (N details, no. 13: PPO's ratio must start at exactly 1)."""
+    for name, value in list(vars(config).items()):
+        if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+            setattr(config, name, 0.0)

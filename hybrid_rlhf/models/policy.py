@@ -1,0 +1,113 @@
+"""A causal LM that answers with log-probs of chosen tokens, and a classifier that answers with a value a token.
+
+Both are thin modules around the Hugging Face model, so that a DeepSpeed engine wraps one forward with everything in
+it. Shapes: B batch, T time, H hidden, V vocabulary. All outputs are aligned with tokens: entry t speaks of token t.
+The head runs only where a token counts, in chunks, so `[B, T, V]` is never held.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hybrid_rlhf.functional.logprobs import logprobs_from_hidden
+from hybrid_rlhf.functional.masking import last_index, position_ids
+from hybrid_rlhf.models.families import head_convention
+
+HEAD_CHUNK_TOKENS = 1024
+
+
+class HeadLogprobs(nn.Module):
+    """The LM head as log-probs. It holds the head's own parameters, so that ZeRO-3 gathers them around its forward."""
+
+    def __init__(self, lm: PreTrainedModel) -> None:
+        super().__init__()
+        head = lm.get_output_embeddings()
+        self.weight = head.weight
+        self.bias = getattr(head, "bias", None)
+        self.convention = head_convention(lm.config)
+
+    def forward(self, hidden: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropy [N] of labels [N] after hidden [N, H], float32."""
+        scale = self.convention.scale
+        return logprobs_from_hidden(
+            hidden if scale == 1.0 else hidden * scale,
+            weight=self.weight,
+            bias=self.bias if self.bias is None or scale == 1.0 else self.bias * scale,
+            labels=labels,
+            temperature=temperature,
+            softcap=self.convention.softcap,
+            chunk_tokens=HEAD_CHUNK_TOKENS,
+        )
+
+
+class Policy(nn.Module):
+    """Actor or reference: token log-probs of a causal LM."""
+
+    def __init__(self, lm: PreTrainedModel) -> None:
+        super().__init__()
+        self.lm = lm
+        self.head = HeadLogprobs(lm)
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, token_mask: Tensor, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies of the tokens that count.
+
+        Args:
+            input_ids: [B, T] int64.
+            attention_mask: [B, T], true on real tokens.
+            token_mask: [B, T], true on tokens whose log-prob is wanted; position 0 has no predecessor and stays 0.
+            temperature: logits are divided by it.
+
+        Returns:
+            logprobs and entropy, [B, T] float32, 0 outside token_mask.
+        """
+        hidden = backbone_hidden(self.lm, input_ids, attention_mask)
+        wanted = token_mask[:, 1:].bool()
+        logprobs, entropy = self.head(hidden[:, :-1][wanted], input_ids[:, 1:][wanted], temperature)
+        return _scatter(logprobs, wanted), _scatter(entropy, wanted)
+
+
+class Scorer(nn.Module):
+    """Reward model or critic: one number a token."""
+
+    def __init__(self, classifier: PreTrainedModel) -> None:
+        super().__init__()
+        self.lm = classifier
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """The head's output after each token, [B, T] float32."""
+        hidden = backbone_hidden(self.lm, input_ids, attention_mask)
+        return self.lm.score(hidden).squeeze(-1).float()
+
+
+def scores_at_end(outputs: Tensor, attention_mask: Tensor) -> Tensor:
+    """The score of each row [B]: the output [B, T] at its last real token, by index and never by token id."""
+    return outputs.gather(1, last_index(attention_mask)[:, None]).squeeze(1)
+
+
+def values_before(outputs: Tensor) -> Tensor:
+    """The value [B, T] of the state in which token t is chosen: the critic's output after token t - 1."""
+    return torch.cat([torch.zeros_like(outputs[:, :1]), outputs[:, :-1]], dim=1)
+
+
+def backbone_hidden(lm: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """Last hidden states [B, T, H], with position ids that count real tokens (N details, no. 3)."""
+    backbone = lm.base_model
+    positions = {}
+    if "position_ids" in inspect.signature(backbone.forward).parameters:  # ALiBi families take none
+        positions["position_ids"] = position_ids(attention_mask)
+    output = backbone(input_ids=input_ids, attention_mask=attention_mask.long(), use_cache=False, **positions)
+    hidden: Tensor = output.last_hidden_state
+    return hidden
+
+
+def _scatter(flat: Tensor, wanted: Tensor) -> Tensor:
+    """Flat values back to [B, T], one position to the right of `wanted` [B, T - 1]."""
+    full = torch.zeros(wanted.shape, dtype=flat.dtype, device=flat.device)
+    full = full.masked_scatter(wanted, flat)
+    return torch.cat([torch.zeros_like(full[:, :1]), full], dim=1)

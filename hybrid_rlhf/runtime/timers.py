@@ -1,0 +1,46 @@
+"""Named wall-clock timers and the peak of memory. Seconds and GiB."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+
+import torch
+
+
+class Timers:
+    """Adds up seconds by name until they are taken."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Time a block; on a GPU, to the end of its work."""
+        start = self._now()
+        try:
+            yield
+        finally:
+            self._seconds[name] += self._now() - start
+
+    def take(self) -> dict[str, float]:
+        """The seconds so far by name; the timers start again at 0."""
+        taken = dict(self._seconds)
+        self._seconds.clear()
+        return taken
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """The most memory this process has held: allocated on its GPU, or resident on the host without one."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
