@@ -1,0 +1,1 @@
+"""From files to token batches: sources, rows, chat templates, cached tokens, loaders. Knows no model."""

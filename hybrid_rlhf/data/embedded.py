@@ -1,0 +1,66 @@
+"""The data of the embedded demo: English question-answer pairs of the package chatterbot-corpus, as JSONL files.
+
+Preference pairs set the corpus answer against the answer to another question: what a reward model must learn is
+whether an answer belongs to its question.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from hybrid_rlhf.configs.errors import UserError
+
+_PACKAGE = "chatterbot_corpus"
+
+
+def write_demo_data(folder: Path, *, seed: int) -> Path:
+    """Write folder/pairs.jsonl with `prompt`, `chosen` and `rejected`, one row a pair of the corpus.
+
+    One file serves all steps: SFT learns the chosen answers, the reward model the preference, PPO the prompts.
+
+    Raises:
+        UserError: when the package is not installed.
+    """
+    pairs = sorted(set(_question_answers()))
+    rng = np.random.default_rng(seed)
+    others = rng.permutation(len(pairs))
+    rows = []
+    for index, (question, answer) in enumerate(pairs):
+        other = int(others[index])
+        while pairs[other][0] == question or pairs[other][1] == answer:
+            other = int(rng.integers(len(pairs)))
+        rows.append({"prompt": question, "chosen": answer, "rejected": pairs[other][1]})
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "pairs.jsonl"
+    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return file
+
+
+def _question_answers() -> Iterable[tuple[str, str]]:
+    for file in _corpus_files():
+        for conversation in yaml.safe_load(file.read_text(encoding="utf-8"))["conversations"]:
+            question, answer, *_ = [*map(_clean, conversation), ""]
+            if question and answer:
+                yield question, answer
+
+
+def _clean(turn: Any) -> str:
+    """A turn on one line."""
+    return " ".join(str(turn).split())
+
+
+def _corpus_files() -> list[Path]:
+    spec = importlib.util.find_spec(_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        raise UserError(
+            "the demo's conversations need the package chatterbot-corpus, which is not installed: "
+            "run `make demo`, or `pip install chatterbot-corpus`, or give --data.sources"
+        )
+    return sorted((Path(spec.submodule_search_locations[0]) / "data" / "english").glob("*.yml"))

@@ -1,0 +1,132 @@
+"""Which rows make an update, in which order, and whose they are.
+
+A global batch is the same whatever the number of ranks; within it rows are dealt by length, so that ranks have equal
+counts and nearly equal tokens, and rows of a micro-batch are of like length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+
+from hybrid_rlhf.configs.errors import UserError
+
+
+def deal(
+    rows: Sequence[int], lengths: Sequence[int], *, rank: int, ranks: int, micro_batch_size: int
+) -> list[list[int | None]]:
+    """One rank's micro-batches of a global batch, longest first.
+
+    Args:
+        rows: of the global batch.
+        lengths: of each row, in tokens.
+        rank: whose share to give.
+        ranks: every one gets as many micro-batches, filled up with None.
+        micro_batch_size: rows in each.
+    """
+    ordered: list[int | None] = [rows[i] for i in sorted(range(len(rows)), key=lambda i: (-lengths[i], i))]
+    unit = ranks * micro_batch_size
+    ordered += [None] * (-len(ordered) % unit)
+    # Snake: rank 0 gets the longest of the first round and the shortest of the second.
+    rounds = [ordered[start : start + ranks] for start in range(0, len(ordered), ranks)]
+    mine = [chunk[rank] if number % 2 == 0 else chunk[ranks - 1 - rank] for number, chunk in enumerate(rounds)]
+    return [mine[start : start + micro_batch_size] for start in range(0, len(mine), micro_batch_size)]
+
+
+class GlobalBatches:
+    """The row indices of each global batch, seeded, with a position that can be saved."""
+
+    def __init__(
+        self, rows: int, *, global_batch_size: int, seed: int, shuffle: bool = True, drop_last: bool = True
+    ) -> None:
+        if drop_last and rows < global_batch_size:
+            raise UserError(
+                f"an update takes {global_batch_size} rows, the training data has {rows}: "
+                f"add rows or set the batch size to {rows} or less"
+            )
+        self._rows, self._size, self._seed, self._shuffle = rows, global_batch_size, seed, shuffle
+        self.steps_per_epoch = rows // global_batch_size if drop_last else -(-rows // global_batch_size)
+        self.epoch = 0
+        self.position = 0
+        """Batches of this epoch that have been given."""
+
+    def iterate(self, max_epochs: int | None = None) -> Iterator[list[int]]:
+        """Go on from the position to the end of the last epoch; for ever without one."""
+        while max_epochs is None or self.epoch < max_epochs:
+            order = np.arange(self._rows)
+            if self._shuffle:
+                order = np.random.default_rng([self._seed, self.epoch]).permutation(self._rows)
+            while self.position < self.steps_per_epoch:
+                start = self.position * self._size
+                self.position += 1
+                yield order[start : start + self._size].tolist()
+            self.epoch, self.position = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """The position, for a checkpoint."""
+        return {"epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from a checkpoint."""
+        self.epoch, self.position = state["epoch"], state["position"]
+
+
+class BatchLoader:
+    """This rank's micro-batches of each global batch."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        global_batch_size: int,
+        world_rank: int,
+        world_size: int,
+        micro_batch_size: int,
+        seed: int,
+        shuffle: bool = True,
+        drop_last: bool = True,
+    ) -> None:
+        """Plan the batches of a data set with a `length` column.
+
+        Args:
+            dataset: memory-mapped rows.
+            global_batch_size: rows of a batch over all ranks.
+            world_rank: whose micro-batches to give.
+            world_size: ranks that share a batch.
+            micro_batch_size: rows of a micro-batch.
+            seed: of the order.
+            shuffle: a new order each epoch.
+            drop_last: leave out a last batch that is not full; otherwise it is filled up with None rows.
+
+        Raises:
+            UserError: when there is not one full batch.
+        """
+        self._dataset = dataset
+        self._lengths = list(dataset["length"])
+        self._rank, self._ranks, self._micro = world_rank, world_size, micro_batch_size
+        self.batches = GlobalBatches(
+            len(dataset), global_batch_size=global_batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last
+        )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Global batches in an epoch."""
+        return self.batches.steps_per_epoch
+
+    def iterate(self, max_epochs: int | None = None) -> Iterator[list[list[dict[str, Any] | None]]]:
+        """Go on from the position; each item is this rank's micro-batches of one global batch."""
+        for rows in self.batches.iterate(max_epochs):
+            lengths = [self._lengths[row] for row in rows]
+            dealt = deal(rows, lengths, rank=self._rank, ranks=self._ranks, micro_batch_size=self._micro)
+            yield [[None if row is None else self._dataset[row] for row in micro] for micro in dealt]
+
+    def state_dict(self) -> dict[str, int]:
+        """The position, for a checkpoint."""
+        return self.batches.state_dict()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from a checkpoint."""
+        self.batches.load_state_dict(state)

@@ -1,0 +1,176 @@
+"""Rows of the contract to records, one adapter a step. A row that breaks the contract names file, line and column.
+
+| step | columns |
+|---|---|
+| SFT | messages; prompt + completion; prompt + chosen; text |
+| reward | prompt + chosen + rejected (the prompt may be implicit), margin; or prompt + responses + ranks |
+| PPO | prompt; or messages, whose last assistant turn is dropped; other columns go to reward functions |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.data.sources import Row, missing
+
+Message = dict[str, str]
+ROLES = ("system", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What SFT learns from: messages, or plain text."""
+
+    messages: list[Message] = field(default_factory=list)
+    text: str | None = None
+
+
+@dataclass(frozen=True)
+class Preference:
+    """Answers to one prompt and which is better than which."""
+
+    prompt: list[Message]
+    responses: list[list[Message]]
+    pairs: list[tuple[int, int]]
+    """(better, worse), indices of responses."""
+    margins: list[float]
+    """A pair's margin, 0 where none is given."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What PPO answers, and the row's other columns."""
+
+    messages: list[Message]
+    columns: dict[str, Any]
+
+
+def sft_row(place: str, row: Row) -> Conversation:
+    """A row of step 1."""
+    if "messages" in row:
+        messages = _messages(place, row, "messages")
+    elif "prompt" in row and ("completion" in row or "chosen" in row):
+        answer = "completion" if "completion" in row else "chosen"
+        prompt = _turns(place, row, "prompt", role="user")
+        messages = prompt + _after(prompt, _turns(place, row, answer, role="assistant"))
+    elif "chosen" in row and not isinstance(row["chosen"], str):
+        messages = _messages(place, row, "chosen")
+    elif "text" in row:
+        return Conversation(text=_text(place, row, "text"))
+    else:
+        raise missing(place, row, ["messages", "prompt + completion", "prompt + chosen", "text"])
+    if not any(message["role"] == "assistant" for message in messages):
+        raise UserError(f"{place}: SFT learns from assistant turns, this conversation has none: add one or drop the row")
+    return Conversation(messages)
+
+
+def preference_row(place: str, row: Row) -> Preference:
+    """A row of step 2."""
+    if "responses" in row and "ranks" in row:
+        return _ranked(place, row)
+    if "chosen" not in row or "rejected" not in row:
+        raise missing(place, row, ["prompt + chosen + rejected", "prompt + responses + ranks"])
+    if row["chosen"] == row["rejected"]:
+        raise UserError(f"{place}: columns 'chosen' and 'rejected' are equal: a pair needs a better answer, drop the row")
+    chosen, rejected = (_turns(place, row, name, role="assistant") for name in ("chosen", "rejected"))
+    if "prompt" in row:
+        prompt = _turns(place, row, "prompt", role="user")
+        chosen, rejected = _after(prompt, chosen), _after(prompt, rejected)
+    else:
+        shared = _shared_prefix(chosen, rejected)
+        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+    if not chosen or not rejected:
+        raise UserError(f"{place}: one of 'chosen' and 'rejected' has no answer after the prompt: add it or drop the row")
+    margin = row.get("margin", 0.0)
+    if isinstance(margin, bool) or not isinstance(margin, (int, float)):
+        raise UserError(f"{place}: column 'margin' is a number, got {margin!r}: mend the row")
+    return Preference(prompt, [chosen, rejected], [(0, 1)], [float(margin)])
+
+
+def prompt_row(place: str, row: Row) -> Prompt:
+    """A row of step 3."""
+    if "prompt" in row:
+        used, messages = "prompt", _turns(place, row, "prompt", role="user")
+    elif "messages" in row:
+        used, messages = "messages", _messages(place, row, "messages")
+        if messages[-1]["role"] == "assistant":
+            messages = messages[:-1]
+        if not messages:
+            raise UserError(f"{place}: column 'messages' has only an answer: add the prompt or drop the row")
+    else:
+        raise missing(place, row, ["prompt", "messages"])
+    return Prompt(messages, {name: value for name, value in row.items() if name != used})
+
+
+def ptx_row(place: str, row: Row) -> Conversation:
+    """A row of pretraining text, or a conversation."""
+    return Conversation(text=_text(place, row, "text")) if "text" in row else sft_row(place, row)
+
+
+def _ranked(place: str, row: Row) -> Preference:
+    """All pairs of a ranked list, a lower rank being better; equal ranks make no pair (InstructGPT, section 3.5)."""
+    if "prompt" not in row:
+        raise missing(place, row, ["prompt + responses + ranks"])
+    responses, ranks = row["responses"], row["ranks"]
+    if not isinstance(responses, list) or not isinstance(ranks, list) or len(responses) != len(ranks):
+        raise UserError(f"{place}: columns 'responses' and 'ranks' are lists of one length: mend the row")
+    if not all(isinstance(rank, (int, float)) for rank in ranks):
+        raise UserError(f"{place}: column 'ranks' holds numbers, got {ranks!r}: mend the row")
+    answers = [_turns(place, {"responses": answer}, "responses", role="assistant") for answer in responses]
+    pairs = [
+        (i, j) if ranks[i] < ranks[j] else (j, i) for i, j in combinations(range(len(ranks)), 2) if ranks[i] != ranks[j]
+    ]
+    if not pairs:
+        raise UserError(f"{place}: column 'ranks' makes no pair, all are equal: drop the row")
+    if any(answers[better] == answers[worse] for better, worse in pairs):
+        raise UserError(f"{place}: column 'responses' ranks one answer above itself: drop the double")
+    return Preference(_turns(place, row, "prompt", role="user"), answers, pairs, [0.0] * len(pairs))
+
+
+def _turns(place: str, row: Row, column: str, *, role: str) -> list[Message]:
+    """A column that is text, one turn of the given role, or messages."""
+    if isinstance(row[column], str):
+        return [{"role": role, "content": _text(place, row, column)}]
+    return _messages(place, row, column)
+
+
+def _text(place: str, row: Row, column: str) -> str:
+    value = row[column]
+    if not isinstance(value, str):
+        raise UserError(f"{place}: column {column!r} is text, got a {type(value).__name__}: mend the row")
+    if not value.strip():
+        raise UserError(f"{place}: column {column!r} is empty: fill it or drop the row")
+    return value
+
+
+def _messages(place: str, row: Row, column: str) -> list[Message]:
+    value = row[column]
+    if not isinstance(value, list) or not value:
+        raise UserError(
+            f"{place}: column {column!r} is text or a list of messages, got "
+            f"{'an empty list' if value == [] else 'a ' + type(value).__name__}: mend the row"
+        )
+    for message in value:
+        if not isinstance(message, dict) or not isinstance(message.get("content"), str) or "role" not in message:
+            raise UserError(f"{place}: column {column!r}: a message is {{'role', 'content'}}, got {message!r}: mend the row")
+        if message["role"] not in ROLES:
+            raise UserError(
+                f"{place}: column {column!r}: a role is one of {', '.join(ROLES)}, got {message['role']!r}: mend the row"
+            )
+    return [{"role": message["role"], "content": message["content"]} for message in value]
+
+
+def _after(prompt: Sequence[Message], answer: list[Message]) -> list[Message]:
+    """An answer without the prompt that some data sets repeat before it."""
+    return answer[len(prompt) :] if answer[: len(prompt)] == list(prompt) else answer
+
+
+def _shared_prefix(first: Sequence[Message], second: Sequence[Message]) -> int:
+    shared = 0
+    while shared < min(len(first), len(second)) and first[shared] == second[shared]:
+        shared += 1
+    return shared

@@ -1,0 +1,155 @@
+"""A source of rows: a JSONL, JSON or Parquet file, a folder of `datasets`, or a hub name.
+
+JSON is read by our own reader, so that a broken line is named by file and line, and kept as text: rows may differ in
+their columns, and nothing is guessed about types.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections import DataSource
+
+Row = dict[str, Any]
+_FILE_TYPES = (".jsonl", ".json", ".parquet")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one source, read one by one, each with the place to name in an error."""
+
+    source: DataSource
+    fingerprint: str
+    """Changes whenever the content does."""
+    _read: Any
+
+    def __iter__(self) -> Iterator[tuple[str, Row]]:
+        """(place, row); the place is FILE:LINE, or the number of the row in a table."""
+        return iter(self._read())
+
+
+def open_source(source: str | DataSource) -> Rows:
+    """Find a source and take its fingerprint; rows are read when iterated.
+
+    Raises:
+        UserError: when there is none, or it is empty or of no known type.
+    """
+    source = DataSource(path=source) if isinstance(source, str) else source
+    path = Path(source.path).expanduser()
+    if path.is_file():
+        return _open_file(source, path)
+    if path.is_dir():
+        return _open_table(source, _load_folder(source, path))
+    if path.suffix in _FILE_TYPES or source.path.count("/") > 1 or source.path.startswith((".", "/", "~")):
+        raise UserError(f"a data source is a file, a folder or a hub name, {source.path} does not exist: check the path")
+    return _open_table(source, _load_hub(source))
+
+
+def _open_file(source: DataSource, path: Path) -> Rows:
+    if path.suffix not in _FILE_TYPES:
+        raise UserError(f"a data file is .jsonl, .json or .parquet, got {source.path}: convert it")
+    if path.stat().st_size == 0:
+        raise UserError(f"a data file has rows, {source.path} is empty: check the path")
+    if path.suffix == ".parquet":
+        try:
+            table = datasets.Dataset.from_parquet(str(path), keep_in_memory=True)
+        except Exception as error:  # noqa: BLE001 - pyarrow's and datasets' own types, all meaning "not Parquet"
+            raise UserError(f"{source.path} is not Parquet ({str(error).splitlines()[0]}): check the file") from error
+        return _open_table(source, table)
+    with path.open("rb") as file:
+        fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
+    read = _read_lines if path.suffix == ".jsonl" else _read_list
+    return Rows(source, fingerprint, lambda: read(path))
+
+
+def _read_lines(path: Path) -> Iterator[tuple[str, Row]]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield _parsed(line, f"{path}:{number}")
+
+
+def _parsed(line: str, place: str) -> tuple[str, Row]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{place}: not JSON ({error.msg} at column {error.colno}): mend the line") from error
+    if not isinstance(row, dict):
+        raise UserError(f"{place}: a row is a JSON object, got a {type(row).__name__}: mend the line")
+    return place, row
+
+
+def _read_list(path: Path) -> Iterator[tuple[str, Row]]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}:{error.lineno}: not JSON ({error.msg}): mend it, or name it .jsonl") from error
+    if not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
+        raise UserError(f"{path}: a .json source is a list of objects: mend it, or name it .jsonl if it has one a line")
+    for number, row in enumerate(content, start=1):
+        yield f"{path}: row {number}", row
+
+
+def _open_table(source: DataSource, table: datasets.Dataset) -> Rows:
+    if not len(table):
+        raise UserError(f"a data source has rows, {source.path} is empty: check the path")
+
+    def read() -> Iterator[tuple[str, Row]]:
+        for number, row in enumerate(table, start=1):
+            # Arrow fills columns that a row lacks with null
+            yield f"{source.path}: row {number}", {name: value for name, value in row.items() if value is not None}
+
+    return Rows(source, _table_fingerprint(table), read)
+
+
+def _table_fingerprint(table: datasets.Dataset) -> str:
+    """Of the content, not of the path that datasets cached it under."""
+    digest = hashlib.sha256(repr(table.features).encode())
+    for batch in table.with_format("arrow").iter(batch_size=1000):
+        for column in batch.columns:
+            digest.update(repr(column.to_pylist()).encode())
+    return digest.hexdigest()
+
+
+def _load_folder(source: DataSource, path: Path) -> datasets.Dataset:
+    try:
+        loaded = datasets.load_from_disk(str(path))
+    except (FileNotFoundError, ValueError) as error:
+        raise UserError(f"a data folder is one that save_to_disk wrote, {source.path} is not: name a file in it") from error
+    return _pick_split(source, loaded)
+
+
+def _load_hub(source: DataSource) -> datasets.Dataset:
+    try:
+        return datasets.load_dataset(source.path, split=source.split_name)
+    except Exception as error:  # noqa: BLE001 - hub, network and builder errors have no common base
+        raise UserError(
+            f"{source.path} is neither a file nor a folder, and the hub does not give it "
+            f"({(str(error).splitlines() or [type(error).__name__])[0]}): check the name"
+        ) from error
+
+
+def _pick_split(source: DataSource, loaded: datasets.Dataset | datasets.DatasetDict) -> datasets.Dataset:
+    if isinstance(loaded, datasets.Dataset):
+        return loaded
+    if source.split_name not in loaded:
+        raise UserError(f"{source.path} has no split {source.split_name!r}: set split_name to one of {sorted(loaded)}")
+    return loaded[source.split_name]
+
+
+def found_columns(row: Row) -> str:
+    """The columns of a row, for an error."""
+    return ", ".join(sorted(row)) or "none"
+
+
+def missing(place: str, row: Row, wanted: Sequence[str]) -> UserError:
+    """The error for a row without its columns."""
+    return UserError(f"{place}: a row needs {' or '.join(wanted)}, found columns {found_columns(row)}: rename or add them")

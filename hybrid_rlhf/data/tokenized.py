@@ -1,0 +1,261 @@
+"""The data of each step, tokenised: sources read, adapted, encoded, cut to length, dealt, held out and blended.
+
+Rows are dealt to the steps, and held out, by their place in the source and before anything is dropped, so that no
+row is seen by two steps, or by training and evaluation, whatever their limits drop.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import datasets
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.ppo import PromptDataConfig
+from hybrid_rlhf.configs.sections import DataConfig, DataSource
+from hybrid_rlhf.data.cache import cached_rows, tokenizer_key
+from hybrid_rlhf.data.chat import RULES_VERSION, encode_conversation, encode_prompt, encode_text
+from hybrid_rlhf.data.rows import Conversation, preference_row, prompt_row, ptx_row, sft_row
+from hybrid_rlhf.data.sources import Row, open_source
+from hybrid_rlhf.runtime.world import World
+
+logger = logging.getLogger("hybrid_rlhf")
+Encode = Callable[[str, Row, PreTrainedTokenizerBase, int], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a step makes of a row."""
+
+    name: str
+    encode: Encode
+    """Row to columns; `length` is in tokens before any cut, `cut` whether it was cut, `usable` whether any is left."""
+    step_index: int
+    """The step's share of data.split."""
+
+
+@dataclass(frozen=True)
+class TokenizedData:
+    """Rows to train on and rows held out."""
+
+    train: datasets.Dataset
+    held_out: datasets.Dataset
+
+
+def load_sft_data(
+    config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, world: World
+) -> TokenizedData:
+    """Columns `input_ids`, `loss_mask`, `length`."""
+    kind = Kind("sft", lambda p, row, t, limit: _conversation(p, sft_row(p, row), t, limit), 0)
+    return _load(kind, config, tokenizer, config.max_length, seed, world)
+
+
+def load_preference_data(
+    config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, world: World
+) -> TokenizedData:
+    """Columns `responses` (token ids, prompt included), `pairs`, `margins`, `length` (of the longest)."""
+    return _load(Kind("reward", _preference, 1), config, tokenizer, config.max_length, seed, world)
+
+
+def load_prompt_data(
+    config: PromptDataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, world: World, max_prompt_tokens: int
+) -> TokenizedData:
+    """Columns `input_ids`, `prompt` (messages as JSON), `columns` (the row's others as JSON), `length`."""
+    return _load(Kind("prompt", _prompt, 2), config, tokenizer, max_prompt_tokens, seed, world)
+
+
+def load_ptx_data(
+    config: PromptDataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, world: World
+) -> datasets.Dataset:
+    """The rows of data.ptx_sources, with the columns of SFT; none are held out."""
+    kind = Kind("ptx", lambda p, row, t, limit: _conversation(p, ptx_row(p, row), t, limit), 2)
+    parts = [_tokenize(kind, s, config, tokenizer, config.max_length, world) for s in config.ptx_sources]
+    return _report(kind, _blend(parts, config.ptx_sources, seed), None, parts, config.max_length, config, world).train
+
+
+def _load(
+    kind: Kind, config: DataConfig, tokenizer: PreTrainedTokenizerBase, limit: int, seed: int, world: World
+) -> TokenizedData:
+    if not config.sources:
+        raise UserError("data.sources names at least one file, folder or hub name, got none: give --data.sources FILE.jsonl")
+    parts = [_tokenize(kind, source, config, tokenizer, limit, world) for source in config.sources]
+    train, held_out = [], []
+    for number, part in enumerate(parts):
+        mine = _share(len(part), config.split, kind.step_index, [seed, number])
+        count = 0 if config.eval_sources else _held_out_count(len(mine), config.eval_fraction)
+        train.append(part.select(mine[count:]))
+        held_out.append(part.select(mine[:count]))
+    if config.eval_sources:
+        held_out = [_tokenize(kind, source, config, tokenizer, limit, world) for source in config.eval_sources]
+        parts = parts + held_out
+    held = datasets.concatenate_datasets([_usable(part) for part in held_out])
+    return _report(kind, _blend(train, config.sources, seed), held, parts, limit, config, world)
+
+
+def _share(rows: int, split: list[float] | None, step_index: int, seed: list[int]) -> np.ndarray:
+    """The places of a step's rows in a source, in a seeded order; every row without a split."""
+    order = np.random.default_rng(seed).permutation(rows)
+    if split is None:
+        return order
+    edges = np.round(np.cumsum([0.0, *split]) / sum(split) * rows).astype(int)
+    return order[edges[step_index] : edges[step_index + 1]]
+
+
+def _held_out_count(rows: int, fraction: float) -> int:
+    return max(1, round(rows * fraction)) if fraction > 0 and rows >= 2 else 0
+
+
+def _blend(parts: list[datasets.Dataset], sources: list[str | DataSource], seed: int) -> datasets.Dataset:
+    """Each source as often as its weight says: whole copies, and a seeded part of one."""
+    blended = []
+    for number, (part, source) in enumerate(zip(parts, sources, strict=True)):
+        part = _usable(part)
+        copies, rest = divmod(source.weight if isinstance(source, DataSource) else 1.0, 1.0)
+        chosen = np.random.default_rng([seed, number, 1]).permutation(len(part))[: round(rest * len(part))]
+        blended += [part] * int(copies) + ([part.select(np.sort(chosen))] if len(chosen) else [])
+    return datasets.concatenate_datasets(blended)
+
+
+def _usable(part: datasets.Dataset) -> datasets.Dataset:
+    """The rows that limits left, without the columns that say so."""
+    usable = np.flatnonzero(np.asarray(part["usable"], dtype=bool))
+    return part.select(usable).remove_columns(["usable", "cut"])
+
+
+def _tokenize(
+    kind: Kind,
+    source: str | DataSource,
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int,
+    world: World,
+) -> datasets.Dataset:
+    """All rows of a source, in its order, from the cache if they are there."""
+    failure, rows = None, None
+    try:
+        rows = open_source(source)
+    except UserError as error:
+        failure = str(error)
+    failures = [text for text in world.all_gather_objects(failure) if text is not None]
+    if failures or rows is None:
+        raise UserError(failures[0])
+
+    def make() -> Iterator[dict[str, Any]]:
+        for place, row in rows:
+            columns = kind.encode(place, row, tokenizer, limit)
+            if config.too_long == "drop" and columns["cut"]:
+                columns["usable"] = False
+            yield columns
+
+    key = {
+        "kind": kind.name,
+        "content": rows.fingerprint,
+        "tokenizer": tokenizer_key(tokenizer),
+        "limit": limit,
+        "too_long": config.too_long,
+        "rules": RULES_VERSION,
+    }
+    return cached_rows(key, make, cache_dir=config.cache_dir, world=world)
+
+
+def _report(
+    kind: Kind,
+    train: datasets.Dataset,
+    held_out: datasets.Dataset | None,
+    parts: list[datasets.Dataset],
+    limit: int,
+    config: DataConfig,
+    world: World,
+) -> TokenizedData:
+    """Say what became of the rows.
+
+    Raises:
+        UserError: when none is left to train on.
+    """
+    cut = sum(int(np.sum(part["cut"])) for part in parts)
+    dropped = sum(len(part) - int(np.sum(part["usable"])) for part in parts)
+    truncated = 0 if config.too_long == "drop" else cut
+    if not len(train):
+        raise UserError(
+            f"{kind.name} data has no row left to train on, {dropped} were dropped at {limit} tokens: "
+            "raise the limit, set data.too_long to truncate, or add rows"
+        )
+    if held_out is None:
+        held_out = train.select([])
+    if world.is_main:
+        logger.info(
+            "%s data: %s rows to train on, %s held out; of all rows %s were truncated to %s tokens, %s dropped",
+            kind.name, f"{len(train):,}", f"{len(held_out):,}", f"{truncated:,}", f"{limit:,}", f"{dropped:,}",
+        )  # fmt: skip
+    return TokenizedData(train, held_out)
+
+
+def _conversation(place: str, record: Conversation, tokenizer: PreTrainedTokenizerBase, limit: int) -> dict[str, Any]:
+    """Cut on the right; of no use once no token with loss is left."""
+    try:
+        if record.text is not None:
+            encoded = encode_text(record.text, tokenizer)
+        else:
+            encoded = encode_conversation(record.messages, tokenizer)
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from error
+    ids, mask = encoded.input_ids[:limit], encoded.loss_mask[:limit]
+    # The first token has no predecessor and cannot carry loss.
+    cut = len(encoded.input_ids) > limit
+    return {"input_ids": ids, "loss_mask": mask, "length": len(ids), "cut": cut, "usable": any(mask[1:])}
+
+
+def _preference(place: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int) -> dict[str, Any]:
+    """Cut the prompt on its left, so that the answers stay whole; an answer that alone is too long, on its right."""
+    record = preference_row(place, row)
+    try:
+        answers = [encode_conversation(record.prompt + answer, tokenizer).input_ids for answer in record.responses]
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from error
+    shared = _shared(answers)
+    cut = any(len(ids) > limit for ids in answers)
+    if cut:
+        longest_answer = max(len(ids) - shared for ids in answers)
+        surplus = max(0, shared - max(0, limit - longest_answer))
+        answers = [ids[surplus:][:limit] for ids in answers]
+    # Answers that differ only in what was cut away can teach nothing.
+    usable = all(answers[better] != answers[worse] for better, worse in record.pairs)
+    return {
+        "responses": answers,
+        "pairs": [list(pair) for pair in record.pairs],
+        "margins": record.margins,
+        "length": max(len(ids) for ids in answers),
+        "cut": cut,
+        "usable": usable,
+    }
+
+
+def _prompt(place: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int) -> dict[str, Any]:
+    """Cut on the left: the end of a prompt is what is asked."""
+    record = prompt_row(place, row)
+    try:
+        ids = encode_prompt(record.messages, tokenizer)
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from error
+    return {
+        "input_ids": ids[-limit:],
+        "prompt": json.dumps(record.messages, ensure_ascii=False),
+        "columns": json.dumps(record.columns, ensure_ascii=False, default=str),
+        "length": min(len(ids), limit),
+        "cut": len(ids) > limit,
+        "usable": True,
+    }
+
+
+def _shared(answers: list[list[int]]) -> int:
+    """Tokens that all answers begin with."""
+    shared = 0
+    while all(shared < len(ids) and ids[shared] == answers[0][shared] for ids in answers):
+        shared += 1
+    return shared
