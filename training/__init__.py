@@ -1,0 +1,1 @@
+"""Entry points of the three steps, one folder each."""

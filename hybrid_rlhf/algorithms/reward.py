@@ -49,4 +49,6 @@ class RewardObjective:
 
     def metrics(self, means: Mapping[str, float], prefix: str) -> dict[str, float]:
         """See Objective."""
-        return {f"{prefix}/{name}": means[name] for name in ("loss", "accuracy", "margin", "chosen_score", "rejected_score")}
+        return {
+            f"{prefix}/{name}": means[name] for name in ("loss", "accuracy", "margin", "chosen_score", "rejected_score")
+        }

@@ -165,6 +165,4 @@ def _sequences(pairs: Sequence[tuple[list[int], Completion]], device: torch.devi
         response[row, start:end] = True
         sampled[row, start:end] = torch.tensor(completion.logprobs)
     stopped = torch.tensor([completion.finish_reason == "stop" for _, completion in pairs])
-    return Sequences(
-        ids.to(device), attention.to(device), response.to(device), sampled.to(device), stopped.to(device)
-    )
+    return Sequences(ids.to(device), attention.to(device), response.to(device), sampled.to(device), stopped.to(device))

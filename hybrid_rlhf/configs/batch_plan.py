@@ -56,7 +56,9 @@ def plan_batch(
     unit = ranks * (micro_batch_size or 1)
     if global_batch_size % unit:
         parts = f"{ranks} ranks" + (f" x {micro_batch_size} rows = {unit}" if micro_batch_size else "")
-        raise UserError(f"{key} must be a multiple of {parts}, got {global_batch_size}: {nearest(global_batch_size, unit)}")
+        raise UserError(
+            f"{key} must be a multiple of {parts}, got {global_batch_size}: {nearest(global_batch_size, unit)}"
+        )
     per_rank = global_batch_size // ranks
     if micro_batch_size is None:
         fitting = max(1, micro_batch_tokens // max_length)
@@ -83,7 +85,9 @@ def plan_rollout(
     rows = prompts_per_step * samples_per_prompt
     if rows % unit:
         step = unit // math.gcd(unit, samples_per_prompt)
-        parts = f"{mini_batches} mini-batches x {ranks} ranks" + (f" x {micro_batch_size} rows" if micro_batch_size else "")
+        parts = f"{mini_batches} mini-batches x {ranks} ranks" + (
+            f" x {micro_batch_size} rows" if micro_batch_size else ""
+        )
         raise UserError(
             f"rollout.prompts_per_step x samples_per_prompt must be a multiple of {parts} = {unit}, got "
             f"{prompts_per_step} x {samples_per_prompt}: {nearest(prompts_per_step, step)}"

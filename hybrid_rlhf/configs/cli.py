@@ -34,6 +34,7 @@ def parse_config(
     *,
     prog: str | None = None,
     defaults: Path | None = None,
+    positional: str | None = None,
 ) -> ConfigT:
     """A config from `--config FILE.yaml` and dotted overrides such as `--optimizer.lr 1e-5`.
 
@@ -42,12 +43,15 @@ def parse_config(
         argv: the words of the line; none: the process's own.
         prog: the name that --help shows.
         defaults: a YAML that lies under the user's files.
+        positional: a key that the first bare word of the line may give.
 
     Raises:
         UserError: for an unknown key, a wrong value, a file that cannot be read, or a rule of the config.
         SystemExit: after --help.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    if positional is not None and words and not words[0].startswith("-"):
+        words[0] = f"--{positional}={words[0]}"
     keys = dotted_keys(config_type)
     files, overrides = _sort_words(words, keys)
     if defaults is not None:
@@ -64,10 +68,16 @@ def parse_config(
     return config_type(**values)
 
 
+def read_config(config: Any) -> dict[str, Any]:
+    """A config, or the file that save_config wrote, as dotted keys and plain values."""
+    content = yaml.safe_load(config.read_text()) if isinstance(config, Path) else _plain(config)
+    return _flat(content)
+
+
 def save_config(config: Any, path: Path) -> None:
     """Write a config as the YAML that parse_config reads back to an equal one; beside and renamed."""
     beside = path.with_name(f"{path.name}.partial")
-    beside.write_text(yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(config))), sort_keys=False))
+    beside.write_text(yaml.safe_dump(_plain(config), sort_keys=False))
     os.replace(beside, path)
 
 
@@ -82,6 +92,18 @@ def dotted_keys(config_type: Any, prefix: str = "") -> dict[str, Any]:
         else:
             keys[prefix + field.name] = hint
     return keys
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
+    return content
+
+
+def _flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in content.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
 
 
 @contextlib.contextmanager
@@ -138,7 +160,11 @@ def _sort_words(words: list[str], keys: Mapping[str, Any]) -> tuple[list[str], l
 
 
 def _is_list(hint: Any) -> bool:
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union else (hint,)
+    options = (
+        typing.get_args(hint)
+        if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+        else (hint,)
+    )
     return str not in options and any(typing.get_origin(option) is list for option in options)
 
 
@@ -159,7 +185,9 @@ def _check_file(file: str, keys: Mapping[str, Any]) -> None:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise UserError(f"{file}:{line}: not YAML ({error.problem}): mend the line") from error
     if content is not None and not isinstance(content, dict):
-        raise UserError(f"{file}: a config is a mapping of keys, got a {type(content).__name__}: write KEY: VALUE lines")
+        raise UserError(
+            f"{file}: a config is a mapping of keys, got a {type(content).__name__}: write KEY: VALUE lines"
+        )
     for key in _leaves(content or {}, keys):
         if key not in keys:
             raise UserError(f"{file}: unknown key {key}: {_nearest(key, keys)}")

@@ -68,9 +68,7 @@ class RolloutConfig:
         for name in ("prompts_per_step", "samples_per_prompt", "max_prompt_tokens", "max_new_tokens"):
             value = getattr(self, name)
             require(value >= 1, f"rollout.{name} must be 1 or more, got {value}: raise it")
-        require(
-            self.temperature > 0, f"rollout.temperature must be above 0, got {self.temperature}: PPO needs samples"
-        )
+        require(self.temperature > 0, f"rollout.temperature must be above 0, got {self.temperature}: PPO needs samples")
         require(0 < self.top_p <= 1, f"rollout.top_p must be in (0, 1], got {self.top_p}: give 1 to sample from all")
         require(self.top_k >= 0, f"rollout.top_k must be 0 or more, got {self.top_k}: give 0 to sample from all")
         require(

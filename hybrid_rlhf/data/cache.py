@@ -55,7 +55,9 @@ def cached_rows(
 
 def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """What tokens depend on in a tokenizer: its rules, special tokens and chat template."""
-    rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    rules = (
+        tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    )
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     return {
         "rules": hashlib.sha256(rules.encode()).hexdigest(),

@@ -64,7 +64,9 @@ def sft_row(place: str, row: Row) -> Conversation:
     else:
         raise missing(place, row, ["messages", "prompt + completion", "prompt + chosen", "text"])
     if not any(message["role"] == "assistant" for message in messages):
-        raise UserError(f"{place}: SFT learns from assistant turns, this conversation has none: add one or drop the row")
+        raise UserError(
+            f"{place}: SFT learns from assistant turns, this conversation has none: add one or drop the row"
+        )
     return Conversation(messages)
 
 
@@ -75,7 +77,9 @@ def preference_row(place: str, row: Row) -> Preference:
     if "chosen" not in row or "rejected" not in row:
         raise missing(place, row, ["prompt + chosen + rejected", "prompt + responses + ranks"])
     if row["chosen"] == row["rejected"]:
-        raise UserError(f"{place}: columns 'chosen' and 'rejected' are equal: a pair needs a better answer, drop the row")
+        raise UserError(
+            f"{place}: columns 'chosen' and 'rejected' are equal: a pair needs a better answer, drop the row"
+        )
     chosen, rejected = (_turns(place, row, name, role="assistant") for name in ("chosen", "rejected"))
     if "prompt" in row:
         prompt = _turns(place, row, "prompt", role="user")
@@ -84,7 +88,9 @@ def preference_row(place: str, row: Row) -> Preference:
         shared = _shared_prefix(chosen, rejected)
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
     if not chosen or not rejected:
-        raise UserError(f"{place}: one of 'chosen' and 'rejected' has no answer after the prompt: add it or drop the row")
+        raise UserError(
+            f"{place}: one of 'chosen' and 'rejected' has no answer after the prompt: add it or drop the row"
+        )
     margin = row.get("margin", 0.0)
     if isinstance(margin, bool) or not isinstance(margin, (int, float)):
         raise UserError(f"{place}: column 'margin' is a number, got {margin!r}: mend the row")
@@ -156,7 +162,9 @@ def _messages(place: str, row: Row, column: str) -> list[Message]:
         )
     for message in value:
         if not isinstance(message, dict) or not isinstance(message.get("content"), str) or "role" not in message:
-            raise UserError(f"{place}: column {column!r}: a message is {{'role', 'content'}}, got {message!r}: mend the row")
+            raise UserError(
+                f"{place}: column {column!r}: a message is {{'role', 'content'}}, got {message!r}: mend the row"
+            )
         if message["role"] not in ROLES:
             raise UserError(
                 f"{place}: column {column!r}: a role is one of {', '.join(ROLES)}, got {message['role']!r}: mend the row"

@@ -49,7 +49,9 @@ def open_source(source: str | DataSource) -> Rows:
     if path.is_dir():
         return _open_table(source, _load_folder(source, path))
     if path.suffix in _FILE_TYPES or source.path.count("/") > 1 or source.path.startswith((".", "/", "~")):
-        raise UserError(f"a data source is a file, a folder or a hub name, {source.path} does not exist: check the path")
+        raise UserError(
+            f"a data source is a file, a folder or a hub name, {source.path} does not exist: check the path"
+        )
     return _open_table(source, _load_hub(source))
 
 
@@ -123,7 +125,9 @@ def _load_folder(source: DataSource, path: Path) -> datasets.Dataset:
     try:
         loaded = datasets.load_from_disk(str(path))
     except (FileNotFoundError, ValueError) as error:
-        raise UserError(f"a data folder is one that save_to_disk wrote, {source.path} is not: name a file in it") from error
+        raise UserError(
+            f"a data folder is one that save_to_disk wrote, {source.path} is not: name a file in it"
+        ) from error
     return _pick_split(source, loaded)
 
 
@@ -152,4 +156,6 @@ def found_columns(row: Row) -> str:
 
 def missing(place: str, row: Row, wanted: Sequence[str]) -> UserError:
     """The error for a row without its columns."""
-    return UserError(f"{place}: a row needs {' or '.join(wanted)}, found columns {found_columns(row)}: rename or add them")
+    return UserError(
+        f"{place}: a row needs {' or '.join(wanted)}, found columns {found_columns(row)}: rename or add them"
+    )

@@ -48,9 +48,7 @@ class TokenizedData:
     held_out: datasets.Dataset
 
 
-def load_sft_data(
-    config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, world: World
-) -> TokenizedData:
+def load_sft_data(config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, world: World) -> TokenizedData:
     """Columns `input_ids`, `loss_mask`, `length`."""
     kind = Kind("sft", lambda p, row, t, limit: _conversation(p, sft_row(p, row), t, limit), 0)
     return _load(kind, config, tokenizer, config.max_length, seed, world)
@@ -83,7 +81,9 @@ def _load(
     kind: Kind, config: DataConfig, tokenizer: PreTrainedTokenizerBase, limit: int, seed: int, world: World
 ) -> TokenizedData:
     if not config.sources:
-        raise UserError("data.sources names at least one file, folder or hub name, got none: give --data.sources FILE.jsonl")
+        raise UserError(
+            "data.sources names at least one file, folder or hub name, got none: give --data.sources FILE.jsonl"
+        )
     parts = [_tokenize(kind, source, config, tokenizer, limit, world) for source in config.sources]
     train, held_out = [], []
     for number, part in enumerate(parts):

@@ -19,7 +19,9 @@ class WeightAverage:
     def __init__(self, module: nn.Module, *, decay: float) -> None:
         self._decay = decay
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self._averages = [_held(parameter).detach().to("cpu", torch.float32, copy=True) for parameter in self._parameters]
+        self._averages = [
+            _held(parameter).detach().to("cpu", torch.float32, copy=True) for parameter in self._parameters
+        ]
 
     @torch.no_grad()
     def update(self) -> None:

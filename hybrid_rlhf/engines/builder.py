@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import deepspeed
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from hybrid_rlhf.configs.sections import LoraConfig, ModelConfig, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engines.ds_config import deepspeed_config
@@ -66,9 +67,7 @@ def build_actor(spec: EngineSpec, world: World) -> HybridEngine:
 def _build(engine_type: type[EngineT], spec: EngineSpec, world: World) -> EngineT:
     _prepare_deepspeed(world)
     dtype = training_dtype(spec.model, world.device)
-    config = deepspeed_config(
-        zero=spec.zero, dtype=dtype, optimizer=spec.optimizer, overrides=spec.deepspeed_overrides
-    )
+    config = deepspeed_config(zero=spec.zero, dtype=dtype, optimizer=spec.optimizer, overrides=spec.deepspeed_overrides)
     partitioned = config["zero_optimization"]["stage"] == 3
     architecture = ARCHITECTURE[spec.role]
     lm, fresh_head = load_model(
@@ -80,7 +79,7 @@ def _build(engine_type: type[EngineT], spec: EngineSpec, world: World) -> Engine
         lm.requires_grad_(False)
     elif spec.lora.rank > 0:
         add_lora(lm, spec.lora, architecture, seed=spec.seed)
-        lm.to(dtype=dtype) if not partitioned else None
+        lm.to(dtype=dtype)  # type: ignore[arg-type]
     module: nn.Module = Policy(lm) if architecture == "causal_lm" else Scorer(lm)
     if spec.optimizer is None:
         engine, *_ = deepspeed.initialize(model=module, config=config)
@@ -108,13 +107,13 @@ def _adamw(module: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
-def _init_head(lm: nn.Module, *, seed: int) -> None:
+def _init_head(lm: PreTrainedModel, *, seed: int) -> None:
     """A fresh score head: normal with deviation 1 / sqrt(d + 1), no bias (N details, no. 8)."""
-    weight = lm.score.weight
-    shape = getattr(weight, "ds_shape", weight.shape)
+    weight: nn.Parameter = lm.score.weight  # type: ignore[assignment, union-attr]
+    shape = tuple(getattr(weight, "ds_shape", weight.shape))
     generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(tuple(shape), generator=generator) / math.sqrt(shape[-1] + 1)
-    set_weights(weight, values)  # type: ignore[arg-type]
+    values = torch.randn(shape, generator=generator) / math.sqrt(shape[-1] + 1)
+    set_weights(weight, values)
 
 
 def _prepare_deepspeed(world: World) -> None:

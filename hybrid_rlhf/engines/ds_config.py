@@ -74,7 +74,9 @@ def read_overrides(path: str | None) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise UserError(f"deepspeed_config must name a JSON file, {path} does not exist: check the path") from error
     except json.JSONDecodeError as error:
-        raise UserError(f"deepspeed_config must be JSON, {path}:{error.lineno} is not ({error.msg}): mend it") from error
+        raise UserError(
+            f"deepspeed_config must be JSON, {path}:{error.lineno} is not ({error.msg}): mend it"
+        ) from error
     if not isinstance(overrides, dict):
         raise UserError(f"deepspeed_config must be a JSON object, {path} holds a {type(overrides).__name__}: mend it")
     for key in ("optimizer", "scheduler", "managed_gradient_accumulation"):

@@ -55,9 +55,7 @@ def logprobs_from_hidden(
         logprobs and entropy (nats), [...] float32 or better, differentiable in hidden, weight and bias.
     """
     flat = hidden.reshape(-1, hidden.shape[-1])
-    logprobs, entropy = _ChunkedHead.apply(
-        flat, weight, bias, labels.reshape(-1), temperature, chunk_tokens, softcap
-    )
+    logprobs, entropy = _ChunkedHead.apply(flat, weight, bias, labels.reshape(-1), temperature, chunk_tokens, softcap)
     return logprobs.view(labels.shape), entropy.view(labels.shape)
 
 

@@ -105,9 +105,7 @@ def ppo_policy_loss(
     return LossSum(masked_sum(loss, mask=mask), mask.bool().sum(), stats)
 
 
-def ppo_value_loss(
-    values: Tensor, *, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None
-) -> LossSum:
+def ppo_value_loss(values: Tensor, *, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None) -> LossSum:
     """Half the squared error, at least that of the values held near the old ones; summed over tokens.
 
     Source: N details, no. 19.

@@ -33,7 +33,11 @@ class BatchDecoder:
     """Decodes prompts that share their sampling parameters, seeds apart."""
 
     def __init__(
-        self, lm: PreTrainedModel, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], stop: frozenset[int]
+        self,
+        lm: PreTrainedModel,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        stop: frozenset[int],
     ) -> None:
         self._lm = lm
         self._device = next(lm.parameters()).device
@@ -50,9 +54,7 @@ class BatchDecoder:
 
     def completions(self) -> list[list[Completion]]:
         """The samples of each prompt."""
-        done = [
-            Completion(row.token_ids, row.logprobs, "stop" if row.stopped else "length") for row in self._rows
-        ]
+        done = [Completion(row.token_ids, row.logprobs, "stop" if row.stopped else "length") for row in self._rows]
         n = self._params.n
         return [done[i : i + n] for i in range(0, len(done), n)]
 

@@ -106,9 +106,7 @@ class GenerationEngine:
         for added in BatchDecoder(self.lm, [prompt], [request], self.stop_token_ids).steps():
             yield from (token for _, token in added)
 
-    def _batches(
-        self, prompts: Sequence[Sequence[int]], requests: Sequence[SamplingParams]
-    ) -> Iterator[list[int]]:
+    def _batches(self, prompts: Sequence[Sequence[int]], requests: Sequence[SamplingParams]) -> Iterator[list[int]]:
         """Indices of prompts that decode together: equal parameters, similar lengths, at most max_batch_rows rows."""
         groups: dict[SamplingParams, list[int]] = {}
         for index, request in enumerate(requests):

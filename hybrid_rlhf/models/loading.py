@@ -25,6 +25,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections import ModelConfig
 from hybrid_rlhf.models.sources import quiet_transformers
 from hybrid_rlhf.models.tokenizers import first_line
+from hybrid_rlhf.runtime.world import default_dtype
 
 Architecture = Literal["causal_lm", "scorer"]
 _AUTO_CLASS: dict[Architecture, Any] = {
@@ -41,9 +42,11 @@ def training_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
         UserError: for float16 on a CPU, which DeepSpeed does not train.
     """
     if config.dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
+        return default_dtype(device)
     if config.dtype == "float16" and device.type == "cpu":
-        raise UserError("model.dtype float16 trains on GPUs only, this is a CPU: set model.dtype to float32 or bfloat16")
+        raise UserError(
+            "model.dtype float16 trains on GPUs only, this is a CPU: set model.dtype to float32 or bfloat16"
+        )
     return _DTYPES[config.dtype]
 
 

@@ -48,7 +48,9 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, architecture: Architect
                 _ADAPTER,
             )
         except ValueError as error:
-            raise UserError(f"lora.target_modules {config.target_modules} does not fit ({first_line(error)})") from error
+            raise UserError(
+                f"lora.target_modules {config.target_modules} does not fit ({first_line(error)})"
+            ) from error
     head = model.get_output_embeddings() if architecture == "causal_lm" else model.score
     if isinstance(head, BaseTunerLayer):
         raise UserError("lora.target_modules may not name the head: leave it out")

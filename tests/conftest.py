@@ -1,0 +1,45 @@
+"""Shared fixtures: a tiny tokenizer and tiny random models, built here; nothing comes from a network."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+from tests.tiny import tiny_model, tiny_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    return tiny_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama with its tokenizer."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def write_jsonl(tmp_path: Path) -> Callable[..., Path]:
+    """Write rows as JSON lines and give the path."""
+
+    def write(rows: Sequence[dict[str, Any]], name: str = "rows.jsonl") -> Path:
+        file = tmp_path / name
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return file
+
+    return write

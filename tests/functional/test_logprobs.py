@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hybrid_rlhf.functional.logprobs import logprobs_from_hidden, token_entropy, token_logprobs
+
+
+def naive(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: float, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """The same from whole logits, by torch's own cross-entropy and Categorical."""
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits / temperature
+    flat = -torch.nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none")
+    return flat.view(labels.shape), torch.distributions.Categorical(logits=logits).entropy()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 3), st.integers(1, 6), st.integers(1, 5), st.sampled_from([0.5, 1.0, 1.7]),
+    st.sampled_from([None, 2.0]), st.booleans(), st.integers(0, 2**31),
+)  # fmt: skip
+def test_chunked_head_equals_whole_logits(
+    batch: int, steps: int, chunk: int, temperature: float, softcap: float | None, with_bias: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    hidden = torch.randn(batch, steps, 4, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(9, 4, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(9, dtype=torch.float64, requires_grad=True) if with_bias else None
+    labels = torch.randint(0, 9, (batch, steps))
+    found = logprobs_from_hidden(
+        hidden, weight=weight, bias=bias, labels=labels, temperature=temperature, softcap=softcap, chunk_tokens=chunk
+    )
+    expected = naive(hidden, weight, bias, labels, temperature, softcap)
+    torch.testing.assert_close(found, expected)
+    inputs = [hidden, weight] + ([bias] if bias is not None else [])
+    upstream = [torch.randn(batch, steps, dtype=torch.float64) for _ in range(2)]
+    for pick in ((1, 0), (0, 1), (1, 1)):  # log-probs alone, entropy alone, both
+        def total(pair: tuple[Tensor, Tensor], pick: tuple[int, int] = pick) -> Tensor:
+            return sum((p * g).sum() for p, g, wanted in zip(pair, upstream, pick, strict=True) if wanted)
+
+        torch.testing.assert_close(
+            torch.autograd.grad(total(found), inputs, retain_graph=True),
+            torch.autograd.grad(total(expected), inputs, retain_graph=True),
+        )
+
+
+def test_gradients_pass_gradcheck() -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(0, 7, (5,))
+    assert torch.autograd.gradcheck(
+        lambda h, w: logprobs_from_hidden(h, weight=w, labels=labels, chunk_tokens=2, temperature=0.8), (hidden, weight)
+    )
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the most elements that any operation puts out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+def test_the_logits_of_all_tokens_are_never_held() -> None:
+    tokens, vocabulary, chunk = 64, 50, 8
+    hidden = torch.randn(tokens, 4, requires_grad=True)
+    weight = torch.randn(vocabulary, 4, requires_grad=True)
+    with LargestTensor() as largest:
+        logprobs, entropy = logprobs_from_hidden(
+            hidden, weight=weight, labels=torch.zeros(tokens, dtype=torch.long), chunk_tokens=chunk
+        )
+        (logprobs + entropy).sum().backward()
+    assert largest.elements <= chunk * vocabulary
+
+
+def test_no_tokens_give_no_values_and_zero_gradients() -> None:
+    hidden, weight = torch.randn(0, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+    logprobs, entropy = logprobs_from_hidden(hidden, weight=weight, labels=torch.zeros(0, dtype=torch.long))
+    (logprobs.sum() + entropy.sum()).backward()
+    assert logprobs.shape == entropy.shape == (0,)
+    assert weight.grad is not None and (weight.grad == 0).all()
+
+
+def test_low_precision_is_computed_in_float32() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(2, 3, 11).bfloat16()
+    labels = torch.randint(0, 11, (2, 3))
+    exact = token_logprobs(logits.double(), labels=labels, temperature=0.7)
+    found = token_logprobs(logits, labels=labels, temperature=0.7)
+    assert found.dtype is torch.float32
+    torch.testing.assert_close(found.double(), exact, atol=1e-5, rtol=1e-5)
+
+
+def test_entropy_with_a_token_ruled_out_is_finite() -> None:
+    logits = torch.tensor([[[0.0, 0.0, -torch.inf]]])
+    assert token_entropy(logits).item() == pytest.approx(torch.log(torch.tensor(2.0)).item())

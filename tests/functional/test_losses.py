@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hybrid_rlhf.functional.losses import LossSum, pairwise_reward_loss, ppo_policy_loss, ppo_value_loss, sft_loss
+from tests.functional.strategies import masked_batch, poisoned
+
+fast = settings(max_examples=50, deadline=None)
+
+
+@fast
+@given(masked_batch())
+def test_sft_loss_is_the_sum_over_tokens_that_count(batch: tuple[list[Tensor], Tensor]) -> None:
+    (logprobs,), mask = batch
+    loss = sft_loss(poisoned(logprobs, mask), mask=mask)
+    torch.testing.assert_close(loss.total, -logprobs[mask].sum())
+    assert int(loss.count) == int(mask.sum())
+
+
+@fast
+@given(st.integers(0, 6), st.booleans(), st.sampled_from([0.0, 0.1]))
+def test_pairwise_loss_is_bradley_terry(pairs: int, with_margin: bool, centering: float) -> None:
+    torch.manual_seed(pairs)
+    chosen, rejected = torch.randn(2, pairs, dtype=torch.float64)
+    margin = torch.rand(pairs, dtype=torch.float64) if with_margin else None
+    loss = pairwise_reward_loss(chosen, rejected=rejected, margin=margin, centering_coef=centering)
+    expected = 0.0
+    for i in range(pairs):
+        lead = float(chosen[i] - rejected[i]) - (float(margin[i]) if margin is not None else 0.0)
+        expected += math.log1p(math.exp(-lead)) + centering * float(chosen[i] + rejected[i]) ** 2
+    assert float(loss.total) == pytest.approx(expected)
+    assert int(loss.count) == pairs
+    assert float(loss.stats["accuracy"]) == sum(float(c) > float(r) for c, r in zip(chosen, rejected, strict=True))
+
+
+def test_pairwise_loss_of_a_tie_is_log_2() -> None:
+    loss = pairwise_reward_loss(torch.ones(1), rejected=torch.ones(1))
+    assert float(loss.total) == pytest.approx(math.log(2))
+    assert float(loss.stats["accuracy"]) == 0
+
+
+def slow_policy_loss(new: float, old: float, advantage: float, low: float, high: float, dual: float | None) -> tuple[float, bool]:
+    ratio = math.exp(new - old)
+    surrogate = min(ratio * advantage, max(1 - low, min(1 + high, ratio)) * advantage)
+    clipped = surrogate < ratio * advantage
+    if dual is not None and advantage < 0:
+        surrogate = max(surrogate, dual * advantage)
+    return -surrogate, clipped
+
+
+@fast
+@given(masked_batch(tensors=3), st.sampled_from([0.1, 0.2]), st.sampled_from([0.2, 0.3]), st.sampled_from([None, 1.5]))
+def test_policy_loss_is_the_clipped_surrogate(
+    batch: tuple[list[Tensor], Tensor], low: float, high: float, dual: float | None
+) -> None:
+    (new, old, advantages), mask = batch
+    loss = ppo_policy_loss(
+        poisoned(new, mask), old_logprobs=poisoned(old, mask), advantages=poisoned(advantages, mask), mask=mask,
+        clip_low=low, clip_high=high, dual_clip=dual,
+    )  # fmt: skip
+    slow = [
+        slow_policy_loss(float(n), float(o), float(a), low, high, dual)
+        for n, o, a in zip(new[mask], old[mask], advantages[mask], strict=True)
+    ]
+    assert float(loss.total) == pytest.approx(sum(value for value, _ in slow))
+    assert float(loss.stats["clipfrac"]) == sum(clipped for _, clipped in slow)
+    assert float(loss.stats["approxkl"]) == pytest.approx(float(0.5 * ((new - old)[mask] ** 2).sum()), abs=1e-9)
+
+
+def test_ratio_is_exactly_1_for_equal_logprobs() -> None:
+    logprobs = torch.randn(3, 4)
+    mask = torch.ones(3, 4)
+    loss = ppo_policy_loss(
+        logprobs, old_logprobs=logprobs.clone(), advantages=torch.randn(3, 4), mask=mask, clip_low=0.2, clip_high=0.2
+    )
+    assert float(loss.stats["ratio"]) == 12.0
+    assert float(loss.stats["approxkl"]) == 0.0
+
+
+@fast
+@given(masked_batch(tensors=3), st.sampled_from([None, 0.0, 0.3]))
+def test_value_loss_takes_the_worse_of_plain_and_clipped(batch: tuple[list[Tensor], Tensor], clip: float | None) -> None:
+    (values, old, returns), mask = batch
+    loss = ppo_value_loss(
+        poisoned(values, mask), old_values=poisoned(old, mask), returns=poisoned(returns, mask), mask=mask, clip=clip
+    )
+    expected = 0.0
+    for v, o, r in zip(values[mask].tolist(), old[mask].tolist(), returns[mask].tolist(), strict=True):
+        held = o + max(-clip, min(clip, v - o)) if clip else v
+        expected += 0.5 * max((v - r) ** 2, (held - r) ** 2)
+    assert float(loss.total) == pytest.approx(expected)
+    assert float(loss.total) >= 0.5 * float(loss.stats["squared_error"]) - 1e-9
+
+
+def losses(new: Tensor, old: Tensor, other: Tensor, mask: Tensor) -> dict[str, LossSum]:
+    return {
+        "sft": sft_loss(new, mask=mask),
+        "policy": ppo_policy_loss(new, old_logprobs=old, advantages=other, mask=mask, clip_low=0.2, clip_high=0.2),
+        "value": ppo_value_loss(new, old_values=old, returns=other, mask=mask, clip=0.2),
+    }
+
+
+@fast
+@given(masked_batch(tensors=3))
+def test_no_split_of_the_rows_changes_a_loss_or_its_gradient(batch: tuple[list[Tensor], Tensor]) -> None:
+    (new, old, other), mask = batch
+    new.requires_grad_()
+    whole = losses(new, old, other, mask)
+    parts = [losses(*(t[i : i + 1] for t in (new, old, other, mask))) for i in range(len(mask))]
+    for name, loss in whole.items():
+        total = sum(part[name].total for part in parts)
+        torch.testing.assert_close(total, loss.total)
+        assert sum(int(part[name].count) for part in parts) == int(loss.count)
+        for stat, value in loss.stats.items():
+            torch.testing.assert_close(sum(part[name].stats[stat] for part in parts), value)
+        torch.testing.assert_close(
+            torch.autograd.grad(total, new, retain_graph=True), torch.autograd.grad(loss.total, new, retain_graph=True)
+        )
+
+
+@fast
+@given(masked_batch(tensors=3))
+def test_nothing_under_the_mask_reaches_a_gradient(batch: tuple[list[Tensor], Tensor]) -> None:
+    tensors, mask = batch
+    clean = [t.clone().requires_grad_() for t in tensors]
+    bad = [poisoned(t, mask).requires_grad_() for t in tensors]
+    for name, loss in losses(*clean, mask).items():
+        found = losses(*bad, mask)[name]
+        torch.testing.assert_close(found.total, loss.total)
+        torch.testing.assert_close(
+            torch.autograd.grad(found.total, bad[0]), torch.autograd.grad(loss.total, clean[0])
+        )

@@ -1,0 +1,179 @@
+"""The three steps of InstructGPT from one command: `python train.py`, or some with `--steps sft,reward`.
+
+Each step runs as its own process (or processes), so that it gives its memory back; what it says is shown here and kept
+in OUTPUT/logs. Without --base_model this is the demo: an embedded model and embedded conversations.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hybrid_rlhf.configs.cli import parse_config, read_config, save_config, user_errors
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.pipeline import STEP_NAMES, PipelineConfig
+from hybrid_rlhf.configs.sections import StepConfig
+
+DEMO = Path(__file__).parent / "hybrid_rlhf" / "configs" / "demo.yaml"
+MODULES = {
+    "sft": "training.step1_sft.main",
+    "reward": "training.step2_reward.main",
+    "ppo": "training.step3_ppo.main",
+}
+FOLDERS = {"sft": "step1_sft", "reward": "step2_reward", "ppo": "step3_ppo"}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse, run the steps that are not finished, and say what changed."""
+    with user_errors():
+        config = parse_config(PipelineConfig, argv, prog="train.py")
+        if config.base_model is None:
+            config = demo_config(argv)
+        steps = {name: step_config(name, config) for name in STEP_NAMES}
+        for name in config.step_names:
+            run_step(name, steps[name], config)
+        if "ppo" in config.step_names:
+            from inference.compare import report
+
+            report(base_model=str(config.base_model), sft=steps["sft"], reward=steps["reward"], ppo=steps["ppo"])
+
+
+def demo_config(argv: Sequence[str] | None) -> PipelineConfig:
+    """The demo's settings under the user's, and its conversations unless the user names others."""
+    config = parse_config(PipelineConfig, argv, prog="train.py", defaults=DEMO)
+    if config.data.sources:
+        return config
+    from hybrid_rlhf.data.embedded import write_demo_data
+
+    file = write_demo_data(Path(config.output_dir) / "demo_data", seed=config.sft.seed)
+    return replace(config, data=replace(config.data, sources=[str(file)]))
+
+
+def step_config(name: str, config: PipelineConfig) -> Any:
+    """A step's own config, with the paths and data that the pipeline knows where the step names none."""
+    step: Any = getattr(config, name)
+    output = Path(config.output_dir)
+    default_folder = type(step)().output_dir
+    data = step.data
+    if not data.sources:
+        data = replace(data, sources=config.data.sources, split=data.split or config.data.split)
+    if step.output_dir == default_folder:
+        step = replace(step, output_dir=str(output / FOLDERS[name]))
+    step = replace(step, data=data)
+    sft_folder = str(output / FOLDERS["sft"]) if _is_default(config.sft) else config.sft.output_dir
+    reward_folder = str(output / FOLDERS["reward"]) if _is_default(config.reward) else config.reward.output_dir
+    if name == "ppo":
+        actor = replace(step.actor, path=step.actor.path or step.model.path or sft_folder)
+        return replace(step, actor=actor, reward=replace(step.reward, path=step.reward.path or reward_folder))
+    # InstructGPT's reward model starts from the SFT model; so does ours where there is one.
+    start = sft_folder if name == "reward" and ("sft" in config.step_names or _has_model(sft_folder)) else config.base_model
+    return replace(step, model=replace(step.model, path=step.model.path or start))
+
+
+def _is_default(step: StepConfig) -> bool:
+    return step.output_dir == type(step)().output_dir
+
+
+def _has_model(folder: str) -> bool:
+    return (Path(folder) / "config.json").is_file()
+
+
+def run_step(name: str, step: Any, config: PipelineConfig) -> None:
+    """Start a step and wait for it; skip it when it is finished.
+
+    Raises:
+        UserError: when its folder holds a run with other settings.
+        SystemExit: with the step's exit code when it fails.
+    """
+    folder = Path(step.output_dir)
+    finished = (folder / "finished.json").exists()
+    changed = _changed_keys(folder, step)
+    if changed:
+        raise UserError(
+            f"{folder} holds a run with other settings ({', '.join(changed[:3])}{', ...' * (len(changed) > 3)}): "
+            "remove that folder, or give another --output_dir"
+        )
+    if finished:
+        print(f"== {name}: finished already in {folder}, skipped", flush=True)
+        return
+    if (folder / "config.yaml").exists():
+        print(f"== {name}: {folder} holds a run that did not finish, going on", flush=True)
+        step = replace(step, resume="auto")
+    logs = Path(config.output_dir) / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    settings = logs / f"{FOLDERS[name]}.yaml"
+    save_config(step, settings)
+    command = [*launcher(config), MODULES[name], "--config", str(settings)]
+    print(f"== {name}: {' '.join(command)}", flush=True)
+    start = time.monotonic()
+    code, tail = _tee(command, logs / f"{FOLDERS[name]}.log")
+    if code:
+        print(f"\nerror: step {name} failed with exit code {code}: {' '.join(command)}", file=sys.stderr)
+        print(f"its last lines (all in {logs / FOLDERS[name]}.log):", file=sys.stderr)
+        print("".join(f"  {line}" for line in tail), end="", file=sys.stderr)
+        sys.exit(code)
+    print(f"== {name}: done in {time.monotonic() - start:.0f} s, model in {folder}", flush=True)
+
+
+def _changed_keys(folder: Path, step: Any) -> list[str]:
+    """Keys in which a step differs from the run that its folder holds; how to resume does not count."""
+    if not (folder / "config.yaml").exists():
+        return []
+    before, now = read_config(folder / "config.yaml"), read_config(step)
+    return sorted(key for key in {*before, *now} - {"resume"} if before.get(key) != now.get(key))
+
+
+def launcher(config: PipelineConfig) -> list[str]:
+    """The words before a module's name that start it on the right processes."""
+    options = config.launcher
+    if options.hostfile is not None:
+        deepspeed = shutil.which("deepspeed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+        if not Path(options.hostfile).is_file() or deepspeed is None:
+            raise UserError(f"launcher.hostfile must name a file, {options.hostfile} does not exist: check the path")
+        return [deepspeed, "--hostfile", options.hostfile, "--no_local_rank", "--module"]
+    processes = options.num_processes or _gpus()
+    if processes <= 1:
+        return [sys.executable, "-m"]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _tee(command: list[str], log: Path) -> tuple[int, list[str]]:
+    """Run a command, its output to the console and a file; the exit code and the last lines."""
+    tail: deque[str] = deque(maxlen=20)
+    root = str(Path(__file__).parent)
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(part for part in (root, environment.get("PYTHONPATH")) if part)
+    with log.open("a", encoding="utf-8") as file:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=environment
+        )
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                sys.stdout.write(line)
+                sys.stdout.flush()
+                file.write(line)
+                tail.append(line)
+        except KeyboardInterrupt:
+            process.terminate()
+            process.wait()
+            raise
+        return process.wait(), list(tail)
+
+
+if __name__ == "__main__":
+    main()

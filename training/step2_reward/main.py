@@ -1,0 +1,21 @@
+"""Step 2 alone: python, torchrun or the deepspeed launcher, `training/step2_reward/main.py --config FILE.yaml`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hybrid_rlhf.configs.cli import parse_config, user_errors
+from hybrid_rlhf.configs.reward import RewardConfig
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse, then run; torch is imported only after parsing, so that --help is quick."""
+    with user_errors():
+        config = parse_config(RewardConfig, argv)
+        from hybrid_rlhf.algorithms.wiring import run_reward
+
+        run_reward(config)
+
+
+if __name__ == "__main__":
+    main()

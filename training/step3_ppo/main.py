@@ -1,0 +1,21 @@
+"""Step 3 alone: python, torchrun or the deepspeed launcher, `training/step3_ppo/main.py --config FILE.yaml`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hybrid_rlhf.configs.cli import parse_config, user_errors
+from hybrid_rlhf.configs.ppo import PPOConfig
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse, then run; torch is imported only after parsing, so that --help is quick."""
+    with user_errors():
+        config = parse_config(PPOConfig, argv)
+        from hybrid_rlhf.algorithms.wiring import run_ppo
+
+        run_ppo(config)
+
+
+if __name__ == "__main__":
+    main()
