@@ -1,0 +1,228 @@
+"""Engines over ranks and ZeRO stages: gradients, the switch to inference, saving, averages, checkpoints."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.engines.ranks import run_ranks
+from tests.tiny import tiny_tokenizer
+from transformers import AutoModelForCausalLM
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections import LoraConfig, ModelConfig, OptimizerConfig, ZeroConfig
+from hybrid_rlhf.engines.averaging import WeightAverage
+from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
+from hybrid_rlhf.engines.checkpoints import load_checkpoint, save_checkpoint
+from hybrid_rlhf.engines.ds_config import deepspeed_config, merge, read_overrides
+from hybrid_rlhf.engines.partition import whole_tensors
+from hybrid_rlhf.engines.schedules import lr_factor
+from hybrid_rlhf.functional.losses import sft_loss
+from hybrid_rlhf.generation import SamplingParams
+from hybrid_rlhf.models.saving import save_model
+from hybrid_rlhf.runtime.world import World
+
+PROMPTS = [[5, 6, 7], [9, 8], [4, 4, 4, 4]]
+
+
+def spec(path: Path, *, stage: int = 0, lora: int = 0, dtype: str = "float32", lr: float = 1e-2, **zero: bool) -> EngineSpec:
+    return EngineSpec(
+        "actor", str(path), ModelConfig(dtype=dtype), ZeroConfig(stage=stage, **zero), 0,  # type: ignore[arg-type]
+        OptimizerConfig(lr=lr, schedule="constant", warmup_fraction=0.0), LoraConfig(rank=lora), 10,
+    )  # fmt: skip
+
+
+def batch() -> torch.Tensor:
+    return torch.randint(3, 200, (4, 10), generator=torch.Generator().manual_seed(0))
+
+
+def train_step(engine: Any, world: World) -> float:
+    """One update on four rows, shared over the ranks; the loss of all."""
+    ids = batch()[world.rank :: world.size]
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    total = 0.0
+    for row in range(len(ids)):
+        logprobs, _ = engine(ids[row : row + 1], mask[row : row + 1], mask[row : row + 1])
+        loss = sft_loss(logprobs, mask=mask[row : row + 1])
+        engine.backward(loss.total, count=36)
+        total += float(loss.total.detach())
+    engine.step()
+    return float(world.all_reduce(torch.tensor(total)))
+
+
+def life(world: World, path: Path, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Train, switch, generate, switch back, train, save."""
+    engine = build_actor(spec(path, **settings), world)
+    losses = [train_step(engine, world)]
+    held = [p.detach().clone() if not hasattr(p, "ds_tensor") else p.ds_tensor.detach().clone() for p in engine.module.parameters()]
+    with engine.inference(stop_token_ids=()) as generation:
+        completions = generation.generate(PROMPTS[world.rank :], SamplingParams(max_new_tokens=6, greedy=True))
+    after = [p.detach() if not hasattr(p, "ds_tensor") else p.ds_tensor for p in engine.module.parameters()]
+    same = all(torch.equal(a, b) for a, b in zip(held, after, strict=True))
+    released = all(p.numel() == 0 for p in engine.module.parameters() if hasattr(p, "ds_tensor") and not p.ds_persist)
+    save_model(folder, whole_tensors(engine.lm, world), lm=engine.lm, tokenizer=tiny_tokenizer(), world=world)
+    losses += [train_step(engine, world), train_step(engine, world)]
+    return {
+        "losses": losses, "same": same, "released": released,
+        "completions": [samples[0].token_ids for samples in completions],
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def expected(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One rank, no ZeRO."""
+    folder = tmp_path_factory.mktemp("plain")
+    return run_ranks(life, 1, folder / "r", model_folder, folder / "m", {})[0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [
+        (1, {"stage": 3}),
+        (2, {"stage": 0}),
+        (2, {"stage": 1}),
+        (2, {"stage": 2, "offload_optimizer": True}),
+        (2, {"stage": 3}),
+        (2, {"stage": 3, "offload_optimizer": True, "offload_parameters": True}),
+    ],
+    ids=str,
+)
+def test_an_engine_lives_the_same_life_under_any_layout(
+    ranks: int, settings: dict[str, Any], model_folder: Path, tmp_path: Path, expected: dict[str, Any]
+) -> None:
+    results = run_ranks(life, ranks, tmp_path / "r", model_folder, tmp_path / "m", settings)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "m").eval()
+    for rank, result in enumerate(results):
+        assert result["losses"] == pytest.approx(expected["losses"], abs=1e-3, rel=1e-4)
+        assert result["same"], "the switch and back leaves the training weights bit for bit"
+        assert result["released"], "and gives the gathered ones back"
+        assert result["completions"] == expected["completions"][rank:]
+    ids = torch.tensor([PROMPTS[0]])
+    found = saved.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert found[0, 3:].tolist() == expected["completions"][0], "the saved folder is the model that generated"
+
+
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 2), (2, 3)])
+def test_lora_generates_merged_and_saves_merged(ranks: int, stage: int, model_folder: Path, tmp_path: Path) -> None:
+    results = run_ranks(life, ranks, tmp_path / "r", model_folder, tmp_path / "m", {"stage": stage, "lora": 4, "lr": 0.1})
+    assert results[0]["losses"][2] < results[0]["losses"][0]
+    assert all(result["same"] for result in results)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "m").eval()
+    ids = torch.tensor([PROMPTS[0]])
+    found = saved.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert found[0, 3:].tolist() == results[0]["completions"][0]
+    base = load_file(model_folder / "model.safetensors")
+    merged = load_file(tmp_path / "m" / "model.safetensors")
+    assert merged.keys() == base.keys()
+    assert not torch.equal(merged["model.layers.0.mlp.up_proj.weight"], base["model.layers.0.mlp.up_proj.weight"])
+
+
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (1, 2), (2, 1), (2, 3)])
+def test_bfloat16_learns(ranks: int, stage: int, model_folder: Path, tmp_path: Path) -> None:
+    settings = {"stage": stage, "dtype": "bfloat16"}
+    (result, *_) = run_ranks(life, ranks, tmp_path / "r", model_folder, tmp_path / "m", settings)
+    assert result["losses"][2] < result["losses"][1] < result["losses"][0]
+    assert load_file(tmp_path / "m" / "model.safetensors")["model.norm.weight"].dtype is torch.bfloat16
+
+
+def scorer_heads(world: World, path: Path, stage: int) -> list[float]:
+    section = spec(path, stage=stage)
+    engine = build_engine(EngineSpec("critic", section.path, section.model, section.zero, 5, section.optimizer), world)
+    tensors = {name: tensor for name, tensor in whole_tensors(engine.lm, world) if name == "score.weight"}
+    return tensors["score.weight"].flatten().tolist() if world.is_main else []
+
+
+def test_a_fresh_score_head_is_the_same_however_the_model_is_loaded(model_folder: Path, tmp_path: Path) -> None:
+    plain = run_ranks(scorer_heads, 1, tmp_path / "a", model_folder, 0)[0]
+    assert run_ranks(scorer_heads, 2, tmp_path / "b", model_folder, 3)[0] == plain
+    deviation = torch.tensor(plain).std().item()
+    assert deviation == pytest.approx(1 / math.sqrt(33), rel=0.4), "N details, no. 8"
+
+
+def averaged(world: World, path: Path, stage: int) -> tuple[float, float, bool]:
+    engine = build_actor(spec(path, stage=stage), world)
+    average = WeightAverage(engine.module, decay=0.5)
+    values = [_norm_weight(engine, world)]
+    for _ in range(3):
+        train_step(engine, world)
+        average.update()
+        values.append(_norm_weight(engine, world))
+    with average.applied():
+        found = _norm_weight(engine, world)
+    slow = values[0]
+    for value in values[1:]:
+        slow = 0.5 * slow + 0.5 * value
+    return found, slow, _norm_weight(engine, world) == values[-1]
+
+
+def _norm_weight(engine: Any, world: World) -> float:
+    tensors = dict(whole_tensors(engine.lm, world))
+    return float(tensors["model.norm.weight"][3]) if world.is_main else 0.0
+
+
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 3)])
+def test_the_average_is_the_recurrence_and_leaves_the_weights(ranks: int, stage: int, model_folder: Path, tmp_path: Path) -> None:
+    found, slow, untouched = run_ranks(averaged, ranks, tmp_path, model_folder, stage)[0]
+    assert found == pytest.approx(slow, abs=1e-6)
+    assert untouched
+
+
+def resumed(world: World, path: Path, folder: Path, stage: int) -> tuple[list[float], list[float], dict[str, Any]]:
+    engine = build_actor(spec(path, stage=stage), world)
+    average = WeightAverage(engine.module, decay=0.5)
+    train_step(engine, world)
+    average.update()
+    save_checkpoint(folder, 1, engines={"actor": engine}, loop_state={"x": 1}, world=world, average=average)
+    want = [train_step(engine, world) for _ in range(3)]
+    again = build_actor(spec(path, stage=stage), world)
+    step, state = load_checkpoint(folder / "checkpoints" / "step_1", engines={"actor": again}, world=world, average=WeightAverage(again.module, decay=0.5))
+    assert step == 1
+    return want, [train_step(again, world) for _ in range(3)], state
+
+
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 2), (2, 3)])
+def test_a_checkpoint_goes_on_as_if_nothing_had_happened(ranks: int, stage: int, model_folder: Path, tmp_path: Path) -> None:
+    want, got, state = run_ranks(resumed, ranks, tmp_path / "r", model_folder, tmp_path / "run", stage)[0]
+    assert got == want, "bit for bit"
+    assert state == {"x": 1}
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_1"]
+
+
+def test_schedules_rise_and_fall() -> None:
+    def factors(schedule: str, warmup: float) -> list[float]:
+        config = OptimizerConfig(schedule=schedule, warmup_fraction=warmup)  # type: ignore[arg-type]
+        return [lr_factor(step, config=config, total_steps=10) for step in range(11)]
+
+    assert factors("constant", 0.2) == [0.5] + [1.0] * 10
+    assert factors("linear", 0.0) == pytest.approx([1 - step / 10 for step in range(11)])
+    cosine = factors("cosine", 0.2)
+    assert cosine[:3] == [0.5, 1.0, 1.0]
+    assert cosine[6] == pytest.approx(0.5) and cosine[10] == pytest.approx(0, abs=1e-9)
+
+
+def test_the_users_deepspeed_json_wins(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"zero_optimization": {"stage3_max_live_parameters": 7}, "gradient_clipping": 0.5}')
+    config = deepspeed_config(
+        zero=ZeroConfig(stage=3), dtype=torch.bfloat16, optimizer=OptimizerConfig(), overrides=read_overrides(str(file))
+    )
+    assert config["gradient_clipping"] == 0.5
+    assert config["zero_optimization"]["stage3_max_live_parameters"] == 7
+    assert config["zero_optimization"]["stage"] == 3 and config["bf16"]["enabled"]
+    assert merge({"a": {"b": 1, "c": 2}}, {"a": {"b": 3}}) == {"a": {"b": 3, "c": 2}}
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"), [("{", "must be JSON"), ("[]", "must be a JSON object"), ('{"optimizer": {}}', "may not set 'optimizer'")]
+)
+def test_a_bad_deepspeed_json_is_refused(text: str, rule: str, tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(text)
+    with pytest.raises(UserError, match=rule):
+        read_overrides(str(file))
+    with pytest.raises(UserError, match="does not exist"):
+        read_overrides(str(tmp_path / "absent.json"))

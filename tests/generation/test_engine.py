@@ -1,0 +1,142 @@
+"""Generation against Hugging Face's generate, and against itself in other company."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.models.test_policy import FAMILIES, build
+from tests.tiny import tiny_model
+from torch import Tensor
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.functional.logprobs import token_logprobs
+from hybrid_rlhf.generation import GenerationEngine, SamplingParams
+from hybrid_rlhf.generation.sampling import draw, per_request
+from hybrid_rlhf.models.policy import Policy
+
+GENERATOR = torch.Generator().manual_seed(0)
+PROMPTS = [torch.randint(3, 200, (length,), generator=GENERATOR).tolist() for length in (5, 1, 9, 3, 7)]
+GREEDY = SamplingParams(max_new_tokens=12, greedy=True)
+SAMPLED = SamplingParams(max_new_tokens=12, seed=7, n=2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_hugging_face(family: str) -> None:
+    model = build(family)
+    model.generation_config.eos_token_id = [2, 11, 40, 77, 130]  # stops somewhere, at different places
+    engine = GenerationEngine(model)
+    for prompt, (completion,) in zip(PROMPTS, engine.generate(PROMPTS, GREEDY), strict=True):
+        ids = torch.tensor([prompt])
+        whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0)
+        assert completion.token_ids == whole[0, len(prompt) :].tolist()
+        stopped = completion.token_ids[-1] in engine.stop_token_ids
+        assert completion.finish_reason == ("stop" if stopped else "length")
+
+
+def test_a_completion_does_not_depend_on_its_company() -> None:
+    engine = GenerationEngine(tiny_model(), stop_token_ids=range(3, 30))
+    together = engine.generate(PROMPTS, SAMPLED)
+    assert len({len(completion.token_ids) for samples in together for completion in samples}) > 1, "rows end apart"
+    requests = per_request(SAMPLED, len(PROMPTS))
+    for index, prompt in enumerate(PROMPTS):
+        (alone,) = engine.generate([prompt], [requests[index]])
+        assert [c.token_ids for c in alone] == [c.token_ids for c in together[index]]
+    small = GenerationEngine(tiny_model(), stop_token_ids=range(3, 30), max_batch_rows=2)
+    assert [[c.token_ids for c in s] for s in small.generate(PROMPTS, SAMPLED)] == [[c.token_ids for c in s] for s in together]
+
+
+def test_samples_of_a_prompt_differ_and_a_seed_repeats_them() -> None:
+    engine = GenerationEngine(tiny_model(), stop_token_ids=())
+    first, again = engine.generate(PROMPTS, SAMPLED), engine.generate(PROMPTS, SAMPLED)
+    assert first == again
+    assert first != engine.generate(PROMPTS, replace(SAMPLED, seed=8))
+    assert all(a.token_ids != b.token_ids for a, b in first)
+    unseeded = replace(SAMPLED, seed=None)
+    assert engine.generate(PROMPTS, unseeded) != engine.generate(PROMPTS, unseeded)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_logprobs_are_those_of_the_training_forward(temperature: float) -> None:
+    model = tiny_model()
+    sampling = replace(SAMPLED, temperature=temperature, top_p=0.9, top_k=20)
+    results = GenerationEngine(model, stop_token_ids=range(3, 10)).generate(PROMPTS, sampling)
+    for prompt, samples in zip(PROMPTS, results, strict=True):
+        for sample in samples:
+            ids = torch.tensor([prompt + sample.token_ids])
+            mask = torch.ones_like(ids, dtype=torch.bool)
+            with torch.no_grad():
+                expected, _ = Policy(model)(ids, mask, mask, temperature)
+            torch.testing.assert_close(torch.tensor(sample.logprobs), expected[0, len(prompt) :], atol=1e-5, rtol=1e-4)
+
+
+def test_stop_tokens_end_a_completion_and_belong_to_it() -> None:
+    model = tiny_model()
+    free = GenerationEngine(model, stop_token_ids=()).generate(PROMPTS, GREEDY)
+    for prompt, (completion,) in zip(PROMPTS, free, strict=True):
+        assert completion.finish_reason == "length" and len(completion.token_ids) == 12
+        stop = completion.token_ids[4]
+        (ended,) = GenerationEngine(model, stop_token_ids=()).generate([prompt], replace(GREEDY, stop_token_ids=(stop,)))[0]
+        assert ended.token_ids == completion.token_ids[: completion.token_ids.index(stop) + 1]
+        assert ended.finish_reason == "stop"
+
+
+def test_rows_that_have_ended_cost_no_further_step() -> None:
+    model = tiny_model()
+    rows: list[int] = []
+    model.register_forward_pre_hook(lambda module, inputs, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True)
+    GenerationEngine(model, stop_token_ids=range(3, 60)).generate(PROMPTS, replace(SAMPLED, max_new_tokens=60))
+    assert len(rows) < 60, "stops once all have"
+    assert rows[-1] < rows[1], "rows leave the batch"
+
+
+def test_the_prompt_of_n_samples_is_read_once() -> None:
+    model = tiny_model()
+    shapes: list[tuple[int, ...]] = []
+    model.register_forward_pre_hook(lambda module, inputs, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True)
+    GenerationEngine(model, stop_token_ids=()).generate([PROMPTS[0]], replace(SAMPLED, n=4, max_new_tokens=3))
+    assert shapes == [(1, 5), (4, 1), (4, 1)]
+
+
+def frequencies(logits: Tensor, sampling: SamplingParams, draws: int = 20_000) -> Tensor:
+    uniforms = torch.rand(draws, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    tokens, logprobs = draw(logits.expand(draws, -1), uniforms, sampling)
+    torch.testing.assert_close(
+        logprobs, token_logprobs(logits.expand(1, draws, -1), labels=tokens[None], temperature=sampling.temperature)[0]
+    )
+    return torch.bincount(tokens, minlength=logits.shape[-1]) / draws
+
+
+def test_draws_follow_the_distribution_and_its_truncations() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -torch.inf]])
+    probs = torch.softmax(logits[0] / 0.8, 0)
+    torch.testing.assert_close(frequencies(logits, SamplingParams(temperature=0.8)), probs, atol=0.015, rtol=0)
+    for sampling in (SamplingParams(top_k=2), SamplingParams(top_p=0.8)):
+        expected = torch.softmax(logits[0, :2], 0)
+        found = frequencies(logits, sampling)
+        torch.testing.assert_close(found[:2], expected, atol=0.015, rtol=0)
+        assert (found[2:] == 0).all()
+    assert frequencies(logits, SamplingParams(top_p=0.1))[0] == 1, "the likeliest token always stays"
+    assert frequencies(logits, SamplingParams(greedy=True))[0] == 1
+
+
+def test_a_stream_is_the_completion() -> None:
+    engine = GenerationEngine(tiny_model(), stop_token_ids=range(3, 30))
+    request = per_request(replace(SAMPLED, n=1), 1)[0]
+    (completion,) = engine.generate([PROMPTS[2]], [request])[0]
+    assert list(engine.stream(PROMPTS[2], replace(SAMPLED, n=1))) == completion.token_ids
+
+
+def test_bad_requests_are_refused() -> None:
+    engine = GenerationEngine(tiny_model())
+    with pytest.raises(UserError, match="prompt 1 has none"):
+        engine.generate([[4], []], GREEDY)
+    for wrong in ({"temperature": 0.0}, {"top_p": 0.0}, {"top_k": -1}, {"n": 0}, {"max_new_tokens": 0}):
+        with pytest.raises(UserError, match=next(iter(wrong))):
+            SamplingParams(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_saved_folder_generates(model_folder) -> None:  # type: ignore[no-untyped-def]
+    engine = GenerationEngine.from_pretrained(str(model_folder), dtype=torch.float32)
+    assert engine.generate(PROMPTS, GREEDY) == GenerationEngine(tiny_model()).generate(PROMPTS, GREEDY)

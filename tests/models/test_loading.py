@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tests.tiny import tiny_config, tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections import LoraConfig, ModelConfig
+from hybrid_rlhf.engines.partition import whole_tensors
+from hybrid_rlhf.models.loading import load_model, training_dtype
+from hybrid_rlhf.models.lora import adapters_off, add_lora, lora_merged
+from hybrid_rlhf.models.policy import Policy
+from hybrid_rlhf.models.saving import save_model
+from hybrid_rlhf.models.sources import resolve_model
+from hybrid_rlhf.models.tokenizers import load_tokenizer, stop_token_ids
+from hybrid_rlhf.runtime.world import solo_world
+
+CPU = torch.device("cpu")
+WORLD = solo_world(CPU)
+IDS = torch.randint(3, 200, (2, 9), generator=torch.Generator().manual_seed(0))
+MASK = torch.ones_like(IDS, dtype=torch.bool)
+
+
+def load(path: Path, architecture: str = "causal_lm", **changes: object):  # type: ignore[no-untyped-def]
+    return load_model(str(path), architecture, config=ModelConfig(**changes), dtype=torch.float32)  # type: ignore[arg-type]
+
+
+def test_dropout_is_off(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2)).save_pretrained(tmp_path)
+    model, _ = load(tmp_path)
+    model.train()
+    ids = IDS % 50
+    assert torch.equal(model(ids).logits, model(ids).logits)
+
+
+def test_a_scorer_from_a_causal_lm_has_a_fresh_head_and_one_from_a_scorer_has_not(model_folder: Path, tmp_path: Path) -> None:
+    model, fresh = load(model_folder, "scorer")
+    assert fresh and model.score.weight.shape == (1, 32)
+    model.save_pretrained(tmp_path)
+    again, fresh = load(tmp_path, "scorer")
+    assert not fresh
+    assert torch.equal(again.score.weight, model.score.weight)
+
+
+def test_saved_models_load_with_the_auto_classes_and_are_equal(model_folder: Path, tmp_path: Path) -> None:
+    model, _ = load(model_folder)
+    save_model(tmp_path, whole_tensors(model, WORLD), lm=model, tokenizer=tiny_tokenizer(), world=WORLD, max_shard_bytes=20_000)
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1, "a small limit gives several shards"
+    assert not list(tmp_path.glob(".*"))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(again(IDS).logits, model.eval()(IDS).logits)
+    assert load_tokenizer(str(tmp_path)).chat_template == tiny_tokenizer().chat_template
+    scorer, _ = load(model_folder, "scorer")
+    save_model(tmp_path / "s", whole_tensors(scorer, WORLD), lm=scorer, tokenizer=tiny_tokenizer(), world=WORLD)
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "s")
+    assert loaded.config.num_labels == 1
+    assert torch.equal(loaded.score.weight, scorer.score.weight)
+    assert json.loads((tmp_path / "s" / "config.json").read_text())["architectures"] == ["LlamaForSequenceClassification"]
+
+
+def lora_model(model_folder: Path, rank: int = 4):  # type: ignore[no-untyped-def]
+    model, _ = load(model_folder)
+    add_lora(model, LoraConfig(rank=rank), "causal_lm", seed=0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model.eval()
+
+
+@torch.no_grad()
+def test_merged_adapters_compute_what_unmerged_ones_do_and_leave_no_trace(model_folder: Path, tmp_path: Path) -> None:
+    model = lora_model(model_folder)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    unmerged = model(IDS).logits
+    base = AutoModelForCausalLM.from_pretrained(model_folder)(IDS).logits
+    assert (unmerged - base).abs().max() > 1e-2
+    with lora_merged(model):
+        torch.testing.assert_close(model(IDS).logits, unmerged, atol=1e-5, rtol=1e-5)
+    assert torch.equal(model(IDS).logits, unmerged)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with adapters_off(model):
+        assert torch.equal(model(IDS).logits, base)
+    save_model(tmp_path, whole_tensors(model, WORLD), lm=model, tokenizer=tiny_tokenizer(), world=WORLD)
+    torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(tmp_path)(IDS).logits, unmerged, atol=1e-5, rtol=1e-5)
+
+
+def test_only_adapters_learn_and_all_linear_leaves_the_head_alone(model_folder: Path) -> None:
+    model = lora_model(model_folder)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert trained and all("lora_" in name for name in trained)
+    assert not any("lm_head" in name for name in trained)
+    scorer, _ = load(model_folder, "scorer")
+    add_lora(scorer, LoraConfig(rank=2), "scorer", seed=0)
+    assert scorer.score.weight.requires_grad
+
+
+def test_lora_refuses_the_head_and_unknown_modules(model_folder: Path) -> None:
+    for names, rule in ((["lm_head"], "may not name the head"), (["nothing"], "does not fit")):
+        model, _ = load(model_folder)
+        with pytest.raises(UserError, match=rule):
+            add_lora(model, LoraConfig(rank=2, target_modules=names), "causal_lm", seed=0)
+
+
+def test_gradient_checkpointing_changes_no_gradient(model_folder: Path) -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        model, _ = load(model_folder, gradient_checkpointing=checkpointing)
+        policy = Policy(model).train()
+        policy(IDS, MASK, MASK)[0].sum().backward()
+        gradients.append([parameter.grad for parameter in policy.parameters()])
+    for plain, checkpointed in zip(*gradients, strict=True):
+        torch.testing.assert_close(checkpointed, plain)
+
+
+@pytest.mark.parametrize(
+    ("make", "rule"),
+    [
+        (lambda folder: folder / "absent", "is none: check the path"),
+        (lambda folder: folder, "has a config.json"),
+        (lambda folder: (folder / "m.bin").write_text("x") and folder / "m.bin", "is none: check the path"),
+        (lambda folder: folder / "absent.gguf", "does not: check the path"),
+    ],
+)
+def test_what_is_no_model_is_refused_in_one_line(make, rule: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(UserError, match=rule) as caught:
+        resolve_model(str(make(tmp_path)), world=WORLD)
+    assert "\n" not in str(caught.value)
+
+
+def test_broken_model_folders_are_refused(tmp_path: Path, model_folder: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="is no model that transformers knows"):
+        load(tmp_path)
+    tiny_config().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="cannot load"):
+        load(tmp_path)
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tiny_model().save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="lacks 1 weights"):
+        load(tmp_path)
+
+
+def test_tokenizers_are_checked(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path / "no_pad")
+    assert load_tokenizer(str(tmp_path / "no_pad")).pad_token_id == 2
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path / "no_eos")
+    with pytest.raises(UserError, match="needs an eos token"):
+        load_tokenizer(str(tmp_path / "no_eos"))
+    tiny_config().save_pretrained(tmp_path / "none")
+    with pytest.raises(UserError, match="has no tokenizer"):
+        load_tokenizer(str(tmp_path / "none"))
+    assert stop_token_ids(tiny_tokenizer(), [5, 2]) == (2, 5)
+
+
+def test_float16_is_refused_on_a_cpu() -> None:
+    with pytest.raises(UserError, match="float16 trains on GPUs only"):
+        training_dtype(ModelConfig(dtype="float16"), CPU)
+    assert training_dtype(ModelConfig(), CPU) is torch.float32
+    assert training_dtype(ModelConfig(), torch.device("cuda")) is torch.bfloat16

@@ -1,0 +1,127 @@
+"""Log-probs, values and scores against Hugging Face's own forward, for each family, padded and alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.tiny import VOCABULARY, tiny_config
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+
+from hybrid_rlhf.functional.logprobs import token_entropy, token_logprobs
+from hybrid_rlhf.functional.masking import last_index
+from hybrid_rlhf.models.policy import Policy, Scorer, scores_at_end, values_before
+
+COMMON = {"vocab_size": VOCABULARY, "pad_token_id": 2, "eos_token_id": 2, "bos_token_id": 1}
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+GQA = {**SMALL, "num_key_value_heads": 2}
+FAMILIES = {
+    "llama": GQA,
+    "mistral": {**GQA, "sliding_window": 4},
+    "qwen2": GQA,
+    "qwen3": {**GQA, "head_dim": 8},
+    "gemma2": {**GQA, "head_dim": 8, "final_logit_softcapping": 3.0},
+    "gemma3_text": {**GQA, "head_dim": 8},
+    "phi3": GQA,
+    "granite": {**GQA, "logits_scaling": 4.0},
+    "cohere": {**GQA, "logit_scale": 0.5},
+    "opt": {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "word_embed_proj_dim": 16},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "gpt_neox": {**SMALL, "max_position_embeddings": 64},
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "falcon": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "new_decoder_architecture": False},
+    "phi": {**SMALL, "max_position_embeddings": 64},
+}
+
+
+def build(family: str, auto: type = AutoModelForCausalLM, **extra: object) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family], **extra})
+    config.initializer_range = 0.2
+    model = auto.from_config(config).eval()
+    for parameter in model.parameters():  # fresh biases are zero and would prove nothing
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def ragged(lengths: list[int], *, left: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random rows [B, T], padded; ids and mask."""
+    generator = torch.Generator().manual_seed(1)
+    width = max(lengths)
+    ids = torch.full((len(lengths), width), 2)
+    mask = torch.zeros(len(lengths), width, dtype=torch.bool)
+    for row, length in enumerate(lengths):
+        span = slice(width - length, width) if left else slice(0, length)
+        ids[row, span] = torch.randint(3, VOCABULARY, (length,), generator=generator)
+        mask[row, span] = True
+    return ids, mask
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_logprobs_are_those_of_hugging_face_and_padding_changes_nothing(family: str) -> None:
+    model = build(family)
+    policy = Policy(model)
+    ids, mask = ragged([9, 5, 7])
+    logprobs, entropy = policy(ids, mask, mask, 0.7)
+    for row, length in enumerate([9, 5, 7]):
+        alone = ids[row : row + 1, :length]
+        logits = model(input_ids=alone).logits[:, :-1]
+        expected = token_logprobs(logits, labels=alone[:, 1:], temperature=0.7)
+        torch.testing.assert_close(logprobs[row : row + 1, 1:length], expected, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            entropy[row : row + 1, 1:length], token_entropy(logits, temperature=0.7), atol=2e-5, rtol=1e-4
+        )
+        assert (logprobs[row, length:] == 0).all() and logprobs[row, 0] == 0
+
+
+def test_only_wanted_tokens_are_computed_and_carry_gradient() -> None:
+    policy = Policy(build("llama"))
+    ids, mask = ragged([8, 6])
+    wanted = torch.zeros_like(mask)
+    wanted[0, 3:5] = True
+    logprobs, _ = policy(ids, mask, wanted)
+    assert ((logprobs != 0) == wanted).all()
+    whole, _ = policy(ids, mask, mask)
+    torch.testing.assert_close(logprobs[wanted], whole[wanted])
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "gpt2", "bloom", "qwen2", "gpt_neox"])
+@torch.no_grad()
+def test_the_score_of_a_row_is_its_score_in_any_padded_batch(family: str) -> None:
+    model = build(family, AutoModelForSequenceClassification, num_labels=1)
+    scorer = Scorer(model)
+    lengths = [9, 4, 7, 1]
+    for left in (False, True):
+        ids, mask = ragged(lengths, left=left)
+        ids[0, 4] = 2  # eos, which is pad, in the middle of a row
+        scores = scores_at_end(scorer(ids, mask), mask)
+        for row, length in enumerate(lengths):
+            alone = ids[row : row + 1][mask[row : row + 1]].view(1, length)
+            expected = scores_at_end(scorer(alone, torch.ones_like(alone, dtype=torch.bool)), torch.ones(1, length))
+            torch.testing.assert_close(scores[row : row + 1], expected, atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_scores_agree_with_the_sequence_classifier_that_users_load() -> None:
+    model = build("llama", AutoModelForSequenceClassification, num_labels=1)
+    ids, mask = ragged([9, 4, 7])
+    scores = scores_at_end(Scorer(model)(ids, mask), mask)
+    torch.testing.assert_close(scores, model(input_ids=ids, attention_mask=mask.long()).logits[:, 0], atol=1e-5, rtol=0)
+    assert last_index(mask).tolist() == [8, 3, 6]
+
+
+def test_values_stand_before_their_token() -> None:
+    outputs = torch.arange(6.0).view(2, 3)
+    assert values_before(outputs).tolist() == [[0, 0, 1], [0, 3, 4]]
+
+
+def test_the_largest_tensor_is_not_the_logits() -> None:
+    from tests.functional.test_logprobs import LargestTensor
+
+    model = AutoModelForCausalLM.from_config(tiny_config(vocab_size=5000))
+    policy = Policy(model)
+    ids = torch.randint(3, 100, (8, 200))
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    with LargestTensor() as largest:
+        policy(ids, mask, mask)[0].sum().backward()
+    assert largest.elements < 8 * 199 * 5000
