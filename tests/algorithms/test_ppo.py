@@ -1,0 +1,238 @@
+"""PPO over real engines on one rank: what must hold before any learning curve means something."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.tiny import tiny_model
+
+from hybrid_rlhf.algorithms.experience import Experience, Layout, Sequences
+from hybrid_rlhf.algorithms.kl_controller import KLController
+from hybrid_rlhf.algorithms.ppo import PPOUpdater
+from hybrid_rlhf.algorithms.ppo_trainer import rollout_metrics
+from hybrid_rlhf.algorithms.rollout import Roles, Rollout
+from hybrid_rlhf.algorithms.sums import RunningSums
+from hybrid_rlhf.configs.ppo import AlgorithmConfig, RolloutConfig
+from hybrid_rlhf.configs.sections import LoraConfig, ModelConfig, OptimizerConfig, ZeroConfig
+from hybrid_rlhf.data.collation import collate_tokens
+from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
+from hybrid_rlhf.models.policy import scores_at_end
+from hybrid_rlhf.runtime.timers import Timers
+from hybrid_rlhf.runtime.world import World, close_world, init_world
+
+PROMPTS = [{"input_ids": [5, 6, 7]}, {"input_ids": [9, 8]}, {"input_ids": [4, 4, 4, 4]}, {"input_ids": [11, 3]}]
+ALGORITHM = AlgorithmConfig(kl_coef=0.1, missing_eos_penalty=0.5)
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    yield init_world()
+    close_world()
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Actor and reward model; the reference is another model, so that the KL is not zero."""
+    folder = tmp_path_factory.mktemp("roles")
+    for seed, name in enumerate(("actor", "reward", "reference")):
+        tiny_model(seed).save_pretrained(folder / name)
+    return {name: str(folder / name) for name in ("actor", "reward", "reference")}
+
+
+def build(world: World, paths: dict[str, str], *, algorithm: AlgorithmConfig = ALGORITHM, micro: int = 2, lora: int = 0) -> tuple[Roles, Rollout]:
+    def spec(role: Any, path: str, lr: float | None) -> EngineSpec:
+        optimizer = None if lr is None else OptimizerConfig(lr=lr, schedule="constant", warmup_fraction=0.0)
+        adapters = LoraConfig(rank=lora) if role == "actor" else LoraConfig()
+        return EngineSpec(role, paths[path], ModelConfig(), ZeroConfig(), 0, optimizer, adapters)
+
+    roles = Roles(
+        build_actor(spec("actor", "actor", 1e-2), world),
+        build_engine(spec("critic", "reward", 1e-2), world),
+        build_engine(spec("reward", "reward", None), world),
+        None if lora else build_engine(spec("reference", "reference", None), world),
+    )
+    sampling = RolloutConfig(prompts_per_step=4, samples_per_prompt=2, max_new_tokens=10, temperature=0.8)
+    rollout = Rollout(
+        roles, sampling=sampling, algorithm=algorithm, stop_token_ids=tuple(range(3, 20)), micro_batch_size=micro,
+        seed=0, timers=Timers(world.device),
+    )  # fmt: skip
+    return roles, rollout
+
+
+def collect(rollout: Rollout, *, mini_batches: int = 1) -> tuple[Experience, Layout]:
+    sequences = rollout.sample(PROMPTS, step=1)
+    layout = rollout.layout(sequences, step=1, epoch=0, mini_batches=mini_batches)
+    return rollout.experience(sequences, rollout.score(sequences, layout), kl_coef=0.1), layout
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+def test_the_first_mini_batch_has_ratio_1_exactly(lora: int, world: World, paths: dict[str, str]) -> None:
+    roles, rollout = build(world, paths, lora=lora)
+    experience, layout = collect(rollout, mini_batches=2)
+    updater = PPOUpdater(roles, ALGORITHM, temperature=0.8)
+    for indices in layout.mini_batches[0]:
+        loss = updater.policy_loss(experience, indices)
+        assert float(loss.stats["ratio"]) == float(loss.count), "every ratio is 1"
+        assert float(loss.stats["approxkl"]) == 0 and float(loss.stats["clipfrac"]) == 0
+    updater.update(experience, [layout])
+    loss = updater.policy_loss(experience, layout.mini_batches[0][0])
+    assert float(loss.stats["approxkl"]) > 0, "and no longer after an update"
+
+
+def test_experience_is_what_the_roles_say_of_each_row_alone(world: World, paths: dict[str, str]) -> None:
+    roles, rollout = build(world, paths, algorithm=replace(ALGORITHM, whiten_advantages=False))
+    experience, _ = collect(rollout)
+    sequences = experience.sequences
+    assert len(set(sequences.lengths.tolist())) > 1
+    with torch.no_grad():
+        for row in range(len(sequences.input_ids)):
+            length = int(sequences.lengths[row])
+            ids = sequences.input_ids[row : row + 1, :length]
+            mask = torch.ones_like(ids, dtype=torch.bool)
+            response = sequences.response_mask[row, :length]
+            old = roles.actor(ids, mask, response[None], 0.8)[0]
+            torch.testing.assert_close(experience.old_logprobs[row : row + 1, :length], old, atol=1e-5, rtol=1e-5)
+            ref = roles.reference(ids, mask, response[None], 0.8)[0]  # type: ignore[misc]
+            torch.testing.assert_close(experience.ref_logprobs[row : row + 1, :length], ref, atol=1e-5, rtol=1e-5)
+            score = float(scores_at_end(roles.reward(ids, mask), mask)) - 0.5 * (not bool(sequences.stopped[row]))
+            assert float(experience.scores[row]) == pytest.approx(score, abs=1e-5)
+            reward = -0.1 * (old - ref)[0][response]
+            reward[-1] += score
+            torch.testing.assert_close(experience.rewards[row, :length][response], reward, atol=1e-5, rtol=1e-4)
+            value = roles.critic(ids, mask)[0, :-1]
+            torch.testing.assert_close(experience.old_values[row, 1:length], value, atol=1e-5, rtol=1e-4)
+    assert float((sequences.sampled_logprobs - experience.old_logprobs).abs().max()) < 1e-5
+
+
+def test_an_actor_with_adapters_is_its_own_reference(world: World, paths: dict[str, str]) -> None:
+    roles, rollout = build(world, paths, lora=4)
+    experience, layout = collect(rollout)
+    assert float(experience.kl.abs().max()) == 0, "the policy is the reference before the first update"
+    PPOUpdater(roles, ALGORITHM, temperature=0.8).update(experience, [layout])
+    moved, _ = collect(rollout)
+    assert float(moved.kl.abs().max()) > 0
+    same = rollout.score(experience.sequences, layout)
+    torch.testing.assert_close(same.ref_logprobs, experience.ref_logprobs, atol=0, rtol=0)
+
+
+def gradients(roles: Roles, experience: Experience, micro: int, which: str) -> list[torch.Tensor]:
+    """The gradient of one mini-batch cut into micro-batches of a size."""
+    engine = getattr(roles, which)
+    updater = PPOUpdater(roles, replace(ALGORITHM, entropy_coef=0.1), temperature=0.8)
+    layout = Layout.plan(experience.sequences, mini_batches=1, micro_batch_size=micro, rank=0, ranks=1, seed=[0])
+    loss_of = updater.policy_loss if which == "actor" else updater.value_loss
+    for indices in layout.mini_batches[0]:
+        engine.backward(loss_of(experience, indices).total, count=layout.counts[0])
+    found = [p.grad.clone() for p in engine.module.parameters() if p.grad is not None]
+    engine.module.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("which", ["actor", "critic"])
+def test_no_split_into_micro_batches_changes_the_gradient(which: str, world: World, paths: dict[str, str]) -> None:
+    roles, rollout = build(world, paths)
+    experience, _ = collect(rollout)
+    whole = gradients(roles, experience, 8, which)
+    assert whole and any(g.abs().max() > 1e-4 for g in whole)
+    for micro in (1, 3, 4):  # 3 leaves empty rows, which must count for nothing
+        for found, expected in zip(gradients(roles, experience, micro, which), whole, strict=True):
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-3)
+
+
+def test_updates_raise_the_probability_of_what_was_better_than_expected(world: World, paths: dict[str, str]) -> None:
+    roles, rollout = build(world, paths)
+    experience, layout = collect(rollout)
+    mask = experience.sequences.response_mask
+    better = mask & (experience.advantages > 0)
+    PPOUpdater(roles, ALGORITHM, temperature=0.8).update(experience, [layout])
+    change = rollout.score(experience.sequences, layout).old_logprobs - experience.old_logprobs
+    assert float(change[better].mean()) > float(change[mask & ~better].mean())
+
+
+def test_ptx_text_moves_the_actor_and_is_logged(world: World, paths: dict[str, str]) -> None:
+    row = {"input_ids": [3, 4, 5, 6], "loss_mask": [False, True, True, True]}
+    losses = []
+    for coef in (0.0, 1.0):
+        roles, rollout = build(world, paths)
+        experience, layout = collect(rollout)
+        frozen = replace(experience, advantages=torch.zeros_like(experience.advantages))
+        batches = iter([[collate_tokens([row], 0)]] * 9)
+        updater = PPOUpdater(roles, replace(ALGORITHM, ptx_coef=coef), temperature=0.8, ptx_batches=batches)
+        losses.append([updater.update(frozen, [layout]).metrics["loss/ptx"] for _ in range(3)])
+    assert losses[0][0] == pytest.approx(losses[0][2]), "without a coefficient nothing moves"
+    assert losses[1][2] < losses[1][0]
+
+
+def test_rollout_metrics_have_closed_forms() -> None:
+    mask = torch.tensor([[0, 1, 1], [0, 1, 0]], dtype=torch.bool)
+    ones = torch.ones(2, 3)
+    sequences = Sequences(ones.long(), torch.tensor([[1, 1, 1], [1, 1, 0]], dtype=torch.bool), mask, -2.5 * ones * mask, torch.tensor([True, False]))
+    experience = Experience(
+        sequences, old_logprobs=-2 * ones * mask, ref_logprobs=-3 * ones * mask, old_values=0 * ones,
+        scores=torch.tensor([1.0, 3.0]), rewards=ones * mask, advantages=ones, returns=ones * mask,
+    )  # fmt: skip
+    metrics = rollout_metrics(experience)
+    assert metrics["objective/kl"] == 1.5  # 2 tokens and 1 token of 1 nat
+    assert metrics["objective/entropy"] == 3.0
+    assert metrics["objective/scores"] == 2.0
+    assert metrics["objective/rlhf_reward"] == 1.5
+    assert metrics["completions/mean_length"] == 1.5
+    assert metrics["completions/clipped_ratio"] == 0.5
+    assert metrics["rollout/logprob_abs_diff_mean"] == metrics["rollout/logprob_abs_diff_max"] == 0.5
+
+
+def test_explained_variance_is_1_for_a_perfect_critic() -> None:
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    returns = torch.randn(2, 3)
+    sequences = Sequences(mask.long(), mask, mask, returns, torch.ones(2, dtype=torch.bool))
+
+    def variance(values: torch.Tensor) -> float:
+        zero = torch.zeros(2, 3)
+        return Experience(sequences, zero, zero, values, torch.zeros(2), zero, zero, returns).explained_variance
+
+    assert variance(returns) == 1.0
+    assert variance(torch.full((2, 3), 0.3)) == pytest.approx(0.0, abs=1e-5)
+
+
+def test_layouts_give_every_row_once_and_equal_work() -> None:
+    torch.manual_seed(0)
+    lengths = torch.randint(2, 9, (16,))
+    mask = torch.arange(9)[None] < lengths[:, None]
+    sequences = Sequences(mask.long(), mask, mask, mask.float(), lengths > 0)
+    for ranks in (1, 2, 4):
+        plans = [
+            Layout.plan(sequences, mini_batches=2, micro_batch_size=2, rank=rank, ranks=ranks, seed=[1])
+            for rank in range(ranks)
+        ]
+        assert len({len(mini) for plan in plans for mini in plan.mini_batches}) == 1
+        for number in range(2):
+            rows = [row for plan in plans for micro in plan.mini_batches[number] for row in micro]
+            assert len(rows) == 8 and None not in rows
+            first = {row for micro in Layout.plan(sequences, mini_batches=2, micro_batch_size=8, rank=0, ranks=1, seed=[1]).mini_batches[number] for row in micro}
+            assert set(rows) == first, "a mini-batch is the same whatever the ranks"
+            assert plans[0].counts[number] == sum(int(lengths[row]) for row in rows)
+
+
+def test_the_kl_controller_follows_ziegler() -> None:
+    controller = KLController(AlgorithmConfig(kl_coef=0.2, kl_target=6.0, kl_horizon=100))
+    controller.update(60.0, completions=10)
+    assert controller.kl_coef == pytest.approx(0.2 * 1.02)  # the error is clipped to 0.2
+    controller.update(5.4, completions=10)
+    assert controller.kl_coef == pytest.approx(0.2 * 1.02 * 0.99)
+    fixed = KLController(AlgorithmConfig(kl_coef=0.2))
+    fixed.update(60.0, completions=10)
+    assert fixed.kl_coef == 0.2
+
+
+def test_running_sums_divide_once(world: World) -> None:
+    from hybrid_rlhf.functional.losses import LossSum
+
+    sums = RunningSums(torch.device("cpu"))
+    for total, count in ((6.0, 2), (3.0, 1)):
+        sums.add(LossSum(torch.tensor(total), torch.tensor(count), {"x": torch.tensor(1.5)}))
+    assert sums.means(world) == {"loss": 3.0, "count": 3.0, "x": 1.0}
