@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow
+import pyarrow.parquet
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections import DataSource
@@ -62,8 +64,8 @@ def _open_file(source: DataSource, path: Path) -> Rows:
         raise UserError(f"a data file has rows, {source.path} is empty: check the path")
     if path.suffix == ".parquet":
         try:
-            table = datasets.Dataset.from_parquet(str(path), keep_in_memory=True)
-        except Exception as error:  # noqa: BLE001 - pyarrow's and datasets' own types, all meaning "not Parquet"
+            table = datasets.Dataset(pyarrow.parquet.read_table(path, memory_map=True))
+        except (pyarrow.ArrowException, OSError) as error:
             raise UserError(f"{source.path} is not Parquet ({str(error).splitlines()[0]}): check the file") from error
         return _open_table(source, table)
     with path.open("rb") as file:

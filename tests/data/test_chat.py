@@ -1,0 +1,78 @@
+"""Where the loss falls: on what the assistant says and the token that ends its turn, and on nothing else."""
+
+from __future__ import annotations
+
+import pytest
+from tests.tiny import CHATML, tiny_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.data.chat import Encoded, encode_conversation, encode_prompt, encode_text
+
+TURNS = [
+    {"role": "system", "content": "be kind"},
+    {"role": "user", "content": "hi <b>"},
+    {"role": "assistant", "content": "hello"},
+    {"role": "user", "content": "more"},
+    {"role": "assistant", "content": "bye é"},
+]
+
+
+def with_loss(encoded: Encoded, tokenizer: PreTrainedTokenizerFast) -> str:
+    return tokenizer.decode([token for token, loss in zip(encoded.input_ids, encoded.loss_mask, strict=True) if loss])
+
+
+@pytest.mark.parametrize("turns", [3, 5])
+def test_loss_is_on_answers_and_their_end(turns: int, tokenizer: PreTrainedTokenizerFast) -> None:
+    encoded = encode_conversation(TURNS[:turns], tokenizer)
+    assert with_loss(encoded, tokenizer) == "hello<|im_end|>" + "bye é<|im_end|>" * (turns == 5)
+    assert tokenizer.decode(encoded.input_ids).endswith("<|im_end|>\n")
+    assert not encoded.loss_mask[-1], "what the template adds after the end of the turn is not the assistant's"
+
+
+def test_pad_equal_to_eos_hides_no_end_of_turn(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+    encoded = encode_conversation(TURNS, tokenizer)
+    ends = [i for i, token in enumerate(encoded.input_ids) if token == tokenizer.eos_token_id]
+    assert [encoded.loss_mask[i] for i in ends] == [False, False, True, False, True]
+
+
+def test_a_prompt_is_the_beginning_of_its_conversation(tokenizer: PreTrainedTokenizerFast) -> None:
+    for template in (CHATML, None):
+        tokenizer.chat_template = template
+        prompt = encode_prompt(TURNS[:2], tokenizer)
+        whole = encode_conversation(TURNS[:3], tokenizer)
+        assert whole.input_ids[: len(prompt)] == prompt
+        assert whole.loss_mask.index(True) == len(prompt)
+
+
+def test_without_a_template_answers_end_with_eos() -> None:
+    tokenizer = tiny_tokenizer(template=None)
+    encoded = encode_conversation(TURNS, tokenizer)
+    text = tokenizer.decode(encoded.input_ids)
+    assert text.startswith("System: be kind\n\nHuman: hi <b>\n\nAssistant: hello<|im_end|>\n\nHuman: more")
+    assert with_loss(encoded, tokenizer) == " hello<|im_end|> bye é<|im_end|>"
+
+
+def test_a_slow_tokenizer_gives_the_same_masks(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = encode_conversation(TURNS, tokenizer)
+    monkeypatch.setattr(type(tokenizer), "is_fast", False)
+    assert encode_conversation(TURNS, tokenizer) == fast
+
+
+def test_a_template_that_rewrites_the_past_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}[{{ m.content }}]{% endif %}{% endfor %}"
+    with pytest.raises(UserError, match="renders a turn differently"):
+        encode_conversation(TURNS, tokenizer)
+
+
+def test_a_template_that_refuses_the_roles_is_named(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = "{{ raise_exception('no system role') }}"
+    with pytest.raises(UserError, match="no system role"):
+        encode_conversation(TURNS, tokenizer)
+
+
+def test_text_is_learnt_whole_with_eos(tokenizer: PreTrainedTokenizerFast) -> None:
+    encoded = encode_text("abc", tokenizer)
+    assert tokenizer.decode(encoded.input_ids) == "abc<|im_end|>"
+    assert all(encoded.loss_mask)

@@ -1,0 +1,174 @@
+"""Cache, limits, shares: what reaches a step of the rows in a file."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.tiny import CHATML
+from transformers import PreTrainedTokenizerFast
+
+import hybrid_rlhf.data.tokenized as tokenized
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.ppo import PromptDataConfig
+from hybrid_rlhf.configs.sections import DataConfig, DataSource
+from hybrid_rlhf.runtime.world import solo_world
+
+WORLD = solo_world(torch.device("cpu"))
+ROWS = [{"prompt": f"question {i}", "chosen": f"answer {i}", "rejected": "no"} for i in range(40)]
+
+
+def texts(rows: Any, tokenizer: PreTrainedTokenizerFast) -> set[str]:
+    """The prompt of each row, whatever the step."""
+    ids = rows["responses"] if "responses" in rows.column_names else rows["input_ids"]
+    flat = [row[0] if isinstance(row[0], list) else row for row in ids]
+    return {tokenizer.decode(row).split("question ")[1].split("<")[0] for row in flat}
+
+
+def load(kind: str, config: DataConfig, tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> tokenized.TokenizedData:
+    if kind == "prompt":
+        return tokenized.load_prompt_data(config, tokenizer=tokenizer, seed=seed, world=WORLD, max_prompt_tokens=config.max_length)  # type: ignore[arg-type]
+    return getattr(tokenized, f"load_{kind}_data")(config, tokenizer=tokenizer, seed=seed, world=WORLD)  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def config(tmp_path: Path, write_jsonl: Callable[..., Path]) -> Callable[..., PromptDataConfig]:
+    def make(rows: list[dict[str, Any]] = ROWS, **changes: Any) -> PromptDataConfig:
+        settings = {"sources": [str(write_jsonl(rows))], "cache_dir": str(tmp_path / "cache"), "max_length": 200}
+        return PromptDataConfig(**{**settings, **changes})
+
+    return make
+
+
+def test_the_steps_share_a_data_set_without_overlap(config: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+    seen: list[set[str]] = []
+    for kind in ("sft", "preference", "prompt"):
+        data = load(kind, config(split=[2, 4, 4], eval_fraction=0.25), tokenizer)
+        seen += [texts(data.train, tokenizer), texts(data.held_out, tokenizer)]
+    assert [len(part) for part in seen] == [6, 2, 12, 4, 12, 4]
+    assert sum(map(len, seen)) == len(set.union(*seen)) == 40, "every row once"
+    again = load("sft", config(split=[2, 4, 4], eval_fraction=0.25), tokenizer)
+    assert texts(again.train, tokenizer) == seen[0], "stable under a seed"
+    other = load("sft", config(split=[2, 4, 4], eval_fraction=0.25), tokenizer, seed=1)
+    assert texts(other.train, tokenizer) != seen[0]
+
+
+def test_shares_do_not_move_when_rows_are_dropped(config: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [dict(row) for row in ROWS]
+    rows[3]["chosen"] = "long " * 60
+    kept = load("sft", config(split=[1, 1, 1]), tokenizer)
+    dropped = load("sft", config(rows, split=[1, 1, 1], too_long="drop"), tokenizer)
+    assert texts(dropped.train, tokenizer) | {" 3"} >= texts(kept.train, tokenizer) - {"3"}
+    assert not texts(dropped.train, tokenizer) & texts(load("prompt", config(split=[1, 1, 1]), tokenizer).train, tokenizer)
+
+
+def test_eval_sources_replace_the_held_out_share(config: Any, tokenizer: PreTrainedTokenizerFast, write_jsonl: Any) -> None:
+    held = write_jsonl([{"prompt": "question e", "completion": "x"}], "eval.jsonl")
+    data = load("sft", config(eval_sources=[str(held)]), tokenizer)
+    assert len(data.train) == 40 and texts(data.held_out, tokenizer) == {"e"}
+    assert len(load("sft", config(eval_fraction=0.0), tokenizer).held_out) == 0
+
+
+def test_weights_are_passes_over_a_source(config: Any, tokenizer: PreTrainedTokenizerFast, write_jsonl: Any) -> None:
+    one = str(write_jsonl(ROWS[:10], "one.jsonl"))
+    other = str(write_jsonl(ROWS[10:20], "other.jsonl"))
+    sources = [DataSource(path=one, weight=2.5), DataSource(path=other, weight=0.2)]
+    data = load("sft", config(sources=sources, eval_fraction=0.0), tokenizer)
+    assert len(data.train) == 25 + 2
+
+
+def test_long_rows_are_cut_or_dropped_and_counted(
+    config: Any, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("hybrid_rlhf"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="hybrid_rlhf")
+    logging.getLogger("hybrid_rlhf").setLevel(logging.INFO)
+    rows = [{"prompt": "q", "completion": "a" * 90}, {"prompt": "q" * 90, "completion": "a"}, {"prompt": "q", "completion": "b"}]
+    data = load("sft", config(rows, max_length=80, eval_fraction=0.0), tokenizer)
+    assert sorted(data.train["length"]) == sorted([len(r) for r in data.train["input_ids"]])
+    assert max(data.train["length"]) == 80 and len(data.train) == 2  # the long prompt leaves no token with loss
+    assert "2 were truncated to 80 tokens, 1 dropped" in caplog.text
+    data = load("sft", config(rows, max_length=80, eval_fraction=0.0, too_long="drop"), tokenizer)
+    assert len(data.train) == 1
+    assert "0 were truncated to 80 tokens, 2 dropped" in caplog.text
+
+
+def test_preferences_lose_the_beginning_of_their_prompt_first(config: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [{"prompt": "p" * 100, "chosen": "good", "rejected": "bad"}]
+    data = load("preference", config(rows, max_length=60, eval_fraction=0.0), tokenizer)
+    (responses,) = data.train["responses"]
+    for ids, answer in zip(responses, ("good", "bad"), strict=True):
+        assert len(ids) <= 60 and tokenizer.decode(ids).endswith(f"{answer}<|im_end|>\n")
+    rows = [{"prompt": "p", "chosen": "1" + "x" * 90 + "1", "rejected": "2" + "x" * 90 + "2"}]
+    (responses,) = load("preference", config(rows, max_length=60, eval_fraction=0.0), tokenizer).train["responses"]
+    assert [tokenizer.decode(ids) for ids in responses] == ["1" + "x" * 59, "2" + "x" * 59]
+    rows = [{"prompt": "p", "chosen": [{"role": "assistant", "content": "x"}], "rejected": [{"role": "assistant", "content": "x "}]}]
+    tokenizer.chat_template = CHATML.replace("message['content']", "message['content'] | trim")
+    with pytest.raises(UserError, match="no row left"):  # the template makes them equal
+        load("preference", config(rows, max_length=60, eval_fraction=0.0), tokenizer)
+
+
+def test_prompts_keep_their_end_and_their_other_columns(config: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [{"prompt": "a" * 90 + "END", "answer": 4}]
+    data = load("prompt", config(rows, max_length=40, eval_fraction=0.0), tokenizer)
+    (row,) = list(data.train)
+    assert len(row["input_ids"]) == 40
+    assert tokenizer.decode(row["input_ids"]).endswith("END<|im_end|>\n<|im_start|>assistant\n")
+    assert json.loads(row["columns"]) == {"answer": 4}
+    assert json.loads(row["prompt"])[0]["role"] == "user"
+
+
+def test_rows_are_tokenised_once_and_again_when_anything_changes(
+    config: Any, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    calls: list[str] = []
+    encode = tokenized.encode_conversation
+    monkeypatch.setattr(tokenized, "encode_conversation", lambda *a: calls.append("x") or encode(*a))
+
+    def tokenises(**changes: Any) -> bool:
+        calls.clear()
+        load("sft", config(**changes), tokenizer)
+        return bool(calls)
+
+    assert tokenises()
+    assert not tokenises(), "from the cache"
+    assert not tokenises(split=[1, 1, 1]), "shares are taken from the same entry"
+    assert tokenises(max_length=64)
+    assert tokenises(rows=ROWS[:30])
+    tokenizer.chat_template = CHATML.replace("<|im_end|>", "<|im_end|> ")
+    assert tokenises()
+    assert not list((tmp_path / "cache" / "tokens").glob("*.partial"))
+
+
+def test_mistakes_reach_the_user_in_one_line(config: Any, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"rows\.jsonl:2: a row needs"):
+        load("sft", config([ROWS[0], {"x": 1}]), tokenizer)
+    assert not list((tmp_path / "cache").rglob("*.arrow")), "nothing is left of it"
+    with pytest.raises(UserError, match="data.sources names at least one"):
+        load("sft", config(sources=[]), tokenizer)
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: the chat template refuses"):
+        load("sft", config(), tokenizer)
+
+
+def test_an_unwritable_cache_is_named(config: Any, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="set data.cache_dir"):
+        load("sft", config(cache_dir=str(tmp_path / "file")), tokenizer)
+
+
+def test_the_embedded_pairs(tmp_path: Path) -> None:
+    pytest.importorskip("chatterbot_corpus")
+    from hybrid_rlhf.data.embedded import write_demo_data
+
+    rows = [json.loads(line) for line in write_demo_data(tmp_path / "a", seed=0).read_text().splitlines()]
+    assert len(rows) > 800
+    assert all(row["chosen"] != row["rejected"] and row["prompt"] for row in rows)
+    again = write_demo_data(tmp_path / "b", seed=0).read_text()
+    assert again == (tmp_path / "a" / "pairs.jsonl").read_text()
+    assert write_demo_data(tmp_path / "c", seed=1).read_text() != again
