@@ -1,0 +1,64 @@
+"""Guards of the house: sizes, names, frozen options, YAML that parses."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hybrid_rlhf.configs.cli import dotted_keys, parse_config
+from hybrid_rlhf.configs.inference import ChatConfig, GenerateConfig
+from hybrid_rlhf.configs.pipeline import PipelineConfig
+from hybrid_rlhf.configs.ppo import PPOConfig
+from hybrid_rlhf.configs.reward import RewardConfig
+from hybrid_rlhf.configs.sft import SFTConfig
+
+ROOT = Path(__file__).parents[2]
+OPTIONS = Path(__file__).with_name("options.txt")
+SOURCES = [*sorted((ROOT / "hybrid_rlhf").rglob("*.py")), *sorted((ROOT / "training").rglob("*.py")), *sorted((ROOT / "inference").rglob("*.py")), ROOT / "train.py"]  # fmt: skip
+CONFIGS = {
+    "chat": ChatConfig, "generate": GenerateConfig, "pipeline": PipelineConfig, "ppo": PPOConfig,
+    "reward": RewardConfig, "sft": SFTConfig,
+}  # fmt: skip
+
+
+def functions(path: Path) -> Iterator[ast.FunctionDef]:
+    yield from (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_functions_fit_in_the_head(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 300
+    for function in functions(path):
+        assert (function.end_lineno or 0) - function.lineno < 60, function.name
+        names = [argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)]
+        assert "args" not in names, f"{function.name} takes a namespace"
+    for node in ast.walk(ast.parse(path.read_text())):
+        assert not (isinstance(node, ast.ExceptHandler) and node.type is None), f"bare except, line {node.lineno}"
+
+
+@pytest.mark.parametrize("name", ["step1_sft", "step2_reward", "step3_ppo"])
+def test_mains_are_small_and_free_of_tensors(name: str) -> None:
+    text = (ROOT / "training" / name / "main.py").read_text()
+    assert len(text.splitlines()) < 100
+    assert "import torch" not in text
+
+
+def test_the_demo_parses() -> None:
+    config = parse_config(PipelineConfig, [], defaults=ROOT / "hybrid_rlhf" / "configs" / "demo.yaml")
+    assert config.base_model == "embedded"
+
+
+def test_options_are_frozen() -> None:
+    found = "".join(f"{name}: {key}\n" for name, config in CONFIGS.items() for key in sorted(dotted_keys(config)))
+    assert OPTIONS.read_text() == found, (
+        "the options changed; if that is meant, say so in CHANGELOG.md and run: python -m tests.house.test_house"
+    )
+
+
+if __name__ == "__main__":
+    OPTIONS.write_text(
+        "".join(f"{name}: {key}\n" for name, config in CONFIGS.items() for key in sorted(dotted_keys(config)))
+    )
