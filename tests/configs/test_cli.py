@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -89,8 +90,6 @@ def test_a_mistake_on_the_line_is_one_line(line: list[str], rule: str, capsys: p
     assert stopped.value.code == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("error: ") and err.count("\n") == 1
-    import re
-
     assert re.search(rule, err), err
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,19 +82,16 @@ def test_weights_are_passes_over_a_source(config: Any, tokenizer: PreTrainedToke
 
 
 def test_long_rows_are_cut_or_dropped_and_counted(
-    config: Any, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    config: Any, tokenizer: PreTrainedTokenizerFast, log_lines: list[str]
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("hybrid_rlhf"), "propagate", True)
-    caplog.set_level(logging.INFO, logger="hybrid_rlhf")
-    logging.getLogger("hybrid_rlhf").setLevel(logging.INFO)
     rows = [{"prompt": "q", "completion": "a" * 90}, {"prompt": "q" * 90, "completion": "a"}, {"prompt": "q", "completion": "b"}]
     data = load("sft", config(rows, max_length=80, eval_fraction=0.0), tokenizer)
     assert sorted(data.train["length"]) == sorted([len(r) for r in data.train["input_ids"]])
     assert max(data.train["length"]) == 80 and len(data.train) == 2  # the long prompt leaves no token with loss
-    assert "2 were truncated to 80 tokens, 1 dropped" in caplog.text
+    assert "2 were truncated to 80 tokens, 1 dropped" in log_lines[-1]
     data = load("sft", config(rows, max_length=80, eval_fraction=0.0, too_long="drop"), tokenizer)
     assert len(data.train) == 1
-    assert "0 were truncated to 80 tokens, 2 dropped" in caplog.text
+    assert "0 were truncated to 80 tokens, 2 dropped" in log_lines[-1]
 
 
 def test_preferences_lose_the_beginning_of_their_prompt_first(config: Any, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -1,0 +1,200 @@
+"""train.py and the steps as a user runs them, on a tiny model: what is written, said, skipped, refused, survived."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+CONTRACT = {
+    "step1_sft": ["sft/loss", "sft/perplexity", "eval/loss"],
+    "step2_reward": ["reward/loss", "reward/accuracy", "reward/margin", "eval/loss"],
+    "step3_ppo": [
+        "objective/kl", "objective/entropy", "objective/scores", "objective/rlhf_reward", "policy/approxkl",
+        "policy/clipfrac", "policy/entropy", "loss/policy", "loss/value", "val/clipfrac", "val/ratio",
+        "val/explained_variance", "completions/mean_length", "completions/clipped_ratio",
+        "rollout/logprob_abs_diff_mean", "rollout/logprob_abs_diff_max", "perf/generation_tokens_per_second",
+        "time/generation_seconds", "time/scoring_seconds", "time/switch_seconds",
+    ],
+}  # fmt: skip
+ALL_STEPS = ["perf/train_tokens_per_second", "perf/tokens_per_second", "time/training_seconds", "memory/peak_gib", "lr"]
+
+
+def run(line: Sequence[str], *, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *line], capture_output=True, text=True, timeout=timeout, env=ENVIRONMENT, cwd=ROOT
+    )
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    file.write_text("".join(
+        json.dumps({"prompt": f"say {i % 9}", "chosen": str(i % 9), "rejected": "x" * (i % 5 + 1)}) + "\n" for i in range(60)
+    ))  # fmt: skip
+    return file
+
+
+def pipeline(output: Path, model: Path, rows: Path) -> list[str]:
+    line = ["train.py", "--base_model", str(model), "--output_dir", str(output), "--data.sources", str(rows)]
+    for step in ("sft", "reward"):
+        line += [f"--{step}.train.global_batch_size", "4", f"--{step}.train.max_steps", "2"]
+    for step in ("sft", "reward", "ppo"):
+        line += [f"--{step}.data.max_length", "64", f"--{step}.data.cache_dir", str(output.parent / "cache")]
+    return [
+        *line, "--ppo.rollout.prompts_per_step", "4", "--ppo.rollout.max_new_tokens", "6", "--ppo.train.max_steps", "2",
+        "--ppo.rollout.max_prompt_tokens", "48", "--ppo.ppo.ema_decay", "0.9", "--ppo.logging.samples_every", "1",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, rows: Path) -> tuple[Path, list[str], str]:
+    """The output of one command, the command, and what it said."""
+    output = tmp_path_factory.mktemp("pipeline") / "out"
+    line = pipeline(output, model_folder, rows)
+    done = run(line)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    return output, line, done.stdout
+
+
+def test_one_command_makes_models_that_the_auto_classes_load(finished: tuple[Path, list[str], str]) -> None:
+    output = finished[0]
+    for name in ("step1_sft", "step3_ppo/actor", "step3_ppo/actor_ema"):
+        AutoModelForCausalLM.from_pretrained(output / name)
+        assert AutoTokenizer.from_pretrained(output / name).chat_template
+    for name in ("step2_reward", "step3_ppo/critic"):
+        assert AutoModelForSequenceClassification.from_pretrained(output / name).config.num_labels == 1
+    for name in ("step1_sft", "step2_reward", "step3_ppo"):
+        assert (output / name / "config.yaml").is_file() and list((output / name / "tensorboard").iterdir())
+
+
+def test_metrics_carry_every_name_from_the_first_step(finished: tuple[Path, list[str], str]) -> None:
+    for name, wanted in CONTRACT.items():
+        lines = [json.loads(line) for line in (finished[0] / name / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines] == [0, 1, 2]
+        assert all("time_seconds" in line for line in lines)
+        first = lines[0].keys() | lines[1].keys()
+        assert not {*wanted, *ALL_STEPS} - first
+    samples = [json.loads(line) for line in (finished[0] / "step3_ppo" / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 8 and {"step", "prompt", "completion", "score", "kl"} == samples[0].keys()
+
+
+def test_the_screen_says_what_changed_and_what_to_type_next(finished: tuple[Path, list[str], str]) -> None:
+    output, _, said = finished
+    for text in ("batch plan: 4 rows an update", "What changed", "SFT perplexity", "reward accuracy", "PPO mean score"):
+        assert text in said, text
+    assert f"python inference/chat.py {output}/step3_ppo/actor" in "".join(said.split("\n"))
+    assert "Traceback" not in said and "Warning" not in said
+    for name in ("step1_sft", "step2_reward", "step3_ppo"):
+        assert "batch plan" in (output / "logs" / f"{name}.log").read_text()
+
+
+def test_finished_steps_are_skipped_and_changed_ones_refused(finished: tuple[Path, list[str], str]) -> None:
+    output, line, _ = finished
+    before = (output / "step1_sft" / "metrics.jsonl").read_bytes()
+    again = run([*line, "--steps", "sft,reward"])
+    assert again.returncode == 0 and again.stdout.count("finished already") == 2
+    changed = run([*line, "--steps", "sft", "--sft.optimizer.lr", "1"])
+    assert changed.returncode == 2
+    assert "holds a run with other settings (optimizer.lr)" in changed.stderr and changed.stderr.count("\n") == 1
+    assert (output / "step1_sft" / "metrics.jsonl").read_bytes() == before
+
+
+def sft(output: Path, model: Path, rows: Path, *more: str) -> list[str]:
+    return [
+        "training/step1_sft/main.py", "--model.path", str(model), "--data.sources", str(rows), "--output_dir", str(output),
+        "--train.global_batch_size", "4", "--data.max_length", "64", "--data.cache_dir", str(output.parent / "cache"),
+        "--logging.tensorboard", "false", *more,
+    ]  # fmt: skip
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line.get("sft/loss", 0.0)) for line in lines]
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(model_folder: Path, rows: Path, tmp_path: Path) -> None:
+    options = ["--train.save_every", "3", "--train.max_steps", "10"]
+    assert run(sft(tmp_path / "whole", model_folder, rows, *options)).returncode == 0
+    line = sft(tmp_path / "cut", model_folder, rows, *options)
+    process = subprocess.Popen([sys.executable, *line], env=ENVIRONMENT, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not list((tmp_path / "cut" / "checkpoints").glob("step_*/manifest.json")):
+        assert process.poll() is None or (tmp_path / "cut" / "finished.json").exists()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    if not (tmp_path / "cut" / "finished.json").exists():
+        refused = run(line)
+        assert refused.returncode == 2 and "set resume to auto" in refused.stderr
+        resumed = run([*line, "--resume", "auto"])
+        assert resumed.returncode == 0, resumed.stderr
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    assert (tmp_path / "cut" / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "start",
+    [["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"], ["DEEPSPEED", "--num_gpus", "2", "--no_local_rank"], ["DEEPSPEED", "--num_gpus", "2"]],
+    ids=["torchrun", "deepspeed", "deepspeed-local-rank"],
+)  # fmt: skip
+def test_a_step_runs_under_both_launchers(start: list[str], model_folder: Path, rows: Path, tmp_path: Path) -> None:
+    deepspeed = shutil.which("deepspeed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    line = [*start, *sft(tmp_path / "out", model_folder, rows, "--train.max_steps", "1")]
+    done = run([str(deepspeed) if word == "DEEPSPEED" else word for word in line])
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "= 2 ranks x" in done.stdout
+    assert (tmp_path / "out" / "finished.json").exists()
+
+
+def test_a_worker_that_dies_stops_the_others_and_is_named(model_folder: Path, rows: Path, tmp_path: Path) -> None:
+    line = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    line += sft(tmp_path / "out", model_folder, rows, "--train.epochs", "5000")
+    process = subprocess.Popen([sys.executable, *line], env=ENVIRONMENT, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    while "sft 2/" not in process.stdout.readline():
+        assert process.poll() is None
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    start = time.monotonic()
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode != 0 and time.monotonic() - start < 60
+    assert "SIGKILL" in said or "exitcode: -9" in said.replace(" ", "").replace("exitcode:", "exitcode: ")
+
+
+def test_a_failing_step_is_reported_with_its_command_and_last_lines(model_folder: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n{"prompt": \n')
+    done = run(pipeline(tmp_path / "out", model_folder, bad))
+    assert done.returncode == 2
+    assert "step sft failed with exit code 2" in done.stderr
+    assert f"{bad}:2: not JSON" in done.stderr and "Traceback" not in done.stderr
+
+
+MISTAKES = {
+    "missing file": (["--data.sources", "absent.jsonl"], "absent.jsonl does not exist"),
+    "no model": (["--model.path", "absent/x/y"], "absent/x/y is none"),
+    "unknown key": (["--train.batch", "3"], "the nearest is"),
+    "sizes that do not divide": (["--train.micro_batch_size", "3"], "the nearest are 3 and 6"),
+    "too few rows": (["--train.global_batch_size", "64"], "an update takes 64 rows"),
+    "no deepspeed json": (["--deepspeed_config", "absent.json"], "absent.json does not exist"),
+    "no target module": (["--lora.rank", "2", "--lora.target_modules", "[nothing]"], "does not fit"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_and_exit_code_2(mistake: str, model_folder: Path, rows: Path, tmp_path: Path) -> None:
+    more, rule = MISTAKES[mistake]
+    done = run(sft(tmp_path / "out", model_folder, rows, *more))
+    assert done.returncode == 2, done.stderr
+    assert rule in done.stderr and done.stderr.count("\n") == 1 and done.stderr.startswith("error: "), done.stderr

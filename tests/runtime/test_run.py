@@ -1,0 +1,119 @@
+"""A run's folder, metrics and display."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections import LoggingConfig
+from hybrid_rlhf.configs.sft import SFTConfig
+from hybrid_rlhf.runtime.metrics import MetricsWriter, StepDisplay, format_figure, read_metrics
+from hybrid_rlhf.runtime.run import newest_checkpoint, start_run
+from hybrid_rlhf.runtime.samples import SampleLog
+from hybrid_rlhf.runtime.timers import Timers, peak_memory_gib
+from hybrid_rlhf.runtime.world import solo_world
+
+
+def config(folder: Path, resume: str = "never") -> SFTConfig:
+    return replace(SFTConfig(), output_dir=str(folder), resume=resume, logging=LoggingConfig(tensorboard=False))
+
+
+def claim(folder: Path, resume: str = "never") -> Path | None:
+    with start_run(config(folder, resume)) as run:
+        return run.checkpoint
+
+
+def checkpoint(folder: Path, step: int, *, whole: bool = True) -> Path:
+    path = folder / "checkpoints" / f"step_{step}"
+    path.mkdir(parents=True)
+    if whole:
+        (path / "manifest.json").write_text("{}")
+    return path
+
+
+def test_a_folder_is_never_written_over_silently(tmp_path: Path) -> None:
+    assert claim(tmp_path / "new") is None
+    used = tmp_path / "used"
+    used.mkdir()
+    (used / "config.yaml").write_text("seed: 1\n")
+    with pytest.raises(UserError, match="holds a run that did not finish: set resume to auto"):
+        claim(used)
+    assert claim(used, "auto") is None
+    (used / "finished.json").write_text("{}")
+    for resume in ("never", "auto"):
+        with pytest.raises(UserError, match="holds a finished run"):
+            claim(used, resume)
+
+
+def test_auto_takes_the_newest_whole_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("seed: 1\n")
+    wanted = checkpoint(tmp_path, 9)
+    checkpoint(tmp_path, 2)
+    checkpoint(tmp_path, 10, whole=False)
+    assert newest_checkpoint(tmp_path) == wanted == claim(tmp_path, "auto")
+    assert claim(tmp_path, str(tmp_path / "checkpoints" / "step_2")) == tmp_path / "checkpoints" / "step_2"
+    with pytest.raises(UserError, match="whole checkpoint folder"):
+        claim(tmp_path, str(tmp_path / "checkpoints" / "step_10"))
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="output_dir must be a folder that can be written"):
+        claim(tmp_path / "file" / "x")
+
+
+def test_metrics_are_lines_and_resuming_drops_those_past_the_step(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path, tensorboard=True)
+    for step in range(4):
+        writer.write(step, {"sft/loss": 1.0 / (step + 1)})
+    writer.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "cut o')
+    assert list((tmp_path / "tensorboard").iterdir())
+    writer = MetricsWriter(tmp_path, tensorboard=False, resumed_step=2, start_seconds=100.0)
+    writer.write(3, {"sft/loss": 9.0})
+    writer.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert lines[-1]["sft/loss"] == 9.0 and lines[-1]["time_seconds"] >= 100
+    assert read_metrics(tmp_path) == lines
+
+
+def test_without_a_terminal_a_step_is_a_line(log_lines: list[str]) -> None:
+    with StepDisplay("sft", total_steps=5, every=2) as display:
+        for step in range(1, 6):
+            display.show(step, {"sft/loss": 1.25, "lr": 1e-5})
+    assert log_lines == [f"sft {s}/5  sft/loss 1.25  lr 1.00e-05" for s in (2, 4, 5)]
+    assert format_figure(12345.678) == "1.235e+04" and format_figure(0) == "0"
+
+
+def test_samples_are_written_every_so_often(tmp_path: Path) -> None:
+    log = SampleLog(tmp_path, every=2, enabled=True)
+    row = {"prompt": [{"role": "user", "content": "q"}], "completion": "é", "score": 1.0, "kl": 0.5}
+    for step in range(1, 5):
+        log.write(step, lambda: [row])
+    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert lines == [{"step": 1, **row}, {"step": 3, **row}]
+    SampleLog(tmp_path, every=0, enabled=True).write(1, lambda: pytest.fail("not asked for"))
+
+
+def test_timers_add_up_and_start_again() -> None:
+    timers = Timers(torch.device("cpu"))
+    for _ in range(2):
+        with timers("a"):
+            sum(range(1000))
+    taken = timers.take()
+    assert set(taken) == {"a"} and taken["a"] > 0 and timers.take() == {}
+    assert 0.01 < peak_memory_gib(torch.device("cpu")) < 64
+
+
+def test_a_world_of_one_needs_no_group() -> None:
+    world = solo_world(torch.device("cpu"))
+    assert world.is_main and world.is_local_main
+    assert world.all_gather_objects(3) == [3] and world.broadcast_object("x") == "x"
+    assert world.all_reduce(torch.ones(2)).tolist() == [1, 1]
