@@ -20,7 +20,7 @@ lint: $(VENV)/.test
 
 bench: $(VENV)/.test
 	$(VENV)/bin/python benchmarks/cli_startup.py
-	$(VENV)/bin/python benchmarks/supervised_step.py
+	$(VENV)/bin/python benchmarks/head_memory.py
 
 venv: $(VENV)/.test
 

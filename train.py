@@ -74,7 +74,9 @@ def step_config(name: str, config: PipelineConfig) -> Any:
         actor = replace(step.actor, path=step.actor.path or step.model.path or sft_folder)
         return replace(step, actor=actor, reward=replace(step.reward, path=step.reward.path or reward_folder))
     # InstructGPT's reward model starts from the SFT model; so does ours where there is one.
-    start = sft_folder if name == "reward" and ("sft" in config.step_names or _has_model(sft_folder)) else config.base_model
+    start = (
+        sft_folder if name == "reward" and ("sft" in config.step_names or _has_model(sft_folder)) else config.base_model
+    )
     return replace(step, model=replace(step.model, path=step.model.path or start))
 
 
@@ -135,7 +137,9 @@ def launcher(config: PipelineConfig) -> list[str]:
     """The words before a module's name that start it on the right processes."""
     options = config.launcher
     if options.hostfile is not None:
-        deepspeed = shutil.which("deepspeed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+        deepspeed = shutil.which(
+            "deepspeed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+        )
         if not Path(options.hostfile).is_file() or deepspeed is None:
             raise UserError(f"launcher.hostfile must name a file, {options.hostfile} does not exist: check the path")
         return [deepspeed, "--hostfile", options.hostfile, "--no_local_rank", "--module"]

@@ -108,7 +108,7 @@ class Session:
             raise UserError(f"/set takes {', '.join(known)}, got {name!r}: write for example /set temperature 0.5")
         number = float if name in ("temperature", "top_p") else int
         try:
-            value = number(text)
+            value: Any = number(text)
         except ValueError as error:
             raise UserError(f"{name} takes a number, got {text!r}: write for example /set {name} 1") from error
         self._sampling = replace(self._sampling, **{name: value})

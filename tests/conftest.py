@@ -14,8 +14,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
-from tests.tiny import tiny_model, tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
+
+from tests.tiny import tiny_model, tiny_tokenizer
 
 torch.set_num_threads(1)
 

@@ -1,6 +1,7 @@
 """Step 2: a reward model from preferences (Bradley-Terry), one score at the last real token of an answer.
 
-Source: Ouyang et al. 2022 (arXiv 2203.02155), eq. 1. All pairs of one prompt pass in one batch element, each answer once.
+Source: Ouyang et al. 2022 (arXiv 2203.02155), eq. 1. All pairs of one prompt pass in one
+batch element, each answer once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Prompts to experience: sample, score, log-probs, values, rewards, advantages.
 
 Old log-probs come from the training forward over the very micro-batches of the first epoch, so that the first
-mini-batch has ratio 1 exactly. Rewards are InstructGPT's: the score at the last response token less a KL penalty a token.
+mini-batch has ratio 1 exactly. Rewards are InstructGPT's: the score at the last response token, less a KL
+penalty a token.
 """
 
 from __future__ import annotations

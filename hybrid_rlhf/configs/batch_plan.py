@@ -1,4 +1,4 @@
-"""Batch arithmetic: the user gives global sizes, this derives micro-batches and accumulation. Pure numbers, no torch."""
+"""Batch arithmetic: the user gives global sizes, this derives micro-batches and accumulation. Pure numbers."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ class BatchPlan:
 
     def describe(self) -> str:
         """The plan in one line."""
+        ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
+        micro_batches = f"{self.accumulation_steps} micro-batch{'es' * (self.accumulation_steps > 1)}"
         return (
-            f"batch plan: {self.global_batch_size} rows an update = {self.ranks} rank{'s' * (self.ranks > 1)} x "
-            f"{self.accumulation_steps} micro-batch{'es' * (self.accumulation_steps > 1)} x {self.micro_batch_size} rows"
+            f"batch plan: {self.global_batch_size} rows an update = "
+            f"{ranks} x {micro_batches} x {self.micro_batch_size} rows"
         )
 
 

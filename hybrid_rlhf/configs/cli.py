@@ -1,4 +1,5 @@
-"""The command line: YAML files and dotted overrides to a frozen config, and back. The only user of jsonargparse and yaml.
+"""The command line: YAML files and dotted overrides to a frozen config, and back. The only user of
+jsonargparse.
 
 Files come first and overrides over them, wherever they stand on the line. What a user gets wrong is one line on
 stderr and exit code 2.

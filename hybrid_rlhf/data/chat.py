@@ -46,7 +46,7 @@ def encode_conversation(messages: Sequence[Message], tokenizer: PreTrainedTokeni
         if not text.startswith(through) or not through.startswith(before):
             start = len(os.path.commonprefix([before, text]))
             raise UserError(
-                f"the chat template renders a turn differently once the next is there (at {text[start : start + 20]!r}): "
+                f"the chat template renders a turn anew once the next is there, at {text[start : start + 20]!r}: "
                 "give the tokenizer a template whose text only grows"
             )
         spans.append((len(before), len(through)))

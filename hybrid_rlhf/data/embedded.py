@@ -17,6 +17,8 @@ import yaml
 
 from hybrid_rlhf.configs.errors import UserError
 
+SYSTEM_PROMPT = "Answer briefly."
+"""Opens every conversation: shorter than what the model's template would put there, and so cheaper to train on."""
 _PACKAGE = "chatterbot_corpus"
 
 
@@ -36,7 +38,8 @@ def write_demo_data(folder: Path, *, seed: int) -> Path:
         other = int(others[index])
         while pairs[other][0] == question or pairs[other][1] == answer:
             other = int(rng.integers(len(pairs)))
-        rows.append({"prompt": question, "chosen": answer, "rejected": pairs[other][1]})
+        prompt = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question}]
+        rows.append({"prompt": prompt, "chosen": answer, "rejected": pairs[other][1]})
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "pairs.jsonl"
     file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")

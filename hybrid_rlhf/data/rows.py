@@ -167,7 +167,7 @@ def _messages(place: str, row: Row, column: str) -> list[Message]:
             )
         if message["role"] not in ROLES:
             raise UserError(
-                f"{place}: column {column!r}: a role is one of {', '.join(ROLES)}, got {message['role']!r}: mend the row"
+                f"{place}: column {column!r}: a role is {', '.join(ROLES)}, got {message['role']!r}: mend the row"
             )
     return [{"role": message["role"], "content": message["content"]} for message in value]
 

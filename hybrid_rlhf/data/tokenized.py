@@ -212,7 +212,7 @@ def _conversation(place: str, record: Conversation, tokenizer: PreTrainedTokeniz
 
 
 def _preference(place: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int) -> dict[str, Any]:
-    """Cut what the answers share on its left, so that they stay whole; an answer that alone is too long, on its right."""
+    """Cut what the answers share on its left, so that they stay whole; one that alone is too long, on its right."""
     record = preference_row(place, row)
     try:
         answers = [encode_conversation(record.prompt + answer, tokenizer).input_ids for answer in record.responses]

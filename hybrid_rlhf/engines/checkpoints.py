@@ -78,7 +78,7 @@ def load_checkpoint(
     manifest = json.loads((checkpoint / CHECKPOINT_MANIFEST).read_text())
     if manifest["world_size"] != world.size:
         raise UserError(
-            f"a run resumes on as many ranks as it had, {checkpoint} is of {manifest['world_size']}, this is {world.size}: "
+            f"a run resumes on the ranks it had, {checkpoint} has {manifest['world_size']}, this is {world.size}: "
             f"start {manifest['world_size']} processes"
         )
     for role, engine in engines.items():

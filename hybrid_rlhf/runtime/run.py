@@ -105,10 +105,8 @@ def _claim(folder: Path, resume: str) -> tuple[str | None, Path | None]:
     if resume not in ("never", "auto"):
         checkpoint = Path(resume)
         if not (checkpoint / CHECKPOINT_MANIFEST).is_file():
-            return (
-                f"resume takes never, auto or a whole checkpoint folder, {resume} is none: give {folder}/{CHECKPOINTS}/step_N",
-                None,
-            )
+            place = f"{folder}/{CHECKPOINTS}/step_N"
+            return f"resume takes never, auto or a whole checkpoint folder, {resume} is none: give {place}", None
         return _make(folder), checkpoint
     if (folder / FINISHED_FILE).exists():
         return f"{folder} holds a finished run: give another output_dir, or remove that folder", None

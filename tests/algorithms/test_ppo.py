@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.tiny import tiny_model
 
 from hybrid_rlhf.algorithms.experience import Experience, Layout, Sequences
 from hybrid_rlhf.algorithms.kl_controller import KLController
@@ -24,6 +22,7 @@ from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
 from hybrid_rlhf.models.policy import scores_at_end
 from hybrid_rlhf.runtime.timers import Timers
 from hybrid_rlhf.runtime.world import World, close_world, init_world
+from tests.tiny import tiny_model
 
 PROMPTS = [{"input_ids": [5, 6, 7]}, {"input_ids": [9, 8]}, {"input_ids": [4, 4, 4, 4]}, {"input_ids": [11, 3]}]
 ALGORITHM = AlgorithmConfig(kl_coef=0.1, missing_eos_penalty=0.5)
@@ -44,7 +43,9 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: str(folder / name) for name in ("actor", "reward", "reference")}
 
 
-def build(world: World, paths: dict[str, str], *, algorithm: AlgorithmConfig = ALGORITHM, micro: int = 2, lora: int = 0) -> tuple[Roles, Rollout]:
+def build(
+    world: World, paths: dict[str, str], *, algorithm: AlgorithmConfig = ALGORITHM, micro: int = 2, lora: int = 0
+) -> tuple[Roles, Rollout]:
     def spec(role: Any, path: str, lr: float | None) -> EngineSpec:
         optimizer = None if lr is None else OptimizerConfig(lr=lr, schedule="constant", warmup_fraction=0.0)
         adapters = LoraConfig(rank=lora) if role == "actor" else LoraConfig()
@@ -171,7 +172,13 @@ def test_ptx_text_moves_the_actor_and_is_logged(world: World, paths: dict[str, s
 def test_rollout_metrics_have_closed_forms() -> None:
     mask = torch.tensor([[0, 1, 1], [0, 1, 0]], dtype=torch.bool)
     ones = torch.ones(2, 3)
-    sequences = Sequences(ones.long(), torch.tensor([[1, 1, 1], [1, 1, 0]], dtype=torch.bool), mask, -2.5 * ones * mask, torch.tensor([True, False]))
+    sequences = Sequences(
+        ones.long(),
+        torch.tensor([[1, 1, 1], [1, 1, 0]], dtype=torch.bool),
+        mask,
+        -2.5 * ones * mask,
+        torch.tensor([True, False]),
+    )
     experience = Experience(
         sequences, old_logprobs=-2 * ones * mask, ref_logprobs=-3 * ones * mask, old_values=0 * ones,
         scores=torch.tensor([1.0, 3.0]), rewards=ones * mask, advantages=ones, returns=ones * mask,
@@ -213,7 +220,13 @@ def test_layouts_give_every_row_once_and_equal_work() -> None:
         for number in range(2):
             rows = [row for plan in plans for micro in plan.mini_batches[number] for row in micro]
             assert len(rows) == 8 and None not in rows
-            first = {row for micro in Layout.plan(sequences, mini_batches=2, micro_batch_size=8, rank=0, ranks=1, seed=[1]).mini_batches[number] for row in micro}
+            first = {
+                row
+                for micro in Layout.plan(
+                    sequences, mini_batches=2, micro_batch_size=8, rank=0, ranks=1, seed=[1]
+                ).mini_batches[number]
+                for row in micro
+            }
             assert set(rows) == first, "a mini-batch is the same whatever the ranks"
             assert plans[0].counts[number] == sum(int(lengths[row]) for row in rows)
 

@@ -26,7 +26,9 @@ CONFIGS = [SFTConfig, RewardConfig, PPOConfig, PipelineConfig]
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "c.yaml"
-    path.write_text("seed: 1\noptimizer:\n  lr: 1e-3\n  weight_decay: 0.1\ndata:\n  sources: [a.jsonl, {path: b, weight: 2}]\n")
+    path.write_text(
+        "seed: 1\noptimizer:\n  lr: 1e-3\n  weight_decay: 0.1\ndata:\n  sources: [a.jsonl, {path: b, weight: 2}]\n"
+    )
     return path
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from tests.tiny import CHATML, tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat import Encoded, encode_conversation, encode_prompt, encode_text
+from tests.tiny import CHATML, tiny_tokenizer
 
 TURNS = [
     {"role": "system", "content": "be kind"},
@@ -54,15 +54,19 @@ def test_without_a_template_answers_end_with_eos() -> None:
     assert with_loss(encoded, tokenizer) == " hello<|im_end|> bye é<|im_end|>"
 
 
-def test_a_slow_tokenizer_gives_the_same_masks(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_tokenizer_gives_the_same_masks(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fast = encode_conversation(TURNS, tokenizer)
     monkeypatch.setattr(type(tokenizer), "is_fast", False)
     assert encode_conversation(TURNS, tokenizer) == fast
 
 
 def test_a_template_that_rewrites_the_past_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer.chat_template = "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}[{{ m.content }}]{% endif %}{% endfor %}"
-    with pytest.raises(UserError, match="renders a turn differently"):
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}[{{ m.content }}]{% endif %}{% endfor %}"
+    )
+    with pytest.raises(UserError, match="renders a turn anew"):
         encode_conversation(TURNS, tokenizer)
 
 

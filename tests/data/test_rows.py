@@ -94,7 +94,9 @@ BAD_ROWS = [
 
 
 @pytest.mark.parametrize(("adapter", "row", "rule"), BAD_ROWS)
-def test_a_row_that_breaks_the_contract_is_named_in_one_line(adapter: Callable[..., Any], row: dict[str, Any], rule: str) -> None:
+def test_a_row_that_breaks_the_contract_is_named_in_one_line(
+    adapter: Callable[..., Any], row: dict[str, Any], rule: str
+) -> None:
     with pytest.raises(UserError, match=rule) as caught:
         adapter("data.jsonl:7", row)
     assert str(caught.value).startswith("data.jsonl:7: ")

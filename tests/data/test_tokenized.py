@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.tiny import CHATML
 from transformers import PreTrainedTokenizerFast
 
 import hybrid_rlhf.data.tokenized as tokenized
@@ -17,6 +16,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.ppo import PromptDataConfig
 from hybrid_rlhf.configs.sections import DataConfig, DataSource
 from hybrid_rlhf.runtime.world import solo_world
+from tests.tiny import CHATML
 
 WORLD = solo_world(torch.device("cpu"))
 ROWS = [{"prompt": f"question {i}", "chosen": f"answer {i}", "rejected": "no"} for i in range(40)]
@@ -31,7 +31,9 @@ def texts(rows: Any, tokenizer: PreTrainedTokenizerFast) -> set[str]:
 
 def load(kind: str, config: DataConfig, tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> tokenized.TokenizedData:
     if kind == "prompt":
-        return tokenized.load_prompt_data(config, tokenizer=tokenizer, seed=seed, world=WORLD, max_prompt_tokens=config.max_length)  # type: ignore[arg-type]
+        return tokenized.load_prompt_data(
+            config, tokenizer=tokenizer, seed=seed, world=WORLD, max_prompt_tokens=config.max_length
+        )  # type: ignore[arg-type]
     return getattr(tokenized, f"load_{kind}_data")(config, tokenizer=tokenizer, seed=seed, world=WORLD)  # type: ignore[no-any-return]
 
 
@@ -63,10 +65,14 @@ def test_shares_do_not_move_when_rows_are_dropped(config: Any, tokenizer: PreTra
     kept = load("sft", config(split=[1, 1, 1]), tokenizer)
     dropped = load("sft", config(rows, split=[1, 1, 1], too_long="drop"), tokenizer)
     assert texts(dropped.train, tokenizer) | {" 3"} >= texts(kept.train, tokenizer) - {"3"}
-    assert not texts(dropped.train, tokenizer) & texts(load("prompt", config(split=[1, 1, 1]), tokenizer).train, tokenizer)
+    assert not texts(dropped.train, tokenizer) & texts(
+        load("prompt", config(split=[1, 1, 1]), tokenizer).train, tokenizer
+    )
 
 
-def test_eval_sources_replace_the_held_out_share(config: Any, tokenizer: PreTrainedTokenizerFast, write_jsonl: Any) -> None:
+def test_eval_sources_replace_the_held_out_share(
+    config: Any, tokenizer: PreTrainedTokenizerFast, write_jsonl: Any
+) -> None:
     held = write_jsonl([{"prompt": "question e", "completion": "x"}], "eval.jsonl")
     data = load("sft", config(eval_sources=[str(held)]), tokenizer)
     assert len(data.train) == 40 and texts(data.held_out, tokenizer) == {"e"}
@@ -84,7 +90,11 @@ def test_weights_are_passes_over_a_source(config: Any, tokenizer: PreTrainedToke
 def test_long_rows_are_cut_or_dropped_and_counted(
     config: Any, tokenizer: PreTrainedTokenizerFast, log_lines: list[str]
 ) -> None:
-    rows = [{"prompt": "q", "completion": "a" * 90}, {"prompt": "q" * 90, "completion": "a"}, {"prompt": "q", "completion": "b"}]
+    rows = [
+        {"prompt": "q", "completion": "a" * 90},
+        {"prompt": "q" * 90, "completion": "a"},
+        {"prompt": "q", "completion": "b"},
+    ]
     data = load("sft", config(rows, max_length=80, eval_fraction=0.0), tokenizer)
     assert sorted(data.train["length"]) == sorted([len(r) for r in data.train["input_ids"]])
     assert max(data.train["length"]) == 80 and len(data.train) == 2  # the long prompt leaves no token with loss
@@ -103,7 +113,13 @@ def test_preferences_lose_the_beginning_of_their_prompt_first(config: Any, token
     rows = [{"prompt": "p", "chosen": "1" + "x" * 90 + "1", "rejected": "2" + "x" * 90 + "2"}]
     (responses,) = load("preference", config(rows, max_length=60, eval_fraction=0.0), tokenizer).train["responses"]
     assert [tokenizer.decode(ids) for ids in responses] == ["1" + "x" * 59, "2" + "x" * 59]
-    rows = [{"prompt": "p", "chosen": [{"role": "assistant", "content": "x"}], "rejected": [{"role": "assistant", "content": "x "}]}]
+    rows = [
+        {
+            "prompt": "p",
+            "chosen": [{"role": "assistant", "content": "x"}],
+            "rejected": [{"role": "assistant", "content": "x "}],
+        }
+    ]
     tokenizer.chat_template = CHATML.replace("message['content']", "message['content'] | trim")
     with pytest.raises(UserError, match="no row left"):  # the template makes them equal
         load("preference", config(rows, max_length=60, eval_fraction=0.0), tokenizer)

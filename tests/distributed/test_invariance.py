@@ -17,7 +17,15 @@ STEPS = {
     "reward": ("training.step2_reward.main", ["reward/loss", "reward/accuracy", "grad_norm", "eval/loss"]),
     "ppo": (
         "training.step3_ppo.main",
-        ["loss/policy", "loss/value", "objective/kl", "objective/scores", "policy/approxkl", "actor/grad_norm", "eval/scores"],
+        [
+            "loss/policy",
+            "loss/value",
+            "objective/kl",
+            "objective/scores",
+            "policy/approxkl",
+            "actor/grad_norm",
+            "eval/scores",
+        ],
     ),
 }
 LAYOUTS = [(1, 2, 4), (1, 3, 2), (2, 0, 2), (2, 2, 1), (2, 3, 2)]
@@ -36,16 +44,17 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> P
     return folder
 
 
-def launch(name: str, workspace: Path, *, ranks: int, stage: int, micro: int, extra: list[str] | None = None) -> list[dict[str, Any]]:
+def launch(
+    name: str, workspace: Path, *, ranks: int, stage: int, micro: int, extra: list[str] | None = None
+) -> list[dict[str, Any]]:
     """Run three updates of a step in its own processes; the lines of metrics.jsonl."""
     output = workspace / f"{name}-{ranks}-{stage}-{micro}{'-x' if extra else ''}"
     if not (output / "finished.json").exists():
         module = STEPS[name][0]
         command = [sys.executable, "-m", module]
         if ranks > 1:
-            command = [
-                sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", module,
-            ]  # fmt: skip
+            launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+            command = [sys.executable, "-m", *launcher, "-m", module]
         done = subprocess.run(
             [*command, *options(name, workspace, stage, micro), "--output_dir", str(output), *(extra or [])],
             capture_output=True, text=True, timeout=300,

@@ -40,9 +40,8 @@ def run(line: Sequence[str], *, timeout: float = 300) -> subprocess.CompletedPro
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("data") / "rows.jsonl"
-    file.write_text("".join(
-        json.dumps({"prompt": f"say {i % 9}", "chosen": str(i % 9), "rejected": "x" * (i % 5 + 1)}) + "\n" for i in range(60)
-    ))  # fmt: skip
+    rows = [{"prompt": f"say {i % 9}", "chosen": str(i % 9), "rejected": "x" * (i % 5 + 1)} for i in range(60)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
 
 
@@ -113,7 +112,8 @@ def test_finished_steps_are_skipped_and_changed_ones_refused(finished: tuple[Pat
 
 def sft(output: Path, model: Path, rows: Path, *more: str) -> list[str]:
     return [
-        "training/step1_sft/main.py", "--model.path", str(model), "--data.sources", str(rows), "--output_dir", str(output),
+        "training/step1_sft/main.py", "--model.path", str(model), "--data.sources", str(rows),
+        "--output_dir", str(output),
         "--train.global_batch_size", "4", "--data.max_length", "64", "--data.cache_dir", str(output.parent / "cache"),
         "--logging.tensorboard", "false", *more,
     ]  # fmt: skip
@@ -128,7 +128,9 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(model_folder: Path, row
     options = ["--train.save_every", "3", "--train.max_steps", "10"]
     assert run(sft(tmp_path / "whole", model_folder, rows, *options)).returncode == 0
     line = sft(tmp_path / "cut", model_folder, rows, *options)
-    process = subprocess.Popen([sys.executable, *line], env=ENVIRONMENT, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, *line], env=ENVIRONMENT, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     while not list((tmp_path / "cut" / "checkpoints").glob("step_*/manifest.json")):
         assert process.poll() is None or (tmp_path / "cut" / "finished.json").exists()
         time.sleep(0.01)
@@ -140,14 +142,20 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(model_folder: Path, row
         resumed = run([*line, "--resume", "auto"])
         assert resumed.returncode == 0, resumed.stderr
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
-    assert (tmp_path / "cut" / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
+    assert (tmp_path / "cut" / "model.safetensors").read_bytes() == (
+        tmp_path / "whole" / "model.safetensors"
+    ).read_bytes()
 
 
 @pytest.mark.parametrize(
     "start",
-    [["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"], ["DEEPSPEED", "--num_gpus", "2", "--no_local_rank"], ["DEEPSPEED", "--num_gpus", "2"]],
+    [
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
+        ["DEEPSPEED", "--num_gpus", "2", "--no_local_rank"],
+        ["DEEPSPEED", "--num_gpus", "2"],
+    ],
     ids=["torchrun", "deepspeed", "deepspeed-local-rank"],
-)  # fmt: skip
+)
 def test_a_step_runs_under_both_launchers(start: list[str], model_folder: Path, rows: Path, tmp_path: Path) -> None:
     deepspeed = shutil.which("deepspeed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     line = [*start, *sft(tmp_path / "out", model_folder, rows, "--train.max_steps", "1")]
@@ -160,7 +168,9 @@ def test_a_step_runs_under_both_launchers(start: list[str], model_folder: Path, 
 def test_a_worker_that_dies_stops_the_others_and_is_named(model_folder: Path, rows: Path, tmp_path: Path) -> None:
     line = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     line += sft(tmp_path / "out", model_folder, rows, "--train.epochs", "5000")
-    process = subprocess.Popen([sys.executable, *line], env=ENVIRONMENT, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        [sys.executable, *line], env=ENVIRONMENT, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     assert process.stdout is not None
     while "sft 2/" not in process.stdout.readline():
         assert process.poll() is None

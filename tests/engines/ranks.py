@@ -22,7 +22,9 @@ def run_ranks(function: Callable[..., Any], ranks: int, folder: Path, *arguments
     return [pickle.loads((folder / f"{rank}.pkl").read_bytes()) for rank in range(ranks)]
 
 
-def _enter(rank: int, function: Callable[..., Any], ranks: int, port: int, folder: str, arguments: tuple[Any, ...]) -> None:
+def _enter(
+    rank: int, function: Callable[..., Any], ranks: int, port: int, folder: str, arguments: tuple[Any, ...]
+) -> None:
     import os
 
     os.environ.update(

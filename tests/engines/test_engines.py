@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.engines.ranks import run_ranks
-from tests.tiny import tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from hybrid_rlhf.configs.errors import UserError
@@ -25,11 +23,15 @@ from hybrid_rlhf.functional.losses import sft_loss
 from hybrid_rlhf.generation import SamplingParams
 from hybrid_rlhf.models.saving import save_model
 from hybrid_rlhf.runtime.world import World
+from tests.engines.ranks import run_ranks
+from tests.tiny import tiny_tokenizer
 
 PROMPTS = [[5, 6, 7], [9, 8], [4, 4, 4, 4]]
 
 
-def spec(path: Path, *, stage: int = 0, lora: int = 0, dtype: str = "float32", lr: float = 1e-2, **zero: bool) -> EngineSpec:
+def spec(
+    path: Path, *, stage: int = 0, lora: int = 0, dtype: str = "float32", lr: float = 1e-2, **zero: bool
+) -> EngineSpec:
     return EngineSpec(
         "actor", str(path), ModelConfig(dtype=dtype), ZeroConfig(stage=stage, **zero), 0,  # type: ignore[arg-type]
         OptimizerConfig(lr=lr, schedule="constant", warmup_fraction=0.0), LoraConfig(rank=lora), 10,
@@ -58,7 +60,10 @@ def life(world: World, path: Path, folder: Path, settings: dict[str, Any]) -> di
     """Train, switch, generate, switch back, train, save."""
     engine = build_actor(spec(path, **settings), world)
     losses = [train_step(engine, world)]
-    held = [p.detach().clone() if not hasattr(p, "ds_tensor") else p.ds_tensor.detach().clone() for p in engine.module.parameters()]
+    held = [
+        p.detach().clone() if not hasattr(p, "ds_tensor") else p.ds_tensor.detach().clone()
+        for p in engine.module.parameters()
+    ]
     with engine.inference(stop_token_ids=()) as generation:
         completions = generation.generate(PROMPTS[world.rank :], SamplingParams(max_new_tokens=6, greedy=True))
     after = [p.detach() if not hasattr(p, "ds_tensor") else p.ds_tensor for p in engine.module.parameters()]
@@ -102,18 +107,24 @@ def test_an_engine_lives_the_same_life_under_any_layout(
         assert result["released"], "and gives the gathered ones back"
         assert result["completions"] == expected["completions"][rank:]
     ids = torch.tensor([PROMPTS[0]])
-    found = saved.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    found = saved.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
     assert found[0, 3:].tolist() == expected["completions"][0], "the saved folder is the model that generated"
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 2), (2, 3)])
 def test_lora_generates_merged_and_saves_merged(ranks: int, stage: int, model_folder: Path, tmp_path: Path) -> None:
-    results = run_ranks(life, ranks, tmp_path / "r", model_folder, tmp_path / "m", {"stage": stage, "lora": 4, "lr": 0.1})
+    results = run_ranks(
+        life, ranks, tmp_path / "r", model_folder, tmp_path / "m", {"stage": stage, "lora": 4, "lr": 0.1}
+    )
     assert results[0]["losses"][2] < results[0]["losses"][0]
     assert all(result["same"] for result in results)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "m").eval()
     ids = torch.tensor([PROMPTS[0]])
-    found = saved.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    found = saved.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
     assert found[0, 3:].tolist() == results[0]["completions"][0]
     base = load_file(model_folder / "model.safetensors")
     merged = load_file(tmp_path / "m" / "model.safetensors")
@@ -165,7 +176,9 @@ def _norm_weight(engine: Any, world: World) -> float:
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 3)])
-def test_the_average_is_the_recurrence_and_leaves_the_weights(ranks: int, stage: int, model_folder: Path, tmp_path: Path) -> None:
+def test_the_average_is_the_recurrence_and_leaves_the_weights(
+    ranks: int, stage: int, model_folder: Path, tmp_path: Path
+) -> None:
     found, slow, untouched = run_ranks(averaged, ranks, tmp_path, model_folder, stage)[0]
     assert found == pytest.approx(slow, abs=1e-6)
     assert untouched
@@ -179,13 +192,20 @@ def resumed(world: World, path: Path, folder: Path, stage: int) -> tuple[list[fl
     save_checkpoint(folder, 1, engines={"actor": engine}, loop_state={"x": 1}, world=world, average=average)
     want = [train_step(engine, world) for _ in range(3)]
     again = build_actor(spec(path, stage=stage), world)
-    step, state = load_checkpoint(folder / "checkpoints" / "step_1", engines={"actor": again}, world=world, average=WeightAverage(again.module, decay=0.5))
+    step, state = load_checkpoint(
+        folder / "checkpoints" / "step_1",
+        engines={"actor": again},
+        world=world,
+        average=WeightAverage(again.module, decay=0.5),
+    )
     assert step == 1
     return want, [train_step(again, world) for _ in range(3)], state
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 2), (2, 3)])
-def test_a_checkpoint_goes_on_as_if_nothing_had_happened(ranks: int, stage: int, model_folder: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_goes_on_as_if_nothing_had_happened(
+    ranks: int, stage: int, model_folder: Path, tmp_path: Path
+) -> None:
     want, got, state = run_ranks(resumed, ranks, tmp_path / "r", model_folder, tmp_path / "run", stage)[0]
     assert got == want, "bit for bit"
     assert state == {"x": 1}
@@ -217,7 +237,8 @@ def test_the_users_deepspeed_json_wins(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "rule"), [("{", "must be JSON"), ("[]", "must be a JSON object"), ('{"optimizer": {}}', "may not set 'optimizer'")]
+    ("text", "rule"),
+    [("{", "must be JSON"), ("[]", "must be a JSON object"), ('{"optimizer": {}}', "may not set 'optimizer'")],
 )
 def test_a_bad_deepspeed_json_is_refused(text: str, rule: str, tmp_path: Path) -> None:
     file = tmp_path / "ds.json"

@@ -8,10 +8,14 @@ from torch import Tensor
 
 
 @st.composite
-def masked_batch(draw: st.DrawFn, *, tensors: int = 1, max_rows: int = 4, max_steps: int = 7) -> tuple[list[Tensor], Tensor]:
+def masked_batch(
+    draw: st.DrawFn, *, tensors: int = 1, max_rows: int = 4, max_steps: int = 7
+) -> tuple[list[Tensor], Tensor]:
     """Tensors [B, T] float64 and a mask [B, T] with any gaps."""
     rows, steps = draw(st.integers(1, max_rows)), draw(st.integers(1, max_steps))
-    mask = torch.tensor(draw(st.lists(st.lists(st.booleans(), min_size=steps, max_size=steps), min_size=rows, max_size=rows)))
+    mask = torch.tensor(
+        draw(st.lists(st.lists(st.booleans(), min_size=steps, max_size=steps), min_size=rows, max_size=rows))
+    )
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     return [torch.randn(rows, steps, generator=generator, dtype=torch.float64) for _ in range(tensors)], mask
 

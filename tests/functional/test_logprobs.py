@@ -10,7 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hybrid_rlhf.functional.logprobs import logprobs_from_hidden, token_entropy, token_logprobs
 
 
-def naive(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: float, softcap: float | None) -> tuple[Tensor, Tensor]:
+def naive(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
     """The same from whole logits, by torch's own cross-entropy and Categorical."""
     logits = torch.nn.functional.linear(hidden, weight, bias)
     if softcap is not None:
@@ -41,6 +43,7 @@ def test_chunked_head_equals_whole_logits(
     inputs = [hidden, weight] + ([bias] if bias is not None else [])
     upstream = [torch.randn(batch, steps, dtype=torch.float64) for _ in range(2)]
     for pick in ((1, 0), (0, 1), (1, 1)):  # log-probs alone, entropy alone, both
+
         def total(pair: tuple[Tensor, Tensor], pick: tuple[int, int] = pick) -> Tensor:
             return sum((p * g).sum() for p, g, wanted in zip(pair, upstream, pick, strict=True) if wanted)
 

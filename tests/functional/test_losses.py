@@ -45,7 +45,9 @@ def test_pairwise_loss_of_a_tie_is_log_2() -> None:
     assert float(loss.stats["accuracy"]) == 0
 
 
-def slow_policy_loss(new: float, old: float, advantage: float, low: float, high: float, dual: float | None) -> tuple[float, bool]:
+def slow_policy_loss(
+    new: float, old: float, advantage: float, low: float, high: float, dual: float | None
+) -> tuple[float, bool]:
     ratio = math.exp(new - old)
     surrogate = min(ratio * advantage, max(1 - low, min(1 + high, ratio)) * advantage)
     clipped = surrogate < ratio * advantage
@@ -85,7 +87,9 @@ def test_ratio_is_exactly_1_for_equal_logprobs() -> None:
 
 @fast
 @given(masked_batch(tensors=3), st.sampled_from([None, 0.0, 0.3]))
-def test_value_loss_takes_the_worse_of_plain_and_clipped(batch: tuple[list[Tensor], Tensor], clip: float | None) -> None:
+def test_value_loss_takes_the_worse_of_plain_and_clipped(
+    batch: tuple[list[Tensor], Tensor], clip: float | None
+) -> None:
     (values, old, returns), mask = batch
     loss = ppo_value_loss(
         poisoned(values, mask), old_values=poisoned(old, mask), returns=poisoned(returns, mask), mask=mask, clip=clip
@@ -133,6 +137,4 @@ def test_nothing_under_the_mask_reaches_a_gradient(batch: tuple[list[Tensor], Te
     for name, loss in losses(*clean, mask).items():
         found = losses(*bad, mask)[name]
         torch.testing.assert_close(found.total, loss.total)
-        torch.testing.assert_close(
-            torch.autograd.grad(found.total, bad[0]), torch.autograd.grad(loss.total, clean[0])
-        )
+        torch.testing.assert_close(torch.autograd.grad(found.total, bad[0]), torch.autograd.grad(loss.total, clean[0]))

@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.models.test_policy import FAMILIES, build
-from tests.tiny import tiny_model
 from torch import Tensor
 
 from hybrid_rlhf.configs.errors import UserError
@@ -15,6 +13,8 @@ from hybrid_rlhf.functional.logprobs import token_logprobs
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.sampling import draw, per_request
 from hybrid_rlhf.models.policy import Policy
+from tests.models.test_policy import FAMILIES, build
+from tests.tiny import tiny_model
 
 GENERATOR = torch.Generator().manual_seed(0)
 PROMPTS = [torch.randint(3, 200, (length,), generator=GENERATOR).tolist() for length in (5, 1, 9, 3, 7)]
@@ -29,7 +29,9 @@ def test_greedy_tokens_are_those_of_hugging_face(family: str) -> None:
     engine = GenerationEngine(model)
     for prompt, (completion,) in zip(PROMPTS, engine.generate(PROMPTS, GREEDY), strict=True):
         ids = torch.tensor([prompt])
-        whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0)
+        whole = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0
+        )
         assert completion.token_ids == whole[0, len(prompt) :].tolist()
         stopped = completion.token_ids[-1] in engine.stop_token_ids
         assert completion.finish_reason == ("stop" if stopped else "length")
@@ -44,7 +46,9 @@ def test_a_completion_does_not_depend_on_its_company() -> None:
         (alone,) = engine.generate([prompt], [requests[index]])
         assert [c.token_ids for c in alone] == [c.token_ids for c in together[index]]
     small = GenerationEngine(tiny_model(), stop_token_ids=range(3, 30), max_batch_rows=2)
-    assert [[c.token_ids for c in s] for s in small.generate(PROMPTS, SAMPLED)] == [[c.token_ids for c in s] for s in together]
+    assert [[c.token_ids for c in s] for s in small.generate(PROMPTS, SAMPLED)] == [
+        [c.token_ids for c in s] for s in together
+    ]
 
 
 def test_samples_of_a_prompt_differ_and_a_seed_repeats_them() -> None:
@@ -77,7 +81,9 @@ def test_stop_tokens_end_a_completion_and_belong_to_it() -> None:
     for prompt, (completion,) in zip(PROMPTS, free, strict=True):
         assert completion.finish_reason == "length" and len(completion.token_ids) == 12
         stop = completion.token_ids[4]
-        (ended,) = GenerationEngine(model, stop_token_ids=()).generate([prompt], replace(GREEDY, stop_token_ids=(stop,)))[0]
+        (ended,) = GenerationEngine(model, stop_token_ids=()).generate(
+            [prompt], replace(GREEDY, stop_token_ids=(stop,))
+        )[0]
         assert ended.token_ids == completion.token_ids[: completion.token_ids.index(stop) + 1]
         assert ended.finish_reason == "stop"
 
@@ -85,7 +91,9 @@ def test_stop_tokens_end_a_completion_and_belong_to_it() -> None:
 def test_rows_that_have_ended_cost_no_further_step() -> None:
     model = tiny_model()
     rows: list[int] = []
-    model.register_forward_pre_hook(lambda module, inputs, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True)
+    model.register_forward_pre_hook(
+        lambda module, inputs, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
     GenerationEngine(model, stop_token_ids=range(3, 60)).generate(PROMPTS, replace(SAMPLED, max_new_tokens=60))
     assert len(rows) < 60, "stops once all have"
     assert rows[-1] < rows[1], "rows leave the batch"
@@ -94,7 +102,9 @@ def test_rows_that_have_ended_cost_no_further_step() -> None:
 def test_the_prompt_of_n_samples_is_read_once() -> None:
     model = tiny_model()
     shapes: list[tuple[int, ...]] = []
-    model.register_forward_pre_hook(lambda module, inputs, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True)
+    model.register_forward_pre_hook(
+        lambda module, inputs, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
     GenerationEngine(model, stop_token_ids=()).generate([PROMPTS[0]], replace(SAMPLED, n=4, max_new_tokens=3))
     assert shapes == [(1, 5), (4, 1), (4, 1)]
 

@@ -17,7 +17,10 @@ from hybrid_rlhf.configs.sft import SFTConfig
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = Path(__file__).with_name("options.txt")
-SOURCES = [*sorted((ROOT / "hybrid_rlhf").rglob("*.py")), *sorted((ROOT / "training").rglob("*.py")), *sorted((ROOT / "inference").rglob("*.py")), ROOT / "train.py"]  # fmt: skip
+SOURCES = [
+    *(path for folder in ("hybrid_rlhf", "training", "inference") for path in sorted((ROOT / folder).rglob("*.py"))),
+    ROOT / "train.py",
+]
 CONFIGS = {
     "chat": ChatConfig, "generate": GenerateConfig, "pipeline": PipelineConfig, "ppo": PPOConfig,
     "reward": RewardConfig, "sft": SFTConfig,

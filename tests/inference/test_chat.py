@@ -7,13 +7,13 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.tiny import tiny_model, tiny_tokenizer
 
 from hybrid_rlhf.configs.inference import SamplingConfig
 from hybrid_rlhf.data.chat import encode_prompt
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.chat import Conversation
 from inference import chat, generate
+from tests.tiny import tiny_model, tiny_tokenizer
 
 
 def conversation(system: str | None = None) -> Conversation:
@@ -21,7 +21,9 @@ def conversation(system: str | None = None) -> Conversation:
     return Conversation(GenerationEngine(tiny_model()), tokenizer, lambda m: encode_prompt(m, tokenizer), system=system)
 
 
-def drive(lines: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[Conversation, str]:
+def drive(
+    lines: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> tuple[Conversation, str]:
     """Type lines, then Ctrl-D; what appears."""
     pending = iter(lines)
 
@@ -37,7 +39,9 @@ def drive(lines: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     return talk, capsys.readouterr().out
 
 
-def test_turns_are_remembered_cleared_and_saved(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_turns_are_remembered_cleared_and_saved(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     file = tmp_path / "talk.json"
     talk, out = drive(["hi", "", "again", f"/save {file}", f"/save {file}", "/quit", "never said"], monkeypatch, capsys)
     assert [m["role"] for m in talk.messages] == ["user", "assistant"] * 2
@@ -50,12 +54,21 @@ def test_turns_are_remembered_cleared_and_saved(monkeypatch: pytest.MonkeyPatch,
 
 def test_system_and_set(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     talk, out = drive(
-        ["/system be brief", "/set", "/set temperature 0", "/set top_p x", "/set nothing 1", "/set top_p 7", "/what", "/help"],
+        ["/system be brief", "/set", "/set temperature 0", "/set top_p x", "/set nothing 1", "/set top_p 7", "/what",
+         "/help"],
         monkeypatch, capsys,
     )  # fmt: skip
     assert talk.system == "be brief"
     assert talk.transcript() == [{"role": "system", "content": "be brief"}]
-    for text in ("max_new_tokens 5", "temperature 0.0", "takes a number, got 'x'", "got 'nothing'", "top_p must be in (0, 1], got 7.0", "no command /what", "/quit "):
+    for text in (
+        "max_new_tokens 5",
+        "temperature 0.0",
+        "takes a number, got 'x'",
+        "got 'nothing'",
+        "top_p must be in (0, 1], got 7.0",
+        "no command /what",
+        "/quit ",
+    ):
         assert text in out, text
 
 
@@ -77,7 +90,19 @@ def test_an_interrupted_answer_keeps_what_was_said() -> None:
 def test_generate_completes_a_file(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out" / "answers.jsonl"
     source.write_text('{"prompt": "hi", "id": 7}\n{"messages": [{"role": "user", "content": "yo"}]}\n')
-    line = [str(model_folder), "--input", str(source), "--output", str(output), "--n", "2", "--sampling.max_new_tokens", "4", "--sampling.temperature", "0"]
+    line = [
+        str(model_folder),
+        "--input",
+        str(source),
+        "--output",
+        str(output),
+        "--n",
+        "2",
+        "--sampling.max_new_tokens",
+        "4",
+        "--sampling.temperature",
+        "0",
+    ]
     generate.main(line)
     rows = [json.loads(text) for text in output.read_text().splitlines()]
     assert rows[0]["id"] == 7 and [len(row["completions"]) for row in rows] == [2, 2]

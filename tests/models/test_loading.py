@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.tiny import tiny_config, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config
 
 from hybrid_rlhf.configs.errors import UserError
@@ -18,6 +17,7 @@ from hybrid_rlhf.models.saving import save_model
 from hybrid_rlhf.models.sources import resolve_model
 from hybrid_rlhf.models.tokenizers import load_tokenizer, stop_token_ids
 from hybrid_rlhf.runtime.world import solo_world
+from tests.tiny import tiny_config, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
 WORLD = solo_world(CPU)
@@ -30,14 +30,18 @@ def load(path: Path, architecture: str = "causal_lm", **changes: object):  # typ
 
 
 def test_dropout_is_off(tmp_path: Path) -> None:
-    AutoModelForCausalLM.from_config(GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2)).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2)).save_pretrained(
+        tmp_path
+    )
     model, _ = load(tmp_path)
     model.train()
     ids = IDS % 50
     assert torch.equal(model(ids).logits, model(ids).logits)
 
 
-def test_a_scorer_from_a_causal_lm_has_a_fresh_head_and_one_from_a_scorer_has_not(model_folder: Path, tmp_path: Path) -> None:
+def test_a_scorer_from_a_causal_lm_has_a_fresh_head_and_one_from_a_scorer_has_not(
+    model_folder: Path, tmp_path: Path
+) -> None:
     model, fresh = load(model_folder, "scorer")
     assert fresh and model.score.weight.shape == (1, 32)
     model.save_pretrained(tmp_path)
@@ -48,7 +52,9 @@ def test_a_scorer_from_a_causal_lm_has_a_fresh_head_and_one_from_a_scorer_has_no
 
 def test_saved_models_load_with_the_auto_classes_and_are_equal(model_folder: Path, tmp_path: Path) -> None:
     model, _ = load(model_folder)
-    save_model(tmp_path, whole_tensors(model, WORLD), lm=model, tokenizer=tiny_tokenizer(), world=WORLD, max_shard_bytes=20_000)
+    save_model(
+        tmp_path, whole_tensors(model, WORLD), lm=model, tokenizer=tiny_tokenizer(), world=WORLD, max_shard_bytes=20_000
+    )
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1, "a small limit gives several shards"
     assert not list(tmp_path.glob(".*"))
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -59,7 +65,9 @@ def test_saved_models_load_with_the_auto_classes_and_are_equal(model_folder: Pat
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "s")
     assert loaded.config.num_labels == 1
     assert torch.equal(loaded.score.weight, scorer.score.weight)
-    assert json.loads((tmp_path / "s" / "config.json").read_text())["architectures"] == ["LlamaForSequenceClassification"]
+    assert json.loads((tmp_path / "s" / "config.json").read_text())["architectures"] == [
+        "LlamaForSequenceClassification"
+    ]
 
 
 def lora_model(model_folder: Path, rank: int = 4):  # type: ignore[no-untyped-def]
@@ -85,7 +93,9 @@ def test_merged_adapters_compute_what_unmerged_ones_do_and_leave_no_trace(model_
     with adapters_off(model):
         assert torch.equal(model(IDS).logits, base)
     save_model(tmp_path, whole_tensors(model, WORLD), lm=model, tokenizer=tiny_tokenizer(), world=WORLD)
-    torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(tmp_path)(IDS).logits, unmerged, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        AutoModelForCausalLM.from_pretrained(tmp_path)(IDS).logits, unmerged, atol=1e-5, rtol=1e-5
+    )
 
 
 def test_only_adapters_learn_and_all_linear_leaves_the_head_alone(model_folder: Path) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.tiny import VOCABULARY, tiny_config
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from hybrid_rlhf.functional.logprobs import token_entropy, token_logprobs
 from hybrid_rlhf.functional.masking import last_index
 from hybrid_rlhf.models.policy import Policy, Scorer, scores_at_end, values_before
+from tests.tiny import VOCABULARY, tiny_config
 
 COMMON = {"vocab_size": VOCABULARY, "pad_token_id": 2, "eos_token_id": 2, "bos_token_id": 1}
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -24,7 +24,13 @@ FAMILIES = {
     "phi3": GQA,
     "granite": {**GQA, "logits_scaling": 4.0},
     "cohere": {**GQA, "logit_scale": 0.5},
-    "opt": {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "word_embed_proj_dim": 16},
+    "opt": {
+        "hidden_size": 32,
+        "ffn_dim": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "word_embed_proj_dim": 16,
+    },
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
     "gpt_neox": {**SMALL, "max_position_embeddings": 64},
     "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
