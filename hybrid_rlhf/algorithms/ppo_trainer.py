@@ -61,7 +61,9 @@ class PPOTrainer:
         step = self._resume() if run.checkpoint is not None else 0
         run.open_metrics(resumed_step=step)
         if step == 0:
-            run.log(0, self.evaluate())
+            before = self.evaluate()
+            run.log(0, before)
+            run.say("ppo before training", before)
         with run.display("ppo", total_steps=self._total_steps, done_steps=step) as display:
             for indices in self._batches.iterate(config.train.epochs):
                 if step >= self._total_steps:
@@ -71,7 +73,7 @@ class PPOTrainer:
                 if step == self._total_steps or _due(step, config.train.eval_every):
                     metrics |= self.evaluate()
                 run.log(step, metrics)
-                display.show(step, {name: metrics[name] for name in _FIGURES})
+                display.show(step, {name: value for name, value in metrics.items() if name.startswith(_FIGURES)})
                 if _due(step, config.train.save_every):
                     self._save(step)
 
@@ -168,6 +170,7 @@ class PPOTrainer:
 
 
 _FIGURES = (
+    "eval/",
     "objective/scores", "objective/kl", "policy/entropy", "loss/value", "val/explained_variance",
     "completions/mean_length", "perf/tokens_per_second",
 )  # fmt: skip

@@ -23,6 +23,7 @@ from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.engines.partition import whole_tensors
 from hybrid_rlhf.functional.losses import LossSum
 from hybrid_rlhf.models.saving import save_model
+from hybrid_rlhf.runtime.disk import full_disk_named
 from hybrid_rlhf.runtime.run import FINISHED_FILE, Run
 from hybrid_rlhf.runtime.timers import peak_memory_gib
 
@@ -80,7 +81,9 @@ class SupervisedTrainer(Generic[BatchT]):
             self._loader.load_state_dict(state["loader"])
         run.open_metrics(resumed_step=step)
         if step == 0:
-            run.log(0, self._evaluate())
+            before = self._evaluate()
+            run.log(0, before)
+            run.say(f"{self._objective.name} before training", before)
         with run.display(self._objective.name, total_steps=self._total_steps, done_steps=step) as display:
             for micro_batches in self._loader.iterate(self._config.epochs):
                 if step >= self._total_steps:
@@ -166,13 +169,19 @@ def total_steps(loader: BatchLoader, config: TrainConfig) -> int:
     return steps if config.max_steps is None else min(steps, config.max_steps)
 
 
-def finish(run: Run, folders: Mapping[str, ModelEngine], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Save the models of a run under the given names ("" is the run's folder), then mark the run finished."""
-    for name, engine in folders.items():
-        folder = run.folder / name
-        if run.world.is_main:
-            folder.mkdir(exist_ok=True)
+def save_engine(run: Run, name: str, engine: ModelEngine, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Save a model of a run under a name; "" is the run's own folder."""
+    folder = run.folder / name
+    if run.world.is_main:
+        folder.mkdir(exist_ok=True)
+    with full_disk_named(run.folder):
         save_model(folder, whole_tensors(engine.lm, run.world), lm=engine.lm, tokenizer=tokenizer, world=run.world)
+
+
+def finish(run: Run, folders: Mapping[str, ModelEngine], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Save the models of a run by name, then mark the run finished."""
+    for name, engine in folders.items():
+        save_engine(run, name, engine, tokenizer)
     if run.world.is_main:
         (run.folder / FINISHED_FILE).write_text(json.dumps({"models": list(folders)}) + "\n")
     run.world.barrier()

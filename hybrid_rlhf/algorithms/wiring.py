@@ -15,7 +15,14 @@ from hybrid_rlhf.algorithms.ppo_trainer import PPOTrainer, ptx_batches
 from hybrid_rlhf.algorithms.reward import RewardObjective
 from hybrid_rlhf.algorithms.rollout import Roles, Rollout
 from hybrid_rlhf.algorithms.sft import SFTObjective
-from hybrid_rlhf.algorithms.supervised import Objective, SupervisedTrainer, finish, total_steps, train_loader
+from hybrid_rlhf.algorithms.supervised import (
+    Objective,
+    SupervisedTrainer,
+    finish,
+    save_engine,
+    total_steps,
+    train_loader,
+)
 from hybrid_rlhf.configs.batch_plan import BatchPlan, plan_batch, plan_rollout
 from hybrid_rlhf.configs.cli import save_config
 from hybrid_rlhf.configs.errors import UserError
@@ -134,7 +141,7 @@ def run_ppo(config: PPOConfig) -> None:
         ).train()  # fmt: skip
         if average is not None:
             with average.applied():
-                finish(run, {"actor_ema": roles.actor}, tokenizer)
+                save_engine(run, "actor_ema", roles.actor, tokenizer)
         finish(run, {"actor": roles.actor, "critic": roles.critic}, tokenizer)
 
 

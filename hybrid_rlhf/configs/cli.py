@@ -121,7 +121,9 @@ def user_errors() -> Iterator[None]:
 
 
 def _stop(message: str) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    # Every rank meets the same mistake; one a host tells it.
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"error: {message}", file=sys.stderr, flush=True)
     sys.exit(2)
 
 

@@ -74,6 +74,8 @@ class DataConfig:
     """Held-out sources; none: eval_fraction of the sources is held out."""
     eval_fraction: float = 0.05
     """Share of the rows held out when there are no eval_sources (0 holds nothing out)."""
+    max_eval_rows: int = 512
+    """At most this many rows are held out or evaluated on."""
     split: list[float] | None = None
     """Shares of one data set dealt to the three steps without overlap, e.g. [2, 4, 4] (DeepSpeed-Chat)."""
     max_length: int = 1024
@@ -88,6 +90,7 @@ class DataConfig:
             0 <= self.eval_fraction < 1,
             f"data.eval_fraction must be in [0, 1), got {self.eval_fraction}: give for example 0.05",
         )
+        require(self.max_eval_rows >= 1, f"data.max_eval_rows must be 1 or more, got {self.max_eval_rows}: raise it")
         require(self.max_length >= 2, f"data.max_length must be 2 tokens or more, got {self.max_length}: raise it")
         if self.split is not None:
             require(

@@ -88,13 +88,14 @@ def _load(
     train, held_out = [], []
     for number, part in enumerate(parts):
         mine = _share(len(part), config.split, kind.step_index, [seed, number])
-        count = 0 if config.eval_sources else _held_out_count(len(mine), config.eval_fraction)
+        count = 0 if config.eval_sources else _held_out_count(len(mine), config)
         train.append(part.select(mine[count:]))
         held_out.append(part.select(mine[:count]))
     if config.eval_sources:
         held_out = [_tokenize(kind, source, config, tokenizer, limit, world) for source in config.eval_sources]
         parts = parts + held_out
     held = datasets.concatenate_datasets([_usable(part) for part in held_out])
+    held = held.select(range(min(len(held), config.max_eval_rows)))
     return _report(kind, _blend(train, config.sources, seed), held, parts, limit, config, world)
 
 
@@ -107,8 +108,10 @@ def _share(rows: int, split: list[float] | None, step_index: int, seed: list[int
     return order[edges[step_index] : edges[step_index + 1]]
 
 
-def _held_out_count(rows: int, fraction: float) -> int:
-    return max(1, round(rows * fraction)) if fraction > 0 and rows >= 2 else 0
+def _held_out_count(rows: int, config: DataConfig) -> int:
+    if config.eval_fraction == 0 or rows < 2:
+        return 0
+    return min(config.max_eval_rows, max(1, round(rows * config.eval_fraction)))
 
 
 def _blend(parts: list[datasets.Dataset], sources: list[str | DataSource], seed: int) -> datasets.Dataset:

@@ -17,6 +17,7 @@ import torch
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.engine import ModelEngine
+from hybrid_rlhf.runtime.disk import full_disk_named
 from hybrid_rlhf.runtime.run import CHECKPOINT_MANIFEST, CHECKPOINTS
 from hybrid_rlhf.runtime.world import World
 
@@ -46,9 +47,10 @@ def save_checkpoint(
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
     world.barrier()
-    for role, engine in engines.items():
-        engine.save_state(str(beside / role))
-    torch.save(_rank_state(average), beside / f"rank_{world.rank}.pt")
+    with full_disk_named(run_folder):
+        for role, engine in engines.items():
+            engine.save_state(str(beside / role))
+        torch.save(_rank_state(average), beside / f"rank_{world.rank}.pt")
     world.barrier()
     if world.is_main:
         manifest = {"step": step, "world_size": world.size, "loop": dict(loop_state)}

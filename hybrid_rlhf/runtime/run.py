@@ -15,7 +15,7 @@ from pathlib import Path
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections import StepConfig
 from hybrid_rlhf.runtime.logs import LOGGER_NAME, setup_logging
-from hybrid_rlhf.runtime.metrics import METRICS_FILE, MetricsWriter, StepDisplay, read_metrics
+from hybrid_rlhf.runtime.metrics import METRICS_FILE, MetricsWriter, StepDisplay, format_figure, read_metrics
 from hybrid_rlhf.runtime.timers import Timers
 from hybrid_rlhf.runtime.world import World, close_world, init_world, seed_all
 
@@ -53,6 +53,11 @@ class Run:
         """Write a step's metrics; rank 0 does, the others may call."""
         if self._metrics is not None:
             self._metrics.write(step, metrics)
+
+    def say(self, title: str, figures: Mapping[str, float]) -> None:
+        """One line of figures on the console."""
+        if self.world.is_main and figures:
+            logger.info("%s  %s", title, "  ".join(f"{name} {format_figure(value)}" for name, value in figures.items()))
 
     def display(self, title: str, *, total_steps: int, done_steps: int = 0) -> StepDisplay:
         """A progress display for the main rank."""
