@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -119,6 +120,7 @@ def _init_head(lm: PreTrainedModel, *, seed: int) -> None:
 def _prepare_deepspeed(world: World) -> None:
     """Quiet its logger, and keep it from compiling an extension that we do not use."""
     deepspeed.utils.logger.setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of calls DeepSpeed makes
     if world.device.type == "cpu":
         # Its shared-memory all-reduce serves tensor-parallel inference; building it takes 40 s on a fresh machine.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
