@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if config.base_model is None:
             config = demo_config(argv)
         steps = {name: step_config(name, config) for name in STEP_NAMES}
+        check_seeds(steps)
         for name in config.step_names:
             run_step(name, steps[name], config)
         if "ppo" in config.step_names:
@@ -53,8 +54,17 @@ def demo_config(argv: Sequence[str] | None) -> PipelineConfig:
         return config
     from hybrid_rlhf.data.embedded import write_demo_data
 
-    file = write_demo_data(Path(config.output_dir) / "demo_data", seed=config.sft.seed)
+    file = write_demo_data(
+        Path(config.output_dir) / "demo_data", seed=config.sft.seed if config.seed is None else config.seed
+    )
     return replace(config, data=replace(config.data, sources=[str(file)]))
+
+
+def check_seeds(steps: dict[str, Any]) -> None:
+    """A split is without overlap only if every step deals the rows alike."""
+    seeds = {name: step.seed for name, step in steps.items() if step.data.split is not None}
+    if len(set(seeds.values())) > 1:
+        raise UserError(f"steps that share data.split need one seed, got {seeds}: give --seed")
 
 
 def step_config(name: str, config: PipelineConfig) -> Any:
@@ -67,7 +77,7 @@ def step_config(name: str, config: PipelineConfig) -> Any:
         data = replace(data, sources=config.data.sources, split=data.split or config.data.split)
     if step.output_dir == default_folder:
         step = replace(step, output_dir=str(output / FOLDERS[name]))
-    step = replace(step, data=data)
+    step = replace(step, data=data, seed=step.seed if config.seed is None else config.seed)
     sft_folder = str(output / FOLDERS["sft"]) if _is_default(config.sft) else config.sft.output_dir
     reward_folder = str(output / FOLDERS["reward"]) if _is_default(config.reward) else config.reward.output_dir
     if name == "ppo":

@@ -7,18 +7,20 @@ stderr and exit code 2.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import difflib
 import errno
 import json
 import os
+import re
 import sys
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
@@ -57,14 +59,13 @@ def parse_config(
     files, overrides = _sort_words(words, keys)
     if defaults is not None:
         files.insert(0, str(defaults))
-    for file in files:
-        _check_file(file, keys)
-    parser = _parser(config_type, prog)
+    settings = [f"--config={file}" for file in files if _read_file(file, keys)]
+    parser = _parser(config_type, prog, keys)
     try:
-        parsed = parser.parse_args([word for file in files for word in ("--config", file)] + overrides)
+        parsed = parser.parse_args(settings + overrides)
         sections = parser.instantiate(parsed)
-    except ArgumentError as error:
-        raise UserError(_one_line(error)) from error
+    except (ArgumentError, ValueError) as error:  # ValueError: what an item of a list says of its own values
+        raise UserError(_describe(str(error), keys)) from error
     values = {field.name: sections[field.name] for field in dataclasses.fields(config_type)}  # type: ignore[arg-type]
     return config_type(**values)
 
@@ -127,19 +128,23 @@ def _stop(message: str) -> NoReturn:
     sys.exit(2)
 
 
-def _parser(config_type: Any, prog: str | None) -> ArgumentParser:
-    parser = ArgumentParser(prog=prog, exit_on_error=False, usage="%(prog)s [--config FILE.yaml] [--KEY VALUE ...]")
+def _parser(config_type: Any, prog: str | None, keys: Mapping[str, Any]) -> ArgumentParser:
+    usage = "%(prog)s [--config FILE.yaml] [--KEY VALUE ...]"
+    parser = ArgumentParser(prog=prog, exit_on_error=False, usage=usage, print_config=None)
     parser.add_argument("--config", action="config", help="YAML file of keys; may be given more than once")
     parser.add_class_arguments(config_type)
     parser.description = (config_type.__doc__ or "").strip()
+    for action in parser._actions:  # --help shows the keys, not the parser's other ways to give them
+        action.option_strings = [option for option in action.option_strings if not option.endswith("+")]
+        if action.dest not in keys and action.dest not in ("help", "config"):
+            action.help = argparse.SUPPRESS
     return parser
 
 
 def _sort_words(words: list[str], keys: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """The config files, and the overrides as `--key=value`; unknown keys are refused."""
+    """The config files, and the overrides as words of the parser; unknown keys are refused."""
     files: list[str] = []
     overrides: list[str] = []
-    sections = {key.rsplit(".", depth)[0] for key in keys for depth in range(1, key.count(".") + 1)}
     rest = iter(words)
     for word in rest:
         name, equals, value = word.removeprefix("--").partition("=")
@@ -148,61 +153,106 @@ def _sort_words(words: list[str], keys: Mapping[str, Any]) -> tuple[list[str], l
             continue
         if not word.startswith("--"):
             raise UserError(f"options start with --, got {word!r}: write --KEY VALUE, see --help")
-        if name not in keys and name not in sections and name not in ("config", "local_rank"):
+        if name not in keys and not _is_section(name, keys) and name not in ("config", "local_rank"):
             raise UserError(f"unknown option --{name}: {_nearest(name, keys)}")
         if not equals:
-            following = next(rest, None)
-            if following is None:
+            value = next(rest, "--")
+            if value.startswith("--"):
                 raise UserError(f"--{name} needs a value, got none: write --{name} VALUE")
-            value = following
         if name == "config":
             files.append(value)
         elif name != "local_rank":  # the deepspeed launcher appends it; LOCAL_RANK says the same
-            overrides.append(f"--{name}={_as_list(value) if _is_list(keys.get(name)) else value}")
+            overrides.append(_override(name, value, keys))
     return files, overrides
 
 
+def _override(name: str, value: str, keys: Mapping[str, Any]) -> str:
+    """A key as `--key=value`, a list or a section as a line of YAML: as a word, a faulty list passes for a string."""
+    if _is_list(keys.get(name)):
+        value = _as_list(value)
+    elif not _is_section(name, keys):
+        return f"--{name}={value}"
+    _check(_load(f"{name}: {value}", f"--{name}"), "the command line", keys)
+    return f"--config={name}: {value}"
+
+
+def _is_section(name: str, keys: Mapping[str, Any]) -> bool:
+    return any(key.startswith(f"{name}.") for key in keys)
+
+
+def _is_union(hint: Any) -> bool:
+    return isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+
+
 def _is_list(hint: Any) -> bool:
-    options = (
-        typing.get_args(hint)
-        if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
-        else (hint,)
-    )
+    options = typing.get_args(hint) if _is_union(hint) else (hint,)
     return str not in options and any(typing.get_origin(option) is list for option in options)
 
 
 def _as_list(value: str) -> str:
-    """A bare word for a list stands for a list of one."""
-    return value if value.lstrip().startswith("[") or value in ("null", "None") else json.dumps([value])
+    """A bare word, or one mapping, for a list stands for a list of one."""
+    if value.lstrip().startswith("{"):
+        return f"[{value}]"
+    return value if value.lstrip().startswith("[") or value == "null" else json.dumps([value])
 
 
-def _check_file(file: str, keys: Mapping[str, Any]) -> None:
-    """Refuse a config file that is missing, is not YAML, or has a key that no config has."""
+def _read_file(file: str, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of a config file; refuses one that is missing, is not YAML, or has a key that no config has."""
     try:
-        content = yaml.safe_load(Path(file).read_text())
+        text = Path(file).read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise UserError(f"--config must name a file, {file} does not exist: check the path") from error
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--config must name a text file, {file} cannot be read ({error}): check it") from error
+    content = _load(text, file)
+    _check(content, file, keys)
+    return content
+
+
+def _load(text: str, origin: str) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise UserError(f"{file}:{line}: not YAML ({error.problem}): mend the line") from error
+        raise UserError(f"{origin}:{line}: not YAML ({error.problem}): mend the line") from error
+    except yaml.YAMLError as error:  # a character that no text has
+        raise UserError(f"{origin}: not YAML ({' '.join(str(error).split())}): mend it") from error
     if content is not None and not isinstance(content, dict):
         raise UserError(
-            f"{file}: a config is a mapping of keys, got a {type(content).__name__}: write KEY: VALUE lines"
+            f"{origin}: a config is a mapping of keys, got a {type(content).__name__}: write KEY: VALUE lines"
         )
-    for key in _leaves(content or {}, keys):
-        if key not in keys:
-            raise UserError(f"{file}: unknown key {key}: {_nearest(key, keys)}")
+    return content or {}
 
 
-def _leaves(content: Mapping[str, Any], keys: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def _check(content: Mapping[str, Any], origin: str, keys: Mapping[str, Any], prefix: str = "") -> None:
+    """Refuse keys that no config has, also in the items of lists, and sections that are no mappings."""
     for name, value in content.items():
         key = f"{prefix}{name}"
-        if isinstance(value, dict) and key not in keys and any(known.startswith(f"{key}.") for known in keys):
-            yield from _leaves(value, keys, f"{key}.")
-        elif not any(known.startswith(f"{key}.") for known in keys):
-            yield key
+        if not _is_section(key, keys):
+            if key not in keys:
+                raise UserError(f"{origin}: unknown key {key}: {_nearest(key, keys)}")
+            for item in value if isinstance(value, list) else ():
+                _check_item(item, origin, key, keys[key])
+        elif isinstance(value, dict):
+            _check(value, origin, keys, f"{key}.")
+        else:
+            raise UserError(
+                f"{origin}: {key} must be a mapping of keys, got {value}: write its keys under it, or leave it out"
+            )
+
+
+def _check_item(item: Any, origin: str, key: str, hint: Any) -> None:
+    kinds = [kind for option in typing.get_args(hint) for kind in typing.get_args(option) or (option,)]
+    fields = [field for kind in kinds if dataclasses.is_dataclass(kind) for field in dataclasses.fields(kind)]
+    if not fields or not isinstance(item, dict):
+        return
+    names = {field.name: field.type for field in fields}
+    for name in item:
+        if name not in names:
+            raise UserError(f"{origin}: unknown key {name} in an item of {key}: {_nearest(str(name), names)}")
+    for field in fields:
+        if field.default is dataclasses.MISSING and field.name not in item:
+            raise UserError(f"{origin}: an item of {key} needs {field.name}, got {item}: add it")
 
 
 def _nearest(wrong: str, keys: Mapping[str, Any]) -> str:
@@ -212,6 +262,22 @@ def _nearest(wrong: str, keys: Mapping[str, Any]) -> str:
     return f"the nearest is {best[0]}"
 
 
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split()).replace("Parser key ", "").replace("<class '", "").replace("'>", "")
-    return f"{text}; see --help" if "see --help" not in text else text
+def _describe(report: str, keys: Mapping[str, Any]) -> str:
+    """The parser's report of a wrong value in one line: the key, its type, the value."""
+    key = re.search(r'Parser key "([\w.]+)"', report)
+    values = re.findall(r"(?:Got|Given) value: (.*)", report)
+    if key and key[1] in keys and values:
+        return f"{key[1]} must be {_type_name(keys[key[1]])}, got {values[-1]}: see --help"
+    rule = re.search(r"^ *- (?!Expected|Problem|Not a valid)(.*)", report, re.MULTILINE)
+    return rule[1] if rule else f"{' '.join(report.split())}: see --help"
+
+
+def _type_name(hint: Any) -> str:
+    parts = typing.get_args(hint)
+    if hint is type(None):
+        return "null"
+    if typing.get_origin(hint) is Literal:
+        return f"one of {', '.join(map(str, parts))}"
+    if _is_union(hint):
+        return " or ".join(map(_type_name, parts))
+    return f"{hint.__name__}[{', '.join(map(_type_name, parts))}]" if parts else str(hint.__name__)

@@ -48,6 +48,8 @@ class PipelineConfig:
     """Model that SFT and the reward model start from; none: the embedded SmolLM2-135M-Instruct and its demo."""
     output_dir: str = "output"
     """Folder that receives step1_sft, step2_reward and step3_ppo."""
+    seed: int | None = None
+    """Seed of all steps; none: each step's own."""
     steps: str = "sft,reward,ppo"
     """Steps to run, comma-separated; a finished step is skipped."""
     data: PipelineDataConfig = field(default_factory=PipelineDataConfig)

@@ -121,6 +121,15 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         require(self.lr >= 0, f"optimizer.lr must be 0 or more, got {self.lr}: give for example 1e-5")
         require(
+            self.weight_decay >= 0,
+            f"optimizer.weight_decay must be 0 or more, got {self.weight_decay}: give for example 0.1",
+        )
+        require(
+            all(0 <= beta < 1 for beta in self.betas),
+            f"optimizer.betas must be in [0, 1), got {self.betas}: give for example [0.9, 0.95]",
+        )
+        require(self.eps > 0, f"optimizer.eps must be above 0, got {self.eps}: give for example 1e-8")
+        require(
             0 <= self.warmup_fraction <= 1,
             f"optimizer.warmup_fraction must be in [0, 1], got {self.warmup_fraction}: give for example 0.03",
         )

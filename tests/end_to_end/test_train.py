@@ -208,3 +208,10 @@ def test_a_mistake_is_one_line_and_exit_code_2(mistake: str, model_folder: Path,
     done = run(sft(tmp_path / "out", model_folder, rows, *more))
     assert done.returncode == 2, done.stderr
     assert rule in done.stderr and done.stderr.count("\n") == 1 and done.stderr.startswith("error: "), done.stderr
+
+
+def test_a_split_needs_one_seed(model_folder: Path, rows: Path, tmp_path: Path) -> None:
+    line = pipeline(tmp_path / "out", model_folder, rows)
+    done = run([*line, "--sft.seed", "1"])
+    assert done.returncode == 2 and "need one seed" in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()

@@ -49,6 +49,15 @@ def test_mains_are_small_and_free_of_tensors(name: str) -> None:
     assert "import torch" not in text
 
 
+def test_every_yaml_belongs_to_a_config() -> None:
+    """A new file under hybrid_rlhf/configs or training needs a line here, and parses."""
+    types = {"hybrid_rlhf/configs/demo.yaml": PipelineConfig}
+    found = [path for folder in ("hybrid_rlhf", "training", "inference") for path in (ROOT / folder).rglob("*.yaml")]
+    assert {str(path.relative_to(ROOT)) for path in found} == set(types)
+    for name, config_type in types.items():
+        assert parse_config(config_type, ["--config", str(ROOT / name)]) != config_type()
+
+
 def test_the_demo_parses() -> None:
     config = parse_config(PipelineConfig, [], defaults=ROOT / "hybrid_rlhf" / "configs" / "demo.yaml")
     assert config.base_model == "embedded"
