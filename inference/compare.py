@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from hybrid_rlhf.configs.ppo import PPOConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.data.chat import encode_prompt
+from hybrid_rlhf.data.rows import Message
 from hybrid_rlhf.data.tokenized import load_prompt_data
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.models.sources import resolve_model
@@ -28,8 +32,17 @@ def report(*, base_model: str, sft: SFTConfig, reward: RewardConfig, ppo: PPOCon
     console = Console(width=None if Console().is_terminal else 120)
     console.print(figures(Path(sft.output_dir), Path(reward.output_dir), Path(ppo.output_dir)))
     actor = Path(ppo.output_dir) / "actor"
-    console.print(answers({"base": base_model, "SFT": str(ppo.actor.path), "PPO": str(actor)}, ppo))
-    console.print(f"\nTalk to it:  [bold]python inference/chat.py {actor}[/bold]")
+    prompts = held_out_prompts(ppo)
+    console.print(answers({"base": base_model, "SFT": str(ppo.actor.path), "PPO": str(actor)}, prompts, ppo))
+    console.print(f"\nTalk to it:  [bold]{chat_command(actor, prompts[0])}[/bold]", soft_wrap=True)
+
+
+def chat_command(actor: Path, prompt: list[Message]) -> str:
+    """What to type to talk to the actor, with the system prompt that it was trained under."""
+    here = Path(sys.prefix).is_relative_to(Path.cwd())
+    python = os.path.relpath(sys.executable) if here else "python"
+    system = f" --system {shlex.quote(prompt[0]['content'])}" if prompt[0]["role"] == "system" else ""
+    return f"{python} inference/chat.py {shlex.quote(str(actor))}{system}"
 
 
 def figures(sft: Path, reward: Path, ppo: Path) -> Table:
@@ -48,16 +61,21 @@ def figures(sft: Path, reward: Path, ppo: Path) -> Table:
     return table
 
 
-def answers(models: dict[str, str], ppo: PPOConfig) -> Table:
-    """Greedy answers to a few held-out prompts of step 3."""
-    device = default_device()
-    world = solo_world(device)
+def held_out_prompts(ppo: PPOConfig) -> list[list[Message]]:
+    """A few prompts that step 3 did not train on."""
+    world = solo_world(default_device())
     tokenizer = load_tokenizer(resolve_model(str(ppo.actor.path), world=world))
     data = load_prompt_data(
         ppo.data, tokenizer=tokenizer, seed=ppo.seed, world=world, max_prompt_tokens=ppo.rollout.max_prompt_tokens
     )
     rows = data.held_out if len(data.held_out) else data.train
-    prompts = [json.loads(text) for text in rows[:_SHOWN_PROMPTS]["prompt"]]
+    return [json.loads(text) for text in rows[:_SHOWN_PROMPTS]["prompt"]]
+
+
+def answers(models: dict[str, str], prompts: list[list[Message]], ppo: PPOConfig) -> Table:
+    """Greedy answers of each model to each prompt."""
+    device = default_device()
+    tokenizer = load_tokenizer(resolve_model(str(ppo.actor.path), world=solo_world(device)))
     table = Table("prompt", *models, title="Greedy answers to held-out prompts", show_lines=True)
     said: list[list[str]] = []
     for path in models.values():
