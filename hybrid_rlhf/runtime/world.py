@@ -19,6 +19,17 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
+_SOLO_ENVIRONMENT = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "",
+    "HYBRID_RLHF_SOLO": "1",
+}
+"""What a launcher would have said of a single rank; deepspeed reads it too. The last marks it as ours."""
+
 
 @dataclass(frozen=True)
 class World:
@@ -76,10 +87,7 @@ def init_world(*, timeout_seconds: float = 1800.0) -> World:
         timeout_seconds: how long a collective may wait before the job ends.
     """
     if "RANK" not in os.environ:
-        os.environ.update(
-            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(_free_port()),
-        )  # fmt: skip
+        os.environ.update(_SOLO_ENVIRONMENT, MASTER_PORT=str(_free_port()))
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", size)))
@@ -116,9 +124,12 @@ def default_dtype(device: torch.device) -> torch.dtype:
 
 
 def close_world() -> None:
-    """Leave the process group."""
+    """Leave the process group, and forget the environment if it was ours: a child process must not join it."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    if "HYBRID_RLHF_SOLO" in os.environ:
+        for name in _SOLO_ENVIRONMENT:
+            os.environ.pop(name, None)
 
 
 def seed_all(seed: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -129,3 +130,12 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(OSError, match="No space left on device") as caught, full_disk_named(tmp_path):
         raise RuntimeError("write failed")
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path))
+
+
+def test_a_closed_run_leaves_no_environment_to_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    before = dict(os.environ)
+    with start_run(config(tmp_path)) as run:
+        assert run.world.size == 1 and os.environ["RANK"] == "0"
+    assert dict(os.environ) == before
