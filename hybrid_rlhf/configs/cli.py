@@ -211,6 +211,7 @@ def _read_file(file: str, keys: Mapping[str, Any]) -> dict[str, Any]:
 
 def _load(text: str, origin: str) -> dict[str, Any]:
     try:
+        _refuse_repeated_keys(yaml.compose(text, Loader=yaml.SafeLoader), origin)
         content = yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
@@ -222,6 +223,21 @@ def _load(text: str, origin: str) -> dict[str, Any]:
             f"{origin}: a config is a mapping of keys, got a {type(content).__name__}: write KEY: VALUE lines"
         )
     return content or {}
+
+
+def _refuse_repeated_keys(node: yaml.Node | None, origin: str) -> None:
+    """YAML would take the last of them in silence."""
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            if key.value in seen:
+                line = key.start_mark.line + 1
+                raise UserError(f"{origin}:{line}: a key is given once, {key.value} is repeated: keep one")
+            seen.add(key.value)
+            _refuse_repeated_keys(value, origin)
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _refuse_repeated_keys(item, origin)
 
 
 def _check(content: Mapping[str, Any], origin: str, keys: Mapping[str, Any], prefix: str = "") -> None:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -92,7 +93,7 @@ def preference_row(place: str, row: Row) -> Preference:
             f"{place}: one of 'chosen' and 'rejected' has no answer after the prompt: add it or drop the row"
         )
     margin = row.get("margin", 0.0)
-    if isinstance(margin, bool) or not isinstance(margin, (int, float)):
+    if not _is_number(margin):
         raise UserError(f"{place}: column 'margin' is a number, got {margin!r}: mend the row")
     return Preference(prompt, [chosen, rejected], [(0, 1)], [float(margin)])
 
@@ -124,7 +125,7 @@ def _ranked(place: str, row: Row) -> Preference:
     responses, ranks = row["responses"], row["ranks"]
     if not isinstance(responses, list) or not isinstance(ranks, list) or len(responses) != len(ranks):
         raise UserError(f"{place}: columns 'responses' and 'ranks' are lists of one length: mend the row")
-    if not all(isinstance(rank, (int, float)) for rank in ranks):
+    if not all(_is_number(rank) for rank in ranks):
         raise UserError(f"{place}: column 'ranks' holds numbers, got {ranks!r}: mend the row")
     answers = [_turns(place, {"responses": answer}, "responses", role="assistant") for answer in responses]
     pairs = [
@@ -182,3 +183,8 @@ def _shared_prefix(first: Sequence[Message], second: Sequence[Message]) -> int:
     while shared < min(len(first), len(second)) and first[shared] == second[shared]:
         shared += 1
     return shared
+
+
+def _is_number(value: object) -> bool:
+    """Finite: Python's JSON reader lets NaN through, and one makes the loss of its whole batch NaN."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

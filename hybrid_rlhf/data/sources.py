@@ -75,10 +75,17 @@ def _open_file(source: DataSource, path: Path) -> Rows:
 
 
 def _read_lines(path: Path) -> Iterator[tuple[str, Row]]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield _parsed(line, f"{path}:{number}")
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield _parsed(line, f"{path}:{number}")
+    except UnicodeDecodeError as error:
+        raise _not_utf8(path) from error
+
+
+def _not_utf8(path: Path) -> UserError:
+    return UserError(f"{path} is not UTF-8 text: convert it")
 
 
 def _parsed(line: str, place: str) -> tuple[str, Row]:
@@ -94,6 +101,8 @@ def _parsed(line: str, place: str) -> tuple[str, Row]:
 def _read_list(path: Path) -> Iterator[tuple[str, Row]]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise _not_utf8(path) from error
     except json.JSONDecodeError as error:
         raise UserError(f"{path}:{error.lineno}: not JSON ({error.msg}): mend it, or name it .jsonl") from error
     if not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
@@ -104,7 +113,7 @@ def _read_list(path: Path) -> Iterator[tuple[str, Row]]:
 
 def _open_table(source: DataSource, table: datasets.Dataset) -> Rows:
     if not len(table):
-        raise UserError(f"a data source has rows, {source.path} is empty: check the path")
+        raise UserError(_empty(source))
 
     def read() -> Iterator[tuple[str, Row]]:
         for number, row in enumerate(table, start=1):
@@ -112,6 +121,10 @@ def _open_table(source: DataSource, table: datasets.Dataset) -> Rows:
             yield f"{source.path}: row {number}", {name: value for name, value in row.items() if value is not None}
 
     return Rows(source, _table_fingerprint(table), read)
+
+
+def _empty(source: DataSource) -> str:
+    return f"a data source has rows, {source.path} is empty: check the path"
 
 
 def _table_fingerprint(table: datasets.Dataset) -> str:
@@ -126,6 +139,8 @@ def _table_fingerprint(table: datasets.Dataset) -> str:
 def _load_folder(source: DataSource, path: Path) -> datasets.Dataset:
     try:
         loaded = datasets.load_from_disk(str(path))
+    except IndexError as error:  # what datasets makes of a folder without rows
+        raise UserError(_empty(source)) from error
     except (FileNotFoundError, ValueError) as error:
         raise UserError(
             f"a data folder is one that save_to_disk wrote, {source.path} is not: name a file in it"

@@ -86,8 +86,8 @@ def _load(
         )
     parts = [_tokenize(kind, source, config, tokenizer, limit, world) for source in config.sources]
     train, held_out = [], []
-    for number, part in enumerate(parts):
-        mine = _share(len(part), config.split, kind.step_index, [seed, number])
+    for part in parts:
+        mine = _share(len(part), config.split, kind.step_index, seed)
         count = 0 if config.eval_sources else _held_out_count(len(mine), config)
         train.append(part.select(mine[count:]))
         held_out.append(part.select(mine[:count]))
@@ -99,9 +99,12 @@ def _load(
     return _report(kind, _blend(train, config.sources, seed), held, parts, limit, config, world)
 
 
-def _share(rows: int, split: list[float] | None, step_index: int, seed: list[int]) -> np.ndarray:
-    """The places of a step's rows in a source, in a seeded order; every row without a split."""
-    order = np.random.default_rng(seed).permutation(rows)
+def _share(rows: int, split: list[float] | None, step_index: int, seed: int) -> np.ndarray:
+    """The places of a step's rows in a source, in a seeded order; every row without a split.
+
+    The order is of the seed alone: a source is split alike wherever it stands in the lists of the three steps.
+    """
+    order = np.random.default_rng([seed, 0]).permutation(rows)
     if split is None:
         return order
     edges = np.round(np.cumsum([0.0, *split]) / sum(split) * rows).astype(int)

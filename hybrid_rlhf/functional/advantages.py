@@ -27,13 +27,18 @@ def shaped_rewards(
         score_clip: scores are clipped to +- this first; none does not clip.
 
     Returns:
-        rewards [B, T] float32, 0 outside the mask. A row without response tokens has none.
+        rewards [B, T] in float32 or better, 0 outside the mask. A row without response tokens has none.
+
+    Raises:
+        ValueError: scores, kl and mask do not have the same rows.
     """
+    if scores.shape != kl.shape[:1]:
+        raise ValueError(f"a score a row: scores {tuple(scores.shape)} for kl {tuple(kl.shape)}")
     rewards = keep(-kl_coef * at_least_float32(kl), mask)
     clipped = at_least_float32(scores)
     if score_clip is not None:
         clipped = clipped.clamp(-score_clip, score_clip)
-    at_end = torch.zeros_like(rewards).scatter(1, last_index(mask)[:, None], clipped[:, None])
+    at_end = clipped.new_zeros(rewards.shape).scatter(1, last_index(mask)[:, None], clipped[:, None])
     return rewards + keep(at_end, mask)
 
 
@@ -48,13 +53,12 @@ def gae(rewards: Tensor, *, values: Tensor, mask: Tensor, gamma: float, lam: flo
         lam: weight of longer estimates.
 
     Returns:
-        advantages and returns = advantages + values, [B, T] float32, 0 outside the mask.
+        advantages and returns = advantages + values, [B, T] in float32 or better, 0 outside the mask.
     """
     counts = mask.bool()
     rewards, values = keep(rewards, mask), keep(values, mask)
-    next_value = torch.zeros_like(values[:, 0])
-    next_advantage = torch.zeros_like(next_value)
-    advantages = torch.zeros_like(values)
+    advantages = torch.zeros_like(rewards + values)
+    next_value = next_advantage = advantages.new_zeros(len(advantages))
     for t in reversed(range(values.shape[1])):
         delta = rewards[:, t] + gamma * next_value - values[:, t]
         advantage = delta + gamma * lam * next_advantage

@@ -19,6 +19,7 @@ from hybrid_rlhf.functional.masking import at_least_float32
 
 def token_logprobs(logits: Tensor, *, labels: Tensor, temperature: float = 1.0) -> Tensor:
     """Log-probs [B, T] of labels [B, T] under logits [B, T, V], in float32 or better."""
+    _check_labels(labels, logits)
     logprobs = torch.log_softmax(at_least_float32(logits) / temperature, dim=-1)
     return logprobs.gather(-1, labels[..., None]).squeeze(-1)
 
@@ -44,7 +45,8 @@ def logprobs_from_hidden(
 
     Args:
         hidden: [..., H].
-        weight: [V, H] of the head; the product is taken in hidden's dtype, the softmax in float32 or better.
+        weight: [V, H] of the head, in hidden's dtype: the product is taken in it, the softmax in float32 or better.
+            ZeRO-3 may release and gather its memory between forward and backward.
         labels: [...] int64.
         temperature: logits are divided by it.
         chunk_tokens: tokens whose logits are held at a time.
@@ -53,7 +55,11 @@ def logprobs_from_hidden(
 
     Returns:
         logprobs and entropy (nats), [...] float32 or better, differentiable in hidden, weight and bias.
+
+    Raises:
+        ValueError: labels are not one for each hidden state.
     """
+    _check_labels(labels, hidden)
     flat = hidden.reshape(-1, hidden.shape[-1])
     logprobs, entropy = _ChunkedHead.apply(flat, weight, bias, labels.reshape(-1), temperature, chunk_tokens, softcap)
     return logprobs.view(labels.shape), entropy.view(labels.shape)
@@ -78,7 +84,7 @@ class _ChunkedHead(torch.autograd.Function):
         entropy, normaliser = torch.empty_like(logprobs), torch.empty_like(logprobs)
         for start in range(0, len(labels), chunk_tokens):
             part = slice(start, start + chunk_tokens)
-            logits, _ = _logits(hidden[part], weight, bias, temperature, softcap)
+            logits = _logits(hidden[part], weight, bias, temperature, softcap)
             normaliser[part] = logits.logsumexp(dim=-1)
             logprobs[part] = logits.gather(1, labels[part, None]).squeeze(1) - normaliser[part]
             probs = (logits - normaliser[part, None]).exp_()
@@ -99,18 +105,23 @@ class _ChunkedHead(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=normaliser.dtype) if needs_bias else None
         for start in range(0, len(labels), chunk_tokens):
             part = slice(start, start + chunk_tokens)
-            logits, slope = _logits(hidden[part], weight, bias, temperature, softcap)
+            logits = _logits(hidden[part], weight, bias, temperature, softcap)
+            # 1 - tanh^2, taken before the gradient takes over the memory of the logits
+            slope = None if softcap is None else (logits * (temperature / softcap)).square_().neg_().add_(1)
             grad = _logits_gradient(
                 logits, labels[part], normaliser[part], entropy[part],
                 None if grad_logprobs is None else grad_logprobs[part],
                 None if grad_entropy is None else grad_entropy[part],
             )  # fmt: skip
-            grad = grad.mul_(slope) if slope is not None else grad.div_(temperature)
+            if slope is not None:
+                grad.mul_(slope)
+            if temperature != 1.0:
+                grad.div_(temperature)
             low = grad.to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden[part] = low @ weight
             if grad_weight is not None:
-                grad_weight += (low.t() @ hidden[part]).to(grad_weight.dtype)
+                grad_weight += low.t() @ hidden[part]
             if grad_bias is not None:
                 grad_bias += grad.sum(dim=0)
         return (
@@ -121,15 +132,18 @@ class _ChunkedHead(torch.autograd.Function):
         )  # fmt: skip
 
 
-def _logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, softcap: float | None
-) -> tuple[Tensor, Tensor | None]:
-    """A chunk's logits [n, V] at the temperature; with a softcap also their slope in the plain ones."""
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, softcap: float | None) -> Tensor:
+    """A chunk's logits [n, V], capped and at the temperature, in memory of their own."""
     logits = at_least_float32(torch.nn.functional.linear(hidden, weight, bias))
-    if softcap is None:
-        return logits.div_(temperature) if temperature != 1.0 else logits, None
-    squashed = torch.tanh(logits / softcap)
-    return squashed * (softcap / temperature), (1 - squashed.square()) / temperature
+    if softcap is not None:
+        logits.div_(softcap).tanh_().mul_(softcap)
+    return logits.div_(temperature) if temperature != 1.0 else logits
+
+
+def _check_labels(labels: Tensor, states: Tensor) -> None:
+    """gather() would pass over what has no label."""
+    if labels.shape != states.shape[:-1]:
+        raise ValueError(f"a label for each token: labels {tuple(labels.shape)} for {tuple(states.shape)}")
 
 
 def _logits_gradient(

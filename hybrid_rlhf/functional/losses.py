@@ -3,7 +3,10 @@
 Why sums: a mean over a micro-batch or a rank gives its rows a weight that depends on the split. The caller adds the
 counts of all micro-batches and ranks and divides once, so that no split changes a gradient.
 
-Shapes: B batch, T time, N pairs. Masks are bool or 0/1; 1 counts.
+Sources and deviations stand with each loss.
+
+Shapes: B batch, T time, N pairs. Masks are bool or 0/1; 1 counts. All tensors of a loss have the same shape; another
+is a ValueError.
 """
 
 from __future__ import annotations
@@ -14,7 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from hybrid_rlhf.functional.masking import at_least_float32, keep, masked_sum
+from hybrid_rlhf.functional.masking import keep, masked_sum
+
+MAX_LOG_RATIO = 20.0
+"""Above, a ratio counts as exp(20): one that overflows gives NaN gradients even where the loss is clipped."""
 
 
 @dataclass(frozen=True)
@@ -24,18 +30,23 @@ class LossSum:
     total: Tensor
     """Scalar sum, with gradient."""
     count: Tensor
-    """Scalar: how many entries the sum is over."""
+    """Scalar float32, without gradient: how many entries the sum is over."""
     stats: dict[str, Tensor] = field(default_factory=dict)
     """Scalar sums over the same entries, without gradient."""
 
 
 def sft_loss(logprobs: Tensor, *, mask: Tensor) -> LossSum:
     """Negative log-likelihood of the tokens that count; logprobs and mask [B, T]."""
-    return LossSum(-masked_sum(logprobs, mask=mask), mask.bool().sum())
+    return LossSum(-masked_sum(logprobs, mask=mask), _count(mask))
 
 
 def pairwise_reward_loss(
-    chosen: Tensor, *, rejected: Tensor, margin: Tensor | None = None, centering_coef: float = 0.0
+    chosen: Tensor,
+    *,
+    rejected: Tensor,
+    margin: Tensor | None = None,
+    mask: Tensor | None = None,
+    centering_coef: float = 0.0,
 ) -> LossSum:
     """Bradley-Terry: -log sigmoid(chosen - rejected - margin), summed over pairs.
 
@@ -46,11 +57,17 @@ def pairwise_reward_loss(
         chosen: [N] scores of the better answers.
         rejected: [N] scores of the worse ones.
         margin: [N], by how much the better should lead; none: 0.
+        mask: [N], 0 on pairs that only pad; none: all count.
         centering_coef: weight of (chosen + rejected)^2.
+
+    Returns:
+        stats: accuracy, where a tie counts 0; margin, the lead of the chosen; chosen_score; rejected_score.
     """
-    chosen, rejected = at_least_float32(chosen), at_least_float32(rejected)
+    if mask is None:
+        mask = torch.ones_like(chosen, dtype=torch.bool)
+    chosen, rejected = keep(chosen, mask), keep(rejected, mask)
     lead = chosen - rejected
-    loss = -logsigmoid(lead if margin is None else lead - margin)
+    loss = -logsigmoid(lead if margin is None else lead - keep(margin, mask))
     if centering_coef:
         loss = loss + centering_coef * (chosen + rejected).square()
     stats = {
@@ -59,7 +76,7 @@ def pairwise_reward_loss(
         "chosen_score": chosen.detach().sum(),
         "rejected_score": rejected.detach().sum(),
     }
-    return LossSum(loss.sum(), torch.tensor(len(chosen), device=chosen.device), stats)
+    return LossSum(masked_sum(loss, mask=mask), _count(mask), stats)
 
 
 def ppo_policy_loss(
@@ -75,7 +92,7 @@ def ppo_policy_loss(
     """The clipped surrogate of PPO, summed over tokens.
 
     Source: arXiv 1707.06347, eq. 7; separate bounds as in DAPO (arXiv 2503.14476, eq. 10); dual clip of
-    arXiv 1912.09729, eq. 5.
+    arXiv 1912.09729, eq. 5. Deviation: ratios end at exp(MAX_LOG_RATIO), as in verl.
 
     Args:
         logprobs: [B, T] under the current actor.
@@ -87,11 +104,16 @@ def ppo_policy_loss(
         dual_clip: for negative advantages the loss is at most dual_clip times their size; above 1, or none.
 
     Returns:
-        stats: ratio; approxkl, 0.5 * (log-ratio)^2; clipfrac, the share of tokens where the clip binds.
+        stats: ratio; approxkl, 0.5 * (log-ratio)^2 (TRL's); clipfrac, tokens where the clip binds.
+
+    Raises:
+        ValueError: dual_clip is not above 1: it would cut into the surrogate itself.
     """
+    if dual_clip is not None and dual_clip <= 1:
+        raise ValueError(f"dual_clip is above 1, or none: {dual_clip}")
     log_ratio = keep(logprobs, mask) - keep(old_logprobs, mask)
     advantages = keep(advantages, mask)
-    ratio = log_ratio.exp()
+    ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = torch.maximum(plain, clipped)
@@ -102,7 +124,7 @@ def ppo_policy_loss(
         "approxkl": masked_sum(0.5 * log_ratio.detach().square(), mask=mask),
         "clipfrac": masked_sum((clipped > plain).float(), mask=mask),
     }
-    return LossSum(masked_sum(loss, mask=mask), mask.bool().sum(), stats)
+    return LossSum(masked_sum(loss, mask=mask), _count(mask), stats)
 
 
 def ppo_value_loss(values: Tensor, *, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None) -> LossSum:
@@ -118,7 +140,7 @@ def ppo_value_loss(values: Tensor, *, old_values: Tensor, returns: Tensor, mask:
         clip: how far values may move from old_values; none or 0 does not clip.
 
     Returns:
-        stats: clipfrac, the share of tokens where the clip binds; squared_error of the plain values.
+        stats: clipfrac, tokens where the clip binds; squared_error, (returns - values)^2 of the plain values.
     """
     values, old_values, returns = keep(values, mask), keep(old_values, mask), keep(returns, mask)
     error = (values - returns).square()
@@ -130,4 +152,8 @@ def ppo_value_loss(values: Tensor, *, old_values: Tensor, returns: Tensor, mask:
         "clipfrac": masked_sum((worst > error).float(), mask=mask),
         "squared_error": masked_sum(error.detach(), mask=mask),
     }
-    return LossSum(0.5 * masked_sum(worst, mask=mask), mask.bool().sum(), stats)
+    return LossSum(0.5 * masked_sum(worst, mask=mask), _count(mask), stats)
+
+
+def _count(mask: Tensor) -> Tensor:
+    return mask.bool().sum().float()

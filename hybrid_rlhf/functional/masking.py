@@ -3,7 +3,11 @@
 Why here: every loss and statistic of RLHF runs over ragged rows. A value under a zero mask, NaN included, changes
 neither result nor gradient: it is replaced before any arithmetic. Results are float32, or float64 if values are.
 
-Shapes: B batch, T time. Masks are bool or 0/1; 1 counts.
+Source: Huang, Liu, von Werra, "The N Implementation Details of RLHF with PPO" (2023), no. 3 and 18. Deviation:
+whitening takes the global batch, and the unbiased variance unless told.
+
+Shapes: B batch, T time. Masks are bool or 0/1; 1 counts. A mask has the shape of its values; another is a ValueError,
+since one that broadcasts would be counted wrongly.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ def at_least_float32(values: Tensor) -> Tensor:
 
 def keep(values: Tensor, mask: Tensor) -> Tensor:
     """Values where the mask counts, 0 elsewhere, in float32 or better; no gradient passes the zeros."""
+    if mask.shape != values.shape:
+        raise ValueError(f"a mask has the shape of its values: {tuple(mask.shape)} for {tuple(values.shape)}")
     return torch.where(mask.bool(), at_least_float32(values), 0.0)
 
 
@@ -32,15 +38,15 @@ def masked_sum(values: Tensor, *, mask: Tensor, dim: int | None = None) -> Tenso
 def masked_mean(values: Tensor, *, mask: Tensor, dim: int | None = None) -> Tensor:
     """Mean of the values that count; 0 where none does."""
     total = masked_sum(values, mask=mask, dim=dim)
-    counts = mask.bool().expand_as(values)
-    count = counts.sum() if dim is None else counts.sum(dim)
+    count = mask.bool().sum() if dim is None else mask.bool().sum(dim)
     return total / count.clamp(min=1)
 
 
 def masked_var(values: Tensor, *, mask: Tensor, unbiased: bool = True) -> Tensor:
     """Variance of the values that count; unbiased divides by the count less one."""
-    count = mask.bool().expand_as(values).sum()
-    deviation = keep(values - masked_mean(values, mask=mask), mask)
+    count = mask.bool().sum()
+    kept = keep(values, mask)
+    deviation = keep(kept - masked_mean(kept, mask=mask), mask)
     return deviation.square().sum() / (count - int(unbiased)).clamp(min=1)
 
 
@@ -54,12 +60,17 @@ def masked_whiten(
 ) -> Tensor:
     """Values with variance 1 and, with shift_mean, mean 0; 0 under the mask (N details, no. 18).
 
+    The statistics carry no gradient. Equal values give finite results.
+
     Args:
         values: any shape.
         mask: same shape.
         shift_mean: false keeps the mean, as for rewards.
         unbiased: which variance; OpenAI's code of 2019 has the biased one, TRL and verl the unbiased.
         group: ranks whose values make one batch; each must call.
+
+    Returns:
+        the shape of values, in float32 or better.
     """
     kept = keep(values, mask)
     sums = torch.stack([kept.detach().sum(), mask.bool().sum().to(kept.dtype)])

@@ -125,6 +125,7 @@ def test_a_mistake_on_the_line_is_one_line(line: list[str], rule: str, capsys: p
         ("optimizer:\n  lrr: 1\n", r"c\.yaml: unknown key optimizer.lrr: the nearest is optimizer.lr"),
         ("optimiser:\n  lr: 1\n", r"c\.yaml: unknown key optimiser"),
         ("seed: 1\n  x: [\n", r"c\.yaml:2: not YAML"),
+        ("seed: 1\noptimizer: {lr: 1, lr: 2}\n", r"c\.yaml:2: a key is given once, lr is repeated: keep one"),
         ("- seed\n", r"a config is a mapping of keys, got a list"),
         ("seed: many\n", r"seed must be int, got many"),
         ("optimizer:\n", r"c\.yaml: optimizer must be a mapping of keys, got None"),

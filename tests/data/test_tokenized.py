@@ -59,6 +59,16 @@ def test_the_steps_share_a_data_set_without_overlap(config: Any, tokenizer: PreT
     assert texts(other.train, tokenizer) != seen[0]
 
 
+def test_a_source_is_split_alike_wherever_it_stands_in_the_lists(
+    config: Any, tokenizer: PreTrainedTokenizerFast, write_jsonl: Any
+) -> None:
+    shared, other = str(write_jsonl(ROWS[:30], "shared.jsonl")), str(write_jsonl(ROWS[30:], "other.jsonl"))
+    sft = load("sft", config(sources=[shared, other], split=[1, 1, 1]), tokenizer)
+    prompts = load("prompt", config(sources=[other, shared], split=[1, 1, 1]), tokenizer)
+    seen = texts(sft.train, tokenizer) | texts(sft.held_out, tokenizer)
+    assert not seen & (texts(prompts.train, tokenizer) | texts(prompts.held_out, tokenizer))
+
+
 def test_shares_do_not_move_when_rows_are_dropped(config: Any, tokenizer: PreTrainedTokenizerFast) -> None:
     rows = [dict(row) for row in ROWS]
     rows[3]["chosen"] = "long " * 60

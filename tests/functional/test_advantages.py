@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -62,6 +63,11 @@ def test_the_score_lands_on_the_last_response_token(
             last = int(mask[row].nonzero().max())
             expected[last] += score if score_clip is None else max(-score_clip, min(score_clip, score))
         torch.testing.assert_close(rewards[row], torch.tensor(expected, dtype=torch.float64))
+
+
+def test_scores_that_are_not_one_a_row_are_refused() -> None:
+    with pytest.raises(ValueError, match="a score a row"):
+        shaped_rewards(scores=torch.zeros(3), kl=torch.zeros(2, 4), mask=torch.ones(2, 4), kl_coef=0.1)
 
 
 def test_kl_estimators_agree_with_the_exact_divergence_in_expectation() -> None:

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from hybrid_rlhf.functional.logprobs import logprobs_from_hidden, token_entropy, token_logprobs
 
@@ -55,12 +56,17 @@ def test_chunked_head_equals_whole_logits(
 
 def test_gradients_pass_gradcheck() -> None:
     torch.manual_seed(0)
-    hidden = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
+    shapes = ((5, 3), (7, 3), (7,))
+    hidden, weight, bias = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
     labels = torch.randint(0, 7, (5,))
-    assert torch.autograd.gradcheck(
-        lambda h, w: logprobs_from_hidden(h, weight=w, labels=labels, chunk_tokens=2, temperature=0.8), (hidden, weight)
-    )
+
+    def head(h: Tensor, w: Tensor, b: Tensor | None = None, softcap: float | None = None) -> tuple[Tensor, Tensor]:
+        return logprobs_from_hidden(
+            h, weight=w, bias=b, labels=labels, chunk_tokens=2, temperature=0.8, softcap=softcap
+        )
+
+    assert torch.autograd.gradcheck(head, (hidden, weight))
+    assert torch.autograd.gradcheck(lambda h, w, b: head(h, w, b, softcap=1.5), (hidden, weight, bias))
 
 
 class LargestTensor(TorchDispatchMode):
@@ -78,16 +84,93 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-def test_the_logits_of_all_tokens_are_never_held() -> None:
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_the_logits_of_all_tokens_are_never_held(softcap: float | None) -> None:
     tokens, vocabulary, chunk = 64, 50, 8
     hidden = torch.randn(tokens, 4, requires_grad=True)
     weight = torch.randn(vocabulary, 4, requires_grad=True)
     with LargestTensor() as largest:
         logprobs, entropy = logprobs_from_hidden(
-            hidden, weight=weight, labels=torch.zeros(tokens, dtype=torch.long), chunk_tokens=chunk
-        )
+            hidden, weight=weight, labels=torch.zeros(tokens, dtype=torch.long), chunk_tokens=chunk,
+            softcap=softcap, temperature=0.7,
+        )  # fmt: skip
         (logprobs + entropy).sum().backward()
-    assert largest.elements <= chunk * vocabulary
+    assert largest.elements == chunk * vocabulary
+
+
+def saved_shapes(hidden: Tensor, weight: Tensor) -> list[tuple[int, ...]]:
+    """Shapes of what the head keeps for backward."""
+    shapes: list[tuple[int, ...]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        shapes.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        logprobs_from_hidden(hidden, weight=weight, labels=torch.zeros(len(hidden), dtype=torch.long), chunk_tokens=4)
+    return shapes
+
+
+def test_only_the_inputs_and_a_number_a_token_are_saved_and_nothing_without_a_gradient() -> None:
+    hidden, weight = torch.randn(20, 3), torch.randn(7, 3)
+    assert saved_shapes(hidden, weight) == []
+    weight.requires_grad_()
+    with torch.no_grad():
+        assert saved_shapes(hidden, weight) == []
+    assert set(saved_shapes(hidden, weight)) == {(20, 3), (7, 3), (20,)}
+
+
+def test_a_frozen_weight_gets_no_gradient_and_hidden_the_same() -> None:
+    torch.manual_seed(0)
+    labels = torch.randint(0, 7, (6,))
+    gradients = []
+    for trained in (True, False):
+        torch.manual_seed(1)
+        hidden, weight = torch.randn(6, 3, requires_grad=True), torch.randn(7, 3, requires_grad=trained)
+        with FlopCounterMode(display=False) as flops:
+            logprobs_from_hidden(hidden, weight=weight, labels=labels, chunk_tokens=2)[0].sum().backward()
+        gradients.append(hidden.grad)
+        assert (weight.grad is not None) == trained
+        products = 4 if trained else 3  # logits, logits again, the gradient of hidden; that of the weight
+        assert flops.get_total_flops() == products * 2 * 6 * 7 * 3
+    assert gradients[0] is not None and torch.equal(gradients[0], gradients[1])
+
+
+def test_a_weight_may_be_released_and_gathered_again_before_backward() -> None:
+    """As ZeRO-3 does: the parameter stays, its memory is another."""
+    torch.manual_seed(0)
+    hidden, full = torch.randn(6, 3, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)
+    labels = torch.randint(0, 7, (6,))
+    gradients = []
+    for released in (False, True):
+        weight = torch.nn.Parameter(full.clone())
+        logprobs, entropy = logprobs_from_hidden(hidden, weight=weight, labels=labels, chunk_tokens=4)
+        if released:
+            weight.data.fill_(torch.nan)  # whoever kept this memory computes NaN
+            weight.data = torch.empty(0, dtype=torch.float64)
+            weight.data = full.clone()
+        (logprobs.sum() + entropy.sum()).backward()
+        gradients.append(weight.grad)
+    assert gradients[0] is not None and torch.equal(gradients[0], gradients[1])
+
+
+def test_a_long_bfloat16_batch_sums_its_weight_gradient_in_float32() -> None:
+    """512 chunks that add alike: bfloat16 would stop growing at 256 of them."""
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    hidden = torch.ones(512, 1, dtype=torch.bfloat16)
+    logprobs, _ = logprobs_from_hidden(hidden, weight=weight, labels=torch.zeros(512, dtype=torch.long), chunk_tokens=1)
+    logprobs.sum().backward()
+    assert logprobs.dtype is torch.float32
+    assert weight.grad is not None and weight.grad.tolist() == [[256.0], [-256.0]]  # 512 * (1 - 1/2)
+
+
+@pytest.mark.parametrize("kept", [2, 1])
+def test_labels_that_are_not_one_a_token_are_refused(kept: int) -> None:
+    states, labels = torch.randn(2, 3, 4), torch.zeros(2, kept, dtype=torch.long)
+    with pytest.raises(ValueError, match="a label for each token"):
+        token_logprobs(states, labels=labels)
+    with pytest.raises(ValueError, match="a label for each token"):
+        logprobs_from_hidden(states, weight=torch.randn(5, 4), labels=labels, chunk_tokens=2)
 
 
 def test_no_tokens_give_no_values_and_zero_gradients() -> None:

@@ -32,6 +32,7 @@ def test_sums_means_and_variances_are_those_of_the_picked_values(batch: tuple[li
             torch.testing.assert_close(masked_var(bad, mask=mask, unbiased=unbiased), picked.var(unbiased=unbiased))
     rows = torch.stack([row[keep].sum() for row, keep in zip(values, mask, strict=True)])
     torch.testing.assert_close(masked_sum(bad, mask=mask, dim=1), rows)
+    torch.testing.assert_close(masked_mean(bad, mask=mask, dim=1), rows / mask.sum(dim=1).clamp(min=1))
 
 
 @fast
@@ -50,26 +51,20 @@ def test_whitening_gives_mean_0_and_variance_1(batch: tuple[list[Tensor], Tensor
 
 @pytest.mark.parametrize(
     ("unbiased", "expected"),
-    [(False, [0.0508, 0.4381, 0.8254, 1.2127, 1.6]), (True, [0.1394, 0.5046, 0.8697, 1.2349, 1.6])],
+    [
+        (False, [0.0508, 0.4381, 0.8254, 1.2127, 1.6, 1.9873, 2.3746, 2.7619, 3.1492]),
+        (True, [0.1394, 0.5046, 0.8697, 1.2349, 1.6]),
+    ],
 )
 def test_whitening_matches_the_published_values(unbiased: bool, expected: list[float]) -> None:
     """N implementation details, no. 18: 1.2 ... 2.0 with the mean kept, OpenAI's variance being the biased one."""
     values = torch.arange(1.2, 2.05, 0.1).view(3, 3)
     white = masked_whiten(values, mask=torch.ones(3, 3), shift_mean=False, unbiased=unbiased)
-    torch.testing.assert_close(white.flatten()[:5], torch.tensor(expected), atol=1e-4, rtol=0)
+    torch.testing.assert_close(white.flatten()[: len(expected)], torch.tensor(expected), atol=1e-4, rtol=0)
 
 
 def test_whitening_of_equal_values_is_zero() -> None:
     assert (masked_whiten(torch.full((2, 3), 5.0), mask=torch.ones(2, 3)) == 0).all()
-
-
-def test_nothing_under_the_mask_reaches_a_gradient() -> None:
-    mask = torch.tensor([[1, 0, 1], [0, 1, 1]])
-    values = poisoned(torch.randn(2, 3, dtype=torch.float64), mask).requires_grad_()
-    for function in (masked_sum, masked_mean, masked_var, lambda v, mask: masked_whiten(v, mask=mask).pow(3).sum()):
-        (gradient,) = torch.autograd.grad(function(values, mask=mask), values)
-        assert (gradient[mask == 0] == 0).all()
-        assert torch.isfinite(gradient).all()
 
 
 def test_positions_and_last_index_follow_the_mask() -> None:
@@ -87,7 +82,8 @@ def _whiten_part(rank: int, init: str, values: Tensor, mask: Tensor, results: di
 
 def test_whitening_over_two_ranks_is_that_of_the_whole_batch(tmp_path_factory: pytest.TempPathFactory) -> None:
     torch.manual_seed(0)
-    values, mask = torch.randn(4, 5, dtype=torch.float64), torch.rand(4, 5) > 0.3
+    values, mask = torch.randn(5, 5, dtype=torch.float64), torch.rand(5, 5) > 0.3  # ranks of 3 and 2 rows
+    values[::2] += 100  # the ranks' own means and variances are far from those of the batch
     init = f"file://{tmp_path_factory.mktemp('store')}/store"
     with multiprocessing.Manager() as manager:
         results = manager.dict()
