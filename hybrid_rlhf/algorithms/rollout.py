@@ -71,14 +71,15 @@ class Rollout:
         self._world = roles.actor.world
 
     def sample(self, prompts: Sequence[Mapping[str, Any]], *, step: int) -> Sequences:
-        """Completions of all prompts, each rank sampling its share.
+        """Completions of all prompts, each group of ranks that generates together sampling its share.
 
         Args:
             prompts: rows with `input_ids`, the same on every rank.
             step: key of the random streams: prompt i of a step samples alike on any number of ranks.
         """
         world, config = self._world, self._config
-        mine = range(world.rank, len(prompts), world.size)
+        together = self._roles.actor.generation_world
+        mine = range(world.rank // together.size, len(prompts), world.size // together.size)
         requests = [
             SamplingParams(
                 max_new_tokens=config.max_new_tokens, temperature=config.temperature, top_p=config.top_p,
@@ -88,7 +89,8 @@ class Rollout:
         ]  # fmt: skip
         with self._roles.actor.inference(stop_token_ids=self._stop) as generation, self._timers("generation"):
             completions = generation.generate([prompts[i]["input_ids"] for i in mine], requests)
-        gathered = world.all_gather_objects(dict(zip(mine, completions, strict=True)))
+        told = dict(zip(mine, completions, strict=True)) if together.is_main else {}
+        gathered = world.all_gather_objects(told)
         by_prompt = {index: samples for part in gathered for index, samples in part.items()}
         pairs = [(list(prompts[i]["input_ids"]), sample) for i in range(len(prompts)) for sample in by_prompt[i]]
         return _sequences(pairs, world.device)

@@ -146,6 +146,10 @@ def run_ppo(config: PPOConfig) -> None:
 
 
 def _plan_ppo(config: PPOConfig, run: Run) -> BatchPlan:
+    ranks, together = run.world.size, config.rollout.tensor_parallel
+    if ranks % together:
+        sizes = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
+        raise UserError(f"rollout.tensor_parallel divides the ranks, {together} does not divide {ranks}: take {sizes}")
     plan = plan_rollout(
         prompts_per_step=config.rollout.prompts_per_step,
         samples_per_prompt=config.rollout.samples_per_prompt,
@@ -186,7 +190,7 @@ def _build_roles(
 
     own_reference = config.actor.lora.rank > 0 and reference_path == actor_path
     return Roles(
-        actor=build_actor(trained("actor", actor_path, config.actor), run.world),
+        actor=build_actor(trained("actor", actor_path, config.actor), run.world, rollout=config.rollout),
         critic=build_engine(trained("critic", critic_path, config.critic), run.world),
         reward=frozen("reward", reward_path, config.critic),
         reference=None if own_reference else frozen("reference", reference_path, config.actor),

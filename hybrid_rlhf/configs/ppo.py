@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from hybrid_rlhf.configs.sections import (
     DataConfig,
@@ -62,7 +63,17 @@ class RolloutConfig:
     top_k: int = 0
     """Sample from this many likeliest tokens; 0 samples from all."""
     tensor_parallel: int = 1
-    """Ranks that share one model while generating."""
+    """Ranks that share one model while generating; divides the ranks."""
+    layout: Literal["auto", "module"] = "auto"
+    """auto generates with the inference layout where it describes the model; module through its own code always."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of the inference layout; auto: as in training."""
+    kv_cache_gib: float | None = None
+    """Memory of a rank for keys and values; none: half of what is free on a CPU, 0.9 of it on a GPU."""
+    offload_states: bool = False
+    """Optimizer states, master weights and gradients go to host memory while generating."""
+    keep_weights: bool = False
+    """The inference layout stays in memory after a rollout; entering again with the same weights is free then."""
 
     def __post_init__(self) -> None:
         for name in ("prompts_per_step", "samples_per_prompt", "max_prompt_tokens", "max_new_tokens"):
@@ -71,9 +82,10 @@ class RolloutConfig:
         require(self.temperature > 0, f"rollout.temperature must be above 0, got {self.temperature}: PPO needs samples")
         require(0 < self.top_p <= 1, f"rollout.top_p must be in (0, 1], got {self.top_p}: give 1 to sample from all")
         require(self.top_k >= 0, f"rollout.top_k must be 0 or more, got {self.top_k}: give 0 to sample from all")
+        require(self.tensor_parallel >= 1, f"rollout.tensor_parallel must be 1 or more, got {self.tensor_parallel}")
         require(
-            self.tensor_parallel == 1,
-            f"rollout.tensor_parallel above 1 is not available yet, got {self.tensor_parallel}: set it to 1",
+            self.kv_cache_gib is None or self.kv_cache_gib > 0,
+            f"rollout.kv_cache_gib must be above 0, got {self.kv_cache_gib}: leave it out to take what is free",
         )
 
 

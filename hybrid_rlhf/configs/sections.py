@@ -25,8 +25,8 @@ class ModelConfig:
     """Hugging Face folder, hub name or .gguf file of the model to start from."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the weights in training; auto: bfloat16 on a GPU, float32 on a CPU."""
-    attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "sdpa"
-    """Attention kernel, by its transformers name (sdpa: transformers' default)."""
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "auto"
+    """Attention kernel, by its transformers name; auto: sdpa where the model has it, else eager."""
     gradient_checkpointing: bool = False
     """Recompute activations in backward: less memory, about a third more time."""
     trust_remote_code: bool = False

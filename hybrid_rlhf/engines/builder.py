@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import deepspeed
@@ -13,6 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hybrid_rlhf.configs.ppo import RolloutConfig
 from hybrid_rlhf.configs.sections import LoraConfig, ModelConfig, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engines.ds_config import deepspeed_config
 from hybrid_rlhf.engines.engine import ModelEngine, Role
@@ -60,12 +63,16 @@ def build_engine(spec: EngineSpec, world: World) -> ModelEngine:
     return _build(ModelEngine, spec, world)
 
 
-def build_actor(spec: EngineSpec, world: World) -> HybridEngine:
-    """An actor's engine, which also generates."""
-    return _build(HybridEngine, spec, world)
+def build_actor(spec: EngineSpec, world: World, *, rollout: RolloutConfig | None = None) -> HybridEngine:
+    """An actor's engine, which also generates, as the rollout section says.
+
+    Raises:
+        UserError: as `build_engine`, or when the model has no layout for tensor parallelism.
+    """
+    return _build(partial(HybridEngine, rollout=rollout), spec, world)
 
 
-def _build(engine_type: type[EngineT], spec: EngineSpec, world: World) -> EngineT:
+def _build(engine_type: Callable[..., EngineT], spec: EngineSpec, world: World) -> EngineT:
     _prepare_deepspeed(world)
     dtype = training_dtype(spec.model, world.device)
     config = deepspeed_config(zero=spec.zero, dtype=dtype, optimizer=spec.optimizer, overrides=spec.deepspeed_overrides)

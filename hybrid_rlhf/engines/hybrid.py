@@ -1,8 +1,10 @@
 """The actor's engine: it trains under ZeRO, and inside `inference()` it is a generation engine.
 
-On entry partitions are gathered once, DeepSpeed's forward hooks are taken out of the way (with them in place
-gathering gains nothing), and adapters are merged into copies. On exit everything is as it was, bit for bit: training
-weights are never written to.
+On entry the weights are taken through the inference layout bucket by bucket: gathered from ZeRO-3's partitions,
+adapters merged in, cut to this rank's share of tensor parallelism, fused. Training weights are only read, so training
+goes on bit for bit where it was. On exit all memory is given back. A model that the layout does not describe
+generates through its Hugging Face module, gathered whole; DeepSpeed's forward hooks are out of the way then (with
+them in place gathering gains nothing).
 """
 
 from __future__ import annotations
@@ -12,41 +14,98 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from hybrid_rlhf.engines.engine import ModelEngine
-from hybrid_rlhf.engines.partition import gathered, is_partitioned
-from hybrid_rlhf.generation.engine import GenerationEngine
-from hybrid_rlhf.models.lora import adapters_off, has_lora, lora_merged
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from hybrid_rlhf.configs.ppo import RolloutConfig
+from hybrid_rlhf.engines.engine import ModelEngine, Role
+from hybrid_rlhf.engines.host_states import HostStates
+from hybrid_rlhf.engines.partition import gathered, is_partitioned, plain_name, whole_parameters
+from hybrid_rlhf.generation.decoder import Decoder
+from hybrid_rlhf.generation.engine import GenerationEngine, default_stop_token_ids
+from hybrid_rlhf.generation.families import NotDescribed, describe
+from hybrid_rlhf.generation.layout import check_layout, probe_tokens, report_undescribed
+from hybrid_rlhf.generation.weights import WeightLoader
+from hybrid_rlhf.models.lora import adapters_off, has_lora, lora_merged, merged_weight
+from hybrid_rlhf.runtime.world import World
+
+BUCKET_ELEMENTS = 2**26
+"""Weights gathered at once, at most, unless one alone is larger."""
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class HybridEngine(ModelEngine):
     """A ModelEngine of an actor that can also generate."""
 
-    switch_seconds: float = 0.0
-    """How long the last switch to inference and back took."""
+    def __init__(
+        self,
+        role: Role,
+        engine: DeepSpeedEngine,
+        world: World,
+        *,
+        max_grad_norm: float = 0.0,
+        rollout: RolloutConfig | None = None,
+    ) -> None:
+        """Wrap an engine; every rank must call.
+
+        Args:
+            role: its name.
+            engine: the actor's.
+            world: the ranks that train it.
+            max_grad_norm: see ModelEngine.
+            rollout: how the layout is built; none: the defaults.
+
+        Raises:
+            UserError: when tensor_parallel needs a layout and the model has none.
+        """
+        super().__init__(role, engine, world, max_grad_norm=max_grad_norm)
+        self._rollout = rollout or RolloutConfig()
+        self.generation_world = world.split(self._rollout.tensor_parallel)
+        """The ranks that generate together, from the same prompts."""
+        self.switch_seconds = 0.0
+        """How long the last switch to inference and back took."""
+        self._host_states = HostStates(engine, world.device)
+        self._checked = False
+        self._kept: tuple[int, Decoder] | None = None
+        dtype = next(self.lm.parameters()).dtype
+        self._inference_dtype = _DTYPES.get(self._rollout.dtype, dtype)
+        self._is_described = self._rollout.layout == "auto" and self._describes()
+
+    @property
+    def weight_version(self) -> int:
+        """Updates that made the current weights."""
+        return int(self._engine.global_steps)
 
     @contextlib.contextmanager
     def inference(self, *, stop_token_ids: tuple[int, ...] | None = None) -> Iterator[GenerationEngine]:
-        """Generate with the current weights; every rank must enter, and may then generate on its own.
+        """Generate with the current weights; every rank must enter, and ranks of one `generation_world` must generate
+        from the same prompts.
 
         Args:
             stop_token_ids: tokens that end every completion; none: the model's own eos.
         """
-        lm = self.lm
+        stop = default_stop_token_ids(self.lm) if stop_token_ids is None else stop_token_ids
         was_training = self.module.training
         start = time.perf_counter()
         with contextlib.ExitStack() as stack:
-            if is_partitioned(lm):
-                stack.enter_context(self._hooks_removed())
-                stack.enter_context(gathered(list(lm.parameters())))
-            if has_lora(lm):
-                stack.enter_context(lora_merged(lm))
+            if self._rollout.offload_states:
+                stack.enter_context(self._host_states.moved())
+            model = self._decoder() if self._is_described else stack.enter_context(self._whole_module())
             self.module.eval()
-            entered = time.perf_counter()
-            self.switch_seconds = entered - start
+            generation = GenerationEngine(
+                model,
+                stop_token_ids=stop,
+                layout="module",
+                kv_cache_gib=self._rollout.kv_cache_gib,
+                weight_version=self.weight_version,
+            )
+            self.switch_seconds = time.perf_counter() - start
+            del model
             try:
-                yield GenerationEngine(lm, stop_token_ids=stop_token_ids)
+                yield generation
             finally:
                 left = time.perf_counter()
+                generation.close()
                 self.module.train(was_training)
         self.switch_seconds += time.perf_counter() - left
 
@@ -61,6 +120,54 @@ class HybridEngine(ModelEngine):
             raise ValueError("only an actor with LoRA can be its own reference")
         with adapters_off(self.lm):
             yield self
+
+    def _describes(self) -> bool:
+        try:
+            self._loader()
+        except NotDescribed as error:
+            report_undescribed(self.lm, error, self.generation_world)
+            return False
+        return True
+
+    def _loader(self) -> WeightLoader:
+        architecture, names = describe(self.lm)
+        weights = [plain_name(name) for name, _ in self.lm.named_parameters() if ".lora_" not in name]
+        return WeightLoader(architecture, names, weights, world=self.generation_world, dtype=self._inference_dtype)
+
+    def _decoder(self) -> Decoder:
+        """The inference layout of the current weights; built again only if they have changed, or were not kept."""
+        if self._kept is not None and self._kept[0] == self.weight_version:
+            return self._kept[1]
+        self._kept = None
+        loader = self._loader()
+        for name, parameter, adapter in whole_parameters(self.lm, bucket_elements=BUCKET_ELEMENTS):
+            whole = parameter if adapter is None else merged_weight(adapter)
+            loader.load(name, whole, lasting=adapter is not None or not hasattr(parameter, "ds_id"))
+        decoder = Decoder(loader.architecture, loader.assemble(), loader.split, self.generation_world)
+        if not self._checked:
+            self._check(decoder)
+        if self._rollout.keep_weights:
+            self._kept = self.weight_version, decoder
+        return decoder
+
+    @torch.no_grad()
+    def _check(self, decoder: Decoder) -> None:
+        """Once a run: the layout against the training forward."""
+        tokens = torch.tensor([probe_tokens(decoder.architecture.vocab_size)], device=self.device)
+        counts = torch.ones_like(tokens, dtype=torch.bool)
+        check_layout(decoder, self(tokens, counts, counts)[0][0, 1:])
+        self._checked = True
+
+    @contextlib.contextmanager
+    def _whole_module(self) -> Iterator[Any]:
+        """The Hugging Face module with all its weights, adapters merged."""
+        with contextlib.ExitStack() as stack:
+            if is_partitioned(self.lm):
+                stack.enter_context(self._hooks_removed())
+                stack.enter_context(gathered(list(self.lm.parameters())))
+            if has_lora(self.lm):
+                stack.enter_context(lora_merged(self.lm))
+            yield self.lm
 
     @contextlib.contextmanager
     def _hooks_removed(self) -> Iterator[None]:

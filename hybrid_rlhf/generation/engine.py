@@ -1,4 +1,4 @@
-"""The generation engine: any number of prompts of any lengths, in batches that fit.
+"""The generation engine: any number of prompts of any lengths, batched as memory allows.
 
 Usable by itself (`GenerationEngine.from_pretrained`) and over the actor of a training run (engines/hybrid.py).
 """
@@ -7,42 +7,78 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+import psutil
 import torch
 from torch import distributed as dist
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections import ModelConfig
-from hybrid_rlhf.generation.decoder import BatchDecoder
-from hybrid_rlhf.generation.sampling import Completion, SamplingParams, per_request
+from hybrid_rlhf.functional.logprobs import token_logprobs
+from hybrid_rlhf.generation.cache import KVCache, bytes_per_token
+from hybrid_rlhf.generation.continuous import ContinuousBatch
+from hybrid_rlhf.generation.decoder import Decoder
+from hybrid_rlhf.generation.families import NotDescribed
+from hybrid_rlhf.generation.layout import check_layout, decoder_of, probe_tokens, report_undescribed
+from hybrid_rlhf.generation.module_batch import ModuleBatch
+from hybrid_rlhf.generation.requests import Request
+from hybrid_rlhf.generation.sampling import Completion, SamplingParams, per_request, uniform_stream
 from hybrid_rlhf.models.loading import load_model
 from hybrid_rlhf.models.sources import resolve_model
-from hybrid_rlhf.runtime.world import solo_world
+from hybrid_rlhf.models.tokenizers import load_tokenizer
+from hybrid_rlhf.runtime.world import World, solo_world
 
 if TYPE_CHECKING:
     from typing import Self
 
+Layout = Literal["auto", "module"]
+_FREE_SHARE = {"cpu": 0.5, "cuda": 0.9}
+"""Of the memory that is free, what the KV cache takes at most unless told."""
+_PREFILL_TOKENS = {"cpu": 2048, "cuda": 16384}
+
 
 class GenerationEngine:
-    """Completions from a causal LM in evaluation mode."""
+    """Completions from a causal LM."""
 
     def __init__(
-        self, lm: PreTrainedModel, *, stop_token_ids: Iterable[int] | None = None, max_batch_rows: int = 256
+        self,
+        model: PreTrainedModel | Decoder,
+        *,
+        stop_token_ids: Iterable[int] | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        layout: Layout = "auto",
+        max_batch_rows: int = 256,
+        kv_cache_gib: float | None = None,
+        prefill_tokens: int | None = None,
+        weight_version: int = 0,
     ) -> None:
         """Wrap a model; its weights are used as they are and where they are.
 
         Args:
-            lm: a causal LM whose weights are whole.
-            stop_token_ids: tokens that end every completion; none: the eos of the model's generation config.
+            model: a causal LM whose weights are whole, or its decoder.
+            stop_token_ids: tokens that end every completion; none: the eos of the model's generation config, or none
+                of a decoder.
+            tokenizer: for stop strings.
+            layout: auto computes with the inference layout where it describes the model; module never does.
             max_batch_rows: completions decoded together, at most.
+            kv_cache_gib: memory for keys and values; none: half of what is free on a CPU, 0.9 on a GPU.
+            prefill_tokens: tokens of prompts read at once; none: 2048 on a CPU, 16384 on a GPU.
+            weight_version: stamped on every completion.
         """
-        self.lm = lm
-        eos = lm.generation_config.eos_token_id if lm.generation_config is not None else lm.config.eos_token_id
-        default = [eos] if isinstance(eos, int) else list(eos or [])
-        self.stop_token_ids = frozenset(default if stop_token_ids is None else stop_token_ids)
-        self.max_batch_rows = max_batch_rows
+        if stop_token_ids is None:
+            stop_token_ids = default_stop_token_ids(model) if isinstance(model, PreTrainedModel) else ()
+        self.stop_token_ids = frozenset(stop_token_ids)
+        self._tokenizer = tokenizer
+        self._max_batch_rows, self._kv_cache_gib = max_batch_rows, kv_cache_gib
+        self._weight_version = weight_version
+        self._lm = model if isinstance(model, PreTrainedModel) else None
+        self._decoder = model if isinstance(model, Decoder) else None
+        if self._lm is not None and layout == "auto":
+            self._decoder = _described(self._lm, solo_world(self._lm.device), self._lm.dtype)
+        device = self._decoder.world.device if self._decoder is not None else self._lm.device  # type: ignore[union-attr]
+        self._prefill_tokens = prefill_tokens or _PREFILL_TOKENS[device.type]
 
     @classmethod
     def from_pretrained(
@@ -53,30 +89,47 @@ class GenerationEngine:
         device: str | torch.device = "cpu",
         group: dist.ProcessGroup | None = None,
         trust_remote_code: bool = False,
+        layout: Layout = "auto",
+        kv_cache_gib: float | None = None,
     ) -> Self:
-        """Load a folder, hub name or GGUF file for generation.
+        """Load a folder, hub name or GGUF file for generation, and check its layout on a prompt.
 
         Args:
             path: the model.
             dtype: of the weights and of all computation but the softmax.
             device: where the weights lie.
-            group: ranks that share the model by tensor parallelism; only one rank is possible yet.
+            group: ranks that share the model by tensor parallelism; each must call.
             trust_remote_code: run Python code that comes with the model.
+            layout: see the constructor.
+            kv_cache_gib: see the constructor.
 
         Raises:
-            UserError: when there is no such model.
+            UserError: when there is no such model, or its layout does not compute what it should.
         """
-        if group is not None and dist.get_world_size(group) > 1:
-            raise UserError("generation runs on one rank a model yet, got a group of more: leave group out")
-        resolved = resolve_model(path, world=solo_world(torch.device(device)))
+        device = torch.device(device)
+        world = solo_world(device)
+        if group is not None:
+            rank, size = dist.get_rank(group), dist.get_world_size(group)
+            world = World(rank, size, rank, size, device, group)
+        resolved = resolve_model(path, world=world)
         config = ModelConfig(path=path, trust_remote_code=trust_remote_code)
         lm, _ = load_model(resolved, "causal_lm", config=config, dtype=dtype)
-        return cls(lm.to(device).eval())  # type: ignore[arg-type]
+        lm.to(device).eval()  # type: ignore[arg-type]
+        decoder = None if layout == "module" else _described(lm, world, dtype)
+        if decoder is not None:
+            check_layout(decoder, module_logprobs(lm, probe_tokens(decoder.architecture.vocab_size)))
+        return cls(
+            lm if decoder is None else decoder,
+            stop_token_ids=default_stop_token_ids(lm),
+            tokenizer=load_tokenizer(resolved, trust_remote_code=trust_remote_code),
+            layout=layout,
+            kv_cache_gib=kv_cache_gib,
+        )
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams]
     ) -> list[list[Completion]]:
-        """Complete each prompt.
+        """Complete each prompt. Tensor-parallel ranks must all call, with the same prompts and seeds.
 
         Args:
             prompts: token ids, at least one a prompt, any lengths.
@@ -85,34 +138,127 @@ class GenerationEngine:
         Returns:
             completions[i][j]: sample j of prompt i. The result of a prompt depends on its own seed alone.
         """
-        empty = [index for index, prompt in enumerate(prompts) if not len(prompt)]
-        if empty:
-            raise UserError(f"a prompt has at least one token, prompt {empty[0]} has none: drop it")
-        requests = per_request(sampling, len(prompts))
+        requests = self._requests(prompts, sampling)
+        for _ in self._run(requests):
+            pass
         results: list[list[Completion]] = [[] for _ in prompts]
-        for batch in self._batches(prompts, requests):
-            decoder = BatchDecoder(
-                self.lm, [prompts[i] for i in batch], [requests[i] for i in batch], self.stop_token_ids
-            )
-            for _ in decoder.steps():
-                pass
-            for index, completions in zip(batch, decoder.completions(), strict=True):
-                results[index] = completions
+        for request in requests:
+            results[request.prompt_index].append(request.completion(self._weight_version))
         return results
 
     def stream(self, prompt: Sequence[int], sampling: SamplingParams) -> Iterator[int]:
         """Complete one prompt, token by token, the stop token included."""
-        request = replace(per_request(sampling, 1)[0], n=1)
-        for added in BatchDecoder(self.lm, [prompt], [request], self.stop_token_ids).steps():
+        for added in self._run(self._requests([prompt], replace(sampling, n=1))):
             yield from (token for _, token in added)
 
-    def _batches(self, prompts: Sequence[Sequence[int]], requests: Sequence[SamplingParams]) -> Iterator[list[int]]:
-        """Indices of prompts that decode together: equal parameters, similar lengths, at most max_batch_rows rows."""
-        groups: dict[SamplingParams, list[int]] = {}
-        for index, request in enumerate(requests):
-            groups.setdefault(replace(request, seed=None), []).append(index)
-        for params, indices in groups.items():
-            indices.sort(key=lambda i: len(prompts[i]))
-            size = max(1, self.max_batch_rows // params.n)
-            for start in range(0, len(indices), size):
-                yield indices[start : start + size]
+    def close(self) -> None:
+        """Let go of the weights."""
+        self._decoder = self._lm = None
+
+    def _requests(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams]
+    ) -> list[Request]:
+        for index, prompt in enumerate(prompts):
+            if not len(prompt):
+                raise UserError(f"a prompt has at least one token, prompt {index} has none: drop it")
+        each = per_request(sampling, len(prompts))
+        if any(params.stop_strings for params in each) and self._tokenizer is None:
+            raise UserError("stop_strings need a tokenizer, the engine has none: use stop_token_ids")
+        detokenize = None if self._tokenizer is None else self._tokenizer.decode
+        return [
+            Request(
+                list(prompt),
+                index,
+                params,
+                self.stop_token_ids | set(params.stop_token_ids),
+                uniform_stream(params.seed or 0, sample, self._longest_completion(index, prompt, params)),
+                detokenize,
+            )
+            for index, (prompt, params) in enumerate(zip(prompts, each, strict=True))
+            for sample in range(params.n)
+        ]
+
+    def _longest_completion(self, index: int, prompt: Sequence[int], params: SamplingParams) -> int:
+        """Tokens that a completion may have: a model with a table of positions ends where the table does."""
+        limit = None if self._decoder is None else self._decoder.architecture.max_positions
+        if limit is None:
+            return params.max_new_tokens
+        if len(prompt) >= limit:
+            raise UserError(
+                f"the model has {limit} positions, prompt {index} has {len(prompt)} tokens: shorten the prompt"
+            )
+        return min(params.max_new_tokens, limit - len(prompt))
+
+    def _run(self, requests: Sequence[Request]) -> Iterator[list[tuple[Request, int]]]:
+        if not requests:
+            return
+        if self._decoder is not None:
+            cache = self._cache(self._decoder, requests)
+            yield from ContinuousBatch(self._decoder, cache, requests, prefill_tokens=self._prefill_tokens).steps()
+            return
+        if self._lm is None:
+            raise RuntimeError("a generation engine is used inside `inference()`, this one was closed")
+        for batch in self._module_batches(requests):
+            yield from ModuleBatch(self._lm, batch).steps()
+
+    def _cache(self, decoder: Decoder, requests: Sequence[Request]) -> KVCache:
+        """As many slots as there are requests, rows in a batch, or room."""
+        capacity = max(len(request.prompt) + len(request.uniforms) for request in requests)
+        slot_bytes = capacity * bytes_per_token(decoder.architecture, decoder.split, decoder.dtype)
+        budget = self._kv_budget_bytes(decoder.world)
+        slots = min(len(requests), self._max_batch_rows, int(budget // slot_bytes))
+        if slots < 1:
+            raise UserError(
+                f"the KV cache must hold one completion of {capacity} tokens, {slot_bytes / 2**30:.2f} GiB, "
+                f"its budget is {budget / 2**30:.2f} GiB: lower max_new_tokens or raise kv_cache_gib"
+            )
+        return KVCache(
+            decoder.architecture, decoder.split, slots=slots, capacity_tokens=capacity, dtype=decoder.dtype,
+            device=decoder.world.device,
+        )  # fmt: skip
+
+    def _kv_budget_bytes(self, world: World) -> float:
+        if self._kv_cache_gib is not None:
+            return self._kv_cache_gib * 2**30
+        on_gpu = world.device.type == "cuda"
+        free = torch.cuda.mem_get_info(world.device)[0] if on_gpu else psutil.virtual_memory().available
+        mine = _FREE_SHARE[world.device.type] * free / (1 if on_gpu else world.local_size)
+        # Ranks must come to the same number of slots.
+        smallest = world.all_reduce(torch.tensor(mine, dtype=torch.float64, device=world.device), dist.ReduceOp.MIN)
+        return float(smallest)
+
+    def _module_batches(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
+        """Requests that decode together: equally many samples, similar lengths, at most max_batch_rows rows."""
+        groups: dict[int, list[list[Request]]] = {}
+        for request in requests:
+            prompts = groups.setdefault(request.params.n, [])
+            if not prompts or prompts[-1][0].prompt_index != request.prompt_index:
+                prompts.append([])
+            prompts[-1].append(request)
+        for n, prompts in groups.items():
+            prompts.sort(key=lambda samples: len(samples[0].prompt))
+            size = max(1, self._max_batch_rows // n)
+            for start in range(0, len(prompts), size):
+                yield [request for samples in prompts[start : start + size] for request in samples]
+
+
+@torch.inference_mode()
+def module_logprobs(lm: PreTrainedModel, tokens: Sequence[int]) -> torch.Tensor:
+    """Log-probs [P - 1] of all tokens but the first under a Hugging Face model."""
+    ids = torch.tensor([tokens], device=lm.device)
+    return token_logprobs(lm(input_ids=ids).logits[:, :-1], labels=ids[:, 1:])[0]
+
+
+def _described(lm: PreTrainedModel, world: World, dtype: torch.dtype) -> Decoder | None:
+    try:
+        return decoder_of(lm, world=world, dtype=dtype)
+    except NotDescribed as error:
+        report_undescribed(lm, error, world)
+        return None
+
+
+def default_stop_token_ids(lm: PreTrainedModel) -> tuple[int, ...]:
+    """The eos tokens of a model's generation config, or of its config."""
+    config = lm.config if lm.generation_config is None else lm.generation_config
+    eos = config.eos_token_id
+    return (eos,) if isinstance(eos, int) else tuple(eos or ())

@@ -1,74 +1,51 @@
-"""A batch of rows that decode together through the Hugging Face module and its cache.
+"""Generation through the Hugging Face module and its own cache, for models that the inference layout does not describe.
 
 Prompts are left-padded; position ids count real tokens. The prompt of `n` samples is read once. Rows that have ended
 are taken out of the batch when half of it has, so that they cost nothing.
 
-Shapes: P prompts, B = live rows, T tokens so far.
+Shapes: P prompts, B live rows, T tokens so far.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from hybrid_rlhf.generation.sampling import Completion, SamplingParams, draw, uniform_stream
+from hybrid_rlhf.generation.requests import Request
+from hybrid_rlhf.generation.sampler import Sampler
+from hybrid_rlhf.runtime.world import solo_world
 
 
-@dataclass
-class _Row:
-    """One sample under way."""
+class ModuleBatch:
+    """Decodes prompts with equally many samples together."""
 
-    uniforms: Tensor
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    stopped: bool = False
-
-
-class BatchDecoder:
-    """Decodes prompts that share their sampling parameters, seeds apart."""
-
-    def __init__(
-        self,
-        lm: PreTrainedModel,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sequence[SamplingParams],
-        stop: frozenset[int],
-    ) -> None:
+    def __init__(self, lm: PreTrainedModel, requests: Sequence[Request]) -> None:
+        """Take requests; the samples of a prompt stand together, as many for each."""
         self._lm = lm
         self._device = next(lm.parameters()).device
-        self._params = sampling[0]
-        self._stop = stop | set(self._params.stop_token_ids)
-        self._prompts = prompts
-        self._rows = [
-            _Row(uniform_stream(p.seed or 0, sample, p.max_new_tokens)) for p in sampling for sample in range(p.n)
-        ]
-        self._live = list(range(len(self._rows)))
+        self._samples = requests[0].params.n
+        self._prompts = [request.prompt for request in requests[:: self._samples]]
+        self._live = list(requests)
+        self._sampler = Sampler(lm.config.get_text_config().vocab_size, solo_world(self._device))
         accepted = inspect.signature(lm.forward).parameters
         self._takes_positions = "position_ids" in accepted
         self._takes_logits_to_keep = "logits_to_keep" in accepted
 
-    def completions(self) -> list[list[Completion]]:
-        """The samples of each prompt."""
-        done = [Completion(row.token_ids, row.logprobs, "stop" if row.stopped else "length") for row in self._rows]
-        n = self._params.n
-        return [done[i : i + n] for i in range(0, len(done), n)]
-
     @torch.no_grad()
-    def steps(self) -> Iterator[list[tuple[int, int]]]:
-        """Decode to the end; after each step, the (row, token) pairs it added."""
+    def steps(self) -> Iterator[list[tuple[Request, int]]]:
+        """Run to the end; after each step, the tokens it added."""
         mask, cache, logits = self._prefill()
-        for step in range(self._params.max_new_tokens):
-            uniforms = torch.stack([self._rows[i].uniforms[step] for i in self._live]).to(self._device)
-            tokens, logprobs = draw(logits, uniforms, self._params)
-            yield self._take(tokens.tolist(), logprobs.tolist())
-            going = [slot for slot, i in enumerate(self._live) if not self._rows[i].stopped]
-            if not going or step + 1 == self._params.max_new_tokens:
+        while True:
+            drawn = self._sampler(logits.float(), self._live)
+            yield self._take(drawn.tokens.tolist(), drawn.logprobs.tolist(), drawn.sampling_logprobs.tolist())
+            going = [slot for slot, request in enumerate(self._live) if request.finish_reason is None]
+            if not going:
                 return
+            tokens = drawn.tokens
             if 2 * len(going) <= len(self._live):
                 kept = torch.tensor(going, device=self._device)
                 cache.batch_select_indices(kept)
@@ -87,8 +64,7 @@ class BatchDecoder:
         ids, mask = ids.to(self._device), mask.to(self._device)
         cache = DynamicCache(config=self._lm.config)
         logits = self._forward(ids, mask, cache)
-        n = self._params.n
-        if n > 1:
+        if (n := self._samples) > 1:
             cache.batch_repeat_interleave(n)
             mask, logits = mask.repeat_interleave(n, dim=0), logits.repeat_interleave(n, dim=0)
         return mask, cache, logits
@@ -104,14 +80,12 @@ class BatchDecoder:
         logits: Tensor = output.logits[:, -1]
         return logits
 
-    def _take(self, tokens: list[int], logprobs: list[float]) -> list[tuple[int, int]]:
+    def _take(
+        self, tokens: list[int], logprobs: list[float], sampling_logprobs: list[float]
+    ) -> list[tuple[Request, int]]:
         added = []
-        for i, token, logprob in zip(self._live, tokens, logprobs, strict=True):
-            row = self._rows[i]
-            if row.stopped:
-                continue
-            row.token_ids.append(token)
-            row.logprobs.append(logprob)
-            row.stopped = token in self._stop
-            added.append((i, token))
+        for request, token, *both in zip(self._live, tokens, logprobs, sampling_logprobs, strict=True):
+            if request.finish_reason is None:
+                request.take(token, *both)
+                added.append((request, token))
         return added

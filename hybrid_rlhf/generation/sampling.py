@@ -1,21 +1,17 @@
-"""What to sample, how a token is drawn, and what comes back.
+"""What to sample, and what comes back.
 
-A token is drawn by inverting the cumulative distribution at one uniform number. The uniforms of a request come from a
-stream of its own, keyed by its seed, so that a completion does not depend on what else is in the batch, nor on the
-device, nor on how many ranks share the work.
-
-Shapes: B rows, V vocabulary.
+The random numbers of a request come from a stream of its own, keyed by its seed, so that a completion does not depend
+on what else is in the batch, nor on the device, nor on how many ranks share the work.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from hybrid_rlhf.configs.errors import UserError
 
@@ -34,10 +30,18 @@ class SamplingParams:
     """Draw from the smallest set of tokens with this probability; 1 draws from all."""
     top_k: int = 0
     """Draw from this many likeliest tokens; 0 draws from all."""
+    min_p: float = 0.0
+    """Draw from tokens with at least this share of the likeliest one's probability; 0 draws from all."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens that the prompt or completion holds are divided by it where positive, else multiplied."""
     n: int = 1
     """Completions of each prompt."""
+    min_new_tokens: int = 0
+    """No stop token is drawn before this many."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a completion, besides the engine's own."""
+    stop_strings: tuple[str, ...] = ()
+    """Texts that end a completion with the token that completes them; the engine needs a tokenizer."""
     seed: int | None = None
     """Key of the random stream; none: torch's global generator gives one."""
     greedy: bool = False
@@ -50,23 +54,35 @@ class SamplingParams:
             "temperature must be above 0 (greedy takes the likeliest token)": self.temperature > 0,
             "top_p must be in (0, 1]": 0 < self.top_p <= 1,
             "top_k must be 0 (all) or more": self.top_k >= 0,
+            "min_p must be in [0, 1)": 0 <= self.min_p < 1,
+            "repetition_penalty must be above 0 (1 is none)": self.repetition_penalty > 0,
+            "min_new_tokens must be 0 or more": self.min_new_tokens >= 0,
         }
         for rule, holds in rules.items():
             if not holds:
                 raise UserError(f"{rule}, got {getattr(self, rule.split()[0])}: change it")
 
+    @property
+    def draws_from_all(self) -> bool:
+        """Whether tokens are drawn from the whole distribution at the temperature, nothing cut or penalised."""
+        cut = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+        return not cut and self.repetition_penalty == 1 and self.min_new_tokens == 0
+
 
 @dataclass(frozen=True)
 class Completion:
-    """One answer: its tokens, the stop token included, and their log-probs.
-
-    Log-probs are those of the whole distribution at the sampling temperature, as training computes them; top_p and
-    top_k do not renormalise them.
-    """
+    """One answer."""
 
     token_ids: list[int]
+    """The stop token included."""
     logprobs: list[float]
+    """Under the whole distribution at the sampling temperature, as training computes them."""
     finish_reason: FinishReason
+    sampling_logprobs: list[float] = field(default_factory=list)
+    """Under the distribution that was drawn from: cut by top_p, top_k and min_p, penalised, renormalised. Equal to
+    `logprobs` where nothing is cut."""
+    weight_version: int = 0
+    """Of the weights that sampled it; a training engine counts its updates."""
 
 
 def per_request(sampling: SamplingParams | Sequence[SamplingParams], requests: int) -> list[SamplingParams]:
@@ -87,40 +103,6 @@ def derive_seed(*keys: int) -> int:
     return int(np.random.SeedSequence([key % 2**64 for key in keys]).generate_state(1, np.uint64)[0] >> 1)
 
 
-def uniform_stream(seed: int, sample: int, count: int) -> Tensor:
+def uniform_stream(seed: int, sample: int, count: int) -> np.ndarray:
     """The uniforms [count] float64 in [0, 1) of one sample of a request."""
-    return torch.from_numpy(np.random.default_rng([seed, sample]).random(count))
-
-
-def draw(logits: Tensor, uniforms: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
-    """One token a row.
-
-    Args:
-        logits: [B, V], any float dtype.
-        uniforms: [B] in [0, 1), unused when greedy.
-        sampling: temperature and truncation.
-
-    Returns:
-        tokens [B] int64 and their log-probs [B] float32 at the temperature, untruncated.
-    """
-    logprobs = torch.log_softmax(logits.float() / sampling.temperature, dim=-1)
-    if sampling.greedy:
-        tokens = logits.argmax(dim=-1)
-    else:
-        cumulative = _truncate(logprobs, sampling).exp().double().cumsum(dim=-1)
-        threshold = uniforms.to(cumulative)[:, None] * cumulative[:, -1:]
-        tokens = torch.searchsorted(cumulative, threshold, right=True).squeeze(1).clamp_(max=logits.shape[-1] - 1)
-    return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
-
-
-def _truncate(logprobs: Tensor, sampling: SamplingParams) -> Tensor:
-    """Log-probs [B, V] with the tokens outside top_k and top_p at -inf; not renormalised."""
-    if 0 < sampling.top_k < logprobs.shape[-1]:
-        least = logprobs.topk(sampling.top_k, dim=-1).values[:, -1:]
-        logprobs = logprobs.masked_fill(logprobs < least, -torch.inf)
-    if sampling.top_p < 1:
-        ordered, index = logprobs.sort(dim=-1, descending=True)
-        probs = ordered.softmax(dim=-1)
-        beyond = probs.cumsum(dim=-1) - probs >= sampling.top_p  # the likeliest token always stays
-        logprobs = logprobs.masked_fill(beyond.scatter(1, index, beyond), -torch.inf)
-    return logprobs
+    return np.random.default_rng([seed, sample]).random(count)

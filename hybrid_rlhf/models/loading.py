@@ -85,7 +85,7 @@ def load_model(
                 path,
                 config=hf_config,
                 dtype=dtype,
-                attn_implementation=config.attention,
+                attn_implementation=None if config.attention == "auto" else config.attention,
                 trust_remote_code=config.trust_remote_code,
                 output_loading_info=True,
             )

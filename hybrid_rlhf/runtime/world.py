@@ -63,6 +63,31 @@ class World:
             dist.all_reduce(tensor, op=op, group=self.group)
         return tensor
 
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Every rank's tensor of one shape, stacked by rank: [ranks, ...]."""
+        if self.size == 1:
+            return tensor[None]
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(parts, tensor.contiguous(), group=self.group)
+        return torch.stack(parts)
+
+    def split(self, size: int) -> World:
+        """The group of `size` consecutive ranks that this rank is in; every rank must call.
+
+        Raises:
+            ValueError: when the ranks do not divide into such groups.
+        """
+        if self.size % size:
+            raise ValueError(f"{self.size} ranks do not divide into groups of {size}")
+        if size == self.size:
+            return self
+        mine = self
+        for first in range(0, self.size, size):
+            group = dist.new_group(list(range(first, first + size)))
+            if first <= self.rank < first + size:
+                mine = World(self.rank - first, size, self.local_rank, self.local_size, self.device, group)
+        return mine
+
     def all_gather_objects(self, item: T) -> list[T]:
         """Every rank's picklable item, by rank. For small things: counts, file names, completions."""
         if self.size == 1:

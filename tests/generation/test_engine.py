@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from transformers import PreTrainedModel
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.functional.logprobs import token_logprobs
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
-from hybrid_rlhf.generation.sampling import draw, per_request
+from hybrid_rlhf.generation.engine import Layout
+from hybrid_rlhf.generation.sampling import per_request
 from hybrid_rlhf.models.policy import Policy
 from tests.models.test_policy import FAMILIES, build
 from tests.tiny import tiny_model
@@ -23,10 +24,10 @@ SAMPLED = SamplingParams(max_new_tokens=12, seed=7, n=2)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_are_those_of_hugging_face(family: str) -> None:
+def test_greedy_tokens_through_the_module_are_those_of_hugging_face(family: str) -> None:
     model = build(family)
     model.generation_config.eos_token_id = [2, 11, 40, 77, 130]  # stops somewhere, at different places
-    engine = GenerationEngine(model)
+    engine = GenerationEngine(model, layout="module")
     for prompt, (completion,) in zip(PROMPTS, engine.generate(PROMPTS, GREEDY), strict=True):
         ids = torch.tensor([prompt])
         whole = model.generate(
@@ -37,15 +38,16 @@ def test_greedy_tokens_are_those_of_hugging_face(family: str) -> None:
         assert completion.finish_reason == ("stop" if stopped else "length")
 
 
-def test_a_completion_does_not_depend_on_its_company() -> None:
-    engine = GenerationEngine(tiny_model(), stop_token_ids=range(3, 30))
+@pytest.mark.parametrize("layout", ["auto", "module"])
+def test_a_completion_does_not_depend_on_its_company(layout: Layout) -> None:
+    engine = GenerationEngine(tiny_model(), stop_token_ids=range(3, 30), layout=layout)
     together = engine.generate(PROMPTS, SAMPLED)
     assert len({len(completion.token_ids) for samples in together for completion in samples}) > 1, "rows end apart"
     requests = per_request(SAMPLED, len(PROMPTS))
     for index, prompt in enumerate(PROMPTS):
         (alone,) = engine.generate([prompt], [requests[index]])
         assert [c.token_ids for c in alone] == [c.token_ids for c in together[index]]
-    small = GenerationEngine(tiny_model(), stop_token_ids=range(3, 30), max_batch_rows=2)
+    small = GenerationEngine(tiny_model(), stop_token_ids=range(3, 30), layout=layout, max_batch_rows=2)
     assert [[c.token_ids for c in s] for s in small.generate(PROMPTS, SAMPLED)] == [
         [c.token_ids for c in s] for s in together
     ]
@@ -61,11 +63,12 @@ def test_samples_of_a_prompt_differ_and_a_seed_repeats_them() -> None:
     assert engine.generate(PROMPTS, unseeded) != engine.generate(PROMPTS, unseeded)
 
 
+@pytest.mark.parametrize("layout", ["auto", "module"])
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
-def test_logprobs_are_those_of_the_training_forward(temperature: float) -> None:
+def test_logprobs_are_those_of_the_training_forward(temperature: float, layout: Layout) -> None:
     model = tiny_model()
     sampling = replace(SAMPLED, temperature=temperature, top_p=0.9, top_k=20)
-    results = GenerationEngine(model, stop_token_ids=range(3, 10)).generate(PROMPTS, sampling)
+    results = GenerationEngine(model, stop_token_ids=range(3, 10), layout=layout).generate(PROMPTS, sampling)
     for prompt, samples in zip(PROMPTS, results, strict=True):
         for sample in samples:
             ids = torch.tensor([prompt + sample.token_ids])
@@ -88,47 +91,29 @@ def test_stop_tokens_end_a_completion_and_belong_to_it() -> None:
         assert ended.finish_reason == "stop"
 
 
-def test_rows_that_have_ended_cost_no_further_step() -> None:
+def module_engine(model: PreTrainedModel, stop: Iterable[int]) -> GenerationEngine:
+    return GenerationEngine(model, stop_token_ids=stop, layout="module")
+
+
+def test_rows_that_have_ended_cost_the_module_no_further_step() -> None:
     model = tiny_model()
     rows: list[int] = []
     model.register_forward_pre_hook(
         lambda module, inputs, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
     )
-    GenerationEngine(model, stop_token_ids=range(3, 60)).generate(PROMPTS, replace(SAMPLED, max_new_tokens=60))
+    module_engine(model, range(3, 60)).generate(PROMPTS, replace(SAMPLED, max_new_tokens=60))
     assert len(rows) < 60, "stops once all have"
     assert rows[-1] < rows[1], "rows leave the batch"
 
 
-def test_the_prompt_of_n_samples_is_read_once() -> None:
+def test_the_module_reads_the_prompt_of_n_samples_once() -> None:
     model = tiny_model()
     shapes: list[tuple[int, ...]] = []
     model.register_forward_pre_hook(
         lambda module, inputs, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
-    GenerationEngine(model, stop_token_ids=()).generate([PROMPTS[0]], replace(SAMPLED, n=4, max_new_tokens=3))
+    module_engine(model, ()).generate([PROMPTS[0]], replace(SAMPLED, n=4, max_new_tokens=3))
     assert shapes == [(1, 5), (4, 1), (4, 1)]
-
-
-def frequencies(logits: Tensor, sampling: SamplingParams, draws: int = 20_000) -> Tensor:
-    uniforms = torch.rand(draws, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    tokens, logprobs = draw(logits.expand(draws, -1), uniforms, sampling)
-    torch.testing.assert_close(
-        logprobs, token_logprobs(logits.expand(1, draws, -1), labels=tokens[None], temperature=sampling.temperature)[0]
-    )
-    return torch.bincount(tokens, minlength=logits.shape[-1]) / draws
-
-
-def test_draws_follow_the_distribution_and_its_truncations() -> None:
-    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -torch.inf]])
-    probs = torch.softmax(logits[0] / 0.8, 0)
-    torch.testing.assert_close(frequencies(logits, SamplingParams(temperature=0.8)), probs, atol=0.015, rtol=0)
-    for sampling in (SamplingParams(top_k=2), SamplingParams(top_p=0.8)):
-        expected = torch.softmax(logits[0, :2], 0)
-        found = frequencies(logits, sampling)
-        torch.testing.assert_close(found[:2], expected, atol=0.015, rtol=0)
-        assert (found[2:] == 0).all()
-    assert frequencies(logits, SamplingParams(top_p=0.1))[0] == 1, "the likeliest token always stays"
-    assert frequencies(logits, SamplingParams(greedy=True))[0] == 1
 
 
 def test_a_stream_is_the_completion() -> None:

@@ -1,0 +1,311 @@
+"""Generation side by side: this engine, Hugging Face `generate`, its continuous batching, and vLLM's CPU build.
+
+    python benchmarks/generation.py --scenario uniform            # SmolLM2-135M, or --model small (a random 28M Llama)
+    python benchmarks/generation.py --scenario ragged --vllm_python ENV/bin/python --json result.json
+
+All peers run in turn in one run, several times after a warm-up; medians and ratios are printed. Speeds count useful
+tokens: those a request asked for. The limit is what the matrix products of the same work take alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, PreTrainedModel
+
+from hybrid_rlhf.configs.sections import ModelConfig
+from hybrid_rlhf.generation import GenerationEngine, SamplingParams
+from hybrid_rlhf.generation.decoder import Decoder
+from hybrid_rlhf.generation.layout import decoder_of
+from hybrid_rlhf.generation.sampling import derive_seed
+from hybrid_rlhf.models.loading import load_model
+from hybrid_rlhf.models.sources import resolve_model
+from hybrid_rlhf.runtime.world import default_device, default_dtype, solo_world
+
+DEVICE = default_device()
+DTYPE = default_dtype(DEVICE)
+SHAPES: dict[str, dict[str, Any]] = {
+    "small": {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 6,
+              "num_key_value_heads": 2, "vocab_size": 32000},
+    "qwen2.5-0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+                     "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
+    "llama-3.2-1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+                     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256,
+                     "tie_word_embeddings": True},
+    "qwen2.5-7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+                   "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Work:
+    """Requests: prompts and how many tokens each is to get."""
+
+    prompts: list[list[int]]
+    lengths: list[int]
+    n: int = 1
+
+    @property
+    def useful_tokens(self) -> int:
+        return sum(self.lengths) * self.n
+
+
+def make_work(scenario: str, *, requests: int, prompt_tokens: int, new_tokens: int, n: int, vocabulary: int) -> Work:
+    """The requests of a scenario, the same in every run."""
+    generator = torch.Generator().manual_seed(0)
+
+    def prompt(length: int) -> list[int]:
+        return torch.randint(10, vocabulary - 10, (length,), generator=generator).tolist()
+
+    if scenario != "ragged":
+        return Work([prompt(prompt_tokens) for _ in range(requests)], [new_tokens] * requests, n)
+    stops = torch.rand(requests, generator=generator).clamp(min=1e-9).log() / math.log(1 - 4 / new_tokens)
+    lengths = [min(new_tokens, 1 + int(stop)) for stop in stops]
+    sizes = torch.randint(prompt_tokens // 2, 2 * prompt_tokens, (requests,), generator=generator).tolist()
+    return Work([prompt(size) for size in sizes], lengths, n)
+
+
+def ours(decoder: Decoder, work: Work) -> Callable[[], None]:
+    """This engine; each request ends at its own length, as if it had stopped there."""
+    params = [
+        SamplingParams(max_new_tokens=length, n=work.n, seed=derive_seed(0, index))
+        for index, length in enumerate(work.lengths)
+    ]
+    engine = GenerationEngine(decoder, stop_token_ids=())
+    return lambda: _expect(sum(len(c.token_ids) for s in engine.generate(work.prompts, params) for c in s), work)
+
+
+def _expect(tokens: int, work: Work) -> None:
+    assert tokens == work.useful_tokens, f"{tokens} tokens for {work.useful_tokens}"
+
+
+def hf_generate(lm: PreTrainedModel, work: Work) -> Callable[[], None]:
+    """One padded batch that runs to the longest request, as `generate` does."""
+    width = max(map(len, work.prompts))
+    ids = torch.zeros(len(work.prompts), width, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(work.prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
+    config = GenerationConfig(
+        max_new_tokens=max(work.lengths), min_new_tokens=max(work.lengths), do_sample=True, top_k=0, top_p=1.0,
+        temperature=1.0, pad_token_id=0, eos_token_id=None, num_return_sequences=work.n,
+    )  # fmt: skip
+    ids, mask = ids.to(DEVICE), mask.to(DEVICE)
+
+    def run() -> None:
+        lm.generate(ids, attention_mask=mask, generation_config=config)
+
+    return run
+
+
+def hf_generate_batch(lm: PreTrainedModel, work: Work) -> Callable[[], None]:
+    """transformers' own continuous batching, request by request with its own length."""
+
+    def run() -> None:
+        manager = lm.init_continuous_batching(
+            GenerationConfig(do_sample=True, max_new_tokens=max(work.lengths), eos_token_id=-1, pad_token_id=0)
+        )
+        manager.start()
+        try:
+            for prompt, length in zip(work.prompts, work.lengths, strict=True):
+                for _ in range(work.n):
+                    manager.add_request(prompt, max_new_tokens=length)
+            done, tokens = 0, 0
+            while done < len(work.prompts) * work.n:
+                result = manager.get_result(timeout=1)
+                if result is not None and result.is_finished():
+                    done, tokens = done + 1, tokens + len(result.generated_tokens)
+        finally:
+            manager.stop(block=True)
+        _expect(tokens, work)
+
+    return run
+
+
+@torch.inference_mode()
+def matrix_products(decoder: Decoder, work: Work) -> Callable[[], None]:
+    """The products alone: prompts read once, then each step with the rows that are live in it."""
+    weights = decoder._weights
+    longest = max(work.lengths)
+    rows = [sum(length > step for length in work.lengths) * work.n for step in range(1, longest)]
+    hidden = decoder.architecture.hidden_size
+    heads, mlp = len(decoder.split.heads) * decoder.architecture.head_dim, len(decoder.split.mlp)
+
+    def products(tokens: int, outputs: int) -> None:
+        x, mixed, inner = (torch.ones(tokens, k, device=DEVICE, dtype=DTYPE) for k in (hidden, heads, mlp))
+        for layer in weights.layers:
+            layer.qkv(x), layer.o(mixed), layer.up(x), layer.down(inner)
+        weights.head(x[:outputs])
+
+    def run() -> None:
+        with torch.inference_mode():
+            products(sum(map(len, work.prompts)), len(work.prompts))
+            for live in rows:
+                products(live, live)
+
+    return run
+
+
+def timed(function: Callable[[], None]) -> float:
+    """Seconds of a call."""
+    start = time.perf_counter()
+    function()
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+VLLM_SCRIPT = """
+import json, sys, time
+if __name__ == "__main__":
+    from vllm import LLM, SamplingParams
+    work = json.load(open(sys.argv[1]))
+    llm = LLM(work["model"], dtype="float32", max_model_len=work["context"], skip_tokenizer_init=True,
+              enable_prefix_caching=False, max_num_seqs=256)
+    params = [SamplingParams(temperature=1.0, max_tokens=n, min_tokens=n, ignore_eos=True, detokenize=False, n=work["n"])
+              for n in work["lengths"]]
+    prompts = [{"prompt_token_ids": p} for p in work["prompts"]]
+    print("ready", flush=True)
+    for line in sys.stdin:
+        start = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        assert sum(len(o.token_ids) for r in outputs for o in r.outputs) == sum(work["lengths"]) * work["n"]
+        print(f"seconds {seconds}", flush=True)
+"""
+
+
+class VLLM:
+    """vLLM in its own environment and process; each call runs the work once and returns its own seconds."""
+
+    def __init__(self, python: str, lm: PreTrainedModel, work: Work, folder: Path) -> None:
+        import os
+
+        lm.save_pretrained(folder / "model")
+        content = {
+            "model": str(folder / "model"), "prompts": work.prompts, "lengths": work.lengths, "n": work.n,
+            "context": max(map(len, work.prompts)) + max(work.lengths) + 8,
+        }  # fmt: skip
+        (folder / "work.json").write_text(json.dumps(content))
+        (folder / "run.py").write_text(VLLM_SCRIPT)
+        settings = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "0-1", "VLLM_LOGGING_LEVEL": "ERROR"}
+        self._process = subprocess.Popen(
+            [python, str(folder / "run.py"), str(folder / "work.json")], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=(folder / "stderr").open("w"), text=True, env={**os.environ, **settings, "HF_HUB_OFFLINE": "1"},
+        )  # fmt: skip
+        self._read("ready")
+
+    def _read(self, word: str) -> str:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(word):
+                return line
+        raise RuntimeError("vLLM ended; see its stderr file")
+
+    def seconds(self) -> float:
+        """Of one run, without starting the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+        return float(self._read("seconds").split()[1])
+
+    def close(self) -> None:
+        """End the process: an idle one would still take a core."""
+        self._process.kill()
+        self._process.wait()
+
+
+def load(name: str) -> PreTrainedModel:
+    """A model by folder, `embedded` for SmolLM2-135M, or random weights of a shape."""
+    if name in SHAPES:
+        torch.manual_seed(0)
+        with torch.device(DEVICE):
+            config = LlamaConfig(**SHAPES[name], max_position_embeddings=4096)
+            return AutoModelForCausalLM.from_config(config, dtype=DTYPE).eval()
+    path = resolve_model(name, world=solo_world(DEVICE))
+    lm, _ = load_model(path, "causal_lm", config=ModelConfig(), dtype=DTYPE)
+    return lm.to(DEVICE).eval()  # type: ignore[arg-type, return-value]
+
+
+def main() -> None:
+    """Measure, print a table, write JSON."""
+    options = parse()
+    lm = load(options.model)
+    work = make_work(
+        options.scenario, requests=options.requests, prompt_tokens=options.prompt_tokens,
+        new_tokens=options.new_tokens, n=options.n, vocabulary=lm.config.vocab_size,
+    )  # fmt: skip
+    decoder = decoder_of(lm, world=solo_world(DEVICE), dtype=DTYPE)
+    peers: dict[str, Callable[[], float]] = {
+        "matrix products": lambda run=matrix_products(decoder, work): timed(run),
+        "this engine": lambda run=ours(decoder, work): timed(run),
+    }
+    if "generate" in options.peers:
+        peers["HF generate"] = lambda run=hf_generate(lm, work): timed(run)
+    if "generate_batch" in options.peers:
+        peers["HF generate_batch"] = lambda run=hf_generate_batch(lm, work): timed(run)
+    seconds: dict[str, list[float]] = {name: [] for name in peers}
+    vllm = None
+    if options.vllm_python:
+        import tempfile
+
+        vllm = VLLM(options.vllm_python, lm, work, Path(tempfile.mkdtemp()))
+        peers["vLLM"], seconds["vLLM"] = vllm.seconds, []
+    for number in range(options.runs + 1):
+        for name, run in peers.items():
+            took = run()
+            if number:  # the first run warms up
+                seconds[name].append(took)
+    if vllm is not None:
+        vllm.close()
+    report(options, work, seconds)
+
+
+def report(options: argparse.Namespace, work: Work, seconds: dict[str, list[float]]) -> None:
+    """A table on the screen, and the same as JSON."""
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    print(f"{options.scenario}: {options.model}, {len(work.prompts)} prompts x {work.n}, {work.useful_tokens} useful tokens; "
+          f"{DTYPE}, {DEVICE}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
+          f"transformers {transformers.__version__}, median of {options.runs}")  # fmt: skip
+    for name, median in medians.items():
+        times = seconds[name]
+        print(f"{name:18s} {work.useful_tokens / median:10.1f} tokens/s   {median:8.3f} s "
+              f"({min(times):.3f} to {max(times):.3f})   this engine is {median / medians['this engine']:.2f} x as fast")  # fmt: skip
+    if options.json:
+        result = {"options": vars(options), "useful_tokens": work.useful_tokens, "seconds": seconds,
+                  "platform": platform.platform(), "torch": torch.__version__}  # fmt: skip
+        Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
+
+
+def parse() -> argparse.Namespace:
+    """The command line; a benchmark is no part of the product and needs no more than argparse."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scenario", choices=["uniform", "ragged", "samples"], default="uniform")
+    parser.add_argument("--model", default="embedded", help=f"embedded, a folder, or a shape: {', '.join(SHAPES)}")
+    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--prompt_tokens", type=int, default=32)
+    parser.add_argument("--new_tokens", type=int, default=32)
+    parser.add_argument("--n", type=int, default=1, help="samples of each prompt")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--peers", nargs="*", default=["generate"], choices=["generate", "generate_batch"])
+    parser.add_argument("--vllm_python", help="python of an environment with vLLM")
+    parser.add_argument("--json", help="file for the raw times")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""Attention of new tokens over the KV cache: for a prefill of many prompts, and for one token of every live row.
+
+Both first write the new keys and values into the cache. Query heads that share a KV head are one matrix in decoding,
+so that keys are read once for all of them.
+
+Shapes: T tokens, B rows, A heads and K KV heads of this rank, G = A / K, D head size, L new tokens, S tokens in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hybrid_rlhf.generation.architecture import Architecture
+from hybrid_rlhf.generation.cache import KVCache
+from hybrid_rlhf.generation.weights import Split
+
+
+@dataclass(frozen=True)
+class Span:
+    """Slots that read equally many tokens from the same place on; their tokens stand slot by slot."""
+
+    slots: Sequence[int]
+    start: int
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        """All of them."""
+        return len(self.slots) * self.length
+
+
+class Attention:
+    """What prefill and decoding share: the architecture's scores and the cache."""
+
+    def __init__(self, architecture: Architecture, split: Split, cache: KVCache) -> None:
+        self._architecture, self._cache = architecture, cache
+        device, dtype = cache.keys.device, cache.keys.dtype
+        self._kv_heads, self._group = len(split.kv_heads), len(split.heads) // len(split.kv_heads)
+        self._slopes = None
+        if architecture.alibi is not None:
+            self._slopes = architecture.alibi[split.heads.start : split.heads.stop].to(device)
+        self._dtype = dtype
+
+    def prefill(self, spans: Sequence[Span]) -> PrefillAttention:
+        """Attention of the tokens of spans, one span behind the other."""
+        return PrefillAttention(self, spans)
+
+    def decode(self, positions: Tensor, *, shortest: int, longest: int) -> DecodeAttention:
+        """Attention of one token for each of the first slots.
+
+        Args:
+            positions: [B] of the new tokens; row i writes into slot i.
+            shortest: tokens of the shortest row, the new one included.
+            longest: of the longest.
+        """
+        return DecodeAttention(self, positions, shortest, longest)
+
+    def sees_all_before(self, kind: int, start: int, end: int) -> bool:
+        """Whether being causal is all there is to the scores of queries at start to end - 1 on as many keys."""
+        window = self._architecture.kinds[kind].window
+        special = self._slopes is not None or self._architecture.attention_softcap is not None
+        return not special and start == 0 and (window is None or window >= end)
+
+    def bias(self, kind: int, queries: Tensor, keys: int) -> Tensor:
+        """What is added to scores: [..., A or 1, S] for queries at positions [...]; -inf where a key is not seen."""
+        place = torch.arange(keys, device=queries.device)
+        distance = queries[..., None] - place
+        seen = distance >= 0
+        window = self._architecture.kinds[kind].window
+        if window is not None and keys > window:
+            seen &= distance < window
+        bias = torch.zeros((), dtype=self._dtype, device=queries.device).expand(seen.shape).unsqueeze(-2)
+        if self._slopes is not None:
+            slopes = self._slopes.bfloat16() if self._architecture.alibi_bfloat16 else self._slopes
+            bias = ((slopes[:, None] * place).float() * self._architecture.alibi_scale).to(self._dtype)
+            bias = bias.expand(*queries.shape, *bias.shape)
+        return bias.masked_fill(~seen.unsqueeze(-2), -torch.inf)
+
+    def mix(self, kind: int, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, causal: bool) -> Tensor:
+        """Values [n, A, L, D] by the scores of q [n, A, L, D] on k, v [n, K, S, D]; bias [n or 1, A or 1, L, S]."""
+        scale, cap = self._architecture.kinds[kind].scale, self._architecture.attention_softcap
+        grouped = q.shape[1] != k.shape[1]
+        if cap is None:
+            return functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=bias, is_causal=causal, scale=scale, enable_gqa=grouped
+            )
+        n, heads, length, d = q.shape
+        rows = q.reshape(n, k.shape[1], -1, d)  # queries of one KV head together
+        scores = (rows @ k.transpose(-1, -2)).view(n, heads, length, -1).float().mul_(scale)
+        scores.div_(cap).tanh_().mul_(cap)
+        weights = (scores if bias is None else scores + bias).softmax(dim=-1).to(v.dtype)
+        return (weights.view(n, k.shape[1], -1, k.shape[2]) @ v).view(n, heads, length, d)
+
+
+class PrefillAttention:
+    """Prompts, or parts of them, in spans."""
+
+    def __init__(self, attention: Attention, spans: Sequence[Span]) -> None:
+        self._attention, self._spans = attention, spans
+        device = attention._cache.keys.device
+        self._slots = [torch.tensor(span.slots, device=device) for span in spans]
+        self._biases: dict[tuple[int, int], Tensor | None] = {}
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """[T, A, D] of q [T, A, D], k and v [T, K, D]."""
+        cache, kind = self._attention._cache, self._attention._architecture.layer_kinds[layer]
+        mixed, offset = torch.empty_like(q), 0
+        for index, (span, slots) in enumerate(zip(self._spans, self._slots, strict=True)):
+            part, end = slice(offset, offset + span.tokens), span.start + span.length
+            offset += span.tokens
+            rows, new_keys, new_values = (
+                x[part].unflatten(0, (len(span.slots), span.length)).transpose(1, 2) for x in (q, k, v)
+            )
+            cache.keys[layer, slots, :, span.start : end] = new_keys
+            cache.values[layer, slots, :, span.start : end] = new_values
+            if span.start:
+                new_keys, new_values = cache.keys[layer, slots, :, :end], cache.values[layer, slots, :, :end]
+            bias = self._bias(index, kind)
+            out = self._attention.mix(kind, rows, new_keys, new_values, bias, causal=bias is None)
+            mixed[part] = out.transpose(1, 2).flatten(0, 1)
+        return mixed
+
+    def _bias(self, index: int, kind: int) -> Tensor | None:
+        """[1, A or 1, L, S]; none where being causal is all there is to say."""
+        if (index, kind) not in self._biases:
+            self._biases[index, kind] = self._make_bias(self._spans[index], kind)
+        return self._biases[index, kind]
+
+    def _make_bias(self, span: Span, kind: int) -> Tensor | None:
+        attention, end = self._attention, span.start + span.length
+        if attention.sees_all_before(kind, span.start, end):
+            return None
+        queries = torch.arange(span.start, end, device=attention._cache.keys.device)
+        return attention.bias(kind, queries, end).transpose(0, 1)[None]
+
+
+class DecodeAttention:
+    """One token for each of the first B slots."""
+
+    def __init__(self, attention: Attention, positions: Tensor, shortest: int, longest: int) -> None:
+        self._attention, self._positions, self._longest = attention, positions, longest
+        self._rows = torch.arange(len(positions), device=positions.device)
+        self._biases = [
+            None
+            if shortest == longest and attention.sees_all_before(kind, 0, longest)
+            else self._grouped(attention.bias(kind, positions, longest))
+            for kind in range(len(attention._architecture.kinds))
+        ]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """[B, A, D] of q [B, A, D], k and v [B, K, D]."""
+        attention, cache = self._attention, self._attention._cache
+        keys, values = cache.keys[layer], cache.values[layer]
+        keys[self._rows, :, self._positions] = k
+        values[self._rows, :, self._positions] = v
+        batch, kind = len(q), attention._architecture.layer_kinds[layer]
+        seen_keys, seen_values = keys[:batch, :, : self._longest], values[:batch, :, : self._longest]
+        # The G queries of a KV head stand where a prefill has its L tokens.
+        rows = q.unflatten(1, (attention._kv_heads, attention._group))
+        out = attention.mix(kind, rows, seen_keys, seen_values, self._biases[kind], causal=False)
+        return out.flatten(1, 2)
+
+    def _grouped(self, bias: Tensor) -> Tensor:
+        """[B, A or 1, S] to [B, K or 1, G or 1, S]."""
+        if bias.shape[1] == 1:
+            return bias[:, :, None]
+        return bias.unflatten(1, (self._attention._kv_heads, self._attention._group))

@@ -1,0 +1,66 @@
+"""One completion under way: what it has so far, and when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hybrid_rlhf.generation.sampling import Completion, FinishReason, SamplingParams
+
+Detokenize = Callable[[Sequence[int]], str]
+_TAIL_TOKENS = 4
+"""Tokens decoded beyond a stop string's length: a character may be spread over a few."""
+
+
+@dataclass(eq=False)
+class Request:
+    """A sample of a prompt."""
+
+    prompt: Sequence[int]
+    prompt_index: int
+    params: SamplingParams
+    stop: frozenset[int]
+    """All tokens that end it."""
+    uniforms: np.ndarray
+    """A number in [0, 1) for each token; as many as it may have."""
+    detokenize: Detokenize | None = None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    sampling_logprobs: list[float] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    @property
+    def uniform(self) -> float:
+        """The number that its next token is drawn with."""
+        return float(self.uniforms[len(self.token_ids)])
+
+    @property
+    def tokens(self) -> int:
+        """Of prompt and completion so far."""
+        return len(self.prompt) + len(self.token_ids)
+
+    def take(self, token: int, logprob: float, sampling_logprob: float) -> None:
+        """Add a token, and see whether it is the last."""
+        self.token_ids.append(token)
+        self.logprobs.append(logprob)
+        self.sampling_logprobs.append(sampling_logprob)
+        if token in self.stop or self._ends_with_stop_string():
+            self.finish_reason = "stop"
+        elif len(self.token_ids) == len(self.uniforms):
+            self.finish_reason = "length"
+
+    def _ends_with_stop_string(self) -> bool:
+        if not self.params.stop_strings or self.detokenize is None:
+            return False
+        if len(self.token_ids) < self.params.min_new_tokens:
+            return False
+        tail = max(map(len, self.params.stop_strings)) + _TAIL_TOKENS  # a token is at least a byte
+        text = self.detokenize(self.token_ids[-4 * tail :])
+        return any(stop in text for stop in self.params.stop_strings)
+
+    def completion(self, weight_version: int) -> Completion:
+        """The answer; once it has ended."""
+        assert self.finish_reason is not None
+        return Completion(self.token_ids, self.logprobs, self.finish_reason, self.sampling_logprobs, weight_version)

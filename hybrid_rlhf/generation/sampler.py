@@ -1,0 +1,193 @@
+"""Drawing tokens: one for each row, from logits that may be spread over tensor-parallel ranks by vocabulary.
+
+A token is drawn by inverting the cumulative distribution at one uniform number, in two levels: first the block of the
+vocabulary, then the token in it. So a row costs one exponential an entry, and no sort. With a spread vocabulary ranks
+exchange three numbers a row and never the logits; only what cuts the distribution (top_p, top_k, min_p, penalties)
+gathers them.
+
+Shapes: B rows, V vocabulary, R ranks; logits are [B, V / R] float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.generation.requests import Request
+from hybrid_rlhf.generation.weights import share
+from hybrid_rlhf.runtime.world import World, solo_world
+
+_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Tokens [B] int64 and their log-probs [B] float32, raw and under what was drawn from."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    sampling_logprobs: Tensor
+
+
+class Sampler:
+    """Draws for requests; one sampler serves a whole generation."""
+
+    def __init__(self, vocab_size: int, world: World) -> None:
+        """Args: all tokens, and the tensor-parallel ranks that share them out."""
+        self._vocab_size, self._world = vocab_size, world
+        self._mine = share(vocab_size, world.rank, world.size)
+        self._rows: Sequence[Request] | None = None
+
+    def __call__(self, logits: Tensor, requests: Sequence[Request]) -> Drawn:
+        """The next token of each request; logits may be overwritten."""
+        if requests is not self._rows:
+            self._rows = requests
+            self._columns = _Columns(requests, logits.device)
+        columns = self._columns
+        uniforms = torch.tensor([request.uniform for request in requests], dtype=torch.float64).to(logits.device)
+        if columns.draws_from_all:
+            tokens, logprobs = draw(_cooled(logits, columns), uniforms, columns.greedy, self._mine, self._world)
+            return Drawn(tokens, logprobs, logprobs)
+        logits = gather_vocabulary(logits, self._vocab_size, self._world)
+        whole, alone = range(logits.shape[-1]), solo_world(logits.device)
+        cut = _cut(_cooled(_penalised(logits.clone(), requests), columns), columns)
+        tokens, sampling_logprobs = draw(cut, uniforms, columns.greedy, whole, alone)
+        raw = torch.log_softmax(_cooled(logits, columns), dim=-1)
+        return Drawn(tokens, raw.gather(1, tokens[:, None]).squeeze(1), sampling_logprobs)
+
+
+def gather_vocabulary(logits: Tensor, vocab_size: int, world: World) -> Tensor:
+    """The logits of all ranks [B, V]."""
+    if world.size == 1:
+        return logits
+    shares = [share(vocab_size, rank, world.size) for rank in range(world.size)]
+    widest = max(map(len, shares))
+    parts = world.all_gather(torch.nn.functional.pad(logits, (0, widest - logits.shape[-1])))
+    return torch.cat([part[..., : len(mine)] for part, mine in zip(parts, shares, strict=True)], dim=-1)
+
+
+class _Columns:
+    """The settings of the rows as tensors [B, 1]."""
+
+    def __init__(self, requests: Sequence[Request], device: torch.device) -> None:
+        params = [request.params for request in requests]
+        self.draws_from_all = all(p.draws_from_all for p in params)
+        self.greedy = torch.tensor([p.greedy for p in params], device=device)
+        self.cool = any(p.temperature != 1 for p in params)
+        self.temperature, self.top_p, self.min_p = (
+            torch.tensor([[value] for value in values], dtype=torch.float32, device=device)
+            for values in ([p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params])
+        )
+        self.top_k = torch.tensor([[p.top_k] for p in params], device=device)
+        self.cuts_by_rank = any(p.top_p < 1 or p.top_k > 0 for p in params)
+        self.cuts_by_share = any(p.min_p > 0 for p in params)
+
+
+def _cooled(logits: Tensor, columns: _Columns) -> Tensor:
+    return logits / columns.temperature if columns.cool else logits
+
+
+def draw(logits: Tensor, uniforms: Tensor, greedy: Tensor, vocabulary: range, world: World) -> tuple[Tensor, Tensor]:
+    """One token a row from the softmax of logits.
+
+    Args:
+        logits: [B, V / R] float32, of this rank's tokens; -inf is never drawn.
+        uniforms: [B] float64 in [0, 1).
+        greedy: [B] bool, rows that take the likeliest token.
+        vocabulary: which tokens they are.
+        world: the tensor-parallel ranks.
+
+    Returns:
+        tokens [B] int64 and their log-probs [B] float32, the same on every rank.
+    """
+    probs, mass = torch.softmax(logits, dim=-1), _log_mass(logits, world)
+    cumulative = _block_sums(probs).double().cumsum(dim=-1)
+    # Each rank's share of the whole, and where this rank's begins.
+    shares = cumulative[:, -1:] if mass is None else (mass - mass.amax(dim=0)).softmax(dim=0).transpose(0, 1)
+    before = shares[:, : world.rank].sum(dim=-1)
+    target = uniforms * shares.sum(dim=-1)
+    rank_of = (shares.cumsum(dim=-1) <= target[:, None]).sum(dim=-1).clamp_(max=world.size - 1)
+    index = _invert(probs, cumulative, (target - before) / shares[:, world.rank] * cumulative[:, -1])
+    if bool(greedy.any()):
+        index, rank_of = _likeliest(logits, index, rank_of, greedy, world)
+    chosen = probs.gather(1, index[:, None]).squeeze(1).log()
+    if mass is None:
+        return index, chosen
+    mine = rank_of == world.rank
+    logprob = chosen.double() + mass[world.rank] - mass.logsumexp(dim=0)
+    told = torch.stack([(index + vocabulary.start).double(), logprob]).where(mine, 0.0)
+    tokens, logprobs = world.all_reduce(told)
+    return tokens.long(), logprobs.float()
+
+
+def _log_mass(logits: Tensor, world: World) -> Tensor | None:
+    """log sum exp of each rank's logits [R, B] float64; none for a single rank, which needs no more than a softmax."""
+    return None if world.size == 1 else world.all_gather(logits.double().logsumexp(dim=-1))
+
+
+def _likeliest(logits: Tensor, index: Tensor, rank_of: Tensor, greedy: Tensor, world: World) -> tuple[Tensor, Tensor]:
+    """Index on its rank, and rank [B], of the likeliest token on greedy rows; as drawn on the others."""
+    top, best = logits.max(dim=-1)
+    winner = world.all_gather(top).argmax(dim=0)
+    return torch.where(greedy, best, index), torch.where(greedy, winner, rank_of)
+
+
+def _block_sums(probs: Tensor) -> Tensor:
+    """Sums [B, blocks] over stretches of 128 tokens, the last one shorter."""
+    whole = probs.shape[-1] // _BLOCK * _BLOCK
+    sums = [probs[:, :whole].unflatten(-1, (-1, _BLOCK)).sum(dim=-1)] if whole else []
+    return torch.cat([*sums, probs[:, whole:].sum(dim=-1, keepdim=True)], dim=-1)
+
+
+def _invert(probs: Tensor, cumulative: Tensor, wanted: Tensor) -> Tensor:
+    """Where the running sum of probs [B, V] passes wanted [B]; always an entry above 0, if there is one.
+
+    Args:
+        probs: [B, V].
+        cumulative: [B, blocks] float64, running sums of its blocks.
+        wanted: [B] float64; brought below the whole sum.
+    """
+    end = cumulative[:, -1]
+    wanted = torch.minimum(wanted, torch.nextafter(end, torch.zeros_like(end))).clamp_(min=0)[:, None]
+    block = torch.searchsorted(cumulative, wanted, right=True).clamp_(max=cumulative.shape[1] - 1)
+    before = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp(min=0)), 0.0)
+    inside = torch.arange(_BLOCK, device=probs.device)
+    places = block * _BLOCK + inside
+    weights = probs.gather(1, places.clamp(max=probs.shape[-1] - 1)).masked_fill(places >= probs.shape[-1], 0.0)
+    place = torch.searchsorted(weights.double().cumsum(dim=1), wanted - before, right=True)
+    # Sums of a block in another order may differ in the last digit: do not step past what has weight.
+    last = ((weights > 0) * (inside + 1)).argmax(dim=1, keepdim=True)
+    return (block * _BLOCK + torch.minimum(place, last)).squeeze(1)
+
+
+def _penalised(logits: Tensor, requests: Sequence[Request]) -> Tensor:
+    """Repetition penalty (arXiv 1909.05858, section 4.1) and no stop before min_new_tokens, in place."""
+    for row, request in enumerate(requests):
+        penalty = request.params.repetition_penalty
+        if penalty != 1:
+            seen = torch.tensor(sorted({*request.prompt, *request.token_ids}), device=logits.device)
+            values = logits[row, seen]
+            logits[row, seen] = torch.where(values > 0, values / penalty, values * penalty)
+        if len(request.token_ids) < request.params.min_new_tokens:
+            logits[row, torch.tensor(sorted(request.stop), dtype=torch.long, device=logits.device)] = -torch.inf
+    return logits
+
+
+def _cut(logits: Tensor, columns: _Columns) -> Tensor:
+    """Logits [B, V] with what top_k, then top_p, then min_p leave out at -inf (the order of Hugging Face)."""
+    if columns.cuts_by_rank:
+        ordered, index = logits.sort(dim=-1, descending=True, stable=True)
+        place = torch.arange(logits.shape[-1], device=logits.device)
+        beyond = (columns.top_k > 0) & (place >= columns.top_k)
+        probs = ordered.masked_fill(beyond, -torch.inf).softmax(dim=-1)
+        # The smallest set that reaches top_p: a token goes if those before it reach it already.
+        beyond |= (columns.top_p < 1) & (probs.cumsum(dim=-1) - probs >= columns.top_p)
+        beyond[:, 0] = False
+        logits = logits.masked_fill(beyond.scatter(1, index, beyond), -torch.inf)
+    if columns.cuts_by_share:
+        probs = logits.softmax(dim=-1)
+        logits = logits.masked_fill(probs < columns.min_p * probs.amax(dim=-1, keepdim=True), -torch.inf)
+    return logits

@@ -1,0 +1,270 @@
+"""The switch: every ZeRO stage, tensor parallelism and LoRA give the same tokens, and training never notices."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.ppo import RolloutConfig
+from hybrid_rlhf.engines import hybrid
+from hybrid_rlhf.engines.builder import build_actor
+from hybrid_rlhf.engines.hybrid import HybridEngine
+from hybrid_rlhf.functional.losses import sft_loss
+from hybrid_rlhf.generation import GenerationEngine, SamplingParams
+from hybrid_rlhf.generation.sampling import Completion
+from hybrid_rlhf.generation.weights import WeightLoader
+from hybrid_rlhf.runtime.world import World
+from tests.engines.ranks import run_ranks
+from tests.engines.test_engines import batch, spec, train_step
+from tests.generation.families import variant
+from tests.tiny import tiny_model, tiny_tokenizer
+
+PROMPTS = [[5, 6, 7], [9, 8], [4] * 20 + [6, 7], [4] * 20 + [9]]
+GREEDY = SamplingParams(max_new_tokens=6, greedy=True)
+SAMPLED = SamplingParams(max_new_tokens=6, seed=3, n=2)
+
+
+def state_of(engine: HybridEngine) -> list[torch.Tensor]:
+    """Copies of this rank's weights, gradients, master weights and optimizer states."""
+    tensors = []
+    for parameter in engine.module.parameters():
+        tensors.append(getattr(parameter, "ds_tensor", parameter))
+        tensors += [] if parameter.grad is None else [parameter.grad]
+    optimizer = engine._engine.optimizer
+    inner = getattr(optimizer, "optimizer", optimizer)
+    for group in inner.param_groups:
+        tensors += group["params"]
+    for states in inner.state.values():
+        tensors += [value for value in states.values() if isinstance(value, torch.Tensor)]
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def half_a_step(engine: HybridEngine, world: World) -> None:
+    """Gradients in place, the update still to come."""
+    ids = batch()[world.rank :: world.size]
+    counts = torch.ones_like(ids, dtype=torch.bool)
+    logprobs, _ = engine(ids, counts, counts)
+    engine.backward(sft_loss(logprobs, mask=counts).total, count=36)
+
+
+def switched(world: World, path: Path, settings: dict[str, Any], rollout: dict[str, Any]) -> dict[str, Any]:
+    """Train, generate in the middle of an update and after it, train on; the same without generating."""
+    told: dict[str, Any] = {"losses": []}
+    for switch in (True, False):
+        engine = build_actor(spec(path, **settings), world, rollout=RolloutConfig(**rollout))
+        losses = [train_step(engine, world)]
+        if switch:
+            half_a_step(engine, world)
+            before = state_of(engine)
+            for name, sampling in (("greedy", GREEDY), ("sampled", SAMPLED)):
+                with engine.inference(stop_token_ids=(11,)) as generation:
+                    told[name] = generation.generate(PROMPTS, sampling)
+            told["same"] = all(map(torch.equal, before, state_of(engine)))
+            told["training"] = engine.module.training
+            engine._engine.optimizer.zero_grad()
+            engine = build_actor(spec(path, **settings), world, rollout=RolloutConfig(**rollout))
+            train_step(engine, world)
+            with engine.inference() as generation:
+                generation.generate(PROMPTS, SAMPLED)
+        losses += [train_step(engine, world), train_step(engine, world)]
+        told["losses"].append(losses)
+    return told
+
+
+def tokens(results: list[list[Completion]]) -> list[list[list[int]]]:
+    return [[completion.token_ids for completion in samples] for samples in results]
+
+
+@pytest.fixture(scope="module")
+def expected(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    """One rank without ZeRO, by LoRA rank."""
+    folder = tmp_path_factory.mktemp("plain")
+    return {
+        lora: run_ranks(switched, 1, folder / str(lora), model_folder, {"lora": lora, "lr": 0.05}, {})[0]
+        for lora in (0, 4)
+    }
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "tensor_parallel", "lora"),
+    [
+        (1, 3, 1, 0),
+        (2, 0, 1, 4),
+        (2, 0, 2, 0),
+        (2, 1, 2, 4),
+        (2, 2, 1, 0),
+        (2, 2, 2, 0),
+        (2, 3, 1, 4),
+        (2, 3, 2, 0),
+        (2, 3, 2, 4),
+        (4, 2, 2, 4),
+        (4, 3, 2, 0),
+        (4, 3, 4, 4),
+    ],
+)
+def test_any_layout_samples_the_same_and_training_goes_on_bit_for_bit(
+    ranks: int,
+    stage: int,
+    tensor_parallel: int,
+    lora: int,
+    model_folder: Path,
+    tmp_path: Path,
+    expected: dict[int, dict[str, Any]],
+) -> None:
+    settings, rollout = {"stage": stage, "lora": lora, "lr": 0.05}, {"tensor_parallel": tensor_parallel}
+    for told in run_ranks(switched, ranks, tmp_path, model_folder, settings, rollout):
+        for name in ("greedy", "sampled"):
+            assert tokens(told[name]) == tokens(expected[lora][name])
+            for found, wanted in zip(sum(told[name], []), sum(expected[lora][name], []), strict=True):
+                assert found.logprobs == pytest.approx(wanted.logprobs, abs=1e-4)
+                assert found.weight_version == 1
+        assert told["same"], "weights, gradients and optimizer states are bit for bit what they were"
+        assert told["training"]
+        with_switch, without = told["losses"]
+        assert with_switch == without, "the steps after a switch are bit for bit those without one"
+
+
+def test_the_merged_adapters_are_those_that_train(expected: dict[int, dict[str, Any]]) -> None:
+    assert tokens(expected[0]["greedy"]) != tokens(expected[4]["greedy"]), "the two runs learn apart"
+
+
+def module_and_layout(world: World, path: Path, settings: dict[str, Any]) -> list[Any]:
+    results = []
+    for layout in ("auto", "module"):
+        engine = build_actor(spec(path, **settings), world, rollout=RolloutConfig(layout=layout))  # type: ignore[arg-type]
+        train_step(engine, world)
+        with engine.inference(stop_token_ids=(11,)) as generation:
+            results.append(tokens(generation.generate(PROMPTS, SAMPLED)))
+    return results
+
+
+@pytest.mark.parametrize(("ranks", "settings"), [(1, {"lora": 4}), (2, {"stage": 3, "lora": 4}), (2, {"stage": 3})])
+def test_the_module_generates_what_the_layout_does(
+    ranks: int, settings: dict[str, Any], model_folder: Path, tmp_path: Path
+) -> None:
+    for layout, module in run_ranks(module_and_layout, ranks, tmp_path, model_folder, settings):
+        assert layout == module
+
+
+def gathers(world: World, path: Path) -> dict[str, list[int]]:
+    """Elements gathered at once, and how often a layout is built."""
+    seen: list[int] = []
+    gathered = hybrid.whole_parameters
+    built: list[int] = []
+    assemble = WeightLoader.assemble
+
+    def watched(lm: Any, *, bucket_elements: int) -> Any:
+        for name, parameter, adapter in gathered(lm, bucket_elements=4000):
+            seen.append(sum(p.numel() for p in lm.parameters() if hasattr(p, "ds_id") and not p.ds_persist))
+            yield name, parameter, adapter
+
+    hybrid.whole_parameters = watched
+    WeightLoader.assemble = lambda self: built.append(1) or assemble(self)  # type: ignore[method-assign]
+    engine = build_actor(spec(path, stage=3), world, rollout=RolloutConfig(keep_weights=True))
+    counts = []
+    for _ in range(2):
+        for _ in range(2):
+            with engine.inference() as generation:
+                generation.generate(PROMPTS, GREEDY)
+            counts.append(len(built))
+        train_step(engine, world)
+    whole = sum(p.ds_numel for p in engine.module.parameters())
+    return {"seen": [max(seen), whole], "built": counts}
+
+
+def test_weights_are_gathered_in_buckets_and_kept_until_they_change(model_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "big"
+    tiny_model(hidden_size=64, intermediate_size=96, num_hidden_layers=4, tie_word_embeddings=False).save_pretrained(
+        folder
+    )
+    for told in run_ranks(gathers, 2, tmp_path, folder):
+        most, whole = told["seen"]
+        assert most < whole / 3
+        assert told["built"] == [1, 1, 2, 2]
+
+
+def offloaded(world: World, path: Path, stage: int) -> tuple[list[Any], list[float]]:
+    results, losses = [], []
+    for offload in (False, True):
+        engine = build_actor(spec(path, stage=stage), world, rollout=RolloutConfig(offload_states=offload))
+        train_step(engine, world)
+        with engine.inference() as generation:
+            results.append(tokens(generation.generate(PROMPTS, SAMPLED)))
+        losses.append(train_step(engine, world))
+    return results, losses
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_states_go_to_the_host_and_come_back(stage: int, model_folder: Path, tmp_path: Path) -> None:
+    for results, losses in run_ranks(offloaded, 2, tmp_path, model_folder, stage):
+        assert results[0] == results[1] and losses[0] == losses[1]
+
+
+def checked(world: World, path: Path) -> str:
+    engine = build_actor(spec(path), world)
+    decoder = hybrid.Decoder
+
+    def broken(architecture: Any, *rest: Any) -> Any:
+        return decoder(replace(architecture, norm_eps=architecture.norm_eps, logit_scale=1.1), *rest)
+
+    hybrid.Decoder = broken  # type: ignore[assignment, misc]
+    try:
+        with engine.inference():
+            return "went on"
+    except UserError as error:
+        return str(error)
+
+
+def test_a_wrong_layout_stops_the_run(model_folder: Path, tmp_path: Path) -> None:
+    (said,) = run_ranks(checked, 1, tmp_path, model_folder)
+    assert "must agree with the training forward" in said and "set rollout.layout to module" in said
+
+
+def refused(world: World, path: Path) -> str:
+    with nullcontext() if world.size == 1 else pytest.raises(UserError) as caught:
+        engine = build_actor(spec(path), world, rollout=RolloutConfig(tensor_parallel=world.size))
+        with engine.inference() as generation:
+            pass
+        with pytest.raises(RuntimeError, match="this one was closed"):
+            generation.generate(PROMPTS, GREEDY)
+    return "" if caught is None else str(caught.value)
+
+
+def test_a_model_without_a_layout_cannot_be_split_and_a_closed_engine_says_so(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(variant("bloom").config)
+    model.config.apply_residual_connection_post_layernorm = True
+    model.save_pretrained(tmp_path / "m")
+    tiny_tokenizer().save_pretrained(tmp_path / "m")
+    assert run_ranks(refused, 1, tmp_path / "a", tmp_path / "m") == [""]
+    for said in run_ranks(refused, 2, tmp_path / "b", tmp_path / "m"):
+        assert "tensor parallelism needs the inference layout" in said
+
+
+def parallel(world: World, folder: Path, names: list[str]) -> dict[str, Any]:
+    together = world.split(world.size)
+    return {
+        name: GenerationEngine.from_pretrained(str(folder / name), dtype=torch.float32, group=together.group).generate(
+            PROMPTS, replace(SAMPLED, top_p=0.9 if name == "gpt2" else 1.0)
+        )
+        for name in names
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_families_split_over_ranks_sample_what_one_process_does(ranks: int, tmp_path: Path) -> None:
+    names = ["llama with biases", "gemma2", "phi3", "opt 350m", "gpt2", "pythia", "bloom", "falcon 7b", "falcon 40b"]
+    names += ["llama of three heads"] if ranks == 2 else []
+    for name in names:
+        variant(name).save_pretrained(tmp_path / name)
+        tiny_tokenizer().save_pretrained(tmp_path / name)
+    (alone,) = run_ranks(parallel, 1, tmp_path / "one", tmp_path, names)
+    for told in run_ranks(parallel, ranks, tmp_path / "many", tmp_path, names):
+        for name in names:
+            assert tokens(told[name]) == tokens(alone[name]), name

@@ -1,0 +1,173 @@
+"""Continuous batching: whatever enters, leaves or is shared, a completion is what it is alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.functional.logprobs import token_logprobs
+from hybrid_rlhf.generation import Completion, GenerationEngine, SamplingParams
+from hybrid_rlhf.generation.decoder import Decoder
+from hybrid_rlhf.generation.prefixes import BLOCK_TOKENS, PrefixIndex
+from hybrid_rlhf.generation.sampling import per_request
+from tests.generation.families import variant
+from tests.generation.test_sampler import requests
+from tests.tiny import tiny_model, tiny_tokenizer
+
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def tokens(length: int) -> list[int]:
+    return torch.randint(3, 200, (length,), generator=GENERATOR).tolist()
+
+
+SYSTEM = tokens(2 * BLOCK_TOKENS + 3)
+PROMPTS = [tokens(5), SYSTEM + tokens(4), tokens(1), SYSTEM + tokens(9), SYSTEM[:20] + tokens(3), SYSTEM, tokens(40)]
+SAMPLED = SamplingParams(max_new_tokens=14, seed=7, n=2)
+STOP = range(3, 30)
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Tokens of each forward of a decoder."""
+    sizes: list[int] = []
+    hidden = Decoder.hidden
+    monkeypatch.setattr(Decoder, "hidden", lambda self, t, *rest: sizes.append(len(t)) or hidden(self, t, *rest))
+    yield sizes
+
+
+def texts(results: list[list[Completion]]) -> list[list[list[int]]]:
+    return [[completion.token_ids for completion in samples] for samples in results]
+
+
+def alone() -> list[list[list[int]]]:
+    """Each prompt in an engine of its own, one sample at a time."""
+    engine = GenerationEngine(tiny_model(), stop_token_ids=STOP, max_batch_rows=1)
+    each = per_request(SAMPLED, len(PROMPTS))
+    return [texts(engine.generate([prompt], [params]))[0] for prompt, params in zip(PROMPTS, each, strict=True)]
+
+
+@settings(max_examples=15, deadline=None)
+@given(rows=st.integers(1, 15), chunk=st.sampled_from([1, 3, 16, 1000]))
+def test_a_completion_does_not_depend_on_its_company(rows: int, chunk: int) -> None:
+    engine = GenerationEngine(tiny_model(), stop_token_ids=STOP, max_batch_rows=rows, prefill_tokens=chunk)
+    assert texts(engine.generate(PROMPTS, SAMPLED)) == alone()
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3", "bloom", "falcon rw", "opt"])
+def test_windows_caps_and_biases_hold_in_chunks_and_shared_prefixes(name: str) -> None:
+    model = variant(name)
+    whole = GenerationEngine(model, stop_token_ids=STOP).generate(PROMPTS, SAMPLED)
+    chunked = GenerationEngine(model, stop_token_ids=STOP, max_batch_rows=3, prefill_tokens=5)
+    module = GenerationEngine(model, stop_token_ids=STOP, layout="module")
+    assert texts(whole) == texts(chunked.generate(PROMPTS, SAMPLED)) == texts(module.generate(PROMPTS, SAMPLED))
+
+
+def test_logprobs_are_those_of_the_training_forward() -> None:
+    model = tiny_model()
+    sampling = replace(SAMPLED, temperature=0.6, top_p=0.9)
+    results = GenerationEngine(model, stop_token_ids=STOP, max_batch_rows=4).generate(PROMPTS, sampling)
+    for prompt, samples in zip(PROMPTS, results, strict=True):
+        for sample in samples:
+            ids = torch.tensor([prompt + sample.token_ids])
+            with torch.no_grad():
+                expected = token_logprobs(model(ids).logits[:, :-1], labels=ids[:, 1:], temperature=0.6)[0]
+            found = torch.tensor(sample.logprobs)
+            torch.testing.assert_close(found, expected[len(prompt) - 1 :], atol=1e-4, rtol=0)
+            assert (torch.tensor(sample.sampling_logprobs) >= found - 1e-6).all()
+
+
+def test_the_prompt_of_n_samples_is_read_once(read: list[int]) -> None:
+    prompt, params = tokens(40), SamplingParams(max_new_tokens=3, n=8, seed=0)
+    GenerationEngine(tiny_model(), stop_token_ids=()).generate([prompt], params)
+    assert read == [40, 8, 8]
+    read.clear()
+    GenerationEngine(tiny_model(), stop_token_ids=(), max_batch_rows=6).generate([prompt], params)
+    assert read[:3] == [40, 6, 6] and sum(read) == 40 + 2 * 8 + 40, (
+        "two samples came late, nobody was left to copy from"
+    )
+
+
+def test_a_common_prefix_is_read_once(read: list[int]) -> None:
+    GenerationEngine(tiny_model(), stop_token_ids=()).generate(
+        [SYSTEM + [5, 6], SYSTEM + [7], SYSTEM + [8, 9, 10]], SamplingParams(max_new_tokens=2, seed=0)
+    )
+    shared = len(SYSTEM) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert read == [len(SYSTEM) + 2, 2 * len(SYSTEM) + 4 - 2 * shared, 3]
+
+
+def test_rows_that_have_ended_leave_and_others_enter(read: list[int]) -> None:
+    prompts = [tokens(4) for _ in range(24)]
+    params = SamplingParams(max_new_tokens=40, seed=1)
+    engine = GenerationEngine(tiny_model(), stop_token_ids=range(3, 60), max_batch_rows=8)
+    results = engine.generate(prompts, params)
+    lengths = [len(completion.token_ids) for (completion,) in results]
+    assert len(set(lengths)) > 3
+    assert sum(read) == 24 * 4 + sum(length - 1 for length in lengths), "no token is computed that nobody asked for"
+
+
+def test_requests_wait_for_room_and_none_is_lost() -> None:
+    model = tiny_model()  # 2 layers, 2 KV heads of 8: 256 bytes a token
+    longest = max(map(len, PROMPTS)) + 14
+    room_for_two = 2.5 * longest * 256 / 2**30
+    engine = GenerationEngine(model, stop_token_ids=STOP, kv_cache_gib=room_for_two)
+    assert texts(engine.generate(PROMPTS, SAMPLED)) == alone()
+    with pytest.raises(UserError, match=f"must hold one completion of {longest} tokens"):
+        GenerationEngine(model, stop_token_ids=STOP, kv_cache_gib=room_for_two / 3).generate(PROMPTS, SAMPLED)
+
+
+def test_no_prompt_one_prompt_and_all_stopping_at_once() -> None:
+    engine = GenerationEngine(tiny_model(), stop_token_ids=range(259))
+    assert engine.generate([], SAMPLED) == []
+    for prompts in ([[4]], PROMPTS):
+        for samples in engine.generate(prompts, SAMPLED):
+            assert [(len(c.token_ids), c.finish_reason) for c in samples] == [(1, "stop")] * 2
+
+
+def test_a_table_of_positions_ends_a_completion_or_refuses_a_prompt() -> None:
+    engine = GenerationEngine(variant("gpt2"), stop_token_ids=())  # 128 positions
+    (completion,) = engine.generate([tokens(120)], SamplingParams(max_new_tokens=20, greedy=True))[0]
+    assert (len(completion.token_ids), completion.finish_reason) == (8, "length")
+    with pytest.raises(UserError, match="has 128 positions, prompt 1 has 128 tokens"):
+        engine.generate([tokens(3), tokens(128)], SAMPLED)
+
+
+def test_stop_strings_end_with_the_token_that_completes_them() -> None:
+    tokenizer = tiny_tokenizer()
+    engine = GenerationEngine(tiny_model(), stop_token_ids=(), tokenizer=tokenizer)
+    params = SamplingParams(max_new_tokens=30, seed=3)
+    free = [samples[0].token_ids for samples in engine.generate(PROMPTS, params)]
+    stops = tuple(tokenizer.decode(ids[6:9]) for ids in free)
+    for prompt, ids, request in zip(PROMPTS, free, per_request(params, len(PROMPTS)), strict=True):
+        (completion,) = engine.generate([prompt], [replace(request, stop_strings=stops)])[0]
+        ends = [end for end in range(1, 31) if any(stop in tokenizer.decode(ids[:end]) for stop in stops)]
+        assert completion.token_ids == ids[: ends[0]] and completion.finish_reason == "stop"
+    with pytest.raises(UserError, match="stop_strings need a tokenizer"):
+        GenerationEngine(tiny_model()).generate(PROMPTS, replace(params, stop_strings=("a",)))
+
+
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=50), min_size=1, max_size=8), st.data())
+def test_the_prefix_index_finds_the_longest_whole_blocks(prompts: list[list[int]], data: st.DataObject) -> None:
+    index, held = PrefixIndex(), []
+    for prompt in prompts:
+        (request,) = requests([SamplingParams()], prompt=prompt)
+        index.add(request)
+        held.append(request)
+    for gone in data.draw(st.sets(st.integers(0, len(prompts) - 1))):
+        index.remove(held[gone])
+        held[gone] = None  # type: ignore[call-overload]
+    for prompt in prompts:
+        holder, shared = index.longest(prompt)
+        best = 0
+        for request in filter(None, held):
+            same = 0
+            while same < min(len(prompt) - 1, len(request.prompt)) and request.prompt[same] == prompt[same]:
+                same += 1
+            best = max(best, same // BLOCK_TOKENS * BLOCK_TOKENS)
+        assert shared == best and (holder in held if best else holder is None)

@@ -1,0 +1,137 @@
+"""Every row of the family table against Hugging Face: log-probs, greedy tokens, tensor parallelism."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.generation import GenerationEngine, SamplingParams
+from hybrid_rlhf.generation.decoder import Decoder
+from hybrid_rlhf.generation.engine import module_logprobs
+from hybrid_rlhf.generation.families import FAMILIES, NotDescribed, describe
+from hybrid_rlhf.generation.layout import check_layout, decoder_of, probe_logprobs, probe_tokens
+from hybrid_rlhf.generation.weights import Split
+from hybrid_rlhf.runtime.world import solo_world
+from tests.generation.families import VARIANTS, variant
+from tests.tiny import tiny_model
+
+CPU = torch.device("cpu")
+GENERATOR = torch.Generator().manual_seed(0)
+PROMPTS = [torch.randint(3, 200, (length,), generator=GENERATOR).tolist() for length in (5, 1, 9, 3, 20)]
+GREEDY = SamplingParams(max_new_tokens=12, greedy=True)
+STOP = [2, 11, 40, 77, 130]
+
+
+def layout(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> Decoder:
+    return decoder_of(model, world=solo_world(CPU), dtype=dtype)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logprobs_are_those_of_the_module(name: str) -> None:
+    model = variant(name)
+    tokens = probe_tokens(model.config.vocab_size)
+    expected = module_logprobs(model, tokens)
+    assert expected.std() > 0.5, "a flat distribution would prove nothing"
+    torch.testing.assert_close(probe_logprobs(layout(model), tokens), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_greedy_tokens_are_those_of_hugging_face_padded_or_not(name: str) -> None:
+    model = variant(name)
+    engine = GenerationEngine(model, stop_token_ids=STOP)
+    completions = [samples[0] for samples in engine.generate(PROMPTS, GREEDY)]
+    model.generation_config.eos_token_id = STOP
+    width = max(map(len, PROMPTS))
+    ids, mask = torch.zeros(2, len(PROMPTS), width, dtype=torch.long)
+    for row, prompt in enumerate(PROMPTS):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
+    padded = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, pad_token_id=0)
+    for row, (prompt, completion) in enumerate(zip(PROMPTS, completions, strict=True)):
+        alone = torch.tensor([prompt])
+        whole = model.generate(
+            alone, attention_mask=torch.ones_like(alone), max_new_tokens=12, do_sample=False, pad_token_id=0
+        )
+        assert completion.token_ids == whole[0, len(prompt) :].tolist()
+        assert completion.token_ids == padded[row, width : width + len(completion.token_ids)].tolist()
+        assert completion.finish_reason == ("stop" if completion.token_ids[-1] in STOP else "length")
+
+
+def test_every_row_of_the_table_has_a_variant() -> None:
+    assert {family for family, _ in VARIANTS.values()} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "opt", "falcon 40b"])
+def test_bfloat16_stays_near_the_module(name: str) -> None:
+    model = variant(name).to(torch.bfloat16)  # type: ignore[arg-type]
+    tokens = probe_tokens(model.config.vocab_size)
+    found, expected = probe_logprobs(layout(model, torch.bfloat16), tokens), module_logprobs(model, tokens)
+    assert (found - expected).abs().mean() < 0.05
+    exact = module_logprobs(model.float(), tokens)
+    assert (found - exact).abs().mean() < 1.5 * (expected - exact).abs().mean() + 0.01, "no further from the truth"
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "reason"),
+    [
+        ("granite", {}, "no row for model type granite"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "of type dynamic"),
+        ("llama", {"hidden_act": "tanh"}, "no activation tanh"),
+        ("bloom", {"apply_residual_connection_post_layernorm": True}, "residuals after the norm"),
+        ("gpt2", {"add_cross_attention": True}, "cross attention"),
+    ],
+)
+def test_what_is_not_described_runs_through_the_module_and_says_why(
+    family: str, settings: dict[str, object], reason: str, log_lines: list[str]
+) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**sizes, **settings})).eval()
+    with pytest.raises(NotDescribed, match=reason):
+        describe(model)
+        layout(model)
+    (completion,) = GenerationEngine(model, stop_token_ids=()).generate([[4, 5, 6]], GREEDY)[0]
+    assert len(completion.token_ids) == 12
+    (line,) = [line for line in log_lines if "runs through its Hugging Face module" in line]
+    assert reason in line
+
+
+def test_a_layout_that_computes_something_else_stops_the_run() -> None:
+    model = variant("llama")
+    decoder = layout(model)
+    expected = module_logprobs(model, probe_tokens(model.config.vocab_size))
+    check_layout(decoder, expected)
+    decoder._inv_freq[0] *= 1.05  # type: ignore[operator]
+    with pytest.raises(UserError, match="must agree with the training forward to 0.002 nats"):
+        check_layout(decoder, expected)
+    with pytest.raises(UserError, match="it is nan off"):
+        check_layout(decoder, expected * torch.nan)
+
+
+def test_weights_are_views_where_they_can_be() -> None:
+    """Without packing: on a GPU, or with oneDNN switched off."""
+    model = tiny_model()
+    flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    start = 0
+    for parameter in model.parameters():  # as ZeRO 1 and 2 lay their weights out
+        parameter.data = flat[start : start + parameter.numel()].view(parameter.shape)
+        start += parameter.numel()
+    with torch.backends.mkldnn.flags(enabled=False):
+        weights = layout(model)._weights
+    for product in (layer_product for layer in weights.layers for layer_product in (layer.qkv, layer.o, layer.up)):
+        assert product.weight.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+def test_ranks_share_out_every_part_of_a_model_once(size: int) -> None:
+    architecture, _ = describe(variant("llama"))  # 4 heads, 2 KV heads, 48 inner units, 259 tokens
+    if size not in (1, 2, 4):
+        with pytest.raises(UserError, match=f"{size} ranks cannot"):
+            Split.of(architecture, 0, size)
+        return
+    splits = [Split.of(architecture, rank, size) for rank in range(size)]
+    for part, total in (("heads", 4), ("mlp", 48), ("vocabulary", 259)):
+        assert [unit for split in splits for unit in getattr(split, part)] == list(range(total))
+    for split in splits:
+        assert {head // 2 for head in split.heads} == set(split.kv_heads)

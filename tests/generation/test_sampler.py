@@ -1,0 +1,167 @@
+"""Draws against the softmax, sets of top-k and top-p against a slow version, ranks against one process."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hybrid_rlhf.generation.requests import Request
+from hybrid_rlhf.generation.sampler import Drawn, Sampler
+from hybrid_rlhf.generation.sampling import SamplingParams, uniform_stream
+from hybrid_rlhf.generation.weights import share
+from hybrid_rlhf.runtime.world import World, solo_world
+
+CPU = torch.device("cpu")
+
+
+def requests(params: Sequence[SamplingParams], prompt: Sequence[int] = (1,)) -> list[Request]:
+    return [Request(prompt, i, p, frozenset({2}), uniform_stream(7, i, 4)) for i, p in enumerate(params)]
+
+
+def drawn(logits: Tensor, params: SamplingParams | Sequence[SamplingParams], **other: Any) -> Drawn:
+    each = [params] * len(logits) if isinstance(params, SamplingParams) else params
+    return Sampler(logits.shape[-1], solo_world(CPU))(logits.clone(), requests(each, **other))
+
+
+@pytest.mark.parametrize("vocabulary", [5, 128, 1000])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_frequencies_are_those_of_the_softmax(vocabulary: int, temperature: float) -> None:
+    torch.manual_seed(0)
+    draws = 40_000
+    logits = torch.randn(1, vocabulary) * 2
+    logits[0, 3] = -torch.inf
+    found = drawn(logits.expand(draws, -1), SamplingParams(temperature=temperature))
+    probs = torch.softmax(logits[0].double() / temperature, 0)
+    counts = torch.bincount(found.tokens, minlength=vocabulary).double()
+    assert counts[3] == 0
+    likely = probs * draws >= 5  # chi-square's rule; the rest is one cell
+    expected = torch.cat([probs[likely] * draws, probs[~likely].sum()[None] * draws + 1e-9])
+    seen = torch.cat([counts[likely], counts[~likely].sum()[None]])
+    statistic = float(((seen - expected) ** 2 / expected.clamp(min=1)).sum())
+    cells = int(likely.sum())
+    assert statistic < cells + 4 * (2 * cells) ** 0.5, "4 deviations of chi-square"
+    logprobs = probs.log()[found.tokens].float()
+    torch.testing.assert_close(found.logprobs, logprobs, atol=1e-5, rtol=1e-5)
+    assert found.sampling_logprobs is found.logprobs
+
+
+def slow_set(logits: Tensor, params: SamplingParams) -> dict[int, float]:
+    """Tokens that may be drawn, with their probabilities: top_k, then top_p, then min_p."""
+    order = sorted(range(len(logits)), key=lambda token: -float(logits[token]))
+    if params.top_k:
+        order = order[: params.top_k]
+    weights = {token: float((logits[token] - logits[order[0]]).double().exp()) for token in order}
+    total = sum(weights.values())
+    kept, mass = [], 0.0
+    for token in order:
+        if kept and params.top_p < 1 and mass >= params.top_p:
+            break
+        kept.append(token)
+        mass += weights[token] / total
+    kept = [token for token in kept if weights[token] >= params.min_p]
+    total = sum(weights[token] for token in kept)
+    return {token: weights[token] / total for token in kept}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    top_k=st.sampled_from([0, 1, 3, 20]),
+    top_p=st.sampled_from([1.0, 0.95, 0.5, 0.05]),
+    min_p=st.sampled_from([0.0, 0.1]),
+    temperature=st.sampled_from([0.5, 1.0, 2.0]),
+)
+def test_only_the_cut_set_is_drawn_and_both_logprobs_are_known(
+    seed: int, top_k: int, top_p: float, min_p: float, temperature: float
+) -> None:
+    logits = torch.randn(1, 30, generator=torch.Generator().manual_seed(seed)) * 2
+    params = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature)
+    found = drawn(logits.expand(3000, -1), params)
+    allowed = slow_set(logits[0] / temperature, params)
+    assert set(found.tokens.tolist()) <= set(allowed)
+    assert {token for token, prob in allowed.items() if prob > 0.01} <= set(found.tokens.tolist())
+    raw = torch.log_softmax(logits[0] / temperature, 0)
+    for token in allowed:
+        at = found.tokens == token
+        torch.testing.assert_close(found.logprobs[at], raw[token].expand(int(at.sum())), atol=1e-5, rtol=1e-5)
+        expected = torch.tensor(allowed[token]).log().expand(int(at.sum()))
+        torch.testing.assert_close(found.sampling_logprobs[at], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_rows_keep_their_own_settings_and_their_own_numbers() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(5, 40) * 3
+    params = [
+        SamplingParams(), SamplingParams(greedy=True), SamplingParams(top_k=2), SamplingParams(top_p=0.3),
+        SamplingParams(temperature=0.3, min_p=0.2),
+    ]  # fmt: skip
+    together = drawn(logits, params)
+    rows = requests(params)
+    for row in range(5):
+        alone = Sampler(40, solo_world(CPU))(logits[row : row + 1].clone(), [rows[row]])
+        assert alone.tokens[0] == together.tokens[row]
+        torch.testing.assert_close(alone.logprobs[0], together.logprobs[row])
+    assert together.tokens[1] == logits[1].argmax()
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-53])
+def test_no_number_draws_a_token_without_probability(uniform: float) -> None:
+    logits = torch.full((1, 300), -torch.inf)
+    logits[0, [5, 170]] = 0.0
+    (request,) = requests([SamplingParams()])
+    request.uniforms[0] = uniform
+    token = int(Sampler(300, solo_world(CPU))(logits, [request]).tokens)
+    assert token == (5 if uniform < 0.5 else 170)
+
+
+def test_repetition_penalty_and_min_new_tokens() -> None:
+    logits = torch.tensor([[3.0, 2.9, 4.0, -1.0, -1.1]])
+    assert int(drawn(logits, SamplingParams(greedy=True)).tokens) == 2
+    assert int(drawn(logits, SamplingParams(greedy=True, min_new_tokens=1)).tokens) == 0, "2 is the stop token"
+    penalised = drawn(logits, SamplingParams(greedy=True, repetition_penalty=2.0), prompt=(0, 2, 3))
+    assert int(penalised.tokens) == 1
+    expected = torch.log_softmax(torch.tensor([1.5, 2.9, 2.0, -2.0, -1.1]), 0)[1]
+    torch.testing.assert_close(penalised.sampling_logprobs[0], expected)
+    torch.testing.assert_close(penalised.logprobs[0], torch.log_softmax(logits[0], 0)[1])
+
+
+def _draw_part(rank: int, init: str, ranks: int, logits: Tensor, params: list[SamplingParams], results: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=ranks)
+    world = World(rank, ranks, rank, ranks, CPU, dist.group.WORLD)
+    mine = share(logits.shape[-1], rank, ranks)
+    found = Sampler(logits.shape[-1], world)(logits[:, mine.start : mine.stop].clone(), requests(params))
+    results[rank] = (found.tokens, found.logprobs, found.sampling_logprobs)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_vocabulary_over_ranks_draws_what_one_process_draws(ranks: int, cut: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(64, 301) * 2
+    logits[0, :290] = -torch.inf  # nothing to draw on the first ranks
+    logits[1, 100:] = -torch.inf  # nor on the last
+    params = [SamplingParams(temperature=0.8, greedy=row % 7 == 6) for row in range(64)]
+    if cut:
+        params = [replace(p, top_p=0.9) for p in params]
+    expected = drawn(logits, params)
+    with multiprocessing.Manager() as manager:
+        results = manager.dict()
+        torch.multiprocessing.spawn(
+            _draw_part, (f"file://{tmp_path}/store", ranks, logits, params, results), nprocs=ranks
+        )
+        for rank in range(ranks):
+            one_process = (expected.tokens, expected.logprobs, expected.sampling_logprobs)
+            for found, whole in zip(results[rank], one_process, strict=True):
+                torch.testing.assert_close(found, whole)
