@@ -21,6 +21,8 @@ lint: $(VENV)/.test
 bench: $(VENV)/.test
 	$(VENV)/bin/python benchmarks/cli_startup.py
 	$(VENV)/bin/python benchmarks/head_memory.py
+	$(VENV)/bin/python -m benchmarks.generation
+	$(VENV)/bin/python -m benchmarks.switch
 
 venv: $(VENV)/.test
 

@@ -1,7 +1,9 @@
 """Generation side by side: this engine, Hugging Face `generate`, its continuous batching, and vLLM's CPU build.
 
-    python benchmarks/generation.py --scenario uniform            # SmolLM2-135M, or --model small (a random 28M Llama)
-    python benchmarks/generation.py --scenario ragged --vllm_python ENV/bin/python --json result.json
+    python -m benchmarks.generation                       # SmolLM2-135M, or --model small (a random 28M Llama)
+    python -m benchmarks.generation --scenario ragged --requests 64 --new_tokens 128 --peers generate generate_batch
+    python -m benchmarks.generation --requests 16 --n 8 --prompt_tokens 128 --new_tokens 1   # what samples cost to read
+    python -m benchmarks.generation --vllm_python ENV/bin/python --json result.json
 
 All peers run in turn in one run, several times after a warm-up; medians and ratios are printed. Speeds count useful
 tokens: those a request asked for. The limit is what the matrix products of the same work take alone.
@@ -12,13 +14,17 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +66,7 @@ class Work:
 
     @property
     def useful_tokens(self) -> int:
+        """All that are asked for."""
         return sum(self.lengths) * self.n
 
 
@@ -70,7 +77,7 @@ def make_work(scenario: str, *, requests: int, prompt_tokens: int, new_tokens: i
     def prompt(length: int) -> list[int]:
         return torch.randint(10, vocabulary - 10, (length,), generator=generator).tolist()
 
-    if scenario != "ragged":
+    if scenario == "uniform":
         return Work([prompt(prompt_tokens) for _ in range(requests)], [new_tokens] * requests, n)
     stops = torch.rand(requests, generator=generator).clamp(min=1e-9).log() / math.log(1 - 4 / new_tokens)
     lengths = [min(new_tokens, 1 + int(stop)) for stop in stops]
@@ -176,8 +183,8 @@ if __name__ == "__main__":
     work = json.load(open(sys.argv[1]))
     llm = LLM(work["model"], dtype="float32", max_model_len=work["context"], skip_tokenizer_init=True,
               enable_prefix_caching=False, max_num_seqs=256)
-    params = [SamplingParams(temperature=1.0, max_tokens=n, min_tokens=n, ignore_eos=True, detokenize=False, n=work["n"])
-              for n in work["lengths"]]
+    params = [SamplingParams(temperature=1.0, max_tokens=length, min_tokens=length, ignore_eos=True, detokenize=False,
+                             n=work["n"]) for length in work["lengths"]]
     prompts = [{"prompt_token_ids": p} for p in work["prompts"]]
     print("ready", flush=True)
     for line in sys.stdin:
@@ -193,8 +200,6 @@ class VLLM:
     """vLLM in its own environment and process; each call runs the work once and returns its own seconds."""
 
     def __init__(self, python: str, lm: PreTrainedModel, work: Work, folder: Path) -> None:
-        import os
-
         lm.save_pretrained(folder / "model")
         content = {
             "model": str(folder / "model"), "prompts": work.prompts, "lengths": work.lengths, "n": work.n,
@@ -206,6 +211,7 @@ class VLLM:
         self._process = subprocess.Popen(
             [python, str(folder / "run.py"), str(folder / "work.json")], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=(folder / "stderr").open("w"), text=True, env={**os.environ, **settings, "HF_HUB_OFFLINE": "1"},
+            start_new_session=True,
         )  # fmt: skip
         self._read("ready")
 
@@ -224,8 +230,8 @@ class VLLM:
         return float(self._read("seconds").split()[1])
 
     def close(self) -> None:
-        """End the process: an idle one would still take a core."""
-        self._process.kill()
+        """End the process and those it started: idle ones would still take a core."""
+        os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
@@ -251,20 +257,20 @@ def main() -> None:
     )  # fmt: skip
     decoder = decoder_of(lm, world=solo_world(DEVICE), dtype=DTYPE)
     peers: dict[str, Callable[[], float]] = {
-        "matrix products": lambda run=matrix_products(decoder, work): timed(run),
-        "this engine": lambda run=ours(decoder, work): timed(run),
+        "matrix products": partial(timed, matrix_products(decoder, work)),
+        "this engine": partial(timed, ours(decoder, work)),
     }
+    if options.n > 1:
+        peers["this engine, n = 1"] = partial(timed, ours(decoder, replace(work, n=1)))
     if "generate" in options.peers:
-        peers["HF generate"] = lambda run=hf_generate(lm, work): timed(run)
+        peers["HF generate"] = partial(timed, hf_generate(lm, work))
     if "generate_batch" in options.peers:
-        peers["HF generate_batch"] = lambda run=hf_generate_batch(lm, work): timed(run)
-    seconds: dict[str, list[float]] = {name: [] for name in peers}
+        peers["HF generate_batch"] = partial(timed, hf_generate_batch(lm, work))
     vllm = None
     if options.vllm_python:
-        import tempfile
-
         vllm = VLLM(options.vllm_python, lm, work, Path(tempfile.mkdtemp()))
-        peers["vLLM"], seconds["vLLM"] = vllm.seconds, []
+        peers["vLLM"] = vllm.seconds
+    seconds: dict[str, list[float]] = {name: [] for name in peers}
     for number in range(options.runs + 1):
         for name, run in peers.items():
             took = run()
@@ -278,13 +284,17 @@ def main() -> None:
 def report(options: argparse.Namespace, work: Work, seconds: dict[str, list[float]]) -> None:
     """A table on the screen, and the same as JSON."""
     medians = {name: statistics.median(times) for name, times in seconds.items()}
-    print(f"{options.scenario}: {options.model}, {len(work.prompts)} prompts x {work.n}, {work.useful_tokens} useful tokens; "
-          f"{DTYPE}, {DEVICE}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
-          f"transformers {transformers.__version__}, median of {options.runs}")  # fmt: skip
+    print(
+        f"{options.scenario}: {options.model}, {len(work.prompts)} prompts x {work.n}, {work.useful_tokens} useful "
+        f"tokens; {DTYPE}, {DEVICE}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}, median of {options.runs}"
+    )
     for name, median in medians.items():
-        times = seconds[name]
-        print(f"{name:18s} {work.useful_tokens / median:10.1f} tokens/s   {median:8.3f} s "
-              f"({min(times):.3f} to {max(times):.3f})   this engine is {median / medians['this engine']:.2f} x as fast")  # fmt: skip
+        times, speed = seconds[name], work.useful_tokens / median
+        print(
+            f"{name:18s} {speed:10.1f} tokens/s   {median:8.3f} s ({min(times):.3f} to {max(times):.3f})   "
+            f"this engine is {median / medians['this engine']:.2f} x as fast"
+        )
     if options.json:
         result = {"options": vars(options), "useful_tokens": work.useful_tokens, "seconds": seconds,
                   "platform": platform.platform(), "torch": torch.__version__}  # fmt: skip
@@ -294,7 +304,7 @@ def report(options: argparse.Namespace, work: Work, seconds: dict[str, list[floa
 def parse() -> argparse.Namespace:
     """The command line; a benchmark is no part of the product and needs no more than argparse."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scenario", choices=["uniform", "ragged", "samples"], default="uniform")
+    parser.add_argument("--scenario", choices=["uniform", "ragged"], default="uniform")
     parser.add_argument("--model", default="embedded", help=f"embedded, a folder, or a shape: {', '.join(SHAPES)}")
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--prompt_tokens", type=int, default=32)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 HELP = """\
 /clear            forget what was said
 /system [TEXT]    set the system prompt, or drop it; forgets what was said
-/set KEY VALUE    change max_new_tokens, temperature, top_p, top_k or seed; /set shows them
+/set KEY VALUE    change a number of sampling: temperature, max_new_tokens, ...; /set shows all
 /save FILE        write the conversation as JSON
 /help             this
 /quit             leave (also Ctrl-D); Ctrl-C stops an answer"""
@@ -99,14 +99,15 @@ class Session:
         self._clear("")
 
     def _set(self, rest: str) -> None:
-        known = {field.name: getattr(self._sampling, field.name) for field in fields(self._sampling)}
+        values = {field.name: getattr(self._sampling, field.name) for field in fields(self._sampling)}
+        known = {name: value for name, value in values.items() if not isinstance(value, list)}
         if not rest:
             print("  ".join(f"{name} {value}" for name, value in known.items()))
             return
         name, _, text = rest.partition(" ")
         if name not in known:
             raise UserError(f"/set takes {', '.join(known)}, got {name!r}: write for example /set temperature 0.5")
-        number = float if name in ("temperature", "top_p") else int
+        number = float if isinstance(known[name], float) else int
         try:
             value: Any = number(text)
         except ValueError as error:

@@ -42,6 +42,10 @@ def sampling_params(config: SamplingConfig, *, n: int = 1) -> SamplingParams:
         greedy=config.temperature == 0,
         top_p=config.top_p,
         top_k=config.top_k,
+        min_p=config.min_p,
+        repetition_penalty=config.repetition_penalty,
+        min_new_tokens=config.min_new_tokens,
+        stop_strings=tuple(config.stop_strings),
         seed=config.seed,
         n=n,
     )

@@ -20,6 +20,14 @@ class SamplingConfig:
     """Sample from the smallest set of tokens with this probability; 1 samples from all."""
     top_k: int = 0
     """Sample from this many likeliest tokens; 0 samples from all."""
+    min_p: float = 0.0
+    """Sample from tokens with at least this share of the likeliest one's probability; 0 samples from all."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens that were there before are divided by it where positive, else multiplied; 1 is none."""
+    min_new_tokens: int = 0
+    """No answer ends before this many tokens."""
+    stop_strings: list[str] = field(default_factory=list)
+    """Texts that end an answer."""
     seed: int | None = None
     """Seed of the sampling; none: a new one each time."""
 
@@ -28,6 +36,15 @@ class SamplingConfig:
         require(self.temperature >= 0, f"temperature must be 0 or more, got {self.temperature}: give for example 0.7")
         require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}: give 1 to sample from all")
         require(self.top_k >= 0, f"top_k must be 0 or more, got {self.top_k}: give 0 to sample from all")
+        require(0 <= self.min_p < 1, f"min_p must be in [0, 1), got {self.min_p}: give 0 to sample from all")
+        require(
+            self.repetition_penalty > 0,
+            f"repetition_penalty must be above 0, got {self.repetition_penalty}: give 1 for none",
+        )
+        require(
+            0 <= self.min_new_tokens <= self.max_new_tokens,
+            f"min_new_tokens must be 0 to max_new_tokens, got {self.min_new_tokens}: lower it",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,8 +27,6 @@ def run_ranks(function: Callable[..., Any], ranks: int, folder: Path, *arguments
 def _enter(
     rank: int, function: Callable[..., Any], ranks: int, port: int, folder: str, arguments: tuple[Any, ...]
 ) -> None:
-    import os
-
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
@@ -37,3 +37,6 @@ def _enter(
     result = function(init_world(timeout_seconds=120), *arguments)
     (Path(folder) / f"{rank}.pkl").write_bytes(pickle.dumps(result))
     close_world()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # libraries' C++ threads may abort a process that ends while they run

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -54,27 +56,31 @@ def half_a_step(engine: HybridEngine, world: World) -> None:
     engine.backward(sft_loss(logprobs, mask=counts).total, count=36)
 
 
-def switched(world: World, path: Path, settings: dict[str, Any], rollout: dict[str, Any]) -> dict[str, Any]:
-    """Train, generate in the middle of an update and after it, train on; the same without generating."""
-    told: dict[str, Any] = {"losses": []}
-    for switch in (True, False):
-        engine = build_actor(spec(path, **settings), world, rollout=RolloutConfig(**rollout))
-        losses = [train_step(engine, world)]
-        if switch:
+Case = tuple[int, int, int]
+"""ZeRO stage, tensor-parallel ranks, LoRA rank."""
+
+
+def switched(world: World, path: Path, cases: list[Case]) -> dict[Case, dict[str, Any]]:
+    """Train, generate in the middle of an update, train on; and the same without generating."""
+    told: dict[Case, dict[str, Any]] = {}
+    for case in cases:
+        stage, tensor_parallel, lora = case
+        result = told[case] = {"losses": [], "ends": []}
+        for switch in (True, False):
+            rollout = RolloutConfig(tensor_parallel=tensor_parallel)
+            engine = build_actor(spec(path, stage=stage, lora=lora, lr=0.05), world, rollout=rollout)
+            losses = [train_step(engine, world)]
             half_a_step(engine, world)
-            before = state_of(engine)
-            for name, sampling in (("greedy", GREEDY), ("sampled", SAMPLED)):
-                with engine.inference(stop_token_ids=(11,)) as generation:
-                    told[name] = generation.generate(PROMPTS, sampling)
-            told["same"] = all(map(torch.equal, before, state_of(engine)))
-            told["training"] = engine.module.training
-            engine._engine.optimizer.zero_grad()
-            engine = build_actor(spec(path, **settings), world, rollout=RolloutConfig(**rollout))
-            train_step(engine, world)
-            with engine.inference() as generation:
-                generation.generate(PROMPTS, SAMPLED)
-        losses += [train_step(engine, world), train_step(engine, world)]
-        told["losses"].append(losses)
+            if switch:
+                before = state_of(engine)
+                for name, sampling in (("greedy", GREEDY), ("sampled", SAMPLED)):
+                    with engine.inference(stop_token_ids=(11,)) as generation:
+                        result[name] = generation.generate(PROMPTS, sampling)
+                result["same"] = all(map(torch.equal, before, state_of(engine)))
+                result["training"] = engine.module.training
+            engine.step()
+            result["losses"].append([*losses, train_step(engine, world)])
+            result["ends"].append([float(tensor.double().sum()) for tensor in state_of(engine)])
     return told
 
 
@@ -86,49 +92,33 @@ def tokens(results: list[list[Completion]]) -> list[list[list[int]]]:
 def expected(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     """One rank without ZeRO, by LoRA rank."""
     folder = tmp_path_factory.mktemp("plain")
-    return {
-        lora: run_ranks(switched, 1, folder / str(lora), model_folder, {"lora": lora, "lr": 0.05}, {})[0]
-        for lora in (0, 4)
-    }
+    (told,) = run_ranks(switched, 1, folder, model_folder, [(0, 1, 0), (0, 1, 4)])
+    return {lora: told[0, 1, lora] for lora in (0, 4)}
 
 
 @pytest.mark.parametrize(
-    ("ranks", "stage", "tensor_parallel", "lora"),
+    ("ranks", "cases"),
     [
-        (1, 3, 1, 0),
-        (2, 0, 1, 4),
-        (2, 0, 2, 0),
-        (2, 1, 2, 4),
-        (2, 2, 1, 0),
-        (2, 2, 2, 0),
-        (2, 3, 1, 4),
-        (2, 3, 2, 0),
-        (2, 3, 2, 4),
-        (4, 2, 2, 4),
-        (4, 3, 2, 0),
-        (4, 3, 4, 4),
+        (1, [(3, 1, 0), (3, 1, 4)]),
+        (2, list(product(range(4), (1, 2), (0, 4)))),
+        (4, [(0, 2, 4), (1, 4, 0), (2, 2, 4), (3, 1, 0), (3, 2, 0), (3, 4, 4)]),
     ],
+    ids=["1 rank", "2 ranks", "4 ranks"],
 )
 def test_any_layout_samples_the_same_and_training_goes_on_bit_for_bit(
-    ranks: int,
-    stage: int,
-    tensor_parallel: int,
-    lora: int,
-    model_folder: Path,
-    tmp_path: Path,
-    expected: dict[int, dict[str, Any]],
+    ranks: int, cases: list[Case], model_folder: Path, tmp_path: Path, expected: dict[int, dict[str, Any]]
 ) -> None:
-    settings, rollout = {"stage": stage, "lora": lora, "lr": 0.05}, {"tensor_parallel": tensor_parallel}
-    for told in run_ranks(switched, ranks, tmp_path, model_folder, settings, rollout):
+    for told, case in product(run_ranks(switched, ranks, tmp_path, model_folder, cases), cases):
+        result, plain = told[case], expected[case[2]]
         for name in ("greedy", "sampled"):
-            assert tokens(told[name]) == tokens(expected[lora][name])
-            for found, wanted in zip(sum(told[name], []), sum(expected[lora][name], []), strict=True):
+            assert tokens(result[name]) == tokens(plain[name]), case
+            for found, wanted in zip(sum(result[name], []), sum(plain[name], []), strict=True):
                 assert found.logprobs == pytest.approx(wanted.logprobs, abs=1e-4)
                 assert found.weight_version == 1
-        assert told["same"], "weights, gradients and optimizer states are bit for bit what they were"
-        assert told["training"]
-        with_switch, without = told["losses"]
-        assert with_switch == without, "the steps after a switch are bit for bit those without one"
+        assert result["same"], f"{case}: weights, gradients and optimizer states are bit for bit what they were"
+        assert result["training"]
+        for with_switch, without in (result["losses"], result["ends"]):
+            assert with_switch == without, f"{case}: the steps after a switch are bit for bit those without one"
 
 
 def test_the_merged_adapters_are_those_that_train(expected: dict[int, dict[str, Any]]) -> None:
@@ -205,6 +195,52 @@ def offloaded(world: World, path: Path, stage: int) -> tuple[list[Any], list[flo
 def test_states_go_to_the_host_and_come_back(stage: int, model_folder: Path, tmp_path: Path) -> None:
     for results, losses in run_ranks(offloaded, 2, tmp_path, model_folder, stage):
         assert results[0] == results[1] and losses[0] == losses[1]
+
+
+def live_bytes() -> int:
+    """Of all tensors in this process, packed ones too; memory that several share counts once."""
+    gc.collect()
+    found = {}
+    for item in gc.get_objects():
+        if issubclass(type(item), torch.Tensor) and item.device.type == "cpu":
+            strided = item.layout is torch.strided
+            key = item.untyped_storage().data_ptr() if strided else -id(item)
+            found[key] = item.untyped_storage().nbytes() if strided else item.numel() * item.element_size()
+    return sum(found.values())
+
+
+def remembered(world: World, path: Path, settings: dict[str, Any]) -> dict[str, float]:
+    """Memory in use inside and after a rollout beyond what was before, in units of the whole model."""
+    engine = build_actor(spec(path, **settings), world, rollout=RolloutConfig(tensor_parallel=world.size))
+    for _ in range(2):
+        train_step(engine, world)
+        with engine.inference() as generation:
+            generation.generate(PROMPTS, SAMPLED)
+    before = live_bytes()
+    with engine.inference() as generation:
+        generation.generate(PROMPTS if world.size > 1 else [], SAMPLED)
+        inside = live_bytes()
+    weights = sum(int(getattr(p, "ds_numel", p.numel())) * 4 for p in engine.lm.parameters())
+    return {"inside": (inside - before) / weights, "after": (live_bytes() - before) / weights}
+
+
+@pytest.mark.parametrize(("ranks", "settings"), [(1, {}), (2, {"stage": 2}), (2, {"stage": 3, "lora": 4})])
+def test_memory_is_given_back(ranks: int, settings: dict[str, Any], model_folder: Path, tmp_path: Path) -> None:
+    for told in run_ranks(remembered, ranks, tmp_path, model_folder, settings):
+        assert told["inside"] > 0.5 / ranks, "there is something to give back: a share of the weights"
+        assert abs(told["after"]) <= 0.01
+
+
+def without_prompts(world: World, path: Path) -> list[int]:
+    engine = build_actor(spec(path, stage=3), world)
+    with engine.inference() as generation:
+        results = generation.generate([] if world.rank else PROMPTS, SAMPLED)
+    train_step(engine, world)
+    return [len(samples) for samples in results]
+
+
+def test_a_rank_without_prompts_holds_nobody_up(model_folder: Path, tmp_path: Path) -> None:
+    assert run_ranks(without_prompts, 2, tmp_path, model_folder) == [[2] * 4, []]
 
 
 def checked(world: World, path: Path) -> str:
