@@ -50,9 +50,10 @@ def rank_main(rank: int, options: argparse.Namespace, folder: str, port: int) ->
     world = init_world()
     zero3 = actor(folder, 3, world, options)
     runs: dict[str, Callable[[], None]] = {"this engine, ZeRO-3": lambda: rollout(zero3, options)}
-    if not options.only_switch:
-        plain = actor(folder, 0, world, options)
-        runs["this engine, no ZeRO"] = lambda: rollout(plain, options)
+    if "whole" in options.peers:
+        whole = actor(folder, 0, world, options)
+        runs["this engine, no ZeRO"] = lambda: rollout(whole, options)
+    if "plain" in options.peers:
         runs["DeepSpeed, plain ZeRO-3"] = lambda: plain_generate(zero3, options)
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     switches: list[float] = []
@@ -138,7 +139,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompt_tokens", type=int, default=32)
     parser.add_argument("--new_tokens", type=int, default=128)
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--only_switch", action="store_true", help="this engine under ZeRO-3 alone")
+    parser.add_argument(
+        "--peers", nargs="*", default=["whole", "plain"], choices=["whole", "plain"],
+        help="whole: this engine without ZeRO; plain: DeepSpeed's own, which is slow",
+    )  # fmt: skip
     parser.add_argument("--json", help="file for the raw times")
     return parser.parse_args()
 
