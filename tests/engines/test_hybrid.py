@@ -50,7 +50,7 @@ def state_of(engine: HybridEngine) -> list[torch.Tensor]:
 
 def half_a_step(engine: HybridEngine, world: World) -> None:
     """Gradients in place, the update still to come."""
-    ids = batch()[world.rank :: world.size]
+    ids = batch()[world.rank :: world.size].to(world.device)
     counts = torch.ones_like(ids, dtype=torch.bool)
     logprobs, _ = engine(ids, counts, counts)
     engine.backward(sft_loss(logprobs, mask=counts).total, count=36)
@@ -101,7 +101,7 @@ def expected(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> di
     [
         (1, [(3, 1, 0), (3, 1, 4)]),
         (2, list(product(range(4), (1, 2), (0, 4)))),
-        (4, [(0, 2, 4), (1, 4, 0), (2, 2, 4), (3, 1, 0), (3, 2, 0), (3, 4, 4)]),
+        (4, [(1, 4, 0), (2, 2, 4), (3, 2, 0), (3, 4, 4)]),
     ],
     ids=["1 rank", "2 ranks", "4 ranks"],
 )
@@ -135,7 +135,7 @@ def module_and_layout(world: World, path: Path, settings: dict[str, Any]) -> lis
     return results
 
 
-@pytest.mark.parametrize(("ranks", "settings"), [(1, {"lora": 4}), (2, {"stage": 3, "lora": 4}), (2, {"stage": 3})])
+@pytest.mark.parametrize(("ranks", "settings"), [(1, {"lora": 4}), (2, {"stage": 3, "lora": 4})])
 def test_the_module_generates_what_the_layout_does(
     ranks: int, settings: dict[str, Any], model_folder: Path, tmp_path: Path
 ) -> None:
@@ -180,9 +180,9 @@ def test_weights_are_gathered_in_buckets_and_kept_until_they_change(model_folder
         assert told["built"] == [1, 1, 2, 2]
 
 
-def offloaded(world: World, path: Path, stage: int) -> tuple[list[Any], list[float]]:
+def offloaded(world: World, path: Path) -> tuple[list[Any], list[float]]:
     results, losses = [], []
-    for offload in (False, True):
+    for stage, offload in product((2, 3), (False, True)):
         engine = build_actor(spec(path, stage=stage), world, rollout=RolloutConfig(offload_states=offload))
         train_step(engine, world)
         with engine.inference() as generation:
@@ -191,10 +191,10 @@ def offloaded(world: World, path: Path, stage: int) -> tuple[list[Any], list[flo
     return results, losses
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_states_go_to_the_host_and_come_back(stage: int, model_folder: Path, tmp_path: Path) -> None:
-    for results, losses in run_ranks(offloaded, 2, tmp_path, model_folder, stage):
-        assert results[0] == results[1] and losses[0] == losses[1]
+def test_states_go_to_the_host_and_come_back(model_folder: Path, tmp_path: Path) -> None:
+    for results, losses in run_ranks(offloaded, 2, tmp_path, model_folder):
+        assert results[0] == results[1] and losses[0] == losses[1], "ZeRO 2"
+        assert results[2] == results[3] and losses[2] == losses[3], "ZeRO 3"
 
 
 def live_bytes() -> int:
@@ -224,7 +224,7 @@ def remembered(world: World, path: Path, settings: dict[str, Any]) -> dict[str, 
     return {"inside": (inside - before) / weights, "after": (live_bytes() - before) / weights}
 
 
-@pytest.mark.parametrize(("ranks", "settings"), [(1, {}), (2, {"stage": 2}), (2, {"stage": 3, "lora": 4})])
+@pytest.mark.parametrize(("ranks", "settings"), [(1, {}), (2, {"stage": 3, "lora": 4})])
 def test_memory_is_given_back(ranks: int, settings: dict[str, Any], model_folder: Path, tmp_path: Path) -> None:
     for told in run_ranks(remembered, ranks, tmp_path, model_folder, settings):
         assert told["inside"] > 0.5 / ranks, "there is something to give back: a share of the weights"
@@ -296,7 +296,7 @@ def parallel(world: World, folder: Path, names: list[str]) -> dict[str, Any]:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_families_split_over_ranks_sample_what_one_process_does(ranks: int, tmp_path: Path) -> None:
     names = ["llama with biases", "gemma2", "phi3", "opt 350m", "gpt2", "pythia", "bloom", "falcon 7b", "falcon 40b"]
-    names += ["llama of three heads"] if ranks == 2 else []
+    names = [*names, "llama of three heads"] if ranks == 2 else ["llama with biases", "gpt2", "falcon 7b"]
     for name in names:
         variant(name).save_pretrained(tmp_path / name)
         tiny_tokenizer().save_pretrained(tmp_path / name)

@@ -8,10 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from hybrid_rlhf.engines.builder import build_actor
 from hybrid_rlhf.generation import GenerationEngine
+from hybrid_rlhf.generation.engine import module_logprobs
+from hybrid_rlhf.generation.layout import decoder_of, probe_logprobs, probe_tokens
+from hybrid_rlhf.runtime.world import World, solo_world
 from tests.engines.ranks import run_ranks
-from tests.engines.test_engines import life
-from tests.generation.test_engine import GREEDY, PROMPTS
+from tests.engines.test_engines import life, spec, train_step
+from tests.generation.families import VARIANTS, variant
+from tests.generation.test_engine import GREEDY, PROMPTS, SAMPLED
 from tests.tiny import tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -33,3 +38,46 @@ def test_greedy_tokens_are_those_of_hugging_face_on_a_gpu() -> None:
         ids = torch.tensor([prompt], device="cuda")
         whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
         assert completion.token_ids == whole[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_family_computes_on_a_gpu_what_its_module_does(name: str) -> None:
+    model = variant(name).cuda()
+    world = solo_world(torch.device("cuda", 0))
+    tokens = probe_tokens(model.config.vocab_size)
+    exact = module_logprobs(model, tokens)
+    found = probe_logprobs(decoder_of(model, world=world, dtype=torch.float32), tokens)
+    torch.testing.assert_close(found, exact, atol=1e-3, rtol=0)
+    low = model.to(torch.bfloat16)  # type: ignore[arg-type]
+    found = probe_logprobs(decoder_of(low, world=world, dtype=torch.bfloat16), tokens)
+    assert (found - module_logprobs(low, tokens)).abs().mean() < 0.05
+
+
+def test_batches_and_chunks_on_a_gpu_sample_what_one_row_at_a_time_does() -> None:
+    model = tiny_model().cuda()
+    alone = GenerationEngine(model, stop_token_ids=range(3, 30), max_batch_rows=1).generate(PROMPTS, SAMPLED)
+    for rows, chunk in ((3, 2), (64, 1000)):
+        engine = GenerationEngine(model, stop_token_ids=range(3, 30), max_batch_rows=rows, prefill_tokens=chunk)
+        found = engine.generate(PROMPTS, SAMPLED)
+        assert [[c.token_ids for c in samples] for samples in found] == [
+            [c.token_ids for c in samples] for samples in alone
+        ]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_switch_on_a_gpu_gives_its_memory_back(stage: int, model_folder: Path, tmp_path: Path) -> None:
+    (told,) = run_ranks(allocated, 1, tmp_path, model_folder, stage)
+    assert told["inside"] > told["before"] and told["after"] <= 1.01 * told["before"]
+
+
+def allocated(world: World, path: Path, stage: int) -> dict[str, int]:
+    engine = build_actor(spec(path, stage=stage, lora=4), world)
+    told = {}
+    for _ in range(2):  # the first round allocates what stays
+        train_step(engine, world)
+        told["before"] = torch.cuda.memory_allocated()
+        with engine.inference() as generation:
+            generation.generate(PROMPTS, SAMPLED)
+            told["inside"] = torch.cuda.memory_allocated()
+        told["after"] = torch.cuda.memory_allocated()
+    return told
