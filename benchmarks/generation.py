@@ -143,7 +143,6 @@ def hf_generate_batch(lm: PreTrainedModel, work: Work) -> Callable[[], None]:
     return run
 
 
-@torch.inference_mode()
 def matrix_products(decoder: Decoder, work: Work) -> Callable[[], None]:
     """The products alone: prompts read once, then each step with the rows that are live in it."""
     weights = decoder._weights
@@ -256,6 +255,8 @@ def main() -> None:
         new_tokens=options.new_tokens, n=options.n, vocabulary=lm.config.vocab_size,
     )  # fmt: skip
     decoder = decoder_of(lm, world=solo_world(DEVICE), dtype=DTYPE)
+    if decoder is None:
+        raise SystemExit(f"{options.model} has no inference layout: nothing to measure")
     peers: dict[str, Callable[[], float]] = {
         "matrix products": partial(timed, matrix_products(decoder, work)),
         "this engine": partial(timed, ours(decoder, work)),

@@ -14,6 +14,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: kernels.py then runs on a CPU
+
 from transformers import PreTrainedTokenizerFast
 
 from tests.tiny import tiny_model, tiny_tokenizer

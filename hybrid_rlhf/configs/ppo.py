@@ -73,7 +73,7 @@ class RolloutConfig:
     offload_states: bool = False
     """Optimizer states, master weights and gradients go to host memory while generating."""
     keep_weights: bool = False
-    """The inference layout stays in memory after a rollout; entering again with the same weights is free then."""
+    """The inference layout, its cache and captured steps stay in memory after a rollout, and are updated in place."""
 
     def __post_init__(self) -> None:
         for name in ("prompts_per_step", "samples_per_prompt", "max_prompt_tokens", "max_new_tokens"):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,18 +21,26 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from hybrid_rlhf.configs.ppo import RolloutConfig
 from hybrid_rlhf.engines.engine import ModelEngine, Role
 from hybrid_rlhf.engines.host_states import HostStates
-from hybrid_rlhf.engines.partition import gathered, is_partitioned, plain_name, whole_parameters
+from hybrid_rlhf.engines.partition import base_parameters, gathered, is_partitioned, whole_weights
 from hybrid_rlhf.generation.decoder import Decoder
 from hybrid_rlhf.generation.engine import GenerationEngine, default_stop_token_ids
-from hybrid_rlhf.generation.families import NotDescribed, describe
-from hybrid_rlhf.generation.layout import check_layout, probe_tokens, report_undescribed
-from hybrid_rlhf.generation.weights import WeightLoader
-from hybrid_rlhf.models.lora import adapters_off, has_lora, lora_merged, merged_weight
+from hybrid_rlhf.generation.layout import check_layout, plan_layout, probe_tokens
+from hybrid_rlhf.generation.workspace import Workspace
+from hybrid_rlhf.models.loading import DTYPES
+from hybrid_rlhf.models.lora import adapters_off, has_lora, lora_merged
 from hybrid_rlhf.runtime.world import World
 
 BUCKET_ELEMENTS = 2**26
 """Weights gathered at once, at most, unless one alone is larger."""
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """An inference layout that stays between rollouts."""
+
+    weight_version: int
+    decoder: Decoder
+    workspace: Workspace | None
 
 
 class HybridEngine(ModelEngine):
@@ -66,10 +75,16 @@ class HybridEngine(ModelEngine):
         """How long the last switch to inference and back took."""
         self._host_states = HostStates(engine, world.device)
         self._checked = False
-        self._kept: tuple[int, Decoder] | None = None
-        dtype = next(self.lm.parameters()).dtype
-        self._inference_dtype = _DTYPES.get(self._rollout.dtype, dtype)
-        self._is_described = self._rollout.layout == "auto" and self._describes()
+        self._kept: _Kept | None = None
+        self._layout = None
+        if self._rollout.layout == "auto":
+            self._layout = plan_layout(
+                self.lm,
+                [name for name, _ in base_parameters(self.lm)],
+                world=self.generation_world,
+                dtype=DTYPES.get(self._rollout.dtype, next(self.lm.parameters()).dtype),
+                in_place=self._rollout.keep_weights,
+            )
 
     @property
     def weight_version(self) -> int:
@@ -90,7 +105,7 @@ class HybridEngine(ModelEngine):
         with contextlib.ExitStack() as stack:
             if self._rollout.offload_states:
                 stack.enter_context(self._host_states.moved())
-            model = self._decoder() if self._is_described else stack.enter_context(self._whole_module())
+            model = self._decoder() if self._layout is not None else stack.enter_context(self._whole_module())
             self.module.eval()
             generation = GenerationEngine(
                 model,
@@ -98,6 +113,7 @@ class HybridEngine(ModelEngine):
                 layout="module",
                 kv_cache_gib=self._rollout.kv_cache_gib,
                 weight_version=self.weight_version,
+                workspace=None if self._kept is None else self._kept.workspace,
             )
             self.switch_seconds = time.perf_counter() - start
             del model
@@ -105,6 +121,8 @@ class HybridEngine(ModelEngine):
                 yield generation
             finally:
                 left = time.perf_counter()
+                if self._kept is not None:
+                    self._kept = replace(self._kept, workspace=generation.workspace)
                 generation.close()
                 self.module.train(was_training)
         self.switch_seconds += time.perf_counter() - left
@@ -121,33 +139,22 @@ class HybridEngine(ModelEngine):
         with adapters_off(self.lm):
             yield self
 
-    def _describes(self) -> bool:
-        try:
-            self._loader()
-        except NotDescribed as error:
-            report_undescribed(self.lm, error, self.generation_world)
-            return False
-        return True
-
-    def _loader(self) -> WeightLoader:
-        architecture, names = describe(self.lm)
-        weights = [plain_name(name) for name, _ in self.lm.named_parameters() if ".lora_" not in name]
-        return WeightLoader(architecture, names, weights, world=self.generation_world, dtype=self._inference_dtype)
-
     def _decoder(self) -> Decoder:
         """The inference layout of the current weights; built again only if they have changed, or were not kept."""
-        if self._kept is not None and self._kept[0] == self.weight_version:
-            return self._kept[1]
+        assert self._layout is not None
+        kept = self._kept
+        if kept is not None and kept.weight_version == self.weight_version:
+            return kept.decoder
         self._kept = None
-        loader = self._loader()
-        for name, parameter, adapter in whole_parameters(self.lm, bucket_elements=BUCKET_ELEMENTS):
-            whole = parameter if adapter is None else merged_weight(adapter)
-            loader.load(name, whole, lasting=adapter is not None or not hasattr(parameter, "ds_id"))
-        decoder = Decoder(loader.architecture, loader.assemble(), loader.split, self.generation_world)
+        decoder = self._layout.build(
+            (weight.name, weight.merged(), weight.is_lasting)
+            for weight in whole_weights(self.lm, bucket_elements=BUCKET_ELEMENTS)
+        )
         if not self._checked:
             self._check(decoder)
         if self._rollout.keep_weights:
-            self._kept = self.weight_version, decoder
+            same = kept is not None and kept.decoder is decoder  # what was captured still holds
+            self._kept = _Kept(self.weight_version, decoder, kept.workspace if kept is not None and same else None)
         return decoder
 
     @torch.no_grad()

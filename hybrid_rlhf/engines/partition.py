@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import deepspeed
 import torch
@@ -32,30 +33,48 @@ def gathered(parameters: Iterable[nn.Parameter], *, writer_rank: int | None = No
         yield
 
 
-def plain_name(name: str) -> str:
-    """A weight's name in the model without adapters."""
-    return name.replace(".base_layer.", ".")
+@dataclass(frozen=True)
+class WholeWeight:
+    """A weight of the model without adapters, at hand for the moment."""
+
+    name: str
+    """In Hugging Face's model."""
+    parameter: nn.Parameter
+    adapter: LoraLayer | None
+    """The adapted layer whose base it is."""
+
+    def merged(self) -> Tensor:
+        """Its value; with an adapter, in new memory."""
+        return self.parameter.detach() if self.adapter is None else merged_weight(self.adapter)
+
+    @property
+    def is_lasting(self) -> bool:
+        """Whether the memory of `merged` is there beyond the moment."""
+        return self.adapter is not None or not hasattr(self.parameter, "ds_id")
 
 
-def whole_parameters(lm: nn.Module, *, bucket_elements: int) -> Iterator[tuple[str, nn.Parameter, LoraLayer | None]]:
+def base_parameters(lm: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """A model's weights under their Hugging Face names, tied ones once, without those of adapters."""
+    for name, parameter in lm.named_parameters():
+        if ".lora_" not in name:
+            yield name.replace(".base_layer.", "."), parameter
+
+
+def whole_weights(lm: nn.Module, *, bucket_elements: int) -> Iterator[WholeWeight]:
     """A model's weights one by one, whole while they are at hand; every rank must go through all of them.
 
     Args:
         lm: partitioned or not, with adapters or without.
         bucket_elements: gathered at once, at most; a weight that alone is larger comes alone.
-
-    Yields:
-        the weight's Hugging Face name, the weight, and the adapted layer whose base it is, or none. Tied weights come
-        once, adapters' own weights never.
     """
     adapted: dict[int, LoraLayer] = {id(layer.get_base_layer().weight): layer for _, layer in lora_layers(lm)}
-    bucket: list[tuple[str, nn.Parameter, LoraLayer | None]] = []
+    bucket: list[WholeWeight] = []
     parts: list[nn.Parameter] = []
     elements = 0
-    weights = [(name, parameter) for name, parameter in lm.named_parameters() if ".lora_" not in name]
+    weights = list(base_parameters(lm))
     for number, (name, parameter) in enumerate(weights, start=1):
         layer = adapted.get(id(parameter))
-        bucket.append((plain_name(name), parameter, layer))
+        bucket.append(WholeWeight(name, parameter, layer))
         mine = [parameter] if layer is None else [p for n, p in layer.named_parameters() if n != "base_layer.bias"]
         parts += mine
         elements += sum(_elements(part) for part in mine)
@@ -75,12 +94,8 @@ def whole_tensors(lm: nn.Module, world: World) -> Iterator[tuple[str, Tensor | N
     Every rank must go through all of them; only rank 0 receives tensors (on the host), so that no rank ever holds
     a whole model. Tied weights come once.
     """
-    for name, parameter, layer in whole_parameters(lm, bucket_elements=0):
-        tensor = None
-        if world.is_main:
-            whole = parameter.detach() if layer is None else merged_weight(layer)
-            tensor = whole.to("cpu", copy=True).contiguous()
-        yield name, tensor
+    for weight in whole_weights(lm, bucket_elements=0):
+        yield weight.name, weight.merged().to("cpu", copy=True).contiguous() if world.is_main else None
     persistent = set(lm.state_dict(keep_vars=True)) - {name for name, _ in lm.named_parameters(remove_duplicate=False)}
     for name, buffer in lm.named_buffers():
         if name in persistent:

@@ -76,7 +76,6 @@ class Architecture:
     final_softcap: float | None = None
     logit_scale: float = 1.0
     embed_scale: float = 1.0
-    tied_head: bool = False
 
     @property
     def layers(self) -> int:

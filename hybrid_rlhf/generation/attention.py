@@ -1,15 +1,18 @@
 """Attention of new tokens over the KV cache: for a prefill of many prompts, and for one token of every live row.
 
-Both first write the new keys and values into the cache. Query heads that share a KV head are one matrix in decoding,
-so that keys are read once for all of them.
+Both first rotate queries and keys, and write the new keys and values into the cache. Query heads that share a KV head
+are one matrix in decoding, so that keys are read once for all of them.
 
-Shapes: T tokens, B rows, A heads and K KV heads of this rank, G = A / K, D head size, L new tokens, S tokens in all.
+Shapes: T tokens, B rows, A heads and K KV heads of this rank, G = A / K, D head size, R rotated dimensions, L new
+tokens, S tokens in all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +20,18 @@ from torch.nn import functional
 
 from hybrid_rlhf.generation.architecture import Architecture
 from hybrid_rlhf.generation.cache import KVCache
-from hybrid_rlhf.generation.weights import Split
+from hybrid_rlhf.generation.layers import rotate
+from hybrid_rlhf.generation.split import Split
+
+Table = tuple[Tensor, Tensor] | None
+"""Cosines and signed sines [T, 1, R] of the new tokens; none: positions are not rotated in."""
+
+
+class Attend(Protocol):
+    """Attention of one layer over the cache."""
+
+    def __call__(self, layer: int, qkv: Tensor, table: Table) -> Tensor:
+        """[T, A, D] of the heads [T, A + 2 K, D] of queries, keys and values; the latter go to the cache first."""
 
 
 @dataclass(frozen=True)
@@ -37,33 +51,50 @@ class Span:
 class Attention:
     """What prefill and decoding share: the architecture's scores and the cache."""
 
-    def __init__(self, architecture: Architecture, split: Split, cache: KVCache) -> None:
-        self._architecture, self._cache = architecture, cache
-        device, dtype = cache.keys.device, cache.keys.dtype
+    def __init__(
+        self, architecture: Architecture, split: Split, cache: KVCache, kernels: ModuleType | None = None
+    ) -> None:
+        """Args: the model, this rank's part of it, the cache, and generation/kernels.py where decoding uses it."""
+        self._architecture, self._cache, self._kernels = architecture, cache, kernels
+        device = cache.keys.device
         self._kv_heads, self._group = len(split.kv_heads), len(split.heads) // len(split.kv_heads)
-        self._slopes = None
+        self._dtype = cache.keys.dtype
+        self.alibi = None
+        """[A, S] float32, what ALiBi adds to the scores of each key."""
         if architecture.alibi is not None:
-            self._slopes = architecture.alibi[split.heads.start : split.heads.stop].to(device)
-        self._dtype = dtype
+            slopes = architecture.alibi[split.heads.start : split.heads.stop, None]
+            slopes = slopes.bfloat16() if architecture.alibi_bfloat16 else slopes
+            places = torch.arange(cache.capacity_tokens)
+            self.alibi = ((slopes * places).float() * architecture.alibi_scale).to(self._dtype).float().to(device)
 
     def prefill(self, spans: Sequence[Span]) -> PrefillAttention:
         """Attention of the tokens of spans, one span behind the other."""
         return PrefillAttention(self, spans)
 
-    def decode(self, positions: Tensor, *, shortest: int, longest: int) -> DecodeAttention:
+    def decode(self, positions: Tensor, *, shortest: int, longest: int) -> Attend:
         """Attention of one token for each of the first slots.
 
         Args:
             positions: [B] of the new tokens; row i writes into slot i.
-            shortest: tokens of the shortest row, the new one included.
-            longest: of the longest.
+            shortest: tokens of the shortest row, the new one included; kernels read it from the device.
+            longest: of the longest; likewise.
         """
+        if self._kernels is not None:
+            return KernelAttention(self, self._kernels, positions)
         return DecodeAttention(self, positions, shortest, longest)
+
+    def rotated(self, qkv: Tensor, table: Table) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [T, A, D], keys and values [T, K, D]."""
+        heads = self._kv_heads * self._group
+        qk, v = qkv[:, : heads + self._kv_heads], qkv[:, heads + self._kv_heads :]
+        if table is not None:
+            qk = rotate(qk, *table)
+        return qk[:, :heads], qk[:, heads:], v
 
     def sees_all_before(self, kind: int, start: int, end: int) -> bool:
         """Whether being causal is all there is to the scores of queries at start to end - 1 on as many keys."""
         window = self._architecture.kinds[kind].window
-        return self._slopes is None and start == 0 and (window is None or window >= end)
+        return self.alibi is None and start == 0 and (window is None or window >= end)
 
     def bias(self, kind: int, queries: Tensor, keys: int) -> Tensor:
         """What is added to scores: [..., A or 1, S] for queries at positions [...]; -inf where a key is not seen."""
@@ -74,9 +105,8 @@ class Attention:
         if window is not None and keys > window:
             seen &= distance < window
         bias = torch.zeros((), dtype=self._dtype, device=queries.device).expand(seen.shape).unsqueeze(-2)
-        if self._slopes is not None:
-            slopes = self._slopes.bfloat16() if self._architecture.alibi_bfloat16 else self._slopes
-            bias = ((slopes[:, None] * place).float() * self._architecture.alibi_scale).to(self._dtype)
+        if self.alibi is not None:
+            bias = self.alibi[:, :keys].to(self._dtype)
             bias = bias.expand(*queries.shape, *bias.shape)
         return bias.masked_fill(~seen.unsqueeze(-2), -torch.inf)
 
@@ -113,13 +143,16 @@ class PrefillAttention:
         self._attention, self._spans = attention, spans
         device = attention._cache.keys.device
         self._slots = [torch.tensor(span.slots, device=device) for span in spans]
-        self._biases: dict[tuple[int, int], Tensor | None] = {}
+        kinds = range(len(attention._architecture.kinds))
+        self._biases = [[self._make_bias(span, kind) for kind in kinds] for span in spans]
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """[T, A, D] of q [T, A, D], k and v [T, K, D]."""
-        cache, kind = self._attention._cache, self._attention._architecture.layer_kinds[layer]
+    def __call__(self, layer: int, qkv: Tensor, table: Table) -> Tensor:
+        """See Attend."""
+        attention, cache = self._attention, self._attention._cache
+        kind = attention._architecture.layer_kinds[layer]
+        q, k, v = attention.rotated(qkv, table)
         mixed, offset = torch.empty_like(q), 0
-        for index, (span, slots) in enumerate(zip(self._spans, self._slots, strict=True)):
+        for span, slots, biases in zip(self._spans, self._slots, self._biases, strict=True):
             part, end = slice(offset, offset + span.tokens), span.start + span.length
             offset += span.tokens
             rows, new_keys, new_values = (
@@ -129,18 +162,12 @@ class PrefillAttention:
             cache.values[layer, slots, :, span.start : end] = new_values
             if span.start:
                 new_keys, new_values = cache.keys[layer, slots, :, :end], cache.values[layer, slots, :, :end]
-            bias = self._bias(index, kind)
-            out = self._attention.mix(kind, rows, new_keys, new_values, bias, causal=bias is None)
+            out = attention.mix(kind, rows, new_keys, new_values, biases[kind], causal=biases[kind] is None)
             mixed[part] = out.transpose(1, 2).flatten(0, 1)
         return mixed
 
-    def _bias(self, index: int, kind: int) -> Tensor | None:
-        """[1, A or 1, L, S]; none where being causal is all there is to say."""
-        if (index, kind) not in self._biases:
-            self._biases[index, kind] = self._make_bias(self._spans[index], kind)
-        return self._biases[index, kind]
-
     def _make_bias(self, span: Span, kind: int) -> Tensor | None:
+        """[1, A or 1, L, S]; none where being causal is all there is to say."""
         attention, end = self._attention, span.start + span.length
         capped = attention._architecture.attention_softcap is not None  # computed without a causal kernel
         if not capped and attention.sees_all_before(kind, span.start, end):
@@ -162,9 +189,10 @@ class DecodeAttention:
         kinds = range(len(attention._architecture.kinds))
         self._biases = [self._make_bias(kind, positions, shortest) for kind in kinds]
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """[B, A, D] of q [B, A, D], k and v [B, K, D]."""
+    def __call__(self, layer: int, qkv: Tensor, table: Table) -> Tensor:
+        """See Attend."""
         attention, cache = self._attention, self._attention._cache
+        q, k, v = attention.rotated(qkv, table)
         keys, values = cache.keys[layer].flatten(0, 1), cache.values[layer].flatten(0, 1)
         keys.flatten(0, 1).index_copy_(0, self._places, k.flatten(0, 1))
         values.flatten(0, 1).index_copy_(0, self._places, v.flatten(0, 1))
@@ -181,3 +209,21 @@ class DecodeAttention:
         if bias.shape[1] == 1:
             return bias.repeat_interleave(self._kv_heads, dim=0)
         return bias.reshape(len(positions) * self._kv_heads, self._group, -1)
+
+
+class KernelAttention:
+    """The same on a GPU; shapes do not depend on lengths, and nothing on the host, so that it can be captured."""
+
+    def __init__(self, attention: Attention, kernels: ModuleType, positions: Tensor) -> None:
+        self._attention, self._kernels, self._positions = attention, kernels, positions
+
+    def __call__(self, layer: int, qkv: Tensor, table: Table) -> Tensor:
+        """See Attend."""
+        a, cache = self._attention._architecture, self._attention._cache
+        keys, values, kind = cache.keys[layer], cache.values[layer], a.kinds[a.layer_kinds[layer]]
+        queries = self._kernels.rotate_and_write(qkv, table, self._positions, keys, values)
+        mixed: Tensor = self._kernels.decode_attention(
+            queries, keys, values, self._positions, scale=kind.scale, window=kind.window,
+            softcap=a.attention_softcap, bias=self._attention.alibi,
+        )  # fmt: skip
+        return mixed

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from hybrid_rlhf.generation.architecture import Architecture
-from hybrid_rlhf.generation.weights import Split
+from hybrid_rlhf.generation.split import Split
 
 
 class KVCache:

@@ -3,6 +3,7 @@
 A step is either a prefill of requests that enter, or one token for each live row. Live rows are the first slots of
 the cache, always: when one ends, the last takes its slot. What a prompt shares with one that is being answered is
 copied from its slot and not computed again, so the prompt of `n` samples and a common system prompt are read once.
+On a GPU a step is looked at while the next one runs: a row that has ended takes part in one more, which nobody sees.
 
 Shapes: T tokens, B live rows.
 """
@@ -16,12 +17,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.generation.attention import Attention, Span
-from hybrid_rlhf.generation.cache import KVCache
-from hybrid_rlhf.generation.decoder import Decoder
+from hybrid_rlhf.generation.attention import Span
 from hybrid_rlhf.generation.prefixes import PrefixIndex
 from hybrid_rlhf.generation.requests import Request
-from hybrid_rlhf.generation.sampler import Sampler
+from hybrid_rlhf.generation.workspace import Fetch, Workspace
 
 Added = list[tuple[Request, int]]
 
@@ -46,24 +45,22 @@ class _Entry:
 class ContinuousBatch:
     """Runs requests to their ends."""
 
-    def __init__(self, decoder: Decoder, cache: KVCache, requests: Sequence[Request], *, prefill_tokens: int) -> None:
+    def __init__(self, workspace: Workspace, requests: Sequence[Request], *, prefill_tokens: int) -> None:
         """Prepare.
 
         Args:
-            decoder: computes.
-            cache: with a slot or more, each long enough for any of the requests.
+            workspace: with a slot or more, each long enough for any of the requests.
             requests: samples of one prompt stand together.
             prefill_tokens: read at once, at most; a longer prompt is read in chunks.
         """
-        self._decoder, self._cache = decoder, cache
-        self._attention = Attention(decoder.architecture, decoder.split, cache)
-        self._sampler = Sampler(decoder.architecture.vocab_size, decoder.world)
+        self._workspace, self._decoder, self._cache = workspace, workspace.decoder, workspace.cache
         self._waiting = deque(requests)
         self._rows: list[Request] = []
+        self._flying: deque[tuple[list[Request], Fetch]] = deque()
         self._prefixes = PrefixIndex()
         self._prefill_tokens = prefill_tokens
-        self._enough_free = max(1, cache.slots // 8)
-        self._device = cache.keys.device
+        self._enough_free = max(1, self._cache.slots // 8)
+        self._device = self._cache.keys.device
 
     @torch.inference_mode()
     def steps(self) -> Iterator[Added]:
@@ -71,10 +68,14 @@ class ContinuousBatch:
         while self._waiting or self._rows:
             free = self._cache.slots - len(self._rows)
             if self._waiting and free >= min(len(self._waiting), self._enough_free):
+                while self._flying:
+                    yield self._land()
                 while self._waiting and len(self._rows) < self._cache.slots:
                     yield self._prefill(self._admit())
             else:
-                yield self._decode()
+                self._flying.append((self._rows, self._workspace.decode(self._rows)))
+                if len(self._flying) > self._workspace.lag:
+                    yield self._land()
 
     def _admit(self) -> list[_Entry]:
         """The requests that enter next, with what their slots can copy from others already there.
@@ -116,11 +117,11 @@ class ContinuousBatch:
         of_request = [index for index, entry in enumerate(entries) for _ in entry.requests]
         logits = self._decoder.logits(hidden)[torch.tensor(of_request, device=self._device)]
         entered = [request for entry in entries for request in entry.requests]
+        fetch = self._workspace.first_tokens(logits, len(self._rows), entered)
         self._rows = self._rows + entered
-        for entry in entries:
-            for request in entry.requests:
-                self._prefixes.add(request)
-        return self._take(logits, entered)
+        for request in entered:
+            self._prefixes.add(request)
+        return self._take(entered, fetch)
 
     def _read(self, entries: list[_Entry], budget: int) -> None:
         """One forward over as many tokens of prompts as the budget allows, equal stretches side by side."""
@@ -141,7 +142,7 @@ class ContinuousBatch:
         hidden = self._decoder.hidden(
             torch.tensor(tokens, device=self._device),
             torch.tensor(positions, device=self._device),
-            self._attention.prefill(spans),
+            self._workspace.attention.prefill(spans),
         )
         end = 0
         for (start, length), group in pieces.items():
@@ -151,24 +152,20 @@ class ContinuousBatch:
                 if entry.done == len(entry.prompt):
                     entry.hidden = hidden[end - 1]
 
-    def _decode(self) -> Added:
-        """One token for every live row."""
-        tokens = torch.tensor([row.token_ids[-1] for row in self._rows], device=self._device)
-        places = [row.tokens - 1 for row in self._rows]
-        positions = torch.tensor(places, device=self._device)
-        attend = self._attention.decode(positions, shortest=min(places) + 1, longest=max(places) + 1)
-        return self._take(self._decoder.logits(self._decoder.hidden(tokens, positions, attend)), self._rows)
+    def _land(self) -> Added:
+        """Look at the oldest step that was started."""
+        return self._take(*self._flying.popleft())
 
-    def _take(self, logits: Tensor, requests: Sequence[Request]) -> Added:
-        """Draw a token for each request, and let go those that end."""
-        drawn = self._sampler(logits, requests)
-        tokens: list[int] = drawn.tokens.tolist()
-        columns = (tokens, drawn.logprobs.tolist(), drawn.sampling_logprobs.tolist())
-        for request, token, logprob, sampling_logprob in zip(requests, *columns, strict=True):
-            request.take(token, logprob, sampling_logprob)
-        if any(request.finish_reason for request in requests):
+    def _take(self, requests: Sequence[Request], fetch: Fetch) -> Added:
+        """Give requests the tokens of a step, and let go those that end; one that had ended before gets none."""
+        added: Added = []
+        for request, token, *logprobs in zip(requests, *fetch(), strict=True):
+            if request.finish_reason is None:
+                request.take(int(token), *logprobs)
+                added.append((request, int(token)))
+        if any(request.finish_reason for request, _ in added):
             self._rows = self._compacted()
-        return list(zip(requests, tokens, strict=True))
+        return added
 
     def _compacted(self) -> list[Request]:
         """The rows that go on, in slots 0, 1, ...: the last one takes the place of one that has ended."""
@@ -181,4 +178,5 @@ class ContinuousBatch:
             if slot < len(rows):
                 rows[slot] = last
                 self._cache.copy(len(rows), [slot], last.tokens)
+                self._workspace.rows.move(len(rows), slot)
         return rows

@@ -15,12 +15,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from hybrid_rlhf.generation.architecture import Architecture
-from hybrid_rlhf.generation.layers import ACTIVATIONS, Norm, rotate
-from hybrid_rlhf.generation.weights import DecoderWeights, LayerWeights, Split
+from hybrid_rlhf.generation.attention import Attend, Table
+from hybrid_rlhf.generation.layers import ACTIVATIONS, Norm, kernels_for
+from hybrid_rlhf.generation.split import Split
+from hybrid_rlhf.generation.weights import DecoderWeights, LayerWeights
 from hybrid_rlhf.runtime.world import World
-
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q [T, A, D], k [T, K, D], v [T, K, D]) to [T, A, D]; k and v are written to the cache first."""
 
 
 class Decoder:
@@ -28,6 +27,7 @@ class Decoder:
 
     def __init__(self, architecture: Architecture, weights: DecoderWeights, split: Split, world: World) -> None:
         self.architecture, self.split, self.world = architecture, split, world
+        self.kernels = kernels_for(world.device)
         self._weights = weights
         self._activation = ACTIVATIONS[architecture.activation]
         self._gated = weights.layers[0].up.outputs == 2 * len(split.mlp)
@@ -41,6 +41,10 @@ class Decoder:
     def dtype(self) -> torch.dtype:
         """Of the weights, the cache and all products."""
         return self._weights.embed.dtype
+
+    def refresh(self) -> None:
+        """Follow weights that were changed in place."""
+        self._weights.refresh()
 
     def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Last hidden states [T, H] of tokens [T] at positions [T], before the final norm."""
@@ -84,8 +88,10 @@ class Decoder:
     # -- the three orders of norm, attention and MLP
 
     def _sequential(self, x: Tensor, w: LayerWeights, attention: Callable[[Tensor], Tensor]) -> Tensor:
-        x = x + _normed(w.attention_out_norm, attention(_normed(w.attention_norm, x)))
-        return x + _normed(w.mlp_out_norm, self._mlp(_normed(w.mlp_norm, x), w))
+        mixed = _normed(w.attention_out_norm, attention(_normed(w.attention_norm, x)))
+        assert w.mlp_norm is not None
+        x, normed = w.mlp_norm.after_adding(x, mixed)
+        return x + _normed(w.mlp_out_norm, self._mlp(normed, w))
 
     def _parallel(self, x: Tensor, w: LayerWeights, attention: Callable[[Tensor], Tensor]) -> Tensor:
         normed = _normed(w.attention_norm, x)
@@ -95,29 +101,26 @@ class Decoder:
         x = _normed(w.attention_norm, x + attention(x))
         return _normed(w.mlp_norm, x + self._mlp(x, w))
 
-    def _attention(
-        self, x: Tensor, index: int, w: LayerWeights, table: tuple[Tensor, Tensor] | None, attend: Attend
-    ) -> Tensor:
+    def _attention(self, x: Tensor, index: int, w: LayerWeights, table: Table, attend: Attend) -> Tensor:
         d, heads, kv_heads = self.architecture.head_dim, len(self.split.heads), len(self.split.kv_heads)
         qkv = w.qkv(x).view(len(x), heads + 2 * kv_heads, d)
-        qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
         if w.q_norm is not None and w.k_norm is not None:
-            qk = torch.cat([w.q_norm(qk[:, :heads]), w.k_norm(qk[:, heads:])], dim=1)
-        if table is not None:
-            qk = rotate(qk, *table)
-        mixed = attend(index, qk[:, :heads], qk[:, heads:], v)
-        return self.world.all_reduce(w.o(mixed.reshape(len(x), heads * d)))
+            q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
+            qkv = torch.cat([w.q_norm(q), w.k_norm(k), v], dim=1)
+        return self.world.all_reduce(w.o(attend(index, qkv, table).reshape(len(x), heads * d)))
 
     def _mlp(self, x: Tensor, w: LayerWeights) -> Tensor:
         up = w.up(x)
-        if self._gated:
+        if not self._gated:
+            up = self._activation(up)
+        elif self.kernels is not None:
+            up = self.kernels.gated(up, self.architecture.activation)
+        else:
             gate, up = up.chunk(2, dim=-1)
             up = self._activation(gate) * up
-        else:
-            up = self._activation(up)
         return self.world.all_reduce(w.down(up))
 
-    def _rotary_table(self, kind: int, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+    def _rotary_table(self, kind: int, positions: Tensor) -> Table:
         """Cosines and signed sines [T, 1, R]."""
         rotary, inv_freq = self.architecture.kinds[kind].rotary, self._inv_freq[kind]
         if rotary is None or inv_freq is None:

@@ -5,6 +5,7 @@ Usable by itself (`GenerationEngine.from_pretrained`) and over the actor of a tr
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
@@ -17,14 +18,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections import ModelConfig
 from hybrid_rlhf.functional.logprobs import token_logprobs
-from hybrid_rlhf.generation.cache import KVCache, bytes_per_token
+from hybrid_rlhf.generation.cache import bytes_per_token
 from hybrid_rlhf.generation.continuous import ContinuousBatch
 from hybrid_rlhf.generation.decoder import Decoder
-from hybrid_rlhf.generation.families import NotDescribed
-from hybrid_rlhf.generation.layout import check_layout, decoder_of, probe_tokens, report_undescribed
+from hybrid_rlhf.generation.layout import check_layout, decoder_of, probe_tokens
 from hybrid_rlhf.generation.module_batch import ModuleBatch
 from hybrid_rlhf.generation.requests import Request
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams, per_request, uniform_stream
+from hybrid_rlhf.generation.workspace import Workspace
 from hybrid_rlhf.models.loading import load_model
 from hybrid_rlhf.models.sources import resolve_model
 from hybrid_rlhf.models.tokenizers import load_tokenizer
@@ -37,6 +38,8 @@ Layout = Literal["auto", "module"]
 _FREE_SHARE = {"cpu": 0.5, "cuda": 0.9}
 """Of the memory that is free, what the KV cache takes at most unless told."""
 _PREFILL_TOKENS = {"cpu": 2048, "cuda": 16384}
+_CAPACITY_GRANULE = {"cpu": 1, "cuda": 128}
+"""Slots are rounded up to it, so that the next rollout finds room in the same ones."""
 
 
 class GenerationEngine:
@@ -53,6 +56,7 @@ class GenerationEngine:
         kv_cache_gib: float | None = None,
         prefill_tokens: int | None = None,
         weight_version: int = 0,
+        workspace: Workspace | None = None,
     ) -> None:
         """Wrap a model; its weights are used as they are and where they are.
 
@@ -66,6 +70,7 @@ class GenerationEngine:
             kv_cache_gib: memory for keys and values; none: half of what is free on a CPU, 0.9 on a GPU.
             prefill_tokens: tokens of prompts read at once; none: 2048 on a CPU, 16384 on a GPU.
             weight_version: stamped on every completion.
+            workspace: of an earlier engine over the same decoder, to go on with.
         """
         if stop_token_ids is None:
             stop_token_ids = default_stop_token_ids(model) if isinstance(model, PreTrainedModel) else ()
@@ -76,9 +81,11 @@ class GenerationEngine:
         self._lm = model if isinstance(model, PreTrainedModel) else None
         self._decoder = model if isinstance(model, Decoder) else None
         if self._lm is not None and layout == "auto":
-            self._decoder = _described(self._lm, solo_world(self._lm.device), self._lm.dtype)
+            self._decoder = decoder_of(self._lm, world=solo_world(self._lm.device), dtype=self._lm.dtype)
         device = self._decoder.world.device if self._decoder is not None else self._lm.device  # type: ignore[union-attr]
         self._prefill_tokens = prefill_tokens or _PREFILL_TOKENS[device.type]
+        self.workspace = workspace
+        """KV cache, tables and captured steps of the last call; the next one goes on with them if it can."""
 
     @classmethod
     def from_pretrained(
@@ -114,15 +121,17 @@ class GenerationEngine:
         resolved = resolve_model(path, world=world)
         config = ModelConfig(path=path, trust_remote_code=trust_remote_code)
         lm, _ = load_model(resolved, "causal_lm", config=config, dtype=dtype)
-        lm.to(device).eval()  # type: ignore[arg-type]
-        decoder = None if layout == "module" else _described(lm, world, dtype)
+        if world.size == 1 or layout == "module":
+            lm.to(device)  # type: ignore[arg-type]
+        lm.eval()
+        decoder = None if layout == "module" else decoder_of(lm, world=world, dtype=dtype)
         if decoder is not None:
             check_layout(decoder, module_logprobs(lm, probe_tokens(decoder.architecture.vocab_size)))
         return cls(
             lm if decoder is None else decoder,
             stop_token_ids=default_stop_token_ids(lm),
             tokenizer=load_tokenizer(resolved, trust_remote_code=trust_remote_code),
-            layout=layout,
+            layout="module",  # what has a layout is a decoder by now
             kv_cache_gib=kv_cache_gib,
         )
 
@@ -153,7 +162,7 @@ class GenerationEngine:
 
     def close(self) -> None:
         """Let go of the weights."""
-        self._decoder = self._lm = None
+        self._decoder = self._lm = self.workspace = None
 
     def _requests(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams]
@@ -193,29 +202,34 @@ class GenerationEngine:
         if not requests:
             return
         if self._decoder is not None:
-            cache = self._cache(self._decoder, requests)
-            yield from ContinuousBatch(self._decoder, cache, requests, prefill_tokens=self._prefill_tokens).steps()
+            self.workspace = self._workspace_for(self._decoder, requests)
+            yield from ContinuousBatch(self.workspace, requests, prefill_tokens=self._prefill_tokens).steps()
             return
         if self._lm is None:
             raise RuntimeError("a generation engine is used inside `inference()`, this one was closed")
         for batch in self._module_batches(requests):
             yield from ModuleBatch(self._lm, batch).steps()
 
-    def _cache(self, decoder: Decoder, requests: Sequence[Request]) -> KVCache:
+    def _workspace_for(self, decoder: Decoder, requests: Sequence[Request]) -> Workspace:
         """As many slots as there are requests, rows in a batch, or room."""
-        capacity = max(len(request.prompt) + len(request.uniforms) for request in requests)
-        slot_bytes = capacity * bytes_per_token(decoder.architecture, decoder.split, decoder.dtype)
+        a, needed = decoder.architecture, max(len(request.prompt) + len(request.uniforms) for request in requests)
+        wanted_slots = min(len(requests), self._max_batch_rows)
+        if self.workspace is not None and self.workspace.serves(
+            requests, wanted_slots=wanted_slots, capacity_tokens=needed
+        ):
+            return self.workspace
+        self.workspace = None  # its memory counts as free
+        granule = _CAPACITY_GRANULE[decoder.world.device.type]
+        capacity = min(-(-needed // granule) * granule, a.max_positions or sys.maxsize)
+        slot_bytes = capacity * bytes_per_token(a, decoder.split, decoder.dtype)
         budget = self._kv_budget_bytes(decoder.world)
-        slots = min(len(requests), self._max_batch_rows, int(budget // slot_bytes))
+        slots = min(wanted_slots, int(budget // slot_bytes))
         if slots < 1:
             raise UserError(
                 f"the KV cache must hold one completion of {capacity} tokens, {slot_bytes / 2**30:.2f} GiB, "
                 f"its budget is {budget / 2**30:.2f} GiB: lower max_new_tokens or raise kv_cache_gib"
             )
-        return KVCache(
-            decoder.architecture, decoder.split, slots=slots, capacity_tokens=capacity, dtype=decoder.dtype,
-            device=decoder.world.device,
-        )  # fmt: skip
+        return Workspace(decoder, requests, slots=slots, wanted_slots=wanted_slots, capacity_tokens=capacity)
 
     def _kv_budget_bytes(self, world: World) -> float:
         if self._kv_cache_gib is not None:
@@ -247,14 +261,6 @@ def module_logprobs(lm: PreTrainedModel, tokens: Sequence[int]) -> torch.Tensor:
     """Log-probs [P - 1] of all tokens but the first under a Hugging Face model."""
     ids = torch.tensor([tokens], device=lm.device)
     return token_logprobs(lm(input_ids=ids).logits[:, :-1], labels=ids[:, 1:])[0]
-
-
-def _described(lm: PreTrainedModel, world: World, dtype: torch.dtype) -> Decoder | None:
-    try:
-        return decoder_of(lm, world=world, dtype=dtype)
-    except NotDescribed as error:
-        report_undescribed(lm, error, world)
-        return None
 
 
 def default_stop_token_ids(lm: PreTrainedModel) -> tuple[int, ...]:

@@ -65,7 +65,6 @@ def describe(lm: PreTrainedModel) -> tuple[Architecture, Mapping[str, str]]:
         "activation": _activation(_first(config, "hidden_act", "hidden_activation", "activation_function")),
         "final_softcap": head.softcap,
         "logit_scale": head.scale,
-        "tied_head": bool(config.tie_word_embeddings),
     }
     settings = family.settings(config)
     scale = settings.pop("scale", head_dim**-0.5)
@@ -146,6 +145,8 @@ def _llama_like(**other: str) -> dict[str, str]:
 
 
 _PHI3 = _llama_like(qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj")
+for _separate in ("q", "k", "v", "gate", "up"):
+    del _PHI3[_separate]
 _GEMMA = _llama_like(
     attention_out_norm="post_attention_layernorm",
     mlp_norm="pre_feedforward_layernorm",
@@ -245,7 +246,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3": _LLAMA,
     "gemma2": _GEMMA_FAMILY,
     "gemma3_text": _GEMMA_FAMILY,
-    "phi3": Family({name: module for name, module in _PHI3.items() if name not in ("q", "k", "v", "gate", "up")}),
+    "phi3": Family(_PHI3),
     "opt": Family(_OPT, _opt, {"norms without weights": lambda c: not c.layer_norm_elementwise_affine}),
     "gpt2": Family(_GPT2, _gpt2, {"cross attention": lambda c: c.add_cross_attention}),
     "gpt_neox": Family(_NEOX, _neox),

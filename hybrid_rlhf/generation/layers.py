@@ -8,7 +8,9 @@ Shapes: T tokens, N outputs, K inputs.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -50,9 +52,14 @@ class Norm:
         self._shape, self._eps = weight.shape, architecture.norm_eps
         self._rms = architecture.norm == "rms"
         self._in_float32 = architecture.norm_in_float32 and weight.dtype != torch.float32
-        if architecture.norm_offset:
-            weight = weight.float() + architecture.norm_offset
-        self._weight, self._bias = weight, bias
+        self._given, self._offset = weight, architecture.norm_offset
+        self._weight, self._bias = weight.float() + self._offset if self._offset else weight, bias
+        self._kernels = kernels_for(weight.device) if self._rms else None
+
+    def refresh(self) -> None:
+        """Follow a weight that was changed in place."""
+        if self._offset:
+            self._weight.copy_(self._given.float() + self._offset)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Same shape and dtype as x."""
@@ -61,6 +68,19 @@ class Norm:
         if self._in_float32:
             return functional.rms_norm(x.float(), self._shape, self._weight, self._eps).to(x.dtype)
         return functional.rms_norm(x, self._shape, self._weight, self._eps)
+
+    def after_adding(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """x + delta, and what the norm makes of it."""
+        if self._kernels is not None:
+            added, normed = self._kernels.add_rms_norm(x, delta, self._weight, self._eps, in_float32=self._in_float32)
+            return added, normed
+        x = x + delta
+        return x, self(x)
+
+
+def kernels_for(device: torch.device) -> ModuleType | None:
+    """Our Triton kernels (kernels.py) on a GPU; none on a CPU."""
+    return importlib.import_module("hybrid_rlhf.generation.kernels") if device.type == "cuda" else None
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:

@@ -7,7 +7,7 @@ moment; a difference past the tolerance stops the run.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -32,34 +32,68 @@ LOW_PRECISION_TOLERANCE = 0.1
 """Nats that they may be off on average, in bfloat16 and float16."""
 
 
-def decoder_of(lm: PreTrainedModel, *, world: World, dtype: torch.dtype) -> Decoder:
-    """The decoder of a model whose weights are whole; a view of them where it can be.
+class InferenceLayout:
+    """A model's inference layout on this rank: planned once, built as often as the weights change."""
+
+    def __init__(
+        self, lm: PreTrainedModel, names: Iterable[str], *, world: World, dtype: torch.dtype, in_place: bool = False
+    ) -> None:
+        """Plan.
+
+        Args:
+            lm: the model; its weights may be partitioned.
+            names: of its weights, tied ones once.
+            world: the tensor-parallel ranks.
+            dtype: of the layout.
+            in_place: later builds write into the weights of the first, where they are not packed.
+
+        Raises:
+            NotDescribed: when the family table does not cover the model.
+            UserError: when its heads cannot be shared out over the ranks.
+        """
+        self._world = world
+        self._loader = WeightLoader(*describe(lm), names, world=world, dtype=dtype, in_place=in_place)
+        self._decoder: Decoder | None = None
+
+    def build(self, weights: Iterable[tuple[str, Tensor, bool]]) -> Decoder:
+        """The decoder of weights that come by one by one, each with its name, whole, and whether it is lasting."""
+        for name, tensor, lasting in weights:
+            self._loader.load(name, tensor, lasting=lasting)
+        if self._decoder is not None:
+            self._decoder.refresh()
+            return self._decoder
+        decoder = Decoder(self._loader.architecture, self._loader.assemble(), self._loader.split, self._world)
+        if self._loader.in_place:
+            self._decoder = decoder
+        return decoder
+
+
+def plan_layout(
+    lm: PreTrainedModel, names: Iterable[str], *, world: World, dtype: torch.dtype, in_place: bool = False
+) -> InferenceLayout | None:
+    """See InferenceLayout; none, and a line in the log, for a model that generates through its module.
 
     Raises:
-        NotDescribed: when the family table does not cover the model.
-        UserError: when its heads cannot be shared out over the ranks.
+        UserError: for such a model under tensor parallelism, which the module does not know.
     """
-    architecture, names = describe(lm)
+    try:
+        return InferenceLayout(lm, names, world=world, dtype=dtype, in_place=in_place)
+    except NotDescribed as error:
+        if world.size > 1:
+            raise UserError(
+                f"tensor parallelism needs the inference layout, {type(lm).__name__} has none ({error}): "
+                "set tensor_parallel to 1"
+            ) from error
+        if world.is_main:
+            logger.info("generation of %s runs through its Hugging Face module: %s", type(lm).__name__, error)
+        return None
+
+
+def decoder_of(lm: PreTrainedModel, *, world: World, dtype: torch.dtype) -> Decoder | None:
+    """The decoder of a model whose weights are whole, a view of them where it can be; none as in `plan_layout`."""
     weights = dict(lm.named_parameters())
-    loader = WeightLoader(architecture, names, weights, world=world, dtype=dtype)
-    for name, parameter in weights.items():
-        loader.load(name, parameter, lasting=True)
-    return Decoder(architecture, loader.assemble(), loader.split, world)
-
-
-def report_undescribed(lm: PreTrainedModel, error: NotDescribed, world: World) -> None:
-    """Say that generation runs through the module, and why.
-
-    Raises:
-        UserError: under tensor parallelism, which the module does not know.
-    """
-    if world.size > 1:
-        raise UserError(
-            f"tensor parallelism needs the inference layout, {type(lm).__name__} has none ({error}): "
-            "set tensor_parallel to 1"
-        )
-    if world.is_main:
-        logger.info("generation of %s runs through its Hugging Face module: %s", type(lm).__name__, error)
+    layout = plan_layout(lm, weights, world=world, dtype=dtype)
+    return None if layout is None else layout.build((name, weight, True) for name, weight in weights.items())
 
 
 def probe_tokens(vocab_size: int) -> list[int]:
@@ -72,7 +106,7 @@ def probe_logprobs(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
     """Log-probs [P - 1] float32 of all tokens but the first: half of them read at once, the others one by one."""
     a, device, world = decoder.architecture, decoder.world.device, decoder.world
     cache = KVCache(a, decoder.split, slots=1, capacity_tokens=len(tokens), dtype=decoder.dtype, device=device)
-    attention = Attention(a, decoder.split, cache)
+    attention = Attention(a, decoder.split, cache, decoder.kernels)
     ids = torch.tensor(tokens, device=device)
     half = len(tokens) // 2
     places = torch.arange(len(tokens), device=device)
@@ -103,5 +137,5 @@ def check_layout(decoder: Decoder, expected: Tensor) -> None:
     if not measured <= tolerance:  # NaN is past it
         raise UserError(
             f"the inference layout must agree with the training forward to {tolerance} nats, "
-            f"it is {measured:.3g} off: set rollout.layout to module, and report the model"
+            f"it is {measured:.3g} off: set layout to module (rollout.layout in a config), and report the model"
         )

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from hybrid_rlhf.generation.requests import Request
+from hybrid_rlhf.generation.rows import Mode, Rows
 from hybrid_rlhf.generation.sampler import Sampler
 from hybrid_rlhf.runtime.world import solo_world
 
@@ -30,7 +31,9 @@ class ModuleBatch:
         self._samples = requests[0].params.n
         self._prompts = [request.prompt for request in requests[:: self._samples]]
         self._live = list(requests)
-        self._sampler = Sampler(lm.config.get_text_config().vocab_size, solo_world(self._device))
+        vocab_size = lm.config.get_text_config().vocab_size
+        self._sampler = Sampler(vocab_size, Mode.of(requests), solo_world(self._device))
+        self._rows = Rows.of(requests, vocab_size=vocab_size, device=self._device)
         accepted = inspect.signature(lm.forward).parameters
         self._takes_positions = "position_ids" in accepted
         self._takes_logits_to_keep = "logits_to_keep" in accepted
@@ -40,7 +43,7 @@ class ModuleBatch:
         """Run to the end; after each step, the tokens it added."""
         mask, cache, logits = self._prefill()
         while True:
-            drawn = self._sampler(logits.float(), self._live)
+            drawn = self._sampler(logits.float(), self._rows)
             yield self._take(drawn.tokens.tolist(), drawn.logprobs.tolist(), drawn.sampling_logprobs.tolist())
             going = [slot for slot, request in enumerate(self._live) if request.finish_reason is None]
             if not going:
@@ -50,7 +53,7 @@ class ModuleBatch:
                 kept = torch.tensor(going, device=self._device)
                 cache.batch_select_indices(kept)
                 mask, tokens = mask[kept], tokens[kept]
-                self._live = [self._live[slot] for slot in going]
+                self._live, self._rows = [self._live[slot] for slot in going], self._rows.select(kept)
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
             logits = self._forward(tokens[:, None], mask, cache)
 

@@ -10,8 +10,8 @@ import numpy as np
 from hybrid_rlhf.generation.sampling import Completion, FinishReason, SamplingParams
 
 Detokenize = Callable[[Sequence[int]], str]
-_TAIL_TOKENS = 4
-"""Tokens decoded beyond a stop string's length: a character may be spread over a few."""
+_CHARACTER_TOKENS = 4
+"""Tokens that a character may be spread over: one for each of its bytes."""
 
 
 @dataclass(eq=False)
@@ -30,11 +30,6 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     sampling_logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-
-    @property
-    def uniform(self) -> float:
-        """The number that its next token is drawn with."""
-        return float(self.uniforms[len(self.token_ids)])
 
     @property
     def tokens(self) -> int:
@@ -56,8 +51,8 @@ class Request:
             return False
         if len(self.token_ids) < self.params.min_new_tokens:
             return False
-        tail = max(map(len, self.params.stop_strings)) + _TAIL_TOKENS  # a token is at least a byte
-        text = self.detokenize(self.token_ids[-4 * tail :])
+        longest = 1 + max(map(len, self.params.stop_strings))  # a tail may begin within a character
+        text = self.detokenize(self.token_ids[-_CHARACTER_TOKENS * longest :])
         return any(stop in text for stop in self.params.stop_strings)
 
     def completion(self, weight_version: int) -> Completion:

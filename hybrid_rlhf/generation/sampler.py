@@ -2,22 +2,21 @@
 
 A token is drawn by inverting the cumulative distribution at one uniform number, in two levels: first the block of the
 vocabulary, then the token in it. So a row costs one exponential an entry, and no sort. With a spread vocabulary ranks
-exchange three numbers a row and never the logits; only what cuts the distribution (top_p, top_k, min_p, penalties)
-gathers them.
+exchange two numbers a row and then the token, never the logits; only what cuts the distribution (top_p, top_k, min_p,
+penalties) gathers them. Nothing waits for the device.
 
 Shapes: B rows, V vocabulary, R ranks; logits are [B, V / R] float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.generation.requests import Request
-from hybrid_rlhf.generation.weights import share
+from hybrid_rlhf.generation.rows import Mode, Rows
+from hybrid_rlhf.generation.split import share
 from hybrid_rlhf.runtime.world import World, solo_world
 
 _BLOCK = 128
@@ -33,30 +32,42 @@ class Drawn:
 
 
 class Sampler:
-    """Draws for requests; one sampler serves a whole generation."""
+    """Draws for rows; one sampler serves a whole generation."""
 
-    def __init__(self, vocab_size: int, world: World) -> None:
-        """Args: all tokens, and the tensor-parallel ranks that share them out."""
-        self._vocab_size, self._world = vocab_size, world
+    def __init__(self, vocab_size: int, mode: Mode, world: World) -> None:
+        """Args: all tokens, what the requests need, and the tensor-parallel ranks that share the vocabulary out."""
+        self._vocab_size, self._mode, self._world = vocab_size, mode, world
         self._mine = share(vocab_size, world.rank, world.size)
-        self._rows: Sequence[Request] | None = None
 
-    def __call__(self, logits: Tensor, requests: Sequence[Request]) -> Drawn:
-        """The next token of each request; logits may be overwritten."""
-        if requests is not self._rows:
-            self._rows = requests
-            self._columns = _Columns(requests, logits.device)
-        columns = self._columns
-        uniforms = torch.tensor([request.uniform for request in requests], dtype=torch.float64).to(logits.device)
-        if columns.draws_from_all:
-            tokens, logprobs = draw(_cooled(logits, columns), uniforms, columns.greedy, self._mine, self._world)
-            return Drawn(tokens, logprobs, logprobs)
-        logits = gather_vocabulary(logits, self._vocab_size, self._world)
-        whole, alone = range(logits.shape[-1]), solo_world(logits.device)
-        cut = _cut(_cooled(_penalised(logits.clone(), requests), columns), columns)
-        tokens, sampling_logprobs = draw(cut, uniforms, columns.greedy, whole, alone)
-        raw = torch.log_softmax(_cooled(logits, columns), dim=-1)
-        return Drawn(tokens, raw.gather(1, tokens[:, None]).squeeze(1), sampling_logprobs)
+    def __call__(self, logits: Tensor, rows: Rows) -> Drawn:
+        """The next token of each row, which takes it."""
+        mode, greedy = self._mode, rows.greedy if self._mode.greedy else None
+        if mode.draws_from_all:
+            cooled = self._cooled(logits, rows)
+            tokens, logprobs = draw(cooled, rows.uniform, greedy, self._mine, self._world)
+            sampling_logprobs = logprobs
+        else:
+            logits = gather_vocabulary(logits, self._vocab_size, self._world)
+            cut = _cut(self._cooled(self._penalised(logits, rows), rows), rows, mode)
+            whole, alone = range(logits.shape[-1]), solo_world(logits.device)
+            tokens, sampling_logprobs = draw(cut, rows.uniform, greedy, whole, alone)
+            raw = torch.log_softmax(self._cooled(logits, rows), dim=-1)
+            logprobs = raw.gather(1, tokens[:, None]).squeeze(1)
+        rows.take(tokens)
+        return Drawn(tokens, logprobs, sampling_logprobs)
+
+    def _cooled(self, logits: Tensor, rows: Rows) -> Tensor:
+        return logits / rows.temperature if self._mode.cool else logits
+
+    def _penalised(self, logits: Tensor, rows: Rows) -> Tensor:
+        """Repetition penalty (arXiv 1909.05858, section 4.1) and no stop before min_new_tokens."""
+        if rows.seen is not None and self._mode.penalise:
+            penalty = rows.repetition_penalty
+            logits = torch.where(rows.seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+        if self._mode.hold_stops:
+            stops, early = rows.held_stops
+            logits = logits.scatter(1, stops, logits.gather(1, stops).masked_fill(early, -torch.inf))
+        return logits
 
 
 def gather_vocabulary(logits: Tensor, vocab_size: int, world: World) -> Tensor:
@@ -69,34 +80,15 @@ def gather_vocabulary(logits: Tensor, vocab_size: int, world: World) -> Tensor:
     return torch.cat([part[..., : len(mine)] for part, mine in zip(parts, shares, strict=True)], dim=-1)
 
 
-class _Columns:
-    """The settings of the rows as tensors [B, 1]."""
-
-    def __init__(self, requests: Sequence[Request], device: torch.device) -> None:
-        params = [request.params for request in requests]
-        self.draws_from_all = all(p.draws_from_all for p in params)
-        self.greedy = torch.tensor([p.greedy for p in params], device=device)
-        self.cool = any(p.temperature != 1 for p in params)
-        self.temperature, self.top_p, self.min_p = (
-            torch.tensor([[value] for value in values], dtype=torch.float32, device=device)
-            for values in ([p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params])
-        )
-        self.top_k = torch.tensor([[p.top_k] for p in params], device=device)
-        self.cuts_by_rank = any(p.top_p < 1 or p.top_k > 0 for p in params)
-        self.cuts_by_share = any(p.min_p > 0 for p in params)
-
-
-def _cooled(logits: Tensor, columns: _Columns) -> Tensor:
-    return logits / columns.temperature if columns.cool else logits
-
-
-def draw(logits: Tensor, uniforms: Tensor, greedy: Tensor, vocabulary: range, world: World) -> tuple[Tensor, Tensor]:
+def draw(
+    logits: Tensor, uniforms: Tensor, greedy: Tensor | None, vocabulary: range, world: World
+) -> tuple[Tensor, Tensor]:
     """One token a row from the softmax of logits.
 
     Args:
         logits: [B, V / R] float32, of this rank's tokens; -inf is never drawn.
         uniforms: [B] float64 in [0, 1).
-        greedy: [B] bool, rows that take the likeliest token.
+        greedy: [B] bool, rows that take the likeliest token; none: no row does.
         vocabulary: which tokens they are.
         world: the tensor-parallel ranks.
 
@@ -106,12 +98,12 @@ def draw(logits: Tensor, uniforms: Tensor, greedy: Tensor, vocabulary: range, wo
     probs, mass = torch.softmax(logits, dim=-1), _log_mass(logits, world)
     cumulative = _block_sums(probs).double().cumsum(dim=-1)
     # Each rank's share of the whole, and where this rank's begins.
-    shares = cumulative[:, -1:] if mass is None else (mass - mass.amax(dim=0)).softmax(dim=0).transpose(0, 1)
+    shares = cumulative[:, -1:] if mass is None else mass.softmax(dim=0).transpose(0, 1)
     before = shares[:, : world.rank].sum(dim=-1)
     target = uniforms * shares.sum(dim=-1)
     rank_of = (shares.cumsum(dim=-1) <= target[:, None]).sum(dim=-1).clamp_(max=world.size - 1)
     index = _invert(probs, cumulative, (target - before) / shares[:, world.rank] * cumulative[:, -1])
-    if bool(greedy.any()):
+    if greedy is not None:
         index, rank_of = _likeliest(logits, index, rank_of, greedy, world)
     chosen = probs.gather(1, index[:, None]).squeeze(1).log()
     if mass is None:
@@ -163,31 +155,18 @@ def _invert(probs: Tensor, cumulative: Tensor, wanted: Tensor) -> Tensor:
     return (block * _BLOCK + torch.minimum(place, last)).squeeze(1)
 
 
-def _penalised(logits: Tensor, requests: Sequence[Request]) -> Tensor:
-    """Repetition penalty (arXiv 1909.05858, section 4.1) and no stop before min_new_tokens, in place."""
-    for row, request in enumerate(requests):
-        penalty = request.params.repetition_penalty
-        if penalty != 1:
-            seen = torch.tensor(sorted({*request.prompt, *request.token_ids}), device=logits.device)
-            values = logits[row, seen]
-            logits[row, seen] = torch.where(values > 0, values / penalty, values * penalty)
-        if len(request.token_ids) < request.params.min_new_tokens:
-            logits[row, torch.tensor(sorted(request.stop), dtype=torch.long, device=logits.device)] = -torch.inf
-    return logits
-
-
-def _cut(logits: Tensor, columns: _Columns) -> Tensor:
+def _cut(logits: Tensor, rows: Rows, mode: Mode) -> Tensor:
     """Logits [B, V] with what top_k, then top_p, then min_p leave out at -inf (the order of Hugging Face)."""
-    if columns.cuts_by_rank:
+    if mode.cut_by_rank:
         ordered, index = logits.sort(dim=-1, descending=True, stable=True)
         place = torch.arange(logits.shape[-1], device=logits.device)
-        beyond = (columns.top_k > 0) & (place >= columns.top_k)
+        beyond = (rows.top_k > 0) & (place >= rows.top_k)
         probs = ordered.masked_fill(beyond, -torch.inf).softmax(dim=-1)
         # The smallest set that reaches top_p: a token goes if those before it reach it already.
-        beyond |= (columns.top_p < 1) & (probs.cumsum(dim=-1) - probs >= columns.top_p)
+        beyond |= (rows.top_p < 1) & (probs.cumsum(dim=-1) - probs >= rows.top_p)
         beyond[:, 0] = False
         logits = logits.masked_fill(beyond.scatter(1, index, beyond), -torch.inf)
-    if columns.cuts_by_share:
+    if mode.cut_by_share:
         probs = logits.softmax(dim=-1)
-        logits = logits.masked_fill(probs < columns.min_p * probs.amax(dim=-1, keepdim=True), -torch.inf)
+        logits = logits.masked_fill(probs < rows.min_p * probs.amax(dim=-1, keepdim=True), -torch.inf)
     return logits

@@ -18,53 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation.architecture import Architecture
 from hybrid_rlhf.generation.families import NotDescribed
 from hybrid_rlhf.generation.layers import Linear, Norm, can_pack
+from hybrid_rlhf.generation.split import Split
 from hybrid_rlhf.runtime.world import World
 
 LAYER_NORMS = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm", "q_norm", "k_norm")
 PRODUCTS = ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")
 Pick = Callable[[Tensor], Tensor]
 """This rank's part of a whole weight or bias; a view where it can be."""
-
-
-@dataclass(frozen=True)
-class Split:
-    """What of a model a tensor-parallel rank computes."""
-
-    heads: range
-    kv_heads: range
-    mlp: range
-    vocabulary: range
-
-    @classmethod
-    def of(cls, architecture: Architecture, rank: int, size: int) -> Split:
-        """The share of a rank: whole KV heads where there are enough, else each KV head on several ranks.
-
-        Raises:
-            UserError: when the heads cannot be shared out.
-        """
-        heads, kv_heads = architecture.heads, architecture.kv_heads
-        per_kv = heads // kv_heads
-        if size <= kv_heads:
-            kv = share(kv_heads, rank, size)
-            queries = range(kv.start * per_kv, kv.stop * per_kv)
-        elif size % kv_heads == 0 and heads % size == 0:
-            kv = range(rank * kv_heads // size, rank * kv_heads // size + 1)
-            queries = share(heads, rank, size)
-        else:
-            raise UserError(
-                f"tensor parallelism shares out {heads} heads of {kv_heads} KV heads, {size} ranks cannot: "
-                f"take {kv_heads} ranks or fewer"
-            )
-        return cls(queries, kv, share(architecture.mlp_size, rank, size), share(architecture.vocab_size, rank, size))
-
-
-def share(total: int, rank: int, size: int) -> range:
-    """Contiguous shares, as even as they go."""
-    return range(total * rank // size, total * (rank + 1) // size)
 
 
 @dataclass
@@ -96,6 +59,14 @@ class DecoderWeights:
     layers: list[LayerWeights]
     final_norm: Norm | None
     head: Linear
+
+    def refresh(self) -> None:
+        """Follow weights that were changed in place."""
+        norms = [self.embed_norm, self.final_norm]
+        norms += [getattr(layer, name) for layer in self.layers for name in LAYER_NORMS]
+        for norm in norms:
+            if norm is not None:
+                norm.refresh()
 
 
 def adjacent_view(parts: Sequence[Tensor]) -> Tensor | None:
@@ -136,6 +107,7 @@ class WeightLoader:
         *,
         world: World,
         dtype: torch.dtype,
+        in_place: bool = False,
     ) -> None:
         """Plan.
 
@@ -145,6 +117,7 @@ class WeightLoader:
             parameters: names of the training weights, tied ones once.
             world: the tensor-parallel ranks, and the device of this one.
             dtype: of the layout.
+            in_place: what is loaded after `assemble` is written into its weights, where they are not packed.
 
         Raises:
             NotDescribed: when the model has a weight that the decoder does not use.
@@ -152,6 +125,9 @@ class WeightLoader:
         self.architecture, self._world, self._dtype = architecture, world, dtype
         self.split = Split.of(architecture, world.rank, world.size)
         self._names, self._parameters = names, frozenset(parameters)
+        self._packs = can_pack(world.device, dtype)
+        self.in_place = in_place and not self._packs
+        self._homes: dict[str, Sequence[Tensor]] = {}
         self._parts: dict[str, list[Tensor | None]] = {}
         self._targets: dict[str, list[tuple[str, int, Pick]]] = {}
         self._plan()
@@ -169,10 +145,15 @@ class WeightLoader:
         tensor = tensor.detach()
         for key, index, pick in self._targets[name]:
             part = pick(tensor).to(device=self._world.device, dtype=self._dtype)
+            if key in self._homes:
+                home = self._homes[key][index]
+                if home.data_ptr() != part.data_ptr():
+                    home.copy_(part)
+                continue
             self._parts[key][index] = part if lasting or not _same_storage(part, tensor) else part.clone()
 
     def assemble(self) -> DecoderWeights:
-        """Fuse and pack what was loaded; the loader is empty after."""
+        """Fuse and pack what was loaded; the loader is empty after, and can be filled again."""
         if missing := sorted(key for key, parts in self._parts.items() if any(part is None for part in parts)):
             raise ValueError(f"a layout needs all weights, {missing[0]} was not loaded")
         embed = self._take("embed.weight")
@@ -200,14 +181,20 @@ class WeightLoader:
 
     def _take(self, key: str) -> Tensor | None:
         """A tensor of the layout, its parts fused; they are let go."""
-        parts = [part for part in self._parts.pop(key, ()) if part is not None]
-        if len(parts) < 2:
-            return parts[0] if parts else None
-        view = adjacent_view(parts)
-        return torch.cat(parts) if view is None else view
+        parts = [part for part in self._parts.get(key, ()) if part is not None]
+        if not parts:
+            return None
+        self._parts[key] = [None] * len(parts)
+        whole = parts[0]
+        if len(parts) > 1:
+            view = adjacent_view(parts)
+            whole = torch.cat(parts) if view is None else view
+        if self.in_place:
+            self._homes[key] = whole.split([len(part) for part in parts])
+        return whole
 
     def _linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        return Linear(weight, bias, pack=can_pack(self._world.device, self._dtype))
+        return Linear(weight, bias, pack=self._packs)
 
     def _norm(self, key: str) -> Norm | None:
         weight = self._take(f"{key}.weight")

@@ -32,7 +32,8 @@ _AUTO_CLASS: dict[Architecture, Any] = {
     "causal_lm": AutoModelForCausalLM,
     "scorer": AutoModelForSequenceClassification,
 }
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""By the names that configs use."""
 
 
 def training_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
@@ -47,7 +48,7 @@ def training_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
         raise UserError(
             "model.dtype float16 trains on GPUs only, this is a CPU: set model.dtype to float32 or bfloat16"
         )
-    return _DTYPES[config.dtype]
+    return DTYPES[config.dtype]
 
 
 def load_model(

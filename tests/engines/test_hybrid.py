@@ -20,6 +20,7 @@ from hybrid_rlhf.engines.builder import build_actor
 from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.functional.losses import sft_loss
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
+from hybrid_rlhf.generation import layout as layouts
 from hybrid_rlhf.generation.sampling import Completion
 from hybrid_rlhf.generation.weights import WeightLoader
 from hybrid_rlhf.runtime.world import World
@@ -146,16 +147,16 @@ def test_the_module_generates_what_the_layout_does(
 def gathers(world: World, path: Path) -> dict[str, list[int]]:
     """Elements gathered at once, and how often a layout is built."""
     seen: list[int] = []
-    gathered = hybrid.whole_parameters
+    gathered = hybrid.whole_weights
     built: list[int] = []
     assemble = WeightLoader.assemble
 
     def watched(lm: Any, *, bucket_elements: int) -> Any:
-        for name, parameter, adapter in gathered(lm, bucket_elements=4000):
+        for weight in gathered(lm, bucket_elements=4000):
             seen.append(sum(p.numel() for p in lm.parameters() if hasattr(p, "ds_id") and not p.ds_persist))
-            yield name, parameter, adapter
+            yield weight
 
-    hybrid.whole_parameters = watched
+    hybrid.whole_weights = watched
     WeightLoader.assemble = lambda self: built.append(1) or assemble(self)  # type: ignore[method-assign]
     engine = build_actor(spec(path, stage=3), world, rollout=RolloutConfig(keep_weights=True))
     counts = []
@@ -178,6 +179,42 @@ def test_weights_are_gathered_in_buckets_and_kept_until_they_change(model_folder
         most, whole = told["seen"]
         assert most < whole / 3
         assert told["built"] == [1, 1, 2, 2]
+
+
+def in_place(world: World, path: Path) -> list[dict[str, Any]]:
+    """As on a GPU, where nothing is packed: weights and workspace stay where they are, and follow the training."""
+    results = []
+    with torch.backends.mkldnn.flags(enabled=False):
+        for stage, lora, tensor_parallel in ((0, 0, 1), (3, 4, 1), (3, 0, 2), (2, 4, 2)):
+            told: dict[str, Any] = {"homes": [], "tokens": []}
+            for keep in (True, False):
+                rollout = RolloutConfig(keep_weights=keep, tensor_parallel=tensor_parallel)
+                engine = build_actor(spec(path, stage=stage, lora=lora, lr=0.05), world, rollout=rollout)
+                sampled = []
+                for _ in range(3):
+                    with engine.inference(stop_token_ids=()) as generation:
+                        sampled.append(tokens(generation.generate(PROMPTS, SAMPLED)))
+                        if keep:
+                            decoder, workspace = generation._decoder, generation.workspace
+                            layer = decoder._weights.layers[0]
+                            told["homes"].append((id(decoder), id(workspace), layer.qkv.weight.data_ptr()))
+                    train_step(engine, world)
+                told["tokens"].append(sampled)
+            results.append(told)
+    return results
+
+
+@pytest.mark.parametrize("variety", ["llama", "gemma2"])
+def test_a_layout_that_is_kept_follows_the_training_in_place(variety: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    model = tiny_model(pad_token_id=0) if variety == "llama" else variant(variety)
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    for case in zip(*run_ranks(in_place, 2, tmp_path, folder), strict=True):
+        for told in case:
+            assert len(set(told["homes"])) == 1
+            kept, built_again = told["tokens"]
+            assert kept == built_again and kept[0] != kept[2], "the weights have changed"
 
 
 def offloaded(world: World, path: Path) -> tuple[list[Any], list[float]]:
@@ -245,12 +282,12 @@ def test_a_rank_without_prompts_holds_nobody_up(model_folder: Path, tmp_path: Pa
 
 def checked(world: World, path: Path) -> str:
     engine = build_actor(spec(path), world)
-    decoder = hybrid.Decoder
+    decoder = layouts.Decoder
 
     def broken(architecture: Any, *rest: Any) -> Any:
         return decoder(replace(architecture, norm_eps=architecture.norm_eps, logit_scale=1.1), *rest)
 
-    hybrid.Decoder = broken  # type: ignore[assignment, misc]
+    layouts.Decoder = broken  # type: ignore[assignment, misc]
     try:
         with engine.inference():
             return "went on"
@@ -260,7 +297,7 @@ def checked(world: World, path: Path) -> str:
 
 def test_a_wrong_layout_stops_the_run(model_folder: Path, tmp_path: Path) -> None:
     (said,) = run_ranks(checked, 1, tmp_path, model_folder)
-    assert "must agree with the training forward" in said and "set rollout.layout to module" in said
+    assert "must agree with the training forward" in said and "set layout to module" in said
 
 
 def refused(world: World, path: Path) -> str:

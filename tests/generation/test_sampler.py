@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybrid_rlhf.generation.requests import Request
+from hybrid_rlhf.generation.rows import Mode, Rows
 from hybrid_rlhf.generation.sampler import Drawn, Sampler
 from hybrid_rlhf.generation.sampling import SamplingParams, uniform_stream
-from hybrid_rlhf.generation.weights import share
+from hybrid_rlhf.generation.split import share
 from hybrid_rlhf.runtime.world import World, solo_world
 
 CPU = torch.device("cpu")
@@ -31,7 +32,15 @@ def requests(params: Sequence[SamplingParams], prompt: Sequence[int] = (1,)) -> 
 
 def drawn(logits: Tensor, params: SamplingParams | Sequence[SamplingParams], **other: Any) -> Drawn:
     each = [params] * len(logits) if isinstance(params, SamplingParams) else params
-    return Sampler(logits.shape[-1], solo_world(CPU))(logits.clone(), requests(each, **other))
+    return draw_for(logits, requests(each, **other))
+
+
+def draw_for(
+    logits: Tensor, asked: Sequence[Request], vocabulary: int | None = None, world: World | None = None
+) -> Drawn:
+    size = vocabulary or logits.shape[-1]
+    rows = Rows.of(asked, vocab_size=size, device=CPU)
+    return Sampler(size, Mode.of(asked), world or solo_world(CPU))(logits.clone(), rows)
 
 
 @pytest.mark.parametrize("vocabulary", [5, 128, 1000])
@@ -109,7 +118,7 @@ def test_rows_keep_their_own_settings_and_their_own_numbers() -> None:
     together = drawn(logits, params)
     rows = requests(params)
     for row in range(5):
-        alone = Sampler(40, solo_world(CPU))(logits[row : row + 1].clone(), [rows[row]])
+        alone = draw_for(logits[row : row + 1], [rows[row]])
         assert alone.tokens[0] == together.tokens[row]
         torch.testing.assert_close(alone.logprobs[0], together.logprobs[row])
     assert together.tokens[1] == logits[1].argmax()
@@ -121,7 +130,7 @@ def test_no_number_draws_a_token_without_probability(uniform: float) -> None:
     logits[0, [5, 170]] = 0.0
     (request,) = requests([SamplingParams()])
     request.uniforms[0] = uniform
-    token = int(Sampler(300, solo_world(CPU))(logits, [request]).tokens)
+    token = int(draw_for(logits, [request]).tokens)
     assert token == (5 if uniform < 0.5 else 170)
 
 
@@ -142,7 +151,7 @@ def _draw_part(rank: int, init: str, ranks: int, logits: Tensor, rows: list[list
     world = World(rank, ranks, rank, ranks, CPU, dist.group.WORLD)
     mine = share(logits.shape[-1], rank, ranks)
     for number, params in enumerate(rows):
-        found = Sampler(logits.shape[-1], world)(logits[:, mine.start : mine.stop].clone(), requests(params))
+        found = draw_for(logits[:, mine.start : mine.stop], requests(params), logits.shape[-1], world)
         told[rank, number] = (found.tokens, found.logprobs, found.sampling_logprobs)
     dist.destroy_process_group()
 

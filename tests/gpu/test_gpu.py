@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from hybrid_rlhf.configs.ppo import RolloutConfig
 from hybrid_rlhf.engines.builder import build_actor
-from hybrid_rlhf.generation import GenerationEngine
+from hybrid_rlhf.generation import GenerationEngine, workspace
 from hybrid_rlhf.generation.engine import module_logprobs
 from hybrid_rlhf.generation.layout import decoder_of, probe_logprobs, probe_tokens
 from hybrid_rlhf.runtime.world import World, solo_world
@@ -62,6 +64,41 @@ def test_batches_and_chunks_on_a_gpu_sample_what_one_row_at_a_time_does() -> Non
         assert [[c.token_ids for c in samples] for samples in found] == [
             [c.token_ids for c in samples] for samples in alone
         ]
+
+
+@pytest.mark.parametrize("name", ["llama with biases", "mistral", "gemma2", "bloom", "falcon rw", "gpt2"])
+@pytest.mark.parametrize("cut", [{}, {"top_p": 0.9, "repetition_penalty": 1.2, "min_new_tokens": 3}])
+def test_captured_steps_sample_what_launched_ones_do(name: str, cut: dict[str, Any], monkeypatch: Any) -> None:
+    model, sampling = variant(name).cuda(), replace(SAMPLED, max_new_tokens=40, **cut)
+    captured = GenerationEngine(model, stop_token_ids=range(3, 30)).generate(PROMPTS, sampling)
+    monkeypatch.setattr(workspace._Graphs, "__call__", lambda self, batch: self._step(batch).clone())
+    launched = GenerationEngine(model, stop_token_ids=range(3, 30)).generate(PROMPTS, sampling)
+    assert [[c.token_ids for c in samples] for samples in captured] == [
+        [c.token_ids for c in samples] for samples in launched
+    ]
+
+
+def kept(world: World, path: Path, stage: int) -> dict[str, Any]:
+    told: dict[str, Any] = {"graphs": [], "tokens": []}
+    for keep in (True, False):
+        rollout = RolloutConfig(keep_weights=keep)
+        engine = build_actor(spec(path, stage=stage, lora=4, lr=0.05), world, rollout=rollout)
+        for _ in range(3):
+            with engine.inference(stop_token_ids=()) as generation:
+                samples = generation.generate(PROMPTS, SAMPLED)
+                told["tokens"].append([[c.token_ids for c in each] for each in samples])
+                if keep:
+                    assert generation.workspace is not None and generation.workspace._graphs is not None
+                    told["graphs"].append({size: id(g) for size, g in generation.workspace._graphs._captured.items()})
+            train_step(engine, world)
+    return told
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_captured_steps_live_on_over_training_steps(stage: int, model_folder: Path, tmp_path: Path) -> None:
+    (told,) = run_ranks(kept, 1, tmp_path, model_folder, stage)
+    assert told["graphs"][0] == told["graphs"][1] == told["graphs"][2] != {}
+    assert told["tokens"][:3] == told["tokens"][3:]
 
 
 @pytest.mark.parametrize("stage", [2, 3])

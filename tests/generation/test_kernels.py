@@ -1,0 +1,194 @@
+"""Triton kernels under the interpreter, each against its twin in torch, and the engine on them against itself without.
+
+Where there is no GPU, TRITON_INTERPRET is set before triton is imported (conftest.py). That they compile for a GPU is
+a test of its own. The interpreter truncates to bfloat16: float16 stands for it here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional
+
+from hybrid_rlhf.generation import GenerationEngine, decoder, layers, workspace
+from hybrid_rlhf.generation.attention import Attention
+from hybrid_rlhf.generation.cache import KVCache
+from hybrid_rlhf.generation.families import describe
+from hybrid_rlhf.generation.layers import ACTIVATIONS, Norm
+from hybrid_rlhf.generation.split import Split
+from tests.generation.families import variant
+from tests.generation.test_continuous import PROMPTS, SAMPLED, STOP, alone, texts
+from tests.tiny import tiny_model
+
+pytest.importorskip("triton")
+kernels = importlib.import_module("hybrid_rlhf.generation.kernels")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has these on a GPU")
+
+
+@pytest.fixture
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels on the CPU too."""
+    for module in (decoder, layers):
+        monkeypatch.setattr(module, "kernels_for", lambda device: kernels)
+    yield
+
+
+@pytest.mark.parametrize(
+    "name", ["llama with biases", "mistral", "gemma2", "bloom", "falcon rw", "gpt2", "pythia", "phi3"]
+)
+@pytest.mark.parametrize("capacity", [40, 300])
+def test_a_step_attends_and_writes_as_torch_does(name: str, capacity: int) -> None:
+    architecture, _ = describe(variant(name))
+    split = Split.of(architecture, 0, 1)
+    torch.manual_seed(0)
+    caches = [
+        KVCache(architecture, split, slots=4, capacity_tokens=capacity, dtype=torch.float32, device=torch.device("cpu"))
+        for _ in "ab"
+    ]
+    for store in ("keys", "values"):
+        filled = torch.randn_like(caches[0].keys)
+        for cache in caches:
+            getattr(cache, store).copy_(filled)
+    positions = torch.tensor([capacity - 1, 0, capacity // 2])
+    qkv = torch.randn(3, len(split.heads) + 2 * len(split.kv_heads), architecture.head_dim)
+    rotary = architecture.kinds[0].rotary
+    table = None
+    if rotary is not None:
+        angles = torch.cat([positions[:, None, None] * rotary.inv_freq] * 2, dim=-1)
+        signs = torch.ones(angles.shape[-1])
+        signs[: len(signs) // 2] = -1
+        table = (angles.cos(), angles.sin() * signs)
+    mixed = []
+    for cache, used in zip(caches, (None, kernels), strict=True):
+        attend = Attention(architecture, split, cache, used).decode(positions, shortest=1, longest=capacity)
+        mixed.append([attend(layer, qkv, table) for layer in range(architecture.layers)])
+    torch.testing.assert_close(mixed[1], mixed[0], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(caches[1].keys, caches[0].keys)
+    assert torch.equal(caches[1].values, caches[0].values)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_parts_of_a_row_combine_to_the_whole(splits: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_splits", lambda programs, capacity: splits)
+    torch.manual_seed(0)
+    queries, (keys, values) = torch.randn(3, 6, 24).to(dtype), torch.randn(2, 4, 2, 700, 24).to(dtype)
+    positions = torch.tensor([699, 3, 200])
+    found = kernels.decode_attention(queries, keys, values, positions, scale=0.2)
+    for row, position in enumerate(positions.tolist()):
+        k, v = (x[row, :, : position + 1].double().repeat_interleave(3, dim=0) for x in (keys, values))
+        expected = functional.scaled_dot_product_attention(queries[row, :, None].double(), k, v, scale=0.2)[:, 0]
+        close = {"atol": 1e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-2, "rtol": 1e-2}
+        torch.testing.assert_close(found[row].double(), expected, **close)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_gate_is_activated_and_multiplied(activation: str) -> None:
+    both = torch.randn(5, 2 * 1100, generator=torch.Generator().manual_seed(0))
+    gate, up = both.chunk(2, dim=-1)
+    torch.testing.assert_close(kernels.gated(both, activation), ACTIVATIONS[activation](gate) * up)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("name", ["llama with biases", "gemma2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_residual_is_added_in_the_norm(name: str, dtype: torch.dtype, everywhere: None) -> None:
+    architecture, _ = describe(variant(name))
+    torch.manual_seed(0)
+    x, delta = torch.randn(2, 7, 50).to(dtype)
+    norm = Norm(torch.randn(50).to(dtype), None, architecture)
+    added, normed = norm.after_adding(x, delta)
+    assert torch.equal(added, x + delta)
+    tolerance = 1e-6 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(normed, norm(added), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama of three heads", "mistral", "gemma2", "gemma3", "qwen3", "bloom", "falcon rw", "opt", "pythia"]
+)
+def test_a_family_samples_with_kernels_what_it_does_without(
+    name: str, everywhere: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, sampling = variant(name), replace(SAMPLED, max_new_tokens=3)
+    found = texts(GenerationEngine(model, stop_token_ids=STOP).generate(PROMPTS[:3], sampling))
+    monkeypatch.undo()
+    assert found == texts(GenerationEngine(model, stop_token_ids=STOP).generate(PROMPTS[:3], sampling))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 64])
+def test_a_step_may_be_looked_at_late(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: padded batches, and rows that have ended take part in one step more."""
+    step, sizes = workspace.Workspace.decode, []
+
+    def padded(self: workspace.Workspace, live: list[object]) -> workspace.Fetch:
+        self.lag = 1
+        batch = workspace._rung(len(live), self.cache.slots)
+        sizes.append(batch)
+        result = self._step(batch, shortest=1, longest=self.cache.capacity_tokens)[:, : len(live)].clone()
+        return result.tolist
+
+    monkeypatch.setattr(workspace.Workspace, "decode", padded)
+    expected = alone()
+    assert sizes and step is not padded
+    engine = GenerationEngine(tiny_model(), stop_token_ids=STOP, max_batch_rows=rows)
+    assert texts(engine.generate(PROMPTS, SAMPLED)) == expected
+    monkeypatch.undo()
+    assert expected == alone()
+
+
+def test_sizes_of_batch_are_few_and_never_too_small() -> None:
+    for slots in (1, 7, 100, 1000):
+        rungs = [workspace._rung(rows, slots) for rows in range(1, slots + 1)]
+        assert all(rows <= rung <= slots for rows, rung in enumerate(rungs, start=1))
+        assert rungs == sorted(rungs) and len(set(rungs)) <= 45
+
+
+_COMPILE = """
+import inspect, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from hybrid_rlhf.generation import kernels
+
+def check(kernel, constants, floats=()):
+    pointers = {"positions": "*i64", "tops": "*fp32", "sums": "*fp32", "bias": "*fp32"}
+    scalars = {"scale", "cap", "eps"}
+    counts = {"window", "kv_heads", "capacity", "width"}
+    signature = {}
+    for name in kernel.arg_names:
+        if name in constants: signature[name] = "constexpr"
+        elif name in scalars: signature[name] = "fp32"
+        elif name in counts: signature[name] = "i32"
+        else: signature[name] = "*fp32" if name in floats else pointers.get(name, "*bf16")
+    triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32))
+
+heads = dict(HEADS=14, D=64, D_PAD=64)
+for width in (0, 64, 16):
+    check(kernels._rotate_and_write_kernel, dict(**heads, WIDTH=width))
+shape = dict(G=7, G_PAD=16, D=80, D_PAD=128, KEYS=64)
+for splits in (1, 8):
+    for flags in ((0, 0, 0), (1, 0, 1), (0, 1, 0)):
+        cap, bias, window = map(bool, flags)
+        check(kernels._decode_attention_kernel,
+              dict(**shape, SPLITS=splits, CAP=cap, BIAS=bias, WINDOW=window),
+              floats=("out",) if splits > 1 else ())
+check(kernels._combine_kernel, dict(D=80, D_PAD=128, SPLITS=8), floats=("parts",))
+for in_float32 in (False, True):
+    check(kernels._add_rms_norm_kernel, dict(WIDTH=896, PAD=1024, IN_FLOAT32=in_float32))
+for activation in range(4):
+    check(kernels._gated_kernel, dict(ACTIVATION=activation, BLOCK=1024))
+print("compiled")
+"""
+
+
+@pytest.mark.slow
+def test_the_kernels_compile_for_a_gpu() -> None:
+    """For sm_90, all the way to machine code, in a process without the interpreter."""
+    run = subprocess.run(
+        [sys.executable, "-c", _COMPILE], capture_output=True, text=True, env={"PATH": "/usr/bin:/bin", "HOME": "/tmp"}
+    )
+    assert run.stdout.strip() == "compiled", run.stderr[-3000:]
