@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybrid_rlhf.configs.batch_plan import MicroBatches
 from hybrid_rlhf.data.loaders import deal
 from hybrid_rlhf.functional.masking import masked_sum, masked_var
 
@@ -31,7 +32,9 @@ class Sequences:
     response_mask: Tensor
     """[N, T] bool, true on response tokens up to and with the first stop token."""
     sampled_logprobs: Tensor
-    """[N, T] float32, as the generator reported them."""
+    """[N, T] float32, of the actor's whole distribution, as the generator reported them."""
+    drawn_logprobs: Tensor
+    """[N, T] float32, of what was drawn from; another distribution only where top_p or top_k cut it."""
     stopped: Tensor
     """[N] bool, whether the completion ended by itself."""
 
@@ -41,13 +44,15 @@ class Sequences:
         return self.attention_mask.sum(dim=1)
 
     def rows(self, indices: Sequence[int | None]) -> Sequences:
-        """Some rows, cut to the longest of them; None gives an empty row, which counts nowhere."""
+        """Some rows, cut to the longest of them; None gives a row of one token, which counts nowhere."""
         device = self.input_ids.device
         index = torch.tensor([0 if i is None else i for i in indices], device=device)
         present = torch.tensor([i is not None for i in indices], device=device)
-        width = int(self.lengths[index].max())
+        width = int(torch.where(present, self.lengths[index], 1).max())
         picked = {f.name: _cut(getattr(self, f.name)[index], width) for f in fields(self)}
         picked["response_mask"] = picked["response_mask"] & present[:, None]
+        first = torch.arange(width, device=device) == 0
+        picked["attention_mask"] = picked["attention_mask"] & (present[:, None] | first)
         return Sequences(**picked)
 
 
@@ -57,13 +62,14 @@ class Experience:
 
     sequences: Sequences
     old_logprobs: Tensor
-    """[N, T] float32, of the actor that sampled, by the training forward."""
+    """[N, T] float32, of the actor that sampled: by the training forward, or, where a rollout makes one update and that
+    forward is still to come, by the generator."""
     ref_logprobs: Tensor
     """[N, T] float32, of the reference."""
     old_values: Tensor
     """[N, T] float32, of the critic at the time."""
     scores: Tensor
-    """[N] float32, of the reward model, with penalties."""
+    """[N] float32, of the reward model, with penalties, unscaled."""
     rewards: Tensor
     """[N, T] float32, KL-shaped."""
     advantages: Tensor
@@ -91,17 +97,25 @@ class Layout:
     mini_batches: list[list[list[int | None]]]
     counts: list[float]
     """Response tokens of each mini-batch, over all ranks: what its losses are divided by."""
+    sizes: list[int]
+    """Sequences of each mini-batch, over all ranks."""
 
     @staticmethod
     def plan(
-        sequences: Sequences, *, mini_batches: int, micro_batch_size: int, rank: int, ranks: int, seed: Sequence[int]
+        sequences: Sequences,
+        *,
+        mini_batches: int,
+        micro_batches: MicroBatches,
+        rank: int,
+        ranks: int,
+        seed: Sequence[int],
     ) -> Layout:
         """Deal shuffled rows into mini-batches, and those by length to ranks; the same on every rank.
 
         Args:
             sequences: the rollout.
             mini_batches: equal parts.
-            micro_batch_size: rows that pass at once.
+            micro_batches: what passes at once.
             rank: whose micro-batches to give.
             ranks: how many share each mini-batch.
             seed: keys of the shuffle.
@@ -113,10 +127,11 @@ class Layout:
         parts = [order[start : start + size] for start in range(0, len(order), size)]
         return Layout(
             [
-                deal(part, [lengths[i] for i in part], rank=rank, ranks=ranks, micro_batch_size=micro_batch_size)
+                deal(part, [lengths[i] for i in part], rank=rank, ranks=ranks, micro_batches=micro_batches)
                 for part in parts
             ],
             [float(sum(tokens[i] for i in part)) for part in parts],
+            [len(part) for part in parts],
         )
 
 

@@ -15,11 +15,13 @@ from hybrid_rlhf.algorithms.experience import Experience, Sequences
 from hybrid_rlhf.algorithms.kl_controller import KLController
 from hybrid_rlhf.algorithms.ppo import PPOUpdater
 from hybrid_rlhf.algorithms.rollout import Roles, Rollout, Scored
+from hybrid_rlhf.configs.batch_plan import MicroBatches
 from hybrid_rlhf.configs.ppo import PPOConfig
 from hybrid_rlhf.data.collation import TokenBatch, collate_tokens
 from hybrid_rlhf.data.loaders import BatchLoader, GlobalBatches
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.checkpoints import load_checkpoint, save_checkpoint
+from hybrid_rlhf.engines.partition import copy_weights
 from hybrid_rlhf.functional.masking import masked_mean, masked_sum
 from hybrid_rlhf.runtime.run import Run
 from hybrid_rlhf.runtime.samples import SampleLog
@@ -60,6 +62,8 @@ class PPOTrainer:
         config, run = self._config, self._run
         step = self._resume() if run.checkpoint is not None else 0
         run.open_metrics(resumed_step=step)
+        if self._rollout.scaling.needs_first_answers:
+            self._scale_by_first_answers()
         if step == 0:
             before = self.evaluate()
             run.log(0, before)
@@ -89,14 +93,30 @@ class PPOTrainer:
         scored = rollout.score(sequences, layouts[0])
         experience = rollout.experience(sequences, scored, kl_coef=self._kl.kl_coef)
         with timers("training"):
-            report = self._updater.update(experience, layouts)
+            report = self._updater.update(
+                experience, layouts, kl_coef=self._kl.kl_coef, train_actor=step > ppo.critic_warmup_steps
+            )
         metrics = {
-            **rollout_metrics(experience), "objective/kl_coef": self._kl.kl_coef, **report.metrics,
-            **self._speed(experience, report.trained_tokens, time.perf_counter() - start),
+            **rollout_metrics(report.experience), "objective/kl_coef": self._kl.kl_coef, **rollout.scaling.metrics(),
+            **report.metrics, **self._speed(experience, report.trained_tokens, time.perf_counter() - start),
         }  # fmt: skip
         self._kl.update(metrics["objective/kl"], completions=len(scored.scores))
+        if _due(step, ppo.reference_refresh_every):
+            assert self._roles.reference is not None
+            copy_weights(self._roles.actor.lm, self._roles.reference.lm)
         self._samples.write(step, lambda: self._texts(prompts, sequences, scored))
         return metrics
+
+    def _scale_by_first_answers(self) -> None:
+        """Show the scaling the actor's answers to the first prompts, before it learns."""
+        prompts = [self._prompts[i] for i in range(min(len(self._prompts), self._config.rollout.prompts_per_step))]
+        self._rollout.scaling.observe(self._scored(prompts)[1].scores)
+
+    def _scored(self, prompts: Sequence[Mapping[str, Any]]) -> tuple[Sequences, Scored]:
+        """Answers to prompts outside the training steps, and what the roles say of them."""
+        sequences = self._rollout.sample(prompts, step=_EVAL_STEP)
+        layout = self._rollout.layout(sequences, step=0, epoch=0, mini_batches=1)
+        return sequences, self._rollout.score(sequences, layout)
 
     def _speed(self, experience: Experience, trained_tokens: float, step_seconds: float) -> dict[str, float]:
         seconds = self._run.timers.take()
@@ -115,21 +135,16 @@ class PPOTrainer:
         }
 
     def evaluate(self) -> dict[str, float]:
-        """Scores and KL of sampled answers to the held-out prompts; {} where there are none."""
+        """Scores and KL of sampled answers to the held-out prompts, of the averaged actor too; {} without prompts."""
         if not len(self._held_out):
             return {}
         prompts = [self._held_out[i] for i in range(len(self._held_out))]
-        sequences = self._rollout.sample(prompts, step=_EVAL_STEP)
-        scored = self._rollout.score(sequences, self._rollout.layout(sequences, step=0, epoch=0, mini_batches=1))
+        metrics = evaluation_metrics(*self._scored(prompts), prefix="eval")
+        if self._average is not None:
+            with self._average.applied(), self._roles.actor.other_weights():
+                metrics |= evaluation_metrics(*self._scored(prompts), prefix="eval_ema")
         self._run.timers.take()
-        kl = masked_sum(scored.old_logprobs - scored.ref_logprobs, mask=sequences.response_mask, dim=1)
-        return {
-            "eval/scores": float(scored.scores.mean()),
-            "eval/scores_std": float(scored.scores.std(correction=0)),
-            "eval/kl": float(kl.mean()),
-            "eval/mean_length": float(sequences.response_mask.sum(dim=1).float().mean()),
-            "eval/clipped_ratio": float((~sequences.stopped).float().mean()),
-        }
+        return metrics
 
     def _texts(
         self, prompts: Sequence[Mapping[str, Any]], sequences: Sequences, scored: Scored
@@ -143,14 +158,18 @@ class PPOTrainer:
                 {
                     "prompt": json.loads(prompts[index // self._config.rollout.samples_per_prompt]["prompt"]),
                     "completion": self._tokenizer.decode(tokens, skip_special_tokens=True),
-                    "score": round(float(scored.scores[index]), 4),
+                    "score": round(float(scored.penalised[index]), 4),
                     "kl": round(float(kl[index]), 4),
                 }
             )
         return rows
 
     def _save(self, step: int) -> None:
-        state = {"batches": self._batches.state_dict(), "kl": self._kl.state_dict()}
+        state = {
+            "batches": self._batches.state_dict(),
+            "kl": self._kl.state_dict(),
+            "scaling": self._rollout.scaling.state_dict(),
+        }
         save_checkpoint(
             self._run.folder, step, engines=self._trained, loop_state=state, world=self._world, average=self._average
         )
@@ -162,6 +181,7 @@ class PPOTrainer:
         )
         self._batches.load_state_dict(state["batches"])
         self._kl.load_state_dict(state["kl"])
+        self._rollout.scaling.load_state_dict(state["scaling"])
         return step
 
     @property
@@ -195,8 +215,20 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
     }
 
 
+def evaluation_metrics(sequences: Sequences, scored: Scored, *, prefix: str) -> dict[str, float]:
+    """What answers to held-out prompts are worth; KL and length a completion."""
+    kl = masked_sum(scored.old_logprobs - scored.ref_logprobs, mask=sequences.response_mask, dim=1)
+    return {
+        f"{prefix}/scores": float(scored.penalised.mean()),
+        f"{prefix}/scores_std": float(scored.penalised.std(correction=0)),
+        f"{prefix}/kl": float(kl.mean()),
+        f"{prefix}/mean_length": float(sequences.response_mask.sum(dim=1).float().mean()),
+        f"{prefix}/clipped_ratio": float((~sequences.stopped).float().mean()),
+    }
+
+
 def ptx_batches(
-    rows: Dataset, *, global_batch_size: int, micro_batch_size: int, seed: int, pad_token_id: int, run: Run
+    rows: Dataset, *, global_batch_size: int, micro_batches: MicroBatches, seed: int, pad_token_id: int, run: Run
 ) -> Iterator[list[TokenBatch]]:
     """Pretraining text without end: this rank's micro-batches, one list an update."""
     loader = BatchLoader(
@@ -204,11 +236,11 @@ def ptx_batches(
         global_batch_size=global_batch_size,
         world_rank=run.world.rank,
         world_size=run.world.size,
-        micro_batch_size=micro_batch_size,
+        micro_batches=micro_batches,
         seed=seed,
     )
-    for micro_batches in loader.iterate():
-        yield [collate_tokens(part, pad_token_id).to(run.world.device) for part in micro_batches]
+    for parts in loader.iterate():
+        yield [collate_tokens(part, pad_token_id).to(run.world.device) for part in parts]
 
 
 def _due(step: int, every: int) -> bool:

@@ -1,26 +1,28 @@
 """Prompts to experience: sample, score, log-probs, values, rewards, advantages.
 
 Old log-probs come from the training forward over the very micro-batches of the first epoch, so that the first
-mini-batch has ratio 1 exactly. Rewards are InstructGPT's: the score at the last response token, less a KL
-penalty a token.
+mini-batch has ratio 1 exactly; with a single update they are that update's own. Rewards are InstructGPT's: the score at
+the last response token, less a KL penalty a token.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybrid_rlhf.algorithms.experience import Experience, Layout, Sequences, scatter_rows
+from hybrid_rlhf.algorithms.score_scaling import ScoreScaling
+from hybrid_rlhf.configs.batch_plan import MicroBatches
 from hybrid_rlhf.configs.ppo import AlgorithmConfig, RolloutConfig
 from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.functional.advantages import gae, shaped_rewards
-from hybrid_rlhf.functional.divergences import kl_k1
+from hybrid_rlhf.functional.divergences import KL_ESTIMATORS
 from hybrid_rlhf.functional.masking import masked_whiten
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams, derive_seed
 from hybrid_rlhf.models.policy import scores_at_end, values_before
@@ -45,6 +47,14 @@ class Scored:
     ref_logprobs: Tensor
     old_values: Tensor
     scores: Tensor
+    """Without penalties."""
+    penalties: Tensor
+    """[N], to be subtracted."""
+
+    @property
+    def penalised(self) -> Tensor:
+        """[N] scores with penalties."""
+        return self.scores - self.penalties
 
 
 class Rollout:
@@ -57,7 +67,7 @@ class Rollout:
         sampling: RolloutConfig,
         algorithm: AlgorithmConfig,
         stop_token_ids: tuple[int, ...],
-        micro_batch_size: int,
+        micro_batches: MicroBatches,
         seed: int,
         timers: Timers,
     ) -> None:
@@ -65,10 +75,14 @@ class Rollout:
         self._config = sampling
         self._algorithm = algorithm
         self._stop = stop_token_ids
-        self.micro_batch_size = micro_batch_size
+        packs = all(
+            role.packs for role in (roles.actor, roles.critic, roles.reward, roles.reference) if role is not None
+        )
+        self._micro_batches = replace(micro_batches, padded=not packs)
         self._seed = seed
         self._timers = timers
         self._world = roles.actor.world
+        self.scaling = ScoreScaling(algorithm.score_scaling)
 
     def sample(self, prompts: Sequence[Mapping[str, Any]], *, step: int) -> Sequences:
         """Completions of all prompts, each group of ranks that generates together sampling its share.
@@ -100,7 +114,7 @@ class Rollout:
         return Layout.plan(
             sequences,
             mini_batches=mini_batches,
-            micro_batch_size=self.micro_batch_size,
+            micro_batches=self._micro_batches,
             rank=self._world.rank,
             ranks=self._world.size,
             seed=(self._seed, step, epoch),
@@ -108,17 +122,23 @@ class Rollout:
 
     @torch.no_grad()
     def score(self, sequences: Sequences, layout: Layout) -> Scored:
-        """Let the four roles read the sequences, in the micro-batches of a layout."""
+        """Let the roles read the sequences, in the micro-batches of a layout.
+
+        The actor does not where a rollout makes one update: its log-probs come with that update's own forward, and
+        until then the generator's stand for them.
+        """
         shape = sequences.input_ids.shape
         device = self._world.device
         old, ref, values = (torch.zeros(shape, device=device) for _ in range(3))
         scores = torch.zeros(shape[0], device=device)
         roles, temperature = self._roles, self._config.temperature
+        reads_actor = not self._algorithm.updates_once
         with self._timers("scoring"):
             for indices in (micro for mini in layout.mini_batches for micro in mini):
                 batch = sequences.rows(indices)
                 ids, mask = batch.input_ids, batch.attention_mask
-                scatter_rows(old, indices, roles.actor(ids, mask, batch.response_mask, temperature)[0])
+                if reads_actor:
+                    scatter_rows(old, indices, roles.actor(ids, mask, batch.response_mask, temperature)[0])
                 with self._reference() as reference:
                     scatter_rows(ref, indices, reference(ids, mask, batch.response_mask, temperature)[0])
                 scatter_rows(values, indices, values_before(roles.critic(ids, mask)))
@@ -126,25 +146,33 @@ class Rollout:
             # Each row was filled by one rank and is zero on the others.
             for tensor in (old, ref, values, scores):
                 self._world.all_reduce(tensor)
-        return Scored(old, ref, values, scores - self._algorithm.missing_eos_penalty * (~sequences.stopped))
+        penalties = (
+            self._algorithm.missing_eos_penalty * (~sequences.stopped)
+            + self._algorithm.length_penalty * sequences.response_mask.sum(dim=1)
+        ).float()
+        return Scored(old if reads_actor else sequences.sampled_logprobs, ref, values, scores, penalties)
 
     def experience(self, sequences: Sequences, scored: Scored, *, kl_coef: float) -> Experience:
         """Rewards, advantages and returns; computed alike on every rank."""
         algorithm, mask = self._algorithm, sequences.response_mask
         rewards = shaped_rewards(
-            scores=scored.scores,
-            kl=kl_k1(scored.old_logprobs, ref_logprobs=scored.ref_logprobs),
+            scores=self.scaling(scored.scores) - scored.penalties,
+            kl=KL_ESTIMATORS[algorithm.kl_estimator](scored.old_logprobs, ref_logprobs=scored.ref_logprobs),
             mask=mask,
-            kl_coef=kl_coef,
+            kl_coef=kl_coef if algorithm.kl_in == "reward" else 0.0,
             score_clip=algorithm.score_clip,
         )
+        if algorithm.whiten_rewards:
+            rewards = masked_whiten(rewards, mask=mask, shift_mean=False, unbiased=algorithm.whiten_unbiased)
         advantages, returns = gae(
             rewards, values=scored.old_values, mask=mask, gamma=algorithm.gamma, lam=algorithm.lam
         )
         if algorithm.whiten_advantages:
-            advantages = masked_whiten(advantages, mask=mask)
+            advantages = masked_whiten(
+                advantages, mask=mask, shift_mean=algorithm.whiten_shift_mean, unbiased=algorithm.whiten_unbiased
+            )
         return Experience(
-            sequences, scored.old_logprobs, scored.ref_logprobs, scored.old_values, scored.scores, rewards,
+            sequences, scored.old_logprobs, scored.ref_logprobs, scored.old_values, scored.penalised, rewards,
             advantages, returns,
         )  # fmt: skip
 
@@ -160,12 +188,13 @@ def _sequences(pairs: Sequence[tuple[list[int], Completion]], device: torch.devi
     shape = (len(pairs), width)
     ids = torch.zeros(shape, dtype=torch.long)
     attention, response = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
-    sampled = torch.zeros(shape)
+    sampled, drawn = torch.zeros(2, *shape)
     for row, (prompt, completion) in enumerate(pairs):
         start, end = len(prompt), len(prompt) + len(completion.token_ids)
         ids[row, :end] = torch.tensor(prompt + completion.token_ids)
         attention[row, :end] = True
         response[row, start:end] = True
         sampled[row, start:end] = torch.tensor(completion.logprobs)
+        drawn[row, start:end] = torch.tensor(completion.sampling_logprobs)
     stopped = torch.tensor([completion.finish_reason == "stop" for _, completion in pairs])
-    return Sequences(ids.to(device), attention.to(device), response.to(device), sampled.to(device), stopped.to(device))
+    return Sequences(*(x.to(device) for x in (ids, attention, response, sampled, drawn, stopped)))

@@ -25,6 +25,10 @@ class RunningSums:
         for name, value in loss.stats.items():
             self._sums[name] += value.detach()
 
+    def total(self, name: str) -> Tensor:
+        """A sum so far, on this rank: a copy, float64."""
+        return self._sums[name].clone()
+
     def means(self, world: World) -> dict[str, float]:
         """Every sum over all ranks divided by the count over all ranks, "loss" for the total; and the "count".
 

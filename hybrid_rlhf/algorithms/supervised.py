@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -68,10 +69,10 @@ class SupervisedTrainer(Generic[BatchT]):
     ) -> None:
         self._objective, self._engine, self._config, self._run = objective, engine, config, run
         self._world = run.world
-        self._loader = train_loader(train, plan, run)
+        self._plan = replace(plan, micro_batches=replace(plan.micro_batches, padded=not engine.packs))
+        self._loader = train_loader(train, self._plan, run)
         self._total_steps = total_steps(self._loader, config)
         self._held_out = held_out
-        self._plan = plan
 
     def train(self) -> None:
         """Run to the last step, from the start or from the run's checkpoint."""
@@ -125,13 +126,12 @@ class SupervisedTrainer(Generic[BatchT]):
         """Metrics on the held-out rows; {} where there are none."""
         if not len(self._held_out):
             return {}
-        size = self._plan.micro_batch_size
         loader = BatchLoader(
             self._held_out,
-            global_batch_size=size * self._world.size,
+            global_batch_size=self._plan.global_batch_size,
             world_rank=self._world.rank,
             world_size=self._world.size,
-            micro_batch_size=size,
+            micro_batches=self._plan.micro_batches,
             seed=0,
             shuffle=False,
             drop_last=False,
@@ -158,7 +158,7 @@ def train_loader(rows: Dataset, plan: BatchPlan, run: Run) -> BatchLoader:
         global_batch_size=plan.global_batch_size,
         world_rank=run.world.rank,
         world_size=run.world.size,
-        micro_batch_size=plan.micro_batch_size,
+        micro_batches=plan.micro_batches,
         seed=run.config.seed,
     )
 

@@ -6,6 +6,7 @@ Order matters: data is read before models are loaded, so that a mistake in a fil
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -23,7 +24,7 @@ from hybrid_rlhf.algorithms.supervised import (
     total_steps,
     train_loader,
 )
-from hybrid_rlhf.configs.batch_plan import BatchPlan, plan_batch, plan_rollout
+from hybrid_rlhf.configs.batch_plan import BatchPlan, MicroBatches, plan_batch, plan_rollout
 from hybrid_rlhf.configs.cli import save_config
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.ppo import PPOConfig, TrainedRoleConfig
@@ -84,9 +85,7 @@ def _supervise(
     plan = plan_batch(
         global_batch_size=config.train.global_batch_size,
         ranks=run.world.size,
-        micro_batch_size=config.train.micro_batch_size,
-        micro_batch_tokens=config.train.micro_batch_tokens,
-        max_length=config.data.max_length,
+        micro_batches=MicroBatches(config.train.micro_batch_size, config.train.micro_batch_tokens),
     )
     _tell_plan(plan, run)
     steps = total_steps(train_loader(data.train, plan, run), config.train)
@@ -126,15 +125,14 @@ def run_ppo(config: PPOConfig) -> None:
         rollout = Rollout(
             roles, sampling=config.rollout, algorithm=config.ppo,
             stop_token_ids=stop_token_ids(tokenizer, generation_config.eos_token_id if generation_config else None),
-            micro_batch_size=plan.micro_batch_size, seed=config.seed, timers=run.timers,
+            micro_batches=plan.micro_batches, seed=config.seed, timers=run.timers,
         )  # fmt: skip
         mixed = ptx and ptx_batches(
-            ptx, global_batch_size=plan.global_batch_size, micro_batch_size=plan.micro_batch_size, seed=config.seed,
+            ptx, global_batch_size=plan.global_batch_size,
+            micro_batches=replace(plan.micro_batches, padded=not roles.actor.packs), seed=config.seed,
             pad_token_id=_pad(tokenizer), run=run,
         )  # fmt: skip
-        updater = PPOUpdater(
-            roles, config.ppo, temperature=config.rollout.temperature, average=average, ptx_batches=mixed
-        )
+        updater = PPOUpdater(roles, config.ppo, rollout=config.rollout, average=average, ptx_batches=mixed)
         PPOTrainer(
             roles, rollout, updater, prompts=data.train, held_out=data.held_out, batches=batches, total_steps=steps,
             config=config, run=run, tokenizer=tokenizer, average=average,
@@ -155,9 +153,7 @@ def _plan_ppo(config: PPOConfig, run: Run) -> BatchPlan:
         samples_per_prompt=config.rollout.samples_per_prompt,
         mini_batches=config.ppo.mini_batches,
         ranks=run.world.size,
-        micro_batch_size=config.train.micro_batch_size,
-        micro_batch_tokens=config.train.micro_batch_tokens,
-        max_length=config.rollout.max_prompt_tokens + config.rollout.max_new_tokens,
+        micro_batches=MicroBatches(config.train.micro_batch_size, config.train.micro_batch_tokens),
     )
     _tell_plan(plan, run)
     return plan

@@ -9,63 +9,58 @@ from hybrid_rlhf.configs.errors import UserError
 
 
 @dataclass(frozen=True)
+class MicroBatches:
+    """What passes through a model at once on a rank."""
+
+    rows: int | None = None
+    """That many rows; none: as many as `tokens` allows."""
+    tokens: int = 8192
+    """Real tokens, at most, unless a row alone has more."""
+    padded: bool = False
+    """Whether the model takes padded rows only: tokens are then rows x the longest."""
+
+
+@dataclass(frozen=True)
 class BatchPlan:
     """How the rows of one optimizer update are shared out."""
 
     global_batch_size: int
     """Rows in one update."""
     ranks: int
-    micro_batch_size: int
-    """Rows that pass through a model at once on a rank."""
-
-    @property
-    def accumulation_steps(self) -> int:
-        """Micro-batches on a rank in one update."""
-        return self.global_batch_size // (self.ranks * self.micro_batch_size)
+    micro_batches: MicroBatches
 
     def describe(self) -> str:
         """The plan in one line."""
         ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
-        micro_batches = f"{self.accumulation_steps} micro-batch{'es' * (self.accumulation_steps > 1)}"
-        return (
-            f"batch plan: {self.global_batch_size} rows an update = "
-            f"{ranks} x {micro_batches} x {self.micro_batch_size} rows"
-        )
+        rows = self.micro_batches.rows
+        if rows is None:
+            limit = f"up to {self.micro_batches.tokens} tokens"
+        else:
+            limit = f"{rows} row{'s' * (rows > 1)}"
+        return f"batch plan: {self.global_batch_size} rows an update over {ranks}, micro-batches of {limit}"
 
 
 def plan_batch(
-    *,
-    global_batch_size: int,
-    ranks: int,
-    micro_batch_size: int | None,
-    micro_batch_tokens: int,
-    max_length: int,
-    key: str = "train.global_batch_size",
+    *, global_batch_size: int, ranks: int, micro_batches: MicroBatches, key: str = "train.global_batch_size"
 ) -> BatchPlan:
     """Share the rows of an update over ranks and micro-batches.
 
     Args:
         global_batch_size: rows of one update, over all ranks.
         ranks: that train together.
-        micro_batch_size: rows at once; none: as many as keep rows x max_length within micro_batch_tokens.
-        micro_batch_tokens: that bound.
-        max_length: longest row in tokens.
+        micro_batches: with rows, they must divide the update.
         key: the config key to name in an error.
 
     Raises:
         UserError: when the sizes do not divide; names the nearest that do.
     """
-    unit = ranks * (micro_batch_size or 1)
-    if global_batch_size % unit:
-        parts = f"{ranks} ranks" + (f" x {micro_batch_size} rows = {unit}" if micro_batch_size else "")
+    rows = micro_batches.rows
+    if rows is not None and global_batch_size % (unit := ranks * rows):
         raise UserError(
-            f"{key} must be a multiple of {parts}, got {global_batch_size}: {nearest(global_batch_size, unit)}"
+            f"{key} must be a multiple of {ranks} ranks x {rows} rows = {unit}, got {global_batch_size}: "
+            f"{nearest(global_batch_size, unit)}"
         )
-    per_rank = global_batch_size // ranks
-    if micro_batch_size is None:
-        fitting = max(1, micro_batch_tokens // max_length)
-        micro_batch_size = max(size for size in range(1, min(per_rank, fitting) + 1) if per_rank % size == 0)
-    return BatchPlan(global_batch_size, ranks, micro_batch_size)
+    return BatchPlan(global_batch_size, ranks, micro_batches)
 
 
 def plan_rollout(
@@ -74,34 +69,25 @@ def plan_rollout(
     samples_per_prompt: int,
     mini_batches: int,
     ranks: int,
-    micro_batch_size: int | None,
-    micro_batch_tokens: int,
-    max_length: int,
+    micro_batches: MicroBatches,
 ) -> BatchPlan:
     """Share the completions of a PPO step over mini-batches, ranks and micro-batches; the plan of one mini-batch.
 
     Raises:
         UserError: when the sizes do not divide; names the nearest rollout.prompts_per_step that does.
     """
-    unit = mini_batches * ranks * (micro_batch_size or 1)
-    rows = prompts_per_step * samples_per_prompt
+    size, rows = micro_batches.rows, prompts_per_step * samples_per_prompt
+    unit = mini_batches if size is None else mini_batches * ranks * size
     if rows % unit:
-        step = unit // math.gcd(unit, samples_per_prompt)
-        parts = f"{mini_batches} mini-batches x {ranks} ranks" + (
-            f" x {micro_batch_size} rows" if micro_batch_size else ""
-        )
+        parts = f"{mini_batches} mini-batches"
+        if size is not None:
+            parts += f" x {ranks} ranks x {size} rows = {unit}"
         raise UserError(
-            f"rollout.prompts_per_step x samples_per_prompt must be a multiple of {parts} = {unit}, got "
-            f"{prompts_per_step} x {samples_per_prompt}: {nearest(prompts_per_step, step)}"
+            f"rollout.prompts_per_step x samples_per_prompt must be a multiple of {parts}, got "
+            f"{prompts_per_step} x {samples_per_prompt}: "
+            f"{nearest(prompts_per_step, unit // math.gcd(unit, samples_per_prompt))}"
         )
-    return plan_batch(
-        global_batch_size=rows // mini_batches,
-        ranks=ranks,
-        micro_batch_size=micro_batch_size,
-        micro_batch_tokens=micro_batch_tokens,
-        max_length=max_length,
-        key="rollout.prompts_per_step",
-    )
+    return BatchPlan(rows // mini_batches, ranks, micro_batches)
 
 
 def nearest(value: int, unit: int) -> str:

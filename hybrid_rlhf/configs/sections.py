@@ -168,7 +168,7 @@ class LoopConfig:
     micro_batch_size: int | None = None
     """Rows that pass through a model at once on a rank; none: as many as micro_batch_tokens allows."""
     micro_batch_tokens: int = 8192
-    """Bound on rows x longest row from which micro_batch_size is derived, in tokens."""
+    """Tokens that pass through a model at once on a rank; padding counts only for models that cannot do without."""
     epochs: int = 1
     """Passes over the data."""
     max_steps: int | None = None

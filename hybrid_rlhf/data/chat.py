@@ -18,7 +18,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.rows import Message
 
 # Part of the cache key of tokenised rows: change it when the rules here change.
-RULES_VERSION = 1
+RULES_VERSION = 2
 _PLAIN_NAMES = {"system": "System", "user": "Human", "assistant": "Assistant", "tool": "Tool"}
 
 

@@ -1,39 +1,72 @@
 """Which rows make an update, in which order, and whose they are.
 
-A global batch is the same whatever the number of ranks; within it rows are dealt by length, so that ranks have equal
-counts and nearly equal tokens, and rows of a micro-batch are of like length.
+A global batch is the same whatever the number of ranks. Within it rows are dealt by length: every rank gets as many
+micro-batches (ZeRO-3 gathers weights in each, and would wait for ever), of nearly equal tokens.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from datasets import Dataset
 
+from hybrid_rlhf.configs.batch_plan import MicroBatches
 from hybrid_rlhf.configs.errors import UserError
 
 
 def deal(
-    rows: Sequence[int], lengths: Sequence[int], *, rank: int, ranks: int, micro_batch_size: int
+    rows: Sequence[int], lengths: Sequence[int], *, rank: int, ranks: int, micro_batches: MicroBatches
 ) -> list[list[int | None]]:
-    """One rank's micro-batches of a global batch, longest first.
+    """One rank's micro-batches of a global batch.
 
     Args:
         rows: of the global batch.
         lengths: of each row, in tokens.
         rank: whose share to give.
-        ranks: every one gets as many micro-batches, filled up with None.
-        micro_batch_size: rows in each.
+        ranks: every one gets as many micro-batches; one without rows holds None, an empty row.
+        micro_batches: how large they are.
     """
-    ordered: list[int | None] = [rows[i] for i in sorted(range(len(rows)), key=lambda i: (-lengths[i], i))]
-    unit = ranks * micro_batch_size
-    ordered += [None] * (-len(ordered) % unit)
+    order = sorted(range(len(rows)), key=lambda i: (-lengths[i], i))
+    size = micro_batches.rows
+    if size is None and micro_batches.padded:
+        per_rank = -(-len(rows) // ranks)
+        fitting = max(1, micro_batches.tokens // max(lengths))
+        size = -(-per_rank // -(-per_rank // fitting))
+    if size is not None:
+        return _deal_rows([rows[i] for i in order], rank=rank, ranks=ranks, size=size)
+    return _deal_tokens(
+        [rows[i] for i in order], [lengths[i] for i in order], rank=rank, ranks=ranks, limit=micro_batches.tokens
+    )
+
+
+def _deal_rows(rows: list[int], *, rank: int, ranks: int, size: int) -> list[list[int | None]]:
+    """Rows, longest first, in micro-batches of a size, filled up with None."""
+    ordered: list[int | None] = rows + [None] * (-len(rows) % (ranks * size))  # type: ignore[operator]
     # Snake: rank 0 gets the longest of the first round and the shortest of the second.
     rounds = [ordered[start : start + ranks] for start in range(0, len(ordered), ranks)]
     mine = [chunk[rank] if number % 2 == 0 else chunk[ranks - 1 - rank] for number, chunk in enumerate(rounds)]
-    return [mine[start : start + micro_batch_size] for start in range(0, len(mine), micro_batch_size)]
+    return [mine[start : start + size] for start in range(0, len(mine), size)]
+
+
+def _deal_tokens(rows: list[int], lengths: list[int], *, rank: int, ranks: int, limit: int) -> list[list[int | None]]:
+    """Rows, longest first, each to the micro-batch with the fewest tokens; as few micro-batches as keep the limit."""
+    rounds = max(1, -(-sum(lengths) // (ranks * limit)))
+    while True:
+        loads = [(0, number) for number in range(ranks * rounds)]
+        members: list[list[int]] = [[] for _ in loads]
+        for row, length in zip(rows, lengths, strict=True):
+            load, number = heapq.heappop(loads)
+            members[number].append(row)
+            heapq.heappush(loads, (load + length, number))
+        # A row that alone is too long gets a micro-batch of its own before long.
+        if max(load for load, _ in loads) <= max(limit, lengths[0]) or ranks * rounds >= len(rows):
+            break
+        rounds += 1
+    heaviest_first = [members[number] for _, number in sorted(loads, key=lambda entry: (-entry[0], entry[1]))]
+    return [list(heaviest_first[start + rank]) or [None] for start in range(0, len(loads), ranks)]
 
 
 class GlobalBatches:
@@ -84,19 +117,19 @@ class BatchLoader:
         global_batch_size: int,
         world_rank: int,
         world_size: int,
-        micro_batch_size: int,
+        micro_batches: MicroBatches,
         seed: int,
         shuffle: bool = True,
         drop_last: bool = True,
     ) -> None:
-        """Plan the batches of a data set with a `length` column.
+        """Plan the batches of a data set with a `length` column, and `tokens` where a row is more than one sequence.
 
         Args:
             dataset: memory-mapped rows.
             global_batch_size: rows of a batch over all ranks.
             world_rank: whose micro-batches to give.
             world_size: ranks that share a batch.
-            micro_batch_size: rows of a micro-batch.
+            micro_batches: how large they are.
             seed: of the order.
             shuffle: a new order each epoch.
             drop_last: leave out a last batch that is not full; otherwise it is filled up with None rows.
@@ -105,8 +138,8 @@ class BatchLoader:
             UserError: when there is not one full batch.
         """
         self._dataset = dataset
-        self._lengths = list(dataset["length"])
-        self._rank, self._ranks, self._micro = world_rank, world_size, micro_batch_size
+        self._lengths = list(dataset["tokens" if "tokens" in dataset.column_names else "length"])
+        self._rank, self._ranks, self._micro_batches = world_rank, world_size, micro_batches
         self.batches = GlobalBatches(
             len(dataset), global_batch_size=global_batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last
         )
@@ -120,7 +153,7 @@ class BatchLoader:
         """Go on from the position; each item is this rank's micro-batches of one global batch."""
         for rows in self.batches.iterate(max_epochs):
             lengths = [self._lengths[row] for row in rows]
-            dealt = deal(rows, lengths, rank=self._rank, ranks=self._ranks, micro_batch_size=self._micro)
+            dealt = deal(rows, lengths, rank=self._rank, ranks=self._ranks, micro_batches=self._micro_batches)
             yield [[None if row is None else self._dataset[row] for row in micro] for micro in dealt]
 
     def state_dict(self) -> dict[str, int]:

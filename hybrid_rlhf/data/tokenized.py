@@ -57,7 +57,7 @@ def load_sft_data(config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, see
 def load_preference_data(
     config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, world: World
 ) -> TokenizedData:
-    """Columns `responses` (token ids, prompt included), `pairs`, `margins`, `length` (of the longest)."""
+    """Columns `responses` (token ids with the prompt), `pairs`, `margins`, `length` (the longest), `tokens` (all)."""
     return _load(Kind("reward", _preference, 1), config, tokenizer, config.max_length, seed, world)
 
 
@@ -237,6 +237,7 @@ def _preference(place: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit:
         "pairs": [list(pair) for pair in record.pairs],
         "margins": record.margins,
         "length": max(len(ids) for ids in answers),
+        "tokens": sum(len(ids) for ids in answers),
         "cut": cut,
         "usable": usable,
     }

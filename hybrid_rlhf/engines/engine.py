@@ -14,6 +14,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hybrid_rlhf.models.packing import packs
 from hybrid_rlhf.runtime.world import World
 
 Role = Literal["actor", "critic", "reference", "reward"]
@@ -51,6 +52,11 @@ class ModelEngine:
     def lm(self) -> PreTrainedModel:
         """The Hugging Face model inside."""
         return self.module.lm  # type: ignore[return-value]
+
+    @property
+    def packs(self) -> bool:
+        """Whether its batches pass without padding; others count tokens as rows x longest."""
+        return packs(self.lm)
 
     @property
     def device(self) -> torch.device:

@@ -128,6 +128,15 @@ class HybridEngine(ModelEngine):
         self.switch_seconds += time.perf_counter() - left
 
     @contextlib.contextmanager
+    def other_weights(self) -> Iterator[None]:
+        """While weights of the same version are in place that are not those of training: nothing kept is used."""
+        kept, self._kept = self._kept, None
+        try:
+            yield
+        finally:
+            self._kept = None if self._layout is None or kept is None else replace(kept, weight_version=-1)
+
+    @contextlib.contextmanager
     def reference(self) -> Iterator[ModelEngine]:
         """This engine as its own reference: the base model under the adapters, at no cost in memory.
 

@@ -107,3 +107,13 @@ def set_weights(parameter: nn.Parameter, values: Tensor) -> None:
     with gathered([parameter], writer_rank=0), torch.no_grad():
         if parameter.numel():
             parameter.copy_(values.to(parameter))
+
+
+def copy_weights(source: nn.Module, target: nn.Module) -> None:
+    """Give a model the weights of another of its architecture, adapters merged in; either may be partitioned.
+
+    Every rank must call.
+    """
+    parameters = dict(target.named_parameters())
+    for weight in whole_weights(source, bucket_elements=0):
+        set_weights(parameters[weight.name], weight.merged())

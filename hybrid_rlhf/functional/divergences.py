@@ -24,3 +24,6 @@ def kl_k3(logprobs: Tensor, *, ref_logprobs: Tensor) -> Tensor:
     """r - 1 - log r with r = reference / policy: unbiased, low variance, never negative."""
     log_ratio = -kl_k1(logprobs, ref_logprobs=ref_logprobs)
     return log_ratio.expm1() - log_ratio
+
+
+KL_ESTIMATORS = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}

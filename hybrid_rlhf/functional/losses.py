@@ -88,6 +88,7 @@ def ppo_policy_loss(
     clip_low: float,
     clip_high: float,
     dual_clip: float | None = None,
+    weights: Tensor | None = None,
 ) -> LossSum:
     """The clipped surrogate of PPO, summed over tokens.
 
@@ -102,6 +103,7 @@ def ppo_policy_loss(
         clip_low: the ratio is clipped below 1 - clip_low.
         clip_high: the ratio is clipped above 1 + clip_high.
         dual_clip: for negative advantages the loss is at most dual_clip times their size; above 1, or none.
+        weights: [B, T] or [B, 1], of each token's loss (aggregation.py); none: 1.
 
     Returns:
         stats: ratio; approxkl, 0.5 * (log-ratio)^2 (TRL's); clipfrac, tokens where the clip binds.
@@ -119,6 +121,8 @@ def ppo_policy_loss(
     loss = torch.maximum(plain, clipped)
     if dual_clip is not None:
         loss = torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
+    if weights is not None:
+        loss = loss * keep(weights.expand_as(loss), mask)
     stats = {
         "ratio": masked_sum(ratio.detach(), mask=mask),
         "approxkl": masked_sum(0.5 * log_ratio.detach().square(), mask=mask),

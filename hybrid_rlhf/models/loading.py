@@ -23,6 +23,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections import ModelConfig
+from hybrid_rlhf.models.packing import use_packing
 from hybrid_rlhf.models.sources import quiet_transformers
 from hybrid_rlhf.models.tokenizers import first_line
 from hybrid_rlhf.runtime.world import default_dtype
@@ -103,6 +104,8 @@ def load_model(
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+    if config.attention in ("auto", "sdpa"):
+        use_packing(model)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model, fresh_head

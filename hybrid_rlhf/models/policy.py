@@ -1,8 +1,10 @@
 """A causal LM that answers with log-probs of chosen tokens, and a classifier that answers with a value a token.
 
 Both are thin modules around the Hugging Face model, so that a DeepSpeed engine wraps one forward with everything in
-it. Shapes: B batch, T time, H hidden, V vocabulary. All outputs are aligned with tokens: entry t speaks of token t.
-The head runs only where a token counts, in chunks, so `[B, T, V]` is never held.
+it. Padding is taken out before the model (packing.py), and the head runs only where a token counts, in chunks, so
+`[B, T, V]` is never held. All outputs are aligned with tokens: entry t speaks of token t.
+
+Shapes: B batch, T time, N real tokens of a batch, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from transformers import PreTrainedModel
 from hybrid_rlhf.functional.logprobs import logprobs_from_hidden
 from hybrid_rlhf.functional.masking import last_index, position_ids
 from hybrid_rlhf.models.families import head_convention
+from hybrid_rlhf.models.packing import packed_arguments, packs
 
 HEAD_CHUNK_TOKENS = 1024
 
@@ -60,15 +63,17 @@ class Policy(nn.Module):
         Args:
             input_ids: [B, T] int64.
             attention_mask: [B, T], true on real tokens.
-            token_mask: [B, T], true on tokens whose log-prob is wanted; position 0 has no predecessor and stays 0.
+            token_mask: [B, T], true on tokens whose log-prob is wanted; a row's first has no predecessor and stays 0.
             temperature: logits are divided by it.
 
         Returns:
             logprobs and entropy, [B, T] float32, 0 outside token_mask.
         """
-        hidden = backbone_hidden(self.lm, input_ids, attention_mask)
-        wanted = token_mask[:, 1:].bool()
-        logprobs, entropy = self.head(hidden[:, :-1][wanted], input_ids[:, 1:][wanted], temperature)
+        real = attention_mask.bool()
+        hidden = backbone_hidden(self.lm, input_ids, real)
+        place = real.flatten().cumsum(dim=0).view(real.shape) - 1
+        wanted = token_mask.bool() & real & (position_ids(real) > 0)
+        logprobs, entropy = self.head(hidden[place[wanted] - 1], input_ids[wanted], temperature)
         return _scatter(logprobs, wanted), _scatter(entropy, wanted)
 
 
@@ -80,9 +85,9 @@ class Scorer(nn.Module):
         self.lm = classifier
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """The head's output after each token, [B, T] float32."""
-        hidden = backbone_hidden(self.lm, input_ids, attention_mask)
-        return self.lm.score(hidden).squeeze(-1).float()
+        """The head's output after each real token, [B, T] float32, 0 elsewhere."""
+        real = attention_mask.bool()
+        return _scatter(self.lm.score(backbone_hidden(self.lm, input_ids, real)).squeeze(-1).float(), real)
 
 
 def scores_at_end(outputs: Tensor, attention_mask: Tensor) -> Tensor:
@@ -95,19 +100,21 @@ def values_before(outputs: Tensor) -> Tensor:
     return torch.cat([torch.zeros_like(outputs[:, :1]), outputs[:, :-1]], dim=1)
 
 
-def backbone_hidden(lm: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """Last hidden states [B, T, H], with position ids that count real tokens (N details, no. 3)."""
+def backbone_hidden(lm: PreTrainedModel, input_ids: Tensor, real: Tensor) -> Tensor:
+    """Last hidden states of the real tokens of [B, T], row by row: [N, H]. Packed where the model takes packed rows."""
     backbone = lm.base_model
+    if packs(lm):
+        output = backbone(**packed_arguments(lm, input_ids, real), use_cache=False)
+        packed: Tensor = output.last_hidden_state[0]
+        return packed
     positions = {}
     if "position_ids" in inspect.signature(backbone.forward).parameters:  # ALiBi families take none
-        positions["position_ids"] = position_ids(attention_mask)
-    output = backbone(input_ids=input_ids, attention_mask=attention_mask.long(), use_cache=False, **positions)
+        positions["position_ids"] = position_ids(real)
+    output = backbone(input_ids=input_ids, attention_mask=real.long(), use_cache=False, **positions)
     hidden: Tensor = output.last_hidden_state
-    return hidden
+    return hidden[real]
 
 
-def _scatter(flat: Tensor, wanted: Tensor) -> Tensor:
-    """Flat values back to [B, T], one position to the right of `wanted` [B, T - 1]."""
-    full = torch.zeros(wanted.shape, dtype=flat.dtype, device=flat.device)
-    full = full.masked_scatter(wanted, flat)
-    return torch.cat([torch.zeros_like(full[:, :1]), full], dim=1)
+def _scatter(flat: Tensor, where: Tensor) -> Tensor:
+    """Flat values [N] to the true places of `where` [B, T], 0 elsewhere."""
+    return torch.zeros(where.shape, dtype=flat.dtype, device=flat.device).masked_scatter(where, flat)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,36 +10,25 @@ import torch
 
 from hybrid_rlhf.algorithms.experience import Experience, Layout, Sequences
 from hybrid_rlhf.algorithms.kl_controller import KLController
+from hybrid_rlhf.algorithms.policy_loss import MiniBatch
 from hybrid_rlhf.algorithms.ppo import PPOUpdater
 from hybrid_rlhf.algorithms.ppo_trainer import rollout_metrics
 from hybrid_rlhf.algorithms.rollout import Roles, Rollout
 from hybrid_rlhf.algorithms.sums import RunningSums
+from hybrid_rlhf.configs.batch_plan import MicroBatches
 from hybrid_rlhf.configs.ppo import AlgorithmConfig, RolloutConfig
 from hybrid_rlhf.configs.sections import LoraConfig, ModelConfig, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.data.collation import collate_tokens
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
 from hybrid_rlhf.models.policy import scores_at_end
 from hybrid_rlhf.runtime.timers import Timers
-from hybrid_rlhf.runtime.world import World, close_world, init_world
-from tests.tiny import tiny_model
+from hybrid_rlhf.runtime.world import World
 
 PROMPTS = [{"input_ids": [5, 6, 7]}, {"input_ids": [9, 8]}, {"input_ids": [4, 4, 4, 4]}, {"input_ids": [11, 3]}]
-ALGORITHM = AlgorithmConfig(kl_coef=0.1, missing_eos_penalty=0.5)
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    yield init_world()
-    close_world()
-
-
-@pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Actor and reward model; the reference is another model, so that the KL is not zero."""
-    folder = tmp_path_factory.mktemp("roles")
-    for seed, name in enumerate(("actor", "reward", "reference")):
-        tiny_model(seed).save_pretrained(folder / name)
-    return {name: str(folder / name) for name in ("actor", "reward", "reference")}
+ALGORITHM = AlgorithmConfig(kl_coef=0.1, missing_eos_penalty=0.5, epochs=2)
+ONCE = replace(ALGORITHM, epochs=1)
+SAMPLING = RolloutConfig(prompts_per_step=4, samples_per_prompt=2, max_new_tokens=10, temperature=0.8)
+WHOLE = MiniBatch(tokens=1.0, sequences=1.0)
 
 
 def build(
@@ -57,10 +45,9 @@ def build(
         build_engine(spec("reward", "reward", None), world),
         None if lora else build_engine(spec("reference", "reference", None), world),
     )
-    sampling = RolloutConfig(prompts_per_step=4, samples_per_prompt=2, max_new_tokens=10, temperature=0.8)
     rollout = Rollout(
-        roles, sampling=sampling, algorithm=algorithm, stop_token_ids=tuple(range(3, 20)), micro_batch_size=micro,
-        seed=0, timers=Timers(world.device),
+        roles, sampling=SAMPLING, algorithm=algorithm, stop_token_ids=tuple(range(3, 20)),
+        micro_batches=MicroBatches(micro), seed=0, timers=Timers(world.device),
     )  # fmt: skip
     return roles, rollout
 
@@ -75,13 +62,13 @@ def collect(rollout: Rollout, *, mini_batches: int = 1) -> tuple[Experience, Lay
 def test_the_first_mini_batch_has_ratio_1_exactly(lora: int, world: World, paths: dict[str, str]) -> None:
     roles, rollout = build(world, paths, lora=lora)
     experience, layout = collect(rollout, mini_batches=2)
-    updater = PPOUpdater(roles, ALGORITHM, temperature=0.8)
+    updater = PPOUpdater(roles, ALGORITHM, rollout=SAMPLING)
     for indices in layout.mini_batches[0]:
-        loss = updater.policy_loss(experience, indices)
+        loss, _ = updater.policy_loss(experience, indices, WHOLE)
         assert float(loss.stats["ratio"]) == float(loss.count), "every ratio is 1"
         assert float(loss.stats["approxkl"]) == 0 and float(loss.stats["clipfrac"]) == 0
     updater.update(experience, [layout])
-    loss = updater.policy_loss(experience, layout.mini_batches[0][0])
+    loss, _ = updater.policy_loss(experience, layout.mini_batches[0][0], WHOLE)
     assert float(loss.stats["approxkl"]) > 0, "and no longer after an update"
 
 
@@ -114,21 +101,24 @@ def test_an_actor_with_adapters_is_its_own_reference(world: World, paths: dict[s
     roles, rollout = build(world, paths, lora=4)
     experience, layout = collect(rollout)
     assert float(experience.kl.abs().max()) == 0, "the policy is the reference before the first update"
-    PPOUpdater(roles, ALGORITHM, temperature=0.8).update(experience, [layout])
+    PPOUpdater(roles, ALGORITHM, rollout=SAMPLING).update(experience, [layout])
     moved, _ = collect(rollout)
     assert float(moved.kl.abs().max()) > 0
     same = rollout.score(experience.sequences, layout)
     torch.testing.assert_close(same.ref_logprobs, experience.ref_logprobs, atol=0, rtol=0)
 
 
-def gradients(roles: Roles, experience: Experience, micro: int, which: str) -> list[torch.Tensor]:
+def gradients(roles: Roles, experience: Experience, micro: MicroBatches, which: str) -> list[torch.Tensor]:
     """The gradient of one mini-batch cut into micro-batches of a size."""
     engine = getattr(roles, which)
-    updater = PPOUpdater(roles, replace(ALGORITHM, entropy_coef=0.1), temperature=0.8)
-    layout = Layout.plan(experience.sequences, mini_batches=1, micro_batch_size=micro, rank=0, ranks=1, seed=[0])
-    loss_of = updater.policy_loss if which == "actor" else updater.value_loss
+    updater = PPOUpdater(roles, replace(ALGORITHM, entropy_coef=0.1), rollout=SAMPLING)
+    layout = Layout.plan(experience.sequences, mini_batches=1, micro_batches=micro, rank=0, ranks=1, seed=[0])
     for indices in layout.mini_batches[0]:
-        engine.backward(loss_of(experience, indices).total, count=layout.counts[0])
+        mini_batch = MiniBatch(layout.counts[0], layout.sizes[0], 0.1)
+        loss = updater.value_loss(experience, indices)
+        if which == "actor":
+            loss, _ = updater.policy_loss(experience, indices, mini_batch)
+        engine.backward(loss.total, count=layout.counts[0])
     found = [p.grad.clone() for p in engine.module.parameters() if p.grad is not None]
     engine.module.zero_grad()
     return found
@@ -138,9 +128,10 @@ def gradients(roles: Roles, experience: Experience, micro: int, which: str) -> l
 def test_no_split_into_micro_batches_changes_the_gradient(which: str, world: World, paths: dict[str, str]) -> None:
     roles, rollout = build(world, paths)
     experience, _ = collect(rollout)
-    whole = gradients(roles, experience, 8, which)
+    whole = gradients(roles, experience, MicroBatches(8), which)
     assert whole and any(g.abs().max() > 1e-4 for g in whole)
-    for micro in (1, 3, 4):  # 3 leaves empty rows, which must count for nothing
+    # 3 leaves empty rows, which must count for nothing
+    for micro in (MicroBatches(1), MicroBatches(3), MicroBatches(4), MicroBatches(tokens=20)):
         for found, expected in zip(gradients(roles, experience, micro, which), whole, strict=True):
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-3)
 
@@ -150,7 +141,7 @@ def test_updates_raise_the_probability_of_what_was_better_than_expected(world: W
     experience, layout = collect(rollout)
     mask = experience.sequences.response_mask
     better = mask & (experience.advantages > 0)
-    PPOUpdater(roles, ALGORITHM, temperature=0.8).update(experience, [layout])
+    PPOUpdater(roles, ALGORITHM, rollout=SAMPLING).update(experience, [layout])
     change = rollout.score(experience.sequences, layout).old_logprobs - experience.old_logprobs
     assert float(change[better].mean()) > float(change[mask & ~better].mean())
 
@@ -163,7 +154,7 @@ def test_ptx_text_moves_the_actor_and_is_logged(world: World, paths: dict[str, s
         experience, layout = collect(rollout)
         frozen = replace(experience, advantages=torch.zeros_like(experience.advantages))
         batches = iter([[collate_tokens([row], 0)]] * 9)
-        updater = PPOUpdater(roles, replace(ALGORITHM, ptx_coef=coef), temperature=0.8, ptx_batches=batches)
+        updater = PPOUpdater(roles, replace(ALGORITHM, ptx_coef=coef), rollout=SAMPLING, ptx_batches=batches)
         losses.append([updater.update(frozen, [layout]).metrics["loss/ptx"] for _ in range(3)])
     assert losses[0][0] == pytest.approx(losses[0][2]), "without a coefficient nothing moves"
     assert losses[1][2] < losses[1][0]
@@ -176,6 +167,7 @@ def test_rollout_metrics_have_closed_forms() -> None:
         ones.long(),
         torch.tensor([[1, 1, 1], [1, 1, 0]], dtype=torch.bool),
         mask,
+        -2.5 * ones * mask,
         -2.5 * ones * mask,
         torch.tensor([True, False]),
     )
@@ -196,7 +188,7 @@ def test_rollout_metrics_have_closed_forms() -> None:
 def test_explained_variance_is_1_for_a_perfect_critic() -> None:
     mask = torch.ones(2, 3, dtype=torch.bool)
     returns = torch.randn(2, 3)
-    sequences = Sequences(mask.long(), mask, mask, returns, torch.ones(2, dtype=torch.bool))
+    sequences = Sequences(mask.long(), mask, mask, returns, returns, torch.ones(2, dtype=torch.bool))
 
     def variance(values: torch.Tensor) -> float:
         zero = torch.zeros(2, 3)
@@ -210,10 +202,10 @@ def test_layouts_give_every_row_once_and_equal_work() -> None:
     torch.manual_seed(0)
     lengths = torch.randint(2, 9, (16,))
     mask = torch.arange(9)[None] < lengths[:, None]
-    sequences = Sequences(mask.long(), mask, mask, mask.float(), lengths > 0)
+    sequences = Sequences(mask.long(), mask, mask, mask.float(), mask.float(), lengths > 0)
     for ranks in (1, 2, 4):
         plans = [
-            Layout.plan(sequences, mini_batches=2, micro_batch_size=2, rank=rank, ranks=ranks, seed=[1])
+            Layout.plan(sequences, mini_batches=2, micro_batches=MicroBatches(2), rank=rank, ranks=ranks, seed=[1])
             for rank in range(ranks)
         ]
         assert len({len(mini) for plan in plans for mini in plan.mini_batches}) == 1
@@ -223,7 +215,7 @@ def test_layouts_give_every_row_once_and_equal_work() -> None:
             first = {
                 row
                 for micro in Layout.plan(
-                    sequences, mini_batches=2, micro_batch_size=8, rank=0, ranks=1, seed=[1]
+                    sequences, mini_batches=2, micro_batches=MicroBatches(8), rank=0, ranks=1, seed=[1]
                 ).mini_batches[number]
                 for row in micro
             }

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybrid_rlhf.configs.batch_plan import MicroBatches
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.collation import collate_preferences, collate_tokens
 from hybrid_rlhf.data.loaders import BatchLoader, GlobalBatches, deal
@@ -15,7 +16,7 @@ from hybrid_rlhf.data.loaders import BatchLoader, GlobalBatches, deal
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 4), st.integers(1, 4))
 def test_dealing_shares_every_row_once(lengths: list[int], ranks: int, micro: int) -> None:
     rows = list(range(100, 100 + len(lengths)))
-    shares = [deal(rows, lengths, rank=rank, ranks=ranks, micro_batch_size=micro) for rank in range(ranks)]
+    shares = [deal(rows, lengths, rank=rank, ranks=ranks, micro_batches=MicroBatches(micro)) for rank in range(ranks)]
     assert sorted(row for share in shares for batch in share for row in batch if row is not None) == rows
     assert len({len(share) for share in shares}) == 1, "every rank has as many micro-batches"
     assert all(len(batch) == micro for share in shares for batch in share)
@@ -24,11 +25,35 @@ def test_dealing_shares_every_row_once(lengths: list[int], ranks: int, micro: in
         assert own == sorted(own, reverse=True)
 
 
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 4), st.integers(1, 120))
+def test_dealing_by_tokens_keeps_the_limit_and_balances(lengths: list[int], ranks: int, tokens: int) -> None:
+    rows = list(range(100, 100 + len(lengths)))
+    shares = [deal(rows, lengths, rank=r, ranks=ranks, micro_batches=MicroBatches(tokens=tokens)) for r in range(ranks)]
+    assert sorted(row for share in shares for batch in share for row in batch if row is not None) == rows
+    assert len({len(share) for share in shares}) == 1, "every rank has as many micro-batches"
+    batches = [batch for share in shares for batch in share]
+    loads = [sum(lengths[row - 100] for row in batch if row is not None) for batch in batches]
+    assert all(load <= tokens or len(batch) == 1 for load, batch in zip(loads, batches, strict=True)) or (
+        max(loads) <= max(lengths)
+    )
+    assert max(loads) - min(loads) <= max(lengths), "each row went to the lightest"
+    assert all(batch == [None] for batch, load in zip(batches, loads, strict=True) if not load)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 4), st.integers(50, 200))
+def test_padding_counts_where_it_is_computed(lengths: list[int], ranks: int, tokens: int) -> None:
+    rows, padded = list(range(len(lengths))), MicroBatches(tokens=tokens, padded=True)
+    for rank in range(ranks):
+        for batch in deal(rows, lengths, rank=rank, ranks=ranks, micro_batches=padded):
+            assert len(batch) * max(lengths[row] if row is not None else 1 for row in batch) <= tokens
+
+
 def test_dealing_balances_tokens() -> None:
     lengths = list(range(1, 33))
     totals = []
     for rank in range(4):
-        dealt = deal(range(32), lengths, rank=rank, ranks=4, micro_batch_size=4)
+        dealt = deal(range(32), lengths, rank=rank, ranks=4, micro_batches=MicroBatches(4))
         totals.append(sum(lengths[row] for batch in dealt for row in batch if row is not None))
     assert max(totals) - min(totals) == 0
 
@@ -38,7 +63,7 @@ def table(rows: int = 23) -> datasets.Dataset:
 
 
 def loader(rank: int = 0, ranks: int = 1, **changes: object) -> BatchLoader:
-    settings = {"global_batch_size": 4, "micro_batch_size": 1, "seed": 3}
+    settings = {"global_batch_size": 4, "micro_batches": MicroBatches(1), "seed": 3}
     return BatchLoader(table(), world_rank=rank, world_size=ranks, **{**settings, **changes})  # type: ignore[arg-type]
 
 

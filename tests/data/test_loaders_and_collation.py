@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybrid_rlhf.configs.batch_plan import MicroBatches
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.collation import collate_preferences, collate_tokens
 from hybrid_rlhf.data.loaders import GlobalBatches, deal
@@ -30,7 +31,8 @@ quick = settings(max_examples=60, deadline=None)
 @given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40), micro=st.integers(1, 5))
 def test_dealing_pads_no_more_than_it_must(ranks: int, lengths: list[int], micro: int) -> None:
     shares = [
-        deal(range(len(lengths)), lengths, rank=rank, ranks=ranks, micro_batch_size=micro) for rank in range(ranks)
+        deal(range(len(lengths)), lengths, rank=rank, ranks=ranks, micro_batches=MicroBatches(micro))
+        for rank in range(ranks)
     ]
     flat = [[row for batch in share for row in batch] for share in shares]
     missing = sum(row is None for share in flat for row in share)
@@ -46,10 +48,10 @@ def test_dealing_pads_no_more_than_it_must(ranks: int, lengths: list[int], micro
 
 def test_dealing_by_hand() -> None:
     rows, lengths = [10, 11, 12, 13, 14], [3, 9, 5, 9, 1]
-    assert deal(rows, lengths, rank=0, ranks=1, micro_batch_size=2) == [[11, 13], [12, 10], [14, None]]
+    assert deal(rows, lengths, rank=0, ranks=1, micro_batches=MicroBatches(2)) == [[11, 13], [12, 10], [14, None]]
     # longest first: 11, 13 | 12, 10 | 14, None; every other pair goes round the other way
-    assert deal(rows, lengths, rank=0, ranks=2, micro_batch_size=1) == [[11], [10], [14]]
-    assert deal(rows, lengths, rank=1, ranks=2, micro_batch_size=1) == [[13], [12], [None]]
+    assert deal(rows, lengths, rank=0, ranks=2, micro_batches=MicroBatches(1)) == [[11], [10], [14]]
+    assert deal(rows, lengths, rank=1, ranks=2, micro_batches=MicroBatches(1)) == [[13], [12], [None]]
 
 
 @quick

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from hybrid_rlhf.functional.aggregation import correction_weights, length_weights
+from hybrid_rlhf.functional.losses import ppo_policy_loss
+from tests.functional.strategies import masked_batch, poisoned
+
+fast = settings(max_examples=50, deadline=None)
+
+
+@fast
+@given(masked_batch())
+def test_weights_turn_the_mean_over_tokens_into_the_mean_that_is_named(batch: tuple[list[Tensor], Tensor]) -> None:
+    (values,), mask = batch
+    tokens, rows = float(mask.sum()), float(len(mask))
+    settings = {"tokens": tokens, "sequences": rows, "max_tokens": 7}
+    means = [float(row[real].mean()) if real.any() else 0.0 for row, real in zip(values, mask, strict=True)]
+    expected = {
+        "token": float(values[mask].sum()) / max(tokens, 1),
+        "sequence": sum(means) / rows,
+        "fixed": float(values[mask].sum()) / (7 * rows),
+    }
+    for name, wanted in expected.items():
+        weights = length_weights(mask, normalisation=name, **settings)  # type: ignore[arg-type]
+        found = float((weights * values * mask).sum()) / max(tokens, 1)
+        assert found == pytest.approx(wanted, abs=1e-5)
+
+
+@fast
+@given(masked_batch(tensors=2))
+def test_correction_weights_are_ratios_cut_or_masked(batch: tuple[list[Tensor], Tensor]) -> None:
+    (old, sampled), mask = batch
+    ratio = (old - sampled).exp()
+    arguments = {"sampler_logprobs": poisoned(sampled, mask), "mask": mask, "clip": 1.5}
+    truncated = correction_weights(poisoned(old, mask), how="truncate", **arguments)  # type: ignore[arg-type]
+    torch.testing.assert_close(truncated[mask], ratio.clamp(max=1.5)[mask].to(truncated))
+    masked = correction_weights(poisoned(old, mask), how="mask", **arguments)  # type: ignore[arg-type]
+    kept = (ratio <= 1.5) & (ratio >= 1 / 1.5)
+    torch.testing.assert_close(masked[mask], torch.where(kept, ratio, 0.0)[mask].to(masked))
+    same = correction_weights(old, sampler_logprobs=old, mask=mask, how="mask", clip=1.0)
+    assert (same == 1).all(), "on policy nothing is corrected"
+
+
+@fast
+@given(masked_batch(tensors=4))
+def test_a_weight_scales_the_loss_of_its_token(batch: tuple[list[Tensor], Tensor]) -> None:
+    (logprobs, old, advantages, weights), mask = batch
+    settings = {"clip_low": 0.2, "clip_high": 0.3}
+    found = ppo_policy_loss(
+        logprobs, old_logprobs=old, advantages=advantages, mask=mask, weights=poisoned(weights, mask), **settings
+    )
+    expected = 0.0
+    for row in range(len(mask)):
+        for t in range(mask.shape[1]):
+            here = (slice(row, row + 1), slice(t, t + 1))
+            alone = ppo_policy_loss(
+                logprobs[here], old_logprobs=old[here], advantages=advantages[here], mask=mask[here], **settings
+            )
+            expected += float(alone.total) * float(weights[here])
+    assert float(found.total) == pytest.approx(expected, rel=1e-4, abs=1e-4)
