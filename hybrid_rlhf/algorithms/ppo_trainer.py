@@ -23,6 +23,7 @@ from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.checkpoints import load_checkpoint, save_checkpoint
 from hybrid_rlhf.engines.partition import copy_weights
 from hybrid_rlhf.functional.masking import masked_mean, masked_sum
+from hybrid_rlhf.runtime.profiling import model_flops_utilisation, profiled
 from hybrid_rlhf.runtime.run import Run
 from hybrid_rlhf.runtime.samples import SampleLog
 from hybrid_rlhf.runtime.timers import peak_memory_gib
@@ -73,7 +74,8 @@ class PPOTrainer:
                 if step >= self._total_steps:
                     break
                 step += 1
-                metrics = self._step(step, [self._prompts[i] for i in indices])
+                with profiled(step, config.logging.profile_steps, run.folder, self._world):
+                    metrics = self._step(step, [self._prompts[i] for i in indices])
                 if step == self._total_steps or _due(step, config.train.eval_every):
                     metrics |= self.evaluate()
                 run.log(step, metrics)
@@ -90,16 +92,20 @@ class PPOTrainer:
             rollout.layout(sequences, step=step, epoch=epoch, mini_batches=ppo.mini_batches)
             for epoch in range(ppo.epochs)
         ]
-        scored = rollout.score(sequences, layouts[0])
+        scored = rollout.score(prompts, sequences, layouts[0])
         experience = rollout.experience(sequences, scored, kl_coef=self._kl.kl_coef)
         with timers("training"):
             report = self._updater.update(
                 experience, layouts, kl_coef=self._kl.kl_coef, train_actor=step > ppo.critic_warmup_steps
             )
         metrics = {
-            **rollout_metrics(report.experience), "objective/kl_coef": self._kl.kl_coef, **rollout.scaling.metrics(),
-            **report.metrics, **self._speed(experience, report.trained_tokens, time.perf_counter() - start),
-        }  # fmt: skip
+            **rollout_metrics(report.experience),
+            "objective/kl_coef": self._kl.kl_coef,
+            **rollout.scaling.metrics(),
+            **scored.metrics,
+            **report.metrics,
+            **self._speed(experience, report.trained_tokens, time.perf_counter() - start),
+        }
         self._kl.update(metrics["objective/kl"], completions=len(scored.scores))
         if _due(step, ppo.reference_refresh_every):
             assert self._roles.reference is not None
@@ -116,23 +122,25 @@ class PPOTrainer:
         """Answers to prompts outside the training steps, and what the roles say of them."""
         sequences = self._rollout.sample(prompts, step=_EVAL_STEP)
         layout = self._rollout.layout(sequences, step=0, epoch=0, mini_batches=1)
-        return sequences, self._rollout.score(sequences, layout)
+        return sequences, self._rollout.score(prompts, sequences, layout)
 
     def _speed(self, experience: Experience, trained_tokens: float, step_seconds: float) -> dict[str, float]:
-        seconds = self._run.timers.take()
+        seconds = {"switch": self._roles.actor.switch_seconds, **self._run.timers.take()}
         generated = float(experience.sequences.response_mask.sum())
         tokens = float(experience.sequences.lengths.sum())
         return {
             "perf/generation_tokens_per_second": generated / seconds["generation"],
             "perf/train_tokens_per_second": trained_tokens / seconds["training"],
             "perf/tokens_per_second": tokens / step_seconds,
-            "time/generation_seconds": seconds["generation"],
-            "time/scoring_seconds": seconds["scoring"],
-            "time/training_seconds": seconds["training"],
-            "time/switch_seconds": self._roles.actor.switch_seconds,
+            **model_flops_utilisation(
+                parameters=self._roles.actor.parameters + self._roles.critic.parameters, tokens=trained_tokens,
+                seconds=seconds["training"], ranks=self._world.size, device=self._world.device,
+            ),
+            **{f"time/{name}_seconds": taken for name, taken in seconds.items()},
+            "time/other_seconds": step_seconds - sum(seconds.values()),
             "time/step_seconds": step_seconds,
             "memory/peak_gib": peak_memory_gib(self._world.device),
-        }
+        }  # fmt: skip
 
     def evaluate(self) -> dict[str, float]:
         """Scores and KL of sampled answers to the held-out prompts, of the averaged actor too; {} without prompts."""

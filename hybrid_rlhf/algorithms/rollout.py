@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.algorithms.experience import Experience, Layout, Sequences, scatter_rows
+from hybrid_rlhf.algorithms.rewards import Answers, Reward
 from hybrid_rlhf.algorithms.score_scaling import ScoreScaling
 from hybrid_rlhf.configs.batch_plan import MicroBatches
 from hybrid_rlhf.configs.ppo import AlgorithmConfig, RolloutConfig
@@ -25,7 +27,7 @@ from hybrid_rlhf.functional.advantages import gae, shaped_rewards
 from hybrid_rlhf.functional.divergences import KL_ESTIMATORS
 from hybrid_rlhf.functional.masking import masked_whiten
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams, derive_seed
-from hybrid_rlhf.models.policy import scores_at_end, values_before
+from hybrid_rlhf.models.policy import values_before
 from hybrid_rlhf.runtime.timers import Timers
 
 
@@ -35,7 +37,7 @@ class Roles:
 
     actor: HybridEngine
     critic: ModelEngine
-    reward: ModelEngine
+    reward: Reward
     reference: ModelEngine | None
 
 
@@ -50,6 +52,8 @@ class Scored:
     """Without penalties."""
     penalties: Tensor
     """[N], to be subtracted."""
+    metrics: dict[str, float]
+    """Of the reward's parts."""
 
     @property
     def penalised(self) -> Tensor:
@@ -66,6 +70,7 @@ class Rollout:
         *,
         sampling: RolloutConfig,
         algorithm: AlgorithmConfig,
+        tokenizer: PreTrainedTokenizerBase,
         stop_token_ids: tuple[int, ...],
         micro_batches: MicroBatches,
         seed: int,
@@ -74,6 +79,7 @@ class Rollout:
         self._roles = roles
         self._config = sampling
         self._algorithm = algorithm
+        self._tokenizer = tokenizer
         self._stop = stop_token_ids
         packs = all(
             role.packs for role in (roles.actor, roles.critic, roles.reward, roles.reference) if role is not None
@@ -121,8 +127,8 @@ class Rollout:
         )
 
     @torch.no_grad()
-    def score(self, sequences: Sequences, layout: Layout) -> Scored:
-        """Let the roles read the sequences, in the micro-batches of a layout.
+    def score(self, prompts: Sequence[Mapping[str, Any]], sequences: Sequences, layout: Layout) -> Scored:
+        """Let the roles read the sequences of prompts, in the micro-batches of a layout.
 
         The actor does not where a rollout makes one update: its log-probs come with that update's own forward, and
         until then the generator's stand for them.
@@ -130,11 +136,12 @@ class Rollout:
         shape = sequences.input_ids.shape
         device = self._world.device
         old, ref, values = (torch.zeros(shape, device=device) for _ in range(3))
-        scores = torch.zeros(shape[0], device=device)
         roles, temperature = self._roles, self._config.temperature
         reads_actor = not self._algorithm.updates_once
         with self._timers("scoring"):
-            for indices in (micro for mini in layout.mini_batches for micro in mini):
+            micro_batches = [micro for mini in layout.mini_batches for micro in mini]
+            reward = roles.reward(sequences, micro_batches, lambda: Answers.read(prompts, sequences, self._tokenizer))
+            for indices in micro_batches:
                 batch = sequences.rows(indices)
                 ids, mask = batch.input_ids, batch.attention_mask
                 if reads_actor:
@@ -142,15 +149,16 @@ class Rollout:
                 with self._reference() as reference:
                     scatter_rows(ref, indices, reference(ids, mask, batch.response_mask, temperature)[0])
                 scatter_rows(values, indices, values_before(roles.critic(ids, mask)))
-                scatter_rows(scores, indices, scores_at_end(roles.reward(ids, mask), mask))
             # Each row was filled by one rank and is zero on the others.
-            for tensor in (old, ref, values, scores):
+            for tensor in (old, ref, values):
                 self._world.all_reduce(tensor)
         penalties = (
             self._algorithm.missing_eos_penalty * (~sequences.stopped)
             + self._algorithm.length_penalty * sequences.response_mask.sum(dim=1)
         ).float()
-        return Scored(old if reads_actor else sequences.sampled_logprobs, ref, values, scores, penalties)
+        return Scored(
+            old if reads_actor else sequences.sampled_logprobs, ref, values, reward.scores, penalties, reward.metrics
+        )
 
     def experience(self, sequences: Sequences, scored: Scored, *, kl_coef: float) -> Experience:
         """Rewards, advantages and returns; computed alike on every rank."""

@@ -25,6 +25,7 @@ from hybrid_rlhf.engines.partition import whole_tensors
 from hybrid_rlhf.functional.losses import LossSum
 from hybrid_rlhf.models.saving import save_model
 from hybrid_rlhf.runtime.disk import full_disk_named
+from hybrid_rlhf.runtime.profiling import model_flops_utilisation, profiled
 from hybrid_rlhf.runtime.run import FINISHED_FILE, Run
 from hybrid_rlhf.runtime.timers import peak_memory_gib
 
@@ -90,7 +91,8 @@ class SupervisedTrainer(Generic[BatchT]):
                 if step >= self._total_steps:
                     break
                 step += 1
-                metrics = self._update(micro_batches)
+                with profiled(step, run.config.logging.profile_steps, run.folder, self._world):
+                    metrics = self._update(micro_batches)
                 if step == self._total_steps or _due(step, self._config.eval_every):
                     metrics |= self._evaluate()
                 run.log(step, metrics)
@@ -118,6 +120,9 @@ class SupervisedTrainer(Generic[BatchT]):
             **objective.metrics(means, objective.name), "lr": stats.lr, **norm,
             "time/training_seconds": seconds,
             "perf/train_tokens_per_second": speed, "perf/tokens_per_second": speed,
+            **model_flops_utilisation(
+                parameters=self._engine.parameters, tokens=speed, seconds=1.0, ranks=world.size, device=world.device
+            ),
             "memory/peak_gib": peak_memory_gib(world.device),
         }  # fmt: skip
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_rlhf.algorithms.ppo import PPOUpdater
 from hybrid_rlhf.algorithms.ppo_trainer import PPOTrainer, ptx_batches
 from hybrid_rlhf.algorithms.reward import RewardObjective
+from hybrid_rlhf.algorithms.rewards import build_reward
 from hybrid_rlhf.algorithms.rollout import Roles, Rollout
 from hybrid_rlhf.algorithms.sft import SFTObjective
 from hybrid_rlhf.algorithms.supervised import (
@@ -123,7 +124,7 @@ def run_ppo(config: PPOConfig) -> None:
         average = WeightAverage(roles.actor.module, decay=config.ppo.ema_decay) if config.ppo.ema_decay else None
         generation_config = roles.actor.lm.generation_config
         rollout = Rollout(
-            roles, sampling=config.rollout, algorithm=config.ppo,
+            roles, sampling=config.rollout, algorithm=config.ppo, tokenizer=tokenizer,
             stop_token_ids=stop_token_ids(tokenizer, generation_config.eos_token_id if generation_config else None),
             micro_batches=plan.micro_batches, seed=config.seed, timers=run.timers,
         )  # fmt: skip
@@ -162,10 +163,12 @@ def _plan_ppo(config: PPOConfig, run: Run) -> BatchPlan:
 def _build_roles(
     config: PPOConfig, run: Run, actor_path: str, tokenizer: PreTrainedTokenizerBase, *, updates: int
 ) -> Roles:
-    reward_path = _resolve(config, run, config.reward.path, key="reward.path")
-    critic_path = _resolve(config, run, config.critic.path, key="critic.path") if config.critic.path else reward_path
+    if not config.reward.named_parts:
+        raise UserError("reward.path must name a model, or reward.parts something else, got none: give --reward.path")
+    critic = config.critic.path or config.reward.path
+    critic_path = _resolve(config, run, critic, key="critic.path") if critic else actor_path
     reference_path = _resolve(config, run, config.reference.path, key="") if config.reference.path else actor_path
-    for role, path in (("reward", reward_path), ("critic", critic_path), ("reference", reference_path)):
+    for role, path in (("critic", critic_path), ("reference", reference_path)):
         _require_same_tokens(role, path, tokenizer, config)
     overrides = read_overrides(config.deepspeed_config)
 
@@ -188,9 +191,14 @@ def _build_roles(
     return Roles(
         actor=build_actor(trained("actor", actor_path, config.actor), run.world, rollout=config.rollout),
         critic=build_engine(trained("critic", critic_path, config.critic), run.world),
-        reward=frozen("reward", reward_path, config.critic),
+        reward=build_reward(
+            config.reward.named_parts, run.world, tokenizer=tokenizer,
+            resolve=lambda path: _resolve(config, run, path, key="reward.path"),
+            load_tokenizer=lambda path: load_tokenizer(path, trust_remote_code=config.model.trust_remote_code),
+            build_engine=lambda path: frozen("reward", path, config.critic),
+        ),
         reference=None if own_reference else frozen("reference", reference_path, config.actor),
-    )
+    )  # fmt: skip
 
 
 def _start(

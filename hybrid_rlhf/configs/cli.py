@@ -267,7 +267,8 @@ def _check_item(item: Any, origin: str, key: str, hint: Any) -> None:
         if name not in names:
             raise UserError(f"{origin}: unknown key {name} in an item of {key}: {_nearest(str(name), names)}")
     for field in fields:
-        if field.default is dataclasses.MISSING and field.name not in item:
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if required and field.name not in item:
             raise UserError(f"{origin}: an item of {key} needs {field.name}, got {item}: add it")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from hybrid_rlhf.configs.rewards import RewardPartConfig, require_distinct_names
 from hybrid_rlhf.configs.sections import (
     DataConfig,
     DataSource,
@@ -30,7 +31,8 @@ class TrainedRoleConfig:
     """A role that learns: actor or critic."""
 
     path: str | None = None
-    """Model to start from; none: model.path for the actor, the reward model for the critic."""
+    """Model to start from; none: model.path for the actor, the reward model for the critic, or where there is none the
+    actor's start with a fresh head."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
@@ -38,10 +40,32 @@ class TrainedRoleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenRoleConfig:
-    """A role that only scores: reference or reward. It shards as its trained sibling does under ZeRO-3."""
+    """The reference. It shards as the actor does under ZeRO-3."""
 
     path: str | None = None
-    """Model folder or hub name; none for the reference: where the actor starts."""
+    """Model folder or hub name; none: where the actor starts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardRoleConfig:
+    """What completions are scored by. Models shard as the critic does under ZeRO-3."""
+
+    path: str | None = None
+    """Reward model, a folder or hub name; or give parts."""
+    parts: list[RewardPartConfig] = field(default_factory=list)
+    """Models, functions and endpoints, each with a weight, whose scores are summed."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.path is None or not self.parts,
+            f"reward.path is a reward by itself, got {self.path} and {len(self.parts)} reward.parts: make it a part",
+        )
+        require_distinct_names(self.parts)
+
+    @property
+    def named_parts(self) -> list[RewardPartConfig]:
+        """The parts; a path is a single one."""
+        return self.parts if self.path is None else [RewardPartConfig(name="model", model=self.path)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +227,7 @@ class PPOConfig(StepConfig):
         default_factory=lambda: TrainedRoleConfig(optimizer=OptimizerConfig(lr=5e-6, schedule="constant"))
     )
     reference: FrozenRoleConfig = field(default_factory=FrozenRoleConfig)
-    reward: FrozenRoleConfig = field(default_factory=FrozenRoleConfig)
+    reward: RewardRoleConfig = field(default_factory=RewardRoleConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     ppo: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     train: LoopConfig = field(default_factory=LoopConfig)

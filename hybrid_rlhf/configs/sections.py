@@ -213,6 +213,8 @@ class LoggingConfig:
     """Write TensorBoard events beside metrics.jsonl."""
     samples_every: int = 10
     """Steps between two prints of sample completions; 0: none."""
+    profile_steps: list[int] = field(default_factory=list)
+    """Steps whose torch profiler trace is written to the run's profile folder."""
 
     def __post_init__(self) -> None:
         require(self.every >= 1, f"logging.every must be 1 or more, got {self.every}: raise it")

@@ -54,6 +54,11 @@ class ModelEngine:
         return self.module.lm  # type: ignore[return-value]
 
     @property
+    def parameters(self) -> int:
+        """Of the model, those of adapters included."""
+        return sum(int(getattr(p, "ds_numel", p.numel())) for p in self.module.parameters())
+
+    @property
     def packs(self) -> bool:
         """Whether its batches pass without padding; others count tokens as rows x longest."""
         return packs(self.lm)

@@ -19,7 +19,7 @@ from hybrid_rlhf.engines.partition import copy_weights
 from hybrid_rlhf.functional.divergences import kl_k2, kl_k3
 from hybrid_rlhf.functional.masking import masked_sum
 from hybrid_rlhf.runtime.world import World
-from tests.algorithms.test_ppo import ALGORITHM, ONCE, SAMPLING, build, collect
+from tests.algorithms.test_ppo import ALGORITHM, ONCE, PROMPTS, SAMPLING, build, collect
 
 
 def weights(engine: Any) -> list[torch.Tensor]:
@@ -36,7 +36,7 @@ def test_a_single_update_reads_the_actor_once(world: World, paths: dict[str, str
     assert not forwards, "scoring does not read the actor"
     torch.testing.assert_close(experience.old_logprobs, experience.sequences.sampled_logprobs, atol=0, rtol=0)
     _, slow = build(world, paths, algorithm=ALGORITHM)
-    expected = slow.score(experience.sequences, layout)
+    expected = slow.score(PROMPTS, experience.sequences, layout)
     report = PPOUpdater(roles, ONCE, rollout=SAMPLING).update(experience, [layout])
     assert len(forwards) == len(layout.mini_batches[0])
     torch.testing.assert_close(report.experience.old_logprobs, expected.old_logprobs, atol=0, rtol=0)
@@ -50,7 +50,7 @@ def test_a_learning_rate_of_zero_never_moves_the_ratio(world: World, paths: dict
         group["lr"] = 0.0
     sequences = collect(rollout)[0].sequences
     layouts = [rollout.layout(sequences, step=1, epoch=0, mini_batches=2)] * 3
-    experience = rollout.experience(sequences, rollout.score(sequences, layouts[0]), kl_coef=0.1)
+    experience = rollout.experience(sequences, rollout.score(PROMPTS, sequences, layouts[0]), kl_coef=0.1)
     roles.actor._engine.lr_scheduler = None
     report = PPOUpdater(roles, replace(ALGORITHM, epochs=3, mini_batches=2), rollout=SAMPLING).update(
         experience, layouts
@@ -113,7 +113,7 @@ def test_the_log_ratio_is_no_loss() -> None:
 def test_rewards_and_advantages_are_whitened_as_asked(world: World, paths: dict[str, str]) -> None:
     roles, rollout = build(world, paths)
     sequences = collect(rollout)[0].sequences
-    scored = rollout.score(sequences, rollout.layout(sequences, step=1, epoch=0, mini_batches=1))
+    scored = rollout.score(PROMPTS, sequences, rollout.layout(sequences, step=1, epoch=0, mini_batches=1))
     mask = sequences.response_mask
 
     def experience(**changes: Any) -> Any:
@@ -138,7 +138,7 @@ def test_penalties_and_scaling_reach_the_last_reward(world: World, paths: dict[s
     config = replace(ALGORITHM, length_penalty=0.25, score_clip=None, score_scaling="running", whiten_advantages=False)
     _, rollout = build(world, paths, algorithm=config)
     sequences = collect(rollout)[0].sequences
-    scored = rollout.score(sequences, rollout.layout(sequences, step=1, epoch=0, mini_batches=1))
+    scored = rollout.score(PROMPTS, sequences, rollout.layout(sequences, step=1, epoch=0, mini_batches=1))
     lengths = sequences.response_mask.sum(dim=1)
     torch.testing.assert_close(scored.penalties, 0.25 * lengths + 0.5 * (~sequences.stopped))
     rollout.scaling = ScoreScaling("running")

@@ -13,16 +13,20 @@ from hybrid_rlhf.algorithms.kl_controller import KLController
 from hybrid_rlhf.algorithms.policy_loss import MiniBatch
 from hybrid_rlhf.algorithms.ppo import PPOUpdater
 from hybrid_rlhf.algorithms.ppo_trainer import rollout_metrics
+from hybrid_rlhf.algorithms.rewards import Reward
+from hybrid_rlhf.algorithms.rewards.models import ModelPart
 from hybrid_rlhf.algorithms.rollout import Roles, Rollout
 from hybrid_rlhf.algorithms.sums import RunningSums
 from hybrid_rlhf.configs.batch_plan import MicroBatches
 from hybrid_rlhf.configs.ppo import AlgorithmConfig, RolloutConfig
+from hybrid_rlhf.configs.rewards import RewardPartConfig
 from hybrid_rlhf.configs.sections import LoraConfig, ModelConfig, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.data.collation import collate_tokens
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
 from hybrid_rlhf.models.policy import scores_at_end
 from hybrid_rlhf.runtime.timers import Timers
 from hybrid_rlhf.runtime.world import World
+from tests.tiny import tiny_tokenizer
 
 PROMPTS = [{"input_ids": [5, 6, 7]}, {"input_ids": [9, 8]}, {"input_ids": [4, 4, 4, 4]}, {"input_ids": [11, 3]}]
 ALGORITHM = AlgorithmConfig(kl_coef=0.1, missing_eos_penalty=0.5, epochs=2)
@@ -42,11 +46,14 @@ def build(
     roles = Roles(
         build_actor(spec("actor", "actor", 1e-2), world),
         build_engine(spec("critic", "reward", 1e-2), world),
-        build_engine(spec("reward", "reward", None), world),
+        Reward(
+            [ModelPart(RewardPartConfig(model=paths["reward"]), build_engine(spec("reward", "reward", None), world))],
+            world,
+        ),
         None if lora else build_engine(spec("reference", "reference", None), world),
     )
     rollout = Rollout(
-        roles, sampling=SAMPLING, algorithm=algorithm, stop_token_ids=tuple(range(3, 20)),
+        roles, sampling=SAMPLING, algorithm=algorithm, tokenizer=tiny_tokenizer(), stop_token_ids=tuple(range(3, 20)),
         micro_batches=MicroBatches(micro), seed=0, timers=Timers(world.device),
     )  # fmt: skip
     return roles, rollout
@@ -55,7 +62,7 @@ def build(
 def collect(rollout: Rollout, *, mini_batches: int = 1) -> tuple[Experience, Layout]:
     sequences = rollout.sample(PROMPTS, step=1)
     layout = rollout.layout(sequences, step=1, epoch=0, mini_batches=mini_batches)
-    return rollout.experience(sequences, rollout.score(sequences, layout), kl_coef=0.1), layout
+    return rollout.experience(sequences, rollout.score(PROMPTS, sequences, layout), kl_coef=0.1), layout
 
 
 @pytest.mark.parametrize("lora", [0, 4])
@@ -87,7 +94,9 @@ def test_experience_is_what_the_roles_say_of_each_row_alone(world: World, paths:
             torch.testing.assert_close(experience.old_logprobs[row : row + 1, :length], old, atol=1e-5, rtol=1e-5)
             ref = roles.reference(ids, mask, response[None], 0.8)[0]  # type: ignore[misc]
             torch.testing.assert_close(experience.ref_logprobs[row : row + 1, :length], ref, atol=1e-5, rtol=1e-5)
-            score = float(scores_at_end(roles.reward(ids, mask), mask)) - 0.5 * (not bool(sequences.stopped[row]))
+            score = float(scores_at_end(roles.reward._parts[0]._engine(ids, mask), mask)) - 0.5 * (
+                not bool(sequences.stopped[row])
+            )
             assert float(experience.scores[row]) == pytest.approx(score, abs=1e-5)
             reward = -0.1 * (old - ref)[0][response]
             reward[-1] += score
@@ -104,7 +113,7 @@ def test_an_actor_with_adapters_is_its_own_reference(world: World, paths: dict[s
     PPOUpdater(roles, ALGORITHM, rollout=SAMPLING).update(experience, [layout])
     moved, _ = collect(rollout)
     assert float(moved.kl.abs().max()) > 0
-    same = rollout.score(experience.sequences, layout)
+    same = rollout.score(PROMPTS, experience.sequences, layout)
     torch.testing.assert_close(same.ref_logprobs, experience.ref_logprobs, atol=0, rtol=0)
 
 
@@ -142,7 +151,7 @@ def test_updates_raise_the_probability_of_what_was_better_than_expected(world: W
     mask = experience.sequences.response_mask
     better = mask & (experience.advantages > 0)
     PPOUpdater(roles, ALGORITHM, rollout=SAMPLING).update(experience, [layout])
-    change = rollout.score(experience.sequences, layout).old_logprobs - experience.old_logprobs
+    change = rollout.score(PROMPTS, experience.sequences, layout).old_logprobs - experience.old_logprobs
     assert float(change[better].mean()) > float(change[mask & ~better].mean())
 
 

@@ -110,6 +110,35 @@ def test_finished_steps_are_skipped_and_changed_ones_refused(finished: tuple[Pat
     assert (output / "step1_sft" / "metrics.jsonl").read_bytes() == before
 
 
+def test_a_function_and_a_model_make_a_reward(
+    finished: tuple[Path, list[str], str], model_folder: Path, rows: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "rules.py").write_text(
+        "def brevity(prompts, completions, **columns):\n"
+        "    assert {'chosen', 'rejected'} <= columns.keys() and prompts[0][-1]['role'] == 'user'\n"
+        "    return [-float(len(text)) for text in completions]\n"
+    )
+    config = tmp_path / "ppo.yaml"
+    config.write_text(
+        "reward:\n  parts:\n"
+        f"    - {{function: '{tmp_path}/rules.py:brevity', weight: 0.5}}\n"
+        f"    - {{name: liked, model: '{finished[0]}/step2_reward'}}\n"
+    )
+    done = run([
+        "training/step3_ppo/main.py", "--config", str(config), "--actor.path", str(model_folder),
+        "--data.sources", str(rows), "--output_dir", str(tmp_path / "out"), "--rollout.prompts_per_step", "4",
+        "--rollout.max_new_tokens", "6", "--train.max_steps", "2", "--data.eval_fraction", "0",
+        "--data.cache_dir", str(tmp_path / "cache"), "--ppo.score_scaling", "initial", "--logging.profile_steps", "[2]",
+    ])  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    metrics = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()][-1]
+    total = 0.5 * metrics["reward/brevity/mean"] + metrics["reward/liked/mean"]
+    assert metrics["objective/scores"] == pytest.approx(total, rel=1e-4)
+    phases = [metrics[f"time/{name}_seconds"] for name in ("generation", "switch", "scoring", "training", "other")]
+    assert sum(phases) == pytest.approx(metrics["time/step_seconds"], rel=0.01) and min(phases) >= 0
+    assert list((tmp_path / "out" / "profile").glob("step2*.json*")), "a trace of the step"
+
+
 def sft(output: Path, model: Path, rows: Path, *more: str) -> list[str]:
     return [
         "training/step1_sft/main.py", "--model.path", str(model), "--data.sources", str(rows),
@@ -161,7 +190,7 @@ def test_a_step_runs_under_both_launchers(start: list[str], model_folder: Path, 
     line = [*start, *sft(tmp_path / "out", model_folder, rows, "--train.max_steps", "1")]
     done = run([str(deepspeed) if word == "DEEPSPEED" else word for word in line])
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "= 2 ranks x" in done.stdout
+    assert "over 2 ranks, micro-batches of" in done.stdout
     assert (tmp_path / "out" / "finished.json").exists()
 
 

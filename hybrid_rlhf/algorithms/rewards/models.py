@@ -1,0 +1,116 @@
+"""Reward models as parts of the reward: one reads the actor's own tokens, or the text in tokens of its own.
+
+A model trained on another chat template or vocabulary would score noise on the actor's tokens. For it completions
+become text again, the conversation is rendered with its template, and its score is read at its last real token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_rlhf.algorithms.experience import Sequences
+from hybrid_rlhf.algorithms.rewards.parts import Ratings, RewardPart, Share
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.rewards import RewardPartConfig
+from hybrid_rlhf.data.chat import render
+from hybrid_rlhf.data.rows import Message
+from hybrid_rlhf.engines.engine import ModelEngine
+from hybrid_rlhf.models.policy import scores_at_end
+
+
+class ModelPart(RewardPart):
+    """A reward model that reads the actor's tokens."""
+
+    reads_text = False
+    in_background = False
+
+    def __init__(self, config: RewardPartConfig, engine: ModelEngine) -> None:
+        super().__init__(config)
+        self._engine = engine
+        self.packs = engine.packs
+
+    def begin(self, share: Share) -> Callable[[], Ratings]:
+        """Nothing yet: the forwards run when the ratings are asked for."""
+        return lambda: self._rate(share)
+
+    def _rate(self, share: Share) -> Ratings:
+        scores = [
+            score_tokens(self._engine, share.sequences, indices)[_present(indices)] for indices in share.micro_batches
+        ]
+        return Ratings.read(torch.cat(scores).tolist(), len(share.rows))
+
+
+class RetokenizingModelPart(RewardPart):
+    """A reward model that reads the text in its own chat template and tokens."""
+
+    in_background = False
+
+    def __init__(self, config: RewardPartConfig, engine: ModelEngine, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__(config)
+        self._engine, self._tokenizer = engine, tokenizer
+        self.packs = engine.packs
+        self._limit: int | None = getattr(engine.lm.config, "max_position_embeddings", None)
+
+    def begin(self, share: Share) -> Callable[[], Ratings]:
+        """Nothing yet: the forwards run when the ratings are asked for."""
+        return lambda: self._rate(share)
+
+    def _rate(self, share: Share) -> Ratings:
+        """Every rank runs every micro-batch, whatever it cannot tokenise: a forward may hold collectives."""
+        answers, empty = share.answers, [int(self._tokenizer.pad_token_id)]  # type: ignore[arg-type]
+        tokenized: dict[int | None, list[int]] = {None: empty}
+        failures = {}
+        for place, row in enumerate(share.rows):
+            tokens = self._tokenize(
+                [*answers.prompts[place], {"role": "assistant", "content": answers.completions[place]}]
+            )
+            if isinstance(tokens, str):
+                failures[place] = tokens
+            tokenized[row] = empty if isinstance(tokens, str) else tokens
+        scores = [
+            score_text(self._engine, [tokenized[row] for row in indices])[_present(indices)]
+            for indices in share.micro_batches
+        ]
+        values = torch.cat(scores).tolist()
+        ratings = Ratings.read([None if place in failures else v for place, v in enumerate(values)], len(values))
+        return Ratings(ratings.values, ratings.failures | failures)
+
+    def _tokenize(self, messages: Sequence[Message]) -> list[int] | str:
+        """Token ids of a conversation, or why there are none that the model reads."""
+        try:
+            text = render(messages, self._tokenizer)
+        except UserError as error:
+            return str(error)
+        ids = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        if not ids or (self._limit is not None and len(ids) > self._limit):
+            return f"its conversation has {len(ids)} tokens and the model reads 1 to {self._limit or 'any'}"
+        return ids
+
+
+def score_tokens(engine: ModelEngine, sequences: Sequences, indices: Sequence[int | None]) -> Tensor:
+    """Scores [n] of the rows of one micro-batch, in the actor's tokens; float32."""
+    batch = sequences.rows(indices)
+    return scores_at_end(engine(batch.input_ids, batch.attention_mask), batch.attention_mask)
+
+
+def score_text(engine: ModelEngine, rows: Sequence[list[int]]) -> Tensor:
+    """Scores [n] of conversations in the model's own tokens; float32."""
+    ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(engine.device)
+    lengths = torch.tensor([len(row) for row in rows], device=engine.device)
+    mask = torch.arange(ids.shape[1], device=engine.device) < lengths[:, None]
+    return scores_at_end(engine(ids, mask), mask)
+
+
+def reads_the_same(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
+    """Whether two tokenizers give a conversation the same tokens: vocabulary and chat template."""
+    return tokenizer.get_vocab() == other.get_vocab() and tokenizer.chat_template == other.chat_template
+
+
+def _present(indices: Sequence[int | None]) -> list[int]:
+    """Places of the rows that are not empty."""
+    return [place for place, index in enumerate(indices) if index is not None]

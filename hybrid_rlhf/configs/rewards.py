@@ -1,0 +1,117 @@
+"""Config of one part of the reward in step 3: a model, a Python function or an HTTP endpoint, with its weight."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+
+from hybrid_rlhf.configs.sections import require
+
+OnFailure = Literal["stop", "zero"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardPartConfig:
+    """One part of the reward; exactly one of model, function and urls says what it is."""
+
+    name: str | None = None
+    """Name in the metrics (reward/NAME/mean); none: the model's folder, the function's name or the endpoint's host."""
+    weight: float = 1.0
+    """Its scores are multiplied by this before the parts are summed; 0 only logs them, below 0 punishes."""
+    model: str | None = None
+    """Reward model: a folder or hub name. One with tokens or a chat template of its own reads the text anew."""
+    function: str | None = None
+    """Python function as module:function or path/to/file.py:function, plain or async."""
+    urls: tuple[str, ...] = ()
+    """HTTP endpoint; several URLs are replicas that share the work."""
+    timeout_seconds: float = 60.0
+    """Longest call of a function, or longest try of a request, in seconds."""
+    retries: int = 3
+    """Tries of a request after the first, with waits that double, on another replica where there is one."""
+    batch_size: int = 64
+    """Completions in one request."""
+    api_key_env: str | None = None
+    """Environment variable that holds the endpoint's key, sent as a bearer token and never logged."""
+    on_failure: OnFailure = "stop"
+    """stop: a completion without a usable score ends the run; zero: it scores 0 and is counted in the metrics."""
+
+    def __post_init__(self) -> None:
+        kinds = [kind for kind in ("model", "function", "urls") if getattr(self, kind)]
+        require(
+            len(kinds) == 1,
+            f"an item of reward.parts has one of model, function and urls, got {' and '.join(kinds) or 'none'}: "
+            "make each an item of its own",
+        )
+        if self.function is not None:
+            require(
+                all(self.function.rpartition(":")),
+                f"reward.parts: a function is module:function or path/to/file.py:function, got {self.function!r}: "
+                "write it so",
+            )
+        for url in self.urls:
+            parsed = urlsplit(url)
+            require(
+                parsed.scheme in ("http", "https") and bool(parsed.hostname),
+                f"reward.parts: a URL is http://HOST:PORT/PATH or https, got {url.rpartition('@')[2]}: write it out",
+            )
+        require(
+            re.fullmatch(r"[\w.:-]+", self.label) is not None,
+            f"reward.parts: a name has letters, digits and . : - _ only, got {self.label!r}: give the part a name",
+        )
+        require(
+            self.api_key_env is None or bool(self.urls),
+            f"reward.parts: api_key_env {self.api_key_env} goes with urls, {self.label} has none: leave it out",
+        )
+        self._check_numbers()
+
+    def _check_numbers(self) -> None:
+        require(
+            math.isfinite(self.weight),
+            f"reward.parts: weight of {self.label} must be a finite number, got {self.weight}: give for example 1.0",
+        )
+        require(
+            0 < self.timeout_seconds < math.inf,
+            f"reward.parts: timeout_seconds of {self.label} must be above 0, got {self.timeout_seconds}: raise it",
+        )
+        for name, least in (("retries", 0), ("batch_size", 1)):
+            value = getattr(self, name)
+            require(
+                value >= least, f"reward.parts: {name} of {self.label} must be {least} or more, got {value}: raise it"
+            )
+
+    @property
+    def label(self) -> str:
+        """The name, given or derived from what the part is."""
+        if self.name is not None:
+            return self.name
+        if self.model:
+            return Path(self.model).name
+        if self.function:
+            return self.function.rpartition(":")[2]
+        return _host(self.urls[0])
+
+
+def require_distinct_names(parts: Sequence[RewardPartConfig]) -> None:
+    """Metrics tell parts apart by name.
+
+    Raises:
+        UserError: when two parts share one.
+    """
+    names = [part.label for part in parts]
+    double = next((name for name in names if names.count(name) > 1), None)
+    require(double is None, f"reward.parts: names tell the parts apart, {double!r} is there twice: give each a name")
+
+
+def shown_url(url: str) -> str:
+    """A URL as it may be logged: without user, password and query."""
+    parsed = urlsplit(url)
+    return f"{parsed.scheme}://{_host(url)}{parsed.path}"
+
+
+def _host(url: str) -> str:
+    return urlsplit(url).netloc.rpartition("@")[2]
