@@ -28,8 +28,13 @@ STEPS = {
         ],
     ),
 }
-LAYOUTS = [(1, 2, 4), (1, 3, 2), (2, 0, 2), (2, 2, 1), (2, 3, 2)]
-"""Ranks, ZeRO stage, micro-batch size; each is held against one rank, stage 0, micro-batches of 8."""
+MICRO_BATCHES = {
+    **{str(rows): ["--train.micro_batch_size", str(rows)] for rows in (1, 2, 4, 8)},
+    "100 tokens": ["--train.micro_batch_tokens", "100"],
+    "padded": ["--train.micro_batch_tokens", "100", "--model.attention", "eager"],
+}
+LAYOUTS = [(1, 2, "4"), (1, 3, "2"), (1, 0, "padded"), (2, 0, "2"), (2, 2, "1"), (2, 3, "100 tokens")]
+"""Ranks, ZeRO stage, micro-batches; each is held against one rank, stage 0, packed micro-batches of 8."""
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +50,10 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> P
 
 
 def launch(
-    name: str, workspace: Path, *, ranks: int, stage: int, micro: int, extra: list[str] | None = None
+    name: str, workspace: Path, *, ranks: int, stage: int, micro: str, extra: list[str] | None = None
 ) -> list[dict[str, Any]]:
     """Run three updates of a step in its own processes; the lines of metrics.jsonl."""
-    output = workspace / f"{name}-{ranks}-{stage}-{micro}{'-x' if extra else ''}"
+    output = workspace / f"{name}-{ranks}-{stage}-{micro}{'-x' if extra else ''}".replace(" ", "")
     if not (output / "finished.json").exists():
         module = STEPS[name][0]
         command = [sys.executable, "-m", module]
@@ -64,10 +69,10 @@ def launch(
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
-def options(name: str, workspace: Path, stage: int, micro: int) -> list[str]:
+def options(name: str, workspace: Path, stage: int, micro: str) -> list[str]:
     common = [
         "--data.sources", str(workspace / "rows.jsonl"), "--data.cache_dir", str(workspace / "cache"),
-        "--data.eval_fraction", "0.2", "--train.micro_batch_size", str(micro), "--train.max_steps", "3",
+        "--data.eval_fraction", "0.2", *MICRO_BATCHES[micro], "--train.max_steps", "3",
         "--logging.tensorboard", "false", "--seed", "3",
     ]  # fmt: skip
     if name != "ppo":
@@ -86,9 +91,9 @@ def options(name: str, workspace: Path, stage: int, micro: int) -> list[str]:
 
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize(("ranks", "stage", "micro"), LAYOUTS)
-def test_losses_do_not_depend_on_the_layout(name: str, ranks: int, stage: int, micro: int, workspace: Path) -> None:
-    launch("reward", workspace, ranks=1, stage=0, micro=8)  # the reward model that PPO needs
-    expected = launch(name, workspace, ranks=1, stage=0, micro=8)
+def test_losses_do_not_depend_on_the_layout(name: str, ranks: int, stage: int, micro: str, workspace: Path) -> None:
+    launch("reward", workspace, ranks=1, stage=0, micro="8")  # the reward model that PPO needs
+    expected = launch(name, workspace, ranks=1, stage=0, micro="8")
     found = launch(name, workspace, ranks=ranks, stage=stage, micro=micro)
     assert len(found) == len(expected) == 4
     compared = 0
@@ -101,6 +106,6 @@ def test_losses_do_not_depend_on_the_layout(name: str, ranks: int, stage: int, m
 
 
 def test_losses_change_with_the_seed(workspace: Path) -> None:
-    first = launch("sft", workspace, ranks=1, stage=0, micro=8)
-    other = launch("sft", workspace, ranks=1, stage=0, micro=8, extra=["--seed", "4"])
+    first = launch("sft", workspace, ranks=1, stage=0, micro="8")
+    other = launch("sft", workspace, ranks=1, stage=0, micro="8", extra=["--seed", "4"])
     assert first[1]["sft/loss"] != pytest.approx(other[1]["sft/loss"], abs=TOLERANCE)

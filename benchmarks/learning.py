@@ -1,0 +1,180 @@
+"""Does it learn? PPO runs over seeds, with curves, a band, and a table of what each guard is worth.
+
+    python -m benchmarks.learning                              # the copy task, 5 seeds: minutes on a laptop
+    python -m benchmarks.learning --ablations --seeds 0 1 2    # the copy task with one detail changed at a time
+    python -m benchmarks.learning --task demo --demo output    # SmolLM2-135M, the demo's reward, three KL coefficients
+    python -m benchmarks.learning --task reasoning             # SmolLM2-135M on checked answers (extra: bench)
+
+Writes to --out: a CSV a task (a row a step: mean, deviation, lowest and highest over the seeds, and each seed), a PNG
+where matplotlib is installed, and prints a table. The band in which a run counts as the same is the mean of the seeds
+plus and minus three of their deviations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.learning_tasks import Task, copy_task, demo_task, reasoning_task
+
+ROOT = Path(__file__).parents[1]
+ABLATIONS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "advantages not whitened": {"ppo": {"whiten_advantages": False}},
+    "values not clipped": {"ppo": {"value_clip": 0.0}},
+    "ratios not clipped": {"ppo": {"clip_low": 0.99, "clip_high": 1e9}},
+    "one epoch, one mini-batch": {"ppo": {"epochs": 1, "mini_batches": 1}},
+    "lambda 0": {"ppo": {"lam": 0.0}},
+    "lambda 1": {"ppo": {"lam": 1.0}},
+    "old log-probs off by one": {"fault": "old_logprobs_off_by_one"},
+    "old log-probs renewed": {"fault": "old_logprobs_renewed"},
+    "score on the last column": {"fault": "score_on_the_last_column"},
+}
+Curve = dict[int, float]
+"""Step to figure."""
+
+
+def run(task: Task, changes: Mapping[str, Any], seed: int) -> Curve:
+    """One PPO run in a process of its own; its metric at each step."""
+    folder = Path(tempfile.mkdtemp())
+    config = _merged(task.config, {name: value for name, value in changes.items() if name != "fault"})
+    config |= {
+        "seed": seed, "output_dir": str(folder / "run"), "logging": {"tensorboard": False, "samples_every": 0},
+    }  # fmt: skip
+    (folder / "ppo.yaml").write_text(yaml.safe_dump(config))
+    entry = ["training/step3_ppo/main.py"]
+    if "fault" in changes:
+        entry = ["-m", "benchmarks.learning_faults", str(changes["fault"])]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *entry, "--config", str(folder / "ppo.yaml")],
+        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise SystemExit(f"a run ended with {done.returncode}: {done.stderr[-2000:]}")
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    shutil.rmtree(folder)
+    return {line["step"]: line[task.metric] for line in lines if task.metric in line}
+
+
+def over_seeds(task: Task, changes: Mapping[str, Any], seeds: Sequence[int], jobs: int) -> list[Curve]:
+    """A run for each seed, some at a time."""
+    with ThreadPoolExecutor(jobs) as pool:
+        return list(pool.map(lambda seed: run(task, changes, seed), seeds))
+
+
+def band(curves: Sequence[Curve]) -> list[dict[str, float]]:
+    """A row a step: mean, deviation, lowest, highest, and each seed."""
+    rows = []
+    for step in sorted(set.intersection(*(set(curve) for curve in curves))):
+        values = [curve[step] for curve in curves]
+        spread = statistics.stdev(values) if len(values) > 1 else 0.0
+        rows.append(
+            {
+                "step": step, "mean": statistics.fmean(values), "std": spread, "lowest": min(values),
+                "highest": max(values), **{f"run_{number}": value for number, value in enumerate(values)},
+            }
+        )  # fmt: skip
+    return rows
+
+
+def write(rows: Sequence[Mapping[str, float]], file: Path) -> None:
+    """CSV."""
+    with file.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, list(rows[0]))
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({name: f"{value:.5g}" for name, value in row.items()})
+
+
+def draw(named: Mapping[str, Sequence[Mapping[str, float]]], title: str, file: Path) -> None:
+    """Mean curves with their bands, if matplotlib is there."""
+    try:
+        from matplotlib import pyplot
+    except ImportError:
+        print(f"no matplotlib, so no {file.name}: pip install '.[bench]'")
+        return
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for name, rows in named.items():
+        steps, means = [row["step"] for row in rows], [row["mean"] for row in rows]
+        axes.plot(steps, means, label=name)
+        axes.fill_between(steps, [row["lowest"] for row in rows], [row["highest"] for row in rows], alpha=0.2)
+    axes.set(xlabel="step", ylabel="mean score", title=title)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+    pyplot.close(figure)
+
+
+def last(curves: Sequence[Curve], steps: int = 10) -> list[float]:
+    """Each run's mean over its last steps."""
+    return [statistics.fmean([curve[step] for step in sorted(curve)[-steps:]]) for curve in curves]
+
+
+def main() -> None:
+    """Run, write, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=("copy", "demo", "reasoning"), default="copy")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--steps", type=int, help="none: 100 of copy, 32 of the others")
+    parser.add_argument("--ablations", action="store_true")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="runs at a time")
+    parser.add_argument("--demo", type=Path, default=Path("output"), help="what `make demo` wrote")
+    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/learning"))
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    steps = options.steps or (100 if options.task == "copy" else 32)
+    with tempfile.TemporaryDirectory() as folder:
+        variants: dict[str, tuple[Task, dict[str, Any]]]
+        if options.task == "copy":
+            task = copy_task(Path(folder), steps=steps)
+            variants = {name: (task, change) for name, change in ABLATIONS.items() if options.ablations or not change}
+        elif options.task == "demo":
+            variants = {
+                f"kl_coef {c}": (demo_task(options.demo, steps=steps, kl_coef=c), {}) for c in (0.02, 0.05, 0.2)
+            }
+        else:
+            variants = {"spell_backward": (reasoning_task(Path(folder), steps=steps), {})}
+        found = {}
+        for name, (task, changes) in variants.items():
+            curves = over_seeds(task, changes, options.seeds, options.jobs)
+            found[name] = band(curves)
+            report(name, curves, found[name], task)
+    title = f"{options.task}{'_ablations' if options.ablations else ''}"
+    for name, rows in found.items():
+        write(rows, options.out / f"{title}_{name.replace(' ', '_').replace(',', '')}.csv")
+    draw(found, f"{options.task}, {len(options.seeds)} seeds", options.out / f"{title}.png")
+
+
+def report(name: str, curves: Sequence[Curve], rows: Sequence[Mapping[str, float]], task: Task) -> None:
+    """A line of the table."""
+    ends = last(curves)
+    line = f"{name:28} end {statistics.fmean(ends):6.3f} (seeds {min(ends):.3f} to {max(ends):.3f})"
+    if task.optimum is not None:
+        reached = [row["step"] for row in rows if row["mean"] >= 0.95 * task.optimum]
+        line += f"  95% of the best at step {reached[0]:.0f}" if reached else "  never 95% of the best"
+    print(line, flush=True)
+
+
+def _merged(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(config)
+    for name, value in changes.items():
+        merged[name] = _merged(config.get(name, {}), value) if isinstance(value, Mapping) else value
+    return merged
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""The tasks of the learning benchmark: a model, prompts, a reward and the config of a PPO run, each in a folder.
+
+`copy` needs nothing but this repository: a Llama of 0.1M random weights sees four letters and is rewarded by the share
+of its eight tokens that repeat the first of them. The best score is 1; a random policy has about 0.1.
+`demo` is SmolLM2-135M on the demo's learned reward; it takes the folders that `make demo` leaves.
+`reasoning` is SmolLM2-135M on a checked task of reasoning-gym (extra `bench`): right answers to fresh instances.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+LETTERS = "abcdefgh"
+COPY_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Task:
+    """A PPO run to be repeated over seeds."""
+
+    config: dict[str, Any]
+    """Of training/step3_ppo/main.py, but for seed and output_dir."""
+    optimum: float | None
+    """Best possible mean score, where it is known."""
+    metric: str = "objective/scores"
+
+
+def copied(prompts: Sequence[Any], completions: Sequence[str], **columns: Any) -> list[float]:
+    """Reward of `copy`: the share of the tokens that are the prompt's first letter."""
+    wanted = [prompt[-1]["content"].split()[0] for prompt in prompts]
+    return [text.split().count(letter) / COPY_TOKENS for letter, text in zip(wanted, completions, strict=True)]
+
+
+def checked(prompts: Sequence[Any], completions: Sequence[str], entry: Sequence[str], **columns: Any) -> list[float]:
+    """Reward of `reasoning`: what reasoning-gym's own checker says of the answer."""
+    import reasoning_gym
+
+    scorers: dict[str, Any] = {}
+    scores = []
+    for text, packed in zip(completions, entry, strict=True):
+        item = json.loads(packed)
+        name = item["metadata"]["source_dataset"]
+        scorer = scorers.setdefault(name, reasoning_gym.get_score_answer_fn(name))
+        scores.append(float(scorer(text.strip(), item)))
+    return scores
+
+
+def copy_task(folder: Path, *, steps: int) -> Task:
+    """Write model, tokenizer and prompts."""
+    vocabulary = {word: index for index, word in enumerate(["<pad>", "<eos>", "<unk>", ">", *LETTERS])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>"
+    )
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message['content'] }} {% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        LlamaConfig(
+            vocab_size=len(vocabulary), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=64, eos_token_id=1, pad_token_id=0,
+            bos_token_id=None, tie_word_embeddings=False,
+        )
+    )  # fmt: skip
+    for part in (model, tokenizer):
+        part.save_pretrained(folder / "model")
+    chance = random.Random(0)
+    rows = [{"prompt": " ".join(chance.choices(LETTERS, k=4))} for _ in range(4096)]
+    _write(folder / "prompts.jsonl", rows)
+    config = {
+        "actor": {"path": str(folder / "model"), "optimizer": _optimizer(7e-4)},
+        "critic": {"optimizer": _optimizer(2e-3)},
+        "reward": {"parts": [{"function": "benchmarks.learning_tasks:copied"}]},
+        "data": {"sources": [str(folder / "prompts.jsonl")], "eval_fraction": 0.03, "cache_dir": str(folder / "cache")},
+        "rollout": {"prompts_per_step": 128, "max_prompt_tokens": 16, "max_new_tokens": COPY_TOKENS},
+        "ppo": {"kl_coef": 0.0, "epochs": 4, "mini_batches": 2},
+        "train": {"max_steps": steps, "epochs": 100},
+    }
+    return Task(config, optimum=1.0)
+
+
+def demo_task(folder: Path, *, steps: int, kl_coef: float) -> Task:
+    """PPO of the demo's SFT model against the demo's reward model; `folder` is what `make demo` wrote."""
+    for step in ("step1_sft", "step2_reward"):
+        if not (folder / step / "config.json").is_file():
+            raise SystemExit(
+                f"{folder}/{step} holds no model: run `make demo` first, and give --demo its output folder"
+            )
+    config = {
+        "actor": {"path": str(folder / "step1_sft"), "optimizer": _optimizer(1e-5)},
+        "critic": {"optimizer": _optimizer(2e-5)},
+        "reward": {"path": str(folder / "step2_reward")},
+        "data": {"sources": ["embedded"], "split": [2, 4, 4]},
+        "rollout": {"prompts_per_step": 32, "max_prompt_tokens": 64, "max_new_tokens": 32},
+        "ppo": {"kl_coef": kl_coef, "epochs": 4, "mini_batches": 2},
+        "train": {"max_steps": steps, "epochs": 100, "eval_every": max(1, steps // 4)},
+    }
+    return Task(config, optimum=None)
+
+
+def reasoning_task(folder: Path, *, steps: int, name: str = "spell_backward") -> Task:
+    """SmolLM2-135M on instances of a reasoning-gym task, fresh ones held out."""
+    import reasoning_gym
+
+    instances = reasoning_gym.create_dataset(name, size=2048, seed=0, max_word_len=4)
+    rows = [{"prompt": item["question"], "entry": json.dumps(item, default=str)} for item in instances]
+    _write(folder / "prompts.jsonl", rows)
+    config = {
+        "actor": {"path": "embedded", "optimizer": _optimizer(1e-5)},
+        "critic": {"optimizer": _optimizer(2e-5)},
+        "reward": {"parts": [{"function": "benchmarks.learning_tasks:checked"}]},
+        "data": {"sources": [str(folder / "prompts.jsonl")], "eval_fraction": 0.06, "cache_dir": str(folder / "cache")},
+        "rollout": {"prompts_per_step": 32, "samples_per_prompt": 4, "max_prompt_tokens": 128, "max_new_tokens": 24},
+        "ppo": {"kl_coef": 0.01, "epochs": 4, "mini_batches": 2},
+        "train": {"max_steps": steps, "epochs": 100, "eval_every": max(1, steps // 4)},
+    }
+    return Task(config, optimum=1.0)
+
+
+def _optimizer(lr: float) -> dict[str, Any]:
+    return {"lr": lr, "schedule": "linear", "warmup_fraction": 0.0}
+
+
+def _write(file: Path, rows: Sequence[dict[str, Any]]) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,0 +1,17 @@
+"""PPO learns: one run of the learning benchmark's smallest task, four epochs of two mini-batches a rollout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.learning import last, run
+from benchmarks.learning_tasks import copy_task
+
+
+@pytest.mark.slow
+def test_ppo_learns_to_copy(tmp_path: Path) -> None:
+    curve = run(copy_task(tmp_path, steps=40), {}, seed=0)
+    assert curve[1] < 0.15, "a random policy"
+    assert last([curve])[0] > 0.85, "docs/benchmarks/learning.md has the band"
