@@ -101,7 +101,7 @@ def demo_task(folder: Path, *, steps: int, kl_coef: float) -> Task:
         "actor": {"path": str(folder / "step1_sft"), "optimizer": _optimizer(1e-5)},
         "critic": {"optimizer": _optimizer(2e-5)},
         "reward": {"path": str(folder / "step2_reward")},
-        "data": {"sources": ["embedded"], "split": [2, 4, 4]},
+        "data": {"sources": [str(folder / "demo_data" / "pairs.jsonl")], "eval_fraction": 0.1, "max_eval_rows": 128},
         "rollout": {"prompts_per_step": 32, "max_prompt_tokens": 64, "max_new_tokens": 32},
         "ppo": {"kl_coef": kl_coef, "epochs": 4, "mini_batches": 2},
         "train": {"max_steps": steps, "epochs": 100, "eval_every": max(1, steps // 4)},
