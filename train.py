@@ -21,6 +21,7 @@ from hybrid_rlhf.configs.cli import parse_config, read_config, save_config, user
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.pipeline import STEP_NAMES, PipelineConfig
 from hybrid_rlhf.configs.sections import StepConfig
+from hybrid_rlhf.runtime.host_memory import MALLOC_ENVIRONMENT
 
 DEMO = Path(__file__).parent / "hybrid_rlhf" / "configs" / "demo.yaml"
 MODULES = {
@@ -171,6 +172,8 @@ def _tee(command: list[str], log: Path) -> tuple[int, list[str]]:
     tail: deque[str] = deque(maxlen=20)
     root = str(Path(__file__).parent)
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    if not _gpus():
+        environment = {**MALLOC_ENVIRONMENT, **environment}
     environment["PYTHONPATH"] = os.pathsep.join(part for part in (root, environment.get("PYTHONPATH")) if part)
     with log.open("a", encoding="utf-8") as file:
         process = subprocess.Popen(

@@ -17,6 +17,7 @@ import argparse
 import json
 import multiprocessing
 import multiprocessing.connection
+import os
 import resource
 import statistics
 import time
@@ -30,6 +31,7 @@ from hybrid_rlhf.configs.sections import ModelConfig
 from hybrid_rlhf.models.loading import load_model
 from hybrid_rlhf.models.policy import Policy
 from hybrid_rlhf.models.sources import resolve_model
+from hybrid_rlhf.runtime.host_memory import MALLOC_ENVIRONMENT, keep_freed_memory
 from hybrid_rlhf.runtime.world import default_device, default_dtype, solo_world
 
 DEVICE = default_device()
@@ -47,12 +49,12 @@ def policy(model: str, *, packed: bool, checkpointing: bool = False) -> Policy:
 
 
 def batch(rows: int, longest: int, *, full: bool) -> tuple[Tensor, Tensor]:
-    """Ids and mask [B, T]; lengths even between a tenth and the whole, so that the mean is about half."""
+    """Ids and mask [B, T]; lengths even up to the longest, so that the mean is half of it."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.full((rows,), longest)
     if not full:
-        lengths = torch.randint(longest // 10, int(longest * 0.95), (rows,), generator=generator)
-        lengths[0] = longest
+        lengths = (torch.linspace(0, 1, rows) * longest).round().long().clamp(min=2)
+        lengths = lengths[torch.randperm(rows, generator=generator)]
     mask = torch.arange(longest)[None] < lengths[:, None]
     ids = torch.randint(3, 40_000, (rows, longest), generator=generator)
     return ids.to(DEVICE), mask.to(DEVICE)
@@ -105,14 +107,18 @@ def timed(run: Callable[[], None]) -> float:
 def peak_gib(path: str, model: str, told: multiprocessing.connection.Connection) -> None:
     """In a process of its own: the most resident memory of a step, and what of it is the step's own."""
     torch.set_num_threads(2)
+    if DEVICE.type == "cpu":
+        keep_freed_memory()
     actor = policy(model, packed=path == "chunked", checkpointing=True)
     ids, mask = batch(32, 256, full=True)
     before = _resident_gib()
+    if DEVICE.type == "cpu":
+        Path("/proc/self/clear_refs").write_text("5")  # the peak of loading is not the step's
     (step if path == "chunked" else naive_step)(actor, ids, mask)
     if DEVICE.type == "cuda":
         peak = torch.cuda.max_memory_allocated() / 2**30
     else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        peak = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 2**20
     told.send({"peak_gib": peak, "own_gib": peak - before})
 
 
@@ -133,6 +139,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     memory = {}
+    os.environ.update(MALLOC_ENVIRONMENT)  # of the processes that follow, as train.py starts its steps
     context = multiprocessing.get_context("spawn")
     for path in ("chunked", "naive"):
         mine, theirs = context.Pipe()

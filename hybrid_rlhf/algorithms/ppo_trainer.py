@@ -23,7 +23,7 @@ from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.checkpoints import load_checkpoint, save_checkpoint
 from hybrid_rlhf.engines.partition import copy_weights
 from hybrid_rlhf.functional.masking import masked_mean, masked_sum
-from hybrid_rlhf.runtime.profiling import model_flops_utilisation, profiled
+from hybrid_rlhf.runtime.profiling import decode_roofline, model_flops_utilisation, profiled
 from hybrid_rlhf.runtime.run import Run
 from hybrid_rlhf.runtime.samples import SampleLog
 from hybrid_rlhf.runtime.timers import peak_memory_gib
@@ -135,6 +135,9 @@ class PPOTrainer:
             **model_flops_utilisation(
                 parameters=self._roles.actor.parameters + self._roles.critic.parameters, tokens=trained_tokens,
                 seconds=seconds["training"], ranks=self._world.size, device=self._world.device,
+            ),
+            **decode_roofline(
+                read_bytes=self._roles.actor.decode_bytes, seconds=seconds["generation"], device=self._world.device
             ),
             **{f"time/{name}_seconds": taken for name, taken in seconds.items()},
             "time/other_seconds": step_seconds - sum(seconds.values()),

@@ -8,7 +8,7 @@ the last response token, less a KL penalty a token.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -141,13 +141,14 @@ class Rollout:
         with self._timers("scoring"):
             micro_batches = [micro for mini in layout.mini_batches for micro in mini]
             reward = roles.reward(sequences, micro_batches, lambda: Answers.read(prompts, sequences, self._tokenizer))
-            for indices in micro_batches:
-                batch = sequences.rows(indices)
+            with self._reference() as reference:
+                for indices, batch in zip(micro_batches, map(sequences.rows, micro_batches), strict=True):
+                    read = reference(batch.input_ids, batch.attention_mask, batch.response_mask, temperature)
+                    scatter_rows(ref, indices, read[0])
+            for indices, batch in zip(micro_batches, map(sequences.rows, micro_batches), strict=True):
                 ids, mask = batch.input_ids, batch.attention_mask
                 if reads_actor:
                     scatter_rows(old, indices, roles.actor(ids, mask, batch.response_mask, temperature)[0])
-                with self._reference() as reference:
-                    scatter_rows(ref, indices, reference(ids, mask, batch.response_mask, temperature)[0])
                 scatter_rows(values, indices, values_before(roles.critic(ids, mask)))
             # Each row was filled by one rank and is zero on the others.
             for tensor in (old, ref, values):
@@ -184,10 +185,11 @@ class Rollout:
             advantages, returns,
         )  # fmt: skip
 
-    def _reference(self) -> contextlib.AbstractContextManager[ModelEngine]:
-        if self._roles.reference is None:
-            return self._roles.actor.reference()
-        return contextlib.nullcontext(self._roles.reference)
+    @contextlib.contextmanager
+    def _reference(self) -> Iterator[ModelEngine]:
+        reference = self._roles.reference
+        with self._roles.actor.reference() if reference is None else reference.on_device():
+            yield self._roles.actor if reference is None else reference
 
 
 def _sequences(pairs: Sequence[tuple[list[int], Completion]], device: torch.device) -> Sequences:

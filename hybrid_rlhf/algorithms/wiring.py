@@ -28,9 +28,9 @@ from hybrid_rlhf.algorithms.supervised import (
 from hybrid_rlhf.configs.batch_plan import BatchPlan, MicroBatches, plan_batch, plan_rollout
 from hybrid_rlhf.configs.cli import save_config
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.ppo import PPOConfig, TrainedRoleConfig
+from hybrid_rlhf.configs.ppo import PPOConfig, TrainedRoleConfig, frozen_zero
 from hybrid_rlhf.configs.reward import RewardConfig
-from hybrid_rlhf.configs.sections import StepConfig, ZeroConfig
+from hybrid_rlhf.configs.sections import StepConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.data.loaders import GlobalBatches
 from hybrid_rlhf.data.tokenized import (
@@ -165,7 +165,7 @@ def _build_roles(
 ) -> Roles:
     if not config.reward.named_parts:
         raise UserError("reward.path must name a model, or reward.parts something else, got none: give --reward.path")
-    critic = config.critic.path or config.reward.path
+    critic = config.critic_start
     critic_path = _resolve(config, run, critic, key="critic.path") if critic else actor_path
     reference_path = _resolve(config, run, config.reference.path, key="") if config.reference.path else actor_path
     for role, path in (("critic", critic_path), ("reference", reference_path)):
@@ -178,19 +178,16 @@ def _build_roles(
         )
 
     def frozen(role: Role, path: str, sibling: TrainedRoleConfig) -> ModelEngine:
-        zero = (
-            ZeroConfig(stage=3, offload_parameters=sibling.zero.offload_parameters)
-            if sibling.zero.stage == 3
-            else ZeroConfig()
-        )
-        return build_engine(
-            EngineSpec(role, path, config.model, zero, config.seed, deepspeed_overrides=overrides), run.world
-        )
+        zero = frozen_zero(sibling.zero, offload=config.rollout.offload_frozen)
+        spec = EngineSpec(role, path, config.model, zero, config.seed, deepspeed_overrides=overrides)
+        return build_engine(replace(spec, offload_weights=config.rollout.offload_frozen and zero.stage < 3), run.world)
 
     own_reference = config.actor.lora.rank > 0 and reference_path == actor_path
+    actor = build_actor(trained("actor", actor_path, config.actor), run.world, rollout=config.rollout)
+    base = actor.lm if config.critic.share_base else None
     return Roles(
-        actor=build_actor(trained("actor", actor_path, config.actor), run.world, rollout=config.rollout),
-        critic=build_engine(trained("critic", critic_path, config.critic), run.world),
+        actor=actor,
+        critic=build_engine(replace(trained("critic", critic_path, config.critic), base=base), run.world),
         reward=build_reward(
             config.reward.named_parts, run.world, tokenizer=tokenizer,
             resolve=lambda path: _resolve(config, run, path, key="reward.path"),

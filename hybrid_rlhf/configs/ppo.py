@@ -39,11 +39,26 @@ class TrainedRoleConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CriticConfig(TrainedRoleConfig):
+    """The critic."""
+
+    share_base: bool = False
+    """The critic starts where the actor does and has adapters of its own on the actor's weights; needs LoRA."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class FrozenRoleConfig:
     """The reference. It shards as the actor does under ZeRO-3."""
 
     path: str | None = None
     """Model folder or hub name; none: where the actor starts."""
+
+
+def frozen_zero(sibling: ZeroConfig, *, offload: bool) -> ZeroConfig:
+    """How a frozen role shards: not at all, or with the role beside it under ZeRO-3."""
+    if sibling.stage < 3:
+        return ZeroConfig()
+    return ZeroConfig(stage=3, offload_parameters=sibling.offload_parameters or offload)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +111,8 @@ class RolloutConfig:
     """Memory of a rank for keys and values; none: half of what is free on a CPU, 0.9 of it on a GPU."""
     offload_states: bool = False
     """Optimizer states, master weights and gradients go to host memory while generating."""
+    offload_frozen: bool = False
+    """Reward models and reference live in host memory, and each is on the device only while it scores."""
     keep_weights: bool = False
     """The inference layout, its cache and captured steps stay in memory after a rollout, and are updated in place."""
 
@@ -223,8 +240,8 @@ class PPOConfig(StepConfig):
     actor: TrainedRoleConfig = field(
         default_factory=lambda: TrainedRoleConfig(optimizer=OptimizerConfig(lr=1e-6, schedule="constant"))
     )
-    critic: TrainedRoleConfig = field(
-        default_factory=lambda: TrainedRoleConfig(optimizer=OptimizerConfig(lr=5e-6, schedule="constant"))
+    critic: CriticConfig = field(
+        default_factory=lambda: CriticConfig(optimizer=OptimizerConfig(lr=5e-6, schedule="constant"))
     )
     reference: FrozenRoleConfig = field(default_factory=FrozenRoleConfig)
     reward: RewardRoleConfig = field(default_factory=RewardRoleConfig)
@@ -237,3 +254,27 @@ class PPOConfig(StepConfig):
             self.ppo.ptx_coef == 0 or bool(self.data.ptx_sources),
             f"ppo.ptx_coef {self.ppo.ptx_coef} needs pretraining text, got no data.ptx_sources: name a source",
         )
+        if self.critic.share_base:
+            self._check_shared_base()
+
+    def _check_shared_base(self) -> None:
+        require(
+            self.actor.lora.rank > 0 and self.critic.lora.rank > 0,
+            f"critic.share_base needs adapters on both, got actor.lora.rank {self.actor.lora.rank} and "
+            f"critic.lora.rank {self.critic.lora.rank}: give both a rank, for example 16",
+        )
+        require(
+            self.critic.path is None,
+            f"critic.share_base starts the critic where the actor starts, got critic.path {self.critic.path}: "
+            "leave one out",
+        )
+        stage = max(self.actor.zero.stage, self.critic.zero.stage)
+        require(
+            stage < 3,
+            f"critic.share_base needs whole weights, got zero.stage {stage}: take stage 2, or leave share_base out",
+        )
+
+    @property
+    def critic_start(self) -> str | None:
+        """The model that the critic starts from; none: the actor's start."""
+        return None if self.critic.share_base else self.critic.path or self.reward.path

@@ -29,6 +29,8 @@ class ModelConfig:
     """Attention kernel, by its transformers name; auto: sdpa where the model has it, else eager."""
     gradient_checkpointing: bool = False
     """Recompute activations in backward: less memory, about a third more time."""
+    activation_offload: bool = False
+    """Activations wait for backward in host memory; with gradient_checkpointing, the one a layer keeps."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""
 

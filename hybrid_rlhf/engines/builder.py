@@ -20,7 +20,7 @@ from hybrid_rlhf.configs.sections import LoraConfig, ModelConfig, OptimizerConfi
 from hybrid_rlhf.engines.ds_config import deepspeed_config
 from hybrid_rlhf.engines.engine import ModelEngine, Role
 from hybrid_rlhf.engines.hybrid import HybridEngine
-from hybrid_rlhf.engines.partition import set_weights
+from hybrid_rlhf.engines.partition import set_weights, share_weights
 from hybrid_rlhf.engines.schedules import lr_factor
 from hybrid_rlhf.models.loading import Architecture, load_model, training_dtype
 from hybrid_rlhf.models.lora import add_lora
@@ -52,6 +52,10 @@ class EngineSpec:
     total_updates: int = 1
     """Optimizer updates of the run, for the schedule."""
     deepspeed_overrides: dict[str, Any] = field(default_factory=dict)
+    offload_weights: bool = False
+    """Frozen, and not sharded by ZeRO-3: its weights are on the device only inside `on_device`."""
+    base: PreTrainedModel | None = None
+    """A model of the same start, on the device: its frozen weights are this one's too; both have adapters."""
 
 
 def build_engine(spec: EngineSpec, world: World) -> ModelEngine:
@@ -88,11 +92,13 @@ def _build(engine_type: Callable[..., EngineT], spec: EngineSpec, world: World) 
     elif spec.lora.rank > 0:
         add_lora(lm, spec.lora, architecture, seed=spec.seed)
         lm.to(dtype=dtype)  # type: ignore[arg-type]
+    if spec.base is not None:
+        share_weights(spec.base, lm)
     module: nn.Module = Policy(lm) if architecture == "causal_lm" else Scorer(lm)
     if spec.optimizer is None:
         engine, *_ = deepspeed.initialize(model=module, config=config)
         module.eval()
-        return engine_type(spec.role, engine, world)
+        return engine_type(spec.role, engine, world, offload_weights=spec.offload_weights)
     optimizer = _adamw(module, spec.optimizer)
     section, total = spec.optimizer, spec.total_updates
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -100,7 +106,10 @@ def _build(engine_type: Callable[..., EngineT], spec: EngineSpec, world: World) 
     )
     engine, *_ = deepspeed.initialize(model=module, config=config, optimizer=optimizer, lr_scheduler=schedule)
     module.train()
-    return engine_type(spec.role, engine, world, max_grad_norm=section.max_grad_norm)
+    return engine_type(
+        spec.role, engine, world, max_grad_norm=section.max_grad_norm,
+        offload_activations=spec.model.activation_offload,
+    )  # fmt: skip
 
 
 def _adamw(module: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:

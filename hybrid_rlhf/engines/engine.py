@@ -6,6 +6,7 @@ as a sum with the count it is to be divided by over the whole update; DeepSpeed'
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,6 +15,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hybrid_rlhf.engines.host_weights import HostWeights
+from hybrid_rlhf.models.activation_offload import ActivationOffload
 from hybrid_rlhf.models.packing import packs
 from hybrid_rlhf.runtime.world import World
 
@@ -31,17 +34,48 @@ class UpdateStats:
 class ModelEngine:
     """A role's model: call it to compute, `backward` and `step` to train it."""
 
-    def __init__(self, role: Role, engine: DeepSpeedEngine, world: World, *, max_grad_norm: float = 0.0) -> None:
+    def __init__(
+        self,
+        role: Role,
+        engine: DeepSpeedEngine,
+        world: World,
+        *,
+        max_grad_norm: float = 0.0,
+        offload_activations: bool = False,
+        offload_weights: bool = False,
+    ) -> None:
+        """Wrap an engine.
+
+        Args:
+            role: its name.
+            engine: of the model.
+            world: the ranks that hold it.
+            max_grad_norm: what gradients are clipped to, where it trains; 0 does not clip.
+            offload_activations: they wait for backward in host memory.
+            offload_weights: they are on the device inside `on_device` only; for a frozen model that is not partitioned.
+        """
         self.role: Role = role
         self.world = world
         self._engine = engine
         self._max_grad_norm = max_grad_norm
+        self._offload_activations = offload_activations
+        self._host_weights = HostWeights(engine.module, world.device) if offload_weights else None
         # Plain float32 engines clip here, so that the norm is known; the others report theirs.
         engine.clip_fp32_gradients = self._clip
+        if world.size == 1:
+            # It would still copy all gradients into buckets and back.
+            engine.buffered_allreduce_fallback = lambda *_, **__: None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward."""
+        if self._offload_activations and torch.is_grad_enabled():
+            with ActivationOffload():
+                return self._engine(*args, **kwargs)
         return self._engine(*args, **kwargs)
+
+    def on_device(self) -> contextlib.AbstractContextManager[None]:
+        """Where a frozen model computes; it is somewhere else outside if it is offloaded."""
+        return contextlib.nullcontext() if self._host_weights is None else self._host_weights.on_device()
 
     @property
     def module(self) -> nn.Module:

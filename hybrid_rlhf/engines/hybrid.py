@@ -53,6 +53,8 @@ class HybridEngine(ModelEngine):
         world: World,
         *,
         max_grad_norm: float = 0.0,
+        offload_activations: bool = False,
+        offload_weights: bool = False,
         rollout: RolloutConfig | None = None,
     ) -> None:
         """Wrap an engine; every rank must call.
@@ -61,18 +63,23 @@ class HybridEngine(ModelEngine):
             role: its name.
             engine: the actor's.
             world: the ranks that train it.
-            max_grad_norm: see ModelEngine.
+            max_grad_norm, offload_activations, offload_weights: see ModelEngine.
             rollout: how the layout is built; none: the defaults.
 
         Raises:
             UserError: when tensor_parallel needs a layout and the model has none.
         """
-        super().__init__(role, engine, world, max_grad_norm=max_grad_norm)
+        super().__init__(
+            role, engine, world, max_grad_norm=max_grad_norm, offload_activations=offload_activations,
+            offload_weights=offload_weights,
+        )  # fmt: skip
         self._rollout = rollout or RolloutConfig()
         self.generation_world = world.split(self._rollout.tensor_parallel)
         """The ranks that generate together, from the same prompts."""
         self.switch_seconds = 0.0
         """How long the last switch to inference and back took."""
+        self.decode_bytes = 0
+        """What decoding read on this rank the last time."""
         self._host_states = HostStates(engine, world.device)
         self._checked = False
         self._kept: _Kept | None = None
@@ -121,6 +128,7 @@ class HybridEngine(ModelEngine):
                 yield generation
             finally:
                 left = time.perf_counter()
+                self.decode_bytes = generation.decode_bytes
                 if self._kept is not None:
                     self._kept = replace(self._kept, workspace=generation.workspace)
                 generation.close()

@@ -10,6 +10,7 @@ import deepspeed
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from hybrid_rlhf.models.lora import lora_layers, merged_weight
 from hybrid_rlhf.runtime.world import World
@@ -117,3 +118,13 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
     parameters = dict(target.named_parameters())
     for weight in whole_weights(source, bucket_elements=0):
         set_weights(parameters[weight.name], weight.merged())
+
+
+def share_weights(source: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Let the frozen weights of a backbone be those of another that started alike; adapters and heads stay apart.
+
+    Both are whole, and in one memory from now on: neither may change them.
+    """
+    weights = dict(base_parameters(source.base_model))
+    for name, parameter in base_parameters(target.base_model):
+        parameter.data = weights[name].data

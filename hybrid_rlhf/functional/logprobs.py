@@ -82,13 +82,19 @@ class _ChunkedHead(torch.autograd.Function):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logprobs = torch.empty(len(labels), dtype=dtype, device=hidden.device)
         entropy, normaliser = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        memory = _chunk_memory(hidden, weight, chunk_tokens)
         for start in range(0, len(labels), chunk_tokens):
             part = slice(start, start + chunk_tokens)
-            logits = _logits(hidden[part], weight, bias, temperature, softcap)
-            normaliser[part] = logits.logsumexp(dim=-1)
-            logprobs[part] = logits.gather(1, labels[part, None]).squeeze(1) - normaliser[part]
-            probs = (logits - normaliser[part, None]).exp_()
-            entropy[part] = normaliser[part] - probs.mul_(logits).sum(dim=-1)
+            logits, probs = (each[: len(labels[part])] for each in memory)
+            _logits(hidden[part], weight, bias, temperature, softcap, out=logits)
+            highest = logits.amax(dim=-1)
+            logits.sub_(highest[:, None])
+            total = torch.exp(logits, out=probs).sum(dim=-1)
+            logprobs[part] = logits.gather(1, labels[part, None]).squeeze(1) - total.log()
+            normaliser[part] = highest + total.log()
+            # exp(-inf) * -inf is NaN where a token is ruled out
+            mean = probs.mul_(logits.clamp_(min=torch.finfo(dtype).min)).sum(dim=-1) / total
+            entropy[part] = total.log() - mean
         ctx.save_for_backward(hidden, weight, bias, labels, normaliser, entropy)
         ctx.settings = (temperature, chunk_tokens, softcap)
         ctx.set_materialize_grads(False)
@@ -103,15 +109,17 @@ class _ChunkedHead(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=normaliser.dtype) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=normaliser.dtype) if needs_bias else None
+        memory = _chunk_memory(hidden, weight, chunk_tokens)
         for start in range(0, len(labels), chunk_tokens):
             part = slice(start, start + chunk_tokens)
-            logits = _logits(hidden[part], weight, bias, temperature, softcap)
+            logits, other = (each[: len(labels[part])] for each in memory)
+            _logits(hidden[part], weight, bias, temperature, softcap, out=logits)
             # 1 - tanh^2, taken before the gradient takes over the memory of the logits
             slope = None if softcap is None else (logits * (temperature / softcap)).square_().neg_().add_(1)
             grad = _logits_gradient(
                 logits, labels[part], normaliser[part], entropy[part],
                 None if grad_logprobs is None else grad_logprobs[part],
-                None if grad_entropy is None else grad_entropy[part],
+                None if grad_entropy is None else grad_entropy[part], other,
             )  # fmt: skip
             if slope is not None:
                 grad.mul_(slope)
@@ -121,7 +129,7 @@ class _ChunkedHead(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden[part] = low @ weight
             if grad_weight is not None:
-                grad_weight += low.t() @ hidden[part]
+                _add_product(grad_weight, low.t(), hidden[part])
             if grad_bias is not None:
                 grad_bias += grad.sum(dim=0)
         return (
@@ -132,12 +140,35 @@ class _ChunkedHead(torch.autograd.Function):
         )  # fmt: skip
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, softcap: float | None) -> Tensor:
-    """A chunk's logits [n, V], capped and at the temperature, in memory of their own."""
-    logits = at_least_float32(torch.nn.functional.linear(hidden, weight, bias))
+def _chunk_memory(hidden: Tensor, weight: Tensor, chunk_tokens: int) -> tuple[Tensor, Tensor]:
+    """Two tensors [n, V], for all chunks: memory that is taken again and again is touched again and again."""
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    memory = torch.empty(min(chunk_tokens, len(hidden)), len(weight), dtype=dtype, device=hidden.device)
+    return memory, torch.empty_like(memory)
+
+
+def _logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, softcap: float | None, *, out: Tensor
+) -> None:
+    """A chunk's logits [n, V], capped and at the temperature."""
+    if out.dtype != hidden.dtype:
+        out.copy_(torch.nn.functional.linear(hidden, weight, bias))
+    elif bias is None:
+        torch.mm(hidden, weight.t(), out=out)
+    else:
+        torch.addmm(bias, hidden, weight.t(), out=out)
     if softcap is not None:
-        logits.div_(softcap).tanh_().mul_(softcap)
-    return logits.div_(temperature) if temperature != 1.0 else logits
+        out.div_(softcap).tanh_().mul_(softcap)
+    if temperature != 1.0:
+        out.div_(temperature)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, whose dtype may be lower."""
+    if total.dtype == left.dtype:
+        torch.addmm(total, left, right, out=total)
+    else:
+        total += left @ right
 
 
 def _check_labels(labels: Tensor, states: Tensor) -> None:
@@ -153,13 +184,14 @@ def _logits_gradient(
     entropy: Tensor,
     grad_logprobs: Tensor | None,
     grad_entropy: Tensor | None,
+    other: Tensor,
 ) -> Tensor:
-    """The gradient in a chunk's tempered logits [n, V]; may take over their memory.
+    """The gradient in a chunk's tempered logits [n, V]; takes over their memory, and another's of their shape.
 
     With p = softmax(logits): d logprob = onehot - p, d entropy = -p * (log p + entropy).
     """
     logprobs = logits.sub_(normaliser[:, None])
-    probs = logprobs.exp()
+    probs = torch.exp(logprobs, out=other)
     if grad_entropy is None:
         grad = probs if grad_logprobs is None else probs.mul_(-grad_logprobs[:, None])
         grad = grad.zero_() if grad_logprobs is None else grad

@@ -61,6 +61,8 @@ class ContinuousBatch:
         self._prefill_tokens = prefill_tokens
         self._enough_free = max(1, self._cache.slots // 8)
         self._device = self._cache.keys.device
+        self.decode_steps = 0
+        """So far."""
 
     @torch.inference_mode()
     def steps(self) -> Iterator[Added]:
@@ -73,6 +75,7 @@ class ContinuousBatch:
                 while self._waiting and len(self._rows) < self._cache.slots:
                     yield self._prefill(self._admit())
             else:
+                self.decode_steps += 1
                 self._flying.append((self._rows, self._workspace.decode(self._rows)))
                 if len(self._flying) > self._workspace.lag:
                     yield self._land()

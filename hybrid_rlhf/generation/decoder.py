@@ -42,6 +42,11 @@ class Decoder:
         """Of the weights, the cache and all products."""
         return self._weights.embed.dtype
 
+    @property
+    def product_bytes(self) -> int:
+        """Of the weights that a decoding step reads, whatever its rows."""
+        return self._weights.product_bytes
+
     def refresh(self) -> None:
         """Follow weights that were changed in place."""
         self._weights.refresh()

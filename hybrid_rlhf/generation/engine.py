@@ -86,6 +86,8 @@ class GenerationEngine:
         self._prefill_tokens = prefill_tokens or _PREFILL_TOKENS[device.type]
         self.workspace = workspace
         """KV cache, tables and captured steps of the last call; the next one goes on with them if it can."""
+        self.decode_bytes = 0
+        """Weights, keys and values that decoding has read on this rank; a layout's only."""
 
     @classmethod
     def from_pretrained(
@@ -202,13 +204,18 @@ class GenerationEngine:
         if not requests:
             return
         if self._decoder is not None:
-            self.workspace = self._workspace_for(self._decoder, requests)
-            yield from ContinuousBatch(self.workspace, requests, prefill_tokens=self._prefill_tokens).steps()
+            decoder = self._decoder
+            self.workspace = self._workspace_for(decoder, requests)
+            batch = ContinuousBatch(self.workspace, requests, prefill_tokens=self._prefill_tokens)
+            yield from batch.steps()
+            cached = bytes_per_token(decoder.architecture, decoder.split, decoder.dtype)
+            self.decode_bytes += batch.decode_steps * decoder.product_bytes
+            self.decode_bytes += cached * sum(request.attended_tokens for request in requests)
             return
         if self._lm is None:
             raise RuntimeError("a generation engine is used inside `inference()`, this one was closed")
-        for batch in self._module_batches(requests):
-            yield from ModuleBatch(self._lm, batch).steps()
+        for rows in self._module_batches(requests):
+            yield from ModuleBatch(self._lm, rows).steps()
 
     def _workspace_for(self, decoder: Decoder, requests: Sequence[Request]) -> Workspace:
         """As many slots as there are requests, rows in a batch, or room."""

@@ -36,6 +36,12 @@ class Request:
         """Of prompt and completion so far."""
         return len(self.prompt) + len(self.token_ids)
 
+    @property
+    def attended_tokens(self) -> int:
+        """Tokens whose keys and values were read to decode it: all before, for each token but the first."""
+        decoded = max(0, len(self.token_ids) - 1)
+        return decoded * len(self.prompt) + decoded * (decoded + 1) // 2
+
     def take(self, token: int, logprob: float, sampling_logprob: float) -> None:
         """Add a token, and see whether it is the last."""
         self.token_ids.append(token)

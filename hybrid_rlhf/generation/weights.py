@@ -60,6 +60,12 @@ class DecoderWeights:
     final_norm: Norm | None
     head: Linear
 
+    @property
+    def product_bytes(self) -> int:
+        """Of the matrices that every decoded token is multiplied with."""
+        products = [part for layer in self.layers for part in (layer.qkv, layer.o, layer.up, layer.down)]
+        return sum(part.weight.numel() * part.weight.element_size() for part in (*products, self.head))
+
     def refresh(self) -> None:
         """Follow weights that were changed in place."""
         norms = [self.embed_norm, self.final_norm]

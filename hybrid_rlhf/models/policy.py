@@ -20,7 +20,8 @@ from hybrid_rlhf.functional.masking import last_index, position_ids
 from hybrid_rlhf.models.families import head_convention
 from hybrid_rlhf.models.packing import packed_arguments, packs
 
-HEAD_CHUNK_TOKENS = 1024
+HEAD_CHUNK_TOKENS = 512
+"""Tokens whose logits are held at a time: as few as keep the products fast."""
 
 
 class HeadLogprobs(nn.Module):

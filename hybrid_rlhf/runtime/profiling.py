@@ -1,4 +1,4 @@
-"""Where the time of a step goes: a trace of chosen steps, and how much of the device's arithmetic training uses.
+"""Where the time of a step goes: a trace of chosen steps, and how much of the device's arithmetic and memory it uses.
 
 The trace is torch's (chrome://tracing, Perfetto). MFU is Chowdhery et al. 2022 (arXiv 2204.02311), appendix B, without
 attention: 6 operations a parameter and token.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -21,6 +21,8 @@ PROFILE_FOLDER = "profile"
 logger = logging.getLogger(LOGGER_NAME)
 _PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "B200": 2250.0, "RTX 4090": 165.0}
 """Dense bfloat16, by what a GPU's name contains; from the vendor's data sheets."""
+_MEMORY_TB_PER_SECOND = {"H200": 4.8, "H100": 3.35, "A100": 2.039, "L40S": 0.864, "B200": 8.0, "RTX 4090": 1.008}
+"""Likewise."""
 
 
 @contextlib.contextmanager
@@ -41,10 +43,8 @@ def profiled(step: int, steps: Sequence[int], folder: Path, world: World) -> Ite
 
 def peak_flops(device: torch.device) -> float | None:
     """Operations a second that a GPU can do in bfloat16; none for one that is not known, and for a CPU."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((tflops * 1e12 for part, tflops in _PEAK_TFLOPS.items() if part in name), None)
+    tflops = _of_gpu(device, _PEAK_TFLOPS)
+    return None if tflops is None else tflops * 1e12
 
 
 def model_flops_utilisation(
@@ -53,3 +53,20 @@ def model_flops_utilisation(
     """perf/mfu of training so many tokens over all ranks; {} where the peak is not known."""
     peak = peak_flops(device)
     return {} if peak is None else {"perf/mfu": 6 * parameters * tokens / (seconds * ranks * peak)}
+
+
+def decode_roofline(*, read_bytes: float, seconds: float, device: torch.device) -> dict[str, float]:
+    """perf/decode_roofline: what a rank's decoding must read, as a share of what its GPU's memory gives in that time.
+
+    {} where the memory's speed is not known, and where nothing was counted.
+    """
+    speed = _of_gpu(device, _MEMORY_TB_PER_SECOND)
+    return {} if speed is None or not read_bytes else {"perf/decode_roofline": read_bytes / (seconds * speed * 1e12)}
+
+
+def _of_gpu(device: torch.device, table: Mapping[str, float]) -> float | None:
+    """The entry of a table whose key is in the GPU's name."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((value for part, value in table.items() if part in name), None)

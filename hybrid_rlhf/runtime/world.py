@@ -17,6 +17,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from hybrid_rlhf.runtime.host_memory import keep_freed_memory
+
 T = TypeVar("T")
 
 _SOLO_ENVIRONMENT = {
@@ -121,6 +123,7 @@ def init_world(*, timeout_seconds: float = 1800.0) -> World:
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
+        keep_freed_memory()
         # Ranks that share a host share its cores; torch would give each of them all.
         if "OMP_NUM_THREADS" not in os.environ or local_size > 1:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))

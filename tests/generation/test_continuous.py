@@ -171,3 +171,14 @@ def test_the_prefix_index_finds_the_longest_whole_blocks(prompts: list[list[int]
                 same += 1
             best = max(best, same // BLOCK_TOKENS * BLOCK_TOKENS)
         assert shared == best and (holder in held if best else holder is None)
+
+
+def test_what_decoding_reads_is_counted() -> None:
+    """Weights once a step, and what each row attends to."""
+    lm = tiny_model()
+    engine = GenerationEngine(lm, stop_token_ids=(), max_batch_rows=2)
+    engine.generate([tokens(5), tokens(3)], [SamplingParams(max_new_tokens=length, seed=1) for length in (4, 6)])
+    products = sum(p.numel() for name, p in lm.named_parameters() if "norm" not in name)  # the tied head is one
+    cached = 2 * 2 * 2 * 8  # layers, keys and values, heads, head size
+    attended = (6 + 7 + 8) + (4 + 5 + 6 + 7 + 8)
+    assert engine.decode_bytes == 4 * (5 * products + cached * attended)

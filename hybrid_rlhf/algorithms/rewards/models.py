@@ -39,9 +39,11 @@ class ModelPart(RewardPart):
         return lambda: self._rate(share)
 
     def _rate(self, share: Share) -> Ratings:
-        scores = [
-            score_tokens(self._engine, share.sequences, indices)[_present(indices)] for indices in share.micro_batches
-        ]
+        with self._engine.on_device():
+            scores = [
+                score_tokens(self._engine, share.sequences, indices)[_present(indices)]
+                for indices in share.micro_batches
+            ]
         return Ratings.read(torch.cat(scores).tolist(), len(share.rows))
 
 
@@ -72,10 +74,11 @@ class RetokenizingModelPart(RewardPart):
             if isinstance(tokens, str):
                 failures[place] = tokens
             tokenized[row] = empty if isinstance(tokens, str) else tokens
-        scores = [
-            score_text(self._engine, [tokenized[row] for row in indices])[_present(indices)]
-            for indices in share.micro_batches
-        ]
+        with self._engine.on_device():
+            scores = [
+                score_text(self._engine, [tokenized[row] for row in indices])[_present(indices)]
+                for indices in share.micro_batches
+            ]
         values = torch.cat(scores).tolist()
         ratings = Ratings.read([None if place in failures else v for place, v in enumerate(values)], len(values))
         return Ratings(ratings.values, ratings.failures | failures)

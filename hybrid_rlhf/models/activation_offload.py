@@ -1,0 +1,44 @@
+"""Activations in host memory between forward and backward.
+
+Why our own: torch's `save_on_cpu` moves whatever autograd saves, weights too, and those that ZeRO-3 has gathered for
+the moment would stay in memory as copies. Here weights are left where they are. With gradient checkpointing the one
+tensor that a layer keeps is what moves. Copies run in the stream of the computation and do not overlap with it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+_LEAST_BYTES = 2**16
+"""What is smaller stays: moving it costs more than it frees."""
+_Kept = Tensor | tuple[torch.device, Any]
+
+
+class ActivationOffload(saved_tensors_hooks):
+    """Inside, what autograd saves for backward goes to the host, and comes back when backward needs it."""
+
+    def __init__(self) -> None:
+        super().__init__(self._pack, self._unpack)
+        self.moved_bytes = 0
+        """So far."""
+
+    def _pack(self, tensor: Tensor) -> _Kept:
+        if tensor.nbytes < _LEAST_BYTES or isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+            return tensor
+        self.moved_bytes += tensor.nbytes
+        return tensor.device, self._to_host(tensor)
+
+    def _unpack(self, kept: _Kept) -> Tensor:
+        return kept if isinstance(kept, Tensor) else self._to_device(kept[1], kept[0])
+
+    def _to_host(self, tensor: Tensor) -> Any:
+        host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
+        # Not waited for: the copy back is queued behind it.
+        return host.copy_(tensor, non_blocking=True)
+
+    def _to_device(self, host: Any, device: torch.device) -> Tensor:
+        return host.to(device, non_blocking=True)  # type: ignore[no-any-return]

@@ -1,0 +1,131 @@
+"""What lives elsewhere, or is shared, computes what it would: activations and frozen weights on the host, one base."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_rlhf.configs.sections import LoraConfig, ModelConfig, OptimizerConfig, ZeroConfig
+from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
+from hybrid_rlhf.engines.partition import base_parameters, copy_weights
+from hybrid_rlhf.functional.losses import sft_loss
+from hybrid_rlhf.generation import SamplingParams
+from hybrid_rlhf.models import activation_offload
+from hybrid_rlhf.models.activation_offload import ActivationOffload
+from hybrid_rlhf.runtime.world import World
+from tests.engines.ranks import run_ranks
+from tests.engines.test_engines import batch, spec, train_step
+from tests.tiny import tiny_model
+
+
+def read(engine: Any) -> torch.Tensor:
+    ids = batch()
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    with torch.no_grad():
+        return engine(ids, mask, mask)[0]  # type: ignore[no-any-return]
+
+
+def offloaded_activations(world: World, path: Path) -> dict[str, Any]:
+    """Losses over three updates with and without, what moved, and whether it was ever a weight."""
+    activation_offload._LEAST_BYTES = 64
+    told: dict[str, Any] = {}
+    for name, stage, lora, checkpointing in (
+        ("plain", 0, 0, False), ("adapters", 2, 4, False), ("checkpointing", 0, 0, True), ("partitioned", 3, 0, False),
+        ("partitioned, checkpointing", 3, 4, True),
+    ):  # fmt: skip
+        losses, moved, weights = [], 0, 0
+        for offload in (False, True):
+            config = ModelConfig(dtype="float32", gradient_checkpointing=checkpointing, activation_offload=offload)
+            engine = build_engine(replace(spec(path, stage=stage, lora=lora), model=config), world)
+            parts = {p.data_ptr() for p in engine.module.parameters()}
+            pack = ActivationOffload._to_host
+
+            def watched(self: Any, tensor: torch.Tensor, pack: Any = pack, parts: set[int] = parts) -> Any:
+                nonlocal moved, weights
+                moved += tensor.nbytes
+                weights += tensor.untyped_storage().data_ptr() in parts
+                return pack(self, tensor)
+
+            ActivationOffload._to_host = watched  # type: ignore[method-assign]
+            losses.append([train_step(engine, world) for _ in range(3)])
+            ActivationOffload._to_host = pack  # type: ignore[method-assign]
+        told[name] = (*losses, moved, weights)
+    return told
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_activations_come_back_from_the_host_as_they_were(ranks: int, model_folder: Path, tmp_path: Path) -> None:
+    for told in run_ranks(offloaded_activations, ranks, tmp_path, model_folder):
+        for name, (plain, offloaded, moved, weights) in told.items():
+            assert plain == offloaded, name
+            assert moved > 0 and weights == 0, name
+        assert told["checkpointing"][2] < told["plain"][2] / 3, "a layer keeps one tensor"
+
+
+def frozen_on_the_host(world: World, path: Path, other: Path) -> bool:
+    """A reference between uses, in use, and after it took the actor's weights."""
+    config = EngineSpec("reference", str(path), ModelConfig(dtype="float32"), ZeroConfig(), 0)
+    plain, offloaded = build_engine(config, world), build_engine(replace(config, offload_weights=True), world)
+    weights = list(offloaded.module.parameters())
+    places = [parameter.data_ptr() for parameter in weights]
+    expected = read(plain)
+    for _ in range(2):
+        with offloaded.on_device():
+            assert not {parameter.data_ptr() for parameter in weights} & set(places)
+            assert torch.equal(read(offloaded), expected)
+        assert [parameter.data_ptr() for parameter in weights] == places
+    actor = build_engine(spec(other), world)
+    copy_weights(actor.lm, offloaded.lm)
+    with offloaded.on_device():
+        assert torch.equal(read(offloaded), read(actor)) and not torch.equal(read(offloaded), expected)
+    with plain.on_device():
+        return torch.equal(read(plain), expected)
+
+
+def test_frozen_weights_are_on_the_device_only_in_use(model_folder: Path, tmp_path: Path) -> None:
+    tiny_model(seed=5).save_pretrained(tmp_path / "other")
+    assert run_ranks(frozen_on_the_host, 1, tmp_path, model_folder, tmp_path / "other") == [True]
+
+
+def critics(world: World, path: Path) -> bool:
+    """A critic on the actor's base learns as one with a base of its own, and neither changes the other."""
+    for stage in (0, 1, 2):
+        optimizer = OptimizerConfig(lr=1e-2, schedule="constant", warmup_fraction=0.0)
+        actor = build_actor(spec(path, stage=stage, lora=4), world)
+        config = EngineSpec(
+            "critic", str(path), ModelConfig(dtype="float32"), ZeroConfig(stage=stage), 0, optimizer,
+            LoraConfig(rank=2, target_modules=["q_proj", "down_proj"]), 10,
+        )  # fmt: skip
+        own, shared = build_engine(config, world), build_engine(replace(config, base=actor.lm), world)
+        base = {name: p.data_ptr() for name, p in base_parameters(actor.lm.base_model)}
+        assert {name: p.data_ptr() for name, p in base_parameters(shared.lm.base_model)} == base
+        before = {name: p.detach().clone() for name, p in base_parameters(actor.lm)}
+        ids = batch()[world.rank :: world.size]
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        logprobs = read(actor)
+        for critic in (own, shared):
+            for _ in range(3):
+                critic.backward(critic(ids, mask).square().sum(), count=40)
+                critic.step()
+        assert torch.equal(own(ids, mask), shared(ids, mask)), stage
+        assert torch.equal(read(actor), logprobs)
+        values = shared(ids, mask).detach()
+        learned, _ = actor(ids, mask, mask)
+        actor.backward(sft_loss(learned, mask=mask).total, count=36)
+        actor.step()
+        assert not torch.equal(read(actor), logprobs)
+        with actor.inference(stop_token_ids=()) as generation:
+            generation.generate([[5, 6, 7]], SamplingParams(max_new_tokens=2))
+        assert torch.equal(values, shared(ids, mask))
+        assert all(torch.equal(before[name], p) for name, p in base_parameters(actor.lm))
+        assert {name: p.data_ptr() for name, p in base_parameters(shared.lm.base_model)} == base
+    return True
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_critic_may_be_a_second_adapter(ranks: int, model_folder: Path, tmp_path: Path) -> None:
+    assert all(run_ranks(critics, ranks, tmp_path, model_folder))
