@@ -35,17 +35,31 @@ FOLDERS = {"sft": "step1_sft", "reward": "step2_reward", "ppo": "step3_ppo"}
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse, run the steps that are not finished, and say what changed."""
     with user_errors():
+        argv = with_bare_plan(sys.argv[1:] if argv is None else argv)
         config = parse_config(PipelineConfig, argv, prog="train.py")
         if config.base_model is None:
             config = demo_config(argv)
         steps = {name: step_config(name, config) for name in STEP_NAMES}
         check_seeds(steps)
+        if config.plan:
+            from hybrid_rlhf.algorithms.memory_report import report as report_memory
+
+            lines, fits = report_memory(config, steps)
+            print("\n".join(lines))
+            sys.exit(0 if fits else 1)
         for name in config.step_names:
             run_step(name, steps[name], config)
         if "ppo" in config.step_names:
             from inference.compare import report
 
             report(base_model=str(config.base_model), sft=steps["sft"], reward=steps["reward"], ppo=steps["ppo"])
+
+
+def with_bare_plan(words: Sequence[str]) -> list[str]:
+    """The words of the line, where --plan may stand without a value."""
+    following = [*words[1:], "--"]
+    bare = [word == "--plan" and after.startswith("--") for word, after in zip(words, following, strict=True)]
+    return ["--plan=true" if alone else word for word, alone in zip(words, bare, strict=True)]
 
 
 def demo_config(argv: Sequence[str] | None) -> PipelineConfig:

@@ -52,6 +52,12 @@ class PipelineConfig:
     """Seed of all steps; none: each step's own."""
     steps: str = "sft,reward,ppo"
     """Steps to run, comma-separated; a finished step is skipped."""
+    plan: bool = False
+    """Say what each phase will need in memory and stop; loads no weights. Exits with 1 if something does not fit."""
+    plan_device_gib: float | None = None
+    """Plan for GPUs of this memory instead of this machine's, in GiB; needs plan."""
+    plan_ranks: int | None = None
+    """Plan for this many ranks; none: as many as would be started."""
     data: PipelineDataConfig = field(default_factory=PipelineDataConfig)
     sft: SFTConfig = field(default_factory=SFTConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
@@ -64,6 +70,10 @@ class PipelineConfig:
             not unknown and bool(self.step_names),
             f"--steps takes sft, reward and ppo, comma-separated, got {self.steps!r}: for example --steps sft,reward",
         )
+        for name in ("plan_device_gib", "plan_ranks"):
+            value = getattr(self, name)
+            require(value is None or value > 0, f"{name} must be above 0, got {value}: leave it out for this machine")
+            require(value is None or self.plan, f"{name} {value} is for a plan, got none: add --plan")
 
     @property
     def step_names(self) -> list[str]:

@@ -1,0 +1,204 @@
+"""The memory plan against what steps then hold: bytes of live tensors on a CPU, over two steps of two micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_rlhf.algorithms.experience import Sequences
+from hybrid_rlhf.algorithms.memory_plan import Machine, Phase, Planner
+from hybrid_rlhf.algorithms.memory_report import remedy, with_settings
+from hybrid_rlhf.algorithms.ppo import PPOUpdater
+from hybrid_rlhf.algorithms.rewards import Reward
+from hybrid_rlhf.algorithms.rewards.models import ModelPart
+from hybrid_rlhf.algorithms.rollout import Roles, Rollout
+from hybrid_rlhf.configs.batch_plan import MicroBatches
+from hybrid_rlhf.configs.cli import parse_config
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.pipeline import PipelineConfig
+from hybrid_rlhf.configs.ppo import CriticConfig, PPOConfig, RewardRoleConfig, RolloutConfig, TrainedRoleConfig
+from hybrid_rlhf.configs.rewards import RewardPartConfig
+from hybrid_rlhf.configs.sections import (
+    DataConfig,
+    LoopConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainConfig,
+    ZeroConfig,
+)
+from hybrid_rlhf.configs.sft import SFTConfig
+from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
+from hybrid_rlhf.engines.ds_config import read_overrides
+from hybrid_rlhf.functional.losses import sft_loss
+from hybrid_rlhf.runtime.live_bytes import LiveBytes
+from hybrid_rlhf.runtime.timers import Timers
+from hybrid_rlhf.runtime.world import World
+from tests.tiny import tiny_model, tiny_tokenizer
+from train import main as train_main
+
+CPU = Machine(torch.device("cpu"), 1, 64 * 2**30)
+SFT: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "checkpointing": {"checkpointing": True},
+    "lora": {"lora": 8},
+    "zero 2": {"stage": 2},
+    "zero 3": {"stage": 3},
+    "bfloat16, zero 2": {"dtype": "bfloat16", "stage": 2, "length": 16},
+}
+PPO: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "zero 2, checkpointing": {"stage": 2, "checkpointing": True},
+    "zero 3, lora": {"stage": 3, "lora": 8},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("plan")
+    shape = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 5, "vocab_size": 4096}
+    tiny_model(max_position_embeddings=1024, initializer_range=0.02, **shape).save_pretrained(folder / "model")
+    # DeepSpeed's bucket of 2 GB would be all there is to see.
+    (folder / "ds.json").write_text('{"zero_optimization": {"reduce_bucket_size": 1000000}}')
+    return str(folder / "model")
+
+
+def sections(settings: dict[str, Any], model: str) -> dict[str, Any]:
+    lora, zero = LoraConfig(rank=settings.get("lora", 0)), ZeroConfig(stage=settings.get("stage", 0))
+    return {
+        "model": ModelConfig(
+            path=model, gradient_checkpointing=settings.get("checkpointing", False),
+            dtype=settings.get("dtype", "auto"),
+        ),
+        "trained": {"lora": lora, "zero": zero, "optimizer": OptimizerConfig(lr=1e-5, warmup_fraction=0.0)},
+        "deepspeed_config": str(Path(model).parent / "ds.json") if settings.get("stage") else None,
+    }  # fmt: skip
+
+
+def spec(role: Any, model: str, config: Any, section: Any) -> EngineSpec:
+    overrides = read_overrides(config.deepspeed_config)
+    if section is None:
+        return EngineSpec(role, model, config.model, ZeroConfig(stage=0), 0, deepspeed_overrides=overrides)
+    return EngineSpec(role, model, config.model, section.zero, 0, section.optimizer, section.lora, 10, overrides)
+
+
+def counted(counter: LiveBytes, *engines: Any) -> None:
+    """Weights that no operation made: they are mapped from a file."""
+    for engine in engines:
+        for parameter in engine.module.parameters():
+            counter.count(parameter.detach())
+
+
+def near(phase: Phase, measured: float) -> None:
+    ratio = phase.total / measured
+    assert 0.9 <= ratio <= 1.1, f"{phase}: {ratio:.3f} of {measured / 1e6:.1f} MB"
+
+
+@pytest.mark.parametrize("name", SFT)
+def test_sft_training_holds_what_was_planned(name: str, model: str, world: World) -> None:
+    parts, length = sections(SFT[name], model), SFT[name].get("length", 96)
+    config = SFTConfig(
+        model=parts["model"], data=DataConfig(max_length=length), deepspeed_config=parts["deepspeed_config"],
+        train=TrainConfig(global_batch_size=8, micro_batch_tokens=4 * length), **parts["trained"],
+    )  # fmt: skip
+    (phase,) = Planner(CPU).phases(config)
+    counter = LiveBytes("cpu")
+    with counter:
+        engine = build_engine(spec("actor", model, config, config), world)
+        counted(counter, engine)
+        counter.restart()
+        ids = torch.randint(3, 4000, (4, length))
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        for _ in range(2):
+            for _ in range(2):
+                loss = sft_loss(engine(ids, mask, mask)[0], mask=mask)
+                engine.backward(loss.total, count=100.0)
+                del loss
+            engine.step()
+    near(phase, counter.peak)
+
+
+@pytest.mark.parametrize("name", PPO)
+def test_ppo_holds_what_was_planned(name: str, model: str, world: World) -> None:
+    parts = sections(PPO[name], model)
+    rollout = RolloutConfig(prompts_per_step=8, max_prompt_tokens=48, max_new_tokens=8)
+    role, critic_role = TrainedRoleConfig(**parts["trained"]), CriticConfig(**parts["trained"])
+    frozen = ZeroConfig(stage=3) if role.zero.stage == 3 else ZeroConfig()
+    config = PPOConfig(
+        model=parts["model"], actor=role, critic=critic_role, reward=RewardRoleConfig(path=model), rollout=rollout,
+        train=LoopConfig(micro_batch_tokens=240), deepspeed_config=parts["deepspeed_config"],
+    )  # fmt: skip
+    planned = {phase.name: phase for phase in Planner(CPU).phases(config)}
+    counter = LiveBytes("cpu")
+    measured: dict[str, float] = {}
+
+    def told(phase: str) -> None:
+        measured[phase] = max(measured.get(phase, 0.0), counter.peak)
+        counter.restart()
+
+    with counter:
+        actor = build_actor(spec("actor", model, config, role), world, rollout=rollout)
+        critic = build_engine(spec("critic", model, config, role), world)
+        reward = build_engine(replace(spec("reward", model, config, None), zero=frozen), world)
+        reference = None
+        if not role.lora.rank:
+            reference = build_engine(replace(spec("reference", model, config, None), zero=frozen), world)
+        roles = Roles(actor, critic, Reward([ModelPart(RewardPartConfig(model=model), reward)], world), reference)
+        counted(counter, *(engine for engine in (actor, critic, reward, reference) if engine is not None))
+        counter.restart()
+        loop = Rollout(
+            roles, sampling=rollout, algorithm=config.ppo, tokenizer=tiny_tokenizer(), stop_token_ids=(),
+            micro_batches=MicroBatches(None, 240), seed=0, timers=Timers(world.device),
+        )  # fmt: skip
+        updater = PPOUpdater(roles, config.ppo, rollout=rollout)
+        update_critic = updater._update_critic
+
+        def watched(*arguments: Any) -> Any:
+            told("actor training")
+            return update_critic(*arguments)
+
+        updater._update_critic = watched  # type: ignore[method-assign]
+        prompts = [{"input_ids": torch.randint(3, 4000, (48,)).tolist()} for _ in range(8)]
+        for step in range(2):
+            sequences: Sequences = loop.sample(prompts, step=step)
+            told("generation")
+            layout = loop.layout(sequences, step=step, epoch=0, mini_batches=1)
+            experience = loop.experience(sequences, loop.score(prompts, sequences, layout), kl_coef=0.1)
+            told("scoring")
+            updater.update(experience, [layout])
+            told("critic training")
+    for phase, most in measured.items():
+        near(planned[phase], most)
+
+
+def test_a_remedy_is_a_setting_with_which_the_plan_fits(model: str) -> None:
+    config = SFTConfig(model=ModelConfig(path=model), data=DataConfig(max_length=256))
+    needed = max(phase.total for phase in Planner(CPU).phases(config))
+    planner = Planner(replace(CPU, device_bytes=needed - 1))
+    assert remedy(planner, config) == {"model.gradient_checkpointing": True}
+    small = Planner(replace(CPU, device_bytes=needed / 5))
+    settings = remedy(small, config)
+    assert settings and all(phase.fits for phase in small.phases(with_settings(config, settings)))
+    assert remedy(Planner(replace(CPU, device_bytes=2**20)), config) is None
+
+
+def test_plan_says_what_fits_and_exits_so(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder with a config alone is enough; an earlier step's model has the shape of what it starts from."""
+    folder = tmp_path / "config_only"
+    folder.mkdir()
+    (folder / "config.json").write_text((Path(model) / "config.json").read_text())
+    line = ["--base_model", str(folder), "--output_dir", str(tmp_path / "out"), "--data.sources", "absent.jsonl"]
+    for gib, code in (("80", 0), ("2.5", 1)):
+        with pytest.raises(SystemExit) as stopped:
+            train_main([*line, "--plan", "--plan_ranks", "2", "--plan_device_gib", gib])
+        assert stopped.value.code == code
+    said = capsys.readouterr().out
+    for text in ("2 x cuda of 78.00", "SFT training", "generation", "critic training", "ppo fits with --ppo."):
+        assert text in said, said
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match="plan_ranks 2 is for a plan"):
+        parse_config(PipelineConfig, ["--plan_ranks", "2"])
