@@ -65,7 +65,7 @@ def with_bare_plan(words: Sequence[str]) -> list[str]:
 def demo_config(argv: Sequence[str] | None) -> PipelineConfig:
     """The demo's settings under the user's, and its conversations unless the user names others."""
     config = parse_config(PipelineConfig, argv, prog="train.py", defaults=DEMO)
-    if config.data.sources:
+    if config.data.sources or config.plan:
         return config
     from hybrid_rlhf.data.embedded import write_demo_data
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 import os
 import shutil
 import statistics
@@ -43,12 +44,14 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "old log-probs renewed": {"fault": "old_logprobs_renewed"},
     "score on the last column": {"fault": "score_on_the_last_column"},
 }
+Lines = list[dict[str, float]]
+"""metrics.jsonl of a run."""
 Curve = dict[int, float]
 """Step to figure."""
 
 
-def run(task: Task, changes: Mapping[str, Any], seed: int) -> Curve:
-    """One PPO run in a process of its own; its metric at each step."""
+def run(task: Task, changes: Mapping[str, Any], seed: int, threads: int) -> Lines:
+    """One PPO run in a process of its own."""
     folder = Path(tempfile.mkdtemp())
     config = _merged(task.config, {name: value for name, value in changes.items() if name != "fault"})
     config |= {
@@ -58,7 +61,7 @@ def run(task: Task, changes: Mapping[str, Any], seed: int) -> Curve:
     entry = ["training/step3_ppo/main.py"]
     if "fault" in changes:
         entry = ["-m", "benchmarks.learning_faults", str(changes["fault"])]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads)}
     done = subprocess.run(
         [sys.executable, *entry, "--config", str(folder / "ppo.yaml")],
         cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
@@ -67,13 +70,19 @@ def run(task: Task, changes: Mapping[str, Any], seed: int) -> Curve:
         raise SystemExit(f"a run ended with {done.returncode}: {done.stderr[-2000:]}")
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     shutil.rmtree(folder)
-    return {line["step"]: line[task.metric] for line in lines if task.metric in line}
+    return lines
 
 
-def over_seeds(task: Task, changes: Mapping[str, Any], seeds: Sequence[int], jobs: int) -> list[Curve]:
+def over_seeds(task: Task, changes: Mapping[str, Any], seeds: Sequence[int], jobs: int) -> list[Lines]:
     """A run for each seed, some at a time."""
+    threads = max(1, (os.cpu_count() or 1) // jobs)
     with ThreadPoolExecutor(jobs) as pool:
-        return list(pool.map(lambda seed: run(task, changes, seed), seeds))
+        return list(pool.map(lambda seed: run(task, changes, seed, threads), seeds))
+
+
+def curve(lines: Lines, metric: str) -> Curve:
+    """A metric where a run has it."""
+    return {int(line["step"]): line[metric] for line in lines if metric in line}
 
 
 def band(curves: Sequence[Curve]) -> list[dict[str, float]]:
@@ -91,13 +100,15 @@ def band(curves: Sequence[Curve]) -> list[dict[str, float]]:
     return rows
 
 
-def write(rows: Sequence[Mapping[str, float]], file: Path) -> None:
+def write(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
     """CSV."""
     with file.open("w", newline="") as stream:
         writer = csv.DictWriter(stream, list(rows[0]))
         writer.writeheader()
         for row in rows:
-            writer.writerow({name: f"{value:.5g}" for name, value in row.items()})
+            writer.writerow(
+                {name: f"{value:.5g}" if isinstance(value, float) else value for name, value in row.items()}
+            )
 
 
 def draw(named: Mapping[str, Sequence[Mapping[str, float]]], title: str, file: Path) -> None:
@@ -129,14 +140,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=("copy", "demo", "reasoning"), default="copy")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--steps", type=int, help="none: 100 of copy, 32 of the others")
+    parser.add_argument("--steps", type=int, help="none: 100 of copy, 16 of demo, 40 of reasoning")
     parser.add_argument("--ablations", action="store_true")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="runs at a time")
     parser.add_argument("--demo", type=Path, default=Path("output"), help="what `make demo` wrote")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/learning"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    steps = options.steps or (100 if options.task == "copy" else 32)
+    steps = options.steps or {"copy": 100, "demo": 16, "reasoning": 40}[options.task]
     with tempfile.TemporaryDirectory() as folder:
         variants: dict[str, tuple[Task, dict[str, Any]]]
         if options.task == "copy":
@@ -147,15 +158,23 @@ def main() -> None:
                 f"kl_coef {c}": (demo_task(options.demo, steps=steps, kl_coef=c), {}) for c in (0.02, 0.05, 0.2)
             }
         else:
-            variants = {"spell_backward": (reasoning_task(Path(folder), steps=steps), {})}
+            variants = {"chain_sum": (reasoning_task(Path(folder), steps=steps), {})}
         found = {}
+        held_out: list[dict[str, Any]] = []
         for name, (task, changes) in variants.items():
-            curves = over_seeds(task, changes, options.seeds, options.jobs)
+            runs = over_seeds(task, changes, options.seeds, options.jobs)
+            curves = [curve(lines, task.metric) for lines in runs]
             found[name] = band(curves)
             report(name, curves, found[name], task)
+            for metric in task.held_out:
+                compare(metric, [curve(lines, metric) for lines in runs], task)
+                held_out += [{"variant": name, "metric": metric, "seed": seed, **ends(curve(lines, metric))}
+                             for seed, lines in zip(options.seeds, runs, strict=True)]  # fmt: skip
     title = f"{options.task}{'_ablations' if options.ablations else ''}"
     for name, rows in found.items():
         write(rows, options.out / f"{title}_{name.replace(' ', '_').replace(',', '')}.csv")
+    if held_out:
+        write(held_out, options.out / f"{title}_held_out.csv")
     draw(found, f"{options.task}, {len(options.seeds)} seeds", options.out / f"{title}.png")
 
 
@@ -167,6 +186,25 @@ def report(name: str, curves: Sequence[Curve], rows: Sequence[Mapping[str, float
         reached = [row["step"] for row in rows if row["mean"] >= 0.95 * task.optimum]
         line += f"  95% of the best at step {reached[0]:.0f}" if reached else "  never 95% of the best"
     print(line, flush=True)
+
+
+def ends(held_out: Curve) -> dict[str, float]:
+    """Before the first step, and after the last."""
+    return {"before": held_out[min(held_out)], "after": held_out[max(held_out)]}
+
+
+def compare(metric: str, curves: Sequence[Curve], task: Task) -> None:
+    """A line a metric: before and after, a seed each; of an accuracy, how far apart they are in standard errors."""
+    told = []
+    for pair in map(ends, curves):
+        text = f"{pair['before']:.3f} -> {pair['after']:.3f}"
+        if task.is_accuracy and metric == task.held_out[0]:
+            rows = task.config["data"]["max_eval_rows"]
+            share = (pair["before"] + pair["after"]) / 2
+            error = math.sqrt(2 * max(share * (1 - share), 1e-9) / rows)
+            text += f" ({(pair['after'] - pair['before']) / error:+.1f} standard errors, {rows} rows)"
+        told.append(text)
+    print(f"  {metric:26} " + ", ".join(told), flush=True)
 
 
 def _merged(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,22 +3,29 @@
 `copy` needs nothing but this repository: a Llama of 0.1M random weights sees four letters and is rewarded by the share
 of its eight tokens that repeat the first of them. The best score is 1; a random policy has about 0.1.
 `demo` is SmolLM2-135M on the demo's learned reward; it takes the folders that `make demo` leaves.
-`reasoning` is SmolLM2-135M on a checked task of reasoning-gym (extra `bench`): right answers to fresh instances.
+`reasoning` is SmolLM2-135M on sums of reasoning-gym (extra `bench`), held out ones fresh, by its checker.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import re
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
+from hybrid_rlhf.models.sources import resolve_model
+from hybrid_rlhf.runtime.world import solo_world
+
+DEMO = Path(__file__).parents[1] / "hybrid_rlhf" / "configs" / "demo.yaml"
 LETTERS = "abcdefgh"
 COPY_TOKENS = 8
 
@@ -32,6 +39,10 @@ class Task:
     optimum: float | None
     """Best possible mean score, where it is known."""
     metric: str = "objective/scores"
+    held_out: tuple[str, ...] = ()
+    """Metrics of held-out prompts, compared before and after; the first is the score."""
+    is_accuracy: bool = False
+    """Whether the held-out score is a share of right answers."""
 
 
 def copied(prompts: Sequence[Any], completions: Sequence[str], **columns: Any) -> list[float]:
@@ -41,16 +52,15 @@ def copied(prompts: Sequence[Any], completions: Sequence[str], **columns: Any) -
 
 
 def checked(prompts: Sequence[Any], completions: Sequence[str], entry: Sequence[str], **columns: Any) -> list[float]:
-    """Reward of `reasoning`: what reasoning-gym's own checker says of the answer."""
+    """Reward of `reasoning`: 1 where reasoning-gym's own checker takes the last number of an answer, else 0."""
     import reasoning_gym
 
-    scorers: dict[str, Any] = {}
     scores = []
     for text, packed in zip(completions, entry, strict=True):
         item = json.loads(packed)
-        name = item["metadata"]["source_dataset"]
-        scorer = scorers.setdefault(name, reasoning_gym.get_score_answer_fn(name))
-        scores.append(float(scorer(text.strip(), item)))
+        checker = reasoning_gym.get_score_answer_fn(item["metadata"]["source_dataset"])
+        numbers = re.findall(r"-?\d+", text)
+        scores.append(float(bool(numbers) and checker(numbers[-1], item) == 1.0))
     return scores
 
 
@@ -97,35 +107,48 @@ def demo_task(folder: Path, *, steps: int, kl_coef: float) -> Task:
             raise SystemExit(
                 f"{folder}/{step} holds no model: run `make demo` first, and give --demo its output folder"
             )
-    config = {
-        "actor": {"path": str(folder / "step1_sft"), "optimizer": _optimizer(1e-5)},
-        "critic": {"optimizer": _optimizer(2e-5)},
-        "reward": {"path": str(folder / "step2_reward")},
-        "data": {"sources": [str(folder / "demo_data" / "pairs.jsonl")], "eval_fraction": 0.1, "max_eval_rows": 128},
-        "rollout": {"prompts_per_step": 32, "max_prompt_tokens": 64, "max_new_tokens": 32},
-        "ppo": {"kl_coef": kl_coef, "epochs": 4, "mini_batches": 2},
-        "train": {"max_steps": steps, "epochs": 100, "eval_every": max(1, steps // 4)},
-    }
-    return Task(config, optimum=None)
+    demo = yaml.safe_load(DEMO.read_text())
+    config = demo["ppo"]
+    config["actor"]["path"] = str(folder / "step1_sft")
+    config["reward"] = {"path": str(folder / "step2_reward")}
+    config["data"] |= {"sources": [str(folder / "demo_data" / "pairs.jsonl")], "split": demo["data"]["split"]}
+    config["ppo"]["kl_coef"] = kl_coef
+    config["train"] |= {"max_steps": steps, "epochs": 100}
+    return Task(config, optimum=None, held_out=("eval/scores", "eval/kl"))
 
 
-def reasoning_task(folder: Path, *, steps: int, name: str = "spell_backward") -> Task:
-    """SmolLM2-135M on instances of a reasoning-gym task, fresh ones held out."""
+def reasoning_task(folder: Path, *, steps: int) -> Task:
+    """SmolLM2-135M on sums of two numbers below 100, with adapters on one base for actor and critic."""
     import reasoning_gym
 
-    instances = reasoning_gym.create_dataset(name, size=2048, seed=0, max_word_len=4)
-    rows = [{"prompt": item["question"], "entry": json.dumps(item, default=str)} for item in instances]
+    path = resolve_model("embedded", world=solo_world(torch.device("cpu")))
+    shutil.copytree(path, folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = (
+        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tokenizer.save_pretrained(folder / "model")
+    instances = reasoning_gym.create_dataset(
+        "chain_sum", size=4096, seed=0, min_terms=2, max_terms=2, min_digits=1, max_digits=2
+    )
+    questions = {item["question"]: item for item in instances}  # what is held out is fresh
+    rows = [{"prompt": text, "entry": json.dumps(item, default=str)} for text, item in questions.items()]
     _write(folder / "prompts.jsonl", rows)
+    adapters = {"rank": 16, "alpha": 32}
     config = {
-        "actor": {"path": "embedded", "optimizer": _optimizer(1e-5)},
-        "critic": {"optimizer": _optimizer(2e-5)},
+        "actor": {"path": str(folder / "model"), "lora": adapters, "optimizer": _optimizer(1e-3)},
+        "critic": {"share_base": True, "lora": adapters, "optimizer": _optimizer(1e-3)},
         "reward": {"parts": [{"function": "benchmarks.learning_tasks:checked"}]},
-        "data": {"sources": [str(folder / "prompts.jsonl")], "eval_fraction": 0.06, "cache_dir": str(folder / "cache")},
-        "rollout": {"prompts_per_step": 32, "samples_per_prompt": 4, "max_prompt_tokens": 128, "max_new_tokens": 24},
-        "ppo": {"kl_coef": 0.01, "epochs": 4, "mini_batches": 2},
-        "train": {"max_steps": steps, "epochs": 100, "eval_every": max(1, steps // 4)},
-    }
-    return Task(config, optimum=1.0)
+        "data": {
+            "sources": [str(folder / "prompts.jsonl")], "eval_fraction": 256 / len(rows), "max_eval_rows": 256,
+            "cache_dir": str(folder / "cache"),
+        },
+        "rollout": {"prompts_per_step": 16, "samples_per_prompt": 4, "max_prompt_tokens": 64, "max_new_tokens": 16},
+        "ppo": {"kl_coef": 0.005, "epochs": 1, "mini_batches": 2},
+        "train": {"max_steps": steps, "epochs": 100},
+    }  # fmt: skip
+    return Task(config, optimum=None, held_out=("eval/scores", "eval/kl"), is_accuracy=True)
 
 
 def _optimizer(lr: float) -> dict[str, Any]:

@@ -110,34 +110,38 @@ def with_settings(config: Any, settings: Settings) -> Any:
 
 def _options(config: AnyStep, ranks: int) -> Iterator[Settings]:
     """What may make a step smaller, the cheapest first; each as if it stood alone."""
-    ppo = isinstance(config, PPOConfig)
-    sections = ("actor.", "critic.") if ppo else ("",)
-
-    def each(**settings: Any) -> Settings:
-        return {section + key.replace("__", "."): value for section in sections for key, value in settings.items()}
-
     if not config.model.gradient_checkpointing:
         yield {"model.gradient_checkpointing": True}
     tokens = config.train.micro_batch_tokens // 2
     while config.train.micro_batch_size is None and tokens >= 512:
         yield {"train.micro_batch_tokens": tokens}
         tokens //= 2
+    if not config.model.activation_offload:
+        yield {"model.gradient_checkpointing": True, "model.activation_offload": True}
+    yield from _role_options(config, ranks)
+    if isinstance(config, PPOConfig):
+        for key in ("offload_frozen", "offload_states"):
+            if not getattr(config.rollout, key):
+                yield {f"rollout.{key}": True}
+        if ranks > 1 and config.rollout.tensor_parallel == 1:
+            yield {"rollout.tensor_parallel": ranks}
+
+
+def _role_options(config: AnyStep, ranks: int) -> Iterator[Settings]:
+    """Those of the engines that learn."""
+    sections = ("actor.", "critic.") if isinstance(config, PPOConfig) else ("",)
+
+    def each(**settings: Any) -> Settings:
+        return {section + key.replace("__", "."): value for section in sections for key, value in settings.items()}
+
     stages = [_zero(config, section) for section in sections]
-    if ranks > 1:
-        for stage in (2, 3):
-            if min(stages) < stage:
-                yield each(zero__stage=stage)
+    for stage in (2, 3):
+        if ranks > 1 and min(stages) < stage:
+            yield each(zero__stage=stage)
     yield each(zero__stage=max(2, *stages), zero__offload_optimizer=True)
     yield each(zero__stage=3, zero__offload_optimizer=True, zero__offload_parameters=True)
     if any(_section(config, f"{section}lora").rank == 0 for section in sections):
         yield each(lora__rank=16)
-    if isinstance(config, PPOConfig):
-        if not config.rollout.offload_frozen:
-            yield {"rollout.offload_frozen": True}
-        if not config.rollout.offload_states:
-            yield {"rollout.offload_states": True}
-        if ranks > 1 and config.rollout.tensor_parallel == 1:
-            yield {"rollout.tensor_parallel": ranks}
 
 
 def _zero(config: AnyStep, section: str) -> int:

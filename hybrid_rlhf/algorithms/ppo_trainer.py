@@ -235,6 +235,7 @@ def evaluation_metrics(sequences: Sequences, scored: Scored, *, prefix: str) -> 
         f"{prefix}/kl": float(kl.mean()),
         f"{prefix}/mean_length": float(sequences.response_mask.sum(dim=1).float().mean()),
         f"{prefix}/clipped_ratio": float((~sequences.stopped).float().mean()),
+        **{f"{prefix}/{name}": value for name, value in scored.metrics.items()},
     }
 
 

@@ -32,7 +32,7 @@ from hybrid_rlhf.models.loading import Architecture, load_config, switch_dropout
 from hybrid_rlhf.models.lora import add_lora, lora_layers
 from hybrid_rlhf.models.packing import packs, use_packing
 from hybrid_rlhf.models.policy import HeadLogprobs
-from hybrid_rlhf.models.sources import EMBEDDED_MODEL, _embedded_gguf, quiet_transformers
+from hybrid_rlhf.models.sources import EMBEDDED_MODEL, embedded_gguf, quiet_transformers
 from hybrid_rlhf.models.tokenizers import first_line
 from hybrid_rlhf.runtime.live_bytes import LiveBytes
 
@@ -178,7 +178,7 @@ def read_config(path: str, *, trust_remote_code: bool = False) -> PreTrainedConf
     Raises:
         UserError: when there is none.
     """
-    source = _embedded_gguf() if path == EMBEDDED_MODEL else Path(path).expanduser()
+    source = embedded_gguf() if path == EMBEDDED_MODEL else Path(path).expanduser()
     if source.suffix != ".gguf":
         return load_config(path, trust_remote_code=trust_remote_code)
     try:

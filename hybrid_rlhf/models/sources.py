@@ -41,7 +41,7 @@ def resolve_model(path: str, *, world: World, cache_dir: str | None = None) -> s
         UserError: on every rank, when there is no such model.
     """
     if path == EMBEDDED_MODEL:
-        path = str(_embedded_gguf())
+        path = str(embedded_gguf())
     source = Path(path).expanduser()
     if source.suffix == ".gguf":
         return str(_dequantised(source, world=world, cache_dir=cache_dir))
@@ -56,7 +56,8 @@ def resolve_model(path: str, *, world: World, cache_dir: str | None = None) -> s
     return path
 
 
-def _embedded_gguf() -> Path:
+def embedded_gguf() -> Path:
+    """The file of the embedded model."""
     spec = importlib.util.find_spec(_EMBEDDED_PACKAGE)
     files = (
         sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf"))

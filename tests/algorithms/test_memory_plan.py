@@ -45,6 +45,7 @@ CPU = Machine(torch.device("cpu"), 1, 64 * 2**30)
 SFT: dict[str, dict[str, Any]] = {
     "plain": {},
     "checkpointing": {"checkpointing": True},
+    "activations on the host": {"checkpointing": True, "offload": True},
     "lora": {"lora": 8},
     "zero 2": {"stage": 2},
     "zero 3": {"stage": 3},
@@ -54,6 +55,7 @@ PPO: dict[str, dict[str, Any]] = {
     "plain": {},
     "zero 2, checkpointing": {"stage": 2, "checkpointing": True},
     "zero 3, lora": {"stage": 3, "lora": 8},
+    "one base, frozen on the host": {"lora": 8, "shared": True},
 }
 
 
@@ -72,7 +74,7 @@ def sections(settings: dict[str, Any], model: str) -> dict[str, Any]:
     return {
         "model": ModelConfig(
             path=model, gradient_checkpointing=settings.get("checkpointing", False),
-            dtype=settings.get("dtype", "auto"),
+            activation_offload=settings.get("offload", False), dtype=settings.get("dtype", "auto"),
         ),
         "trained": {"lora": lora, "zero": zero, "optimizer": OptimizerConfig(lr=1e-5, warmup_fraction=0.0)},
         "deepspeed_config": str(Path(model).parent / "ds.json") if settings.get("stage") else None,
@@ -125,8 +127,9 @@ def test_sft_training_holds_what_was_planned(name: str, model: str, world: World
 @pytest.mark.parametrize("name", PPO)
 def test_ppo_holds_what_was_planned(name: str, model: str, world: World) -> None:
     parts = sections(PPO[name], model)
-    rollout = RolloutConfig(prompts_per_step=8, max_prompt_tokens=48, max_new_tokens=8)
-    role, critic_role = TrainedRoleConfig(**parts["trained"]), CriticConfig(**parts["trained"])
+    shared = PPO[name].get("shared", False)
+    rollout = RolloutConfig(prompts_per_step=8, max_prompt_tokens=48, max_new_tokens=8, offload_frozen=shared)
+    role, critic_role = TrainedRoleConfig(**parts["trained"]), CriticConfig(**parts["trained"], share_base=shared)
     frozen = ZeroConfig(stage=3) if role.zero.stage == 3 else ZeroConfig()
     config = PPOConfig(
         model=parts["model"], actor=role, critic=critic_role, reward=RewardRoleConfig(path=model), rollout=rollout,
@@ -142,8 +145,9 @@ def test_ppo_holds_what_was_planned(name: str, model: str, world: World) -> None
 
     with counter:
         actor = build_actor(spec("actor", model, config, role), world, rollout=rollout)
-        critic = build_engine(spec("critic", model, config, role), world)
-        reward = build_engine(replace(spec("reward", model, config, None), zero=frozen), world)
+        base = actor.lm if shared else None
+        critic = build_engine(replace(spec("critic", model, config, role), base=base), world)
+        reward = build_engine(replace(spec("reward", model, config, None), zero=frozen, offload_weights=shared), world)
         reference = None
         if not role.lora.rank:
             reference = build_engine(replace(spec("reference", model, config, None), zero=frozen), world)
