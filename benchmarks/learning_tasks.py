@@ -3,7 +3,7 @@
 `copy` needs nothing but this repository: a Llama of 0.1M random weights sees four letters and is rewarded by the share
 of its eight tokens that repeat the first of them. The best score is 1; a random policy has about 0.1.
 `demo` is SmolLM2-135M on the demo's learned reward; it takes the folders that `make demo` leaves.
-`reasoning` is SmolLM2-135M on sums of reasoning-gym (extra `bench`), held out ones fresh, by its checker.
+`reasoning` is SmolLM2-135M on sums of reasoning-gym (extra `bench`), right by its checker on instances held out.
 """
 
 from __future__ import annotations

@@ -138,6 +138,8 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if DEVICE.type == "cpu":
+        keep_freed_memory()  # as where models train
     memory = {}
     os.environ.update(MALLOC_ENVIRONMENT)  # of the processes that follow, as train.py starts its steps
     context = multiprocessing.get_context("spawn")

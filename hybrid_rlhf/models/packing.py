@@ -2,7 +2,8 @@
 
 Why: responses end early, so a padded batch is half padding, and everything but attention costs as much for padding as
 for text. Position ids begin again at each row. A varlen kernel (flash attention) keeps rows apart by them; any other
-gets an attention function of ours, which spreads queries, keys and values over padded rows for the attention alone.
+gets an attention function of ours, which spreads queries, keys and values over padded rows for the attention alone:
+rows of like lengths together, so that little of it is padding.
 
 It reaches the layers in place of a mask: a 4D mask is handed through by transformers as it is, also when activation
 checkpointing runs a layer again in backward.
@@ -12,6 +13,8 @@ Shapes: B rows, T time, N real tokens of all rows, L of the longest, A heads, K 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +31,11 @@ PACKING_FAMILIES = frozenset(
     {"llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "opt", "gpt2", "gpt_neox"}
 )
 """Model types whose layers see nothing of their neighbours but through attention, each held by a test."""
+_LIKE = 0.75
+"""Rows of a group have at least this share of its longest."""
+_MOST_GROUPS = 4
+_LEAST_SAVING = {"cpu": 2**12, "cuda": 2**22}
+"""Scores of a head that a group more must save: it costs an attention call."""
 
 
 def use_packing(lm: PreTrainedModel) -> None:
@@ -43,24 +51,66 @@ def packs(lm: PreTrainedModel) -> bool:
     return lm.config.model_type in PACKING_FAMILIES and (kernel == PACKED_ATTENTION or kernel.startswith("flash"))
 
 
-def packed_arguments(lm: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Any]:
-    """What the backbone is called with for rows [B, T]: [1, N] tokens and positions, and who attends to whom."""
+@dataclass(frozen=True)
+class Packed:
+    """Rows [B, T] as one row of real tokens."""
+
+    arguments: dict[str, Any]
+    """Of the backbone: [1, N] tokens and positions, and who attends to whom."""
+    order: Tensor | None
+    """[N]: where each real token of [B, T] is in it; none: in the same order."""
+
+    def unpacked(self, states: Tensor) -> Tensor:
+        """States [N, H] of the tokens, row by row."""
+        return states if self.order is None else states.index_select(0, self.order)
+
+
+def pack(lm: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Packed:
+    """Take padding out of rows [B, T], wherever it is."""
     real = attention_mask.bool()
-    arguments = {"input_ids": input_ids[real][None], "position_ids": position_ids(real)[real][None]}
-    if lm.config._attn_implementation == PACKED_ATTENTION:
-        arguments["attention_mask"] = _places(real)
-    return arguments
-
-
-def _places(real: Tensor) -> Tensor:
-    """Where each token lies among padded rows: int64 [1, 1, B, L], of which the first N entries count."""
+    if lm.config._attn_implementation != PACKED_ATTENTION:
+        return Packed({"input_ids": input_ids[real][None], "position_ids": position_ids(real)[real][None]}, None)
     lengths = real.sum(dim=1)
-    longest = int(lengths.max())
-    inside = torch.arange(longest, device=real.device) < lengths[:, None]
-    places = torch.zeros(inside.numel(), dtype=torch.long, device=real.device)
-    found = inside.flatten().nonzero().squeeze(1)
-    places[: len(found)] = found
-    return places.view(1, 1, len(real), longest)
+    rows = lengths.argsort(descending=True, stable=True)
+    sizes = lengths[rows].tolist()
+    groups = _groups(sizes, least_saving=_LEAST_SAVING[real.device.type])
+    order = None
+    if len(groups) > 1:
+        place = torch.empty_like(real, dtype=torch.long)
+        place[rows] = real[rows].flatten().cumsum(dim=0).view(real.shape) - 1
+        order = place[real]
+        input_ids, real = input_ids[rows], real[rows]
+    else:
+        sizes = lengths.tolist()
+    places = _places(sizes, groups, device=real.device)
+    arguments = {"input_ids": input_ids[real][None], "position_ids": position_ids(real)[real][None]}
+    return Packed({**arguments, "attention_mask": places}, order)
+
+
+def _groups(lengths: Sequence[int], *, least_saving: int) -> list[int]:
+    """Sizes of groups of rows, the longest first, that are attended to together: a cut pays where it saves scores."""
+    groups: list[int] = []
+    start = 0
+    for row in range(1, len(lengths)):
+        saving = (len(lengths) - row) * (lengths[start] ** 2 - lengths[row] ** 2)
+        if lengths[row] <= _LIKE * lengths[start] and saving >= least_saving and len(groups) < _MOST_GROUPS - 1:
+            groups.append(row - start)
+            start = row
+    return [*groups, len(lengths) - start]
+
+
+def _places(lengths: Sequence[int], groups: Sequence[int], *, device: torch.device) -> Tensor:
+    """Where each token lies among the padded rows of its group: int64 [1, 1, 1, N], with the groups' shapes."""
+    places, shapes, start = [], [], 0
+    for size in groups:
+        rows = torch.tensor(lengths[start : start + size])
+        longest = int(rows.max())
+        places.append((torch.arange(longest) < rows[:, None]).flatten().nonzero().squeeze(1))
+        shapes.append((len(places[-1]), size, longest))
+        start += size
+    mask: Any = torch.cat(places).to(device)[None, None, None]
+    mask.groups = shapes
+    return mask  # type: ignore[no-any-return]
 
 
 class _Spread(torch.autograd.Function):
@@ -123,18 +173,26 @@ def packed_attention(
             return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **other)  # type: ignore[no-any-return]
         mixed = _attend(query, key, value, attention_mask, scaling, softcap)
         return mixed.transpose(1, 2).contiguous(), None
-    rows, longest = attention_mask.shape[2:]
-    places = attention_mask.flatten()[: query.shape[2]]
-    query, key, value = (
-        _Spread.apply(x[0].transpose(0, 1), places, rows * longest).unflatten(0, (rows, longest)).transpose(1, 2)
-        for x in (query, key, value)
-    )
-    window = None
-    if sliding_window is not None and sliding_window < longest:
-        distance = torch.arange(longest, device=query.device)[:, None] - torch.arange(longest, device=query.device)
-        window = (distance >= 0) & (distance < sliding_window)
-    mixed = _attend(query, key, value, window, scaling, softcap)
-    return _Collect.apply(mixed.transpose(1, 2).flatten(0, 1), places)[None], None
+    groups: list[tuple[int, int, int]] = attention_mask.groups  # type: ignore[attr-defined]
+    counts = [count for count, _, _ in groups]
+    parts = zip(*(x[0].transpose(0, 1).split(counts) for x in (query, key, value)), strict=True)
+    outputs = []
+    for tokens, places, (_, rows, longest) in zip(parts, attention_mask.flatten().split(counts), groups, strict=True):
+        q, k, v = (
+            _Spread.apply(x, places, rows * longest).unflatten(0, (rows, longest)).transpose(1, 2) for x in tokens
+        )
+        mixed = _attend(q, k, v, _window(longest, sliding_window, query.device), scaling, softcap)
+        outputs.append(_Collect.apply(mixed.transpose(1, 2).flatten(0, 1), places))
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None], None
+
+
+def _window(length: int, size: int | None, device: torch.device) -> Tensor | None:
+    """[L, L], true where a query sees a key; none where it sees all before it."""
+    if size is None or size >= length:
+        return None
+    place = torch.arange(length, device=device)
+    distance = place[:, None] - place
+    return (distance >= 0) & (distance < size)
 
 
 def _attend(

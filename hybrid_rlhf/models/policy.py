@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from hybrid_rlhf.functional.logprobs import logprobs_from_hidden
 from hybrid_rlhf.functional.masking import last_index, position_ids
 from hybrid_rlhf.models.families import head_convention
-from hybrid_rlhf.models.packing import packed_arguments, packs
+from hybrid_rlhf.models.packing import pack, packs
 
 HEAD_CHUNK_TOKENS = 512
 """Tokens whose logits are held at a time: as few as keep the products fast."""
@@ -105,9 +105,8 @@ def backbone_hidden(lm: PreTrainedModel, input_ids: Tensor, real: Tensor) -> Ten
     """Last hidden states of the real tokens of [B, T], row by row: [N, H]. Packed where the model takes packed rows."""
     backbone = lm.base_model
     if packs(lm):
-        output = backbone(**packed_arguments(lm, input_ids, real), use_cache=False)
-        packed: Tensor = output.last_hidden_state[0]
-        return packed
+        packed = pack(lm, input_ids, real)
+        return packed.unpacked(backbone(**packed.arguments, use_cache=False).last_hidden_state[0])
     positions = {}
     if "position_ids" in inspect.signature(backbone.forward).parameters:  # ALiBi families take none
         positions["position_ids"] = position_ids(real)

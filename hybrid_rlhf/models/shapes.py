@@ -262,7 +262,8 @@ def _forward(lm: PreTrainedModel, batch: Batch) -> Tensor:
     ids = torch.zeros(shape, dtype=torch.long, device="meta")
     arguments = {}
     if packs(lm):
-        places = torch.zeros(1, 1, batch.rows, batch.length, dtype=torch.long, device="meta")
+        places: Any = torch.zeros(1, 1, 1, batch.rows * batch.length, dtype=torch.long, device="meta")
+        places.groups = [(batch.rows * batch.length, batch.rows, batch.length)]
         arguments = {"position_ids": ids, "attention_mask": places}
     hidden = lm.base_model(input_ids=ids, use_cache=False, **arguments).last_hidden_state.flatten(0, 1)
     if lm.get_output_embeddings() is None:

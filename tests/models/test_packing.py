@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
+from hybrid_rlhf.models import packing
 from hybrid_rlhf.models.packing import PACKED_ATTENTION, PACKING_FAMILIES, packs, use_packing
 from hybrid_rlhf.models.policy import Policy, Scorer
 from tests.generation.families import variant
@@ -59,6 +60,19 @@ def test_packed_rows_give_the_logprobs_and_gradients_of_padded_ones(family: str,
         wanted = mask.clone()
         wanted[:, 3] = False  # a gap in the response
         compare(Policy(packed), Policy(padded), ids, mask, wanted, 0.7)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2"])
+def test_rows_of_like_lengths_are_attended_to_together(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(packing._LEAST_SAVING, "cpu", 1)
+    packed, padded = twins(family)
+    ids, mask = ragged([3, 9, 1, 7, 9, 4], left=False)
+    groups = packing.pack(packed, ids, mask).arguments["attention_mask"].groups
+    assert groups == [(25, 3, 9), (4, 1, 4), (3, 1, 3), (1, 1, 1)], "tokens, rows, length of the longest"
+    compare(Policy(packed), Policy(padded), ids, mask, mask, 0.7)
+    torch.testing.assert_close(
+        Policy(packed)(ids[:1], mask[:1], mask[:1])[0][:, :3], Policy(packed)(ids, mask, mask)[0][:1, :3]
+    )
 
 
 def test_a_row_may_have_gaps_and_may_be_alone() -> None:
