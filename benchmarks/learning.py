@@ -158,7 +158,7 @@ def main() -> None:
                 f"kl_coef {c}": (demo_task(options.demo, steps=steps, kl_coef=c), {}) for c in (0.02, 0.05, 0.2)
             }
         else:
-            variants = {"chain_sum": (reasoning_task(Path(folder), steps=steps), {})}
+            variants = {"needle_haystack": (reasoning_task(Path(folder), steps=steps), {})}
         found = {}
         held_out: list[dict[str, Any]] = []
         for name, (task, changes) in variants.items():

@@ -3,15 +3,16 @@
 `copy` needs nothing but this repository: a Llama of 0.1M random weights sees four letters and is rewarded by the share
 of its eight tokens that repeat the first of them. The best score is 1; a random policy has about 0.1.
 `demo` is SmolLM2-135M on the demo's learned reward; it takes the folders that `make demo` leaves.
-`reasoning` is SmolLM2-135M on sums of reasoning-gym (extra `bench`), right by its checker on instances held out.
+`reasoning` is SmolLM2-135M on needles in haystacks of reasoning-gym (extra `bench`): right answers to fresh ones.
 """
 
 from __future__ import annotations
 
 import json
 import random
-import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,15 +53,14 @@ def copied(prompts: Sequence[Any], completions: Sequence[str], **columns: Any) -
 
 
 def checked(prompts: Sequence[Any], completions: Sequence[str], entry: Sequence[str], **columns: Any) -> list[float]:
-    """Reward of `reasoning`: 1 where reasoning-gym's own checker takes the last number of an answer, else 0."""
+    """Reward of `reasoning`: 1 where reasoning-gym's own checker takes the whole answer, else 0."""
     import reasoning_gym
 
     scores = []
     for text, packed in zip(completions, entry, strict=True):
         item = json.loads(packed)
         checker = reasoning_gym.get_score_answer_fn(item["metadata"]["source_dataset"])
-        numbers = re.findall(r"-?\d+", text)
-        scores.append(float(bool(numbers) and checker(numbers[-1], item) == 1.0))
+        scores.append(float(checker(text.strip(), item) == 1.0))
     return scores
 
 
@@ -118,7 +118,10 @@ def demo_task(folder: Path, *, steps: int, kl_coef: float) -> Task:
 
 
 def reasoning_task(folder: Path, *, steps: int) -> Task:
-    """SmolLM2-135M on sums of two numbers below 100, with adapters on one base for actor and critic."""
+    """SmolLM2-135M says who of two or three does something, by name; actor and critic are adapters on one base.
+
+    It has to learn that an answer is a name alone from somewhere: 128 instances of step 1, none of them seen again.
+    """
     import reasoning_gym
 
     path = resolve_model("embedded", world=solo_world(torch.device("cpu")))
@@ -130,21 +133,33 @@ def reasoning_task(folder: Path, *, steps: int) -> Task:
     )
     tokenizer.save_pretrained(folder / "model")
     instances = reasoning_gym.create_dataset(
-        "chain_sum", size=4096, seed=0, min_terms=2, max_terms=2, min_digits=1, max_digits=2
+        "needle_haystack", size=128 + 2048, seed=0, min_num_statements=2, max_num_statements=3
     )
     questions = {item["question"]: item for item in instances}  # what is held out is fresh
-    rows = [{"prompt": text, "entry": json.dumps(item, default=str)} for text, item in questions.items()]
-    _write(folder / "prompts.jsonl", rows)
+    rows = [
+        {"prompt": text, "entry": json.dumps(item, default=str), "completion": item["answer"]}
+        for text, item in questions.items()
+    ]
+    _write(folder / "first.jsonl", rows[:128])
+    _write(folder / "prompts.jsonl", rows[128:])
     adapters = {"rank": 16, "alpha": 32}
+    first = {
+        "output_dir": str(folder / "sft"), "model": {"path": str(folder / "model")}, "lora": adapters,
+        "optimizer": {"lr": 1e-3}, "data": {"sources": [str(folder / "first.jsonl")], "eval_fraction": 0.0},
+        "train": {"global_batch_size": 16}, "logging": {"tensorboard": False},
+    }  # fmt: skip
+    (folder / "sft.yaml").write_text(yaml.safe_dump(first))
+    entry = [sys.executable, "training/step1_sft/main.py", "--config", str(folder / "sft.yaml")]
+    subprocess.run(entry, cwd=DEMO.parents[2], check=True, capture_output=True)
     config = {
-        "actor": {"path": str(folder / "model"), "lora": adapters, "optimizer": _optimizer(1e-3)},
+        "actor": {"path": str(folder / "sft"), "lora": adapters, "optimizer": _optimizer(1e-3)},
         "critic": {"share_base": True, "lora": adapters, "optimizer": _optimizer(1e-3)},
         "reward": {"parts": [{"function": "benchmarks.learning_tasks:checked"}]},
         "data": {
-            "sources": [str(folder / "prompts.jsonl")], "eval_fraction": 256 / len(rows), "max_eval_rows": 256,
+            "sources": [str(folder / "prompts.jsonl")], "eval_fraction": 256 / len(rows[128:]), "max_eval_rows": 256,
             "cache_dir": str(folder / "cache"),
         },
-        "rollout": {"prompts_per_step": 16, "samples_per_prompt": 4, "max_prompt_tokens": 64, "max_new_tokens": 16},
+        "rollout": {"prompts_per_step": 16, "samples_per_prompt": 4, "max_prompt_tokens": 96, "max_new_tokens": 8},
         "ppo": {"kl_coef": 0.005, "epochs": 1, "mini_batches": 2},
         "train": {"max_steps": steps, "epochs": 100},
     }  # fmt: skip

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 
 from hybrid_rlhf.configs.ppo import RolloutConfig
+from hybrid_rlhf.generation.engine import CAPACITY_GRANULE, FREE_SHARE, MAX_BATCH_ROWS, PREFILL_TOKENS
 from hybrid_rlhf.generation.families import FAMILIES
 from hybrid_rlhf.models.shapes import Elements, ShapedModel
 
 _FLOAT32 = 4
-_PREFILL_TOKENS = {"cpu": 2048, "cuda": 16384}
-_CAPACITY_GRANULE = {"cpu": 1, "cuda": 128}
 
 
 def layout_bytes(
@@ -75,7 +74,7 @@ def _sizes(model: ShapedModel, tensor_parallel: int) -> _Sizes:
 
 
 def _capacity(rollout: RolloutConfig, device: torch.device) -> int:
-    granule = _CAPACITY_GRANULE[device.type]
+    granule = CAPACITY_GRANULE[device.type]
     return -(-(rollout.max_prompt_tokens + rollout.max_new_tokens) // granule) * granule
 
 
@@ -85,12 +84,22 @@ def slot_bytes(model: ShapedModel, rollout: RolloutConfig, *, dtype: torch.dtype
     return 2.0 * s.layers * s.kv_heads * s.head_dim * dtype.itemsize * _capacity(rollout, device)
 
 
+def decoded_rows(
+    rollout: RolloutConfig, *, ranks: int, room_bytes: float, slot: float, device: torch.device
+) -> tuple[int, int]:
+    """Completions decoded at once, and as many as there would be had memory no end."""
+    groups = max(1, ranks // rollout.tensor_parallel)
+    wanted = min(-(-rollout.prompts_per_step // groups) * rollout.samples_per_prompt, MAX_BATCH_ROWS)
+    budget = FREE_SHARE[device.type] * room_bytes if rollout.kv_cache_gib is None else rollout.kv_cache_gib * 2**30
+    return max(1, min(wanted, int(budget // slot))), wanted
+
+
 def decoding_bytes(
     model: ShapedModel, rollout: RolloutConfig, *, slots: int, dtype: torch.dtype, device: torch.device
 ) -> float:
     """The largest temporaries of generation: a prefill's layer, the logits of all rows, or their scores on a CPU."""
     s, size = _sizes(model, rollout.tensor_parallel), dtype.itemsize
-    tokens = min(_PREFILL_TOKENS[device.type], slots * rollout.max_prompt_tokens)
+    tokens = min(PREFILL_TOKENS[device.type], slots * rollout.max_prompt_tokens)
     qkv = (s.heads + 2 * s.kv_heads) * s.head_dim
     prefill = tokens * size * (3 * s.hidden + max(4 * qkv, 4 * s.mlp))
     cuts = rollout.top_p < 1 or rollout.top_k > 0

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
-from hybrid_rlhf.algorithms.generation_memory import decoding_bytes, layout_bytes, slot_bytes
+from hybrid_rlhf.algorithms.generation_memory import decoded_rows, decoding_bytes, layout_bytes, slot_bytes
 from hybrid_rlhf.configs.ppo import PPOConfig, frozen_zero
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.sections import LoopConfig, LoraConfig, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.engines.ds_config import deepspeed_config, read_overrides
+from hybrid_rlhf.engines.hybrid import BUCKET_ELEMENTS
 from hybrid_rlhf.models.loading import DTYPES, Architecture, training_dtype
 from hybrid_rlhf.models.shapes import Batch, ShapedModel, Shapes
 
@@ -28,10 +29,6 @@ _ADAM = 8
 """Bytes of AdamW's two moments a weight."""
 _GRADIENT_BUCKET = 500_000_000
 """Elements of gradients that an engine without ZeRO reduces at once (DeepSpeed's buffered_allreduce_fallback)."""
-_DECODED_ROWS = 256
-"""Completions decoded together, at most (generation/engine.py)."""
-_GATHERED_ELEMENTS = 2**26
-"""Weights that a switch gathers at once (engines/hybrid.py)."""
 
 
 @dataclass(frozen=True)
@@ -215,16 +212,12 @@ class Planner:
         layout = layout_bytes(actor.model, rollout, stage=stage, dtype=dtype, device=device)
         gathers = stage == 3 and (self.machine.ranks > 1 or config.actor.zero.offload_parameters)
         build = 2 * actor.model.elements.largest * dtype.itemsize
-        build += _GATHERED_ELEMENTS * dtype.itemsize if gathers else 0
+        build += BUCKET_ELEMENTS * dtype.itemsize if gathers else 0
         if rollout.offload_states:
             base += Need(optimizer=-actor.movable, host=actor.movable)
         slot = slot_bytes(actor.model, rollout, dtype=dtype, device=device)
-        groups = max(1, self.machine.ranks // rollout.tensor_parallel)
-        wanted = min(-(-rollout.prompts_per_step // groups) * rollout.samples_per_prompt, _DECODED_ROWS)
         room = self.machine.device_bytes - (base + Need(layout=layout)).device
-        run = decoding_bytes(actor.model, rollout, slots=1, dtype=dtype, device=device)
-        budget = room - run if rollout.kv_cache_gib is None else rollout.kv_cache_gib * 2**30
-        slots = max(1, min(wanted, int(budget // slot)))
+        slots, wanted = decoded_rows(rollout, ranks=self.machine.ranks, room_bytes=room, slot=slot, device=device)
         cache = Need(cache=slots * slot)
         run = decoding_bytes(actor.model, rollout, slots=slots, dtype=dtype, device=device)
         note = "" if slots == wanted else f"{slots} of {wanted} completions at once"

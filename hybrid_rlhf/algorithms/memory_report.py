@@ -120,6 +120,11 @@ def _options(config: AnyStep, ranks: int) -> Iterator[Settings]:
         yield {"model.gradient_checkpointing": True, "model.activation_offload": True}
     yield from _role_options(config, ranks)
     if isinstance(config, PPOConfig):
+        cache_gib = 8.0
+        while cache_gib >= 0.5:
+            if config.rollout.kv_cache_gib is None or config.rollout.kv_cache_gib > cache_gib:
+                yield {"rollout.kv_cache_gib": cache_gib}
+            cache_gib /= 2
         for key in ("offload_frozen", "offload_states"):
             if not getattr(config.rollout, key):
                 yield {f"rollout.{key}": True}
@@ -159,7 +164,11 @@ def _merged(options: list[Settings]) -> Settings:
 
 
 def _fits(planner: Planner, config: AnyStep, settings: Settings) -> bool:
-    return all(phase.fits for phase in planner.phases(with_settings(config, settings)))
+    try:
+        changed = with_settings(config, settings)
+    except UserError:  # against a rule, with what the user has set
+        return False
+    return all(phase.fits for phase in planner.phases(changed))
 
 
 def _advice(planner: Planner, name: str, config: AnyStep) -> str:

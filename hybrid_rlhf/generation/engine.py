@@ -35,10 +35,13 @@ if TYPE_CHECKING:
     from typing import Self
 
 Layout = Literal["auto", "module"]
-_FREE_SHARE = {"cpu": 0.5, "cuda": 0.9}
+FREE_SHARE = {"cpu": 0.5, "cuda": 0.9}
 """Of the memory that is free, what the KV cache takes at most unless told."""
-_PREFILL_TOKENS = {"cpu": 2048, "cuda": 16384}
-_CAPACITY_GRANULE = {"cpu": 1, "cuda": 128}
+PREFILL_TOKENS = {"cpu": 2048, "cuda": 16384}
+"""Tokens of prompts read at once."""
+MAX_BATCH_ROWS = 256
+"""Completions decoded together, at most."""
+CAPACITY_GRANULE = {"cpu": 1, "cuda": 128}
 """Slots are rounded up to it, so that the next rollout finds room in the same ones."""
 
 
@@ -52,7 +55,7 @@ class GenerationEngine:
         stop_token_ids: Iterable[int] | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         layout: Layout = "auto",
-        max_batch_rows: int = 256,
+        max_batch_rows: int = MAX_BATCH_ROWS,
         kv_cache_gib: float | None = None,
         prefill_tokens: int | None = None,
         weight_version: int = 0,
@@ -83,7 +86,7 @@ class GenerationEngine:
         if self._lm is not None and layout == "auto":
             self._decoder = decoder_of(self._lm, world=solo_world(self._lm.device), dtype=self._lm.dtype)
         device = self._decoder.world.device if self._decoder is not None else self._lm.device  # type: ignore[union-attr]
-        self._prefill_tokens = prefill_tokens or _PREFILL_TOKENS[device.type]
+        self._prefill_tokens = prefill_tokens or PREFILL_TOKENS[device.type]
         self.workspace = workspace
         """KV cache, tables and captured steps of the last call; the next one goes on with them if it can."""
         self.decode_bytes = 0
@@ -226,7 +229,7 @@ class GenerationEngine:
         ):
             return self.workspace
         self.workspace = None  # its memory counts as free
-        granule = _CAPACITY_GRANULE[decoder.world.device.type]
+        granule = CAPACITY_GRANULE[decoder.world.device.type]
         capacity = min(-(-needed // granule) * granule, a.max_positions or sys.maxsize)
         slot_bytes = capacity * bytes_per_token(a, decoder.split, decoder.dtype)
         budget = self._kv_budget_bytes(decoder.world)
@@ -243,7 +246,7 @@ class GenerationEngine:
             return self._kv_cache_gib * 2**30
         on_gpu = world.device.type == "cuda"
         free = torch.cuda.mem_get_info(world.device)[0] if on_gpu else psutil.virtual_memory().available
-        mine = _FREE_SHARE[world.device.type] * free / (1 if on_gpu else world.local_size)
+        mine = FREE_SHARE[world.device.type] * free / (1 if on_gpu else world.local_size)
         # Ranks must come to the same number of slots.
         smallest = world.all_reduce(torch.tensor(mine, dtype=torch.float64, device=world.device), dist.ReduceOp.MIN)
         return float(smallest)

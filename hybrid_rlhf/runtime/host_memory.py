@@ -9,6 +9,7 @@ small blocks: the memory of a step grows to twice what is alive (glibc bug 14581
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 
 MALLOC_ENVIRONMENT = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
@@ -18,8 +19,8 @@ _M_MXFAST, _M_TRIM_THRESHOLD, _M_MMAP_MAX = 1, -1, -4
 
 
 def keep_freed_memory() -> None:
-    """Let malloc keep what is freed; nothing where the C library has no such switch."""
-    if not sys.platform.startswith("linux"):
+    """Let malloc keep what is freed, unless the environment says how it is to behave (MALLOC_...), or it cannot."""
+    if not sys.platform.startswith("linux") or any(name.startswith("MALLOC_") for name in os.environ):
         return
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):

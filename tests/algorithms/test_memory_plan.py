@@ -190,6 +190,19 @@ def test_a_remedy_is_a_setting_with_which_the_plan_fits(model: str) -> None:
     assert remedy(Planner(replace(CPU, device_bytes=2**20)), config) is None
 
 
+def test_a_remedy_keeps_to_the_rules_of_what_is_set(model: str) -> None:
+    """A shared base rules ZeRO-3 out."""
+    role = {"lora": LoraConfig(rank=4)}
+    config = PPOConfig(
+        model=ModelConfig(path=model), actor=TrainedRoleConfig(**role), critic=CriticConfig(**role, share_base=True),
+        reward=RewardRoleConfig(path=model), rollout=RolloutConfig(max_prompt_tokens=32, max_new_tokens=32),
+    )  # fmt: skip
+    needed = max(phase.total for phase in Planner(CPU).phases(config))
+    assert remedy(Planner(replace(CPU, device_bytes=2**20)), config) is None
+    settings = remedy(Planner(replace(CPU, device_bytes=needed * 0.98)), config)
+    assert settings is not None and not any(value == 3 for value in settings.values())
+
+
 def test_plan_says_what_fits_and_exits_so(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder with a config alone is enough; an earlier step's model has the shape of what it starts from."""
     folder = tmp_path / "config_only"
