@@ -29,7 +29,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.learning_tasks import Task, copy_task, demo_task, reasoning_task
+from benchmarks.learning_tasks import REASONING_TASK, Task, copy_task, demo_task, reasoning_task
 
 ROOT = Path(__file__).parents[1]
 ABLATIONS: dict[str, dict[str, Any]] = {
@@ -158,7 +158,7 @@ def main() -> None:
                 f"kl_coef {c}": (demo_task(options.demo, steps=steps, kl_coef=c), {}) for c in (0.02, 0.05, 0.2)
             }
         else:
-            variants = {"needle_haystack": (reasoning_task(Path(folder), steps=steps), {})}
+            variants = {REASONING_TASK: (reasoning_task(Path(folder), steps=steps), {})}
         found = {}
         held_out: list[dict[str, Any]] = []
         for name, (task, changes) in variants.items():

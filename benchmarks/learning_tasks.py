@@ -23,12 +23,14 @@ import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
+from benchmarks.ppo_step import TEMPLATE
 from hybrid_rlhf.models.sources import resolve_model
 from hybrid_rlhf.runtime.world import solo_world
 
 DEMO = Path(__file__).parents[1] / "hybrid_rlhf" / "configs" / "demo.yaml"
 LETTERS = "abcdefgh"
 COPY_TOKENS = 8
+REASONING_TASK = "needle_haystack"
 
 
 @dataclass(frozen=True)
@@ -56,12 +58,9 @@ def checked(prompts: Sequence[Any], completions: Sequence[str], entry: Sequence[
     """Reward of `reasoning`: 1 where reasoning-gym's own checker takes the whole answer, else 0."""
     import reasoning_gym
 
-    scores = []
-    for text, packed in zip(completions, entry, strict=True):
-        item = json.loads(packed)
-        checker = reasoning_gym.get_score_answer_fn(item["metadata"]["source_dataset"])
-        scores.append(float(checker(text.strip(), item) == 1.0))
-    return scores
+    checker = reasoning_gym.get_score_answer_fn(REASONING_TASK)
+    items = map(json.loads, entry)
+    return [float(checker(text.strip(), item) == 1.0) for text, item in zip(completions, items, strict=True)]
 
 
 def copy_task(folder: Path, *, steps: int) -> Task:
@@ -127,13 +126,10 @@ def reasoning_task(folder: Path, *, steps: int) -> Task:
     path = resolve_model("embedded", world=solo_world(torch.device("cpu")))
     shutil.copytree(path, folder / "model")
     tokenizer = AutoTokenizer.from_pretrained(path)
-    tokenizer.chat_template = (
-        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
-        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
+    tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder / "model")
     instances = reasoning_gym.create_dataset(
-        "needle_haystack", size=128 + 2048, seed=0, min_num_statements=2, max_num_statements=3
+        REASONING_TASK, size=128 + 2048, seed=0, min_num_statements=2, max_num_statements=3
     )
     questions = {item["question"]: item for item in instances}  # what is held out is fresh
     rows = [

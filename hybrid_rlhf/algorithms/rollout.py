@@ -141,11 +141,12 @@ class Rollout:
         with self._timers("scoring"):
             micro_batches = [micro for mini in layout.mini_batches for micro in mini]
             reward = roles.reward(sequences, micro_batches, lambda: Answers.read(prompts, sequences, self._tokenizer))
+            batches = [(indices, sequences.rows(indices)) for indices in micro_batches]
             with self._reference() as reference:
-                for indices, batch in zip(micro_batches, map(sequences.rows, micro_batches), strict=True):
+                for indices, batch in batches:
                     read = reference(batch.input_ids, batch.attention_mask, batch.response_mask, temperature)
                     scatter_rows(ref, indices, read[0])
-            for indices, batch in zip(micro_batches, map(sequences.rows, micro_batches), strict=True):
+            for indices, batch in batches:
                 ids, mask = batch.input_ids, batch.attention_mask
                 if reads_actor:
                     scatter_rows(old, indices, roles.actor(ids, mask, batch.response_mask, temperature)[0])

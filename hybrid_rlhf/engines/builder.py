@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from hybrid_rlhf.configs.ppo import RolloutConfig
 from hybrid_rlhf.configs.sections import LoraConfig, ModelConfig, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engines.ds_config import deepspeed_config
-from hybrid_rlhf.engines.engine import ModelEngine, Role
+from hybrid_rlhf.engines.engine import EngineOptions, ModelEngine, Role
 from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.engines.partition import set_weights, share_weights
 from hybrid_rlhf.engines.schedules import lr_factor
@@ -98,7 +98,7 @@ def _build(engine_type: Callable[..., EngineT], spec: EngineSpec, world: World) 
     if spec.optimizer is None:
         engine, *_ = deepspeed.initialize(model=module, config=config)
         module.eval()
-        return engine_type(spec.role, engine, world, offload_weights=spec.offload_weights)
+        return engine_type(spec.role, engine, world, EngineOptions(offload_weights=spec.offload_weights))
     optimizer = _adamw(module, spec.optimizer)
     section, total = spec.optimizer, spec.total_updates
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -106,10 +106,8 @@ def _build(engine_type: Callable[..., EngineT], spec: EngineSpec, world: World) 
     )
     engine, *_ = deepspeed.initialize(model=module, config=config, optimizer=optimizer, lr_scheduler=schedule)
     module.train()
-    return engine_type(
-        spec.role, engine, world, max_grad_norm=section.max_grad_norm,
-        offload_activations=spec.model.activation_offload,
-    )  # fmt: skip
+    options = EngineOptions(section.max_grad_norm, offload_activations=spec.model.activation_offload)
+    return engine_type(spec.role, engine, world, options)
 
 
 def _adamw(module: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:

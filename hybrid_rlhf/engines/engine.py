@@ -31,35 +31,27 @@ class UpdateStats:
     grad_norm: float | None
 
 
+@dataclass(frozen=True)
+class EngineOptions:
+    """How an engine trains, and where what it holds lives."""
+
+    max_grad_norm: float = 0.0
+    """What gradients are clipped to, where it trains; 0 does not clip."""
+    offload_activations: bool = False
+    """They wait for backward in host memory."""
+    offload_weights: bool = False
+    """They are on the device inside `on_device` only; for a frozen model that is not partitioned."""
+
+
 class ModelEngine:
     """A role's model: call it to compute, `backward` and `step` to train it."""
 
-    def __init__(
-        self,
-        role: Role,
-        engine: DeepSpeedEngine,
-        world: World,
-        *,
-        max_grad_norm: float = 0.0,
-        offload_activations: bool = False,
-        offload_weights: bool = False,
-    ) -> None:
-        """Wrap an engine.
-
-        Args:
-            role: its name.
-            engine: of the model.
-            world: the ranks that hold it.
-            max_grad_norm: what gradients are clipped to, where it trains; 0 does not clip.
-            offload_activations: they wait for backward in host memory.
-            offload_weights: they are on the device inside `on_device` only; for a frozen model that is not partitioned.
-        """
+    def __init__(self, role: Role, engine: DeepSpeedEngine, world: World, options: EngineOptions | None = None) -> None:
         self.role: Role = role
         self.world = world
         self._engine = engine
-        self._max_grad_norm = max_grad_norm
-        self._offload_activations = offload_activations
-        self._host_weights = HostWeights(engine.module, world.device) if offload_weights else None
+        self._options = options or EngineOptions()
+        self._host_weights = HostWeights(engine.module, world.device) if self._options.offload_weights else None
         # Plain float32 engines clip here, so that the norm is known; the others report theirs.
         engine.clip_fp32_gradients = self._clip
         if world.size == 1:
@@ -68,7 +60,7 @@ class ModelEngine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward."""
-        if self._offload_activations and torch.is_grad_enabled():
+        if self._options.offload_activations and torch.is_grad_enabled():
             with ActivationOffload():
                 return self._engine(*args, **kwargs)
         return self._engine(*args, **kwargs)
@@ -120,7 +112,7 @@ class ModelEngine:
         return UpdateStats(lr=lr, grad_norm=None if norm is None else float(norm))
 
     def _clip(self) -> None:
-        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self._max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self._options.max_grad_norm)
         self._engine._global_grad_norm = float(norm)
 
     def save_state(self, folder: str) -> None:

@@ -19,7 +19,7 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from hybrid_rlhf.configs.ppo import RolloutConfig
-from hybrid_rlhf.engines.engine import ModelEngine, Role
+from hybrid_rlhf.engines.engine import EngineOptions, ModelEngine, Role
 from hybrid_rlhf.engines.host_states import HostStates
 from hybrid_rlhf.engines.partition import base_parameters, gathered, is_partitioned, whole_weights
 from hybrid_rlhf.generation.decoder import Decoder
@@ -51,10 +51,8 @@ class HybridEngine(ModelEngine):
         role: Role,
         engine: DeepSpeedEngine,
         world: World,
+        options: EngineOptions | None = None,
         *,
-        max_grad_norm: float = 0.0,
-        offload_activations: bool = False,
-        offload_weights: bool = False,
         rollout: RolloutConfig | None = None,
     ) -> None:
         """Wrap an engine; every rank must call.
@@ -63,16 +61,13 @@ class HybridEngine(ModelEngine):
             role: its name.
             engine: the actor's.
             world: the ranks that train it.
-            max_grad_norm, offload_activations, offload_weights: see ModelEngine.
+            options: see EngineOptions.
             rollout: how the layout is built; none: the defaults.
 
         Raises:
             UserError: when tensor_parallel needs a layout and the model has none.
         """
-        super().__init__(
-            role, engine, world, max_grad_norm=max_grad_norm, offload_activations=offload_activations,
-            offload_weights=offload_weights,
-        )  # fmt: skip
+        super().__init__(role, engine, world, options)
         self._rollout = rollout or RolloutConfig()
         self.generation_world = world.split(self._rollout.tensor_parallel)
         """The ranks that generate together, from the same prompts."""

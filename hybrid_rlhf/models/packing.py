@@ -70,18 +70,16 @@ def pack(lm: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Pack
     real = attention_mask.bool()
     if lm.config._attn_implementation != PACKED_ATTENTION:
         return Packed({"input_ids": input_ids[real][None], "position_ids": position_ids(real)[real][None]}, None)
-    lengths = real.sum(dim=1)
-    rows = lengths.argsort(descending=True, stable=True)
-    sizes = lengths[rows].tolist()
-    groups = _groups(sizes, least_saving=_LEAST_SAVING[real.device.type])
+    sizes = real.sum(dim=1).tolist()
+    rows = sorted(range(len(sizes)), key=lambda row: -sizes[row])
+    groups = _groups([sizes[row] for row in rows], least_saving=_LEAST_SAVING[real.device.type])
     order = None
     if len(groups) > 1:
+        sizes = [sizes[row] for row in rows]
         place = torch.empty_like(real, dtype=torch.long)
         place[rows] = real[rows].flatten().cumsum(dim=0).view(real.shape) - 1
         order = place[real]
         input_ids, real = input_ids[rows], real[rows]
-    else:
-        sizes = lengths.tolist()
     places = _places(sizes, groups, device=real.device)
     arguments = {"input_ids": input_ids[real][None], "position_ids": position_ids(real)[real][None]}
     return Packed({**arguments, "attention_mask": places}, order)
