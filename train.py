@@ -166,8 +166,8 @@ def launcher(config: PipelineConfig) -> list[str]:
         deepspeed = shutil.which(
             "deepspeed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
         )
-        if not Path(options.hostfile).is_file() or deepspeed is None:
-            raise UserError(f"launcher.hostfile must name a file, {options.hostfile} does not exist: check the path")
+        if deepspeed is None:
+            raise UserError("launcher.hostfile needs the deepspeed command, it is not on PATH: pip install deepspeed")
         return [deepspeed, "--hostfile", options.hostfile, "--no_local_rank", "--module"]
     processes = options.num_processes or _gpus()
     if processes <= 1:

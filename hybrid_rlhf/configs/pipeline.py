@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from hybrid_rlhf.configs.ppo import PPOConfig
@@ -27,6 +28,10 @@ class LauncherConfig:
         require(
             self.num_processes is None or self.num_processes >= 1,
             f"launcher.num_processes must be 1 or more, got {self.num_processes}: leave it out for one a GPU",
+        )
+        require(
+            self.hostfile is None or Path(self.hostfile).is_file(),
+            f"launcher.hostfile must name a file, {self.hostfile} does not exist: check the path",
         )
 
 

@@ -23,7 +23,7 @@ from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.engines.partition import set_weights, share_weights
 from hybrid_rlhf.engines.schedules import lr_factor
 from hybrid_rlhf.models.loading import Architecture, load_model, training_dtype
-from hybrid_rlhf.models.lora import add_lora
+from hybrid_rlhf.models.lora import choose_trained
 from hybrid_rlhf.models.policy import Policy, Scorer
 from hybrid_rlhf.runtime.world import World
 
@@ -87,11 +87,7 @@ def _build(engine_type: Callable[..., EngineT], spec: EngineSpec, world: World) 
     )
     if fresh_head:
         _init_head(lm, seed=spec.seed)
-    if spec.optimizer is None:
-        lm.requires_grad_(False)
-    elif spec.lora.rank > 0:
-        add_lora(lm, spec.lora, architecture, seed=spec.seed)
-        lm.to(dtype=dtype)  # type: ignore[arg-type]
+    choose_trained(lm, None if spec.optimizer is None else spec.lora, architecture, seed=spec.seed)
     if spec.base is not None:
         share_weights(spec.base, lm)
     module: nn.Module = Policy(lm) if architecture == "causal_lm" else Scorer(lm)

@@ -29,7 +29,7 @@ from hybrid_rlhf.models.tokenizers import first_line
 from hybrid_rlhf.runtime.world import default_dtype
 
 Architecture = Literal["causal_lm", "scorer"]
-_AUTO_CLASS: dict[Architecture, Any] = {
+AUTO_CLASS: dict[Architecture, Any] = {
     "causal_lm": AutoModelForCausalLM,
     "scorer": AutoModelForSequenceClassification,
 }
@@ -76,14 +76,11 @@ def load_model(
         UserError: when transformers cannot load it.
     """
     hf_config = load_config(path, trust_remote_code=config.trust_remote_code)
-    switch_dropout_off(hf_config)
-    kwargs: dict[str, Any] = {"num_labels": 1} if architecture == "scorer" else {}
+    adapt_config(hf_config, architecture)
     partitioning = HfDeepSpeedConfig(zero3_config) if zero3_config is not None else None
-    for name, value in kwargs.items():
-        setattr(hf_config, name, value)
     try:
         with quiet_transformers():
-            model, info = _AUTO_CLASS[architecture].from_pretrained(
+            model, info = AUTO_CLASS[architecture].from_pretrained(
                 path,
                 config=hf_config,
                 dtype=dtype,
@@ -101,13 +98,7 @@ def load_model(
     absent = {key for key in missing if not key.startswith("score.")} - set(getattr(model, "all_tied_weights_keys", {}))
     if absent:
         raise UserError(f"{path} lacks {len(absent)} weights of its architecture, for example {min(absent)}")
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    if config.attention in ("auto", "sdpa"):
-        use_packing(model)
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    adapt_model(model, config)
     return model, fresh_head
 
 
@@ -123,8 +114,21 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> PreTrainedConf
         raise UserError(f"{path} is no model that transformers knows ({first_line(error)}): check the path") from error
 
 
-def switch_dropout_off(config: PreTrainedConfig) -> None:
-    """Set every dropout probability of a config to 0 (N details, no. 13: PPO's ratio must start at exactly 1)."""
+def adapt_config(config: PreTrainedConfig, architecture: Architecture) -> None:
+    """One score a token of a scorer, and every dropout 0 (N details, no. 13: PPO's ratio must start at exactly 1)."""
+    if architecture == "scorer":
+        config.num_labels = 1
     for name, value in list(vars(config).items()):
         if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
             setattr(config, name, 0.0)
+
+
+def adapt_model(model: PreTrainedModel, config: ModelConfig) -> None:
+    """Dropout that no config names, packed attention, activation checkpointing."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    if config.attention in ("auto", "sdpa"):
+        use_packing(model)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -26,6 +26,20 @@ from hybrid_rlhf.models.tokenizers import first_line
 _ADAPTER = "default"
 
 
+def choose_trained(model: PreTrainedModel, lora: LoraConfig | None, architecture: Architecture, *, seed: int) -> None:
+    """Leave what learns to learn: nothing where `lora` is none, adapters where it has a rank, else every weight.
+
+    Raises:
+        UserError: when lora does not fit the model.
+    """
+    if lora is None:
+        model.requires_grad_(False)
+    elif lora.rank > 0:
+        dtype = model.dtype
+        add_lora(model, lora, architecture, seed=seed)
+        model.to(dtype=dtype)  # type: ignore[arg-type]
+
+
 def add_lora(model: PreTrainedModel, config: LoraConfig, architecture: Architecture, *, seed: int) -> None:
     """Put adapters into a model in place and freeze the rest, but for a score head.
 

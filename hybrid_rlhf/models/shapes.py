@@ -11,7 +11,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,6 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -28,9 +26,9 @@ from transformers import (
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections import LoraConfig, ModelConfig
 from hybrid_rlhf.models.activation_offload import ActivationOffload
-from hybrid_rlhf.models.loading import Architecture, load_config, switch_dropout_off
-from hybrid_rlhf.models.lora import add_lora, lora_layers
-from hybrid_rlhf.models.packing import packs, use_packing
+from hybrid_rlhf.models.loading import AUTO_CLASS, Architecture, adapt_config, adapt_model, load_config
+from hybrid_rlhf.models.lora import choose_trained, lora_layers
+from hybrid_rlhf.models.packing import packs
 from hybrid_rlhf.models.policy import HeadLogprobs
 from hybrid_rlhf.models.sources import EMBEDDED_MODEL, embedded_gguf, quiet_transformers
 from hybrid_rlhf.models.tokenizers import first_line
@@ -193,25 +191,16 @@ def _build(
 ) -> PreTrainedModel:
     """As `load_model` and the engines prepare a model, on the meta device."""
     hf_config = copy.deepcopy(read_config(path, trust_remote_code=config.trust_remote_code))
-    switch_dropout_off(hf_config)
-    if architecture == "scorer":
-        hf_config.num_labels = 1
-    auto: Any = AutoModelForCausalLM if architecture == "causal_lm" else AutoModelForSequenceClassification
-    attention = "sdpa" if config.attention.startswith("flash") else config.attention
+    adapt_config(hf_config, architecture)
+    # Flash attention refuses the meta device; what it keeps is the same.
+    config = replace(config, attention="sdpa") if config.attention.startswith("flash") else config
     with quiet_transformers(), torch.device("meta"):
-        lm = auto.from_config(
-            hf_config, dtype=dtype, attn_implementation=None if attention == "auto" else attention,
+        lm = AUTO_CLASS[architecture].from_config(
+            hf_config, dtype=dtype, attn_implementation=None if config.attention == "auto" else config.attention,
             trust_remote_code=config.trust_remote_code,
         )  # fmt: skip
-        if attention in ("auto", "sdpa"):
-            use_packing(lm)
-        if config.gradient_checkpointing:
-            lm.gradient_checkpointing_enable({"use_reentrant": False})
-        if lora is None:
-            lm.requires_grad_(False)
-        elif lora.rank > 0:
-            add_lora(lm, lora, architecture, seed=0)
-            lm.to(dtype=dtype)
+        adapt_model(lm, config)
+        choose_trained(lm, lora, architecture, seed=0)
     lm.train(lora is not None)
     return lm  # type: ignore[no-any-return]
 

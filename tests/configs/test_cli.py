@@ -149,6 +149,8 @@ def test_ppo_rules() -> None:
         parse_config(PPOConfig, ["--ppo.gamma", "2"])
     with pytest.raises(UserError, match="--steps takes sft, reward and ppo, comma-separated, got 'sft,dpo'"):
         parse_config(PipelineConfig, ["--steps", "sft,dpo"])
+    with pytest.raises(UserError, match="launcher.hostfile must name a file, absent does not exist"):
+        parse_config(PipelineConfig, ["--launcher.hostfile", "absent"])
     assert parse_config(PipelineConfig, ["--steps", "ppo, sft"]).step_names == ["sft", "ppo"]
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.engines.ranks import run_main
 
 TOLERANCE = 1e-4
 STEPS = {
@@ -52,20 +51,11 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> P
 def launch(
     name: str, workspace: Path, *, ranks: int, stage: int, micro: str, extra: list[str] | None = None
 ) -> list[dict[str, Any]]:
-    """Run three updates of a step in its own processes; the lines of metrics.jsonl."""
+    """Three updates of a step; the lines of metrics.jsonl."""
     output = workspace / f"{name}-{ranks}-{stage}-{micro}{'-x' if extra else ''}".replace(" ", "")
     if not (output / "finished.json").exists():
-        module = STEPS[name][0]
-        command = [sys.executable, "-m", module]
-        if ranks > 1:
-            launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-            command = [sys.executable, "-m", *launcher, "-m", module]
-        done = subprocess.run(
-            [*command, *options(name, workspace, stage, micro), "--output_dir", str(output), *(extra or [])],
-            capture_output=True, text=True, timeout=300,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        line = [*options(name, workspace, stage, micro), "--output_dir", str(output), *(extra or [])]
+        run_main(STEPS[name][0], ranks, line)
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -76,7 +76,9 @@ def test_no_rank_holds_a_whole_model(models: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "65536")
     size = sum(file.stat().st_size for file in (models / "big").glob("*.safetensors"))
     assert size > 3e8
-    for loading, saving in run_ranks(measure, 2, tmp_path / "r", models / "big", tmp_path / "saved", 3):
+    for loading, saving in run_ranks(
+        measure, 2, tmp_path / "r", models / "big", tmp_path / "saved", 3, start_method="spawn"
+    ):
         # its own half, and a part that is gathered at a time
         assert loading < 0.65 * size, f"{loading / size:.2f} of the model while loading"
         assert saving < 0.25 * size, f"{saving / size:.2f} of the model while saving"
