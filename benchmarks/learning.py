@@ -130,6 +130,28 @@ def draw(named: Mapping[str, Sequence[Mapping[str, float]]], title: str, file: P
     pyplot.close(figure)
 
 
+def draw_frontier(rows: Sequence[Mapping[str, Any]], title: str, file: Path) -> None:
+    """Held-out score against KL from the reference after training, a point a run, if matplotlib is there."""
+    try:
+        from matplotlib import pyplot
+    except ImportError:
+        return
+    figure, axes = pyplot.subplots(figsize=(5, 4))
+    for name in dict.fromkeys(row["variant"] for row in rows):
+        score, kl = (
+            [row["after"] for row in rows if row["variant"] == name and row["metric"] == metric]
+            for metric in ("eval/scores", "eval/kl")
+        )
+        axes.scatter(kl, score, label=name)
+    start = statistics.fmean(row["before"] for row in rows if row["metric"] == "eval/scores")
+    axes.axhline(start, linestyle=":", color="grey", label="before")
+    axes.set(xlabel="KL from the reference, nats an answer", ylabel="held-out score", title=title)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+    pyplot.close(figure)
+
+
 def last(curves: Sequence[Curve], steps: int = 10) -> list[float]:
     """Each run's mean over its last steps."""
     return [statistics.fmean([curve[step] for step in sorted(curve)[-steps:]]) for curve in curves]
@@ -140,14 +162,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=("copy", "demo", "reasoning"), default="copy")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--steps", type=int, help="none: 100 of copy, 16 of demo, 40 of reasoning")
+    parser.add_argument("--steps", type=int, help="none: 100 of copy, 16 of demo, 24 of reasoning")
     parser.add_argument("--ablations", action="store_true")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="runs at a time")
     parser.add_argument("--demo", type=Path, default=Path("output"), help="what `make demo` wrote")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/learning"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    steps = options.steps or {"copy": 100, "demo": 16, "reasoning": 40}[options.task]
+    steps = options.steps or {"copy": 100, "demo": 16, "reasoning": 24}[options.task]
     with tempfile.TemporaryDirectory() as folder:
         variants: dict[str, tuple[Task, dict[str, Any]]]
         if options.task == "copy":
@@ -175,6 +197,7 @@ def main() -> None:
         write(rows, options.out / f"{title}_{name.replace(' ', '_').replace(',', '')}.csv")
     if held_out:
         write(held_out, options.out / f"{title}_held_out.csv")
+        draw_frontier(held_out, f"{options.task}, held-out prompts", options.out / f"{title}_frontier.png")
     draw(found, f"{options.task}, {len(options.seeds)} seeds", options.out / f"{title}.png")
 
 

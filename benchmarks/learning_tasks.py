@@ -3,7 +3,7 @@
 `copy` needs nothing but this repository: a Llama of 0.1M random weights sees four letters and is rewarded by the share
 of its eight tokens that repeat the first of them. The best score is 1; a random policy has about 0.1.
 `demo` is SmolLM2-135M on the demo's learned reward; it takes the folders that `make demo` leaves.
-`reasoning` is SmolLM2-135M on needles in haystacks of reasoning-gym (extra `bench`): right answers to fresh ones.
+`reasoning` is SmolLM2-135M on family relations of reasoning-gym (extra `bench`): right answers to fresh questions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hybrid_rlhf.runtime.world import solo_world
 DEMO = Path(__file__).parents[1] / "hybrid_rlhf" / "configs" / "demo.yaml"
 LETTERS = "abcdefgh"
 COPY_TOKENS = 8
-REASONING_TASK = "needle_haystack"
+REASONING_TASK = "family_relationships"
 
 
 @dataclass(frozen=True)
@@ -117,9 +117,9 @@ def demo_task(folder: Path, *, steps: int, kl_coef: float) -> Task:
 
 
 def reasoning_task(folder: Path, *, steps: int) -> Task:
-    """SmolLM2-135M says who of two or three does something, by name; actor and critic are adapters on one base.
+    """SmolLM2-135M says how two of a family of three are related; actor and critic are adapters on one base.
 
-    It has to learn that an answer is a name alone from somewhere: 128 instances of step 1, none of them seen again.
+    That an answer is one word it has from 64 instances of step 1, none of them seen again.
     """
     import reasoning_gym
 
@@ -129,15 +129,15 @@ def reasoning_task(folder: Path, *, steps: int) -> Task:
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder / "model")
     instances = reasoning_gym.create_dataset(
-        REASONING_TASK, size=128 + 2048, seed=0, min_num_statements=2, max_num_statements=3
+        REASONING_TASK, size=64 + 2048, seed=0, min_family_size=3, max_family_size=3
     )
     questions = {item["question"]: item for item in instances}  # what is held out is fresh
     rows = [
         {"prompt": text, "entry": json.dumps(item, default=str), "completion": item["answer"]}
         for text, item in questions.items()
     ]
-    _write(folder / "first.jsonl", rows[:128])
-    _write(folder / "prompts.jsonl", rows[128:])
+    _write(folder / "first.jsonl", rows[:64])
+    _write(folder / "prompts.jsonl", rows[64:])
     adapters = {"rank": 16, "alpha": 32}
     first = {
         "output_dir": str(folder / "sft"), "model": {"path": str(folder / "model")}, "lora": adapters,
@@ -148,14 +148,14 @@ def reasoning_task(folder: Path, *, steps: int) -> Task:
     entry = [sys.executable, "training/step1_sft/main.py", "--config", str(folder / "sft.yaml")]
     subprocess.run(entry, cwd=DEMO.parents[2], check=True, capture_output=True)
     config = {
-        "actor": {"path": str(folder / "sft"), "lora": adapters, "optimizer": _optimizer(1e-3)},
+        "actor": {"path": str(folder / "sft"), "lora": adapters, "optimizer": _optimizer(5e-4)},
         "critic": {"share_base": True, "lora": adapters, "optimizer": _optimizer(1e-3)},
         "reward": {"parts": [{"function": "benchmarks.learning_tasks:checked"}]},
         "data": {
-            "sources": [str(folder / "prompts.jsonl")], "eval_fraction": 256 / len(rows[128:]), "max_eval_rows": 256,
+            "sources": [str(folder / "prompts.jsonl")], "eval_fraction": 144 / len(rows[64:]), "max_eval_rows": 144,
             "cache_dir": str(folder / "cache"),
         },
-        "rollout": {"prompts_per_step": 16, "samples_per_prompt": 4, "max_prompt_tokens": 96, "max_new_tokens": 8},
+        "rollout": {"prompts_per_step": 48, "max_prompt_tokens": 64, "max_new_tokens": 4},
         "ppo": {"kl_coef": 0.005, "epochs": 1, "mini_batches": 2},
         "train": {"max_steps": steps, "epochs": 100},
     }  # fmt: skip
