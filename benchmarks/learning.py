@@ -162,14 +162,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=("copy", "demo", "reasoning"), default="copy")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--steps", type=int, help="none: 100 of copy, 16 of demo, 24 of reasoning")
+    parser.add_argument("--steps", type=int, help="none: 100 of copy, 16 of demo, 20 of reasoning")
     parser.add_argument("--ablations", action="store_true")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="runs at a time")
     parser.add_argument("--demo", type=Path, default=Path("output"), help="what `make demo` wrote")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/learning"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    steps = options.steps or {"copy": 100, "demo": 16, "reasoning": 24}[options.task]
+    steps = options.steps or {"copy": 100, "demo": 16, "reasoning": 20}[options.task]
     with tempfile.TemporaryDirectory() as folder:
         variants: dict[str, tuple[Task, dict[str, Any]]]
         if options.task == "copy":
