@@ -7,8 +7,9 @@ Time: forward and backward of log-probs of all tokens but the first half of the 
 matrix products of the real tokens alone (three of each weight: forward, and two in backward), in turn in one run;
 medians after a warm-up. Padded is what most trainers do: rows as they come, padded to the longest.
 
-Memory: a batch of 32 x 256 real tokens, activations checkpointed, in a process of its own for each path: the most that
-was resident, beyond what was before the step (`own`), and in all.
+Memory: a batch of 32 x 256 real tokens, activations checkpointed, in a process of its own for each path: tensors alive
+at the most, weights and gradients among them (what a GPU's allocator would count); and the most that was resident,
+beyond what was before the step (`own`), and in all.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from hybrid_rlhf.models.loading import load_model
 from hybrid_rlhf.models.policy import Policy
 from hybrid_rlhf.models.sources import resolve_model
 from hybrid_rlhf.runtime.host_memory import MALLOC_ENVIRONMENT, keep_freed_memory
+from hybrid_rlhf.runtime.live_bytes import LiveBytes
 from hybrid_rlhf.runtime.world import default_device, default_dtype, solo_world
 
 DEVICE = default_device()
@@ -114,12 +116,18 @@ def peak_gib(path: str, model: str, told: multiprocessing.connection.Connection)
     before = _resident_gib()
     if DEVICE.type == "cpu":
         Path("/proc/self/clear_refs").write_text("5")  # the peak of loading is not the step's
-    (step if path == "chunked" else naive_step)(actor, ids, mask)
+    take = step if path == "chunked" else naive_step
+    take(actor, ids, mask)
     if DEVICE.type == "cuda":
         peak = torch.cuda.max_memory_allocated() / 2**30
     else:
         peak = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 2**20
-    told.send({"peak_gib": peak, "own_gib": peak - before})
+    counter = LiveBytes(DEVICE.type)
+    for tensor in (*actor.parameters(), *actor.buffers()):
+        counter.count(tensor.detach())
+    with counter:
+        take(actor, ids, mask)
+    told.send({"tensors_gib": counter.peak / 2**30, "peak_gib": peak, "own_gib": peak - before})
 
 
 def _resident_gib() -> float:
@@ -169,6 +177,7 @@ def main() -> None:
         "share_of_products": medians["matrix products"] / medians["packed"], "memory": memory,
         "memory_ratio": memory["chunked"]["peak_gib"] / memory["naive"]["peak_gib"],
         "own_memory_ratio": memory["chunked"]["own_gib"] / memory["naive"]["own_gib"],
+        "tensors_ratio": memory["chunked"]["tensors_gib"] / memory["naive"]["tensors_gib"],
     }  # fmt: skip
     print(f"{options.rows} rows up to {options.longest}, {tokens} real tokens ({report['share_real']:.0%} of padded), "
           f"{DTYPE}, {DEVICE.type}, {torch.get_num_threads()} threads, torch {torch.__version__}")  # fmt: skip
@@ -176,8 +185,10 @@ def main() -> None:
         print(f"{name:16} {tokens / median:8.1f} real tokens/s  {median:7.3f} s")
     print(f"packed is {report['packed_over_padded']:.2f} x padded, {report['share_of_products']:.0%} of the products")
     for path, told in memory.items():
-        print(f"32 x 256, {path:8} {told['peak_gib']:6.2f} GiB, the step's own {told['own_gib']:6.2f} GiB")
-    print(f"chunked takes {report['memory_ratio']:.2f} of naive, of the step's own {report['own_memory_ratio']:.2f}")
+        print(f"32 x 256, {path:8} tensors {told['tensors_gib']:5.2f} GiB, resident {told['peak_gib']:5.2f} GiB, "
+              f"of it the step's own {told['own_gib']:5.2f} GiB")  # fmt: skip
+    print(f"chunked takes {report['tensors_ratio']:.2f} of naive in tensors, {report['memory_ratio']:.2f} resident, "
+          f"{report['own_memory_ratio']:.2f} of the step's own")  # fmt: skip
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
 
