@@ -10,7 +10,7 @@ demo: $(VENV)/.demo
 	$(VENV)/bin/python train.py $(ARGS)
 
 test: $(VENV)/.test
-	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -n logical --maxprocesses 4 --dist loadfile $(ARGS)
+	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -n logical --maxprocesses 4 --dist loadgroup $(ARGS)
 
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check .

@@ -197,7 +197,8 @@ def main() -> None:
         write(rows, options.out / f"{title}_{name.replace(' ', '_').replace(',', '')}.csv")
     if held_out:
         write(held_out, options.out / f"{title}_held_out.csv")
-        draw_frontier(held_out, f"{options.task}, held-out prompts", options.out / f"{title}_frontier.png")
+        if len(variants) > 1:
+            draw_frontier(held_out, f"{options.task}, held-out prompts", options.out / f"{title}_frontier.png")
     draw(found, f"{options.task}, {len(options.seeds)} seeds", options.out / f"{title}.png")
 
 

@@ -25,6 +25,13 @@ from tests.tiny import tiny_model, tiny_tokenizer
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Files run side by side, but for those of algorithms/: they share a process group, and a process makes one once."""
+    for item in items:
+        folder = item.path.parent.name
+        item.add_marker(pytest.mark.xdist_group(folder if folder == "algorithms" else str(item.path)))
+
+
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
     return tiny_tokenizer()

@@ -32,7 +32,7 @@ from hybrid_rlhf.configs.sections import ModelConfig, ZeroConfig
 from hybrid_rlhf.engines.builder import EngineSpec, build_engine
 from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.models.tokenizers import load_tokenizer
-from hybrid_rlhf.runtime.world import World, close_world, init_world, solo_world
+from hybrid_rlhf.runtime.world import World, solo_world
 from tests.engines.ranks import run_ranks
 from tests.tiny import tiny_config, tiny_tokenizer
 
@@ -49,12 +49,6 @@ MICRO: list[list[int | None]] = [[4, 0], [2, None], [1, 3]]
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "FIRST_WAIT_SECONDS", 0.01)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    yield init_world()
-    close_world()
 
 
 def sequences(rows: Sequence[Sequence[int]] = ((5,),) * 5, prompt: int = 0) -> Sequences:
