@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def with_bare_plan(words: Sequence[str]) -> list[str]:
     """The words of the line, where --plan may stand without a value."""
-    following = [*words[1:], "--"]
+    following = [*words, "--"][1:]
     bare = [word == "--plan" and after.startswith("--") for word, after in zip(words, following, strict=True)]
     return ["--plan=true" if alone else word for word, alone in zip(words, bare, strict=True)]
 

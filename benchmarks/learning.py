@@ -199,7 +199,7 @@ def main() -> None:
         write(held_out, options.out / f"{title}_held_out.csv")
         if len(variants) > 1:
             draw_frontier(held_out, f"{options.task}, held-out prompts", options.out / f"{title}_frontier.png")
-    draw(found, f"{options.task}, {len(options.seeds)} seeds", options.out / f"{title}.png")
+    draw(found, f"{options.task}, seeds {' '.join(map(str, options.seeds))}", options.out / f"{title}.png")
 
 
 def report(name: str, curves: Sequence[Curve], rows: Sequence[Mapping[str, float]], task: Task) -> None:

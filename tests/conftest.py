@@ -26,7 +26,7 @@ torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Files run side by side, but for those of algorithms/: they share a process group, and a process makes one once."""
+    """Files run side by side; those of algorithms/ share a process group, and a process can make only one."""
     for item in items:
         folder = item.path.parent.name
         item.add_marker(pytest.mark.xdist_group(folder if folder == "algorithms" else str(item.path)))

@@ -19,6 +19,7 @@ from hybrid_rlhf.configs.ppo import PPOConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.sections import DataSource
 from hybrid_rlhf.configs.sft import SFTConfig
+from train import with_bare_plan
 
 CONFIGS = [SFTConfig, RewardConfig, PPOConfig, PipelineConfig]
 
@@ -179,3 +180,10 @@ def test_parsing_and_help_load_no_torch() -> None:
         assert text in " ".join(done.stdout.split())
     options = set(re.findall(r"^  (--[\w.+]+)", done.stdout, re.MULTILINE))
     assert options == {"--config", *(f"--{key}" for key in dotted_keys(PPOConfig))}
+
+
+def test_plan_may_stand_bare_and_the_line_may_be_empty() -> None:
+    assert with_bare_plan([]) == []
+    assert with_bare_plan(["--plan"]) == ["--plan=true"]
+    assert with_bare_plan(["--plan", "--seed", "1"]) == ["--plan=true", "--seed", "1"]
+    assert with_bare_plan(["--plan", "false", "--seed", "1"]) == ["--plan", "false", "--seed", "1"]
