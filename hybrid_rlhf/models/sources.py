@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import io
 import logging
 import os
 import shutil
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,8 +97,10 @@ def _try_dequantise(source: Path, target: Path) -> str | None:
         return f"reading {source.name} needs the package gguf, which is not installed: pip install gguf"
     logger.info("dequantising %s once into %s", source.name, target)
     beside = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    # transformers shows a bar that nothing switches off; in a log it is a line a moment.
+    shown = contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())
     try:
-        with quiet_transformers():
+        with quiet_transformers(), shown:
             model = AutoModelForCausalLM.from_pretrained(str(source.parent), gguf_file=source.name, dtype=torch.float32)
             tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
             if hasattr(model.config, "quantization_config"):
