@@ -26,7 +26,7 @@ from hybrid_rlhf.engines.partition import whole_tensors
 from hybrid_rlhf.runtime.world import World
 from tests.engines.ranks import run_ranks
 
-SEEDS = (0, 1)
+SEEDS = (0, 1, 2)
 TOLERANCE = 1e-5
 PADDED, PACKED = "eager", "auto"
 PLAIN = (0, PADDED, MicroBatches(rows=9, tokens=8192))

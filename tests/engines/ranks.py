@@ -10,6 +10,7 @@ import os
 import pickle
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from multiprocessing import get_context
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import multiprocessing
 
+_LIMIT_SECONDS = 300
 get_context("forkserver").set_forkserver_preload(["hybrid_rlhf.algorithms.wiring", "hybrid_rlhf.engines.builder"])
 
 
@@ -47,9 +49,15 @@ def _start(target: Callable[..., None], ranks: int, start_method: str, *argument
         **os.environ, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
-    multiprocessing.start_processes(
-        _enter, args=(environment, target, arguments), nprocs=ranks, start_method=start_method
+    started = multiprocessing.start_processes(
+        _enter, args=(environment, target, arguments), nprocs=ranks, start_method=start_method, join=False
     )
+    deadline = time.monotonic() + _LIMIT_SECONDS
+    while not started.join(timeout=1.0):  # whether all have ended; raises where one failed
+        if time.monotonic() > deadline:
+            for process in started.processes:
+                process.kill()
+            raise TimeoutError(f"ranks were not done within {_LIMIT_SECONDS} s")
 
 
 def _enter(rank: int, environment: Mapping[str, str], target: Callable[..., None], arguments: tuple[Any, ...]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from hybrid_rlhf.configs.sections import LoraConfig, ModelConfig, OptimizerConfig, ZeroConfig
@@ -56,8 +57,9 @@ def offloaded_activations(world: World, path: Path) -> dict[str, Any]:
     return told
 
 
-def test_activations_come_back_from_the_host_as_they_were(model_folder: Path, tmp_path: Path) -> None:
-    for told in run_ranks(offloaded_activations, 2, tmp_path, model_folder):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_activations_come_back_from_the_host_as_they_were(ranks: int, model_folder: Path, tmp_path: Path) -> None:
+    for told in run_ranks(offloaded_activations, ranks, tmp_path, model_folder):
         for name, (plain, offloaded, moved, weights) in told.items():
             assert plain == offloaded, name
             assert moved > 0 and weights == 0, name
@@ -124,5 +126,6 @@ def critics(world: World, path: Path) -> bool:
     return True
 
 
-def test_a_critic_may_be_a_second_adapter(model_folder: Path, tmp_path: Path) -> None:
-    assert all(run_ranks(critics, 2, tmp_path, model_folder))
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_critic_may_be_a_second_adapter(ranks: int, model_folder: Path, tmp_path: Path) -> None:
+    assert all(run_ranks(critics, ranks, tmp_path, model_folder))
