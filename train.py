@@ -19,7 +19,7 @@ from typing import Any
 
 from hybrid_rlhf.configs.cli import parse_config, read_config, save_config, user_errors
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.pipeline import STEP_NAMES, PipelineConfig
+from hybrid_rlhf.configs.pipeline import STEP_NAMES, PipelineConfig, has_model
 from hybrid_rlhf.configs.sections import StepConfig
 from hybrid_rlhf.runtime.host_memory import MALLOC_ENVIRONMENT
 
@@ -101,17 +101,13 @@ def step_config(name: str, config: PipelineConfig) -> Any:
         return replace(step, actor=actor, reward=replace(step.reward, path=path))
     # InstructGPT's reward model starts from the SFT model; so does ours where there is one.
     start = (
-        sft_folder if name == "reward" and ("sft" in config.step_names or _has_model(sft_folder)) else config.base_model
+        sft_folder if name == "reward" and ("sft" in config.step_names or has_model(sft_folder)) else config.base_model
     )
     return replace(step, model=replace(step.model, path=step.model.path or start))
 
 
 def _is_default(step: StepConfig) -> bool:
     return step.output_dir == type(step)().output_dir
-
-
-def _has_model(folder: str) -> bool:
-    return (Path(folder) / "config.json").is_file()
 
 
 def run_step(name: str, step: Any, config: PipelineConfig) -> None:

@@ -13,25 +13,22 @@ plus and minus three of their deviations.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
+import importlib.util
 import json
 import math
 import os
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import yaml
+from benchmarks.learning_tasks import REASONING_TASK, Task, copy_task, demo_task, reasoning_task, run_step
 
-from benchmarks.learning_tasks import REASONING_TASK, Task, copy_task, demo_task, reasoning_task
-
-ROOT = Path(__file__).parents[1]
 ABLATIONS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "advantages not whitened": {"ppo": {"whiten_advantages": False}},
@@ -57,17 +54,10 @@ def run(task: Task, changes: Mapping[str, Any], seed: int, threads: int) -> Line
     config |= {
         "seed": seed, "output_dir": str(folder / "run"), "logging": {"tensorboard": False, "samples_every": 0},
     }  # fmt: skip
-    (folder / "ppo.yaml").write_text(yaml.safe_dump(config))
     entry = ["training/step3_ppo/main.py"]
     if "fault" in changes:
         entry = ["-m", "benchmarks.learning_faults", str(changes["fault"])]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads)}
-    done = subprocess.run(
-        [sys.executable, *entry, "--config", str(folder / "ppo.yaml")],
-        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if done.returncode:
-        raise SystemExit(f"a run ended with {done.returncode}: {done.stderr[-2000:]}")
+    run_step(entry, config, folder / "ppo.yaml", threads=threads)
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     shutil.rmtree(folder)
     return lines
@@ -111,45 +101,41 @@ def write(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
             )
 
 
-def draw(named: Mapping[str, Sequence[Mapping[str, float]]], title: str, file: Path) -> None:
-    """Mean curves with their bands, if matplotlib is there."""
-    try:
-        from matplotlib import pyplot
-    except ImportError:
-        print(f"no matplotlib, so no {file.name}: pip install '.[bench]'")
-        return
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    for name, rows in named.items():
-        steps, means = [row["step"] for row in rows], [row["mean"] for row in rows]
-        axes.plot(steps, means, label=name)
-        axes.fill_between(steps, [row["lowest"] for row in rows], [row["highest"] for row in rows], alpha=0.2)
-    axes.set(xlabel="step", ylabel="mean score", title=title)
+@contextlib.contextmanager
+def picture(file: Path, size: tuple[float, float], **labels: str) -> Iterator[Any]:
+    """Axes to draw on, saved at the end."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=size)
+    yield axes
+    axes.set(**labels)
     axes.legend()
     figure.tight_layout()
     figure.savefig(file, dpi=110)
     pyplot.close(figure)
+
+
+def draw(named: Mapping[str, Sequence[Mapping[str, float]]], title: str, file: Path) -> None:
+    """Mean curves with their bands."""
+    with picture(file, (7, 4), xlabel="step", ylabel="mean score", title=title) as axes:
+        for name, rows in named.items():
+            steps, means = [row["step"] for row in rows], [row["mean"] for row in rows]
+            axes.plot(steps, means, label=name)
+            axes.fill_between(steps, [row["lowest"] for row in rows], [row["highest"] for row in rows], alpha=0.2)
 
 
 def draw_frontier(rows: Sequence[Mapping[str, Any]], title: str, file: Path) -> None:
-    """Held-out score against KL from the reference after training, a point a run, if matplotlib is there."""
-    try:
-        from matplotlib import pyplot
-    except ImportError:
-        return
-    figure, axes = pyplot.subplots(figsize=(5, 4))
-    for name in dict.fromkeys(row["variant"] for row in rows):
-        score, kl = (
-            [row["after"] for row in rows if row["variant"] == name and row["metric"] == metric]
-            for metric in ("eval/scores", "eval/kl")
-        )
-        axes.scatter(kl, score, label=name)
-    start = statistics.fmean(row["before"] for row in rows if row["metric"] == "eval/scores")
-    axes.axhline(start, linestyle=":", color="grey", label="before")
-    axes.set(xlabel="KL from the reference, nats an answer", ylabel="held-out score", title=title)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(file, dpi=110)
-    pyplot.close(figure)
+    """Held-out score against KL from the reference after training, a point a run."""
+    labels = {"xlabel": "KL from the reference, nats an answer", "ylabel": "held-out score", "title": title}
+    with picture(file, (5, 4), **labels) as axes:
+        for name in dict.fromkeys(row["variant"] for row in rows):
+            score, kl = (
+                [row["after"] for row in rows if row["variant"] == name and row["metric"] == metric]
+                for metric in ("eval/scores", "eval/kl")
+            )
+            axes.scatter(kl, score, label=name)
+        start = statistics.fmean(row["before"] for row in rows if row["metric"] == "eval/scores")
+        axes.axhline(start, linestyle=":", color="grey", label="before")
 
 
 def last(curves: Sequence[Curve], steps: int = 10) -> list[float]:
@@ -197,8 +183,11 @@ def main() -> None:
         write(rows, options.out / f"{title}_{name.replace(' ', '_').replace(',', '')}.csv")
     if held_out:
         write(held_out, options.out / f"{title}_held_out.csv")
-        if len(variants) > 1:
-            draw_frontier(held_out, f"{options.task}, held-out prompts", options.out / f"{title}_frontier.png")
+    if importlib.util.find_spec("matplotlib") is None:
+        print(f"no matplotlib, so no {title}.png: pip install '.[bench]'")
+        return
+    if held_out and len(variants) > 1:
+        draw_frontier(held_out, f"{options.task}, held-out prompts", options.out / f"{title}_frontier.png")
     draw(found, f"{options.task}, seeds {' '.join(map(str, options.seeds))}", options.out / f"{title}.png")
 
 

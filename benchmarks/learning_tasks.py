@@ -9,11 +9,12 @@ of its eight tokens that repeat the first of them. The best score is 1; a random
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ from benchmarks.ppo_step import TEMPLATE
 from hybrid_rlhf.models.sources import resolve_model
 from hybrid_rlhf.runtime.world import solo_world
 
-DEMO = Path(__file__).parents[1] / "hybrid_rlhf" / "configs" / "demo.yaml"
+ROOT = Path(__file__).parents[1]
+DEMO = ROOT / "hybrid_rlhf" / "configs" / "demo.yaml"
 LETTERS = "abcdefgh"
 COPY_TOKENS = 8
 REASONING_TASK = "family_relationships"
@@ -136,23 +138,22 @@ def reasoning_task(folder: Path, *, steps: int) -> Task:
         {"prompt": text, "entry": json.dumps(item, default=str), "completion": item["answer"]}
         for text, item in questions.items()
     ]
-    _write(folder / "first.jsonl", rows[:64])
-    _write(folder / "prompts.jsonl", rows[64:])
+    shown, fresh = rows[:64], rows[64:]
+    _write(folder / "first.jsonl", shown)
+    _write(folder / "prompts.jsonl", fresh)
     adapters = {"rank": 16, "alpha": 32}
     first = {
         "output_dir": str(folder / "sft"), "model": {"path": str(folder / "model")}, "lora": adapters,
         "optimizer": {"lr": 1e-3}, "data": {"sources": [str(folder / "first.jsonl")], "eval_fraction": 0.0},
         "train": {"global_batch_size": 16}, "logging": {"tensorboard": False},
     }  # fmt: skip
-    (folder / "sft.yaml").write_text(yaml.safe_dump(first))
-    entry = [sys.executable, "training/step1_sft/main.py", "--config", str(folder / "sft.yaml")]
-    subprocess.run(entry, cwd=DEMO.parents[2], check=True, capture_output=True)
+    run_step(["training/step1_sft/main.py"], first, folder / "sft.yaml")
     config = {
         "actor": {"path": str(folder / "sft"), "lora": adapters, "optimizer": _optimizer(5e-4)},
         "critic": {"share_base": True, "lora": adapters, "optimizer": _optimizer(1e-3)},
         "reward": {"parts": [{"function": "benchmarks.learning_tasks:checked"}]},
         "data": {
-            "sources": [str(folder / "prompts.jsonl")], "eval_fraction": 144 / len(rows[64:]), "max_eval_rows": 144,
+            "sources": [str(folder / "prompts.jsonl")], "eval_fraction": 144 / len(fresh), "max_eval_rows": 144,
             "cache_dir": str(folder / "cache"),
         },
         "rollout": {"prompts_per_step": 48, "max_prompt_tokens": 64, "max_new_tokens": 4},
@@ -160,6 +161,18 @@ def reasoning_task(folder: Path, *, steps: int) -> Task:
         "train": {"max_steps": steps, "epochs": 100},
     }  # fmt: skip
     return Task(config, optimum=None, held_out=("eval/scores", "eval/kl"), is_accuracy=True)
+
+
+def run_step(entry: Sequence[str], config: Mapping[str, Any], file: Path, *, threads: int | None = None) -> None:
+    """A step in a process of its own; its config is written to the file. Ends with what the step said if it fails."""
+    file.write_text(yaml.safe_dump(dict(config)))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    if threads is not None:
+        environment["OMP_NUM_THREADS"] = str(threads)
+    line = [sys.executable, *entry, "--config", str(file)]
+    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"a run ended with {done.returncode}: {done.stderr[-2000:]}")
 
 
 def _optimizer(lr: float) -> dict[str, Any]:

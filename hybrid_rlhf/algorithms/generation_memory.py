@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hybrid_rlhf.configs.ppo import RolloutConfig
-from hybrid_rlhf.generation.engine import CAPACITY_GRANULE, FREE_SHARE, MAX_BATCH_ROWS, PREFILL_TOKENS
+from hybrid_rlhf.generation.engine import FREE_SHARE, MAX_BATCH_ROWS, PREFILL_TOKENS, slot_tokens
 from hybrid_rlhf.generation.families import FAMILIES
 from hybrid_rlhf.models.shapes import Elements, ShapedModel
 
@@ -74,8 +74,7 @@ def _sizes(model: ShapedModel, tensor_parallel: int) -> _Sizes:
 
 
 def _capacity(rollout: RolloutConfig, device: torch.device) -> int:
-    granule = CAPACITY_GRANULE[device.type]
-    return -(-(rollout.max_prompt_tokens + rollout.max_new_tokens) // granule) * granule
+    return slot_tokens(rollout.max_prompt_tokens + rollout.max_new_tokens, device)
 
 
 def slot_bytes(model: ShapedModel, rollout: RolloutConfig, *, dtype: torch.dtype, device: torch.device) -> float:

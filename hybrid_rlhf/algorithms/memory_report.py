@@ -16,7 +16,7 @@ import torch
 
 from hybrid_rlhf.algorithms.memory_plan import AnyStep, Machine, Phase, Planner
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.pipeline import PipelineConfig
+from hybrid_rlhf.configs.pipeline import PipelineConfig, has_model
 from hybrid_rlhf.configs.ppo import PPOConfig
 
 Settings = dict[str, Any]
@@ -37,7 +37,7 @@ def report(config: PipelineConfig, steps: Mapping[str, AnyStep]) -> tuple[list[s
         lines, and whether everything fits.
     """
     machine = this_machine(config)
-    starts = {step.output_dir: str(config.base_model) for step in steps.values() if not _has_model(step.output_dir)}
+    starts = {step.output_dir: str(config.base_model) for step in steps.values() if not has_model(step.output_dir)}
     planner = Planner(machine, starts=starts)
     host = "" if machine.host_bytes is None else f", {_gib(machine.host_bytes)} of host memory"
     lines = [
@@ -118,11 +118,9 @@ def _options(config: AnyStep, ranks: int) -> Iterator[Settings]:
         yield {"model.gradient_checkpointing": True, "model.activation_offload": True}
     yield from _role_options(config, ranks)
     if isinstance(config, PPOConfig):
-        cache_gib = 8.0
-        while cache_gib >= 0.5:
+        for cache_gib in (8.0, 4.0, 2.0, 1.0, 0.5):
             if config.rollout.kv_cache_gib is None or config.rollout.kv_cache_gib > cache_gib:
                 yield {"rollout.kv_cache_gib": cache_gib}
-            cache_gib /= 2
         for key in ("offload_frozen", "offload_states"):
             if not getattr(config.rollout, key):
                 yield {f"rollout.{key}": True}
@@ -185,7 +183,3 @@ def _line(phase: Phase) -> str:
 
 def _gib(value: float) -> str:
     return f"{value / 2**30:.2f}"
-
-
-def _has_model(folder: str) -> bool:
-    return (Path(folder) / "config.json").is_file()

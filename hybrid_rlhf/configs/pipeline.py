@@ -85,3 +85,8 @@ class PipelineConfig:
         """The steps to run, in the order of the pipeline."""
         named = [name.strip() for name in self.steps.split(",") if name.strip()]
         return sorted(named, key=lambda name: STEP_NAMES.index(name) if name in STEP_NAMES else -1)  # type: ignore[arg-type]
+
+
+def has_model(folder: str) -> bool:
+    """Whether a step left its model there."""
+    return (Path(folder) / "config.json").is_file()

@@ -41,8 +41,14 @@ PREFILL_TOKENS = {"cpu": 2048, "cuda": 16384}
 """Tokens of prompts read at once."""
 MAX_BATCH_ROWS = 256
 """Completions decoded together, at most."""
-CAPACITY_GRANULE = {"cpu": 1, "cuda": 128}
+_CAPACITY_GRANULE = {"cpu": 1, "cuda": 128}
 """Slots are rounded up to it, so that the next rollout finds room in the same ones."""
+
+
+def slot_tokens(needed: int, device: torch.device) -> int:
+    """Tokens of a slot for sequences of up to so many."""
+    granule = _CAPACITY_GRANULE[device.type]
+    return -(-needed // granule) * granule
 
 
 class GenerationEngine:
@@ -229,8 +235,7 @@ class GenerationEngine:
         ):
             return self.workspace
         self.workspace = None  # its memory counts as free
-        granule = CAPACITY_GRANULE[decoder.world.device.type]
-        capacity = min(-(-needed // granule) * granule, a.max_positions or sys.maxsize)
+        capacity = min(slot_tokens(needed, decoder.world.device), a.max_positions or sys.maxsize)
         slot_bytes = capacity * bytes_per_token(a, decoder.split, decoder.dtype)
         budget = self._kv_budget_bytes(decoder.world)
         slots = min(wanted_slots, int(budget // slot_bytes))

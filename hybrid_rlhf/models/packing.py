@@ -72,10 +72,11 @@ def pack(lm: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Pack
         return Packed({"input_ids": input_ids[real][None], "position_ids": position_ids(real)[real][None]}, None)
     sizes = real.sum(dim=1).tolist()
     rows = sorted(range(len(sizes)), key=lambda row: -sizes[row])
-    groups = _groups([sizes[row] for row in rows], least_saving=_LEAST_SAVING[real.device.type])
+    longest_first = [sizes[row] for row in rows]
+    groups = _groups(longest_first, least_saving=_LEAST_SAVING[real.device.type])
     order = None
     if len(groups) > 1:
-        sizes = [sizes[row] for row in rows]
+        sizes = longest_first
         place = torch.empty_like(real, dtype=torch.long)
         place[rows] = real[rows].flatten().cumsum(dim=0).view(real.shape) - 1
         order = place[real]

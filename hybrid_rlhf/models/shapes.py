@@ -17,11 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections import LoraConfig, ModelConfig
