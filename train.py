@@ -22,6 +22,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.pipeline import STEP_NAMES, PipelineConfig, has_model
 from hybrid_rlhf.configs.sections import StepConfig
 from hybrid_rlhf.runtime.host_memory import MALLOC_ENVIRONMENT
+from hybrid_rlhf.runtime.interrupts import STOPPED_EXIT_CODE, signals_passed_on
 
 DEMO = Path(__file__).parent / "hybrid_rlhf" / "configs" / "demo.yaml"
 MODULES = {
@@ -29,6 +30,8 @@ MODULES = {
     "reward": "training.step2_reward.main",
     "ppo": "training.step3_ppo.main",
 }
+FREE_KEYS = ("resume", "logging.", "faults.", "train.save_", "train.keep_")
+"""Beginnings of keys that a run may go on with other values of."""
 FOLDERS = {"sft": "step1_sft", "reward": "step2_reward", "ppo": "step3_ppo"}
 
 
@@ -139,6 +142,9 @@ def run_step(name: str, step: Any, config: PipelineConfig) -> None:
     print(f"== {name}: {' '.join(command)}", flush=True)
     start = time.monotonic()
     code, tail = _tee(command, logs / f"{FOLDERS[name]}.log")
+    if code == STOPPED_EXIT_CODE:
+        print(f"== {name}: stopped; the same command goes on", flush=True)
+        sys.exit(code)
     if code:
         print(f"\nerror: step {name} failed with exit code {code}: {' '.join(command)}", file=sys.stderr)
         print(f"its last lines (all in {logs / FOLDERS[name]}.log):", file=sys.stderr)
@@ -148,11 +154,12 @@ def run_step(name: str, step: Any, config: PipelineConfig) -> None:
 
 
 def _changed_keys(folder: Path, step: Any) -> list[str]:
-    """Keys in which a step differs from the run that its folder holds; how to resume does not count."""
+    """Keys in which a step differs from the run that its folder holds; those that change no result do not count."""
     if not (folder / "config.yaml").exists():
         return []
     before, now = read_config(folder / "config.yaml"), read_config(step)
-    return sorted(key for key in {*before, *now} - {"resume"} if before.get(key) != now.get(key))
+    changed = sorted(key for key in {*before, *now} if before.get(key) != now.get(key))
+    return [key for key in changed if not key.startswith(FREE_KEYS)]
 
 
 def launcher(config: PipelineConfig) -> list[str]:
@@ -190,17 +197,19 @@ def _tee(command: list[str], log: Path) -> tuple[int, list[str]]:
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=environment
         )
         assert process.stdout is not None
-        try:
-            for line in process.stdout:
-                sys.stdout.write(line)
-                sys.stdout.flush()
-                file.write(line)
-                tail.append(line)
-        except KeyboardInterrupt:
-            process.terminate()
-            process.wait()
-            raise
-        return process.wait(), list(tail)
+        with signals_passed_on(process) as asked:
+            try:
+                for line in process.stdout:
+                    sys.stdout.write(line)
+                    sys.stdout.flush()
+                    file.write(line)
+                    tail.append(line)
+            except KeyboardInterrupt:
+                process.terminate()
+                process.wait()
+                raise
+            code = process.wait()
+            return STOPPED_EXIT_CODE if code and asked.stop else code, list(tail)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,9 @@ position: logprobs[n, t] of token t, values[n, t] of the state in which it is ch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Self
 
 import numpy as np
 import torch
@@ -88,6 +89,18 @@ class Experience:
         mask = self.sequences.response_mask
         variance = masked_var(self.returns, mask=mask)
         return float(1 - masked_var(self.returns - self.old_values, mask=mask) / variance.clamp(min=1e-8))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors by name, for a checkpoint."""
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "sequences"}
+        return own | {f"sequences.{f.name}": getattr(self.sequences, f.name) for f in fields(self.sequences)}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], device: torch.device) -> Self:
+        """What `tensors` gave, on a device."""
+        moved = {name: tensor.to(device) for name, tensor in tensors.items()}
+        sequences = Sequences(**{f.name: moved.pop(f"sequences.{f.name}") for f in fields(Sequences)})
+        return cls(sequences=sequences, **moved)
 
 
 @dataclass(frozen=True)

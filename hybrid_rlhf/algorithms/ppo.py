@@ -7,21 +7,24 @@ its own tokens, so that ptx_coef is relative to a mean loss.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 
 from hybrid_rlhf.algorithms.experience import Experience, Layout, scatter_rows
+from hybrid_rlhf.algorithms.nonfinite import rows_to_blame
 from hybrid_rlhf.algorithms.policy_loss import MiniBatch, PolicyLoss, rows_like
+from hybrid_rlhf.algorithms.ptx import PtxBatches
 from hybrid_rlhf.algorithms.rollout import Roles
 from hybrid_rlhf.algorithms.sums import RunningSums, global_count
 from hybrid_rlhf.configs.ppo import AlgorithmConfig, RolloutConfig
-from hybrid_rlhf.data.collation import TokenBatch
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.engine import UpdateStats
 from hybrid_rlhf.functional.losses import LossSum, ppo_value_loss, sft_loss
 from hybrid_rlhf.models.policy import values_before
+from hybrid_rlhf.runtime.world import World
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,53 @@ class UpdateReport:
     """What was learned from; with the training forward's log-probs in any case."""
 
 
+class _Sums:
+    """Of a rollout's updates."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.policy, self.value, self.ptx = RunningSums(device), RunningSums(device), RunningSums(device)
+
+
+class Progress:
+    """How far the updates from one rollout are, and what they have summed up."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.updates = 0
+        self.sums = _Sums(device)
+        self.stats: dict[str, UpdateStats] = {}
+        self.skipped: dict[str, list[int]] = {}
+        """By role whose update was skipped because a gradient was not finite: rows of this rank to blame for it."""
+
+    def blame(self, role: str, micro_batches: list[list[int | None]], losses: list[torch.Tensor]) -> None:
+        """Note the rows of a skipped update that are to blame for it."""
+        self.skipped.setdefault(role, []).extend(rows_to_blame(micro_batches, losses))
+
+    def state_dict(self, world: World) -> dict[str, Any]:
+        """What a checkpoint keeps; every rank calls, and gets the same."""
+        sums = {name: part.state_dict() for name, part in vars(self.sums).items()}
+        return {
+            "updates": self.updates,
+            "skipped": {role: world.all_gather_objects(rows) for role, rows in self.skipped.items()},
+            "sums": world.all_gather_objects(sums),
+            "stats": {role: asdict(stats) for role, stats in self.stats.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], world: World) -> None:
+        """Go on from a checkpoint; on another number of ranks the first takes all that was summed."""
+        by_rank: list[dict[str, dict[str, float]]] = state["sums"]
+        self.updates = state["updates"]
+        mine = slice(world.rank, None, world.size)
+        self.skipped = {role: [row for rows in told[mine] for row in rows] for role, told in state["skipped"].items()}
+        self.stats = {role: UpdateStats(**stats) for role, stats in state["stats"].items()}
+        for name, part in vars(self.sums).items():
+            if len(by_rank) == world.size:
+                part.load_state_dict(by_rank[world.rank][name])
+            else:
+                names = by_rank[0][name]
+                share = 1.0 if world.is_main else 0.0
+                part.load_state_dict({key: share * sum(told[name].get(key, 0.0) for told in by_rank) for key in names})
+
+
 class PPOUpdater:
     """Updates actor and critic from experience."""
 
@@ -45,7 +95,7 @@ class PPOUpdater:
         *,
         rollout: RolloutConfig,
         average: WeightAverage | None = None,
-        ptx_batches: Iterator[list[TokenBatch]] | None = None,
+        ptx_batches: PtxBatches | None = None,
     ) -> None:
         """Take the roles and what is mixed in.
 
@@ -62,11 +112,18 @@ class PPOUpdater:
             roles.actor, config, temperature=rollout.temperature, max_tokens=rollout.max_new_tokens
         )
         self._average = average
-        self._ptx = ptx_batches
+        self.ptx = ptx_batches
         self._world = roles.actor.world
 
     def update(
-        self, experience: Experience, layouts: list[Layout], *, kl_coef: float = 0.0, train_actor: bool = True
+        self,
+        experience: Experience,
+        layouts: list[Layout],
+        *,
+        kl_coef: float = 0.0,
+        train_actor: bool = True,
+        progress: Progress | None = None,
+        between: Callable[[Progress], None] = lambda progress: None,
     ) -> UpdateReport:
         """Go over a rollout, one layout an epoch.
 
@@ -75,23 +132,27 @@ class PPOUpdater:
             layouts: of the epochs.
             kl_coef: of the KL in the loss, if it is there.
             train_actor: whether the actor learns too, or the critic alone.
+            progress: of updates that were made before, from this experience.
+            between: called before each update.
         """
-        sums = _Sums(self._world.device)
-        stats: dict[str, UpdateStats] = {}
+        progress = progress or Progress(self._world.device)
+        sums, stats = progress.sums, progress.stats
         logprobs = torch.zeros_like(experience.old_logprobs) if self._config.updates_once and train_actor else None
-        updates = 0
-        for micro_batches, mini_batch in self._mini_batches(layouts, kl_coef):
+        for number, (micro_batches, mini_batch) in enumerate(self._mini_batches(layouts, kl_coef)):
+            if number < progress.updates:
+                continue
+            between(progress)
             if train_actor:
                 seen = sums.policy.total("approxkl")
-                stats["actor"] = self._update_actor(experience, micro_batches, mini_batch, sums, logprobs)
-            stats["critic"] = self._update_critic(experience, micro_batches, mini_batch.tokens, sums.value)
-            updates += 1
+                stats["actor"] = self._update_actor(experience, micro_batches, mini_batch, progress, logprobs)
+            stats["critic"] = self._update_critic(experience, micro_batches, mini_batch.tokens, progress)
+            progress.updates += 1
             if train_actor and self._is_too_far(sums.policy.total("approxkl") - seen, mini_batch.tokens):
                 break
         if logprobs is not None:
             experience = replace(experience, old_logprobs=self._world.all_reduce(logprobs))
-        trained = float(experience.sequences.lengths.sum()) * updates / len(layouts[0].mini_batches)
-        return UpdateReport(self._metrics(sums, stats, updates), trained, experience)
+        trained = float(experience.sequences.lengths.sum()) * progress.updates / len(layouts[0].mini_batches)
+        return UpdateReport(self._metrics(progress), trained, experience)
 
     def value_loss(self, experience: Experience, indices: list[int | None]) -> LossSum:
         """The critic's loss on a micro-batch."""
@@ -123,18 +184,20 @@ class PPOUpdater:
         experience: Experience,
         micro_batches: list[list[int | None]],
         mini_batch: MiniBatch,
-        sums: _Sums,
+        progress: Progress,
         logprobs: torch.Tensor | None,
     ) -> UpdateStats:
-        actor = self._roles.actor
+        actor, sums = self._roles.actor, progress.sums
+        losses = []
         for indices in micro_batches:
             loss, current = self.policy_loss(experience, indices, mini_batch)
             actor.backward(loss.total, count=mini_batch.tokens)
             sums.policy.add(loss)
+            losses.append(loss.total.detach())
             if logprobs is not None:
                 scatter_rows(logprobs, indices, current)
-        if self._ptx is not None:
-            batches = next(self._ptx)
+        if self.ptx is not None:
+            batches = next(self.ptx)
             ptx_count = global_count(sum(int(batch.loss_mask.sum()) for batch in batches), self._world)
             for batch in batches:
                 predicted, _ = actor(batch.input_ids, batch.attention_mask, batch.loss_mask)
@@ -142,39 +205,42 @@ class PPOUpdater:
                 actor.backward(self._config.ptx_coef * loss.total, count=ptx_count)
                 sums.ptx.add(loss)
         stats = actor.step()
-        if self._average is not None:
+        if stats.skipped:
+            progress.blame("actor", micro_batches, losses)
+        elif self._average is not None:
             self._average.update()
         return stats
 
     def _update_critic(
-        self, experience: Experience, micro_batches: list[list[int | None]], count: float, sums: RunningSums
+        self, experience: Experience, micro_batches: list[list[int | None]], count: float, progress: Progress
     ) -> UpdateStats:
+        losses = []
         for indices in micro_batches:
             loss = self.value_loss(experience, indices)
             self._roles.critic.backward(loss.total, count=count)
-            sums.add(loss)
-        return self._roles.critic.step()
+            progress.sums.value.add(loss)
+            losses.append(loss.total.detach())
+        stats = self._roles.critic.step()
+        if stats.skipped:
+            progress.blame("critic", micro_batches, losses)
+        return stats
 
-    def _metrics(self, sums: _Sums, stats: dict[str, UpdateStats], updates: int) -> dict[str, float]:
+    def _metrics(self, progress: Progress) -> dict[str, float]:
+        sums, stats = progress.sums, progress.stats
         value = sums.value.means(self._world)
-        metrics = {"loss/value": value["loss"], "val/clipfrac": value["clipfrac"], "ppo/updates": float(updates)}
+        metrics = {
+            "loss/value": value["loss"], "val/clipfrac": value["clipfrac"], "ppo/updates": float(progress.updates),
+        }  # fmt: skip
         if "actor" in stats:
             means = sums.policy.means(self._world)
             metrics |= {name: means[key] for name, key in _POLICY_METRICS.items() if key in means}
-        if self._ptx is not None and "actor" in stats:
+        if self.ptx is not None and "actor" in stats:
             metrics["loss/ptx"] = sums.ptx.means(self._world)["loss"]
         for role, last in stats.items():
             metrics["lr" if role == "actor" else f"{role}/lr"] = last.lr
             if last.grad_norm is not None:
                 metrics[f"{role}/grad_norm"] = last.grad_norm
         return metrics
-
-
-class _Sums:
-    """Of a rollout's updates."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.policy, self.value, self.ptx = RunningSums(device), RunningSums(device), RunningSums(device)
 
 
 _POLICY_METRICS = {

@@ -5,24 +5,27 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-import torch
 from datasets import Dataset
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from hybrid_rlhf.algorithms.experience import Experience, Sequences
+from hybrid_rlhf.algorithms.continuation import Continuation
+from hybrid_rlhf.algorithms.experience import Layout, Sequences
+from hybrid_rlhf.algorithms.half_used import HalfUsed
 from hybrid_rlhf.algorithms.kl_controller import KLController
-from hybrid_rlhf.algorithms.ppo import PPOUpdater
+from hybrid_rlhf.algorithms.nonfinite import NotFinite, SkippedSteps, rounded, rows_not_finite
+from hybrid_rlhf.algorithms.ppo import PPOUpdater, Progress
 from hybrid_rlhf.algorithms.rollout import Roles, Rollout, Scored
-from hybrid_rlhf.configs.batch_plan import MicroBatches
+from hybrid_rlhf.algorithms.rollout_metrics import completion_kl, evaluation_metrics, rollout_metrics
 from hybrid_rlhf.configs.ppo import PPOConfig
-from hybrid_rlhf.data.collation import TokenBatch, collate_tokens
-from hybrid_rlhf.data.loaders import BatchLoader, GlobalBatches
+from hybrid_rlhf.data.loaders import GlobalBatches
 from hybrid_rlhf.engines.averaging import WeightAverage
-from hybrid_rlhf.engines.checkpoints import load_checkpoint, save_checkpoint
+from hybrid_rlhf.engines.checkpoints import LoopState
+from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.engines.partition import copy_weights
-from hybrid_rlhf.functional.masking import masked_mean, masked_sum
 from hybrid_rlhf.runtime.profiling import decode_roofline, model_flops_utilisation, profiled
 from hybrid_rlhf.runtime.run import Run
 from hybrid_rlhf.runtime.samples import SampleLog
@@ -56,62 +59,117 @@ class PPOTrainer:
         self._world = run.world
         self._tokenizer, self._average = tokenizer, average
         self._kl = KLController(config.ppo)
+        self._skipped = SkippedSteps(run, limit=config.faults.max_skipped_steps)
+        changing: dict[str, ModelEngine] = {"actor": roles.actor, "critic": roles.critic}
+        if config.ppo.reference_refresh_every and roles.reference is not None:
+            changing["reference"] = roles.reference
+        self._continuation = Continuation(run, config.train, changing, average)
         self._samples = SampleLog(run.folder, every=config.logging.samples_every, enabled=run.world.is_main)
 
     def train(self) -> None:
         """Run to the last step, from the start or from the run's checkpoint."""
         config, run = self._config, self._run
-        step = self._resume() if run.checkpoint is not None else 0
-        run.open_metrics(resumed_step=step)
+        done, half_used = self._resume()
+        run.open_metrics(resumed_step=done)
         if self._rollout.scaling.needs_first_answers:
             self._scale_by_first_answers()
-        if step == 0:
+        if done == 0 and half_used is None:
             before = self.evaluate()
             run.log(0, before)
             run.say("ppo before training", before)
-        with run.display("ppo", total_steps=self._total_steps, done_steps=step) as display:
-            for indices in self._batches.iterate(config.train.epochs):
-                if step >= self._total_steps:
-                    break
-                step += 1
+        display = run.display("ppo", total_steps=self._total_steps, done_steps=done)
+        with self._continuation.running(), display:
+            for step, rollout in self._rollouts(done, half_used):
                 with profiled(step, config.logging.profile_steps, run.folder, self._world):
-                    metrics = self._step(step, [self._prompts[i] for i in indices])
+                    metrics = self._step(step, rollout)
                 if step == self._total_steps or _due(step, config.train.eval_every):
                     metrics |= self.evaluate()
                 run.log(step, metrics)
                 display.show(step, {name: value for name, value in metrics.items() if name.startswith(_FIGURES)})
-                if _due(step, config.train.save_every):
-                    self._save(step)
+                self._continuation.after_step(step, partial(self._state, step), metrics)
 
-    def _step(self, step: int, prompts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """One rollout and its updates."""
+    def _rollouts(self, step: int, half_used: HalfUsed | None) -> Iterator[tuple[int, HalfUsed | None]]:
+        """The steps still to do; the first may have a rollout that was cut off in the midst of its updates."""
+        if half_used is not None:
+            step += 1
+            yield step, half_used
+        for indices in self._batches.iterate(self._config.train.epochs):
+            if step >= self._total_steps:
+                break
+            step += 1
+            self._indices = indices
+            yield step, None
+
+    def _step(self, step: int, rollout: HalfUsed | None) -> dict[str, float]:
+        """One rollout, unless there is a half-used one, and its updates."""
+        try:
+            rollout = rollout or self._collect(step)
+        except NotFinite as found:
+            self._run.timers.take()
+            return self._skipped.settle(step, found.what)
+        metrics, skipped = self._learn(rollout)
+        return metrics | self._skipped.settle(step, skipped)
+
+    def _collect(self, step: int) -> HalfUsed:
+        """A step's rollout, scored.
+
+        Raises:
+            NotFinite: on every rank, when what a role says of a row is not finite.
+        """
         start = time.perf_counter()
-        ppo, rollout, timers = self._config.ppo, self._rollout, self._run.timers
+        prompts = [self._prompts[i] for i in self._indices]
+        rollout = self._rollout
         sequences = rollout.sample(prompts, step=step)
-        layouts = [
-            rollout.layout(sequences, step=step, epoch=epoch, mini_batches=ppo.mini_batches)
+        scored = rollout.score(prompts, sequences, self._layouts(step, sequences)[0])
+        faulty = rows_not_finite(
+            {"log-probs": scored.old_logprobs, "reference log-probs": scored.ref_logprobs,
+             "values": scored.old_values, "scores": scored.scores}, mask=sequences.response_mask,
+        )  # fmt: skip
+        if faulty:
+            if self._world.is_main:
+                rows = sorted({row for rows in faulty.values() for row in rows})
+                kl, scores = completion_kl(sequences, scored), scored.penalised
+                self._skipped.keep(step, self._texts(self._indices, sequences, scores=scores, kl=kl, rows=rows))
+            raise NotFinite([f"{what} of {len(rows)} completions" for what, rows in faulty.items()])
+        experience = rollout.experience(sequences, scored, kl_coef=self._kl.kl_coef)
+        metrics = {"objective/kl_coef": self._kl.kl_coef, **rollout.scaling.metrics(), **scored.metrics}
+        return HalfUsed(step, self._indices, experience, metrics, Progress(self._world.device), start)
+
+    def _layouts(self, step: int, sequences: Sequences) -> list[Layout]:
+        """Of each pass over a rollout."""
+        ppo = self._config.ppo
+        return [
+            self._rollout.layout(sequences, step=step, epoch=epoch, mini_batches=ppo.mini_batches)
             for epoch in range(ppo.epochs)
         ]
-        scored = rollout.score(prompts, sequences, layouts[0])
-        experience = rollout.experience(sequences, scored, kl_coef=self._kl.kl_coef)
-        with timers("training"):
+
+    def _learn(self, rollout: HalfUsed) -> tuple[dict[str, float], list[str]]:
+        """The updates from a rollout: metrics of its step, and what in them was not finite and therefore skipped."""
+        ppo, step, experience = self._config.ppo, rollout.step, rollout.experience
+        with self._run.timers("training"):
             report = self._updater.update(
-                experience, layouts, kl_coef=self._kl.kl_coef, train_actor=step > ppo.critic_warmup_steps
+                experience,
+                self._layouts(step, experience.sequences),
+                kl_coef=self._kl.kl_coef,
+                train_actor=step > ppo.critic_warmup_steps,
+                progress=rollout.progress,
+                between=lambda progress: self._continuation.within_step(partial(self._half_state, rollout)),
             )
         metrics = {
-            **rollout_metrics(report.experience),
-            "objective/kl_coef": self._kl.kl_coef,
-            **rollout.scaling.metrics(),
-            **scored.metrics,
-            **report.metrics,
-            **self._speed(experience, report.trained_tokens, time.perf_counter() - start),
-        }
-        self._kl.update(metrics["objective/kl"], completions=len(scored.scores))
+            **rollout_metrics(report.experience), **rollout.metrics, **report.metrics,
+            **self._speed(rollout, report.trained_tokens),
+        }  # fmt: skip
+        self._kl.update(metrics["objective/kl"], completions=len(experience.scores))
         if _due(step, ppo.reference_refresh_every):
             assert self._roles.reference is not None
             copy_weights(self._roles.actor.lm, self._roles.reference.lm)
-        self._samples.write(step, lambda: self._texts(prompts, sequences, scored))
-        return metrics
+        written = partial(
+            self._texts, rollout.indices, experience.sequences, scores=experience.scores, kl=experience.kl
+        )
+        self._samples.write(step, written)
+        skipped = rollout.progress.skipped
+        self._skipped.keep(step, written(rows=sorted({row for rows in skipped.values() for row in rows})))
+        return metrics, [f"a gradient of the {role}" for role in skipped]
 
     def _scale_by_first_answers(self) -> None:
         """Show the scaling the actor's answers to the first prompts, before it learns."""
@@ -124,10 +182,15 @@ class PPOTrainer:
         layout = self._rollout.layout(sequences, step=0, epoch=0, mini_batches=1)
         return sequences, self._rollout.score(prompts, sequences, layout)
 
-    def _speed(self, experience: Experience, trained_tokens: float, step_seconds: float) -> dict[str, float]:
+    def _speed(self, rollout: HalfUsed, trained_tokens: float) -> dict[str, float]:
+        """Where the time of a step went; {} for one that was cut off, whose beginning was not timed."""
         seconds = {"switch": self._roles.actor.switch_seconds, **self._run.timers.take()}
-        generated = float(experience.sequences.response_mask.sum())
-        tokens = float(experience.sequences.lengths.sum())
+        if rollout.start is None:
+            return {}
+        step_seconds = time.perf_counter() - rollout.start
+        sequences = rollout.experience.sequences
+        generated = float(sequences.response_mask.sum())
+        tokens = float(sequences.lengths.sum())
         return {
             "perf/generation_tokens_per_second": generated / seconds["generation"],
             "perf/train_tokens_per_second": trained_tokens / seconds["training"],
@@ -158,46 +221,55 @@ class PPOTrainer:
         return metrics
 
     def _texts(
-        self, prompts: Sequence[Mapping[str, Any]], sequences: Sequences, scored: Scored
-    ) -> list[dict[str, Any]]:
-        """Rows of samples.jsonl."""
-        kl = masked_sum(scored.old_logprobs - scored.ref_logprobs, mask=sequences.response_mask, dim=1)
-        rows = []
-        for index in range(len(scored.scores)):
-            tokens = sequences.input_ids[index][sequences.response_mask[index]]
-            rows.append(
+        self, indices: Sequence[int], sequences: Sequences, *, scores: Tensor, kl: Tensor,
+        rows: Sequence[int] | None = None,
+    ) -> list[dict[str, Any]]:  # fmt: skip
+        """Rows of samples.jsonl: some of a rollout's completions, or all."""
+        texts = []
+        for row in range(len(scores)) if rows is None else rows:
+            tokens = sequences.input_ids[row][sequences.response_mask[row]]
+            prompt = self._prompts[indices[row // self._config.rollout.samples_per_prompt]]
+            texts.append(
                 {
-                    "prompt": json.loads(prompts[index // self._config.rollout.samples_per_prompt]["prompt"]),
+                    "prompt": json.loads(prompt["prompt"]),
                     "completion": self._tokenizer.decode(tokens, skip_special_tokens=True),
-                    "score": round(float(scored.penalised[index]), 4),
-                    "kl": round(float(kl[index]), 4),
+                    "score": rounded(scores[row]),
+                    "kl": rounded(kl[row]),
                 }
             )
-        return rows
+        return texts
 
-    def _save(self, step: int) -> None:
-        state = {
+    def _state(self, step: int) -> LoopState:
+        content: dict[str, Any] = {
             "batches": self._batches.state_dict(),
             "kl": self._kl.state_dict(),
             "scaling": self._rollout.scaling.state_dict(),
+            "skipped": self._skipped.state_dict(),
         }
-        save_checkpoint(
-            self._run.folder, step, engines=self._trained, loop_state=state, world=self._world, average=self._average
-        )
+        if self._updater.ptx is not None:
+            content["ptx"] = self._updater.ptx.state_dict()
+        return LoopState(step, content)
 
-    def _resume(self) -> int:
-        assert self._run.checkpoint is not None
-        step, state = load_checkpoint(
-            self._run.checkpoint, engines=self._trained, world=self._world, average=self._average
-        )
-        self._batches.load_state_dict(state["batches"])
-        self._kl.load_state_dict(state["kl"])
-        self._rollout.scaling.load_state_dict(state["scaling"])
-        return step
+    def _half_state(self, rollout: HalfUsed) -> LoopState:
+        state = self._state(rollout.step - 1)
+        content = {**state.content, "half_used": rollout.state_dict(self._world)}
+        return LoopState(state.step, content, rollout.progress.updates, rollout.experience.tensors())
 
-    @property
-    def _trained(self) -> dict[str, Any]:
-        return {"actor": self._roles.actor, "critic": self._roles.critic}
+    def _resume(self) -> tuple[int, HalfUsed | None]:
+        """The step that the run goes on from, 0 where it starts, and what is left of the next one's rollout."""
+        state = self._continuation.resume()
+        if state is None:
+            return 0, None
+        content = state.content
+        self._batches.load_state_dict(content["batches"])
+        self._kl.load_state_dict(content["kl"])
+        self._rollout.scaling.load_state_dict(content["scaling"])
+        self._skipped.load_state_dict(content["skipped"])
+        if self._updater.ptx is not None and "ptx" in content:
+            self._updater.ptx.load_state_dict(content["ptx"])
+        if state.update is None:
+            return state.step, None
+        return state.step, HalfUsed.restore(state.step + 1, content["half_used"], state.tensors, self._world)
 
 
 _FIGURES = (
@@ -205,54 +277,6 @@ _FIGURES = (
     "objective/scores", "objective/kl", "policy/entropy", "loss/value", "val/explained_variance",
     "completions/mean_length", "perf/tokens_per_second",
 )  # fmt: skip
-
-
-def rollout_metrics(experience: Experience) -> dict[str, float]:
-    """What a rollout says of itself, under TRL's names; KL and entropy are sums over a completion, in nats."""
-    sequences = experience.sequences
-    mask = sequences.response_mask
-    difference = torch.where(mask, (sequences.sampled_logprobs - experience.old_logprobs).abs(), 0.0)
-    return {
-        "objective/kl": float(experience.kl.mean()),
-        "objective/entropy": float(masked_sum(-experience.old_logprobs, mask=mask, dim=1).mean()),
-        "objective/scores": float(experience.scores.mean()),
-        "objective/scores_std": float(experience.scores.std(correction=0)),
-        "objective/rlhf_reward": float(experience.rewards.sum(dim=1).mean()),
-        "val/explained_variance": experience.explained_variance,
-        "completions/mean_length": float(mask.sum(dim=1).float().mean()),
-        "completions/clipped_ratio": float((~sequences.stopped).float().mean()),
-        "rollout/logprob_abs_diff_mean": float(masked_mean(difference, mask=mask)),
-        "rollout/logprob_abs_diff_max": float(difference.max()),
-    }
-
-
-def evaluation_metrics(sequences: Sequences, scored: Scored, *, prefix: str) -> dict[str, float]:
-    """What answers to held-out prompts are worth; KL and length a completion."""
-    kl = masked_sum(scored.old_logprobs - scored.ref_logprobs, mask=sequences.response_mask, dim=1)
-    return {
-        f"{prefix}/scores": float(scored.penalised.mean()),
-        f"{prefix}/scores_std": float(scored.penalised.std(correction=0)),
-        f"{prefix}/kl": float(kl.mean()),
-        f"{prefix}/mean_length": float(sequences.response_mask.sum(dim=1).float().mean()),
-        f"{prefix}/clipped_ratio": float((~sequences.stopped).float().mean()),
-        **{f"{prefix}/{name}": value for name, value in scored.metrics.items()},
-    }
-
-
-def ptx_batches(
-    rows: Dataset, *, global_batch_size: int, micro_batches: MicroBatches, seed: int, pad_token_id: int, run: Run
-) -> Iterator[list[TokenBatch]]:
-    """Pretraining text without end: this rank's micro-batches, one list an update."""
-    loader = BatchLoader(
-        rows,
-        global_batch_size=global_batch_size,
-        world_rank=run.world.rank,
-        world_size=run.world.size,
-        micro_batches=micro_batches,
-        seed=seed,
-    )
-    for parts in loader.iterate():
-        yield [collate_tokens(part, pad_token_id).to(run.world.device) for part in parts]
 
 
 def _due(step: int, every: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -28,6 +29,15 @@ class RunningSums:
     def total(self, name: str) -> Tensor:
         """A sum so far, on this rank: a copy, float64."""
         return self._sums[name].clone()
+
+    def state_dict(self) -> dict[str, float]:
+        """The sums so far, on this rank."""
+        return {name: float(value) for name, value in self._sums.items()}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on from a checkpoint."""
+        for name, value in state.items():
+            self._sums[name] = torch.tensor(value, dtype=torch.float64, device=self._device)
 
     def means(self, world: World) -> dict[str, float]:
         """Every sum over all ranks divided by the count over all ranks, "loss" for the total; and the "count".

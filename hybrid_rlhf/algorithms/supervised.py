@@ -9,22 +9,26 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from hybrid_rlhf.algorithms.continuation import Continuation
+from hybrid_rlhf.algorithms.nonfinite import SkippedSteps, rows_to_blame
 from hybrid_rlhf.algorithms.sums import RunningSums, global_count
 from hybrid_rlhf.configs.batch_plan import BatchPlan
 from hybrid_rlhf.configs.sections import TrainConfig
 from hybrid_rlhf.data.loaders import BatchLoader
-from hybrid_rlhf.engines.checkpoints import load_checkpoint, save_checkpoint
+from hybrid_rlhf.engines.checkpoints import LoopState
 from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.engines.partition import whole_tensors
 from hybrid_rlhf.functional.losses import LossSum
 from hybrid_rlhf.models.saving import save_model
 from hybrid_rlhf.runtime.disk import full_disk_named
+from hybrid_rlhf.runtime.durable import write_text
 from hybrid_rlhf.runtime.profiling import model_flops_utilisation, profiled
 from hybrid_rlhf.runtime.run import FINISHED_FILE, Run
 from hybrid_rlhf.runtime.timers import peak_memory_gib
@@ -74,47 +78,62 @@ class SupervisedTrainer(Generic[BatchT]):
         self._loader = train_loader(train, self._plan, run)
         self._total_steps = total_steps(self._loader, config)
         self._held_out = held_out
+        self._skipped = SkippedSteps(run, limit=run.config.faults.max_skipped_steps)
+        self._continuation = Continuation(run, config, {engine.role: engine})
 
     def train(self) -> None:
         """Run to the last step, from the start or from the run's checkpoint."""
-        step, run = 0, self._run
-        if run.checkpoint is not None:
-            step, state = load_checkpoint(run.checkpoint, engines=self._engines, world=self._world)
-            self._loader.load_state_dict(state["loader"])
+        run = self._run
+        step = self._resume()
         run.open_metrics(resumed_step=step)
         if step == 0:
             before = self._evaluate()
             run.log(0, before)
             run.say(f"{self._objective.name} before training", before)
-        with run.display(self._objective.name, total_steps=self._total_steps, done_steps=step) as display:
+        display = run.display(self._objective.name, total_steps=self._total_steps, done_steps=step)
+        with self._continuation.running(), display:
             for micro_batches in self._loader.iterate(self._config.epochs):
                 if step >= self._total_steps:
                     break
                 step += 1
                 with profiled(step, run.config.logging.profile_steps, run.folder, self._world):
-                    metrics = self._update(micro_batches)
+                    metrics = self._update(step, micro_batches)
                 if step == self._total_steps or _due(step, self._config.eval_every):
                     metrics |= self._evaluate()
                 run.log(step, metrics)
                 display.show(step, self._figures(metrics))
-                if _due(step, self._config.save_every):
-                    loop_state = {"loader": self._loader.state_dict()}
-                    save_checkpoint(run.folder, step, engines=self._engines, loop_state=loop_state, world=self._world)
+                self._continuation.after_step(step, partial(self._state, step), metrics)
 
-    def _update(self, micro_batches: Sequence[Sequence[Mapping[str, Any] | None]]) -> dict[str, float]:
+    def _resume(self) -> int:
+        """The step that the run goes on from; 0: it starts."""
+        state = self._continuation.resume()
+        if state is None:
+            return 0
+        self._loader.load_state_dict(state.content["loader"])
+        self._skipped.load_state_dict(state.content["skipped"])
+        return state.step
+
+    def _state(self, step: int) -> LoopState:
+        return LoopState(step, {"loader": self._loader.state_dict(), "skipped": self._skipped.state_dict()})
+
+    def _update(self, step: int, micro_batches: Sequence[Sequence[Mapping[str, Any] | None]]) -> dict[str, float]:
         objective, world = self._objective, self._world
         sums = RunningSums(world.device)
         with self._run.timers("training"):
             batches = [objective.collate(rows) for rows in micro_batches]
             count = global_count(sum(objective.count(batch) for batch in batches), world)
+            losses = []
             for batch in batches:
                 loss = objective.loss(self._engine, batch)
                 self._engine.backward(loss.total, count=count)
                 sums.add(loss)
+                losses.append(loss.total.detach())
             stats = self._engine.step()
             means = sums.means(world)
         seconds = self._run.timers.take()["training"]
         speed = global_count(sum(objective.tokens(batch) for batch in batches), world) / seconds
+        if stats.skipped:
+            self._skipped.keep(step, [dict(row) for row in rows_to_blame(micro_batches, losses)])
         norm = {} if stats.grad_norm is None else {"grad_norm": stats.grad_norm}
         return {
             **objective.metrics(means, objective.name), "lr": stats.lr, **norm,
@@ -124,6 +143,7 @@ class SupervisedTrainer(Generic[BatchT]):
                 parameters=self._engine.parameters, tokens=speed, seconds=1.0, ranks=world.size, device=world.device
             ),
             "memory/peak_gib": peak_memory_gib(world.device),
+            **self._skipped.settle(step, ["the gradient"] if stats.skipped else []),
         }  # fmt: skip
 
     @torch.no_grad()
@@ -150,10 +170,6 @@ class SupervisedTrainer(Generic[BatchT]):
     def _figures(self, metrics: Mapping[str, float]) -> dict[str, float]:
         wanted = (self._objective.name, "eval", "lr", "perf/tokens_per_second")
         return {name: value for name, value in metrics.items() if name.startswith(wanted)}
-
-    @property
-    def _engines(self) -> dict[str, ModelEngine]:
-        return {self._engine.role: self._engine}
 
 
 def train_loader(rows: Dataset, plan: BatchPlan, run: Run) -> BatchLoader:
@@ -188,7 +204,7 @@ def finish(run: Run, folders: Mapping[str, ModelEngine], tokenizer: PreTrainedTo
     for name, engine in folders.items():
         save_engine(run, name, engine, tokenizer)
     if run.world.is_main:
-        (run.folder / FINISHED_FILE).write_text(json.dumps({"models": list(folders)}) + "\n")
+        write_text(run.folder / FINISHED_FILE, json.dumps({"models": list(folders)}) + "\n")
     run.world.barrier()
 
 

@@ -12,7 +12,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.algorithms.ppo import PPOUpdater
-from hybrid_rlhf.algorithms.ppo_trainer import PPOTrainer, ptx_batches
+from hybrid_rlhf.algorithms.ppo_trainer import PPOTrainer
+from hybrid_rlhf.algorithms.ptx import PtxBatches
 from hybrid_rlhf.algorithms.reward import RewardObjective
 from hybrid_rlhf.algorithms.rewards import build_reward
 from hybrid_rlhf.algorithms.rollout import Roles, Rollout
@@ -128,10 +129,10 @@ def run_ppo(config: PPOConfig) -> None:
             stop_token_ids=stop_token_ids(tokenizer, generation_config.eos_token_id if generation_config else None),
             micro_batches=plan.micro_batches, seed=config.seed, timers=run.timers,
         )  # fmt: skip
-        mixed = ptx and ptx_batches(
+        mixed = ptx and PtxBatches(
             ptx, global_batch_size=plan.global_batch_size,
             micro_batches=replace(plan.micro_batches, padded=not roles.actor.packs), seed=config.seed,
-            pad_token_id=_pad(tokenizer), run=run,
+            pad_token_id=_pad(tokenizer), world=run.world,
         )  # fmt: skip
         updater = PPOUpdater(roles, config.ppo, rollout=config.rollout, average=average, ptx_batches=mixed)
         PPOTrainer(
@@ -165,9 +166,11 @@ def _build_roles(
 ) -> Roles:
     if not config.reward.named_parts:
         raise UserError("reward.path must name a model, or reward.parts something else, got none: give --reward.path")
-    critic = config.critic_start
+    critic = _warm(run, "critic") or config.critic_start
     critic_path = _resolve(config, run, critic, key="critic.path") if critic else actor_path
-    reference_path = _resolve(config, run, config.reference.path, key="") if config.reference.path else actor_path
+    # After a warm start the reference is still what the actor began as.
+    reference = config.reference.path or (run.warm_start and (config.actor.path or config.model.path))
+    reference_path = _resolve(config, run, str(reference), key="") if reference else actor_path
     for role, path in (("critic", critic_path), ("reference", reference_path)):
         _require_same_tokens(role, path, tokenizer, config)
     overrides = read_overrides(config.deepspeed_config)
@@ -201,12 +204,22 @@ def _build_roles(
 def _start(
     config: StepConfig, run: Run, path: str | None, *, key: str = "model.path"
 ) -> tuple[str, PreTrainedTokenizerBase]:
-    """Write the resolved config, and find the model and its tokenizer."""
-    resolved = _resolve(config, run, path, key=key)
+    """Write the resolved config, and find the model, or what a warm start puts in its place, and its tokenizer."""
+    resolved = _resolve(config, run, _warm(run, "actor") or path, key=key)
+    if run.warm_start is not None and run.world.is_main:
+        logger.info("warm start from the weights in %s; optimizer, schedule and data begin anew", run.warm_start)
     tokenizer = load_tokenizer(resolved, trust_remote_code=config.model.trust_remote_code)
     if run.world.is_main:
         save_config(config, run.folder / CONFIG_FILE)
     return resolved, tokenizer
+
+
+def _warm(run: Run, role: str) -> str | None:
+    """Where a warm start has a role's model; none: it has none, or this is no warm start."""
+    if run.warm_start is None:
+        return None
+    folders = [run.warm_start / role] + [run.warm_start] * (role == "actor")
+    return next((str(folder) for folder in folders if (folder / "config.json").is_file()), None)
 
 
 def _resolve(config: StepConfig, run: Run, path: str | None, *, key: str) -> str:

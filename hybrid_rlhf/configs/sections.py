@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.faults import FaultsConfig
 
 
 def require(condition: bool, message: str) -> None:
@@ -164,7 +165,42 @@ class ZeroConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoopConfig:
+class CheckpointConfig:
+    """When checkpoints to resume from are written, and which are kept; SIGTERM and SIGUSR1 ask for one too."""
+
+    save_every: int = 0
+    """Steps between checkpoints to resume from; 0: none."""
+    save_minutes: float = 0.0
+    """Minutes after which the end of a step writes one all the same; 0: none."""
+    save_async: bool = False
+    """Training goes on while a checkpoint is written, from a copy of it in host memory."""
+    keep_last: int = 2
+    """Newest checkpoints that are kept; an older one serves where the newest is broken."""
+    keep_every: int = 0
+    """Checkpoints of steps divisible by this are kept for good; 0: none."""
+    keep_best: str | None = None
+    """Also keep the best by a metric of its step, as max:eval/scores or min:eval/loss; none: no such."""
+
+    def __post_init__(self) -> None:
+        for name in ("save_every", "save_minutes", "keep_every"):
+            require(getattr(self, name) >= 0, f"train.{name} must be 0 or more, got {getattr(self, name)}: raise it")
+        require(self.keep_last >= 1, f"train.keep_last must be 1 or more, got {self.keep_last}: raise it")
+        require(
+            self.keep_best is None or self.keep_best.partition(":")[0] in ("max", "min") and ":" in self.keep_best,
+            f"train.keep_best is max:METRIC or min:METRIC, got {self.keep_best!r}: give for example min:eval/loss",
+        )
+
+    @property
+    def best_metric(self) -> tuple[int, str] | None:
+        """Sign and name of the metric of keep_best: the largest product is the best."""
+        if self.keep_best is None:
+            return None
+        how, _, name = self.keep_best.partition(":")
+        return (1 if how == "max" else -1), name
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopConfig(CheckpointConfig):
     """How long a step runs, and in which portions."""
 
     micro_batch_size: int | None = None
@@ -177,17 +213,15 @@ class LoopConfig:
     """Stop after this many steps; none: after the last epoch."""
     eval_every: int = 0
     """Steps between evaluations on held-out rows; 0: only before the first and after the last step."""
-    save_every: int = 0
-    """Steps between checkpoints to resume from; 0: none."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("micro_batch_size", "max_steps"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"train.{name} must be 1 or more, got {value}: leave it out")
         for name in ("micro_batch_tokens", "epochs"):
             require(getattr(self, name) >= 1, f"train.{name} must be 1 or more, got {getattr(self, name)}: raise it")
-        for name in ("eval_every", "save_every"):
-            require(getattr(self, name) >= 0, f"train.{name} must be 0 or more, got {getattr(self, name)}: raise it")
+        require(self.eval_every >= 0, f"train.eval_every must be 0 or more, got {self.eval_every}: raise it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,9 +265,13 @@ class StepConfig:
     seed: int = 42
     """Seed of all randomness: initial heads, data order, sampling."""
     resume: str = "never"
-    """never: refuse a folder that holds a run; auto: go on from its newest checkpoint; or a checkpoint folder."""
+    """never: refuse a folder that holds a run; auto: go on from its newest whole checkpoint; a checkpoint folder; or a
+    model folder that a run made, whose weights are the start of a new run."""
+    deterministic: bool = False
+    """The same seed and layout give the same bits on a GPU too, with slower kernels; a CPU does so anyway."""
     deepspeed_config: str | None = None
     """DeepSpeed JSON file; its keys win over what the sections derive."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    faults: FaultsConfig = field(default_factory=FaultsConfig)

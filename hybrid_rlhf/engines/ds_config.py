@@ -29,7 +29,7 @@ def deepspeed_config(
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
         "steps_per_print": None,
-        "bf16": {"enabled": dtype is torch.bfloat16},
+        "bf16": {"enabled": dtype is torch.bfloat16, "check_grad_overflow": dtype is torch.bfloat16},
         "fp16": {"enabled": dtype is torch.float16},
         "zero_optimization": {"stage": zero.stage},
         # torch's fused AdamW runs on host and device alike and needs no compiler on the user's machine.

@@ -29,6 +29,8 @@ class UpdateStats:
 
     lr: float
     grad_norm: float | None
+    skipped: bool = False
+    """The gradient was not finite: weights, optimizer and schedule are as they were, on every rank."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,10 @@ class ModelEngine:
         self._engine = engine
         self._options = options or EngineOptions()
         self._host_weights = HostWeights(engine.module, world.device) if self._options.offload_weights else None
-        # Plain float32 engines clip here, so that the norm is known; the others report theirs.
-        engine.clip_fp32_gradients = self._clip
+        if self.learns and isinstance(engine.optimizer, torch.optim.Optimizer):
+            # It clips here too, so that the norm is known; DeepSpeed's own optimizers report theirs.
+            engine._take_model_step = self._update_unless_infinite
+            engine.clip_fp32_gradients = lambda: None
         if world.size == 1:
             # It would still copy all gradients into buckets and back.
             engine.buffered_allreduce_fallback = lambda *_, **__: None
@@ -73,6 +77,16 @@ class ModelEngine:
     def module(self) -> nn.Module:
         """The Policy or Scorer."""
         return self._engine.module  # type: ignore[no-any-return]
+
+    @property
+    def deepspeed_engine(self) -> DeepSpeedEngine:
+        """For this folder alone."""
+        return self._engine
+
+    @property
+    def learns(self) -> bool:
+        """Whether it has an optimizer."""
+        return self._engine.optimizer is not None and self._engine.lr_scheduler is not None
 
     @property
     def lm(self) -> PreTrainedModel:
@@ -109,16 +123,20 @@ class ModelEngine:
         lr = float(self._engine.get_lr()[0])
         self._engine.step()
         norm = self._engine.get_global_grad_norm()
-        return UpdateStats(lr=lr, grad_norm=None if norm is None else float(norm))
+        skipped = not self._engine.was_step_applied()
+        return UpdateStats(lr=lr, grad_norm=None if norm is None else float(norm), skipped=skipped)
 
-    def _clip(self) -> None:
-        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self._options.max_grad_norm)
+    def _update_unless_infinite(self, lr_kwargs: dict[str, Any] | None) -> None:
+        """DeepSpeed's update of a plain float32 engine, which would take a gradient that is not finite."""
+        parameters = [p for p in self.module.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         self._engine._global_grad_norm = float(norm)
-
-    def save_state(self, folder: str) -> None:
-        """Write weights, optimizer and schedule, each rank its part."""
-        self._engine.save_checkpoint(folder, tag=self.role, save_latest=False, exclude_frozen_parameters=False)
-
-    def load_state(self, folder: str) -> None:
-        """Read what `save_state` wrote with the same ranks and ZeRO stage."""
-        self._engine.load_checkpoint(folder, tag=self.role)
+        if not norm.isfinite():
+            self._engine.zero_grad()
+            self._engine._step_applied = False
+            self._engine.skipped_steps += 1
+            self._engine.global_steps += 1
+            return
+        if self._options.max_grad_norm:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self._options.max_grad_norm, norm)
+        DeepSpeedEngine._take_model_step(self._engine, lr_kwargs)

@@ -60,6 +60,11 @@ class MetricsWriter:
             for name, value in metrics.items():
                 self._events.add_scalar(name, value, step)
 
+    def flush(self) -> None:
+        """Return when what was written is on the disk."""
+        self._lines.flush()
+        os.fsync(self._lines.fileno())
+
     def close(self) -> None:
         """Flush and close the sinks."""
         self._lines.close()

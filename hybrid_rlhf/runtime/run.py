@@ -14,14 +14,19 @@ from pathlib import Path
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections import StepConfig
+from hybrid_rlhf.runtime.checkpoint_folder import (
+    CHECKPOINTS,
+    MANIFEST,
+    find_fault,
+    newest_whole,
+    set_aside_newer,
+)
 from hybrid_rlhf.runtime.logs import LOGGER_NAME, setup_logging
 from hybrid_rlhf.runtime.metrics import METRICS_FILE, MetricsWriter, StepDisplay, format_figure, read_metrics
 from hybrid_rlhf.runtime.timers import Timers
 from hybrid_rlhf.runtime.world import World, close_world, init_world, seed_all
 
 CONFIG_FILE = "config.yaml"
-CHECKPOINTS = "checkpoints"
-CHECKPOINT_MANIFEST = "manifest.json"
 FINISHED_FILE = "finished.json"
 logger = logging.getLogger(LOGGER_NAME)
 
@@ -35,7 +40,9 @@ class Run:
     config: StepConfig
     timers: Timers
     checkpoint: Path | None
-    """The checkpoint that the run goes on from; none: it starts."""
+    """The checkpoint that the run goes on from, whole; none: it starts."""
+    warm_start: Path | None = None
+    """A model folder whose weights the run starts from in place of its models' own."""
     _metrics: MetricsWriter | None = None
 
     def open_metrics(self, resumed_step: int = 0) -> None:
@@ -53,6 +60,11 @@ class Run:
         """Write a step's metrics; rank 0 does, the others may call."""
         if self._metrics is not None:
             self._metrics.write(step, metrics)
+
+    def flush(self) -> None:
+        """Return when the metrics so far are on the disk."""
+        if self._metrics is not None:
+            self._metrics.flush()
 
     def say(self, title: str, figures: Mapping[str, float]) -> None:
         """One line of figures on the console."""
@@ -85,12 +97,14 @@ def start_run(config: StepConfig) -> Iterator[Run]:
     world = init_world()
     folder = Path(config.output_dir)
     try:
-        failure, checkpoint = world.broadcast_object(_claim(folder, config.resume) if world.is_main else (None, None))
+        failure = world.broadcast_object(_claim(folder, config.resume) if world.is_main else None)
         if failure is not None:
             raise UserError(failure)
         setup_logging(world, file=folder / "log.txt")
-        seed_all(config.seed)
-        run = Run(world, folder, config, Timers(world.device), checkpoint)
+        checkpoint = _checkpoint(folder, config.resume, world)
+        warm_start = Path(config.resume) if _is_model(config.resume) else None
+        seed_all(config.seed, deterministic=config.deterministic)
+        run = Run(world, folder, config, Timers(world.device), checkpoint, warm_start)
         try:
             yield run
         finally:
@@ -99,27 +113,47 @@ def start_run(config: StepConfig) -> Iterator[Run]:
         close_world()
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
-    """The newest whole checkpoint of a run: one whose manifest, written last, is there."""
-    whole = [path for path in (folder / CHECKPOINTS).glob("step_*") if (path / CHECKPOINT_MANIFEST).is_file()]
-    return max(whole, key=lambda path: int(path.name.removeprefix("step_")), default=None)
-
-
-def _claim(folder: Path, resume: str) -> tuple[str | None, Path | None]:
-    """Why the folder cannot be used, if so; and the checkpoint to go on from, if any."""
-    if resume not in ("never", "auto"):
-        checkpoint = Path(resume)
-        if not (checkpoint / CHECKPOINT_MANIFEST).is_file():
-            place = f"{folder}/{CHECKPOINTS}/step_N"
-            return f"resume takes never, auto or a whole checkpoint folder, {resume} is none: give {place}", None
-        return _make(folder), checkpoint
+def _claim(folder: Path, resume: str) -> str | None:
+    """Why the folder cannot be used, if so."""
+    if resume not in ("never", "auto") and not _is_checkpoint(resume) and not _is_model(resume):
+        place = f"{folder}/{CHECKPOINTS}/step_N"
+        return f"resume takes never, auto, a checkpoint or a model folder, {resume} is none: give {place}"
     if (folder / FINISHED_FILE).exists():
-        return f"{folder} holds a finished run: give another output_dir, or remove that folder", None
-    if any((folder / name).exists() for name in (METRICS_FILE, CONFIG_FILE)):
-        if resume == "never":
-            return f"{folder} holds a run that did not finish: set resume to auto, or give another output_dir", None
-        return None, newest_checkpoint(folder)
-    return _make(folder), None
+        return f"{folder} holds a finished run: give another output_dir, or remove that folder"
+    holds_run = any((folder / name).exists() for name in (METRICS_FILE, CONFIG_FILE))
+    if holds_run and resume != "auto" and not _is_checkpoint(resume):
+        return f"{folder} holds a run that did not finish: set resume to auto, or give another output_dir"
+    return _make(folder)
+
+
+def _is_checkpoint(resume: str) -> bool:
+    return (Path(resume) / MANIFEST).is_file()
+
+
+def _is_model(resume: str) -> bool:
+    """A model that transformers reads, or the actor that step 3 left."""
+    return resume not in ("never", "auto") and any(
+        (Path(resume) / name / "config.json").is_file() for name in ("", "actor")
+    )
+
+
+def _checkpoint(folder: Path, resume: str, world: World) -> Path | None:
+    """The checkpoint to go on from, seen to be whole; every rank calls.
+
+    Raises:
+        UserError: when the one that was named is not whole.
+    """
+    if resume == "never" or _is_model(resume):
+        return None
+    checkpoint = newest_whole(folder, world) if resume == "auto" else Path(resume)
+    if checkpoint is None:
+        if world.is_main and (folder / METRICS_FILE).exists():
+            logger.info("%s has no whole checkpoint: the run starts from its beginning", folder)
+    elif resume != "auto" and (fault := find_fault(checkpoint, world)) is not None:
+        raise UserError(f"resume needs a whole checkpoint, {resume} is not ({fault}): give another, or auto")
+    if world.is_main and (checkpoint is None or checkpoint.resolve().parent == (folder / CHECKPOINTS).resolve()):
+        set_aside_newer(folder, checkpoint)
+    return checkpoint
 
 
 def _make(folder: Path) -> str | None:

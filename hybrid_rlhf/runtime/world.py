@@ -160,11 +160,21 @@ def close_world() -> None:
             os.environ.pop(name, None)
 
 
-def seed_all(seed: int) -> None:
+def seed_all(seed: int, *, deterministic: bool = False) -> None:
     """Seed python, numpy and torch alike on every rank: models must start equal.
 
     Sampling and data order take their own streams from the seed and do not depend on this one.
+
+    Args:
+        seed: of all.
+        deterministic: only kernels that give the same bits each time; torch raises where an operation has none.
     """
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+        torch.use_deterministic_algorithms(True)
+        # It would write all memory twice.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        torch.backends.cudnn.benchmark = False
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

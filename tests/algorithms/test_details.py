@@ -10,7 +10,7 @@ import torch
 
 from hybrid_rlhf.algorithms.policy_loss import MiniBatch, PolicyLoss
 from hybrid_rlhf.algorithms.ppo import PPOUpdater
-from hybrid_rlhf.algorithms.ppo_trainer import rollout_metrics
+from hybrid_rlhf.algorithms.rollout_metrics import rollout_metrics
 from hybrid_rlhf.algorithms.score_scaling import ScoreScaling
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.ppo import AlgorithmConfig

@@ -12,10 +12,10 @@ from hybrid_rlhf.algorithms.experience import Experience, Layout, Sequences
 from hybrid_rlhf.algorithms.kl_controller import KLController
 from hybrid_rlhf.algorithms.policy_loss import MiniBatch
 from hybrid_rlhf.algorithms.ppo import PPOUpdater
-from hybrid_rlhf.algorithms.ppo_trainer import rollout_metrics
 from hybrid_rlhf.algorithms.rewards import Reward
 from hybrid_rlhf.algorithms.rewards.models import ModelPart
 from hybrid_rlhf.algorithms.rollout import Roles, Rollout
+from hybrid_rlhf.algorithms.rollout_metrics import rollout_metrics
 from hybrid_rlhf.algorithms.sums import RunningSums
 from hybrid_rlhf.configs.batch_plan import MicroBatches
 from hybrid_rlhf.configs.ppo import AlgorithmConfig, RolloutConfig

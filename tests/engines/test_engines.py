@@ -1,4 +1,4 @@
-"""Engines over ranks and ZeRO stages: gradients, the switch to inference, saving, averages, checkpoints."""
+"""Engines over ranks and ZeRO stages: gradients, the switch to inference, saving, averages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections import LoraConfig, ModelConfig, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
-from hybrid_rlhf.engines.checkpoints import load_checkpoint, save_checkpoint
 from hybrid_rlhf.engines.ds_config import deepspeed_config, merge, read_overrides
 from hybrid_rlhf.engines.partition import whole_tensors
 from hybrid_rlhf.engines.schedules import lr_factor
@@ -180,34 +179,6 @@ def test_the_average_is_the_recurrence_and_leaves_the_weights(
     found, slow, untouched = run_ranks(averaged, ranks, tmp_path, model_folder, stage)[0]
     assert found == pytest.approx(slow, abs=1e-6)
     assert untouched
-
-
-def resumed(world: World, path: Path, folder: Path, stage: int) -> tuple[list[float], list[float], dict[str, Any]]:
-    engine = build_actor(spec(path, stage=stage), world)
-    average = WeightAverage(engine.module, decay=0.5)
-    train_step(engine, world)
-    average.update()
-    save_checkpoint(folder, 1, engines={"actor": engine}, loop_state={"x": 1}, world=world, average=average)
-    want = [train_step(engine, world) for _ in range(3)]
-    again = build_actor(spec(path, stage=stage), world)
-    step, state = load_checkpoint(
-        folder / "checkpoints" / "step_1",
-        engines={"actor": again},
-        world=world,
-        average=WeightAverage(again.module, decay=0.5),
-    )
-    assert step == 1
-    return want, [train_step(again, world) for _ in range(3)], state
-
-
-@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 2), (2, 3)])
-def test_a_checkpoint_goes_on_as_if_nothing_had_happened(
-    ranks: int, stage: int, model_folder: Path, tmp_path: Path
-) -> None:
-    want, got, state = run_ranks(resumed, ranks, tmp_path / "r", model_folder, tmp_path / "run", stage)[0]
-    assert got == want, "bit for bit"
-    assert state == {"x": 1}
-    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_1"]
 
 
 def test_schedules_rise_and_fall() -> None:

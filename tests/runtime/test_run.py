@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +17,12 @@ import torch
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections import LoggingConfig
 from hybrid_rlhf.configs.sft import SFTConfig
+from hybrid_rlhf.runtime.checkpoint_folder import newest_whole, write_manifest
 from hybrid_rlhf.runtime.disk import full_disk_named
+from hybrid_rlhf.runtime.durable import checksum
+from hybrid_rlhf.runtime.interrupts import Interrupts
 from hybrid_rlhf.runtime.metrics import MetricsWriter, StepDisplay, format_figure, read_metrics
-from hybrid_rlhf.runtime.run import newest_checkpoint, start_run
+from hybrid_rlhf.runtime.run import start_run
 from hybrid_rlhf.runtime.samples import SampleLog
 from hybrid_rlhf.runtime.timers import Timers, peak_memory_gib
 from hybrid_rlhf.runtime.world import solo_world
@@ -32,11 +37,12 @@ def claim(folder: Path, resume: str = "never") -> Path | None:
         return run.checkpoint
 
 
-def checkpoint(folder: Path, step: int, *, whole: bool = True) -> Path:
-    path = folder / "checkpoints" / f"step_{step}"
+def checkpoint(folder: Path, name: str, *, whole: bool = True) -> Path:
+    path = folder / "checkpoints" / name
     path.mkdir(parents=True)
+    (path / "rows").write_bytes(b"0123456789")
     if whole:
-        (path / "manifest.json").write_text("{}")
+        write_manifest(path, {"files": {"rows": {"bytes": 10, "crc32": checksum(path / "rows")}}, "figures": {}})
     return path
 
 
@@ -54,15 +60,109 @@ def test_a_folder_is_never_written_over_silently(tmp_path: Path) -> None:
             claim(used, resume)
 
 
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
 def test_auto_takes_the_newest_whole_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("seed: 1\n")
-    wanted = checkpoint(tmp_path, 9)
-    checkpoint(tmp_path, 2)
-    checkpoint(tmp_path, 10, whole=False)
-    assert newest_checkpoint(tmp_path) == wanted == claim(tmp_path, "auto")
-    assert claim(tmp_path, str(tmp_path / "checkpoints" / "step_2")) == tmp_path / "checkpoints" / "step_2"
-    with pytest.raises(UserError, match="whole checkpoint folder"):
+    wanted = checkpoint(tmp_path, "step_9_update_1")
+    for name in ("step_2", "step_9"):
+        checkpoint(tmp_path, name)
+    checkpoint(tmp_path, "step_10", whole=False)
+    assert claim(tmp_path, "auto") == wanted
+    assert names(tmp_path) == ["step_10.superseded_1", "step_2", "step_9", "step_9_update_1"]
+    second = tmp_path / "checkpoints" / "step_2"
+    assert claim(tmp_path, str(second)) == second, "and what came after it is another story"
+    assert names(tmp_path) == ["step_10.superseded_1", "step_2", "step_9.superseded_1", "step_9_update_1.superseded_1"]
+    with pytest.raises(UserError, match="takes never, auto, a checkpoint or a model folder"):
         claim(tmp_path, str(tmp_path / "checkpoints" / "step_10"))
+
+
+def cut(path: Path) -> None:
+    (path / "rows").write_bytes(b"01234")
+
+
+def flip(path: Path) -> None:
+    (path / "rows").write_bytes(b"0123456780")
+
+
+def lose(path: Path) -> None:
+    (path / "rows").unlink()
+
+
+def flip_manifest(path: Path) -> None:
+    text = (path / "manifest.json").read_text()
+    (path / "manifest.json").write_text(text.replace('"bytes": 10', '"bytes": 11'))
+
+
+def cut_manifest(path: Path) -> None:
+    (path / "manifest.json").write_text((path / "manifest.json").read_text()[:40])
+
+
+def lose_manifest(path: Path) -> None:
+    (path / "manifest.json").unlink()
+
+
+def empty_manifest(path: Path) -> None:
+    (path / "manifest.json").write_text("[]")
+
+
+def other_format(path: Path) -> None:
+    write_manifest(path, {"format": 7, "files": {}, "figures": {}})
+
+
+BREAKS = {
+    cut: "rows has 5 bytes of 10",
+    flip: "rows is not as it was written (its checksum differs)",
+    lose: "rows cannot be read (No such file or directory)",
+    flip_manifest: "its manifest.json is not as it was written",
+    cut_manifest: "its manifest.json cannot be read (JSONDecodeError)",
+    lose_manifest: "it has no manifest.json: its writing was cut off",
+    empty_manifest: "its manifest.json cannot be read (TypeError)",
+    other_format: "its format is 7, this version reads 1",
+}
+
+
+@pytest.mark.parametrize("break_it", BREAKS)
+def test_a_broken_checkpoint_is_passed_over_with_the_reason(
+    break_it: Callable[[Path], None], tmp_path: Path, log_lines: list[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text("seed: 1\n")
+    older, newer = checkpoint(tmp_path, "step_1"), checkpoint(tmp_path, "step_2")
+    break_it(newer)
+    assert newest_whole(tmp_path, solo_world(torch.device("cpu"))) == older
+    assert log_lines == [f"resume passes over {newer}: {BREAKS[break_it]}"]
+    if (newer / "manifest.json").exists():
+        with pytest.raises(UserError, match="needs a whole checkpoint") as caught:
+            claim(tmp_path, str(newer))
+        assert BREAKS[break_it] in str(caught.value)
+    assert claim(tmp_path, "auto") == older
+
+
+def test_a_run_without_a_whole_checkpoint_starts_again(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    lose(checkpoint(tmp_path, "step_1"))
+    assert claim(tmp_path, "auto") is None and names(tmp_path) == ["step_1.superseded_1"]
+    assert "has no whole checkpoint: the run starts from its beginning" in (tmp_path / "log.txt").read_text()
+
+
+def test_a_model_folder_is_a_warm_start(tmp_path: Path) -> None:
+    (tmp_path / "old" / "actor").mkdir(parents=True)
+    (tmp_path / "old" / "actor" / "config.json").write_text("{}")
+    with start_run(config(tmp_path / "new", str(tmp_path / "old"))) as run:
+        assert run.warm_start == tmp_path / "old" and run.checkpoint is None
+
+
+def test_signals_are_remembered_and_the_second_ends_at_once() -> None:
+    interrupts = Interrupts()
+    with interrupts.caught():
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert interrupts.save and not interrupts.stop
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupts.stop
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

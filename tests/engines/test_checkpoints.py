@@ -1,0 +1,249 @@
+"""Checkpoints of engines: bit for bit in the layout that wrote them, and read by every other one."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import threading
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections import CheckpointConfig, ZeroConfig
+from hybrid_rlhf.engines.averaging import WeightAverage
+from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
+from hybrid_rlhf.engines.checkpoints import CheckpointWriter, LoopState, load_checkpoint
+from hybrid_rlhf.engines.partition import copy_weights, whole_tensors
+from hybrid_rlhf.engines.training_state import TrainingState
+from hybrid_rlhf.runtime.checkpoint_folder import find_fault
+from hybrid_rlhf.runtime.world import World, solo_world
+from tests.engines.ranks import run_ranks
+from tests.engines.test_engines import spec, train_step
+
+
+def written(world: World, path: Path, folder: Path, settings: dict[str, Any], wait: bool = True) -> list[float]:
+    """Three steps and a checkpoint; the losses of the next two."""
+    engine = build_actor(spec(path, **settings), world)
+    average = WeightAverage(engine.module, decay=0.5)
+    for _ in range(3):
+        train_step(engine, world)
+        average.update()
+    config = CheckpointConfig(save_async=not wait)
+    writer = CheckpointWriter(folder, {"actor": TrainingState(engine, average)}, world, config)
+    random.seed(7)
+    writer.save(LoopState(3, {"x": 1.5}, tensors={"rows": torch.arange(3)}), figures={"eval/loss": 2.0})
+    losses = [train_step(engine, world) for _ in range(2)]
+    writer.poll()
+    writer.finish()
+    return losses
+
+
+def gone_on(world: World, path: Path, folders: list[Path], settings: dict[str, Any]) -> list[Any]:
+    """What each checkpoint goes on with."""
+    engine = build_actor(spec(path, **settings), world)
+    average = WeightAverage(engine.module, decay=0.5)
+    found = []
+    for folder in folders:
+        loop = load_checkpoint(
+            folder / "checkpoints" / "step_3", states={"actor": TrainingState(engine, average)}, world=world
+        )
+        assert (loop.step, loop.content, loop.tensors["rows"].tolist()) == (3, {"x": 1.5}, [0, 1, 2])
+        with average.applied():
+            averaged = {name: float(t.double().norm()) for name, t in whole_tensors(engine.lm, world) if t is not None}
+        found.append(([train_step(engine, world) for _ in range(2)], averaged))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [
+        (1, {"stage": 0}),
+        (2, {"stage": 0, "lora": 4}),
+        (2, {"stage": 1, "dtype": "bfloat16"}),
+        (2, {"stage": 2, "offload_optimizer": True}),
+        (2, {"stage": 3, "dtype": "bfloat16"}),
+        (2, {"stage": 0, "dtype": "bfloat16"}),
+        (2, {"stage": 3, "lora": 4, "offload_optimizer": True, "offload_parameters": True}),
+    ],
+    ids=str,
+)
+def test_an_engine_goes_on_bit_for_bit(
+    ranks: int, settings: dict[str, Any], model_folder: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    want = run_ranks(written, ranks, tmp_path / "w", model_folder, run, settings, False)[0]
+    assert run_ranks(gone_on, ranks, tmp_path / "r", model_folder, [run], settings)[0][0][0] == want
+    assert [p.name for p in (run / "checkpoints").iterdir()] == ["step_3"]
+
+
+def cross(layouts: list[tuple[int, int]], model_folder: Path, tmp_path: Path) -> None:
+    """Every layout goes on from what every layout wrote."""
+    folders = {layout: tmp_path / f"run_{layout[0]}_{layout[1]}" for layout in layouts}
+    for (ranks, stage), folder in folders.items():
+        run_ranks(written, ranks, tmp_path / "w", model_folder, folder, {"stage": stage})
+    ranks, stage = layouts[0]
+    want = run_ranks(gone_on, ranks, tmp_path / "r", model_folder, [folders[layouts[0]]], {"stage": stage})[0][0]
+    for ranks, stage in layouts:
+        for rank_found in run_ranks(
+            gone_on, ranks, tmp_path / "r", model_folder, [*folders.values()], {"stage": stage}
+        ):
+            for losses, averaged in rank_found:
+                assert losses == pytest.approx(want[0], rel=1e-5), (ranks, stage)
+                assert not averaged or averaged == pytest.approx(want[1], rel=1e-5)
+
+
+def test_layouts_read_each_other(model_folder: Path, tmp_path: Path) -> None:
+    cross([(1, 0), (2, 3), (2, 1)], model_folder, tmp_path)
+
+
+@pytest.mark.faults
+def test_all_layouts_read_each_other(model_folder: Path, tmp_path: Path) -> None:
+    cross(list(product((1, 2, 4), (0, 1, 2, 3))), model_folder, tmp_path)
+
+
+def refreshed(world: World, path: Path, folder: Path, stage: int) -> bool:
+    """A reference that took other weights is saved, and comes back with them."""
+    frozen = EngineSpec("reference", str(path), spec(path).model, ZeroConfig(stage=stage), 0)  # type: ignore[arg-type]
+    reference, actor = build_engine(frozen, world), build_actor(spec(path, stage=stage), world)
+    train_step(actor, world)
+    copy_weights(actor.lm, reference.lm)
+    CheckpointWriter(folder, {"reference": TrainingState(reference)}, world, CheckpointConfig()).save(LoopState(1, {}))
+    again = build_engine(frozen, world)
+    before = [t for _, t in whole_tensors(again.lm, world)]
+    load_checkpoint(folder / "checkpoints" / "step_1", states={"reference": TrainingState(again)}, world=world)
+    after, want = ([t for _, t in whole_tensors(engine.lm, world)] for engine in (again, reference))
+    if not world.is_main:
+        return True
+    return all(map(torch.equal, after, want)) and not all(map(torch.equal, after, before))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_refreshed_reference_is_kept(stage: int, model_folder: Path, tmp_path: Path) -> None:
+    assert all(run_ranks(refreshed, 2, tmp_path / "r", model_folder, tmp_path / "run", stage))
+
+
+def poisoned(world: World, path: Path, settings: dict[str, Any]) -> list[Any]:
+    """An update whose gradient is NaN on one rank, between two that are not."""
+    engine = build_actor(spec(path, **settings), world)
+    first = train_step(engine, world)
+    ids = torch.full((1, 6), 5)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    logprobs, _ = engine(ids, mask, mask)
+    engine.backward(logprobs.sum() * (torch.nan if world.rank == world.size - 1 else 1.0), count=5)
+    stats = engine.step()
+    return [first, stats.skipped, stats.lr, train_step(engine, world), engine.deepspeed_engine.skipped_steps]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_update_that_is_not_finite_is_skipped_on_all_ranks(
+    stage: int, dtype: str, model_folder: Path, tmp_path: Path
+) -> None:
+    for first, skipped, _, after, count in run_ranks(
+        poisoned, 2, tmp_path, model_folder, {"stage": stage, "dtype": dtype}
+    ):
+        assert skipped and after < first and count == 1, "the update before it has effect, it has none"
+
+
+class OneWeight(SimpleNamespace):
+    """A TrainingState without an engine."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        super().__init__(weight=nn.Parameter(values))
+
+    def tensors(self) -> Any:
+        yield "weight/0/weight", self.weight.detach()
+
+    def numbers(self) -> dict[str, Any]:
+        return {}
+
+
+def writer(folder: Path, **config: Any) -> CheckpointWriter:
+    states: Any = {"actor": OneWeight(torch.arange(1000.0))}
+    return CheckpointWriter(folder, states, solo_world(torch.device("cpu")), CheckpointConfig(**config))
+
+
+def saved_steps(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def test_what_need_not_be_kept_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    mine = tmp_path / "checkpoints" / "step_by_step_notes"
+    mine.mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step_1").mkdir()
+    (tmp_path / "checkpoints" / "step_2.partial").mkdir()
+    saving = writer(tmp_path, keep_last=2, keep_every=4, keep_best="min:eval/loss")
+    for step, loss in ((3, 1.0), (4, 5.0), (5, 0.5), (6, float("nan")), (7, 0.7), (8, 0.8), (9, 3.0)):
+        saving.save(LoopState(step, {}), figures={"eval/loss": loss})
+    saving.save(LoopState(9, {}, update=2))
+    assert saved_steps(tmp_path) == [
+        "step_1", "step_4", "step_5", "step_8", "step_9", "step_9_update_2", "step_by_step_notes",
+    ]  # fmt: skip
+
+
+def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saving = writer(tmp_path)
+    saving.save(LoopState(1, {}))
+
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for config in ({}, {"save_async": True}):
+        failing = writer(tmp_path, **config)
+        with monkeypatch.context() as patched:
+            patched.setattr("hybrid_rlhf.engines.checkpoints.save_file", full)
+            with pytest.raises(OSError, match="No space left"):
+                failing.save(LoopState(2, {}))
+                failing.finish()
+        assert saved_steps(tmp_path) == ["step_1"]
+        assert find_fault(tmp_path / "checkpoints" / "step_1", solo_world(torch.device("cpu"))) is None
+
+
+def test_beside_training_what_is_written_is_what_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saving = writer(tmp_path, save_async=True)
+    state: Any = saving._states["actor"]
+    go = threading.Event()
+    from hybrid_rlhf.engines import checkpoints
+
+    real = checkpoints.save_file
+    monkeypatch.setattr(checkpoints, "save_file", lambda *arguments: (go.wait(10), real(*arguments)))
+    saving.save(LoopState(1, {}))
+    with torch.no_grad():
+        state.weight.zero_()
+    saving.poll()
+    assert not (tmp_path / "checkpoints" / "step_1").exists(), "it is not whole before all is written"
+    go.set()
+    saving.finish()
+    loaded = checkpoints.load_file(tmp_path / "checkpoints" / "step_1" / "actor_00000.safetensors")
+    assert loaded["weight/0/weight"].tolist() == list(range(1000))
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    writer(tmp_path).save(LoopState(1, {}))
+    world = solo_world(torch.device("cpu"))
+    with pytest.raises(UserError, match="has no critic: give another folder"):
+        load_checkpoint(tmp_path / "checkpoints" / "step_1", states={"critic": None}, world=world)  # type: ignore[dict-item]
+
+
+def test_random_states_come_back(tmp_path: Path) -> None:
+    saving = writer(tmp_path)
+    saving.save(LoopState(1, {}))
+    want = (random.random(), np.random.rand(), float(torch.rand(())))
+    load_checkpoint(tmp_path / "checkpoints" / "step_1", states={}, world=solo_world(torch.device("cpu")))
+    assert (random.random(), np.random.rand(), float(torch.rand(()))) == want
+
+
+def test_the_manifest_says_what_there_is(tmp_path: Path) -> None:
+    writer(tmp_path).save(LoopState(1, {"a": [1]}), config={"seed": 3})
+    manifest = json.loads((tmp_path / "checkpoints" / "step_1" / "manifest.json").read_text())["content"]
+    assert manifest["files"]["actor_00000.safetensors"]["bytes"] > 4000
+    assert manifest["world_size"] == 1 and manifest["config"] == {"seed": 3} and "torch" in manifest["versions"]
