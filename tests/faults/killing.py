@@ -1,0 +1,112 @@
+"""Ranks of a step that are killed, or signalled, at a chosen call of a chosen function."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from multiprocessing import get_context
+from typing import Any, Protocol
+
+import torch
+
+get_context("forkserver").set_forkserver_preload(["hybrid_rlhf.algorithms.wiring", "hybrid_rlhf.engines.builder"])
+
+
+@dataclass(frozen=True)
+class Point:
+    """A moment in a run."""
+
+    place: str
+    """module:function or module:Class.method."""
+    call: int = 1
+    """Which call of it."""
+    rank: int | None = 0
+    when: str = "before"
+    signal: int = signal.SIGKILL
+
+    def __str__(self) -> str:
+        name = self.place.rpartition(":")[2]
+        return f"{self.when}-{name}-{self.call}-rank{self.rank}"
+
+    def arm(self) -> None:
+        """Replace the function by one that sends the signal to this process."""
+        module, _, path = self.place.partition(":")
+        owner: Any = import_module(module)
+        *outer, name = path.split(".")
+        for part in outer:
+            owner = getattr(owner, part)
+        real, calls = getattr(owner, name), 0
+
+        @functools.wraps(real)
+        def armed(*arguments: Any, **named: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            now = calls == self.call
+            if now and self.when == "before":
+                os.kill(os.getpid(), self.signal)
+            result = real(*arguments, **named)
+            if now and self.when == "after":
+                os.kill(os.getpid(), self.signal)
+            return result
+
+        setattr(owner, name, armed)
+
+
+class Armed(Protocol):
+    """Something done to a rank before its step starts."""
+
+    rank: int | None
+    """Which; none: all."""
+
+    def arm(self) -> None:
+        """Do it."""
+
+
+def run_step(
+    module: str, ranks: int, line: Sequence[str], armed: Armed | None = None, *, limit_seconds: float = 120
+) -> list[int]:
+    """A step's main on gloo ranks, and their exit codes; when one is killed the others are too, as machines fail."""
+    context = get_context("forkserver")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = [
+        context.Process(target=_rank, args=(rank, ranks, port, module, list(line), armed)) for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + limit_seconds
+    while any(process.is_alive() for process in processes):
+        late = time.monotonic() > deadline
+        if late or any(process.exitcode == -signal.SIGKILL for process in processes):
+            for process in processes:
+                process.kill()
+        if late:
+            raise TimeoutError(f"{module} {armed} was not done within {limit_seconds} s")
+        time.sleep(0.02)
+    return [process.exitcode or 0 for process in processes]
+
+
+def _rank(rank: int, ranks: int, port: int, module: str, line: list[str], armed: Armed | None) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    torch.set_num_threads(1)
+    if armed is not None and armed.rank in (None, rank):
+        armed.arm()
+    code = 0
+    try:
+        import_module(module).main(line)
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,160 @@
+"""The kill matrix: a run that is cut off anywhere, on any rank, ends as one that was not, bit for bit."""
+
+from __future__ import annotations
+
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid_rlhf.runtime.interrupts import STOPPED_EXIT_CODE
+from tests.faults.killing import Point, run_step
+from tests.faults.steps import MODULES, step_line, story, write_rows
+
+RANKS = 2
+ALGORITHMS, ENGINES, RUNTIME = "hybrid_rlhf.algorithms", "hybrid_rlhf.engines", "hybrid_rlhf.runtime"
+OF_ALL_STEPS = [
+    (f"{ENGINES}.engine:ModelEngine.backward", 12), (f"{ENGINES}.engine:ModelEngine.step", 6),
+    (f"{ENGINES}.checkpoints:save_file", 3), (f"{ENGINES}.checkpoints:flush", 3),
+    (f"{ENGINES}.checkpoints:write_manifest", 3), (f"{ENGINES}.checkpoints:remove_unkept", 3),
+    (f"{ENGINES}.checkpoints:CheckpointWriter._commit", 3), (f"{RUNTIME}.durable:os.replace", 6),
+    (f"{RUNTIME}.checkpoint_folder:shutil.rmtree", 1), (f"{RUNTIME}.metrics:MetricsWriter.write", 7),
+    ("hybrid_rlhf.models.saving:save_file", 1), ("hybrid_rlhf.models.saving:os.replace", 3),
+    (f"{RUNTIME}.world:World.all_reduce", 12),
+]  # fmt: skip
+"""Places with the calls that a run makes of them, at least."""
+OF_PPO = [
+    (f"{ENGINES}.hybrid:HybridEngine._decoder", 7), ("hybrid_rlhf.generation.engine:GenerationEngine.generate", 7),
+    ("hybrid_rlhf.generation.engine:GenerationEngine.close", 7), (f"{ALGORITHMS}.rollout:Rollout.score", 7),
+    (f"{ALGORITHMS}.rollout:Rollout.experience", 6), (f"{ALGORITHMS}.ppo:PPOUpdater._update_actor", 20),
+    (f"{ALGORITHMS}.ppo:PPOUpdater._update_critic", 20), (f"{ALGORITHMS}.kl_controller:KLController.update", 6),
+    (f"{ENGINES}.averaging:WeightAverage.update", 20), (f"{ALGORITHMS}.ppo_trainer:copy_weights", 2),
+    (f"{RUNTIME}.samples:SampleLog.write", 6), (f"{RUNTIME}.world:World.all_gather_objects", 8),
+]  # fmt: skip
+MAIN_RANK_ONLY = (
+    "write_manifest",
+    "remove_unkept",
+    "_commit",
+    "rmtree",
+    "MetricsWriter",
+    "saving",
+    "SampleLog",
+    "os.replace",
+)
+
+
+def points() -> list[tuple[str, Point]]:
+    """One at each place of each step, seeded in its call, its rank and its side."""
+    chance = random.Random(0)
+    found = []
+    for name in MODULES:
+        for place, calls in OF_ALL_STEPS + OF_PPO * (name == "ppo"):
+            rank = 0 if any(word in place for word in MAIN_RANK_ONLY) else chance.randrange(RANKS)
+            found.append((name, Point(place, chance.randint(1, calls), rank, chance.choice(("before", "after")))))
+    return found
+
+
+POINTS = points()
+QUICK = {
+    ("sft", "write_manifest"), ("reward", "save_file"), ("ppo", "GenerationEngine.generate"), ("ppo", "_update_critic"),
+}  # fmt: skip
+assert len(POINTS) >= 40
+
+
+def marked(name: str, point: Point) -> Any:
+    quick = any(name == step and point.place.endswith(word) and "saving" not in point.place for step, word in QUICK)
+    return pytest.param(name, point, marks=() if quick else pytest.mark.faults, id=f"{name}-{point}")
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl")
+
+
+@pytest.fixture(scope="module")
+def whole(model_folder: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What each step leaves when nothing happens; made when first asked for."""
+    left: dict[str, Any] = {}
+
+    def of(name: str) -> Any:
+        if name not in left:
+            output = tmp_path_factory.mktemp("whole") / name
+            assert run_step(MODULES[name], RANKS, step_line(name, output, model_folder, rows)) == [0] * RANKS
+            left[name] = story(output)
+        return left[name]
+
+    return of
+
+
+def go_on(name: str, line: list[str], output: Path, *more: str) -> dict[str, Any]:
+    assert run_step(MODULES[name], RANKS, [*line, "--resume", "auto", *more]) == [0] * RANKS
+    assert (output / "finished.json").exists()
+    left = [path.name for path in (output / "checkpoints").iterdir()]
+    assert not [name for name in left if name.endswith(".partial")], left
+    return story(output)
+
+
+@pytest.mark.parametrize(("name", "point"), [marked(*entry) for entry in POINTS])
+def test_a_killed_run_ends_as_if_nothing_had_happened(
+    name: str, point: Point, whole: Any, model_folder: Path, rows: Path, tmp_path: Path
+) -> None:
+    line = step_line(name, tmp_path / "out", model_folder, rows)
+    want = whole(name)
+    codes = run_step(MODULES[name], RANKS, line, point)
+    assert -signal.SIGKILL in codes, "the point is never reached"
+    assert go_on(name, line, tmp_path / "out") == want
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.faults
+def test_a_run_killed_again_and_again_ends_as_if_nothing_had_happened(
+    asynchronous: bool, whole: Any, model_folder: Path, rows: Path, tmp_path: Path
+) -> None:
+    line = step_line("ppo", tmp_path / "out", model_folder, rows, "--train.save_async", str(asynchronous).lower())
+    want = whole("ppo")
+    for place, call in (
+        ("ppo:PPOUpdater._update_actor", 11),
+        ("continuation:load_checkpoint", 1),
+        ("rollout:Rollout.score", 3),
+    ):
+        resume = ["--resume", "auto"] if (tmp_path / "out").exists() else []
+        point = Point(f"{ALGORITHMS}.{place}", call, rank=call % RANKS)
+        assert -signal.SIGKILL in run_step(MODULES["ppo"], RANKS, [*line, *resume], point)
+    assert go_on("ppo", line, tmp_path / "out") == want
+
+
+@pytest.mark.parametrize(
+    ("name", "point"),
+    [
+        ("ppo", Point(f"{ALGORITHMS}.ppo:PPOUpdater._update_critic", 7, 1, signal=signal.SIGTERM)),
+        pytest.param(
+            "ppo", Point(f"{ALGORITHMS}.rollout:Rollout.score", 4, 0, signal=signal.SIGTERM), marks=pytest.mark.faults
+        ),
+        pytest.param(
+            "sft", Point(f"{ENGINES}.engine:ModelEngine.step", 3, 1, signal=signal.SIGTERM), marks=pytest.mark.faults
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_sigterm_saves_where_it_is_and_stops(
+    name: str, point: Point, whole: Any, model_folder: Path, rows: Path, tmp_path: Path
+) -> None:
+    line = step_line(name, tmp_path / "out", model_folder, rows)
+    want = whole(name)
+    assert run_step(MODULES[name], RANKS, line, point) == [STOPPED_EXIT_CODE] * RANKS
+    names = {path.name for path in (tmp_path / "out" / "checkpoints").iterdir()}
+    if name == "ppo":
+        assert any("_update_" in name for name in names), f"a half-used rollout is kept: {names}"
+    assert go_on(name, line, tmp_path / "out") == want
+
+
+@pytest.mark.faults
+def test_sigusr1_saves_and_goes_on(whole: Any, model_folder: Path, rows: Path, tmp_path: Path) -> None:
+    line = step_line("ppo", tmp_path / "out", model_folder, rows, "--train.keep_last", "99")
+    want = whole("ppo")
+    point = Point(f"{ALGORITHMS}.ppo:PPOUpdater._update_actor", 6, 1, signal=signal.SIGUSR1)
+    assert run_step(MODULES["ppo"], RANKS, line, point) == [0] * RANKS
+    assert any("_update_" in path.name for path in (tmp_path / "out" / "checkpoints").iterdir())
+    assert story(tmp_path / "out") == want
