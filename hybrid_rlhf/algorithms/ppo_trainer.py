@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from hybrid_rlhf.algorithms.experience import Experience, Sequences
+from hybrid_rlhf.algorithms.experience import Experience
 from hybrid_rlhf.algorithms.kl_controller import KLController
 from hybrid_rlhf.algorithms.ppo import PPOUpdater
 from hybrid_rlhf.algorithms.rollout import Roles, Rollout, Scored
@@ -87,13 +87,13 @@ class PPOTrainer:
         """One rollout and its updates."""
         start = time.perf_counter()
         ppo, rollout, timers = self._config.ppo, self._rollout, self._run.timers
-        sequences = rollout.sample(prompts, step=step)
+        rated = rollout.rate(prompts, rollout.sample(prompts, step=step))
         layouts = [
-            rollout.layout(sequences, step=step, epoch=epoch, mini_batches=ppo.mini_batches)
+            rollout.layout(rated.sequences, step=step, epoch=epoch, mini_batches=ppo.mini_batches)
             for epoch in range(ppo.epochs)
         ]
-        scored = rollout.score(prompts, sequences, layouts[0])
-        experience = rollout.experience(sequences, scored, kl_coef=self._kl.kl_coef)
+        scored = rollout.score(rated, layouts[0])
+        experience = rollout.experience(scored, kl_coef=self._kl.kl_coef)
         with timers("training"):
             report = self._updater.update(
                 experience, layouts, kl_coef=self._kl.kl_coef, train_actor=step > ppo.critic_warmup_steps
@@ -102,7 +102,7 @@ class PPOTrainer:
             **rollout_metrics(report.experience),
             "objective/kl_coef": self._kl.kl_coef,
             **rollout.scaling.metrics(),
-            **scored.metrics,
+            **rated.metrics,
             **report.metrics,
             **self._speed(experience, report.trained_tokens, time.perf_counter() - start),
         }
@@ -110,19 +110,18 @@ class PPOTrainer:
         if _due(step, ppo.reference_refresh_every):
             assert self._roles.reference is not None
             copy_weights(self._roles.actor.lm, self._roles.reference.lm)
-        self._samples.write(step, lambda: self._texts(prompts, sequences, scored))
+        self._samples.write(step, lambda: self._texts(prompts, scored))
         return metrics
 
     def _scale_by_first_answers(self) -> None:
         """Show the scaling the actor's answers to the first prompts, before it learns."""
         prompts = [self._prompts[i] for i in range(min(len(self._prompts), self._config.rollout.prompts_per_step))]
-        self._rollout.scaling.observe(self._scored(prompts)[1].scores)
+        self._rollout.scaling.observe(self._scored(prompts).scores)
 
-    def _scored(self, prompts: Sequence[Mapping[str, Any]]) -> tuple[Sequences, Scored]:
+    def _scored(self, prompts: Sequence[Mapping[str, Any]]) -> Scored:
         """Answers to prompts outside the training steps, and what the roles say of them."""
-        sequences = self._rollout.sample(prompts, step=_EVAL_STEP)
-        layout = self._rollout.layout(sequences, step=0, epoch=0, mini_batches=1)
-        return sequences, self._rollout.score(prompts, sequences, layout)
+        rated = self._rollout.rate(prompts, self._rollout.sample(prompts, step=_EVAL_STEP))
+        return self._rollout.score(rated, self._rollout.layout(rated.sequences, step=0, epoch=0, mini_batches=1))
 
     def _speed(self, experience: Experience, trained_tokens: float, step_seconds: float) -> dict[str, float]:
         seconds = {"switch": self._roles.actor.switch_seconds, **self._run.timers.take()}
@@ -150,24 +149,23 @@ class PPOTrainer:
         if not len(self._held_out):
             return {}
         prompts = [self._held_out[i] for i in range(len(self._held_out))]
-        metrics = evaluation_metrics(*self._scored(prompts), prefix="eval")
+        metrics = evaluation_metrics(self._scored(prompts), prefix="eval")
         if self._average is not None:
             with self._average.applied(), self._roles.actor.other_weights():
-                metrics |= evaluation_metrics(*self._scored(prompts), prefix="eval_ema")
+                metrics |= evaluation_metrics(self._scored(prompts), prefix="eval_ema")
         self._run.timers.take()
         return metrics
 
-    def _texts(
-        self, prompts: Sequence[Mapping[str, Any]], sequences: Sequences, scored: Scored
-    ) -> list[dict[str, Any]]:
+    def _texts(self, prompts: Sequence[Mapping[str, Any]], scored: Scored) -> list[dict[str, Any]]:
         """Rows of samples.jsonl."""
+        sequences = scored.sequences
         kl = masked_sum(scored.old_logprobs - scored.ref_logprobs, mask=sequences.response_mask, dim=1)
         rows = []
-        for index in range(len(scored.scores)):
+        for index, row in enumerate(scored.rated.rows):
             tokens = sequences.input_ids[index][sequences.response_mask[index]]
             rows.append(
                 {
-                    "prompt": json.loads(prompts[index // self._config.rollout.samples_per_prompt]["prompt"]),
+                    "prompt": json.loads(prompts[row // self._config.rollout.samples_per_prompt]["prompt"]),
                     "completion": self._tokenizer.decode(tokens, skip_special_tokens=True),
                     "score": round(float(scored.penalised[index]), 4),
                     "kl": round(float(kl[index]), 4),
@@ -226,8 +224,9 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
     }
 
 
-def evaluation_metrics(sequences: Sequences, scored: Scored, *, prefix: str) -> dict[str, float]:
+def evaluation_metrics(scored: Scored, *, prefix: str) -> dict[str, float]:
     """What answers to held-out prompts are worth; KL and length a completion."""
+    sequences = scored.sequences
     kl = masked_sum(scored.old_logprobs - scored.ref_logprobs, mask=sequences.response_mask, dim=1)
     return {
         f"{prefix}/scores": float(scored.penalised.mean()),
@@ -235,7 +234,7 @@ def evaluation_metrics(sequences: Sequences, scored: Scored, *, prefix: str) -> 
         f"{prefix}/kl": float(kl.mean()),
         f"{prefix}/mean_length": float(sequences.response_mask.sum(dim=1).float().mean()),
         f"{prefix}/clipped_ratio": float((~sequences.stopped).float().mean()),
-        **{f"{prefix}/{name}": value for name, value in scored.metrics.items()},
+        **{f"{prefix}/{name}": value for name, value in scored.rated.metrics.items()},
     }
 
 
