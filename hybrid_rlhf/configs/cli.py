@@ -26,6 +26,7 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.files import write_whole
 
 ConfigT = TypeVar("ConfigT")
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -77,10 +78,8 @@ def read_config(config: Any) -> dict[str, Any]:
 
 
 def save_config(config: Any, path: Path) -> None:
-    """Write a config as the YAML that parse_config reads back to an equal one; beside and renamed."""
-    beside = path.with_name(f"{path.name}.partial")
-    beside.write_text(yaml.safe_dump(_plain(config), sort_keys=False))
-    os.replace(beside, path)
+    """Write a config as the YAML that parse_config reads back to an equal one."""
+    write_whole(path, yaml.safe_dump(_plain(config), sort_keys=False))
 
 
 def dotted_keys(config_type: Any, prefix: str = "") -> dict[str, Any]:
