@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -29,6 +30,11 @@ MODULES = {
     "reward": "training.step2_reward.main",
     "ppo": "training.step3_ppo.main",
 }
+SIGNALS = {
+    -signal.SIGKILL: "it was killed, mostly by the kernel for want of host memory: see dmesg, and train.py --plan",
+    -signal.SIGBUS: "a file that it reads in place was cut short, or its disk fails: see dmesg, and data.cache_dir",
+}
+"""What a step that a signal ends cannot say itself, by exit code."""
 FOLDERS = {"sft": "step1_sft", "reward": "step2_reward", "ppo": "step3_ppo"}
 
 
@@ -141,6 +147,8 @@ def run_step(name: str, step: Any, config: PipelineConfig) -> None:
     code, tail = _tee(command, logs / f"{FOLDERS[name]}.log")
     if code:
         print(f"\nerror: step {name} failed with exit code {code}: {' '.join(command)}", file=sys.stderr)
+        if code in SIGNALS:
+            print(SIGNALS[code], file=sys.stderr)
         print(f"its last lines (all in {logs / FOLDERS[name]}.log):", file=sys.stderr)
         print("".join(f"  {line}" for line in tail), end="", file=sys.stderr)
         sys.exit(code)

@@ -63,6 +63,7 @@ class PPOTrainer:
         config, run = self._config, self._run
         step = self._resume() if run.checkpoint is not None else 0
         run.open_metrics(resumed_step=step)
+        self._samples.resume(step)
         if self._rollout.scaling.needs_first_answers:
             self._scale_by_first_answers()
         if step == 0:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hybrid_rlhf.configs.files import write_whole
+from hybrid_rlhf.configs.whole_files import write_whole
 from hybrid_rlhf.runtime.logs import LOGGER_NAME
 
 MOST_WAITING_BYTES = 64 * 2**20

@@ -41,7 +41,8 @@ class Run:
     def open_metrics(self, resumed_step: int = 0) -> None:
         """Open metrics.jsonl, keeping what was written up to the step that the run goes on from."""
         if self.world.is_main:
-            done = [line for line in read_metrics(self.folder) if line["step"] <= resumed_step]
+            # A run that starts anew writes its line of step 0 anew.
+            done = [line for line in read_metrics(self.folder) if line["step"] <= resumed_step] if resumed_step else []
             self._metrics = MetricsWriter(
                 self.folder,
                 tensorboard=self.config.logging.tensorboard,
