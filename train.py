@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -30,6 +31,11 @@ MODULES = {
     "reward": "training.step2_reward.main",
     "ppo": "training.step3_ppo.main",
 }
+SIGNALS = {
+    -signal.SIGKILL: "it was killed, mostly by the kernel for want of host memory: see dmesg, and train.py --plan",
+    -signal.SIGBUS: "a file that it reads in place was cut short, or its disk fails: see dmesg, and data.cache_dir",
+}
+"""What a step that a signal ends cannot say itself, by exit code."""
 FREE_KEYS = ("resume", "logging.", "faults.", "train.save_", "train.keep_")
 """Beginnings of keys that a run may go on with other values of."""
 FOLDERS = {"sft": "step1_sft", "reward": "step2_reward", "ppo": "step3_ppo"}
@@ -147,6 +153,8 @@ def run_step(name: str, step: Any, config: PipelineConfig) -> None:
         sys.exit(code)
     if code:
         print(f"\nerror: step {name} failed with exit code {code}: {' '.join(command)}", file=sys.stderr)
+        if code in SIGNALS:
+            print(SIGNALS[code], file=sys.stderr)
         print(f"its last lines (all in {logs / FOLDERS[name]}.log):", file=sys.stderr)
         print("".join(f"  {line}" for line in tail), end="", file=sys.stderr)
         sys.exit(code)

@@ -19,8 +19,8 @@ class HalfUsed:
 
     step: int
     """That it belongs to."""
-    indices: Sequence[int]
-    """Of its prompts."""
+    prompts: Sequence[int]
+    """The prompt of each sequence, by its row in the data."""
     experience: Experience
     metrics: Mapping[str, float]
     """Of its scoring."""
@@ -31,7 +31,7 @@ class HalfUsed:
     def state_dict(self, world: World) -> dict[str, Any]:
         """What a checkpoint keeps beside the experience's tensors; every rank calls."""
         return {
-            "indices": list(self.indices),
+            "prompts": list(self.prompts),
             "metrics": dict(self.metrics),
             "progress": self.progress.state_dict(world),
         }
@@ -42,4 +42,4 @@ class HalfUsed:
         progress = Progress(world.device)
         progress.load_state_dict(state["progress"], world)
         experience = Experience.from_tensors(tensors, world.device)
-        return cls(step, state["indices"], experience, state["metrics"], progress, None)
+        return cls(step, state["prompts"], experience, state["metrics"], progress, None)

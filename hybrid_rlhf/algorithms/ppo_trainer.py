@@ -70,10 +70,12 @@ class PPOTrainer:
         """Run to the last step, from the start or from the run's checkpoint."""
         config, run = self._config, self._run
         done, half_used = self._resume()
-        run.open_metrics(resumed_step=done)
+        first = done == 0 and half_used is None
+        run.open_metrics(None if first else done)
+        self._samples.resume(done)
         if self._rollout.scaling.needs_first_answers:
             self._scale_by_first_answers()
-        if done == 0 and half_used is None:
+        if first:
             before = self.evaluate()
             run.log(0, before)
             run.say("ppo before training", before)
@@ -119,21 +121,22 @@ class PPOTrainer:
         start = time.perf_counter()
         prompts = [self._prompts[i] for i in self._indices]
         rollout = self._rollout
-        sequences = rollout.sample(prompts, step=step)
-        scored = rollout.score(prompts, sequences, self._layouts(step, sequences)[0])
+        rated = rollout.rate(prompts, rollout.sample(prompts, step=step))
+        scored = rollout.score(rated, self._layouts(step, rated.sequences)[0])
+        of_prompts = [self._indices[row // self._config.rollout.samples_per_prompt] for row in rated.rows]
         faulty = rows_not_finite(
             {"log-probs": scored.old_logprobs, "reference log-probs": scored.ref_logprobs,
-             "values": scored.old_values, "scores": scored.scores}, mask=sequences.response_mask,
+             "values": scored.old_values, "scores": scored.scores}, mask=scored.sequences.response_mask,
         )  # fmt: skip
         if faulty:
             if self._world.is_main:
                 rows = sorted({row for rows in faulty.values() for row in rows})
-                kl, scores = completion_kl(sequences, scored), scored.penalised
-                self._skipped.keep(step, self._texts(self._indices, sequences, scores=scores, kl=kl, rows=rows))
+                kl, scores = completion_kl(scored), scored.penalised
+                self._skipped.keep(step, self._texts(of_prompts, scored.sequences, scores=scores, kl=kl, rows=rows))
             raise NotFinite([f"{what} of {len(rows)} completions" for what, rows in faulty.items()])
-        experience = rollout.experience(sequences, scored, kl_coef=self._kl.kl_coef)
-        metrics = {"objective/kl_coef": self._kl.kl_coef, **rollout.scaling.metrics(), **scored.metrics}
-        return HalfUsed(step, self._indices, experience, metrics, Progress(self._world.device), start)
+        experience = rollout.experience(scored, kl_coef=self._kl.kl_coef)
+        metrics = {"objective/kl_coef": self._kl.kl_coef, **rollout.scaling.metrics(), **rated.metrics}
+        return HalfUsed(step, of_prompts, experience, metrics, Progress(self._world.device), start)
 
     def _layouts(self, step: int, sequences: Sequences) -> list[Layout]:
         """Of each pass over a rollout."""
@@ -164,7 +167,7 @@ class PPOTrainer:
             assert self._roles.reference is not None
             copy_weights(self._roles.actor.lm, self._roles.reference.lm)
         written = partial(
-            self._texts, rollout.indices, experience.sequences, scores=experience.scores, kl=experience.kl
+            self._texts, rollout.prompts, experience.sequences, scores=experience.scores, kl=experience.kl
         )
         self._samples.write(step, written)
         skipped = rollout.progress.skipped
@@ -174,13 +177,12 @@ class PPOTrainer:
     def _scale_by_first_answers(self) -> None:
         """Show the scaling the actor's answers to the first prompts, before it learns."""
         prompts = [self._prompts[i] for i in range(min(len(self._prompts), self._config.rollout.prompts_per_step))]
-        self._rollout.scaling.observe(self._scored(prompts)[1].scores)
+        self._rollout.scaling.observe(self._scored(prompts).scores)
 
-    def _scored(self, prompts: Sequence[Mapping[str, Any]]) -> tuple[Sequences, Scored]:
+    def _scored(self, prompts: Sequence[Mapping[str, Any]]) -> Scored:
         """Answers to prompts outside the training steps, and what the roles say of them."""
-        sequences = self._rollout.sample(prompts, step=_EVAL_STEP)
-        layout = self._rollout.layout(sequences, step=0, epoch=0, mini_batches=1)
-        return sequences, self._rollout.score(prompts, sequences, layout)
+        rated = self._rollout.rate(prompts, self._rollout.sample(prompts, step=_EVAL_STEP))
+        return self._rollout.score(rated, self._rollout.layout(rated.sequences, step=0, epoch=0, mini_batches=1))
 
     def _speed(self, rollout: HalfUsed, trained_tokens: float) -> dict[str, float]:
         """Where the time of a step went; {} for one that was cut off, whose beginning was not timed."""
@@ -213,25 +215,24 @@ class PPOTrainer:
         if not len(self._held_out):
             return {}
         prompts = [self._held_out[i] for i in range(len(self._held_out))]
-        metrics = evaluation_metrics(*self._scored(prompts), prefix="eval")
+        metrics = evaluation_metrics(self._scored(prompts), prefix="eval")
         if self._average is not None:
             with self._average.applied(), self._roles.actor.other_weights():
-                metrics |= evaluation_metrics(*self._scored(prompts), prefix="eval_ema")
+                metrics |= evaluation_metrics(self._scored(prompts), prefix="eval_ema")
         self._run.timers.take()
         return metrics
 
     def _texts(
-        self, indices: Sequence[int], sequences: Sequences, *, scores: Tensor, kl: Tensor,
+        self, prompts: Sequence[int], sequences: Sequences, *, scores: Tensor, kl: Tensor,
         rows: Sequence[int] | None = None,
     ) -> list[dict[str, Any]]:  # fmt: skip
         """Rows of samples.jsonl: some of a rollout's completions, or all."""
         texts = []
         for row in range(len(scores)) if rows is None else rows:
             tokens = sequences.input_ids[row][sequences.response_mask[row]]
-            prompt = self._prompts[indices[row // self._config.rollout.samples_per_prompt]]
             texts.append(
                 {
-                    "prompt": json.loads(prompt["prompt"]),
+                    "prompt": json.loads(self._prompts[prompts[row]]["prompt"]),
                     "completion": self._tokenizer.decode(tokens, skip_special_tokens=True),
                     "score": rounded(scores[row]),
                     "kl": rounded(kl[row]),

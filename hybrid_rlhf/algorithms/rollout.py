@@ -42,18 +42,38 @@ class Roles:
 
 
 @dataclass(frozen=True)
+class Rated:
+    """A rollout with its scores. Rows that the reward dropped are gone, so that nothing after counts them."""
+
+    sequences: Sequences
+    rows: list[int]
+    """Of each sequence, its row in the rollout as it was sampled."""
+    scores: Tensor
+    """[N] float32, without penalties."""
+    metrics: dict[str, float]
+    """Of the reward's parts."""
+
+
+@dataclass(frozen=True)
 class Scored:
     """What the roles say of sequences: [N, T], scores [N]; float32, whole on every rank."""
 
+    rated: Rated
     old_logprobs: Tensor
     ref_logprobs: Tensor
     old_values: Tensor
-    scores: Tensor
-    """Without penalties."""
     penalties: Tensor
     """[N], to be subtracted."""
-    metrics: dict[str, float]
-    """Of the reward's parts."""
+
+    @property
+    def sequences(self) -> Sequences:
+        """What was read."""
+        return self.rated.sequences
+
+    @property
+    def scores(self) -> Tensor:
+        """[N] without penalties."""
+        return self.rated.scores
 
     @property
     def penalised(self) -> Tensor:
@@ -126,13 +146,30 @@ class Rollout:
             seed=(self._seed, step, epoch),
         )
 
+    def rate(self, prompts: Sequence[Mapping[str, Any]], sequences: Sequences) -> Rated:
+        """Let the reward read the sequences of prompts; what it drops is left out.
+
+        Raises:
+            UserError: on every rank, as the reward's parts say.
+        """
+        whole = self.layout(sequences, step=0, epoch=0, mini_batches=1)
+        with self._timers("scoring"):
+            report = self._roles.reward(
+                sequences, whole.mini_batches[0], lambda: Answers.read(prompts, sequences, self._tokenizer)
+            )
+        rows = sorted({*range(len(sequences.input_ids))}.difference(report.dropped))
+        if not report.dropped:
+            return Rated(sequences, rows, report.scores, report.metrics)
+        return Rated(sequences.rows(rows), rows, report.scores[rows], report.metrics)
+
     @torch.no_grad()
-    def score(self, prompts: Sequence[Mapping[str, Any]], sequences: Sequences, layout: Layout) -> Scored:
-        """Let the roles read the sequences of prompts, in the micro-batches of a layout.
+    def score(self, rated: Rated, layout: Layout) -> Scored:
+        """Let actor, reference and critic read the sequences, in the micro-batches of a layout.
 
         The actor does not where a rollout makes one update: its log-probs come with that update's own forward, and
         until then the generator's stand for them.
         """
+        sequences = rated.sequences
         shape = sequences.input_ids.shape
         device = self._world.device
         old, ref, values = (torch.zeros(shape, device=device) for _ in range(3))
@@ -140,7 +177,6 @@ class Rollout:
         reads_actor = not self._algorithm.updates_once
         with self._timers("scoring"):
             micro_batches = [micro for mini in layout.mini_batches for micro in mini]
-            reward = roles.reward(sequences, micro_batches, lambda: Answers.read(prompts, sequences, self._tokenizer))
             batches = [(indices, sequences.rows(indices)) for indices in micro_batches]
             with self._reference() as reference:
                 for indices, batch in batches:
@@ -158,13 +194,11 @@ class Rollout:
             self._algorithm.missing_eos_penalty * (~sequences.stopped)
             + self._algorithm.length_penalty * sequences.response_mask.sum(dim=1)
         ).float()
-        return Scored(
-            old if reads_actor else sequences.sampled_logprobs, ref, values, reward.scores, penalties, reward.metrics
-        )
+        return Scored(rated, old if reads_actor else sequences.sampled_logprobs, ref, values, penalties)
 
-    def experience(self, sequences: Sequences, scored: Scored, *, kl_coef: float) -> Experience:
+    def experience(self, scored: Scored, *, kl_coef: float) -> Experience:
         """Rewards, advantages and returns; computed alike on every rank."""
-        algorithm, mask = self._algorithm, sequences.response_mask
+        algorithm, mask = self._algorithm, scored.sequences.response_mask
         rewards = shaped_rewards(
             scores=self.scaling(scored.scores) - scored.penalties,
             kl=KL_ESTIMATORS[algorithm.kl_estimator](scored.old_logprobs, ref_logprobs=scored.ref_logprobs),
@@ -182,7 +216,7 @@ class Rollout:
                 advantages, mask=mask, shift_mean=algorithm.whiten_shift_mean, unbiased=algorithm.whiten_unbiased
             )
         return Experience(
-            sequences, scored.old_logprobs, scored.ref_logprobs, scored.old_values, scored.penalised, rewards,
+            scored.sequences, scored.old_logprobs, scored.ref_logprobs, scored.old_values, scored.penalised, rewards,
             advantages, returns,
         )  # fmt: skip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.algorithms.experience import Experience, Sequences
+from hybrid_rlhf.algorithms.experience import Experience
 from hybrid_rlhf.algorithms.rollout import Scored
 from hybrid_rlhf.functional.masking import masked_mean, masked_sum
 
@@ -29,19 +29,19 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
     }
 
 
-def evaluation_metrics(sequences: Sequences, scored: Scored, *, prefix: str) -> dict[str, float]:
+def evaluation_metrics(scored: Scored, *, prefix: str) -> dict[str, float]:
     """What answers to held-out prompts are worth; KL and length a completion."""
-    kl = completion_kl(sequences, scored)
+    sequences, kl = scored.sequences, completion_kl(scored)
     return {
         f"{prefix}/scores": float(scored.penalised.mean()),
         f"{prefix}/scores_std": float(scored.penalised.std(correction=0)),
         f"{prefix}/kl": float(kl.mean()),
         f"{prefix}/mean_length": float(sequences.response_mask.sum(dim=1).float().mean()),
         f"{prefix}/clipped_ratio": float((~sequences.stopped).float().mean()),
-        **{f"{prefix}/{name}": value for name, value in scored.metrics.items()},
+        **{f"{prefix}/{name}": value for name, value in scored.rated.metrics.items()},
     }
 
 
-def completion_kl(sequences: Sequences, scored: Scored) -> Tensor:
+def completion_kl(scored: Scored) -> Tensor:
     """[N] KL to the reference of each completion, in nats (k1)."""
-    return masked_sum(scored.old_logprobs - scored.ref_logprobs, mask=sequences.response_mask, dim=1)
+    return masked_sum(scored.old_logprobs - scored.ref_logprobs, mask=scored.sequences.response_mask, dim=1)

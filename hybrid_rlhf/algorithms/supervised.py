@@ -21,6 +21,7 @@ from hybrid_rlhf.algorithms.nonfinite import SkippedSteps, rows_to_blame
 from hybrid_rlhf.algorithms.sums import RunningSums, global_count
 from hybrid_rlhf.configs.batch_plan import BatchPlan
 from hybrid_rlhf.configs.sections import TrainConfig
+from hybrid_rlhf.configs.whole_files import write_whole
 from hybrid_rlhf.data.loaders import BatchLoader
 from hybrid_rlhf.engines.checkpoints import LoopState
 from hybrid_rlhf.engines.engine import ModelEngine
@@ -28,7 +29,6 @@ from hybrid_rlhf.engines.partition import whole_tensors
 from hybrid_rlhf.functional.losses import LossSum
 from hybrid_rlhf.models.saving import save_model
 from hybrid_rlhf.runtime.disk import full_disk_named
-from hybrid_rlhf.runtime.durable import write_text
 from hybrid_rlhf.runtime.profiling import model_flops_utilisation, profiled
 from hybrid_rlhf.runtime.run import FINISHED_FILE, Run
 from hybrid_rlhf.runtime.timers import peak_memory_gib
@@ -85,7 +85,7 @@ class SupervisedTrainer(Generic[BatchT]):
         """Run to the last step, from the start or from the run's checkpoint."""
         run = self._run
         step = self._resume()
-        run.open_metrics(resumed_step=step)
+        run.open_metrics(step or None)
         if step == 0:
             before = self._evaluate()
             run.log(0, before)
@@ -204,7 +204,7 @@ def finish(run: Run, folders: Mapping[str, ModelEngine], tokenizer: PreTrainedTo
     for name, engine in folders.items():
         save_engine(run, name, engine, tokenizer)
     if run.world.is_main:
-        write_text(run.folder / FINISHED_FILE, json.dumps({"models": list(folders)}) + "\n")
+        write_whole(run.folder / FINISHED_FILE, json.dumps({"models": list(folders)}) + "\n")
     run.world.barrier()
 
 

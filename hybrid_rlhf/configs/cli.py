@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
-import errno
 import json
 import os
 import re
@@ -25,7 +24,9 @@ from typing import Any, Literal, NoReturn, TypeVar
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
-from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.disk_faults import disk_fault
+from hybrid_rlhf.configs.errors import RankError, UserError
+from hybrid_rlhf.configs.whole_files import write_whole
 
 ConfigT = TypeVar("ConfigT")
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -77,10 +78,8 @@ def read_config(config: Any) -> dict[str, Any]:
 
 
 def save_config(config: Any, path: Path) -> None:
-    """Write a config as the YAML that parse_config reads back to an equal one; beside and renamed."""
-    beside = path.with_name(f"{path.name}.partial")
-    beside.write_text(yaml.safe_dump(_plain(config), sort_keys=False))
-    os.replace(beside, path)
+    """Write a config as the YAML that parse_config reads back to an equal one."""
+    write_whole(path, yaml.safe_dump(_plain(config), sort_keys=False))
 
 
 def dotted_keys(config_type: Any, prefix: str = "") -> dict[str, Any]:
@@ -110,21 +109,23 @@ def _flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Turn a user's mistake, or a full disk, into one line on stderr and exit code 2."""
+    """Turn a user's mistake, or a disk's fault, into one line on stderr and exit code 2."""
     try:
         yield
     except UserError as error:
-        _stop(str(error))
+        _stop(str(error), every_rank=isinstance(error, RankError))
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        fault = disk_fault(error)
+        if fault is None:
             raise
-        _stop(f"no space left on the device of {error.filename or 'the output folder'}: free some and resume")
+        _stop(fault, every_rank=True)
 
 
-def _stop(message: str) -> NoReturn:
-    # Every rank meets the same mistake; one a host tells it.
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"error: {message}", file=sys.stderr, flush=True)
+def _stop(message: str, *, every_rank: bool) -> NoReturn:
+    # Every rank meets the same mistake, and one a host tells it.
+    if every_rank or os.environ.get("LOCAL_RANK", "0") == "0":
+        rank = f"rank {os.environ.get('RANK')}: " if every_rank and os.environ.get("WORLD_SIZE", "1") != "1" else ""
+        print(f"error: {rank}{message}", file=sys.stderr, flush=True)
     sys.exit(2)
 
 

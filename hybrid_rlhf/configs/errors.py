@@ -7,3 +7,7 @@ A message says the rule, the value received and the fix. Anything else that is r
 
 class UserError(Exception):
     """A mistake in a config, a data file, a model folder or a command line."""
+
+
+class RankError(UserError):
+    """What the user can mend but this rank alone may have met, a full disk or memory: each that meets it says so."""

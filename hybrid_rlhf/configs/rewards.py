@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from hybrid_rlhf.configs.sections import require
 
-OnFailure = Literal["stop", "zero"]
+OnFailure = Literal["stop", "drop", "zero"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,14 +31,16 @@ class RewardPartConfig:
     """HTTP endpoint; several URLs are replicas that share the work."""
     timeout_seconds: float = 60.0
     """Longest call of a function, or longest try of a request, in seconds."""
-    retries: int = 3
-    """Tries of a request after the first, with waits that double, on another replica where there is one."""
+    retries: int | None = None
+    """Tries after the first, with waits that double; none: 3 of a request, on another replica where there is one, and 1
+    of a function."""
     batch_size: int = 64
     """Completions in one request."""
     api_key_env: str | None = None
     """Environment variable that holds the endpoint's key, sent as a bearer token and never logged."""
     on_failure: OnFailure = "stop"
-    """stop: a completion without a usable score ends the run; zero: it scores 0 and is counted in the metrics."""
+    """Of a completion without a usable score. stop: it ends the run; drop: it is left out of everything, learning and
+    metrics; zero: it scores 0. Both are counted in the metrics."""
 
     def __post_init__(self) -> None:
         kinds = [kind for kind in ("model", "function", "urls") if getattr(self, kind)]
@@ -78,11 +80,15 @@ class RewardPartConfig:
             0 < self.timeout_seconds < math.inf,
             f"reward.parts: timeout_seconds of {self.label} must be above 0, got {self.timeout_seconds}: raise it",
         )
-        for name, least in (("retries", 0), ("batch_size", 1)):
-            value = getattr(self, name)
+        for name, value, least in (("retries", self.most_retries, 0), ("batch_size", self.batch_size, 1)):
             require(
                 value >= least, f"reward.parts: {name} of {self.label} must be {least} or more, got {value}: raise it"
             )
+
+    @property
+    def most_retries(self) -> int:
+        """Tries after the first. A function that fails mostly fails again, an endpoint mostly recovers."""
+        return self.retries if self.retries is not None else 3 if self.urls else 1
 
     @property
     def label(self) -> str:

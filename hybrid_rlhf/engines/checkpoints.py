@@ -24,6 +24,7 @@ from torch import Tensor
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections import CheckpointConfig
+from hybrid_rlhf.configs.whole_files import write_whole
 from hybrid_rlhf.engines.fragment_files import HostCopies
 from hybrid_rlhf.engines.training_state import TrainingState
 from hybrid_rlhf.runtime.checkpoint_folder import (
@@ -34,7 +35,7 @@ from hybrid_rlhf.runtime.checkpoint_folder import (
     write_manifest,
 )
 from hybrid_rlhf.runtime.disk import full_disk_named
-from hybrid_rlhf.runtime.durable import checksum, flush, write_text
+from hybrid_rlhf.runtime.durable import checksum, flush
 from hybrid_rlhf.runtime.random_states import random_states, restore_random_states
 from hybrid_rlhf.runtime.world import World
 
@@ -198,7 +199,7 @@ class _Writing:
             save_file(dict(tensors), self.beside / name)
             flush(self.beside / name)
         for name, content in self._texts.items():
-            write_text(self.beside / name, json.dumps(content))
+            write_whole(self.beside / name, json.dumps(content))
         for name in (*self._tensors, *self._texts):
             file = self.beside / name
             self._files[name] = {"bytes": file.stat().st_size, "crc32": checksum(file)}

@@ -1,6 +1,7 @@
 """Hugging Face folders, written piece by piece: sharded safetensors, config, tokenizer.
 
-Everything is written beside its place and renamed, config.json last: a folder with a config.json is whole.
+Everything is written beside its place, brought to the disk and renamed, config.json last: a folder with a config.json
+is whole. A save that fails leaves nothing.
 """
 
 from __future__ import annotations
@@ -41,22 +42,41 @@ def save_model(
         max_shard_bytes: most that is held in memory, and the size of a weights file.
     """
     beside = folder / ".model.partial"
-    writer = _ShardWriter(beside, max_shard_bytes) if world.is_main else None
-    for name, tensor in tensors:
-        if writer is not None and tensor is not None:
-            writer.add(name, tensor)
-    if writer is not None:
-        writer.close()
-        lm.config.architectures = [type(lm).__name__]
-        lm.config.pad_token_id = tokenizer.pad_token_id
-        lm.config.save_pretrained(beside)
-        if lm.can_generate() and lm.generation_config is not None:
-            lm.generation_config.save_pretrained(beside)
-        tokenizer.save_pretrained(beside)
-        for file in sorted(beside.iterdir(), key=lambda file: file.name == "config.json"):
-            os.replace(file, folder / file.name)
-        beside.rmdir()
+    try:
+        writer = _ShardWriter(beside, max_shard_bytes) if world.is_main else None
+        for name, tensor in tensors:
+            if writer is not None and tensor is not None:
+                writer.add(name, tensor)
+        if writer is not None:
+            writer.close()
+            _save_rest(beside, lm, tokenizer)
+            _move(beside, folder)
+    except Exception:
+        if world.is_main:
+            shutil.rmtree(beside, ignore_errors=True)  # its room is needed, on a full disk above all
+        raise
     world.barrier()
+
+
+def _save_rest(folder: Path, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """What is not weights."""
+    lm.config.architectures = [type(lm).__name__]
+    lm.config.pad_token_id = tokenizer.pad_token_id
+    lm.config.save_pretrained(folder)
+    if lm.can_generate() and lm.generation_config is not None:
+        lm.generation_config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _move(beside: Path, folder: Path) -> None:
+    """Bring all files of a flat folder to the disk, then to their place, config.json last."""
+    files = sorted(beside.iterdir(), key=lambda file: file.name == "config.json")
+    for file in files:
+        with file.open("rb") as written:
+            os.fsync(written.fileno())
+    for file in files:
+        os.replace(file, folder / file.name)
+    beside.rmdir()
 
 
 class _ShardWriter:

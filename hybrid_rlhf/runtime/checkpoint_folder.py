@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_rlhf.configs.sections import CheckpointConfig
-from hybrid_rlhf.runtime.durable import checksum, write_text
+from hybrid_rlhf.configs.whole_files import write_whole
+from hybrid_rlhf.runtime.durable import checksum, flush
 from hybrid_rlhf.runtime.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.world import World
 
@@ -49,9 +50,10 @@ def checkpoint_paths(run_folder: Path) -> list[Path]:
 def write_manifest(checkpoint: Path, content: Mapping[str, Any]) -> None:
     """Write what makes a checkpoint whole; it comes last."""
     text = json.dumps({"format": FORMAT, **content}, indent=1)
-    write_text(
+    write_whole(
         checkpoint / MANIFEST, json.dumps({"crc32": zlib.crc32(text.encode()), "content": json.loads(text)}, indent=1)
     )
+    flush(checkpoint)
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:

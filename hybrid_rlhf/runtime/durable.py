@@ -1,4 +1,4 @@
-"""Files that outlive a crash: written beside, flushed to the disk, then renamed; and how to see that they are whole."""
+"""Files that outlive a crash: brought to the disk itself, and seen to be whole."""
 
 from __future__ import annotations
 
@@ -16,17 +16,6 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def write_text(file: Path, text: str) -> None:
-    """Write a file that is there whole or not at all."""
-    beside = file.with_name(f"{file.name}.partial")
-    with beside.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(beside, file)
-    flush(file.parent)
 
 
 def checksum(file: Path) -> int:

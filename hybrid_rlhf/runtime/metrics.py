@@ -1,16 +1,17 @@
 """Metrics of a run: metrics.jsonl, TensorBoard, and a line or a progress bar on the console.
 
-Only rank 0 writes. A line of metrics.jsonl is a JSON object with `step`, `time_seconds` and the names of the contract.
+Only rank 0 writes. A line of metrics.jsonl is a JSON object with `step`, `time_seconds` and the names of the contract;
+a figure that is not finite is null. A sink that fails is told of once, and does not end the run.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import logging
-import os
+import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,6 +19,7 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from hybrid_rlhf.runtime.lines import LineFile, drop_lines_past, read_lines
 from hybrid_rlhf.runtime.logs import LOGGER_NAME
 
 METRICS_FILE = "metrics.jsonl"
@@ -35,16 +37,19 @@ class MetricsWriter:
             tensorboard: also write events to folder/tensorboard.
             resumed_step: lines past this step, left by a run that was cut off, are dropped.
             start_seconds: time_seconds of the run so far.
-        """
-        file = folder / METRICS_FILE
-        _drop_lines_past(file, resumed_step)
-        self._lines = file.open("a")
-        self._start = time.monotonic() - start_seconds
-        self._events = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter  # slow to import, and not always wanted
 
-            self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_step + 1)
+        Raises:
+            OSError: when lines past the step cannot be dropped.
+        """
+        drop_lines_past(folder / METRICS_FILE, resumed_step)
+        self._lines = LineFile(folder / METRICS_FILE)
+        self._start = time.monotonic() - start_seconds
+        self._events: Any = None
+        if tensorboard:
+            with self._events_or_none():
+                from torch.utils.tensorboard import SummaryWriter  # slow to import, and not always wanted
+
+                self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_step + 1)
 
     @property
     def time_seconds(self) -> float:
@@ -53,23 +58,32 @@ class MetricsWriter:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line."""
-        line = {"step": step, "time_seconds": round(self.time_seconds, 3), **metrics}
-        self._lines.write(json.dumps(line) + "\n")
-        self._lines.flush()
+        figures = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self._lines.append([{"step": step, "time_seconds": round(self.time_seconds, 3), **figures}])
         if self._events is not None:
-            for name, value in metrics.items():
-                self._events.add_scalar(name, value, step)
+            with self._events_or_none():
+                for name, value in metrics.items():
+                    self._events.add_scalar(name, value, step)
 
     def flush(self) -> None:
-        """Return when what was written is on the disk."""
+        """Bring metrics.jsonl to the disk itself: a checkpoint must not know more than it does."""
         self._lines.flush()
-        os.fsync(self._lines.fileno())
 
     def close(self) -> None:
-        """Flush and close the sinks."""
+        """Write what is left and close the sinks."""
         self._lines.close()
         if self._events is not None:
-            self._events.close()
+            with self._events_or_none():
+                self._events.close()
+
+    @contextlib.contextmanager
+    def _events_or_none(self) -> Iterator[None]:
+        """Where TensorBoard fails it is left: metrics.jsonl has the same figures."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - its writer raises what its thread did
+            self._events = None
+            logger.warning("TensorBoard events are written no more (%s: %s)", type(error).__name__, error)
 
 
 class StepDisplay:
@@ -88,15 +102,17 @@ class StepDisplay:
             self._task = self._progress.add_task(title, total=total_steps, completed=done_steps, figures="")
 
     def __enter__(self) -> Self:
-        if self._progress is not None:
-            self._progress.start()
+        with self._bar_or_none():
+            if self._progress is not None:
+                self._progress.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+        with self._bar_or_none():
+            if self._progress is not None:
+                self._progress.stop()
 
     def show(self, step: int, figures: Mapping[str, float]) -> None:
         """Show the figures that matter after a step."""
@@ -104,9 +120,19 @@ class StepDisplay:
             return
         text = "  ".join(f"{name} {format_figure(value)}" for name, value in figures.items())
         if self._progress is not None:
-            self._progress.update(self._task, completed=step, figures=text)
+            with self._bar_or_none():
+                self._progress.update(self._task, completed=step, figures=text)
         elif step % self._every == 0 or step == self._total:
             logger.info("%s %d/%d  %s", self._title, step, self._total, text)
+
+    @contextlib.contextmanager
+    def _bar_or_none(self) -> Iterator[None]:
+        """A terminal that is gone takes the bar with it, not the run."""
+        try:
+            yield
+        except OSError as error:
+            self._progress = None
+            logger.info("the progress bar is shown no more (%s)", error.strerror or type(error).__name__)
 
 
 def format_figure(value: float) -> str:
@@ -115,23 +141,6 @@ def format_figure(value: float) -> str:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl; a last line that was cut off is left out."""
-    file = folder / METRICS_FILE
-    if not file.exists():
-        return []
-    lines = []
-    for line in file.read_text().splitlines():
-        try:
-            lines.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return lines
-
-
-def _drop_lines_past(file: Path, step: int) -> None:
-    if not file.exists():
-        return
-    kept = [line for line in read_metrics(file.parent) if line["step"] <= step]
-    beside = file.with_suffix(".jsonl.partial")
-    beside.write_text("".join(json.dumps(line) + "\n" for line in kept))
-    os.replace(beside, file)
+    """The lines of a run's metrics.jsonl, null as NaN again; a last line that was cut off is left out."""
+    lines = read_lines(folder / METRICS_FILE)
+    return [{name: math.nan if value is None else value for name, value in line.items()} for line in lines]

@@ -45,14 +45,15 @@ class Run:
     """A model folder whose weights the run starts from in place of its models' own."""
     _metrics: MetricsWriter | None = None
 
-    def open_metrics(self, resumed_step: int = 0) -> None:
-        """Open metrics.jsonl, keeping what was written up to the step that the run goes on from."""
+    def open_metrics(self, resumed_step: int | None) -> None:
+        """Open metrics.jsonl, keeping what was written up to the step that the run goes on from; none: it starts."""
         if self.world.is_main:
-            done = [line for line in read_metrics(self.folder) if line["step"] <= resumed_step]
+            last = -1 if resumed_step is None else resumed_step
+            done = [line for line in read_metrics(self.folder) if line["step"] <= last]
             self._metrics = MetricsWriter(
                 self.folder,
                 tensorboard=self.config.logging.tensorboard,
-                resumed_step=resumed_step if done else -1,
+                resumed_step=last,
                 start_seconds=done[-1]["time_seconds"] if done else 0.0,
             )
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from hybrid_rlhf.runtime.lines import LineFile, drop_lines_past
 from hybrid_rlhf.runtime.logs import LOGGER_NAME
 
 SAMPLES_FILE = "samples.jsonl"
@@ -19,21 +19,30 @@ class SampleLog:
     """Writes the samples of every k-th step."""
 
     def __init__(self, folder: Path, *, every: int, enabled: bool) -> None:
-        self._file, self._every, self._enabled = folder / SAMPLES_FILE, every, enabled
+        self._path, self._every, self._enabled = folder / SAMPLES_FILE, every, enabled
+        self._lines = LineFile(self._path)
+
+    def resume(self, step: int) -> None:
+        """Drop the lines past a step, left by a run that was cut off.
+
+        Raises:
+            OSError: when they cannot be dropped.
+        """
+        if self._enabled:
+            drop_lines_past(self._path, step)
 
     def write(self, step: int, rows: Callable[[], Sequence[dict[str, Any]]]) -> None:
         """Append a step's rows, if it is one of those; `rows` is called only then."""
         if not self._enabled or not self._every or (step - 1) % self._every:
             return
         samples = rows()
-        with self._file.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps({"step": step, **row}, ensure_ascii=False) + "\n" for row in samples)
+        self._lines.append({"step": step, **row} for row in samples)
         for row in samples[:_SHOWN]:
             asked = row["prompt"][-1]["content"]
             logger.info("  sample  %s  ->  %s  (score %.2f)", _short(asked), _short(row["completion"]), row["score"])
 
 
 def _short(text: str, limit: int = 100) -> str:
-    """Text on one line, cut."""
-    line = " ".join(text.split())
+    """Text on one line, cut; half a surrogate pair, which no console takes, is a question mark."""
+    line = " ".join(text.encode(errors="replace").decode().split())
     return line if len(line) <= limit else line[: limit - 1] + "…"

@@ -36,7 +36,7 @@ def test_a_single_update_reads_the_actor_once(world: World, paths: dict[str, str
     assert not forwards, "scoring does not read the actor"
     torch.testing.assert_close(experience.old_logprobs, experience.sequences.sampled_logprobs, atol=0, rtol=0)
     _, slow = build(world, paths, algorithm=ALGORITHM)
-    expected = slow.score(PROMPTS, experience.sequences, layout)
+    expected = slow.score(slow.rate(PROMPTS, experience.sequences), layout)
     report = PPOUpdater(roles, ONCE, rollout=SAMPLING).update(experience, [layout])
     assert len(forwards) == len(layout.mini_batches[0])
     torch.testing.assert_close(report.experience.old_logprobs, expected.old_logprobs, atol=0, rtol=0)
@@ -50,7 +50,7 @@ def test_a_learning_rate_of_zero_never_moves_the_ratio(world: World, paths: dict
         group["lr"] = 0.0
     sequences = collect(rollout)[0].sequences
     layouts = [rollout.layout(sequences, step=1, epoch=0, mini_batches=2)] * 3
-    experience = rollout.experience(sequences, rollout.score(PROMPTS, sequences, layouts[0]), kl_coef=0.1)
+    experience = rollout.experience(rollout.score(rollout.rate(PROMPTS, sequences), layouts[0]), kl_coef=0.1)
     roles.actor._engine.lr_scheduler = None
     report = PPOUpdater(roles, replace(ALGORITHM, epochs=3, mini_batches=2), rollout=SAMPLING).update(
         experience, layouts
@@ -113,12 +113,13 @@ def test_the_log_ratio_is_no_loss() -> None:
 def test_rewards_and_advantages_are_whitened_as_asked(world: World, paths: dict[str, str]) -> None:
     roles, rollout = build(world, paths)
     sequences = collect(rollout)[0].sequences
-    scored = rollout.score(PROMPTS, sequences, rollout.layout(sequences, step=1, epoch=0, mini_batches=1))
+    layout = rollout.layout(sequences, step=1, epoch=0, mini_batches=1)
+    scored = rollout.score(rollout.rate(PROMPTS, sequences), layout)
     mask = sequences.response_mask
 
     def experience(**changes: Any) -> Any:
         rollout._algorithm = replace(ALGORITHM, **changes)
-        return rollout.experience(sequences, scored, kl_coef=0.1)
+        return rollout.experience(scored, kl_coef=0.1)
 
     plain = experience(whiten_advantages=False)
     for unbiased in (True, False):
@@ -138,11 +139,12 @@ def test_penalties_and_scaling_reach_the_last_reward(world: World, paths: dict[s
     config = replace(ALGORITHM, length_penalty=0.25, score_clip=None, score_scaling="running", whiten_advantages=False)
     _, rollout = build(world, paths, algorithm=config)
     sequences = collect(rollout)[0].sequences
-    scored = rollout.score(PROMPTS, sequences, rollout.layout(sequences, step=1, epoch=0, mini_batches=1))
+    layout = rollout.layout(sequences, step=1, epoch=0, mini_batches=1)
+    scored = rollout.score(rollout.rate(PROMPTS, sequences), layout)
     lengths = sequences.response_mask.sum(dim=1)
     torch.testing.assert_close(scored.penalties, 0.25 * lengths + 0.5 * (~sequences.stopped))
     rollout.scaling = ScoreScaling("running")
-    experience = rollout.experience(sequences, scored, kl_coef=0.0)
+    experience = rollout.experience(scored, kl_coef=0.0)
     scaled = (scored.scores - scored.scores.mean()) / scored.scores.std()
     torch.testing.assert_close(experience.rewards.sum(dim=1), scaled - scored.penalties, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(experience.scores, scored.scores - scored.penalties)

@@ -171,7 +171,7 @@ def test_ppo_holds_what_was_planned(name: str, model: str, world: World) -> None
             sequences: Sequences = loop.sample(prompts, step=step)
             told("generation")
             layout = loop.layout(sequences, step=step, epoch=0, mini_batches=1)
-            experience = loop.experience(sequences, loop.score(prompts, sequences, layout), kl_coef=0.1)
+            experience = loop.experience(loop.score(loop.rate(prompts, sequences), layout), kl_coef=0.1)
             told("scoring")
             updater.update(experience, [layout])
             told("critic training")

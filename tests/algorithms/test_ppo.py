@@ -62,7 +62,7 @@ def build(
 def collect(rollout: Rollout, *, mini_batches: int = 1) -> tuple[Experience, Layout]:
     sequences = rollout.sample(PROMPTS, step=1)
     layout = rollout.layout(sequences, step=1, epoch=0, mini_batches=mini_batches)
-    return rollout.experience(sequences, rollout.score(PROMPTS, sequences, layout), kl_coef=0.1), layout
+    return rollout.experience(rollout.score(rollout.rate(PROMPTS, sequences), layout), kl_coef=0.1), layout
 
 
 @pytest.mark.parametrize("lora", [0, 4])
@@ -113,7 +113,7 @@ def test_an_actor_with_adapters_is_its_own_reference(world: World, paths: dict[s
     PPOUpdater(roles, ALGORITHM, rollout=SAMPLING).update(experience, [layout])
     moved, _ = collect(rollout)
     assert float(moved.kl.abs().max()) > 0
-    same = rollout.score(PROMPTS, experience.sequences, layout)
+    same = rollout.score(rollout.rate(PROMPTS, experience.sequences), layout)
     torch.testing.assert_close(same.ref_logprobs, experience.ref_logprobs, atol=0, rtol=0)
 
 
@@ -151,7 +151,7 @@ def test_updates_raise_the_probability_of_what_was_better_than_expected(world: W
     mask = experience.sequences.response_mask
     better = mask & (experience.advantages > 0)
     PPOUpdater(roles, ALGORITHM, rollout=SAMPLING).update(experience, [layout])
-    change = rollout.score(PROMPTS, experience.sequences, layout).old_logprobs - experience.old_logprobs
+    change = rollout.score(rollout.rate(PROMPTS, experience.sequences), layout).old_logprobs - experience.old_logprobs
     assert float(change[better].mean()) > float(change[mask & ~better].mean())
 
 

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerFast
 
 from hybrid_rlhf.algorithms.experience import Sequences
-from hybrid_rlhf.algorithms.rewards import Answers, Reward, RewardReport, build_reward, endpoint
+from hybrid_rlhf.algorithms.rewards import Answers, Reward, RewardReport, build_reward, waits
 from hybrid_rlhf.algorithms.rewards.endpoint import EndpointPart
 from hybrid_rlhf.algorithms.rewards.functions import FunctionPart
 from hybrid_rlhf.algorithms.rewards.models import ModelPart, RetokenizingModelPart
@@ -47,7 +47,7 @@ MICRO: list[list[int | None]] = [[4, 0], [2, None], [1, 3]]
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(waits, "FIRST_WAIT_SECONDS", 0.01)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
@@ -250,11 +250,11 @@ def test_an_endpoint_that_answers_late_but_in_time_is_waited_for(serve: Callable
 @pytest.mark.parametrize(
     ("answer", "reason", "tries"),
     [
-        (lambda body: (200, b'{"scores": [1.0]}'), "got 1 values for 5 completions", 1),
-        (lambda body: (200, b'{"scores": [1, 2, "high", 4, 5]}'), "got 'high' for a completion", 1),
-        (lambda body: (200, b'{"scores": [1, 2, NaN, 4, 5]}'), "got nan for a completion", 1),
-        (lambda body: (200, b'{"score": []}'), "in place of {", 1),
-        (lambda body: (200, b"<html>"), "got b'<html>' in place of JSON", 1),
+        (lambda body: (200, b'{"scores": [1.0]}'), r"got 1 values for 5 completions \(try 3\)", 3),
+        (lambda body: (200, b'{"scores": [1, 2, "high", 4, 5]}'), "got 'high' for a completion", 3),
+        (lambda body: (200, b'{"scores": [1, 2, NaN, 4, 5]}'), "got nan for a completion", 3),
+        (lambda body: (200, b'{"score": []}'), "in place of {", 3),
+        (lambda body: (200, b"<html>"), "got '<html>' in place of JSON", 3),
         (lambda body: (404, b""), "answered HTTP 404", 1),
         (lambda body: (500, b""), r"answered HTTP 500 \(try 3\)", 3),
         (lambda body: (429, b""), r"answered HTTP 429 \(try 3\)", 3),

@@ -19,7 +19,7 @@ OF_ALL_STEPS = [
     (f"{ENGINES}.engine:ModelEngine.backward", 12), (f"{ENGINES}.engine:ModelEngine.step", 6),
     (f"{ENGINES}.checkpoints:save_file", 3), (f"{ENGINES}.checkpoints:flush", 3),
     (f"{ENGINES}.checkpoints:write_manifest", 3), (f"{ENGINES}.checkpoints:remove_unkept", 3),
-    (f"{ENGINES}.checkpoints:CheckpointWriter._commit", 3), (f"{RUNTIME}.durable:os.replace", 6),
+    (f"{ENGINES}.checkpoints:CheckpointWriter._commit", 3), ("hybrid_rlhf.configs.whole_files:os.replace", 6),
     (f"{RUNTIME}.checkpoint_folder:shutil.rmtree", 1), (f"{RUNTIME}.metrics:MetricsWriter.write", 7),
     ("hybrid_rlhf.models.saving:save_file", 1), ("hybrid_rlhf.models.saving:os.replace", 3),
     (f"{RUNTIME}.world:World.all_reduce", 12),

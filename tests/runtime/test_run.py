@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +16,6 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections import LoggingConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.runtime.checkpoint_folder import newest_whole, write_manifest
-from hybrid_rlhf.runtime.disk import full_disk_named
 from hybrid_rlhf.runtime.durable import checksum
 from hybrid_rlhf.runtime.interrupts import Interrupts
 from hybrid_rlhf.runtime.metrics import MetricsWriter, StepDisplay, format_figure, read_metrics
@@ -221,15 +218,6 @@ def test_a_world_of_one_needs_no_group() -> None:
     assert world.is_main and world.is_local_main
     assert world.all_gather_objects(3) == [3] and world.broadcast_object("x") == "x"
     assert world.all_reduce(torch.ones(2)).tolist() == [1, 1]
-
-
-def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError), full_disk_named(tmp_path):
-        raise ValueError("another fault stays what it is")
-    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=0))
-    with pytest.raises(OSError, match="No space left on device") as caught, full_disk_named(tmp_path):
-        raise RuntimeError("write failed")
-    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path))
 
 
 def test_a_closed_run_leaves_no_environment_to_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,11 @@ class Background(Generic[T]):
             raise self._error
         return self._value
 
+    def has_ended(self, within_seconds: float = 0.0) -> bool:
+        """Whether the call is over, after waiting that long for it."""
+        self._thread.join(within_seconds)
+        return not self._thread.is_alive()
+
     def _run(self) -> None:
         try:
             if self._device.type == "cuda":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import random
 from collections import Counter
@@ -20,17 +21,15 @@ import torch
 from hybrid_rlhf.algorithms.rewards.answers import Answers
 from hybrid_rlhf.algorithms.rewards.background import Background
 from hybrid_rlhf.algorithms.rewards.parts import Ratings, RewardPart, Share
+from hybrid_rlhf.algorithms.rewards.replies import Address, Reply, failed, read_reply, told
+from hybrid_rlhf.algorithms.rewards.waits import wait_seconds
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.rewards import RewardPartConfig, shown_url
+from hybrid_rlhf.configs.rewards import RewardPartConfig
 from hybrid_rlhf.models.tokenizers import first_line
 
+logging.getLogger("httpx2").setLevel(logging.WARNING)  # at INFO it tells whole URLs
 REQUESTS_PER_REPLICA = 8
 """In flight at once from a rank."""
-FIRST_WAIT_SECONDS = 0.5
-"""Before the first retry; it doubles with each."""
-LONGEST_WAIT_SECONDS = 30.0
-_LATER = (408, 425, 429)
-"""Statuses of the 4xx that ask for another try; with the others the request itself is at fault."""
 
 
 class EndpointPart(RewardPart):
@@ -46,8 +45,10 @@ class EndpointPart(RewardPart):
         self._config = config
         self._device = device
         self._headers = {"Content-Type": "application/json"}
-        if config.api_key_env is not None:
-            self._headers["Authorization"] = f"Bearer {_read_key(config.api_key_env)}"
+        key = None if config.api_key_env is None else _read_key(config.api_key_env)
+        if key is not None:
+            self._headers["Authorization"] = f"Bearer {key}"
+        self._addresses = [Address.of(url, key=key) for url in config.urls]
 
     def begin(self, share: Share) -> Callable[[], Ratings]:
         """Start the requests in a thread with an event loop of its own."""
@@ -57,13 +58,13 @@ class EndpointPart(RewardPart):
     async def _ask_all(self, answers: Answers) -> Ratings:
         size = self._config.batch_size
         batches = [answers.select(range(len(answers))[start : start + size]) for start in range(0, len(answers), size)]
-        replicas = _Replicas(self._config.urls)
+        replicas = _Replicas(self._addresses)
         # Our own time-out holds for a whole try; the client's would hold for each read.
         async with httpx2.AsyncClient(headers=self._headers, timeout=None) as client:
             return Ratings.join(await asyncio.gather(*(self._ask(client, replicas, batch) for batch in batches)))
 
     async def _ask(self, client: httpx2.AsyncClient, replicas: _Replicas, answers: Answers) -> Ratings:
-        """One request, tried until a replica answers."""
+        """One request, tried until every row has a usable score."""
         try:
             body = json.dumps(
                 {"prompts": answers.prompts, "completions": answers.completions, "columns": answers.columns},
@@ -72,59 +73,34 @@ class EndpointPart(RewardPart):
         except ValueError as error:
             return Ratings.failed(len(answers), f"a data column does not fit JSON ({first_line(error)})")
         tries: Counter[str] = Counter()
+        ratings = Ratings.failed(len(answers), "")
         while True:
             async with replicas.slots:
                 replica = replicas.take(tries)
-                reply = await self._try(client, replica.url, body)
-                replicas.put_back(replica, failed=reply.again)
-            tries[replica.url] += 1
-            if not reply.again:
-                return reply.read(len(answers))
-            if tries.total() > self._config.retries:
-                return Ratings.failed(len(answers), f"{reply.failure} (try {tries.total()})")
-            wait = min(FIRST_WAIT_SECONDS * 2 ** (tries.total() - 1), LONGEST_WAIT_SECONDS)
-            await asyncio.sleep(wait * replicas.chance.uniform(0.5, 1.0))
+                reply = await self._try(client, replica.address, body, len(answers))
+                replicas.put_back(replica, failed=reply.failed and reply.again)
+            tries[replica.address.url] += 1
+            ratings = ratings.mended(reply.ratings)
+            if not (ratings.failures and reply.again) or tries.total() > self._config.most_retries:
+                return ratings.after(tries.total())
+            await asyncio.sleep(wait_seconds(tries.total()) * replicas.chance.uniform(0.5, 1.0))
 
-    async def _try(self, client: httpx2.AsyncClient, url: str, body: str) -> _Reply:
-        shown = shown_url(url)
+    async def _try(self, client: httpx2.AsyncClient, address: Address, body: str, count: int) -> Reply:
         try:
-            async with asyncio.timeout(self._config.timeout_seconds):
-                response = await client.post(url, content=body)
+            async with (
+                asyncio.timeout(self._config.timeout_seconds),
+                client.stream("POST", address.url, content=body) as response,
+            ):
+                return await read_reply(response, count, address)
         except TimeoutError:
-            return _Reply(f"{shown} took longer than {self._config.timeout_seconds:g} s", again=True)
-        except (httpx2.RequestError, httpx2.InvalidURL) as error:
-            return _Reply(f"{shown} cannot be reached ({type(error).__name__}: {first_line(error)})", again=True)
-        if response.status_code == httpx2.codes.OK:
-            return _Reply(content=response.content)
-        status = response.status_code
-        return _Reply(f"{shown} answered HTTP {status}", again=status >= 500 or status in _LATER)
-
-
-@dataclass(frozen=True)
-class _Reply:
-    """What came of one try."""
-
-    failure: str | None = None
-    again: bool = False
-    """Another try may help."""
-    content: bytes = b""
-
-    def read(self, count: int) -> Ratings:
-        """The scores of `count` rows, checked."""
-        if self.failure is not None:
-            return Ratings.failed(count, self.failure)
-        try:
-            answer = json.loads(self.content)
-        except ValueError:
-            return Ratings.failed(count, f"got {self.content[:60]!r} in place of JSON")
-        if not isinstance(answer, dict) or "scores" not in answer:
-            return Ratings.failed(count, f'got {self.content[:60]!r} in place of {{"scores": [...]}}')
-        return Ratings.read(answer["scores"], count)
+            return failed(count, f"{address.shown} took longer than {self._config.timeout_seconds:g} s")
+        except Exception as error:  # noqa: BLE001 - a rank that raised alone would leave the others waiting
+            return failed(count, f"{address.shown} cannot be reached ({told(error, address)})")
 
 
 @dataclass
 class _Replica:
-    url: str
+    address: Address
     in_flight: int = 0
     failures: int = 0
     """Since its last answer."""
@@ -134,18 +110,18 @@ class _Replica:
 class _Replicas:
     """Who takes the next try. It lives for a rollout, so that one that was dead is asked again in the next."""
 
-    urls: Sequence[str]
+    addresses: Sequence[Address]
     chance: random.Random = field(default_factory=random.Random)  # not the seeded stream of the run
 
     def __post_init__(self) -> None:
-        self._all = [_Replica(url) for url in self.urls]
+        self._all = [_Replica(address) for address in self.addresses]
         self.slots = asyncio.Semaphore(REQUESTS_PER_REPLICA * len(self._all))
 
     def take(self, tries: Counter[str]) -> _Replica:
         """The least loaded of those that had this request least often; a failure counts as a full load."""
         replica = min(
             self._all,
-            key=lambda r: (tries[r.url], r.in_flight + REQUESTS_PER_REPLICA * r.failures, self.chance.random()),
+            key=lambda r: (tries[r.address.url], r.in_flight + REQUESTS_PER_REPLICA * r.failures, self.chance.random()),
         )
         replica.in_flight += 1
         return replica

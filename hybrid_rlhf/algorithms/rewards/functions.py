@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import time
 import traceback
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -21,15 +22,24 @@ import torch
 from hybrid_rlhf.algorithms.rewards.answers import Answers
 from hybrid_rlhf.algorithms.rewards.background import Background, Late
 from hybrid_rlhf.algorithms.rewards.parts import Ratings, RewardPart, Share
+from hybrid_rlhf.algorithms.rewards.waits import wait_seconds
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rewards import RewardPartConfig
 from hybrid_rlhf.models.tokenizers import first_line
 
 RewardFunction = Callable[..., Any]
+MOST_HANGING_CALLS = 4
+"""Each keeps a thread, and perhaps a core, for good."""
+_CANCELLED_SECONDS = 0.5
+"""In which a coroutine that was cancelled at the time-out has ended."""
 
 
 class FunctionPart(RewardPart):
-    """Calls a function once a rollout, with all of this rank's rows."""
+    """Calls a function once a rollout, with all of this rank's rows, and again where a call fails.
+
+    A call that hangs is not repeated beside itself: what it waits for would hang a second one too. The next rollout is
+    given to the function anew, as it may have been a completion of this one; not once too many calls hang.
+    """
 
     def __init__(self, config: RewardPartConfig, *, device: torch.device) -> None:
         """Import the function.
@@ -40,26 +50,46 @@ class FunctionPart(RewardPart):
         super().__init__(config)
         self._function = load_function(config.function or "")
         self._timeout_seconds = config.timeout_seconds
+        self._retries = config.most_retries
         self._device = device
+        self._hanging: list[Background[Ratings]] = []
 
     def begin(self, share: Share) -> Callable[[], Ratings]:
         """Start the call in a thread of its own."""
         answers = share.answers
-        call = Background(lambda: self._call(answers), device=self._device)
-        return lambda: self._wait(call, len(answers))
+        self._hanging = [call for call in self._hanging if not call.has_ended()]
+        if len(self._hanging) >= MOST_HANGING_CALLS:
+            ratings = Ratings.failed(len(answers), f"{len(self._hanging)} earlier calls of it still hang")
+            return lambda: ratings
+        call = self._start(answers)
+        return lambda: self._finish(call, answers)
+
+    def _start(self, answers: Answers) -> Background[Ratings]:
+        return Background(lambda: self._call(answers), device=self._device)
+
+    def _finish(self, call: Background[Ratings], answers: Answers) -> Ratings:
+        """The ratings of a call, and of those after it where it fails."""
+        ratings, tries = self._wait(call, len(answers)), 1
+        while ratings.failures and tries <= self._retries and call not in self._hanging:
+            time.sleep(wait_seconds(tries))
+            call, tries = self._start(answers), tries + 1
+            ratings = ratings.mended(self._wait(call, len(answers)))
+        return ratings.after(tries)
 
     def _call(self, answers: Answers) -> Ratings:
         if not len(answers):
             return Ratings([])
         try:
-            values = self._function(prompts=answers.prompts, completions=answers.completions, **answers.columns)
+            # Lists of its own: what it does to them is not seen by other parts, nor by the next try.
+            columns = {name: list(values) for name, values in answers.columns.items()}
+            values = self._function(prompts=list(answers.prompts), completions=list(answers.completions), **columns)
             if inspect.isawaitable(values):
                 values = asyncio.run(self._await(values))
+            return Ratings.read(values, len(answers))
         except Late:
             raise
         except BaseException as error:  # noqa: BLE001 - in this thread it can only be the function's own
             return Ratings.failed(len(answers), _told(error))
-        return Ratings.read(values, len(answers))
 
     async def _await(self, awaitable: Awaitable[object]) -> object:
         try:
@@ -74,6 +104,8 @@ class FunctionPart(RewardPart):
         try:
             return call.result(self._timeout_seconds)
         except Late:
+            if not call.has_ended(_CANCELLED_SECONDS):
+                self._hanging.append(call)
             return Ratings.failed(count, f"it took longer than {self._timeout_seconds:g} s")
 
 
@@ -115,4 +147,8 @@ def _load_file(path: Path) -> ModuleType:
 
 def _told(error: BaseException) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"it raised {type(error).__name__}: {first_line(error)} ({Path(frame.filename).name}:{frame.lineno})"
+    try:
+        said = first_line(error)
+    except Exception:  # noqa: BLE001 - an exception of the user's own may not be able to tell itself
+        said = "it cannot tell why"
+    return f"it raised {type(error).__name__}: {said} ({Path(frame.filename).name}:{frame.lineno})"

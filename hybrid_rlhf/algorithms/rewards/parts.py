@@ -13,6 +13,7 @@ from itertools import chain
 from numbers import Real
 from typing import ClassVar, Self, cast
 
+import numpy as np
 import torch
 
 from hybrid_rlhf.algorithms.experience import Sequences
@@ -54,18 +55,39 @@ class Ratings:
         return cls([None] * count, dict.fromkeys(range(count), reason))
 
     @classmethod
-    def read(cls, values: object, count: int) -> Self:
-        """What a function or an endpoint returned, checked: a list of `count` numbers or None."""
+    def read(cls, values: object, count: int, *, show: Callable[[object], str] = repr) -> Self:
+        """What a function or an endpoint returned, checked.
+
+        Args:
+            values: right are a list, a tuple, an array or a tensor of numbers or None.
+            count: how many there must be.
+            show: a wrong value as a message may have it.
+        """
+        values = _plain(values)
         if not isinstance(values, (list, tuple)):
             return cls.failed(count, f"got a {type(values).__name__} in place of a list")
         if len(values) != count:
             return cls.failed(count, f"got {len(values)} values for {count} completions")
+        values = [_plain(value) for value in values]
         failures = {
-            place: f"got {_shortened(value)} for a completion"
+            place: f"got {shortened(show(value))} for a completion"
             for place, value in enumerate(values)
             if value is not None and not _is_score(value)
         }
-        return cls([None if v is None or i in failures else float(v) for i, v in enumerate(values)], failures)
+        return cls(
+            [None if v is None or i in failures else float(cast(float, v)) for i, v in enumerate(values)], failures
+        )
+
+    def mended(self, later: Ratings) -> Ratings:
+        """With what a later try says of the rows that have no usable score yet."""
+        values = [later.values[i] if i in self.failures else value for i, value in enumerate(self.values)]
+        return Ratings(values, {i: later.failures[i] for i in self.failures if i in later.failures})
+
+    def after(self, tries: int) -> Ratings:
+        """With the number of tries in the reasons, where there was more than one."""
+        if tries == 1:
+            return self
+        return Ratings(self.values, {i: f"{reason} (try {tries})" for i, reason in self.failures.items()})
 
     @classmethod
     def join(cls, parts: Sequence[Self]) -> Self:
@@ -104,6 +126,12 @@ def _is_score(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and abs(cast(float, value)) <= _LARGEST
 
 
-def _shortened(value: object, limit: int = 60) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+def _plain(value: object) -> object:
+    """Arrays and tensors, also those of one number, as Python has them."""
+    return value.tolist() if isinstance(value, (torch.Tensor, np.ndarray, np.generic)) else value
+
+
+def shortened(text: str, limit: int = 60) -> str:
+    """Text on one line, cut."""
+    line = " ".join(text.split())
+    return line if len(line) <= limit else line[: limit - 1] + "…"

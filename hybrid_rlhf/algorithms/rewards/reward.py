@@ -32,8 +32,11 @@ class RewardReport:
 
     scores: Tensor
     """[N] float32, whole on every rank."""
+    dropped: list[int]
+    """Rows that are to count nowhere; never all of them."""
     metrics: dict[str, float]
-    """reward/NAME/mean, /std and /failures: of a part's own scores, over all ranks, before its weight."""
+    """reward/NAME/mean and /std of a part's own scores, over all ranks, before its weight; /failures and /dropped count
+    completions without a usable one."""
 
 
 class Reward:
@@ -60,7 +63,8 @@ class Reward:
             answers: the rollout as text; called once, and only if a part reads text.
 
         Raises:
-            UserError: on every rank, when a part whose on_failure is stop has no usable score for a row on any.
+            UserError: on every rank, when a part whose on_failure is stop has no usable score for a row on any, or
+                all rows are dropped.
         """
         share = Share(sequences, micro_batches, _NO_TEXT)
         if any(part.reads_text for part in self._parts):
@@ -69,8 +73,13 @@ class Reward:
         ratings = [finish() for finish in pending]
         values, told, failed = self._whole(share, ratings)
         self._judge(ratings, failed)
+        dropped = self._dropped(failed)
         weights = torch.tensor([part.weight for part in self._parts], dtype=torch.float32, device=values.device)
-        return RewardReport((weights[:, None] * values).sum(dim=0), self._metrics(values, told.bool(), failed))
+        return RewardReport(
+            (weights[:, None] * values).sum(dim=0),
+            dropped.nonzero().flatten().tolist(),
+            self._metrics(values, told.bool() & ~dropped, failed),
+        )
 
     def _whole(self, share: Share, ratings: Sequence[Ratings]) -> tuple[Tensor, Tensor, Tensor]:
         """Scores, who has an opinion, and failures of all ranks: [parts, N] float32 each, 0 where there is none."""
@@ -85,7 +94,7 @@ class Reward:
         return values, told, failed
 
     def _judge(self, ratings: Sequence[Ratings], failed: Tensor) -> None:
-        """Stop, or say what is scored 0; alike on every rank."""
+        """Stop, or say what is dropped or scored 0; alike on every rank."""
         counts = failed.sum(dim=1).tolist()
         if not any(counts):
             return
@@ -98,10 +107,21 @@ class Reward:
             if part.on_failure == "stop":
                 raise UserError(
                     f"reward part {part.name} must give a number or None a completion, it did not {where}: {reason}; "
-                    "mend it, or set its on_failure to zero"
+                    "mend it, or set its on_failure to drop or zero"
                 )
             if self._world.is_main:
-                logger.warning("reward part %s is scored 0 %s: %s", part.name, where, reason)
+                what = "is scored 0" if part.on_failure == "zero" else "drops its rows"
+                logger.warning("reward part %s %s %s: %s", part.name, what, where, reason)
+            if part.on_failure == "drop" and bool(self._dropped(failed).all()):
+                raise UserError(
+                    f"reward parts must leave completions to learn from, all {failed.shape[1]} of a rollout are "
+                    f"dropped, {counts[place]:.0f} by {part.name}: {reason}; mend it"
+                )
+
+    def _dropped(self, failed: Tensor) -> Tensor:
+        """[N] bool, rows without a usable score of a part that drops them."""
+        dropping = [part.on_failure == "drop" for part in self._parts]
+        return failed[torch.tensor(dropping, device=failed.device)].any(dim=0)
 
     def _metrics(self, values: Tensor, told: Tensor, failed: Tensor) -> dict[str, float]:
         if not self._logged:
@@ -112,8 +132,9 @@ class Reward:
             if len(opinions):
                 metrics[f"reward/{part.name}/mean"] = float(opinions.mean())
                 metrics[f"reward/{part.name}/std"] = float(opinions.std(correction=0))
-            if part.on_failure == "zero":
-                metrics[f"reward/{part.name}/failures"] = float(failed[place].sum())
+            if part.on_failure != "stop":
+                count = "failures" if part.on_failure == "zero" else "dropped"
+                metrics[f"reward/{part.name}/{count}"] = float(failed[place].sum())
         return metrics
 
 

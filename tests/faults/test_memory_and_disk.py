@@ -1,0 +1,200 @@
+"""Disks that are full, read-only or broken, and memory that is used up: one line, exit code 2, nothing half there."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import torch as safetensors
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hybrid_rlhf.algorithms.supervised import SupervisedTrainer
+from hybrid_rlhf.configs.cli import save_config, user_errors
+from hybrid_rlhf.configs.disk_faults import DISK_ERRNOS
+from hybrid_rlhf.configs.errors import RankError, UserError
+from hybrid_rlhf.configs.sft import SFTConfig
+from hybrid_rlhf.models.saving import save_model
+from hybrid_rlhf.runtime.disk import full_disk_named
+from hybrid_rlhf.runtime.world import solo_world
+from tests.engines import ranks as _  # noqa: F401 - has the server of processes import everything
+from tests.faults.test_sinks import files_of_at_most
+from tests.tiny import tiny_model, tiny_tokenizer
+from training.step1_sft.main import main
+
+
+def said(capsys: pytest.CaptureFixture[str], error: BaseException) -> str:
+    """What an entry point that meets an error says; one line."""
+    with pytest.raises(SystemExit) as left, user_errors():
+        raise error
+    assert left.value.code == 2
+    text = capsys.readouterr().err
+    assert text.startswith("error: ") and text.count("\n") == 1
+    return text
+
+
+@pytest.mark.parametrize("fault", sorted(DISK_ERRNOS))
+def test_each_fault_of_a_disk_is_a_line_with_the_place_and_the_fix(
+    fault: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = said(capsys, OSError(fault, os.strerror(fault), "/data/run1"))
+    assert "/data/run1" in text and ": " in text.partition("/data/run1")[2]
+
+
+def test_other_errors_of_the_system_stay_what_they_are() -> None:
+    for error in (OSError(errno.ECONNREFUSED, "refused"), PermissionError(errno.EACCES, "no socket"), OSError("odd")):
+        with pytest.raises(OSError) as raised, user_errors():
+            raise error
+        assert raised.value is error
+
+
+def test_a_fault_of_one_rank_is_told_by_that_rank(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    assert said(capsys, RankError("no memory")) == "error: rank 3: no memory\n"
+    assert "rank 3: no space left on the device of /x" in said(capsys, OSError(errno.ENOSPC, "", "/x"))
+    with pytest.raises(SystemExit), user_errors():
+        raise UserError("every rank meets it, and the first tells it")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_fault_is_named_whatever_the_writer_calls_it(tmp_path: Path) -> None:
+    weights = {"a": torch.zeros(2**20)}
+    writers: list[Callable[[], Any]] = [
+        lambda: safetensors.save_file(weights, tmp_path / "x.safetensors"),
+        lambda: torch.save(weights, tmp_path / "x.pt"),
+        lambda: (tmp_path / "x.txt").write_text("x" * 2**20),
+    ]
+    for write in writers:
+        with files_of_at_most(1000), pytest.raises(OSError) as caught, full_disk_named(tmp_path):
+            write()
+        assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(tmp_path))
+    for error in (ValueError("another fault"), UserError("a mistake"), FileNotFoundError(errno.ENOENT, "no", "x")):
+        with pytest.raises(type(error)) as same, full_disk_named(tmp_path):
+            raise error
+        assert same.value is error
+    assert not list(tmp_path.glob(".probe*"))
+
+
+def test_a_save_that_fails_leaves_the_model_that_was_there(tmp_path: Path) -> None:
+    def save(lm: PreTrainedModel) -> None:
+        tensors = ((name, parameter.detach().clone()) for name, parameter in lm.named_parameters())
+        save_model(tmp_path, tensors, lm=lm, tokenizer=tiny_tokenizer(), world=solo_world(torch.device("cpu")))
+
+    save(tiny_model())
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    for limit in (1000, max(map(len, before.values())) // 2):
+        with files_of_at_most(limit), pytest.raises(Exception, match="os error 27|File too large"):
+            save(tiny_model(seed=1))
+        assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_a_config_that_cannot_be_written_leaves_the_one_that_was_there(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    save_config(SFTConfig(), file)
+    before = file.read_bytes()
+    with files_of_at_most(100), pytest.raises(OSError):
+        save_config(SFTConfig(seed=7), file)
+    assert file.read_bytes() == before and list(tmp_path.iterdir()) == [file]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, of 64 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", folder], capture_output=True).returncode:
+        pytest.skip("only root mounts a file system")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.fixture
+def line(tmp_path: Path, model_folder: Path, write_jsonl: Callable[..., Path]) -> list[str]:
+    """A short SFT run with its data in tmp_path."""
+    rows = write_jsonl([{"prompt": f"{i}+1?", "completion": str(i + 1)} for i in range(32)])
+    return [
+        "--model.path", str(model_folder), "--data.sources", str(rows), "--data.cache_dir", str(tmp_path / "cache"),
+        "--data.max_length", "64", "--train.global_batch_size", "4", "--train.max_steps", "4",
+        "--logging.tensorboard", "false",
+    ]  # fmt: skip
+
+
+def fill(disk: Path) -> None:
+    with contextlib.suppress(OSError), (disk / "filler").open("wb", buffering=0) as file:
+        while True:
+            file.write(b"0" * 4096)
+
+
+def remove_data(folder: Path) -> None:
+    shutil.rmtree(folder / "cache")
+    (folder / "rows.jsonl").unlink()
+
+
+def run_sft(line: list[str], said: Path, act: Callable[[Path], None] | None, place: Path) -> None:
+    """The main of step 1; in the middle of its second update something happens. What it says on stderr to a file."""
+    with said.open("w") as file:
+        os.dup2(file.fileno(), 2)
+    update, steps = SupervisedTrainer._update, iter(range(1, 100))
+
+    def acting(self: Any, batches: Any) -> Any:
+        if next(steps) == 2 and act is not None:
+            act(place)
+        return update(self, batches)
+
+    SupervisedTrainer._update = acting  # type: ignore[method-assign]
+    torch.set_num_threads(1)
+    try:
+        main(line)
+    except SystemExit as left:
+        os._exit(int(str(left.code)))
+    os._exit(0)
+
+
+def in_a_process(line: list[str], place: Path, act: Callable[[Path], None] | None = None) -> tuple[int | None, str]:
+    """Exit code and stderr of a run; deepspeed takes one a process."""
+    said = place.parent / "said.txt"
+    process = get_context("forkserver").Process(target=run_sft, args=(line, said, act, place))
+    process.start()
+    process.join(120)
+    return process.exitcode, said.read_text()
+
+
+def logged(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_disk_that_fills_up_in_mid_run(small_disk: Path, line: list[str]) -> None:
+    """Its metrics wait in memory, its model does not fit; with room again the run goes on and ends."""
+    output = small_disk / "run"
+    line = [*line, "--output_dir", str(output)]
+    code, said = in_a_process(line, small_disk, fill)
+    assert code == 2 and f"error: no space left on the device of {output}" in said and "Traceback" not in said
+    assert not [file.name for file in output.iterdir() if "model" in file.name or file.name == "finished.json"]
+    assert [row["step"] for row in logged(output)][:2] == [0, 1]
+    (small_disk / "filler").unlink()
+    code, said = in_a_process([*line, "--resume", "auto"], small_disk)
+    assert code == 0 and AutoModelForCausalLM.from_pretrained(output) and (output / "finished.json").is_file()
+    assert [row["step"] for row in logged(output)] == [0, 1, 2, 3, 4]
+
+
+def test_data_that_vanishes_in_mid_run_is_not_missed(tmp_path: Path, line: list[str]) -> None:
+    """Rows are read in place from a cache that is open: removed, it is there until the run closes it."""
+    place = tmp_path
+    assert in_a_process([*line, "--output_dir", str(tmp_path / "whole")], place)[0] == 0
+    cached = list((tmp_path / "cache").rglob("*.arrow"))
+    assert cached and all(file.stat().st_mode & 0o222 == 0 for file in cached), "nor is it cut short by mistake"
+    assert in_a_process([*line, "--output_dir", str(tmp_path / "removed")], place, remove_data)[0] == 0
+    whole, removed = ([row.get("sft/loss") for row in logged(tmp_path / name)] for name in ("whole", "removed"))
+    assert whole == removed and len(whole) == 5 and not cached[0].exists()

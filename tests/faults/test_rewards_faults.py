@@ -1,0 +1,362 @@
+"""Functions and servers that raise, hang, lie or talk too much: tried again, then handled as configured, everywhere."""
+
+from __future__ import annotations
+
+import json
+import logging
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_rlhf.algorithms.experience import Sequences
+from hybrid_rlhf.algorithms.rewards import Answers, Reward, RewardPart, RewardReport, replies, waits
+from hybrid_rlhf.algorithms.rewards import functions as functions_module
+from hybrid_rlhf.algorithms.rewards.endpoint import EndpointPart
+from hybrid_rlhf.algorithms.rewards.functions import MOST_HANGING_CALLS, FunctionPart
+from hybrid_rlhf.algorithms.rewards.replies import Address
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.rewards import RewardPartConfig
+from hybrid_rlhf.runtime.world import World, solo_world
+from tests.engines.ranks import run_ranks
+
+CPU = torch.device("cpu")
+ANSWERS = Answers([[{"role": "user", "content": "q"}]] * 4, ["a", "bb", "ccc", ""], {"target": [1, 2, 3, 4]})
+RIGHT = {"scores": [1.0, 2.0, 3.0, 0.0]}
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits, "FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(functions_module, "_CANCELLED_SECONDS", 0.1)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+def four_rows() -> Sequences:
+    known = {"input_ids": torch.full((4, 1), 5), **dict.fromkeys(("attention_mask", "response_mask"), torch.ones(4, 1))}
+    known = {name: value.bool() if name.endswith("mask") else value for name, value in known.items()}
+    return Sequences(**{f.name: known.get(f.name, torch.zeros(4, 1)) for f in fields(Sequences)})
+
+
+def score(*parts: RewardPart, world: World | None = None, micro: list[list[int | None]] | None = None) -> RewardReport:
+    return Reward(parts, world or solo_world(CPU))(four_rows(), micro or [[0, 1], [2, 3]], lambda: ANSWERS)
+
+
+def function(folder: Path, body: str, *, prefix: str = "", **settings: Any) -> FunctionPart:
+    """A part whose function has the body given; `calls` counts its calls."""
+    file = folder / f"rewards_{len(list(folder.glob('*.py')))}.py"
+    text = f"import asyncio, sys, time, numpy, torch\ncalls = 0\n\n{prefix}def f(prompts, completions, **columns):\n"
+    file.write_text(text + "    global calls\n    calls += 1\n" + textwrap.indent(body, "    "))
+    return FunctionPart(RewardPartConfig(function=f"{file}:f", name="mine", **settings), device=CPU)
+
+
+def calls(part: FunctionPart) -> int:
+    return int(part._function.__globals__["calls"])  # type: ignore[attr-defined]
+
+
+ONCE = "if calls == 1:\n    {}\nreturn [float(len(text)) for text in completions]"
+
+
+@pytest.mark.parametrize(
+    ("fault", "prefix"),
+    [
+        ("raise ValueError('boo')", ""),
+        ("sys.exit(3)", ""),
+        ("return [1.0]", ""),
+        ("return None", ""),
+        ("return [1.0, 2.0, float('nan'), 0.0]", ""),
+        ("return ['1', '2', '3', '4']", ""),
+        ("return [True] * 4", ""),
+        ("return torch.tensor([True] * 4)", ""),
+        ("await asyncio.sleep(60)", "async "),
+        ("completions.clear()\n    prompts.clear()\n    raise KeyError('gone')", ""),
+    ],
+)
+def test_a_function_that_fails_once_is_called_again(fault: str, prefix: str, tmp_path: Path) -> None:
+    part = function(tmp_path, ONCE.format(fault), prefix=prefix, timeout_seconds=0.3)
+    report = score(part)
+    assert report.scores.tolist()[1:] == [2, 3, 0] and calls(part) == 2
+    none = function(tmp_path, ONCE.format(fault), prefix=prefix, timeout_seconds=0.3, retries=0)
+    with pytest.raises(UserError, match="reward part mine"):
+        score(none)
+    assert calls(none) == 1
+
+
+def test_a_function_that_succeeds_is_called_once_and_its_numbers_may_be_tensors(tmp_path: Path) -> None:
+    for value in (
+        "torch.tensor([1.0, 2.0, 3.0, 0.0], requires_grad=True)",
+        "numpy.array([1, 2, 3, 0])",
+        "[torch.tensor(1), numpy.float16(2), torch.tensor(3.0, dtype=torch.bfloat16), 0]",
+    ):
+        part = function(tmp_path, f"return {value}")
+        assert score(part).scores.tolist() == RIGHT["scores"] and calls(part) == 1
+
+
+def test_the_rows_that_were_scored_once_keep_their_scores(tmp_path: Path) -> None:
+    part = function(tmp_path, "return [1.0, 2.0, 3.0, None] if calls == 2 else [9.0, 9.0, 'x', 9.0]")
+    assert score(part).scores.tolist() == [9, 9, 3, 9]
+
+
+def test_what_always_fails_says_the_last_reason_and_the_tries(tmp_path: Path) -> None:
+    part = function(tmp_path, "raise ValueError(f'call {calls}')", retries=2)
+    with pytest.raises(UserError, match=r"for 4 of 4 completions: it raised ValueError: call 3 .* \(try 3\)"):
+        score(part)
+    body = "class Mute(Exception):\n    def __str__(self):\n        raise TypeError('no')\nraise Mute"
+    with pytest.raises(UserError, match="it raised Mute: it cannot tell why"):
+        score(function(tmp_path, body, retries=0))
+    body = "class Odd:\n    def __repr__(self):\n        raise TypeError('no')\nreturn [Odd()] * 4"
+    with pytest.raises(UserError, match="it raised TypeError: no"):
+        score(function(tmp_path, body, retries=0))
+
+
+def test_a_function_that_hangs_is_not_called_beside_itself_nor_for_ever(tmp_path: Path) -> None:
+    part = function(tmp_path, "time.sleep(60)", timeout_seconds=0.05, on_failure="zero")
+    for call in range(1, MOST_HANGING_CALLS + 1):
+        score(part)
+        assert calls(part) == call, "one call a rollout, no retry beside it"
+    start = time.perf_counter()
+    assert score(part).metrics["reward/mine/failures"] == 4
+    assert calls(part) == MOST_HANGING_CALLS and time.perf_counter() - start < 0.05
+    stops = function(tmp_path, "time.sleep(60)", timeout_seconds=0.05)
+    stops._hanging = part._hanging
+    with pytest.raises(UserError, match="4 earlier calls of it still hang"):
+        score(stops)
+
+
+def test_a_dropped_row_is_in_no_figure(tmp_path: Path, log_lines: list[str]) -> None:
+    first = function(tmp_path, "return [1.0, 2.0, 'x', 4.0]", on_failure="drop")
+    file = tmp_path / "other.py"
+    file.write_text("def other(prompts, completions, **columns):\n    return [10.0, 20.0, 60.0, 30.0]\n")
+    other = FunctionPart(RewardPartConfig(function=f"{file}:other"), device=CPU)
+    report = score(first, other, micro=[[0, 1, 2, 3]])
+    assert report.dropped == [2]
+    assert report.metrics["reward/mine/dropped"] == 1 and report.metrics["reward/mine/mean"] == pytest.approx(7 / 3)
+    assert report.metrics["reward/other/mean"] == 20, "nor in the other parts' figures"
+    assert sum("reward part mine drops its rows for 1 of 4" in line for line in log_lines) == 1
+    halves = [
+        function(tmp_path, f"return {rows}", on_failure="drop") for rows in ("[1, 1, 'x', 'x']", "['x', 'x', 1, 1]")
+    ]
+    with pytest.raises(UserError, match="must leave completions to learn from, all 4 of a rollout are dropped, 2 by"):
+        score(*halves, micro=[[0, 1, 2, 3]])
+
+
+Behaviour = Callable[[BaseHTTPRequestHandler, int], None]
+
+
+class Server:
+    """A local server that behaves as it is told, request by request."""
+
+    def __init__(self, behave: Behaviour) -> None:
+        self.requests: list[str] = []
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:  # noqa: N802 - the name that http.server calls
+                self.rfile.read(int(self.headers["Content-Length"]))
+                server.requests.append(str(self.headers))
+                try:
+                    behave(self, len(server.requests))
+                except OSError:
+                    pass  # the client had enough
+
+            def log_message(self, *words: Any) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.daemon_threads = True
+        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
+        self.place = f"127.0.0.1:{self.http.server_port}/score"
+        self.url = f"http://{self.place}"
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Behaviour], Server]]:
+    running: list[Server] = []
+
+    def start(behave: Behaviour) -> Server:
+        running.append(Server(behave))
+        return running[-1]
+
+    yield start
+    for server in running:
+        server.http.shutdown()
+        server.http.server_close()
+
+
+def say(content: Any, status: int = 200, **headers: str) -> Behaviour:
+    body = content if isinstance(content, bytes) else json.dumps(content).encode()
+
+    def behave(handler: BaseHTTPRequestHandler, request: int) -> None:
+        handler.send_response(status)
+        for name, value in headers.items():
+            handler.send_header(name, value)
+        handler.end_headers()
+        handler.wfile.write(body)
+
+    return behave
+
+
+def hang(handler: BaseHTTPRequestHandler, request: int) -> None:
+    time.sleep(5)
+
+
+def drip(handler: BaseHTTPRequestHandler, request: int) -> None:
+    handler.send_response(200)
+    handler.end_headers()
+    for _ in range(50):
+        handler.wfile.write(b" ")
+        handler.wfile.flush()
+        time.sleep(0.1)
+
+
+def close(handler: BaseHTTPRequestHandler, request: int) -> None:
+    handler.close_connection = True
+
+
+def break_off(handler: BaseHTTPRequestHandler, request: int) -> None:
+    say(b'{"scores": [1.0,', **{"Content-Length": "999"})(handler, request)
+    handler.close_connection = True
+
+
+def flood(handler: BaseHTTPRequestHandler, request: int) -> None:
+    handler.send_response(200)
+    handler.end_headers()
+    for _ in range(1000):
+        handler.wfile.write(b"1" * 2**20)
+
+
+FAULTS: dict[str, tuple[Behaviour, str]] = {
+    "late": (lambda handler, request: (time.sleep(1), say(RIGHT)(handler, request))[1], "took longer than 0.3 s"),
+    "never": (hang, "took longer than 0.3 s"),
+    "slow bytes": (drip, "took longer than 0.3 s"),
+    "no JSON": (say(b"<html>"), "got '<html>' in place of JSON"),
+    "deep JSON": (say(b"[" * 200_000), "in place of JSON"),
+    "long number": (say(b'{"scores": [' + b"1" * 5000 + b"]}"), "in place of JSON"),
+    "no text": (say(b"\xff\xfe\x00"), "in place of JSON"),
+    "no scores": (say({"score": [1.0] * 4}), 'in place of {"scores"'),
+    "too few": (say({"scores": [1.0]}), "got 1 values for 4 completions"),
+    "a mapping": (say({"scores": {"0": 1.0}}), "got a dict in place of a list"),
+    "strings": (say({"scores": ["1", "2", "3", "4"]}), "got '1' for a completion"),
+    "NaN": (say(b'{"scores": [NaN, 1, 2, 3]}'), "got nan for a completion"),
+    "booleans": (say({"scores": [True] * 4}), "got True for a completion"),
+    "HTTP 500": (say(RIGHT, 500), "answered HTTP 500"),
+    "closes": (close, "cannot be reached .RemoteProtocolError"),
+    "breaks off": (break_off, "cannot be reached .RemoteProtocolError"),
+    "floods": (flood, "answered with more than 16 MiB"),
+}
+
+
+def remote(url: str, **settings: Any) -> EndpointPart:
+    return EndpointPart(
+        RewardPartConfig(**{"urls": (url,), "name": "far", "timeout_seconds": 0.3, "retries": 1} | settings), device=CPU
+    )
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_server_that_fails_once_is_asked_again_and_one_that_always_fails_is_told(
+    fault: str, serve: Callable[[Behaviour], Server]
+) -> None:
+    behave, reason = FAULTS[fault]
+    once = serve(lambda handler, request: (behave if request == 1 else say(RIGHT))(handler, request))
+    report = score(remote(once.url))
+    wrong = [place for place, value in enumerate(report.scores.tolist()) if value != RIGHT["scores"][place]]
+    assert (wrong == [1, 2, 3] if fault == "NaN" else not wrong) and len(once.requests) == 2
+    always = serve(behave)
+    with pytest.raises(UserError, match=f"reward part far must give .* completions: .*{reason}.*try 2") as told:
+        score(remote(f"http://user:s3cretive@{always.place}?token=hushhush"))
+    assert len(always.requests) == 2
+    assert "s3cretive" not in str(told.value) and "hushhush" not in str(told.value) and "\n" not in str(told.value)
+
+
+def test_a_redirect_is_not_followed_and_no_other_host_sees_the_key(
+    serve: Callable[[Behaviour], Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_KEY", "s3cretive")
+    other = serve(say(RIGHT))
+    for status in (301, 302, 307, 308):
+        server = serve(say(b"", status, Location=other.url))
+        with pytest.raises(UserError, match=f"answered HTTP {status}, a redirect: give the final URL"):
+            score(remote(server.url, api_key_env="MY_KEY"))
+        assert len(server.requests) == 1 and "Bearer s3cretive" in server.requests[0]
+    assert not other.requests
+
+
+def test_a_server_that_echoes_what_it_was_sent_brings_no_secret_into_a_message(
+    serve: Callable[[Behaviour], Server], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MY_KEY", "s3cretive-key-of-forty-characters-or-more")
+
+    def echo(handler: BaseHTTPRequestHandler, request: int) -> None:
+        key = str(handler.headers["Authorization"])
+        say(key.encode() if request == 1 else {"scores": [key + handler.path] * 4})(handler, request)
+
+    with caplog.at_level(logging.INFO):
+        for url, retries in (("http://{}?token=hushhush", 0), ("http://{}?token=hushhush", 1)):
+            server = serve(echo)
+            with pytest.raises(UserError) as told:
+                score(remote(url.format(server.place), api_key_env="MY_KEY", retries=retries))
+            assert "***" in str(told.value)
+            assert "s3cretive" not in str(told.value) and "hushhush" not in str(told.value)
+        server = serve(echo)
+        with pytest.raises(UserError) as told:
+            score(remote(f"http://hugo:s3cretive@{server.place}", retries=0))
+    assert "Basic ***" in str(told.value)
+    assert "s3cretive" not in caplog.text and "hushhush" not in caplog.text
+
+
+def test_an_address_shows_no_more_than_its_url_without_secrets() -> None:
+    address = Address.of(
+        "https://host/v1/s3cretive/score?k=1", shown="https://host/v1/${KEY}/score?k=1", key="hushhush"
+    )
+    assert address.shown == "https://host/v1/${KEY}/score"
+    text = address.hide("cannot POST /v1/s3cretive/score with hushhush (https://host/v1/s3cretive/score?k=1)")
+    assert "s3cretive" not in text and "hushhush" not in text and "cannot POST" in text
+
+
+def test_a_flood_is_not_taken_in(serve: Callable[[Behaviour], Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replies, "MOST_ANSWER_BYTES", 2**21)
+    server = serve(flood)
+    with pytest.raises(UserError, match="more than 2 MiB"):
+        score(remote(server.url, timeout_seconds=30, retries=0))
+
+
+def on_two_ranks(world: World, folder: Path) -> dict[str, Any]:
+    """Rank 0 has rows 0 and 3, rank 1 rows 1 and 2; what fails, fails on rank 1 alone, always or once."""
+    waits.FIRST_WAIT_SECONDS = 0.01
+    micro: list[list[int | None]] = [[0, 3]] if world.rank == 0 else [[2, 1]]
+    mine = folder / str(world.rank)
+    mine.mkdir()
+    result: dict[str, Any] = {}
+    right = "return [float(len(text)) for text in completions]"
+    for name, fault in {
+        "raises": "raise ValueError('boo')", "hangs": "time.sleep(60)", "lies": "return [1.0, 'x']", "once": "",
+    }.items():  # fmt: skip
+        body = ONCE.format("raise ValueError") if name == "once" else fault if world.rank == 1 else right
+        for on_failure in ("stop", "drop", "zero"):
+            part = function(mine, body, on_failure=on_failure, timeout_seconds=0.2)
+            try:
+                report = score(part, world=world, micro=micro)
+                result[f"{name} {on_failure}"] = report.scores.tolist(), report.dropped, report.metrics
+            except UserError as error:
+                result[f"{name} {on_failure}"] = str(error)
+    return result
+
+
+def test_what_fails_on_one_rank_is_handled_alike_on_both(tmp_path: Path) -> None:
+    first, second = run_ranks(on_two_ranks, 2, tmp_path, tmp_path)
+    assert first == second
+    for name, dropped in {"raises": [1, 2], "hangs": [1, 2], "lies": [1], "once": []}.items():
+        stop, drop, zero = (first[f"{name} {how}"] for how in ("stop", "drop", "zero"))
+        assert drop[1] == dropped and drop[2]["reward/mine/dropped"] == len(dropped)
+        assert zero[1] == [] and zero[2]["reward/mine/failures"] == len(dropped)
+        if dropped:
+            assert f"for {len(dropped)} of 4 completions" in stop
+        else:
+            assert stop[0] == RIGHT["scores"]
