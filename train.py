@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from hybrid_rlhf.configs.cli import parse_config, read_config, save_config, user_errors
 from hybrid_rlhf.configs.errors import UserError
@@ -207,17 +207,27 @@ def _tee(command: list[str], log: Path) -> tuple[int, list[str]]:
         assert process.stdout is not None
         with signals_passed_on(process) as asked:
             try:
+                sinks: list[TextIO] = [sys.stdout, file]
                 for line in process.stdout:
-                    sys.stdout.write(line)
-                    sys.stdout.flush()
-                    file.write(line)
+                    _pass_on(line, sinks)
                     tail.append(line)
             except KeyboardInterrupt:
                 process.terminate()
                 process.wait()
                 raise
             code = process.wait()
-            return STOPPED_EXIT_CODE if code and asked.stop else code, list(tail)
+        return STOPPED_EXIT_CODE if code and asked.stop else code, list(tail)
+
+
+def _pass_on(line: str, sinks: list[TextIO]) -> None:
+    """To the console and the log, as long as each takes it: a step goes on without them."""
+    for sink in list(sinks):
+        try:
+            sink.write(line)
+            sink.flush()
+        except OSError:
+            sinks.remove(sink)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sink.fileno())  # what it still holds must not fail at the end
 
 
 if __name__ == "__main__":

@@ -79,12 +79,12 @@ def remedy(planner: Planner, config: AnyStep) -> Settings | None:
     """The settings that make a step fit: the first of the list that does alone, else as few as are needed; none if
     none do.
     """
-    options = list(_options(config, planner.machine.ranks))
-    for option in options:
+    known = list(options(config, planner.machine.ranks))
+    for option in known:
         if _fits(planner, config, option):
             return option
     chosen: list[Settings] = []
-    for option in options:
+    for option in known:
         chosen.append(option)
         if _fits(planner, config, _merged(chosen)):
             break
@@ -106,7 +106,7 @@ def with_settings(config: Any, settings: Settings) -> Any:
     return replace(config, **own)
 
 
-def _options(config: AnyStep, ranks: int) -> Iterator[Settings]:
+def options(config: AnyStep, ranks: int) -> Iterator[Settings]:
     """What may make a step smaller, the cheapest first; each as if it stood alone."""
     if not config.model.gradient_checkpointing:
         yield {"model.gradient_checkpointing": True}
@@ -114,6 +114,10 @@ def _options(config: AnyStep, ranks: int) -> Iterator[Settings]:
     while config.train.micro_batch_size is None and tokens >= 512:
         yield {"train.micro_batch_tokens": tokens}
         tokens //= 2
+    rows = (config.train.micro_batch_size or 1) // 2
+    while rows >= 1:
+        yield {"train.micro_batch_size": rows}
+        rows //= 2
     if not config.model.activation_offload:
         yield {"model.gradient_checkpointing": True, "model.activation_offload": True}
     yield from _role_options(config, ranks)

@@ -5,12 +5,14 @@ Order matters: data is read before models are loaded, so that a mistake in a fil
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from hybrid_rlhf.algorithms.out_of_memory import out_of_memory_named
 from hybrid_rlhf.algorithms.ppo import PPOUpdater
 from hybrid_rlhf.algorithms.ppo_trainer import PPOTrainer
 from hybrid_rlhf.algorithms.ptx import PtxBatches
@@ -55,7 +57,7 @@ logger = logging.getLogger(LOGGER_NAME)
 
 def run_sft(config: SFTConfig) -> None:
     """Step 1, from config to saved model."""
-    with start_run(config) as run:
+    with start_run(config) as run, _memory_named(config, run):
         path, tokenizer = _start(config, run, config.model.path)
         data = load_sft_data(config.data, tokenizer=tokenizer, seed=config.seed, world=run.world)
         objective = SFTObjective(pad_token_id=_pad(tokenizer), device=run.world.device)
@@ -64,7 +66,7 @@ def run_sft(config: SFTConfig) -> None:
 
 def run_reward(config: RewardConfig) -> None:
     """Step 2, from config to saved model."""
-    with start_run(config) as run:
+    with start_run(config) as run, _memory_named(config, run):
         path, tokenizer = _start(config, run, config.model.path)
         data = load_preference_data(config.data, tokenizer=tokenizer, seed=config.seed, world=run.world)
         objective = RewardObjective(
@@ -104,7 +106,7 @@ def _supervise(
 
 def run_ppo(config: PPOConfig) -> None:
     """Step 3, from config to saved actor and critic."""
-    with start_run(config) as run:
+    with start_run(config) as run, _memory_named(config, run):
         actor_path, tokenizer = _start(config, run, config.actor.path or config.model.path, key="actor.path")
         plan = _plan_ppo(config, run)
         data = load_prompt_data(
@@ -199,6 +201,10 @@ def _build_roles(
         ),
         reference=None if own_reference else frozen("reference", reference_path, config.actor),
     )  # fmt: skip
+
+
+def _memory_named(config: SFTConfig | RewardConfig | PPOConfig, run: Run) -> contextlib.AbstractContextManager[None]:
+    return out_of_memory_named(config, run.world, lambda: run.timers.current)
 
 
 def _start(

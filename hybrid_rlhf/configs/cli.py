@@ -115,10 +115,9 @@ def user_errors() -> Iterator[None]:
     except UserError as error:
         _stop(str(error), every_rank=isinstance(error, RankError))
     except OSError as error:
-        fault = disk_fault(error)
-        if fault is None:
+        if disk_fault(error) is None:
             raise
-        _stop(fault, every_rank=True)
+        _stop(str(disk_fault(error)), every_rank=True)
 
 
 def _stop(message: str, *, every_rank: bool) -> NoReturn:

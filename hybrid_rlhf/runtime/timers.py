@@ -17,10 +17,13 @@ class Timers:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._seconds: defaultdict[str, float] = defaultdict(float)
+        self.current = "start"
+        """The block that began last; an error that leaves it leaves its name here."""
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Time a block; on a GPU, to the end of its work."""
+        self.current = name
         start = self._now()
         try:
             yield

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -18,10 +19,14 @@ import torch
 from safetensors import torch as safetensors
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from hybrid_rlhf.algorithms.memory_report import with_settings
+from hybrid_rlhf.algorithms.out_of_memory import out_of_memory_named
 from hybrid_rlhf.algorithms.supervised import SupervisedTrainer
 from hybrid_rlhf.configs.cli import save_config, user_errors
 from hybrid_rlhf.configs.disk_faults import DISK_ERRNOS
 from hybrid_rlhf.configs.errors import RankError, UserError
+from hybrid_rlhf.configs.ppo import PPOConfig, RewardRoleConfig, RolloutConfig, TrainedRoleConfig
+from hybrid_rlhf.configs.sections import LoopConfig, ModelConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.models.saving import save_model
 from hybrid_rlhf.runtime.disk import full_disk_named
@@ -198,3 +203,75 @@ def test_data_that_vanishes_in_mid_run_is_not_missed(tmp_path: Path, line: list[
     assert in_a_process([*line, "--output_dir", str(tmp_path / "removed")], place, remove_data)[0] == 0
     whole, removed = ([row.get("sft/loss") for row in logged(tmp_path / name)] for name in ("whole", "removed"))
     assert whole == removed and len(whole) == 5 and not cached[0].exists()
+
+
+def use_memory_up(place: Path) -> None:
+    torch.empty(2**45)
+
+
+def test_memory_that_is_used_up_in_mid_run_is_a_line(tmp_path: Path, line: list[str]) -> None:
+    code, said = in_a_process([*line, "--output_dir", str(tmp_path / "run")], tmp_path, use_memory_up)
+    told = said.splitlines()[-1]
+    assert code == 2 and "Traceback" not in said
+    assert told.startswith("error: out of memory at training: 131072.0 GiB more were asked for with ")
+    assert "GiB of the host in use; the plan estimates " in told and " MiB for SFT training; set " in told
+    assert "train.micro_batch_tokens (now 8192) to " in told or "(now false) to true" in told
+
+
+GPU_WORDS = (
+    "CUDA out of memory. Tried to allocate 3.25 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.1 GiB is"
+)
+PPO = PPOConfig(
+    model=ModelConfig(path="MODEL"), actor=TrainedRoleConfig(path="MODEL"), reward=RewardRoleConfig(path="MODEL"),
+    rollout=RolloutConfig(prompts_per_step=64, max_prompt_tokens=64, max_new_tokens=64),
+    train=LoopConfig(micro_batch_size=8),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("error", "phase", "expected"),
+    [
+        (torch.OutOfMemoryError(GPU_WORDS), "generation of step 3",
+         "at generation of step 3: 3.2 GiB more were asked for with .* GiB of the host in use; the plan estimates .* "
+         "for generation; train.py --plan says"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), "training of step 1",
+         "for (actor|critic) training; set model.gradient_checkpointing .now false. to true or train.micro_batch_size"),
+    ],
+)  # fmt: skip
+def test_a_phase_is_told_with_its_estimate_and_what_makes_it_smaller(
+    error: Exception, phase: str, expected: str, model_folder: Path
+) -> None:
+    path = str(model_folder)
+    config = with_settings(PPO, {"model.path": path, "actor.path": path, "reward.path": path})
+    assert re.search(expected, memory_told(error, phase, config))
+
+
+def memory_told(error: Exception, phase: str, config: PPOConfig = PPO) -> str:
+    with (
+        pytest.raises(RankError) as told,
+        out_of_memory_named(config, solo_world(torch.device("cpu")), lambda: phase),
+    ):
+        raise error
+    assert "\n" not in str(told.value)
+    return str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (MemoryError(), "out of memory at scoring: none was left with "),
+        (RuntimeError("not enough memory: you tried to allocate 2097152 bytes."), "2.0 MiB more were asked for with "),
+        (RuntimeError("CUDA error: out of memory"), "none was left with "),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "none was left with "),
+    ],
+)
+def test_want_of_memory_is_known_by_all_its_names_and_told_without_a_plan_too(error: Exception, expected: str) -> None:
+    told = memory_told(error, "scoring")
+    assert expected in told and "there is no plan of it (" in told and "MODEL" in told
+
+
+def test_other_errors_are_no_want_of_memory(model_folder: Path) -> None:
+    for error in (RuntimeError("shape mismatch"), ValueError("out of memory"), OSError(errno.EIO, "broken")):
+        with pytest.raises(type(error)) as same, out_of_memory_named(PPO, solo_world(torch.device("cpu")), str):
+            raise error
+        assert same.value is error

@@ -21,6 +21,7 @@ from hybrid_rlhf.runtime import lines as lines_module
 from hybrid_rlhf.runtime.lines import LineFile, drop_lines_past, read_lines
 from hybrid_rlhf.runtime.metrics import MetricsWriter, StepDisplay, read_metrics
 from hybrid_rlhf.runtime.samples import SampleLog
+from train import _tee
 
 ROW = {"prompt": [{"role": "user", "content": "q"}], "completion": "é\ud800", "score": 1.0, "kl": 0.5}
 
@@ -230,3 +231,16 @@ def test_a_progress_bar_on_a_terminal_that_is_gone_ends_no_run(monkeypatch: pyte
         for step in shown:
             display.show(step, {"loss": 1.0})
     assert display._progress is None
+
+
+def test_a_pipeline_outlives_its_console_and_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = [sys.executable, "-c", "for i in range(3): print('line', i)\nraise SystemExit(7)"]
+    for log in (tmp_path / "log.txt", tmp_path / "full.txt"):
+        if log.name == "full.txt":
+            log.symlink_to("/dev/full")
+        reader, writer = os.pipe()
+        os.close(reader)
+        with os.fdopen(writer, "w") as gone:
+            monkeypatch.setattr(sys, "stdout", gone)
+            assert _tee(step, log) == (7, ["line 0\n", "line 1\n", "line 2\n"])
+    assert (tmp_path / "log.txt").read_text() == "line 0\nline 1\nline 2\n"

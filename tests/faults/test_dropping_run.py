@@ -1,0 +1,41 @@
+"""A whole PPO run whose reward fails on some completions, on two ranks: dropped on both, counted nowhere."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.engines.ranks import run_main
+
+
+def test_a_run_goes_on_without_the_completions_that_are_dropped(
+    tmp_path: Path, model_folder: Path, write_jsonl: Callable[..., Path]
+) -> None:
+    rows = write_jsonl([{"prompt": f"{i}+1?", "number": i} for i in range(32)])
+    function = tmp_path / "rewards.py"
+    function.write_text(
+        "def f(prompts, completions, number, **columns):\n"
+        "    return [float('nan') if n % 3 == 0 else float(n) for n in number]\n"
+    )
+    output = tmp_path / "out"
+    line = [
+        "--actor.path", str(model_folder), "--data.sources", str(rows), "--data.cache_dir", str(tmp_path / "cache"),
+        "--data.max_length", "64", "--rollout.prompts_per_step", "8", "--rollout.max_new_tokens", "6",
+        "--rollout.max_prompt_tokens", "48", "--train.max_steps", "2", "--ppo.mini_batches", "4", "--ppo.epochs", "2",
+        "--logging.samples_every", "1", "--logging.tensorboard", "false", "--output_dir", str(output),
+        "--reward.parts", f"[{{function: '{function}:f', on_failure: drop, retries: 0}}]",
+    ]  # fmt: skip
+    run_main("training.step3_ppo.main", 2, line)
+    metrics = [json.loads(text) for text in (output / "metrics.jsonl").read_text().splitlines()]
+    samples = [json.loads(text) for text in (output / "samples.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in metrics] == [0, 1, 2]
+    for step, row in ((row["step"], row) for row in metrics[1:]):
+        assert all(value is not None and math.isfinite(value) for value in row.values()), "nothing is NaN"
+        scores = [sample["score"] for sample in samples if sample["step"] == step]
+        assert 0 < len(scores) == 8 - row["reward/f/dropped"] < 8
+        assert all(score % 3 for score in scores)
+        assert math.isclose(row["reward/f/mean"], sum(scores) / len(scores), rel_tol=1e-5)
+        assert math.isclose(row["objective/scores"], row["reward/f/mean"], rel_tol=1e-5)
+    assert (output / "finished.json").is_file()
