@@ -148,11 +148,12 @@ def run_step(name: str, step: Any, config: PipelineConfig) -> None:
 
 
 def _changed_keys(folder: Path, step: Any) -> list[str]:
-    """Keys in which a step differs from the run that its folder holds; how to resume does not count."""
+    """Keys in which a step differs from the run that its folder holds; how to resume and what ends it do not count."""
     if not (folder / "config.yaml").exists():
         return []
     before, now = read_config(folder / "config.yaml"), read_config(step)
-    return sorted(key for key in {*before, *now} - {"resume"} if before.get(key) != now.get(key))
+    counted = {key for key in {*before, *now} - {"resume"} if not key.startswith("faults.")}
+    return sorted(key for key in counted if before.get(key) != now.get(key))
 
 
 def launcher(config: PipelineConfig) -> list[str]:

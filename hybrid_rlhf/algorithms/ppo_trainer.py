@@ -81,6 +81,7 @@ class PPOTrainer:
                 run.log(step, metrics)
                 display.show(step, {name: value for name, value in metrics.items() if name.startswith(_FIGURES)})
                 if _due(step, config.train.save_every):
+                    run.watchdog.beat(f"save after step {step}")
                     self._save(step)
 
     def _step(self, step: int, prompts: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -98,6 +98,7 @@ class SupervisedTrainer(Generic[BatchT]):
                 run.log(step, metrics)
                 display.show(step, self._figures(metrics))
                 if _due(step, self._config.save_every):
+                    run.watchdog.beat(f"save after step {step}")
                     loop_state = {"loader": self._loader.state_dict()}
                     save_checkpoint(run.folder, step, engines=self._engines, loop_state=loop_state, world=self._world)
 
@@ -131,6 +132,7 @@ class SupervisedTrainer(Generic[BatchT]):
         """Metrics on the held-out rows; {} where there are none."""
         if not len(self._held_out):
             return {}
+        self._run.watchdog.enter("evaluation")
         loader = BatchLoader(
             self._held_out,
             global_batch_size=self._plan.global_batch_size,
@@ -177,6 +179,7 @@ def total_steps(loader: BatchLoader, config: TrainConfig) -> int:
 def save_engine(run: Run, name: str, engine: ModelEngine, tokenizer: PreTrainedTokenizerBase) -> None:
     """Save a model of a run under a name; "" is the run's own folder."""
     folder = run.folder / name
+    run.watchdog.beat(f"save of {folder}")
     if run.world.is_main:
         folder.mkdir(exist_ok=True)
     with full_disk_named(run.folder):

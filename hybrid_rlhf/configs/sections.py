@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.faults import FaultsConfig
 
 
 def require(condition: bool, message: str) -> None:
@@ -237,3 +238,4 @@ class StepConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    faults: FaultsConfig = field(default_factory=FaultsConfig)

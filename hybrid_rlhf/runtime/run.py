@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from hybrid_rlhf.configs.sections import StepConfig
 from hybrid_rlhf.runtime.logs import LOGGER_NAME, setup_logging
 from hybrid_rlhf.runtime.metrics import METRICS_FILE, MetricsWriter, StepDisplay, format_figure, read_metrics
 from hybrid_rlhf.runtime.timers import Timers
+from hybrid_rlhf.runtime.watchdog import Watchdog
 from hybrid_rlhf.runtime.world import World, close_world, init_world, seed_all
 
 CONFIG_FILE = "config.yaml"
@@ -34,12 +36,14 @@ class Run:
     folder: Path
     config: StepConfig
     timers: Timers
+    watchdog: Watchdog
     checkpoint: Path | None
     """The checkpoint that the run goes on from; none: it starts."""
     _metrics: MetricsWriter | None = None
 
     def open_metrics(self, resumed_step: int = 0) -> None:
         """Open metrics.jsonl, keeping what was written up to the step that the run goes on from."""
+        self.watchdog.begin(resumed_step + 1)
         if self.world.is_main:
             done = [line for line in read_metrics(self.folder) if line["step"] <= resumed_step]
             self._metrics = MetricsWriter(
@@ -50,7 +54,8 @@ class Run:
             )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write a step's metrics; rank 0 does, the others may call."""
+        """Write the metrics of a step that is done; rank 0 does, all call."""
+        self.watchdog.begin(step + 1)
         if self._metrics is not None:
             self._metrics.write(step, metrics)
 
@@ -82,21 +87,31 @@ def start_run(config: StepConfig) -> Iterator[Run]:
     Raises:
         UserError: on every rank, when the folder holds a run that may not be touched.
     """
-    world = init_world()
+    world = init_world(timeout_seconds=config.faults.collective_timeout_seconds)
     folder = Path(config.output_dir)
     try:
-        failure, checkpoint = world.broadcast_object(_claim(folder, config.resume) if world.is_main else (None, None))
+        failure, checkpoint = world.broadcast_object(
+            _claim(folder, effective_resume(config)) if world.is_main else (None, None)
+        )
         if failure is not None:
             raise UserError(failure)
         setup_logging(world, file=folder / "log.txt")
         seed_all(config.seed)
-        run = Run(world, folder, config, Timers(world.device), checkpoint)
-        try:
-            yield run
-        finally:
-            run.close()
+        with Watchdog(world, folder, limit_seconds=config.faults.phase_timeout_seconds) as watchdog:
+            timers = Timers(world.device, on_phase=watchdog.enter)
+            run = Run(world, folder, config, timers, watchdog, checkpoint)
+            try:
+                yield run
+            finally:
+                run.close()
     finally:
         close_world()
+
+
+def effective_resume(config: StepConfig) -> str:
+    """How a run resumes: one that torchrun has restarted goes on where it would else refuse its own folder."""
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return "auto" if restarted and config.resume == "never" else config.resume
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
