@@ -23,6 +23,8 @@ from hybrid_rlhf.runtime.world import World
 _CONNECT_SECONDS = 30.0
 _SEND_SECONDS = 1.0
 _LONGEST_HELLO = 512
+_WELCOME = b"+"
+"""Said to all when all are there: nobody sends before, and nothing but a hello comes with it."""
 _LONGEST_LINE = 2**16
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 20_000}
 """Linux's names: seconds, seconds, tries, milliseconds. Another system keeps its own values for those it lacks."""
@@ -140,8 +142,11 @@ class Lifeline:
                 self._welcome(listener, token, world.size)
         else:
             port, token, self.hosts[0] = world.broadcast_object((0, "", ""))
-            self._peers[0] = _Peer(socket.create_connection((address, port), timeout=_CONNECT_SECONDS))
-            self._peers[0].socket.sendall(f"{token} {world.rank} {self.hosts[world.rank]}\n".encode())
+            connection = socket.create_connection((address, port), timeout=_CONNECT_SECONDS)
+            connection.sendall(f"{token} {world.rank} {self.hosts[world.rank]}\n".encode())
+            if connection.recv(1) != _WELCOME:
+                raise ConnectionError("rank 0 closed the lifeline before it was whole")
+            self._peers[0] = _Peer(connection)
 
     def _welcome(self, listener: socket.socket, token: str, size: int) -> None:
         """Take a connection of every other rank, and of nobody else."""
@@ -161,6 +166,8 @@ class Lifeline:
             for key in selector.get_map().values():
                 if key.fileobj is not listener:
                     key.data.socket.close()
+        for peer in self._peers.values():
+            peer.socket.sendall(_WELCOME)
 
     def _greet(self, peer: _Peer, selector: selectors.BaseSelector, token: str, size: int) -> None:
         """Read the first line of a connection: `token rank host` of a rank that is awaited, or it is closed."""

@@ -51,7 +51,7 @@ class Watchdog:
         """
         self.step = 0
         """The step of the loop that runs, or runs next; for the names of phases."""
-        self._world, self._limit = world, limit_seconds
+        self._world, self._limit, self._process = world, limit_seconds, os.getpid()
         self._folder = folder / STACKS
         self._beat = ("start", time.monotonic())
         self._is_over = False
@@ -90,6 +90,8 @@ class Watchdog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Take leave of the others, with the error if there is one."""
+        if os.getpid() != self._process:
+            return  # a forked child that leaves the block; the run goes on
         self._error, self._is_over = error, True
         self._lifeline.wake()
         self._thread.join()
@@ -170,8 +172,9 @@ class Watchdog:
         is_main, peers = self._world.is_main, self._lifeline.peers
         silent = {*peers} - self._reports.keys()
         if waited_seconds > (_ANSWER_SECONDS if is_main else _VERDICT_SECONDS) or not (silent if is_main else peers):
+            reports = [self._reports[rank] for rank in sorted(self._reports)]
             self._end(
-                f"{verdict(list(self._reports.values()), silent=silent)}; stacks of all ranks: {self._folder}/; "
+                f"{verdict(reports, silent=silent)}; stacks of all ranks: {self._folder}/; "
                 "raise faults.phase_timeout_seconds if that is normal"
             )
 
@@ -194,3 +197,7 @@ class Watchdog:
 
 def _say(line: str) -> None:
     os.write(2, f"{line}\n".encode())  # not by sys.stderr: the main thread may hold its lock
+
+
+# A forked child has no copy of faulthandler's thread and would wait for it at its end; the next turn starts it again.
+os.register_at_fork(before=faulthandler.cancel_dump_traceback_later)

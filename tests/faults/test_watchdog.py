@@ -8,6 +8,7 @@ import inspect
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -22,6 +23,7 @@ import torch
 
 from hybrid_rlhf.configs.cli import user_errors
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.runtime import lifeline
 from hybrid_rlhf.runtime.lateness import Report, verdict
 from hybrid_rlhf.runtime.lifeline import Lifeline
 from hybrid_rlhf.runtime.watchdog import EXIT_CODE, Watchdog
@@ -284,6 +286,17 @@ def test_a_child_does_not_hide_its_parents_death(start: Start) -> None:
     assert job.codes(of=[0], within_seconds=10) == [EXIT_CODE]
 
 
+def test_a_forked_child_ends_as_any_other(tmp_path: Path) -> None:
+    script = (
+        "import os, sys, time, torch\nfrom pathlib import Path\n"
+        "from hybrid_rlhf.runtime.watchdog import Watchdog\nfrom hybrid_rlhf.runtime.world import solo_world\n"
+        "with Watchdog(solo_world(torch.device('cpu')), Path(sys.argv[1]), limit_seconds=60):\n"
+        "    time.sleep(0.5)\n    child = os.fork()\n    if child: print(os.waitpid(child, 0)[1])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
+
+
 def test_threads_and_descriptors_are_gone_after_a_run(tmp_path: Path) -> None:
     before = threading.active_count(), len(os.listdir("/proc/self/fd"))
     with Watchdog(solo_world(torch.device("cpu")), tmp_path, limit_seconds=60) as watchdog:
@@ -322,6 +335,31 @@ def test_strangers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     lifelines[1].close()
     assert lifelines[0].receive(5) == [(1, None)], "no goodbye: a death"
     lifelines[0].close()
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return socket.create_connection(listener.getsockname()), listener.accept()[0]
+
+
+@pytest.mark.parametrize(
+    ("address", "one_host", "bound"),
+    [("127.0.0.1", True, "127.0.0.1"), ("127.0.1.1", False, "0.0.0.0"), ("192.0.2.7", False, "0.0.0.0")],
+    ids=["one host", "a name for itself alone", "an address of a router"],
+)
+def test_rank_0_listens_where_the_others_find_it(address: str, one_host: bool, bound: str) -> None:
+    with lifeline._listener(address, one_host=one_host) as listener:
+        assert listener.getsockname()[0] == bound
+
+
+def test_a_vanished_host_is_known_within_25_seconds() -> None:
+    ours, theirs = tcp_pair()
+    with ours, theirs:
+        lifeline._Peer(ours)
+        asked = [ours.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in lifeline._KEEP_ALIVE]
+        idle_seconds, interval_seconds, tries, unanswered_ms = asked
+        assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert idle_seconds + interval_seconds * tries < 25 and unanswered_ms < 25_000
 
 
 class Exchange:
