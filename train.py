@@ -7,6 +7,7 @@ in OUTPUT/logs. Without --base_model this is the demo: an embedded model and emb
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -36,8 +37,11 @@ SIGNALS = {
     -signal.SIGBUS: "a file that it reads in place was cut short, or its disk fails: see dmesg, and data.cache_dir",
 }
 """What a step that a signal ends cannot say itself, by exit code."""
-FREE_KEYS = ("resume", "logging.", "faults.", "train.save_", "train.keep_")
-"""Beginnings of keys that a run may go on with other values of."""
+FREE_KEYS = re.compile(
+    r"resume|(logging|faults)\..*|train\.(save|keep|micro_batch)_.*|((actor|critic)\.)?zero\..*"
+    r"|model\.(gradient_checkpointing|activation_offload)|rollout\.(offload_.*|kv_cache_gib|keep_weights|tensor_parallel)"
+)
+"""Keys that a run may go on with other values of: where things are and what is told, not what is learned."""
 FOLDERS = {"sft": "step1_sft", "reward": "step2_reward", "ppo": "step3_ppo"}
 
 
@@ -167,7 +171,7 @@ def _changed_keys(folder: Path, step: Any) -> list[str]:
         return []
     before, now = read_config(folder / "config.yaml"), read_config(step)
     changed = sorted(key for key in {*before, *now} if before.get(key) != now.get(key))
-    return [key for key in changed if not key.startswith(FREE_KEYS)]
+    return [key for key in changed if not FREE_KEYS.fullmatch(key)]
 
 
 def launcher(config: PipelineConfig) -> list[str]:

@@ -125,8 +125,9 @@ class Continuation:
                     "train.keep_best: step %d has no metric %s, so its checkpoint is not compared: evaluate and save "
                     "at the same steps", state.step, best[1],
                 )  # fmt: skip
+        self._run.watchdog.beat(f"save after step {state.step}")
         self._run.flush()
-        self._writer.save(state, figures=figures, config=read_config(self._run.config))
+        self._writer.save(state, figures=figures, config=read_config(self._run.resumable_config))
         self._saved_at = time.monotonic()
 
     def _stop_if(self, wishes: _Wishes, state: LoopState) -> None:

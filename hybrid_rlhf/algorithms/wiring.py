@@ -204,7 +204,7 @@ def _build_roles(
 
 
 def _memory_named(config: SFTConfig | RewardConfig | PPOConfig, run: Run) -> contextlib.AbstractContextManager[None]:
-    return out_of_memory_named(config, run.world, lambda: run.timers.current)
+    return out_of_memory_named(config, run.world, lambda: run.watchdog.phase)
 
 
 def _start(
@@ -216,7 +216,7 @@ def _start(
         logger.info("warm start from the weights in %s; optimizer, schedule and data begin anew", run.warm_start)
     tokenizer = load_tokenizer(resolved, trust_remote_code=config.model.trust_remote_code)
     if run.world.is_main:
-        save_config(config, run.folder / CONFIG_FILE)
+        save_config(run.resumable_config, run.folder / CONFIG_FILE)
     return resolved, tokenizer
 
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hybrid_rlhf.configs.cli import read_config
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections import StepConfig
 from hybrid_rlhf.runtime.checkpoint_folder import (
@@ -19,11 +21,13 @@ from hybrid_rlhf.runtime.checkpoint_folder import (
     MANIFEST,
     find_fault,
     newest_whole,
+    read_manifest,
     set_aside_newer,
 )
 from hybrid_rlhf.runtime.logs import LOGGER_NAME, setup_logging
 from hybrid_rlhf.runtime.metrics import METRICS_FILE, MetricsWriter, StepDisplay, format_figure, read_metrics
 from hybrid_rlhf.runtime.timers import Timers
+from hybrid_rlhf.runtime.watchdog import Watchdog
 from hybrid_rlhf.runtime.world import World, close_world, init_world, seed_all
 
 CONFIG_FILE = "config.yaml"
@@ -39,14 +43,21 @@ class Run:
     folder: Path
     config: StepConfig
     timers: Timers
+    watchdog: Watchdog
     checkpoint: Path | None
     """The checkpoint that the run goes on from, whole; none: it starts."""
     warm_start: Path | None = None
     """A model folder whose weights the run starts from in place of its models' own."""
     _metrics: MetricsWriter | None = None
 
+    @property
+    def resumable_config(self) -> StepConfig:
+        """The config that is kept: it knows the warm start that the run, gone on with since, once had."""
+        return self.config if self.warm_start is None else replace(self.config, resume=str(self.warm_start))
+
     def open_metrics(self, resumed_step: int | None) -> None:
         """Open metrics.jsonl, keeping what was written up to the step that the run goes on from; none: it starts."""
+        self.watchdog.begin((resumed_step or 0) + 1)
         if self.world.is_main:
             last = -1 if resumed_step is None else resumed_step
             done = [line for line in read_metrics(self.folder) if line["step"] <= last]
@@ -95,21 +106,26 @@ def start_run(config: StepConfig) -> Iterator[Run]:
     Raises:
         UserError: on every rank, when the folder holds a run that may not be touched.
     """
-    world = init_world()
+    world = init_world(timeout_seconds=config.faults.collective_timeout_seconds)
     folder = Path(config.output_dir)
     try:
-        failure = world.broadcast_object(_claim(folder, config.resume) if world.is_main else None)
+        # A run that torchrun has restarted goes on where it would else refuse its own folder.
+        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        resume = "auto" if restarted else config.resume
+        failure = world.broadcast_object(_claim(folder, resume) if world.is_main else None)
         if failure is not None:
             raise UserError(failure)
         setup_logging(world, file=folder / "log.txt")
-        checkpoint = _checkpoint(folder, config.resume, world)
-        warm_start = Path(config.resume) if _is_model(config.resume) else None
+        checkpoint = _checkpoint(folder, resume, world)
+        warm_start = _warm_start(folder, config.resume, checkpoint)
         seed_all(config.seed, deterministic=config.deterministic)
-        run = Run(world, folder, config, Timers(world.device), checkpoint, warm_start)
-        try:
-            yield run
-        finally:
-            run.close()
+        with Watchdog(world, folder, limit_seconds=config.faults.phase_timeout_seconds) as watchdog:
+            timers = Timers(world.device, on_phase=watchdog.enter)
+            run = Run(world, folder, config, timers, watchdog, checkpoint, warm_start)
+            try:
+                yield run
+            finally:
+                run.close()
     finally:
         close_world()
 
@@ -155,6 +171,17 @@ def _checkpoint(folder: Path, resume: str, world: World) -> Path | None:
     if world.is_main and (checkpoint is None or checkpoint.resolve().parent == (folder / CHECKPOINTS).resolve()):
         set_aside_newer(folder, checkpoint)
     return checkpoint
+
+
+def _warm_start(folder: Path, resume: str, checkpoint: Path | None) -> Path | None:
+    """The model folder that a run starts from, or once did: what it froze is in no checkpoint."""
+    if _is_model(resume):
+        return Path(resume)
+    if checkpoint is not None:
+        resume = str(read_manifest(checkpoint)["config"].get("resume", resume))
+    elif (folder / CONFIG_FILE).exists():
+        resume = str(read_config(folder / CONFIG_FILE).get("resume", resume))
+    return Path(resume) if _is_model(resume) else None
 
 
 def _make(folder: Path) -> str | None:

@@ -6,7 +6,7 @@ import contextlib
 import resource
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -14,16 +14,21 @@ import torch
 class Timers:
     """Adds up seconds by name until they are taken."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, *, on_phase: Callable[[str], None] | None = None) -> None:
+        """Start at 0.
+
+        Args:
+            device: whose work is waited for.
+            on_phase: called with a block's name as it begins.
+        """
+        self._device, self._on_phase = device, on_phase
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        self.current = "start"
-        """The block that began last; an error that leaves it leaves its name here."""
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Time a block; on a GPU, to the end of its work."""
-        self.current = name
+        if self._on_phase is not None:
+            self._on_phase(name)
         start = self._now()
         try:
             yield

@@ -41,16 +41,20 @@ def run_main(module: str, ranks: int, line: Sequence[str]) -> None:
     _start(_main, ranks, "forkserver", module, list(line))
 
 
-def _start(target: Callable[..., None], ranks: int, start_method: str, *arguments: Any) -> None:
+def environment(ranks: int) -> dict[str, str]:
+    """What torchrun would tell all ranks of a fresh process group on this host."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    environment = {
+    return {
         **os.environ, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
+
+
+def _start(target: Callable[..., None], ranks: int, start_method: str, *arguments: Any) -> None:
     started = multiprocessing.start_processes(
-        _enter, args=(environment, target, arguments), nprocs=ranks, start_method=start_method, join=False
+        enter, args=(environment(ranks), target, arguments), nprocs=ranks, start_method=start_method, join=False
     )
     deadline = time.monotonic() + _LIMIT_SECONDS
     while not started.join(timeout=1.0):  # whether all have ended; raises where one failed
@@ -60,7 +64,8 @@ def _start(target: Callable[..., None], ranks: int, start_method: str, *argument
             raise TimeoutError(f"ranks were not done within {_LIMIT_SECONDS} s")
 
 
-def _enter(rank: int, environment: Mapping[str, str], target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+def enter(rank: int, environment: Mapping[str, str], target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    """Be a rank: target(rank, *arguments), and the end of the process."""
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     target(rank, *arguments)

@@ -1,0 +1,93 @@
+"""Ranks under torchrun: a killed worker is started again and goes on; a reward that hangs is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from hybrid_rlhf.configs.sft import SFTConfig
+from hybrid_rlhf.runtime.run import effective_resume
+from tests.end_to_end.test_train import ENVIRONMENT, ROOT, sft
+
+DIES_ONCE = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from training.step1_sft.main import main
+
+def die(folder):
+    while not list(folder.glob("checkpoints/step_*/manifest.json")):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    threading.Thread(target=die, args=(Path(sys.argv[1]),), daemon=True).start()
+main(sys.argv[2:])
+"""
+HANGS = """
+import os, time
+
+def slow(prompts, completions, **columns):
+    if os.environ["RANK"] == "1":
+        time.sleep(600)
+    return [0.0] * len(completions)
+"""
+
+
+def torchrun(line: Sequence[str], *options: str) -> subprocess.CompletedProcess[str]:
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *options]
+    return subprocess.run([*start, *line], capture_output=True, text=True, timeout=200, env=ENVIRONMENT, cwd=ROOT)
+
+
+@pytest.fixture
+def rows(write_jsonl: Callable[..., Path]) -> Path:
+    return write_jsonl([{"prompt": f"say {i % 9}", "completion": str(i % 9)} for i in range(60)])
+
+
+@pytest.mark.faults
+def test_a_worker_that_dies_is_started_again_and_goes_on(model_folder: Path, rows: Path, tmp_path: Path) -> None:
+    worker, folder = tmp_path / "worker.py", tmp_path / "out"
+    worker.write_text(DIES_ONCE)
+    options = ["--train.save_every", "3", "--train.max_steps", "40", "--train.epochs", "9"]
+    _, *line = sft(folder, model_folder, rows, *options)
+    done = torchrun([str(worker), str(folder), *line], "--max-restarts=1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "holds a run" not in done.stderr
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(41))
+    assert (folder / "finished.json").exists() and "exitcode: -9" in done.stderr
+    assert done.stdout.count("sft 1/40 ") == 1, "it did not start anew"
+
+
+@pytest.mark.faults
+def test_a_reward_that_hangs_is_named_with_its_line(model_folder: Path, rows: Path, tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text(HANGS)
+    config = tmp_path / "ppo.yaml"
+    config.write_text(f"reward:\n  parts:\n    - {{function: '{tmp_path}/rewards.py:slow', timeout_seconds: 900}}\n")
+    done = torchrun([
+        "training/step3_ppo/main.py", "--config", str(config), "--actor.path", str(model_folder),
+        "--data.sources", str(rows), "--output_dir", str(tmp_path / "out"), "--rollout.prompts_per_step", "4",
+        "--rollout.max_new_tokens", "6", "--train.max_steps", "2", "--data.eval_fraction", "0",
+        "--data.cache_dir", str(tmp_path / "cache"), "--faults.phase_timeout_seconds", "15",
+    ])  # fmt: skip
+    assert done.returncode != 0
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert error.startswith("error: rank 1 is late: in scoring of step 1 since ")
+    assert "at rewards.py:6 slow (not in a collective); rank 0 waits for it in all_" in error, error
+    assert f"stacks of all ranks: {tmp_path}/out/stacks/; " in error
+    assert "slow" in (tmp_path / "out" / "stacks" / "rank_00001.txt").read_text()
+
+
+def test_only_a_restarted_worker_resumes_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    assert effective_resume(SFTConfig()) == "never"
+    monkeypatch.setitem(os.environ, "TORCHELASTIC_RESTART_COUNT", "0")
+    assert effective_resume(SFTConfig()) == "never"
+    monkeypatch.setitem(os.environ, "TORCHELASTIC_RESTART_COUNT", "1")
+    assert effective_resume(SFTConfig()) == "auto"
+    assert effective_resume(SFTConfig(resume="out/checkpoints/step_3")) == "out/checkpoints/step_3"
