@@ -44,6 +44,7 @@ from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
 from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.engines.engine import ModelEngine, Role
+from hybrid_rlhf.models.folders import warn_of_remote_code
 from hybrid_rlhf.models.sources import resolve_model
 from hybrid_rlhf.models.tokenizers import load_tokenizer, stop_token_ids
 from hybrid_rlhf.runtime.logs import LOGGER_NAME
@@ -202,6 +203,7 @@ def _start(
     config: StepConfig, run: Run, path: str | None, *, key: str = "model.path"
 ) -> tuple[str, PreTrainedTokenizerBase]:
     """Write the resolved config, and find the model and its tokenizer."""
+    warn_of_remote_code(config.model.trust_remote_code, run.world)
     resolved = _resolve(config, run, path, key=key)
     tokenizer = load_tokenizer(resolved, trust_remote_code=config.model.trust_remote_code)
     if run.world.is_main:

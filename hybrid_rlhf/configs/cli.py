@@ -25,7 +25,10 @@ from typing import Any, Literal, NoReturn, TypeVar
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
+from hybrid_rlhf.configs.credentials import redacted
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.files import parse_yaml, read_text
+from hybrid_rlhf.configs.values import check_values, is_text
 
 ConfigT = TypeVar("ConfigT")
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -67,7 +70,9 @@ def parse_config(
     except (ArgumentError, ValueError) as error:  # ValueError: what an item of a list says of its own values
         raise UserError(_describe(str(error), keys)) from error
     values = {field.name: sections[field.name] for field in dataclasses.fields(config_type)}  # type: ignore[arg-type]
-    return config_type(**values)
+    config = config_type(**values)
+    check_values(config)
+    return config
 
 
 def read_config(config: Any) -> dict[str, Any]:
@@ -124,7 +129,7 @@ def user_errors() -> Iterator[None]:
 def _stop(message: str) -> NoReturn:
     # Every rank meets the same mistake; one a host tells it.
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        print(f"error: {redacted(message)}", file=sys.stderr, flush=True)
     sys.exit(2)
 
 
@@ -147,6 +152,8 @@ def _sort_words(words: list[str], keys: Mapping[str, Any]) -> tuple[list[str], l
     overrides: list[str] = []
     rest = iter(words)
     for word in rest:
+        if not is_text(word):
+            raise UserError(f"the line must be text that UTF-8 can write, got {ascii(word)}: write it anew")
         name, equals, value = word.removeprefix("--").partition("=")
         if word in ("-h", "--help"):
             overrides.append(word)
@@ -172,7 +179,7 @@ def _override(name: str, value: str, keys: Mapping[str, Any]) -> str:
         value = _as_list(value)
     elif not _is_section(name, keys):
         return f"--{name}={value}"
-    _check(_load(f"{name}: {value}", f"--{name}"), "the command line", keys)
+    _check(parse_yaml(f"{name}: {value}", f"--{name}"), "the command line", keys)
     return f"--config={name}: {value}"
 
 
@@ -198,46 +205,9 @@ def _as_list(value: str) -> str:
 
 def _read_file(file: str, keys: Mapping[str, Any]) -> dict[str, Any]:
     """The content of a config file; refuses one that is missing, is not YAML, or has a key that no config has."""
-    try:
-        text = Path(file).read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise UserError(f"--config must name a file, {file} does not exist: check the path") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--config must name a text file, {file} cannot be read ({error}): check it") from error
-    content = _load(text, file)
+    content = parse_yaml(read_text(file, "--config must name a file"), file)
     _check(content, file, keys)
     return content
-
-
-def _load(text: str, origin: str) -> dict[str, Any]:
-    try:
-        _refuse_repeated_keys(yaml.compose(text, Loader=yaml.SafeLoader), origin)
-        content = yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise UserError(f"{origin}:{line}: not YAML ({error.problem}): mend the line") from error
-    except yaml.YAMLError as error:  # a character that no text has
-        raise UserError(f"{origin}: not YAML ({' '.join(str(error).split())}): mend it") from error
-    if content is not None and not isinstance(content, dict):
-        raise UserError(
-            f"{origin}: a config is a mapping of keys, got a {type(content).__name__}: write KEY: VALUE lines"
-        )
-    return content or {}
-
-
-def _refuse_repeated_keys(node: yaml.Node | None, origin: str) -> None:
-    """YAML would take the last of them in silence."""
-    if isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
-        for key, value in node.value:
-            if key.value in seen:
-                line = key.start_mark.line + 1
-                raise UserError(f"{origin}:{line}: a key is given once, {key.value} is repeated: keep one")
-            seen.add(key.value)
-            _refuse_repeated_keys(value, origin)
-    elif isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            _refuse_repeated_keys(item, origin)
 
 
 def _check(content: Mapping[str, Any], origin: str, keys: Mapping[str, Any], prefix: str = "") -> None:
@@ -247,6 +217,7 @@ def _check(content: Mapping[str, Any], origin: str, keys: Mapping[str, Any], pre
         if not _is_section(key, keys):
             if key not in keys:
                 raise UserError(f"{origin}: unknown key {key}: {_nearest(key, keys)}")
+            _check_null(value, f"{origin}: {key}", keys[key])
             for item in value if isinstance(value, list) else ():
                 _check_item(item, origin, key, keys[key])
         elif isinstance(value, dict):
@@ -262,14 +233,21 @@ def _check_item(item: Any, origin: str, key: str, hint: Any) -> None:
     fields = [field for kind in kinds if dataclasses.is_dataclass(kind) for field in dataclasses.fields(kind)]
     if not fields or not isinstance(item, dict):
         return
-    names = {field.name: field.type for field in fields}
-    for name in item:
+    names = {name: hint for kind in kinds if dataclasses.is_dataclass(kind) for name, hint in dotted_keys(kind).items()}
+    for name, value in item.items():
         if name not in names:
             raise UserError(f"{origin}: unknown key {name} in an item of {key}: {_nearest(str(name), names)}")
+        _check_null(value, f"{origin}: {name} in an item of {key}", names[name])
     for field in fields:
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and field.name not in item:
             raise UserError(f"{origin}: an item of {key} needs {field.name}, got {item}: add it")
+
+
+def _check_null(value: Any, key: str, hint: Any) -> None:
+    """The parser takes null for any type inside a section."""
+    if value is None and type(None) not in typing.get_args(hint):
+        raise UserError(f"{key} must be {_type_name(hint)}, got null: give a value, or leave it out")
 
 
 def _nearest(wrong: str, keys: Mapping[str, Any]) -> str:
@@ -285,6 +263,8 @@ def _describe(report: str, keys: Mapping[str, Any]) -> str:
     values = re.findall(r"(?:Got|Given) value: (.*)", report)
     if key and key[1] in keys and values:
         return f"{key[1]} must be {_type_name(keys[key[1]])}, got {values[-1]}: see --help"
+    if key and key[1] in keys and "Exceeds the limit" in report:
+        return f"{key[1]} must be {_type_name(keys[key[1]])}, got a number of thousands of digits: see --help"
     rule = re.search(r"^ *- (?!Expected|Problem|Not a valid)(.*)", report, re.MULTILINE)
     return rule[1] if rule else f"{' '.join(report.split())}: see --help"
 

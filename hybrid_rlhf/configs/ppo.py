@@ -212,6 +212,10 @@ class AlgorithmConfig:
         require(self.clip_low < 1, f"ppo.clip_low must be below 1, got {self.clip_low}: give for example 0.2")
         require(0 <= self.ema_decay < 1, f"ppo.ema_decay must be in [0, 1), got {self.ema_decay}: give 0 for none")
         require(
+            self.score_clip is None or self.score_clip > 0,
+            f"ppo.score_clip must be above 0, got {self.score_clip}: give null for none",
+        )
+        require(
             self.dual_clip is None or self.dual_clip > 1,
             f"ppo.dual_clip must be above 1, got {self.dual_clip}: give for example 3, or leave it out",
         )

@@ -88,13 +88,13 @@ def preference_row(place: str, row: Row) -> Preference:
     else:
         shared = _shared_prefix(chosen, rejected)
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
-    if not chosen or not rejected:
+    if not all(answer and answer[-1]["role"] == "assistant" for answer in (chosen, rejected)):
         raise UserError(
             f"{place}: one of 'chosen' and 'rejected' has no answer after the prompt: add it or drop the row"
         )
     margin = row.get("margin", 0.0)
     if not _is_number(margin):
-        raise UserError(f"{place}: column 'margin' is a number, got {margin!r}: mend the row")
+        raise UserError(f"{place}: column 'margin' is a number, got {_shown(margin)}: mend the row")
     return Preference(prompt, [chosen, rejected], [(0, 1)], [float(margin)])
 
 
@@ -126,8 +126,10 @@ def _ranked(place: str, row: Row) -> Preference:
     if not isinstance(responses, list) or not isinstance(ranks, list) or len(responses) != len(ranks):
         raise UserError(f"{place}: columns 'responses' and 'ranks' are lists of one length: mend the row")
     if not all(_is_number(rank) for rank in ranks):
-        raise UserError(f"{place}: column 'ranks' holds numbers, got {ranks!r}: mend the row")
+        raise UserError(f"{place}: column 'ranks' holds numbers, got {_shown(ranks)}: mend the row")
     answers = [_turns(place, {"responses": answer}, "responses", role="assistant") for answer in responses]
+    if not all(answer[-1]["role"] == "assistant" for answer in answers):
+        raise UserError(f"{place}: column 'responses' holds answers, one ends with another's turn: mend the row")
     pairs = [
         (i, j) if ranks[i] < ranks[j] else (j, i) for i, j in combinations(range(len(ranks)), 2) if ranks[i] != ranks[j]
     ]
@@ -164,11 +166,16 @@ def _messages(place: str, row: Row, column: str) -> list[Message]:
     for message in value:
         if not isinstance(message, dict) or not isinstance(message.get("content"), str) or "role" not in message:
             raise UserError(
-                f"{place}: column {column!r}: a message is {{'role', 'content'}}, got {message!r}: mend the row"
+                f"{place}: column {column!r}: a message is {{'role', 'content'}}, got {_shown(message)}: mend the row"
             )
         if message["role"] not in ROLES:
             raise UserError(
-                f"{place}: column {column!r}: a role is {', '.join(ROLES)}, got {message['role']!r}: mend the row"
+                f"{place}: column {column!r}: a role is {', '.join(ROLES)}, got {_shown(message['role'])}: mend the row"
+            )
+        if message["role"] in ("user", "assistant") and not message["content"].strip():
+            raise UserError(
+                f"{place}: column {column!r}: the content of a turn of the {message['role']} is empty: "
+                "fill it or drop the row"
             )
     return [{"role": message["role"], "content": message["content"]} for message in value]
 
@@ -187,4 +194,13 @@ def _shared_prefix(first: Sequence[Message], second: Sequence[Message]) -> int:
 
 def _is_number(value: object) -> bool:
     """Finite: Python's JSON reader lets NaN through, and one makes the loss of its whole batch NaN."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer beyond floats
+        return False
+
+
+def _shown(value: object) -> str:
+    """A value of any size, in a line."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."

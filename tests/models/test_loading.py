@@ -132,7 +132,7 @@ def test_gradient_checkpointing_changes_no_gradient(model_folder: Path) -> None:
         (lambda folder: folder / "absent", "is none: check the path"),
         (lambda folder: folder, "has a config.json"),
         (lambda folder: (folder / "m.bin").write_text("x") and folder / "m.bin", "is none: check the path"),
-        (lambda folder: folder / "absent.gguf", "does not: check the path"),
+        (lambda folder: folder / "absent.gguf", "does not exist: check the path"),
     ],
 )
 def test_what_is_no_model_is_refused_in_one_line(make, rule: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
