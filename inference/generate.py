@@ -11,7 +11,6 @@ from pathlib import Path
 
 from hybrid_rlhf.configs.cli import parse_config, user_errors
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files import shown
 from hybrid_rlhf.configs.inference import GenerateConfig
 
 
@@ -62,7 +61,7 @@ def _writable(path: str) -> Path:
     except OSError:  # a file where a folder should be
         writable = False
     if not writable:
-        raise UserError(f"--output must name a file that can be written, {shown(path)} is none: choose another")
+        raise UserError(f"--output must name a file that can be written, {path} is none: choose another")
     return output
 
 

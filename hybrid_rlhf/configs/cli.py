@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import difflib
 import errno
+import functools
 import json
 import os
 import re
@@ -63,7 +64,7 @@ def parse_config(
     if defaults is not None:
         files.insert(0, str(defaults))
     settings = [f"--config={file}" for file in files if _read_file(file, keys)]
-    parser = _parser(config_type, prog, keys)
+    parser = _parser(config_type, prog)  # type: ignore[arg-type]
     try:
         parsed = parser.parse_args(settings + overrides)
         sections = parser.instantiate(parsed)
@@ -133,7 +134,10 @@ def _stop(message: str) -> NoReturn:
     sys.exit(2)
 
 
-def _parser(config_type: Any, prog: str | None, keys: Mapping[str, Any]) -> ArgumentParser:
+@functools.cache
+def _parser(config_type: Any, prog: str | None) -> ArgumentParser:
+    """Reads the docstrings of every section, which takes longest of all."""
+    keys = dotted_keys(config_type)
     usage = "%(prog)s [--config FILE.yaml] [--KEY VALUE ...]"
     parser = ArgumentParser(prog=prog, exit_on_error=False, usage=usage, print_config=None)
     parser.add_argument("--config", action="config", help="YAML file of keys; may be given more than once")
@@ -150,10 +154,11 @@ def _sort_words(words: list[str], keys: Mapping[str, Any]) -> tuple[list[str], l
     """The config files, and the overrides as words of the parser; unknown keys are refused."""
     files: list[str] = []
     overrides: list[str] = []
+    faulty = next((word for word in words if not is_text(word)), None)
+    if faulty is not None:
+        raise UserError(f"the line must be text that UTF-8 can write, got {faulty!r}: write it anew")
     rest = iter(words)
     for word in rest:
-        if not is_text(word):
-            raise UserError(f"the line must be text that UTF-8 can write, got {ascii(word)}: write it anew")
         name, equals, value = word.removeprefix("--").partition("=")
         if word in ("-h", "--help"):
             overrides.append(word)

@@ -50,9 +50,9 @@ def regular_file(path: str | Path, rule: str) -> Path:
         exists, folder = file.exists(), file.is_dir()
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: ~ of a user that there is not
         reason = error.strerror if isinstance(error, OSError) else str(error).rstrip(".")
-        raise UserError(f"{rule}, {shown(path)} cannot be read ({reason}): check the path") from error
+        raise UserError(f"{rule}, {path} cannot be read ({reason}): check the path") from error
     kind = "is a folder" if folder else "is a pipe or a device" if exists else "does not exist"
-    raise UserError(f"{rule}, {shown(path)} {kind}: check the path")
+    raise UserError(f"{rule}, {path} {kind}: check the path")
 
 
 def read_text(path: str | Path, rule: str) -> str:
@@ -67,7 +67,7 @@ def read_text(path: str | Path, rule: str) -> str:
     except UnicodeDecodeError as error:
         raise not_text(file) from error
     except OSError as error:
-        raise UserError(f"{rule}, {shown(path)} cannot be read ({error.strerror}): check the path") from error
+        raise UserError(f"{rule}, {path} cannot be read ({error.strerror}): check the path") from error
 
 
 def not_text(file: Path) -> UserError:
@@ -76,13 +76,6 @@ def not_text(file: Path) -> UserError:
         start = opened.read(4)
     kind = next((kind for magic, kind in _MAGIC.items() if start.startswith(magic)), "is not UTF-8 text: convert it")
     return UserError(f"{file} {kind}")
-
-
-def shown(path: str | Path) -> str:
-    """A path as it may stand in a line: no line breaks, not longer than one can read."""
-    text = str(path)
-    text = text if text.isprintable() else ascii(text)
-    return text if len(text) <= 300 else f"{text[:300]}..."
 
 
 def parse_json(text: str) -> Any:

@@ -44,7 +44,7 @@ def _check_hostfile(path: str) -> None:
             not words or (len(words) == 2 and re.fullmatch(r"slots=[1-9]\d{0,4}", words[1]) is not None),
             f"{path}:{number}: a line of a hostfile is `HOST slots=N`, got {line!r}: mend it",
         )
-        require(not hosts & set(words[:1]), f"{path}:{number}: a host is given once, {words[:1]} is repeated: keep one")
+        require(not hosts & set(words[:1]), f"{path}:{number}: a host is given once, {line!r} repeats one: keep one")
         hosts.update(words[:1])
     require(bool(hosts), f"launcher.hostfile must name hosts, {path} has none: write `HOST slots=N` lines")
 

@@ -44,7 +44,7 @@ def is_text(text: str) -> bool:
 
 def _check_text(text: str, key: str) -> None:
     if not is_text(text):
-        raise UserError(f"{key} must be text that UTF-8 can write, got {ascii(text)}: write it anew")
+        raise UserError(f"{key} must be text that UTF-8 can write, got {text!r}: write it anew")
     require(bool(text.strip()) or key == "system", f"{key} may not be empty: give a value, or leave it out")
     kind = found_credential(text)
     if kind is not None:

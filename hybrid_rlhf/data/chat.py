@@ -82,7 +82,7 @@ def render(
             f"the chat template does not compile (line {error.lineno}: {error.message}): mend it beside the tokenizer"
         ) from error
     except Exception as error:  # noqa: BLE001 - templates raise jinja's errors and whatever they like
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(
             f"the chat template refuses the roles {[m['role'] for m in messages]} ({reason}): reorder the turns"
         ) from error

@@ -94,7 +94,7 @@ def preference_row(place: str, row: Row) -> Preference:
         )
     margin = row.get("margin", 0.0)
     if not _is_number(margin):
-        raise UserError(f"{place}: column 'margin' is a number, got {_shown(margin)}: mend the row")
+        raise UserError(f"{place}: column 'margin' is a number, got {margin!r}: mend the row")
     return Preference(prompt, [chosen, rejected], [(0, 1)], [float(margin)])
 
 
@@ -126,7 +126,7 @@ def _ranked(place: str, row: Row) -> Preference:
     if not isinstance(responses, list) or not isinstance(ranks, list) or len(responses) != len(ranks):
         raise UserError(f"{place}: columns 'responses' and 'ranks' are lists of one length: mend the row")
     if not all(_is_number(rank) for rank in ranks):
-        raise UserError(f"{place}: column 'ranks' holds numbers, got {_shown(ranks)}: mend the row")
+        raise UserError(f"{place}: column 'ranks' holds numbers, got {ranks!r}: mend the row")
     answers = [_turns(place, {"responses": answer}, "responses", role="assistant") for answer in responses]
     if not all(answer[-1]["role"] == "assistant" for answer in answers):
         raise UserError(f"{place}: column 'responses' holds answers, one ends with another's turn: mend the row")
@@ -166,11 +166,11 @@ def _messages(place: str, row: Row, column: str) -> list[Message]:
     for message in value:
         if not isinstance(message, dict) or not isinstance(message.get("content"), str) or "role" not in message:
             raise UserError(
-                f"{place}: column {column!r}: a message is {{'role', 'content'}}, got {_shown(message)}: mend the row"
+                f"{place}: column {column!r}: a message is {{'role', 'content'}}, got {message!r}: mend the row"
             )
         if message["role"] not in ROLES:
             raise UserError(
-                f"{place}: column {column!r}: a role is {', '.join(ROLES)}, got {_shown(message['role'])}: mend the row"
+                f"{place}: column {column!r}: a role is {', '.join(ROLES)}, got {message['role']!r}: mend the row"
             )
         if message["role"] in ("user", "assistant") and not message["content"].strip():
             raise UserError(
@@ -198,9 +198,3 @@ def _is_number(value: object) -> bool:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:  # an integer beyond floats
         return False
-
-
-def _shown(value: object) -> str:
-    """A value of any size, in a line."""
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."

@@ -7,6 +7,7 @@ nor is Python code that lies beside a model, unless trust_remote_code says so.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,6 +57,15 @@ def check_folder(folder: Path, shown: str) -> None:
                 pass
         except (SafetensorError, OSError) as error:
             raise UserError(f"{file} is no whole safetensors file ({first_line(error)}): copy it again") from error
+
+
+def stored_elements(folder: Path) -> int:
+    """Numbers that the files of weights hold."""
+    total = 0
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as weights:
+            total += sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
+    return total
 
 
 def _check_generation_config(file: Path) -> None:
@@ -129,5 +139,4 @@ def warn_of_remote_code(trusted: bool, world: World) -> None:
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, for one-line messages."""
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
-    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-    return text if len(text) <= 500 else f"{text[:500]}..."
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

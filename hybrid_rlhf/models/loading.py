@@ -7,7 +7,9 @@ broadcasts one module at a time, the other ranks never open them.
 
 from __future__ import annotations
 
+import copy
 import re
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -23,7 +25,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections import ModelConfig
-from hybrid_rlhf.models.folders import load_config, reading
+from hybrid_rlhf.models.folders import load_config, reading, stored_elements
 from hybrid_rlhf.models.packing import use_packing
 from hybrid_rlhf.models.sources import quiet_transformers
 from hybrid_rlhf.runtime.world import default_dtype
@@ -78,9 +80,12 @@ def load_model(
     """
     hf_config = load_config(path, trust_remote_code=config.trust_remote_code)
     adapt_config(hf_config, architecture)
+    rule = f"transformers cannot load {path} as a {architecture}"
+    if Path(path).is_dir() and not config.trust_remote_code:
+        with quiet_transformers(), reading(rule, "copy the model again, or choose another"):
+            _require_stored(Path(path), architecture, hf_config)
     partitioning = HfDeepSpeedConfig(zero3_config) if zero3_config is not None else None
     try:
-        rule = f"transformers cannot load {path} as a {architecture}"
         with quiet_transformers(), reading(rule, "copy the model again, or choose another"):
             model, info = AUTO_CLASS[architecture].from_pretrained(
                 path,
@@ -104,6 +109,15 @@ def load_model(
     _require_all_layers(path, hf_config, info["unexpected_keys"])
     adapt_model(model, config)
     return model, fresh_head
+
+
+def _require_stored(folder: Path, architecture: Architecture, config: PreTrainedConfig) -> None:
+    """Transformers would make up, in memory, all that config.json asks for and the files lack, before it says so."""
+    stored = stored_elements(folder)
+    with torch.device("meta"):
+        wanted = AUTO_CLASS[architecture].from_config(copy.deepcopy(config)).num_parameters()
+    if wanted > 4 * stored and not hasattr(config, "quantization_config"):  # quantised, several are stored as one
+        raise ValueError(f"its config.json describes {wanted:,} weights, its files have {stored:,}")
 
 
 def _require_all_layers(path: str, config: PreTrainedConfig, unused: set[str]) -> None:

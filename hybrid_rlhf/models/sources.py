@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybrid_rlhf.configs.credentials import redacted
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files import regular_file, shown
+from hybrid_rlhf.configs.files import regular_file
 from hybrid_rlhf.models.folders import check_folder, first_line
 from hybrid_rlhf.runtime.world import World
 
@@ -58,7 +58,7 @@ def resolve_model(path: str, *, world: World, cache_dir: str | None = None) -> s
         check_folder(source, path)
         return str(source)
     if os.path.exists(source) or not _HUB_NAME.fullmatch(path):
-        raise UserError(f"a model is a folder, a .gguf file or a hub name, {shown(path)} is none: check the path")
+        raise UserError(f"a model is a folder, a .gguf file or a hub name, {path} is none: check the path")
     return path
 
 
