@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import signal
-import subprocess
+import subprocess  # starts this project's own modules  # nosec B404
 import sys
 import time
 from collections import deque
@@ -205,7 +205,7 @@ def _tee(command: list[str], log: Path) -> tuple[int, list[str]]:
         environment = {**MALLOC_ENVIRONMENT, **environment}
     environment["PYTHONPATH"] = os.pathsep.join(part for part in (root, environment.get("PYTHONPATH")) if part)
     with log.open("a", encoding="utf-8") as file:
-        process = subprocess.Popen(
+        process = subprocess.Popen(  # a list of words, no shell  # nosec B603
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=environment
         )
         assert process.stdout is not None

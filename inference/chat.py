@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hybrid_rlhf.configs.cli import parse_config, user_errors
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import ChatConfig, SamplingConfig
+from hybrid_rlhf.configs.values import check_values
 
 if TYPE_CHECKING:
     from hybrid_rlhf.generation.chat import Conversation
@@ -112,13 +113,15 @@ class Session:
             value: Any = number(text)
         except ValueError as error:
             raise UserError(f"{name} takes a number, got {text!r}: write for example /set {name} 1") from error
-        self._sampling = replace(self._sampling, **{name: value})
+        sampling = replace(self._sampling, **{name: value})
+        check_values(sampling)
+        self._sampling = sampling
         print(f"{name} {value}")
 
     def _save(self, name: str) -> None:
         if not name:
             raise UserError("/save needs a file, got none: write /save FILE.json")
-        file = Path(name).expanduser()
+        file = Path(os.path.expanduser(name))
         if file.exists():
             raise UserError(f"/save writes a new file, {file} exists: choose another name")
         beside = file.with_name(f"{file.name}.partial")

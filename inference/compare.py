@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.ppo import PPOConfig
 from hybrid_rlhf.configs.reward import RewardConfig
@@ -22,7 +23,7 @@ from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.models.sources import resolve_model
 from hybrid_rlhf.models.tokenizers import load_tokenizer
 from hybrid_rlhf.runtime.metrics import read_metrics
-from hybrid_rlhf.runtime.world import default_device, default_dtype, solo_world
+from hybrid_rlhf.runtime.world import World, default_device, default_dtype, solo_world
 
 _SHOWN_PROMPTS = 3
 
@@ -64,7 +65,7 @@ def figures(sft: Path, reward: Path, ppo: Path) -> Table:
 def held_out_prompts(ppo: PPOConfig) -> list[list[Message]]:
     """A few prompts that step 3 did not train on."""
     world = solo_world(default_device())
-    tokenizer = load_tokenizer(resolve_model(str(ppo.actor.path), world=world))
+    tokenizer = _tokenizer(ppo, world)
     data = load_prompt_data(
         ppo.data, tokenizer=tokenizer, seed=ppo.seed, world=world, max_prompt_tokens=ppo.rollout.max_prompt_tokens
     )
@@ -75,11 +76,13 @@ def held_out_prompts(ppo: PPOConfig) -> list[list[Message]]:
 def answers(models: dict[str, str], prompts: list[list[Message]], ppo: PPOConfig) -> Table:
     """Greedy answers of each model to each prompt."""
     device = default_device()
-    tokenizer = load_tokenizer(resolve_model(str(ppo.actor.path), world=solo_world(device)))
+    tokenizer = _tokenizer(ppo, solo_world(device))
     table = Table("prompt", *models, title="Greedy answers to held-out prompts", show_lines=True)
     said: list[list[str]] = []
     for path in models.values():
-        engine = GenerationEngine.from_pretrained(path, dtype=default_dtype(device), device=device)
+        engine = GenerationEngine.from_pretrained(
+            path, dtype=default_dtype(device), device=device, trust_remote_code=ppo.model.trust_remote_code
+        )
         ids = [encode_prompt(messages, tokenizer) for messages in prompts]
         sampling = SamplingParams(max_new_tokens=ppo.rollout.max_new_tokens, greedy=True, seed=0)
         completions = engine.generate(ids, sampling)
@@ -87,6 +90,12 @@ def answers(models: dict[str, str], prompts: list[list[Message]], ppo: PPOConfig
     for messages, *texts in zip(prompts, *said, strict=True):
         table.add_row(messages[-1]["content"], *texts)
     return table
+
+
+def _tokenizer(ppo: PPOConfig, world: World) -> PreTrainedTokenizerBase:
+    """The actor's."""
+    path = resolve_model(str(ppo.actor.path), world=world)
+    return load_tokenizer(path, trust_remote_code=ppo.model.trust_remote_code)
 
 
 def _held_out(folder: Path, name: str) -> tuple[float, float] | None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hybrid_rlhf.configs.cli import parse_config, user_errors
+from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import GenerateConfig
 
 
@@ -27,14 +28,13 @@ def _generate(config: GenerateConfig) -> None:
     from hybrid_rlhf.data.sources import open_source
     from inference.loading import load_engine, sampling_params
 
+    output = _writable(config.output)
     rows = [(row, prompt_row(place, row)) for place, row in open_source(config.input)]
     engine, tokenizer = load_engine(config)
     prompts = [encode_prompt(prompt.messages, tokenizer) for _, prompt in rows]
     start = time.perf_counter()
     completions = engine.generate(prompts, sampling_params(config.sampling, n=config.n))
     seconds = time.perf_counter() - start
-    output = Path(config.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
     beside = output.with_name(f"{output.name}.partial")
     with beside.open("w", encoding="utf-8") as file:
         for (row, _), samples in zip(rows, completions, strict=True):
@@ -50,6 +50,19 @@ def _generate(config: GenerateConfig) -> None:
     os.replace(beside, output)
     tokens = sum(len(sample.token_ids) for samples in completions for sample in samples)
     print(f"{len(rows):,} prompts, {tokens:,} tokens in {seconds:.1f} s ({tokens / seconds:,.0f} a second): {output}")
+
+
+def _writable(path: str) -> Path:
+    """The file to write, refused before the work rather than after it."""
+    output = Path(os.path.expanduser(path))
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        writable = os.access(output.parent, os.W_OK) and (output.is_file() or not os.path.lexists(output))
+    except OSError:  # a file where a folder should be
+        writable = False
+    if not writable:
+        raise UserError(f"--output must name a file that can be written, {path} is none: choose another")
+    return output
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import InferenceConfig, SamplingConfig
 from hybrid_rlhf.configs.sections import ModelConfig
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
+from hybrid_rlhf.models.folders import warn_of_remote_code
 from hybrid_rlhf.models.loading import training_dtype
 from hybrid_rlhf.models.sources import resolve_model
 from hybrid_rlhf.models.tokenizers import load_tokenizer
@@ -24,7 +25,9 @@ def load_engine(config: InferenceConfig) -> tuple[GenerationEngine, PreTrainedTo
     if config.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device cuda needs a GPU, torch sees none: set --device cpu")
     device = default_device() if config.device == "auto" else torch.device(config.device)
-    path = resolve_model(config.path, world=solo_world(device))
+    world = solo_world(device)
+    warn_of_remote_code(config.trust_remote_code, world)
+    path = resolve_model(config.path, world=world)
     tokenizer = load_tokenizer(path, trust_remote_code=config.trust_remote_code)
     dtype = training_dtype(ModelConfig(dtype=config.dtype), device)
     engine = GenerationEngine.from_pretrained(

@@ -47,6 +47,7 @@ from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
 from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.engines.engine import ModelEngine, Role
+from hybrid_rlhf.models.folders import warn_of_remote_code
 from hybrid_rlhf.models.sources import resolve_model
 from hybrid_rlhf.models.tokenizers import load_tokenizer, stop_token_ids
 from hybrid_rlhf.runtime.logs import LOGGER_NAME
@@ -211,6 +212,7 @@ def _start(
     config: StepConfig, run: Run, path: str | None, *, key: str = "model.path"
 ) -> tuple[str, PreTrainedTokenizerBase]:
     """Write the resolved config, and find the model, or what a warm start puts in its place, and its tokenizer."""
+    warn_of_remote_code(config.model.trust_remote_code, run.world)
     resolved = _resolve(config, run, _warm(run, "actor") or path, key=key)
     if run.warm_start is not None and run.world.is_main:
         logger.info("warm start from the weights in %s; optimizer, schedule and data begin anew", run.warm_start)

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import functools
 import json
 import os
 import re
@@ -24,8 +25,11 @@ from typing import Any, Literal, NoReturn, TypeVar
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
+from hybrid_rlhf.configs.credentials import redacted
 from hybrid_rlhf.configs.disk_faults import disk_fault
 from hybrid_rlhf.configs.errors import RankError, UserError
+from hybrid_rlhf.configs.files import parse_yaml, read_text
+from hybrid_rlhf.configs.values import check_values, is_text
 from hybrid_rlhf.configs.whole_files import write_whole
 
 ConfigT = TypeVar("ConfigT")
@@ -61,14 +65,16 @@ def parse_config(
     if defaults is not None:
         files.insert(0, str(defaults))
     settings = [f"--config={file}" for file in files if _read_file(file, keys)]
-    parser = _parser(config_type, prog, keys)
+    parser = _parser(config_type, prog)  # type: ignore[arg-type]
     try:
         parsed = parser.parse_args(settings + overrides)
         sections = parser.instantiate(parsed)
     except (ArgumentError, ValueError) as error:  # ValueError: what an item of a list says of its own values
         raise UserError(_describe(str(error), keys)) from error
     values = {field.name: sections[field.name] for field in dataclasses.fields(config_type)}  # type: ignore[arg-type]
-    return config_type(**values)
+    config = config_type(**values)
+    check_values(config)
+    return config
 
 
 def read_config(config: Any) -> dict[str, Any]:
@@ -124,11 +130,14 @@ def _stop(message: str, *, every_rank: bool) -> NoReturn:
     # Every rank meets the same mistake, and one a host tells it.
     if every_rank or os.environ.get("LOCAL_RANK", "0") == "0":
         rank = f"rank {os.environ.get('RANK')}: " if every_rank and os.environ.get("WORLD_SIZE", "1") != "1" else ""
-        print(f"error: {rank}{message}", file=sys.stderr, flush=True)
+        print(f"error: {rank}{redacted(message)}", file=sys.stderr, flush=True)
     sys.exit(2)
 
 
-def _parser(config_type: Any, prog: str | None, keys: Mapping[str, Any]) -> ArgumentParser:
+@functools.cache
+def _parser(config_type: Any, prog: str | None) -> ArgumentParser:
+    """Reads the docstrings of every section, which takes longest of all."""
+    keys = dotted_keys(config_type)
     usage = "%(prog)s [--config FILE.yaml] [--KEY VALUE ...]"
     parser = ArgumentParser(prog=prog, exit_on_error=False, usage=usage, print_config=None)
     parser.add_argument("--config", action="config", help="YAML file of keys; may be given more than once")
@@ -145,6 +154,9 @@ def _sort_words(words: list[str], keys: Mapping[str, Any]) -> tuple[list[str], l
     """The config files, and the overrides as words of the parser; unknown keys are refused."""
     files: list[str] = []
     overrides: list[str] = []
+    faulty = next((word for word in words if not is_text(word)), None)
+    if faulty is not None:
+        raise UserError(f"the line must be text that UTF-8 can write, got {faulty!r}: write it anew")
     rest = iter(words)
     for word in rest:
         name, equals, value = word.removeprefix("--").partition("=")
@@ -172,7 +184,7 @@ def _override(name: str, value: str, keys: Mapping[str, Any]) -> str:
         value = _as_list(value)
     elif not _is_section(name, keys):
         return f"--{name}={value}"
-    _check(_load(f"{name}: {value}", f"--{name}"), "the command line", keys)
+    _check(parse_yaml(f"{name}: {value}", f"--{name}"), "the command line", keys)
     return f"--config={name}: {value}"
 
 
@@ -198,46 +210,9 @@ def _as_list(value: str) -> str:
 
 def _read_file(file: str, keys: Mapping[str, Any]) -> dict[str, Any]:
     """The content of a config file; refuses one that is missing, is not YAML, or has a key that no config has."""
-    try:
-        text = Path(file).read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise UserError(f"--config must name a file, {file} does not exist: check the path") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--config must name a text file, {file} cannot be read ({error}): check it") from error
-    content = _load(text, file)
+    content = parse_yaml(read_text(file, "--config must name a file"), file)
     _check(content, file, keys)
     return content
-
-
-def _load(text: str, origin: str) -> dict[str, Any]:
-    try:
-        _refuse_repeated_keys(yaml.compose(text, Loader=yaml.SafeLoader), origin)
-        content = yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise UserError(f"{origin}:{line}: not YAML ({error.problem}): mend the line") from error
-    except yaml.YAMLError as error:  # a character that no text has
-        raise UserError(f"{origin}: not YAML ({' '.join(str(error).split())}): mend it") from error
-    if content is not None and not isinstance(content, dict):
-        raise UserError(
-            f"{origin}: a config is a mapping of keys, got a {type(content).__name__}: write KEY: VALUE lines"
-        )
-    return content or {}
-
-
-def _refuse_repeated_keys(node: yaml.Node | None, origin: str) -> None:
-    """YAML would take the last of them in silence."""
-    if isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
-        for key, value in node.value:
-            if key.value in seen:
-                line = key.start_mark.line + 1
-                raise UserError(f"{origin}:{line}: a key is given once, {key.value} is repeated: keep one")
-            seen.add(key.value)
-            _refuse_repeated_keys(value, origin)
-    elif isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            _refuse_repeated_keys(item, origin)
 
 
 def _check(content: Mapping[str, Any], origin: str, keys: Mapping[str, Any], prefix: str = "") -> None:
@@ -247,6 +222,7 @@ def _check(content: Mapping[str, Any], origin: str, keys: Mapping[str, Any], pre
         if not _is_section(key, keys):
             if key not in keys:
                 raise UserError(f"{origin}: unknown key {key}: {_nearest(key, keys)}")
+            _check_null(value, f"{origin}: {key}", keys[key])
             for item in value if isinstance(value, list) else ():
                 _check_item(item, origin, key, keys[key])
         elif isinstance(value, dict):
@@ -262,14 +238,21 @@ def _check_item(item: Any, origin: str, key: str, hint: Any) -> None:
     fields = [field for kind in kinds if dataclasses.is_dataclass(kind) for field in dataclasses.fields(kind)]
     if not fields or not isinstance(item, dict):
         return
-    names = {field.name: field.type for field in fields}
-    for name in item:
+    names = {name: hint for kind in kinds if dataclasses.is_dataclass(kind) for name, hint in dotted_keys(kind).items()}
+    for name, value in item.items():
         if name not in names:
             raise UserError(f"{origin}: unknown key {name} in an item of {key}: {_nearest(str(name), names)}")
+        _check_null(value, f"{origin}: {name} in an item of {key}", names[name])
     for field in fields:
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and field.name not in item:
             raise UserError(f"{origin}: an item of {key} needs {field.name}, got {item}: add it")
+
+
+def _check_null(value: Any, key: str, hint: Any) -> None:
+    """The parser takes null for any type inside a section."""
+    if value is None and type(None) not in typing.get_args(hint):
+        raise UserError(f"{key} must be {_type_name(hint)}, got null: give a value, or leave it out")
 
 
 def _nearest(wrong: str, keys: Mapping[str, Any]) -> str:
@@ -285,6 +268,8 @@ def _describe(report: str, keys: Mapping[str, Any]) -> str:
     values = re.findall(r"(?:Got|Given) value: (.*)", report)
     if key and key[1] in keys and values:
         return f"{key[1]} must be {_type_name(keys[key[1]])}, got {values[-1]}: see --help"
+    if key and key[1] in keys and "Exceeds the limit" in report:
+        return f"{key[1]} must be {_type_name(keys[key[1]])}, got a number of thousands of digits: see --help"
     rule = re.search(r"^ *- (?!Expected|Problem|Not a valid)(.*)", report, re.MULTILINE)
     return rule[1] if rule else f"{' '.join(report.split())}: see --help"
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from hybrid_rlhf.configs.files import read_text
 from hybrid_rlhf.configs.ppo import PPOConfig
 from hybrid_rlhf.configs.reward import RewardConfig
-from hybrid_rlhf.configs.sections import DataSource, require
+from hybrid_rlhf.configs.sections import DataSource, require, require_shares
 from hybrid_rlhf.configs.sft import SFTConfig
 
 StepName = Literal["sft", "reward", "ppo"]
@@ -29,10 +31,22 @@ class LauncherConfig:
             self.num_processes is None or self.num_processes >= 1,
             f"launcher.num_processes must be 1 or more, got {self.num_processes}: leave it out for one a GPU",
         )
+        if self.hostfile is not None:
+            _check_hostfile(self.hostfile)
+
+
+def _check_hostfile(path: str) -> None:
+    """As DeepSpeed reads it: `HOST slots=N` a line, each host once."""
+    hosts: set[str] = set()
+    for number, line in enumerate(read_text(path, "launcher.hostfile must name a file").splitlines(), start=1):
+        words = line.partition("#")[0].split()
         require(
-            self.hostfile is None or Path(self.hostfile).is_file(),
-            f"launcher.hostfile must name a file, {self.hostfile} does not exist: check the path",
+            not words or (len(words) == 2 and re.fullmatch(r"slots=[1-9]\d{0,4}", words[1]) is not None),
+            f"{path}:{number}: a line of a hostfile is `HOST slots=N`, got {line!r}: mend it",
         )
+        require(not hosts & set(words[:1]), f"{path}:{number}: a host is given once, {line!r} repeats one: keep one")
+        hosts.update(words[:1])
+    require(bool(hosts), f"launcher.hostfile must name hosts, {path} has none: write `HOST slots=N` lines")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +57,9 @@ class PipelineDataConfig:
     """Paths, or {path, weight, split_name}, for every step that names no data.sources of its own."""
     split: list[float] = field(default_factory=lambda: [2.0, 4.0, 4.0])
     """Shares dealt to the three steps without overlap (DeepSpeed-Chat)."""
+
+    def __post_init__(self) -> None:
+        require_shares(self.split)
 
 
 @dataclass(frozen=True, kw_only=True)

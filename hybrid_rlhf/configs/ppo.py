@@ -123,7 +123,10 @@ class RolloutConfig:
         require(self.temperature > 0, f"rollout.temperature must be above 0, got {self.temperature}: PPO needs samples")
         require(0 < self.top_p <= 1, f"rollout.top_p must be in (0, 1], got {self.top_p}: give 1 to sample from all")
         require(self.top_k >= 0, f"rollout.top_k must be 0 or more, got {self.top_k}: give 0 to sample from all")
-        require(self.tensor_parallel >= 1, f"rollout.tensor_parallel must be 1 or more, got {self.tensor_parallel}")
+        require(
+            self.tensor_parallel >= 1,
+            f"rollout.tensor_parallel must be 1 or more, got {self.tensor_parallel}: give 1 for none",
+        )
         require(
             self.kv_cache_gib is None or self.kv_cache_gib > 0,
             f"rollout.kv_cache_gib must be above 0, got {self.kv_cache_gib}: leave it out to take what is free",
@@ -200,7 +203,8 @@ class AlgorithmConfig:
         for name in ("epochs", "mini_batches", "kl_horizon"):
             require(getattr(self, name) >= 1, f"ppo.{name} must be 1 or more, got {getattr(self, name)}: raise it")
         for name in ("gamma", "lam"):
-            require(0 <= getattr(self, name) <= 1, f"ppo.{name} must be in [0, 1], got {getattr(self, name)}")
+            value = getattr(self, name)
+            require(0 <= value <= 1, f"ppo.{name} must be in [0, 1], got {value}: give for example 0.95")
         for name in (
             "kl_coef", "clip_low", "clip_high", "value_clip", "ptx_coef", "missing_eos_penalty", "critic_warmup_steps",
             "reference_refresh_every",
@@ -211,6 +215,10 @@ class AlgorithmConfig:
             require(value is None or value > 0, f"ppo.{name} must be above 0 nats, got {value}: leave it out for none")
         require(self.clip_low < 1, f"ppo.clip_low must be below 1, got {self.clip_low}: give for example 0.2")
         require(0 <= self.ema_decay < 1, f"ppo.ema_decay must be in [0, 1), got {self.ema_decay}: give 0 for none")
+        require(
+            self.score_clip is None or self.score_clip > 0,
+            f"ppo.score_clip must be above 0, got {self.score_clip}: give null for none",
+        )
         require(
             self.dual_clip is None or self.dual_clip > 1,
             f"ppo.dual_clip must be above 1, got {self.dual_clip}: give for example 3, or leave it out",

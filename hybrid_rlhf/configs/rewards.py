@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,9 +11,11 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
+from hybrid_rlhf.configs.credentials import fill_placeholders, found_credential, placeholders, redacted
 from hybrid_rlhf.configs.sections import require
 
 OnFailure = Literal["stop", "drop", "zero"]
+_PLACEHOLDER_PORT = re.compile(r":\$\{\w+\}(?=[/?]|$)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +31,7 @@ class RewardPartConfig:
     function: str | None = None
     """Python function as module:function or path/to/file.py:function, plain or async."""
     urls: tuple[str, ...] = ()
-    """HTTP endpoint; several URLs are replicas that share the work."""
+    """HTTP endpoint; several URLs are replicas that share the work. ${NAME} stands for an environment variable."""
     timeout_seconds: float = 60.0
     """Longest call of a function, or longest try of a request, in seconds."""
     retries: int | None = None
@@ -56,11 +59,7 @@ class RewardPartConfig:
                 "write it so",
             )
         for url in self.urls:
-            parsed = urlsplit(url)
-            require(
-                parsed.scheme in ("http", "https") and bool(parsed.hostname),
-                f"reward.parts: a URL is http://HOST:PORT/PATH or https, got {url.rpartition('@')[2]}: write it out",
-            )
+            _check_url(url)
         require(
             re.fullmatch(r"[\w.:-]+", self.label) is not None,
             f"reward.parts: a name has letters, digits and . : - _ only, got {self.label!r}: give the part a name",
@@ -117,6 +116,49 @@ def shown_url(url: str) -> str:
     """A URL as it may be logged: without user, password and query."""
     parsed = urlsplit(url)
     return f"{parsed.scheme}://{_host(url)}{parsed.path}"
+
+
+def expanded_url(url: str) -> str:
+    """A URL as it is asked for, `${NAME}` replaced by what the environment holds; never log this one.
+
+    Raises:
+        UserError: when a variable is not set, or the URL is none with its value.
+    """
+    values = {name: os.environ.get(name, "") for name in placeholders(url)}
+    for name, value in values.items():
+        require(
+            bool(value),
+            f"reward.parts: ${{NAME}} in a URL is a set variable, {name} is not set: export {name}=...",
+        )
+    expanded = fill_placeholders(url, values)
+    require(
+        _is_url(expanded), f"reward.parts: a URL is http://HOST:PORT/PATH or https, {shown_url(url)} is none with the "
+        f"value of {', '.join(values)}: look for a space or line break in it",
+    )  # fmt: skip
+    return expanded
+
+
+def _check_url(url: str) -> None:
+    """Refuse what is no URL, and one that would carry a secret into config.yaml."""
+    require(
+        _is_url(_PLACEHOLDER_PORT.sub(":1", url)),
+        f"reward.parts: a URL is http://HOST:PORT/PATH or https, got {redacted(url)}: write it out",
+    )
+    kind = found_credential(url)
+    require(
+        kind is None,
+        f"reward.parts: a URL may not carry {kind}, got {redacted(url)}: name a variable in api_key_env, or write "
+        "${NAME} for one in its place",
+    )
+
+
+def _is_url(url: str) -> bool:
+    try:
+        parsed = urlsplit(url)
+        whole = parsed.scheme in ("http", "https") and bool(parsed.hostname) and parsed.port != 0
+    except ValueError:  # brackets that do not close, a port that is no number
+        return False
+    return whole and url.isprintable() and " " not in url
 
 
 def _host(url: str) -> str:

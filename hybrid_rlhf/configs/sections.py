@@ -18,6 +18,14 @@ def require(condition: bool, message: str) -> None:
         raise UserError(message)
 
 
+def require_shares(split: list[float]) -> None:
+    """Raise UserError unless there is a share for each of the three steps."""
+    require(
+        len(split) == 3 and all(share >= 0 for share in split) and sum(split) > 0,
+        f"data.split must be three shares, one a step, got {split}: give for example [2, 4, 4]",
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Which model, and how it computes."""
@@ -49,6 +57,7 @@ class LoraConfig:
 
     def __post_init__(self) -> None:
         require(self.rank >= 0, f"lora.rank must be 0 (off) or more, got {self.rank}: give 0 or for example 16")
+        require(self.rank <= 2**16, f"lora.rank must be at most 65536, got {self.rank}: give for example 16")
         require(self.alpha > 0, f"lora.alpha must be above 0, got {self.alpha}: give for example 16")
 
 
@@ -65,6 +74,7 @@ class DataSource:
 
     def __post_init__(self) -> None:
         require(self.weight > 0, f"weight of {self.path} must be above 0, got {self.weight}: leave the source out")
+        require(self.weight <= 1000, f"weight of {self.path} must be at most 1000 passes, got {self.weight}: lower it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,10 +106,7 @@ class DataConfig:
         require(self.max_eval_rows >= 1, f"data.max_eval_rows must be 1 or more, got {self.max_eval_rows}: raise it")
         require(self.max_length >= 2, f"data.max_length must be 2 tokens or more, got {self.max_length}: raise it")
         if self.split is not None:
-            require(
-                len(self.split) == 3 and all(share >= 0 for share in self.split) and sum(self.split) > 0,
-                f"data.split must be three shares, one a step, got {self.split}: give for example [2, 4, 4]",
-            )
+            require_shares(self.split)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,6 +261,14 @@ class LoggingConfig:
 
     def __post_init__(self) -> None:
         require(self.every >= 1, f"logging.every must be 1 or more, got {self.every}: raise it")
+        require(
+            self.samples_every >= 0,
+            f"logging.samples_every must be 0 (none) or more, got {self.samples_every}: give for example 10",
+        )
+        require(
+            all(step >= 1 for step in self.profile_steps),
+            f"logging.profile_steps must be steps from 1 on, got {self.profile_steps}: leave the others out",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

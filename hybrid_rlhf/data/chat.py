@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
@@ -76,9 +77,14 @@ def render(
         return str(
             tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt)
         )
-    except Exception as error:  # noqa: BLE001 - templates raise jinja's errors and whatever they like
+    except jinja2.TemplateSyntaxError as error:
         raise UserError(
-            f"the chat template refuses the roles {[m['role'] for m in messages]} ({error}): reorder the turns"
+            f"the chat template does not compile (line {error.lineno}: {error.message}): mend it beside the tokenizer"
+        ) from error
+    except Exception as error:  # noqa: BLE001 - templates raise jinja's errors and whatever they like
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(
+            f"the chat template refuses the roles {[m['role'] for m in messages]} ({reason}): reorder the turns"
         ) from error
 
 

@@ -76,10 +76,8 @@ class GlobalBatches:
         self, rows: int, *, global_batch_size: int, seed: int, shuffle: bool = True, drop_last: bool = True
     ) -> None:
         if drop_last and rows < global_batch_size:
-            raise UserError(
-                f"an update takes {global_batch_size} rows, the training data has {rows}: "
-                f"add rows or set the batch size to {rows} or less"
-            )
+            fix = f"add rows or set the batch size to {rows} or less"
+            raise UserError(f"an update takes {global_batch_size} rows, the training data has {rows}: {fix}")
         self._rows, self._size, self._seed, self._shuffle = rows, global_batch_size, seed, shuffle
         self.steps_per_epoch = rows // global_batch_size if drop_last else -(-rows // global_batch_size)
         self.epoch = 0

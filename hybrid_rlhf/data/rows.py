@@ -88,7 +88,7 @@ def preference_row(place: str, row: Row) -> Preference:
     else:
         shared = _shared_prefix(chosen, rejected)
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
-    if not chosen or not rejected:
+    if not all(answer and answer[-1]["role"] == "assistant" for answer in (chosen, rejected)):
         raise UserError(
             f"{place}: one of 'chosen' and 'rejected' has no answer after the prompt: add it or drop the row"
         )
@@ -128,6 +128,8 @@ def _ranked(place: str, row: Row) -> Preference:
     if not all(_is_number(rank) for rank in ranks):
         raise UserError(f"{place}: column 'ranks' holds numbers, got {ranks!r}: mend the row")
     answers = [_turns(place, {"responses": answer}, "responses", role="assistant") for answer in responses]
+    if not all(answer[-1]["role"] == "assistant" for answer in answers):
+        raise UserError(f"{place}: column 'responses' holds answers, one ends with another's turn: mend the row")
     pairs = [
         (i, j) if ranks[i] < ranks[j] else (j, i) for i, j in combinations(range(len(ranks)), 2) if ranks[i] != ranks[j]
     ]
@@ -170,6 +172,11 @@ def _messages(place: str, row: Row, column: str) -> list[Message]:
             raise UserError(
                 f"{place}: column {column!r}: a role is {', '.join(ROLES)}, got {message['role']!r}: mend the row"
             )
+        if message["role"] in ("user", "assistant") and not message["content"].strip():
+            raise UserError(
+                f"{place}: column {column!r}: the content of a turn of the {message['role']} is empty: "
+                "fill it or drop the row"
+            )
     return [{"role": message["role"], "content": message["content"]} for message in value]
 
 
@@ -187,4 +194,7 @@ def _shared_prefix(first: Sequence[Message], second: Sequence[Message]) -> int:
 
 def _is_number(value: object) -> bool:
     """Finite: Python's JSON reader lets NaN through, and one makes the loss of its whole batch NaN."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer beyond floats
+        return False

@@ -6,18 +6,21 @@ their columns, and nothing is guessed about types.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import json
+import importlib.util
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import datasets
-import pyarrow
 import pyarrow.parquet
 
+from hybrid_rlhf.configs.credentials import redacted
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.files import NotJSON, not_text, parse_json, read_text, regular_file
 from hybrid_rlhf.configs.sections import DataSource
 
 Row = dict[str, Any]
@@ -45,15 +48,16 @@ def open_source(source: str | DataSource) -> Rows:
         UserError: when there is none, or it is empty or of no known type.
     """
     source = DataSource(path=source) if isinstance(source, str) else source
-    path = Path(source.path).expanduser()
-    if path.is_file():
-        return _open_file(source, path)
-    if path.is_dir():
-        return _open_table(source, _load_folder(source, path))
-    if path.suffix in _FILE_TYPES or source.path.count("/") > 1 or source.path.startswith((".", "/", "~")):
+    if "://" in source.path:
         raise UserError(
-            f"a data source is a file, a folder or a hub name, {source.path} does not exist: check the path"
+            f"a data source is a file, a folder or a hub name, got {redacted(source.path)}: download it first"
         )
+    path = Path(os.path.expanduser(source.path))
+    if os.path.isdir(path):
+        return _open_table(source, _load_folder(source, path))
+    local = path.suffix in _FILE_TYPES or source.path.count("/") > 1 or source.path.startswith((".", "/", "~"))
+    if local or os.path.exists(path):
+        return _open_file(source, regular_file(path, "a data source is a file, a folder or a hub name"))
     return _open_table(source, _load_hub(source))
 
 
@@ -62,37 +66,53 @@ def _open_file(source: DataSource, path: Path) -> Rows:
         raise UserError(f"a data file is .jsonl, .json or .parquet, got {source.path}: convert it")
     if path.stat().st_size == 0:
         raise UserError(f"a data file has rows, {source.path} is empty: check the path")
-    if path.suffix == ".parquet":
-        try:
-            table = datasets.Dataset(pyarrow.parquet.read_table(path, memory_map=True))
-        except (pyarrow.ArrowException, OSError) as error:
-            raise UserError(f"{source.path} is not Parquet ({str(error).splitlines()[0]}): check the file") from error
-        return _open_table(source, table)
-    with path.open("rb") as file:
-        fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
+    with _readable(source):
+        if path.suffix == ".parquet":
+            return _open_table(source, datasets.Dataset(pyarrow.parquet.read_table(path, memory_map=True)))
+        with path.open("rb") as file:
+            fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
     read = _read_lines if path.suffix == ".jsonl" else _read_list
-    return Rows(source, fingerprint, lambda: read(path))
+    return Rows(source, fingerprint, lambda: _some(source, read(path)))
+
+
+@contextlib.contextmanager
+def _readable(source: DataSource) -> Iterator[None]:
+    """What pyarrow and datasets raise for content that is not what its name says; they know no common error."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # noqa: BLE001
+        kind = "Parquet" if source.path.endswith(".parquet") else "a data set that can be read"
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{source.path} is not {kind} ({reason}): check the file") from error
+
+
+def _some(source: DataSource, rows: Iterator[tuple[str, Row]]) -> Iterator[tuple[str, Row]]:
+    """Rows, of which there must be one: a file may hold blank lines or []."""
+    first = next(rows, None)
+    if first is None:
+        raise UserError(_empty(source))
+    yield first
+    yield from rows
 
 
 def _read_lines(path: Path) -> Iterator[tuple[str, Row]]:
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield _parsed(line, f"{path}:{number}")
     except UnicodeDecodeError as error:
-        raise _not_utf8(path) from error
-
-
-def _not_utf8(path: Path) -> UserError:
-    return UserError(f"{path} is not UTF-8 text: convert it")
+        raise not_text(path) from error
 
 
 def _parsed(line: str, place: str) -> tuple[str, Row]:
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{place}: not JSON ({error.msg} at column {error.colno}): mend the line") from error
+        row = parse_json(line)
+    except NotJSON as error:
+        column = "" if error.column is None else f" at column {error.column}"
+        raise UserError(f"{place}: not JSON ({error.reason}{column}): mend the line") from error
     if not isinstance(row, dict):
         raise UserError(f"{place}: a row is a JSON object, got a {type(row).__name__}: mend the line")
     return place, row
@@ -100,11 +120,9 @@ def _parsed(line: str, place: str) -> tuple[str, Row]:
 
 def _read_list(path: Path) -> Iterator[tuple[str, Row]]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise _not_utf8(path) from error
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}:{error.lineno}: not JSON ({error.msg}): mend it, or name it .jsonl") from error
+        content = parse_json(read_text(path, "a data source is a file"))
+    except NotJSON as error:
+        raise UserError(f"{path}:{error.line}: not JSON ({error.reason}): mend it, or name it .jsonl") from error
     if not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
         raise UserError(f"{path}: a .json source is a list of objects: mend it, or name it .jsonl if it has one a line")
     for number, row in enumerate(content, start=1):
@@ -116,11 +134,16 @@ def _open_table(source: DataSource, table: datasets.Dataset) -> Rows:
         raise UserError(_empty(source))
 
     def read() -> Iterator[tuple[str, Row]]:
-        for number, row in enumerate(table, start=1):
-            # Arrow fills columns that a row lacks with null
-            yield f"{source.path}: row {number}", {name: value for name, value in row.items() if value is not None}
+        # By Arrow: datasets would decode images and sounds, and fetch those that are links.
+        with _readable(source):
+            batches = table.with_format("arrow").iter(batch_size=1000)
+            for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), start=1):
+                # Arrow fills columns that a row lacks with null
+                yield f"{source.path}: row {number}", {name: value for name, value in row.items() if value is not None}
 
-    return Rows(source, _table_fingerprint(table), read)
+    with _readable(source):  # reads every value
+        fingerprint = _table_fingerprint(table)
+    return Rows(source, fingerprint, read)
 
 
 def _empty(source: DataSource) -> str:
@@ -141,7 +164,7 @@ def _load_folder(source: DataSource, path: Path) -> datasets.Dataset:
         loaded = datasets.load_from_disk(str(path))
     except IndexError as error:  # what datasets makes of a folder without rows
         raise UserError(_empty(source)) from error
-    except (FileNotFoundError, ValueError) as error:
+    except Exception as error:  # noqa: BLE001 - whatever comes up in a folder that is something else, or damaged
         raise UserError(
             f"a data folder is one that save_to_disk wrote, {source.path} is not: name a file in it"
         ) from error
@@ -149,7 +172,11 @@ def _load_folder(source: DataSource, path: Path) -> datasets.Dataset:
 
 
 def _load_hub(source: DataSource) -> datasets.Dataset:
+    if source.path.isidentifier() and importlib.util.find_spec(f"datasets.packaged_modules.{source.path}"):
+        # To datasets that is no name but a format, of whatever lies in the current folder.
+        raise UserError(f"a data source is a file, a folder or a hub name, {source.path} is none: name the file")
     try:
+        # A user means a data set as it is now, and datasets 4 runs no code of one.
         return datasets.load_dataset(source.path, split=source.split_name)
     except Exception as error:  # noqa: BLE001 - hub, network and builder errors have no common base
         raise UserError(

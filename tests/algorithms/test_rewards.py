@@ -262,10 +262,11 @@ def test_an_endpoint_that_answers_late_but_in_time_is_waited_for(serve: Callable
     ],
 )
 def test_an_endpoint_that_fails_stops_the_run_or_scores_0_and_is_counted(
-    answer: Any, reason: str, tries: int, serve: Callable[..., Server]
+    answer: Any, reason: str, tries: int, serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = serve(answer)
-    url = server.url.replace("http://", "http://user:s3cret@")
+    monkeypatch.setenv("PASSWORD", "s3cret")
+    url = server.url.replace("http://", "http://user:${PASSWORD}@")
     with pytest.raises(UserError, match=reason) as told:
         score(remote(url, timeout_seconds=0.2))
     assert len(server.requests) == tries and "s3cret" not in str(told.value)
@@ -464,7 +465,7 @@ def test_parts_come_from_yaml_and_go_back(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(
         "reward:\n  parts:\n  - {model: models/judge, weight: 2}\n  - {function: 'a.b:f', on_failure: zero}\n"
-        "  - {urls: ['http://u:p@host:80/x?k=1'], batch_size: 3}\n"
+        "  - {urls: ['http://u:${P}@host:80/x?k=1'], batch_size: 3}\n"
     )
     config = parse_config(Whole, ["--config", str(file)])
     assert [part.label for part in config.reward.parts] == ["judge", "f", "host:80"]

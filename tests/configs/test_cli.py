@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from hybrid_rlhf.configs.cli import dotted_keys, parse_config, save_config, user_errors
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.pipeline import PipelineConfig
 from hybrid_rlhf.configs.ppo import PPOConfig
 from hybrid_rlhf.configs.reward import RewardConfig
@@ -84,74 +83,17 @@ def test_a_saved_config_reads_back_equal(config_type: Any, tmp_path: Path) -> No
     assert [path.name for path in tmp_path.iterdir()] == ["c.yaml"]
 
 
-MISTAKES = [
-    (["--optimiser.lr", "1"], r"unknown option --optimiser.lr: the nearest is optimizer.lr"),
-    (["--lr", "1"], r"unknown option --lr: the nearest is optimizer.lr"),
-    (["--train.batch_size", "1"], r"the nearest is train\.\w*batch_size"),
-    (["--optimizer.lr", "fast"], r"optimizer.lr.*float.*fast"),
-    (["--model.dtype", "fp8"], r"model.dtype.*bfloat16.*fp8"),
-    (["--zero.stage", "4"], r"zero.stage.*4"),
-    (["--optimizer.lr", "-1"], r"optimizer.lr must be 0 or more, got -1.0"),
-    (["--zero.offload_optimizer", "true"], r"needs zero.stage 1 or more, got 0"),
-    (["--data.split", "[1, 2]"], r"data.split must be three shares"),
-    (["--seed"], r"--seed needs a value"),
-    (["seed=3"], r"options start with --, got 'seed=3'"),
-    (["--config", "absent.yaml"], r"absent.yaml does not exist"),
-    (["--model.gradient_checkpointing", "--optimizer.lr", "1"], r"--model.gradient_checkpointing needs a value"),
-    (["--train.max_steps", "none"], r"train.max_steps must be int or null, got none"),
-    (["--optimizer.betas", "[0.9, 1.0]"], r"optimizer.betas must be in \[0, 1\), got \(0.9, 1.0\)"),
-    (["--optimizer", "{lrr: 1}"], r"unknown key optimizer.lrr: the nearest is optimizer.lr"),
-    (["--data.sources", "[a, {path: b, weigth: 2}]"], r"unknown key weigth in an item of data.sources.*is weight"),
-    (["--data.sources", "[{path: a, weight: x}]"], r"data.sources must be list\[str or DataSource\].*'weight': 'x'"),
-    (["--data.sources", "[{path: a, weight: -1}]"], r"error: weight of a must be above 0, got -1.0: leave"),
-    (["--data.sources", "[{weight: 1}]"], r"an item of data.sources needs path, got {'weight': 1}"),
-    (["--data.sources", "[5]"], r"data.sources must be list\[str or DataSource\], got 5"),
-    (["--data.sources", "[a, b"], r"--data.sources:1: not YAML"),
-]
-
-
-@pytest.mark.parametrize(("line", "rule"), MISTAKES)
-def test_a_mistake_on_the_line_is_one_line(line: list[str], rule: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_one_line_without_its_secrets(capsys: pytest.CaptureFixture[str]) -> None:
+    """Which line answers which mistake: tests/fuzz."""
     with pytest.raises(SystemExit) as stopped, user_errors():
-        parse_config(SFTConfig, line)
+        parse_config(SFTConfig, ["--model.path", "a\nb", "https://me:pass@host/?key=abc"])
     assert stopped.value.code == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith("error: ") and err.count("\n") == 1
-    assert re.search(rule, err), err
+    assert out == "" and err.count("\n") == 1
+    assert err == ("error: options start with --, got 'https://***@host/?key=***': write --KEY VALUE, see --help\n")
 
 
-@pytest.mark.parametrize(
-    ("text", "rule"),
-    [
-        ("optimizer:\n  lrr: 1\n", r"c\.yaml: unknown key optimizer.lrr: the nearest is optimizer.lr"),
-        ("optimiser:\n  lr: 1\n", r"c\.yaml: unknown key optimiser"),
-        ("seed: 1\n  x: [\n", r"c\.yaml:2: not YAML"),
-        ("seed: 1\noptimizer: {lr: 1, lr: 2}\n", r"c\.yaml:2: a key is given once, lr is repeated: keep one"),
-        ("- seed\n", r"a config is a mapping of keys, got a list"),
-        ("seed: many\n", r"seed must be int, got many"),
-        ("optimizer:\n", r"c\.yaml: optimizer must be a mapping of keys, got None"),
-        ("optimizer: 5\n", r"c\.yaml: optimizer must be a mapping of keys, got 5"),
-        ("data: {sources: [{path: a, weigth: 2}]}\n", r"c\.yaml: unknown key weigth in an item of data.sources"),
-        ("data: {sources: [{path: a, weight: -1}]}\n", r"^weight of a must be above 0, got -1.0: leave"),
-    ],
-)
-def test_a_mistake_in_a_file_names_it(text: str, rule: str, tmp_path: Path) -> None:
-    file = tmp_path / "c.yaml"
-    file.write_text(text)
-    with pytest.raises(UserError, match=rule) as caught:
-        parse_config(SFTConfig, ["--config", str(file)])
-    assert "\n" not in str(caught.value)
-
-
-def test_ppo_rules() -> None:
-    with pytest.raises(UserError, match="ptx_coef 1.0 needs pretraining text"):
-        parse_config(PPOConfig, ["--ppo.ptx_coef", "1"])
-    with pytest.raises(UserError, match="gamma must be in"):
-        parse_config(PPOConfig, ["--ppo.gamma", "2"])
-    with pytest.raises(UserError, match="--steps takes sft, reward and ppo, comma-separated, got 'sft,dpo'"):
-        parse_config(PipelineConfig, ["--steps", "sft,dpo"])
-    with pytest.raises(UserError, match="launcher.hostfile must name a file, absent does not exist"):
-        parse_config(PipelineConfig, ["--launcher.hostfile", "absent"])
+def test_steps_are_sorted() -> None:
     assert parse_config(PipelineConfig, ["--steps", "ppo, sft"]).step_names == ["sft", "ppo"]
 
 

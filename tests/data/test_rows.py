@@ -137,29 +137,6 @@ def test_fingerprints_follow_the_content(tmp_path: Path) -> None:
     assert open_source(str(tmp_path / "r.jsonl")).fingerprint != before
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "rule"),
-    [
-        ("absent.jsonl", None, "does not exist"),
-        ("./absent", None, "does not exist"),
-        ("r.jsonl", "", "is empty"),
-        ("r.jsonl", '{"a": 1}\n{"a": \n', r"r\.jsonl:2: not JSON"),
-        ("r.jsonl", '{"a": 1}\n[1]\n', r"r\.jsonl:2: a row is a JSON object, got a list"),
-        ("r.json", '{"a": 1}', "a list of objects"),
-        ("r.json", "[1,", r"r\.json:1: not JSON"),
-        ("r.txt", "x", "is .jsonl, .json or .parquet"),
-        ("r.parquet", "x", "is not Parquet"),
-    ],
-)
-def test_a_bad_source_is_named_in_one_line(name: str, content: str | None, rule: str, tmp_path: Path) -> None:
-    file = tmp_path / name
-    if content is not None:
-        file.write_text(content)
-    with pytest.raises(UserError, match=rule) as caught:
-        list(open_source(str(file)))
-    assert "\n" not in str(caught.value)
-
-
 def test_folders_and_splits_that_are_none(tmp_path: Path) -> None:
     write_sources(tmp_path)
     with pytest.raises(UserError, match=r"has no split 'test': set split_name to one of \['both', 'train'\]"):

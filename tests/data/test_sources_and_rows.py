@@ -113,36 +113,6 @@ def test_a_bad_row_of_a_table_is_named_by_its_number(kind: str, tmp_path: Path) 
     assert str(caught.value) == f"{source}: row 2: column 'completion' is empty: fill it or drop the row"
 
 
-FILE_MISTAKES = [
-    ("rows.jsonl", None, "a data source is a file, a folder or a hub name, {} does not exist: check the path"),
-    ("rows.jsonl", b"", "a data file has rows, {} is empty: check the path"),
-    (
-        "rows.jsonl",
-        b'{"prompt": "q"}\n{"prompt" "q"}\n',
-        "{}:2: not JSON (Expecting ':' delimiter at column 11): mend the line",
-    ),
-    ("rows.jsonl", b'{"prompt": "q"}\n\n[1]\n', "{}:3: a row is a JSON object, got a list: mend the line"),
-    ("rows.jsonl", b"null\n", "{}:1: a row is a JSON object, got a NoneType: mend the line"),
-    ("rows.json", b'[{"a": 1},\n{"a" 1}]', "{}:2: not JSON (Expecting ':' delimiter): mend it, or name it .jsonl"),
-    (
-        "rows.json",
-        b'{"a": 1}',
-        "{}: a .json source is a list of objects: mend it, or name it .jsonl if it has one a line",
-    ),
-    ("rows.csv", b"a,b\n", "a data file is .jsonl, .json or .parquet, got {}: convert it"),
-]
-
-
-@pytest.mark.parametrize(("name", "content", "rule"), FILE_MISTAKES)
-def test_a_bad_file_is_named_by_its_line(name: str, content: bytes | None, rule: str, tmp_path: Path) -> None:
-    file = tmp_path / name
-    if content is not None:
-        file.write_bytes(content)
-    with pytest.raises(UserError) as caught:
-        list(open_source(str(file)))
-    assert str(caught.value) == rule.format(file)
-
-
 @pytest.mark.parametrize("kind", ["parquet", "folder"])
 def test_a_table_without_rows_is_refused(kind: str, tmp_path: Path) -> None:
     empty, source = datasets.Dataset.from_dict({"text": []}), tmp_path / f"rows.{kind}"
@@ -171,31 +141,3 @@ def test_an_implicit_prompt_is_all_that_the_answers_share() -> None:
 def test_a_prompt_column_wins_over_messages_and_leaves_them_to_reward_functions() -> None:
     record = prompt_row("f:1", {"prompt": "q", "messages": [USER, ANSWER]})
     assert record.messages == [USER] and record.columns == {"messages": [USER, ANSWER]}
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("rows.jsonl", '{"text": "a"}\n{"text": "é"}\n'.encode("latin-1")),
-        ("rows.json", '[{"text": "a"},\n{"text": "é"}]'.encode("latin-1")),
-    ],
-)
-def test_a_file_that_is_not_utf8_is_named(name: str, content: bytes, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=name):
-        list(open_source(str(tmp_path / name)))
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        '{"prompt": "q", "chosen": "a", "rejected": "b", "margin": NaN}',
-        '{"prompt": "q", "chosen": "a", "rejected": "b", "margin": Infinity}',
-        '{"prompt": "q", "responses": ["a", "b"], "ranks": [NaN, NaN]}',
-    ],
-)
-def test_a_margin_and_a_rank_are_finite_numbers(line: str, tmp_path: Path) -> None:
-    """Python's reader lets NaN through; one such margin makes the loss of its whole batch NaN."""
-    (tmp_path / "rows.jsonl").write_text(line + "\n")
-    with pytest.raises(UserError, match=r"rows\.jsonl:1: column '(margin|ranks)'"):
-        read(preference_row, tmp_path / "rows.jsonl")

@@ -261,8 +261,10 @@ def remote(url: str, **settings: Any) -> EndpointPart:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_server_that_fails_once_is_asked_again_and_one_that_always_fails_is_told(
-    fault: str, serve: Callable[[Behaviour], Server]
+    fault: str, serve: Callable[[Behaviour], Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("MY_PASSWORD", "s3cretive")
+    monkeypatch.setenv("MY_TOKEN", "hushhush")
     behave, reason = FAULTS[fault]
     once = serve(lambda handler, request: (behave if request == 1 else say(RIGHT))(handler, request))
     report = score(remote(once.url))
@@ -270,7 +272,7 @@ def test_a_server_that_fails_once_is_asked_again_and_one_that_always_fails_is_to
     assert (wrong == [1, 2, 3] if fault == "NaN" else not wrong) and len(once.requests) == 2
     always = serve(behave)
     with pytest.raises(UserError, match=f"reward part far must give .* completions: .*{reason}.*try 2") as told:
-        score(remote(f"http://user:s3cretive@{always.place}?token=hushhush"))
+        score(remote("http://user:${MY_PASSWORD}@%s?token=${MY_TOKEN}" % always.place))
     assert len(always.requests) == 2
     assert "s3cretive" not in str(told.value) and "hushhush" not in str(told.value) and "\n" not in str(told.value)
 
@@ -292,21 +294,23 @@ def test_a_server_that_echoes_what_it_was_sent_brings_no_secret_into_a_message(
     serve: Callable[[Behaviour], Server], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MY_KEY", "s3cretive-key-of-forty-characters-or-more")
+    monkeypatch.setenv("MY_PASSWORD", "s3cretive")
+    monkeypatch.setenv("MY_TOKEN", "hushhush")
 
     def echo(handler: BaseHTTPRequestHandler, request: int) -> None:
         key = str(handler.headers["Authorization"])
         say(key.encode() if request == 1 else {"scores": [key + handler.path] * 4})(handler, request)
 
     with caplog.at_level(logging.INFO):
-        for url, retries in (("http://{}?token=hushhush", 0), ("http://{}?token=hushhush", 1)):
+        for retries in (0, 1):
             server = serve(echo)
             with pytest.raises(UserError) as told:
-                score(remote(url.format(server.place), api_key_env="MY_KEY", retries=retries))
+                score(remote("http://%s?token=${MY_TOKEN}" % server.place, api_key_env="MY_KEY", retries=retries))
             assert "***" in str(told.value)
             assert "s3cretive" not in str(told.value) and "hushhush" not in str(told.value)
         server = serve(echo)
         with pytest.raises(UserError) as told:
-            score(remote(f"http://hugo:s3cretive@{server.place}", retries=0))
+            score(remote("http://hugo:${MY_PASSWORD}@%s" % server.place, retries=0))
     assert "Basic ***" in str(told.value)
     assert "s3cretive" not in caplog.text and "hushhush" not in caplog.text
 

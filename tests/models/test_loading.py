@@ -14,10 +14,9 @@ from hybrid_rlhf.models.loading import load_model, training_dtype
 from hybrid_rlhf.models.lora import adapters_off, add_lora, lora_merged
 from hybrid_rlhf.models.policy import Policy
 from hybrid_rlhf.models.saving import save_model
-from hybrid_rlhf.models.sources import resolve_model
 from hybrid_rlhf.models.tokenizers import load_tokenizer, stop_token_ids
 from hybrid_rlhf.runtime.world import solo_world
-from tests.tiny import tiny_config, tiny_model, tiny_tokenizer
+from tests.tiny import tiny_config, tiny_tokenizer
 
 CPU = torch.device("cpu")
 WORLD = solo_world(CPU)
@@ -124,41 +123,6 @@ def test_gradient_checkpointing_changes_no_gradient(model_folder: Path) -> None:
         gradients.append([parameter.grad for parameter in policy.parameters()])
     for plain, checkpointed in zip(*gradients, strict=True):
         torch.testing.assert_close(checkpointed, plain)
-
-
-@pytest.mark.parametrize(
-    ("make", "rule"),
-    [
-        (lambda folder: folder / "absent", "is none: check the path"),
-        (lambda folder: folder, "has a config.json"),
-        (lambda folder: (folder / "m.bin").write_text("x") and folder / "m.bin", "is none: check the path"),
-        (lambda folder: folder / "absent.gguf", "does not: check the path"),
-    ],
-)
-def test_what_is_no_model_is_refused_in_one_line(make, rule: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(UserError, match=rule) as caught:
-        resolve_model(str(make(tmp_path)), world=WORLD)
-    assert "\n" not in str(caught.value)
-
-
-def test_broken_model_folders_are_refused(tmp_path: Path, model_folder: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="is no model that transformers knows"):
-        load(tmp_path)
-    tiny_config().save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="cannot load"):
-        load(tmp_path)
-
-
-def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    tiny_model().save_pretrained(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    del weights["model.norm.weight"]
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match="lacks 1 weights"):
-        load(tmp_path)
 
 
 def test_tokenizers_are_checked(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from hybrid_rlhf.algorithms.rewards.parts import Ratings, RewardPart, Share
 from hybrid_rlhf.algorithms.rewards.replies import Address, Reply, failed, read_reply, told
 from hybrid_rlhf.algorithms.rewards.waits import wait_seconds
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.rewards import RewardPartConfig
+from hybrid_rlhf.configs.rewards import RewardPartConfig, expanded_url
 from hybrid_rlhf.models.tokenizers import first_line
 
 logging.getLogger("httpx2").setLevel(logging.WARNING)  # at INFO it tells whole URLs
@@ -48,7 +48,7 @@ class EndpointPart(RewardPart):
         key = None if config.api_key_env is None else _read_key(config.api_key_env)
         if key is not None:
             self._headers["Authorization"] = f"Bearer {key}"
-        self._addresses = [Address.of(url, key=key) for url in config.urls]
+        self._addresses = [Address.of(expanded_url(url), shown=url, key=key) for url in config.urls]
 
     def begin(self, share: Share) -> Callable[[], Ratings]:
         """Start the requests in a thread with an event loop of its own."""

@@ -1,0 +1,52 @@
+"""Passwords and keys where they do not belong: in a config, which is written to disk and shown.
+
+They belong into the environment, which is read when they are used and never written anywhere.
+"""
+
+from __future__ import annotations
+
+import re
+
+_SECRET_NAME = re.compile(
+    r"(^|[_.-])((api|access|auth)?_?(key|token)|secret|passwd|password|pwd|sig|signature|auth|credential)$"
+)
+_PLACEHOLDER = re.compile(r"\$\{(\w+)\}")
+_USER_AND_PASSWORD = re.compile(r"(\w://)([^/\s@'\"]*)@")
+_QUERY_PAIR = re.compile(r"([?&;])([\w.%-]+)=([^&;#\s'\"]+)")
+_TOKEN = re.compile(r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[A-Z0-9]{16})")
+
+
+def found_credential(text: str) -> str | None:
+    """What kind of credential a text carries, if any; `${NAME}`, which stands for a variable, is none."""
+    if _TOKEN.search(text):
+        return "an access token"
+    if any(not _is_placeholder(match[2].rpartition(":")[2]) for match in _USER_AND_PASSWORD.finditer(text)):
+        return "a user or a password"
+    named = next((m[2] for m in _QUERY_PAIR.finditer(text) if _is_secret(m[2]) and not _is_placeholder(m[3])), None)
+    return None if named is None else f"a value for {named!r}"
+
+
+def redacted(text: str) -> str:
+    """A text without the credentials in it."""
+    text = _TOKEN.sub("***", text)
+    text = _USER_AND_PASSWORD.sub(r"\1***@", text)
+    return _QUERY_PAIR.sub(lambda m: f"{m[1]}{m[2]}={'***' if _is_secret(m[2]) else m[3]}", text)
+
+
+def placeholders(text: str) -> list[str]:
+    """Names of the variables that stand in a text as `${NAME}`."""
+    return _PLACEHOLDER.findall(text)
+
+
+def fill_placeholders(text: str, values: dict[str, str]) -> str:
+    """The text with values in their place."""
+    return _PLACEHOLDER.sub(lambda match: values[match[1]], text)
+
+
+def _is_placeholder(value: str) -> bool:
+    return _PLACEHOLDER.fullmatch(value) is not None
+
+
+def _is_secret(name: str) -> bool:
+    """By the last word of a name: api_key, X-Amz-Signature, accessToken."""
+    return _SECRET_NAME.search(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()) is not None

@@ -1,0 +1,232 @@
+"""What is fuzzed: each reader takes any bytes, and either refuses them in one line or gives what can be used.
+
+A target returns, or raises AssertionError for a message of several lines and for an acceptance of what is wrong. Any
+other exception is a bug as well.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hybrid_rlhf.configs.cli import parse_config, save_config
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.files import read_json_object
+from hybrid_rlhf.configs.rewards import RewardPartConfig
+from hybrid_rlhf.configs.sections import DataConfig, LoraConfig, OptimizerConfig, ZeroConfig
+
+SECONDS = 5.0
+"""No input may take longer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallConfig:
+    """Every kind of value that configs have, and few keys: reading all 130 of a step takes a tenth of a second."""
+
+    seed: int = 42
+    steps: int | None = None
+    plan: bool = False
+    name: str = "x"
+    profile_steps: list[int] = field(default_factory=list)
+    parts: list[RewardPartConfig] = field(default_factory=list)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+
+
+@cache
+def folder() -> Path:
+    """Of this process."""
+    return Path(tempfile.mkdtemp(prefix="fuzz"))
+
+
+@cache
+def model() -> tuple[Path, Any]:
+    """A whole tiny model, and its tokenizer."""
+    from tests.tiny import tiny_model, tiny_tokenizer
+
+    place = folder() / "model"
+    tiny_model().save_pretrained(place)
+    tiny_tokenizer().save_pretrained(place)
+    return place, tiny_tokenizer()
+
+
+def written(name: str, data: bytes) -> Path:
+    file = folder() / name
+    file.write_bytes(data)
+    return file
+
+
+def yaml(data: bytes) -> None:
+    """A config that is accepted can be saved, and reads back equal."""
+    file = written("config.yaml", data)
+    config = refused(lambda: parse_config(SmallConfig, ["--config", str(file)]))
+    if config is not None:
+        save_config(config, folder() / "saved.yaml")
+        assert parse_config(SmallConfig, ["--config", str(folder() / "saved.yaml")]) == config
+
+
+def command_line(data: bytes) -> None:
+    """As words between line breaks, the way the system hands them over."""
+    words = [word.decode("utf-8", "surrogateescape") for word in data.replace(b"\0", b"").split(b"\n")]
+    if "--help" not in words and "-h" not in words:
+        refused(lambda: parse_config(SmallConfig, words))
+
+
+def jsonl(data: bytes) -> None:
+    rows(written("rows.jsonl", data))
+
+
+def json_list(data: bytes) -> None:
+    rows(written("rows.json", data))
+
+
+def parquet(data: bytes) -> None:
+    rows(written("rows.parquet", data))
+
+
+def rows(file: Path) -> None:
+    """A row that is accepted can be tokenised and stored, and its numbers are finite."""
+    from hybrid_rlhf.data import tokenized
+    from hybrid_rlhf.data.rows import preference_row, ptx_row, sft_row
+    from hybrid_rlhf.data.sources import open_source
+
+    for place, row in (refused(lambda: list(open_source(str(file)))) or [])[:20]:
+        for adapter in (sft_row, ptx_row):
+            record = refused(adapter, place, row)
+            encoded = record and refused(tokenized._conversation, place, record, model()[1], 64)
+            assert not encoded or len(encoded["input_ids"]) == len(encoded["loss_mask"]) > 0
+        pair = refused(preference_row, place, row)
+        assert pair is None or all(math.isfinite(margin) for margin in pair.margins)
+        columns = refused(tokenized._preference, place, row, model()[1], 64)
+        assert columns is None or columns["pairs"]
+        prompt = refused(tokenized._prompt, place, row, model()[1], 64)
+        assert prompt is None or (prompt["input_ids"] and prompt["columns"].encode())
+
+
+def safetensors_header(data: bytes) -> None:
+    """A file of weights with such a header, its length before it and a few bytes after it."""
+    loaded("model.safetensors", len(data).to_bytes(8, "little") + data + b"\0" * 64)
+
+
+def safetensors(data: bytes) -> None:
+    loaded("model.safetensors", data)
+
+
+def config_json(data: bytes) -> None:
+    loaded("config.json", data)
+
+
+def tokenizer_config_json(data: bytes) -> None:
+    loaded("tokenizer_config.json", data)
+
+
+def weights_index_json(data: bytes) -> None:
+    loaded("model.safetensors.index.json", data)
+
+
+def loaded(name: str, data: bytes) -> None:
+    """A model with such a file loads, or is refused."""
+    import torch
+
+    from hybrid_rlhf.configs.sections import ModelConfig
+    from hybrid_rlhf.models.loading import load_model
+    from hybrid_rlhf.models.sources import resolve_model
+    from hybrid_rlhf.models.tokenizers import load_tokenizer
+    from hybrid_rlhf.runtime.world import solo_world
+
+    whole = model()[0]
+    place = folder() / "broken"
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir()
+    for file in whole.iterdir():
+        (place / file.name).symlink_to(file)
+    (place / name).unlink(missing_ok=True)
+    (place / name).write_bytes(data)
+
+    def load() -> None:
+        path = resolve_model(str(place), world=solo_world(torch.device("cpu")))
+        load_tokenizer(path)
+        load_model(path, "causal_lm", config=ModelConfig(path=path), dtype=torch.float32)
+
+    refused(load)
+
+
+def deepspeed_json(data: bytes) -> None:
+    """The user's DeepSpeed JSON."""
+    file = written("deepspeed.json", data)
+    overrides = refused(lambda: read_json_object(file, "deepspeed_config"))
+    assert overrides is None or isinstance(overrides, dict)
+
+
+def refused(read: Callable[..., Any], *arguments: Any) -> Any:
+    """What is read; none where it is refused, in one line that says a fix."""
+    try:
+        return read(*arguments)
+    except UserError as error:
+        text = str(error)
+        assert text.isprintable() and len(text) < 2000 and ": " in text, f"no line for a user: {text!r}"
+        return None
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    target.__name__: target
+    for target in (
+        yaml, command_line, jsonl, json_list, parquet, deepspeed_json, safetensors_header, safetensors, config_json,
+        tokenizer_config_json, weights_index_json,
+    )
+}  # fmt: skip
+
+
+def all_targets(data: bytes) -> None:
+    """The first byte chooses."""
+    if data:
+        list(TARGETS.values())[data[0] % len(TARGETS)](data[1:])
+
+
+def seeds(name: str) -> list[bytes]:
+    """Inputs to begin with: whole ones, which mutation breaks."""
+    if name == "all":
+        return [bytes([place]) + seed for place, target in enumerate(TARGETS) for seed in seeds(target)]
+    rows = (
+        '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "\\ud83d\\ude00"}]}',
+        '{"prompt": "q", "chosen": "a", "rejected": [{"role": "assistant", "content": "b"}], "margin": 0.5}',
+        '{"prompt": "q", "responses": ["a", "b"], "ranks": [1, 2]}',
+    )
+    if name == "yaml":
+        text = (
+            "seed: 0x10\noptimizer: &o {lr: 1.0e-5, betas: [0.9, 0.95], eps: .1}\nlora: {alpha: .inf}\n"
+            "data: {sources: [a.jsonl, {path: b, weight: 0.5}], split: [2, 4, 4], cache_dir: null}\nsteps: 1_0\n"
+            "parts: [{urls: ['http://h:80/?k=${X}'], weight: !!float 1}]\nprofile_steps: [1]\nname: 2024-01-01\n"
+        )
+        return [line.encode() for line in (*text.splitlines(), text)]
+    if name == "command_line":
+        return [
+            b"--seed\n1\n--steps=5",
+            b"--data.sources\n[a, {path: b, weight: 2}]",
+            b"--lora\n{rank: 2}\n--plan\nyes",
+        ]
+    if name == "jsonl":
+        return ["\n".join(rows).encode(), *(row.encode() for row in rows)]
+    if name == "json_list":
+        return [f"[{','.join(rows)}]".encode()]
+    if name == "parquet":
+        import datasets
+
+        datasets.Dataset.from_list([{"text": "t", "margin": 1.0, "list": [1]}]).to_parquet(folder() / "seed.parquet")
+        return [(folder() / "seed.parquet").read_bytes()]
+    if name == "deepspeed_json":
+        return [b'{"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}']
+    if name == "safetensors_header":
+        return [b'{"a":{"dtype":"F32","shape":[4,4],"data_offsets":[0,64]},"__metadata__":{"format":"pt"}}']
+    if name == "weights_index_json":
+        return [b'{"metadata": {"total_size": 5}, "weight_map": {"lm_head.weight": "model.safetensors"}}']
+    file = {"safetensors": "model.safetensors"}.get(name, f"{name.removesuffix('_json')}.json")
+    return [(model()[0] / file).read_bytes()]

@@ -1,0 +1,60 @@
+"""What of a model folder is read, and what never is."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybrid_rlhf.configs.sections import ModelConfig
+from hybrid_rlhf.generation import GenerationEngine
+from hybrid_rlhf.models.folders import warn_of_remote_code
+from hybrid_rlhf.models.loading import load_model
+from hybrid_rlhf.models.sources import resolve_model
+from hybrid_rlhf.models.tokenizers import load_tokenizer
+from hybrid_rlhf.runtime.world import World, solo_world
+
+CPU = torch.device("cpu")
+
+
+class Trap:
+    """A pickle of it writes a file when it is read."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[object, tuple[str, str]]:
+        return open, (str(self.file), "w")
+
+
+def test_pickles_and_code_beside_safetensors_are_not_read(model_folder: Path, tmp_path: Path) -> None:
+    folder, sprung = tmp_path / "m", tmp_path / "sprung"
+    shutil.copytree(model_folder, folder)
+    for name in ("training_args.bin", "pytorch_model.bin", "optimizer.pt", "scheduler.pth", "tokenizer.pkl"):
+        (folder / name).write_bytes(pickle.dumps(Trap(sprung)))
+    for name in ("modeling_llama.py", "tokenization_llama.py"):
+        (folder / name).write_text(f"open({str(sprung)!r}, 'w')\n")
+    path = resolve_model(str(folder), world=solo_world(CPU))
+    load_tokenizer(path)
+    load_model(path, "causal_lm", config=ModelConfig(), dtype=torch.float32)
+    load_model(path, "scorer", config=ModelConfig(), dtype=torch.float32)
+    GenerationEngine.from_pretrained(path, dtype=torch.float32)
+    assert not sprung.exists()
+    pickle.loads((folder / "training_args.bin").read_bytes()).close()
+    assert sprung.exists(), "the trap works"
+
+
+def test_trust_is_said_in_red_by_the_main_rank(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+    warn_of_remote_code(False, solo_world(CPU))
+    warn_of_remote_code(True, World(1, 2, 1, 2, CPU, None))
+    assert capsys.readouterr().err == ""
+    warn_of_remote_code(True, solo_world(CPU))
+    said = capsys.readouterr().err
+    assert "\x1b[1;31mtrust_remote_code is on: Python code that comes with a model runs here" in said
