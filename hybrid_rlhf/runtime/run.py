@@ -178,7 +178,7 @@ def _warm_start(folder: Path, resume: str, checkpoint: Path | None) -> Path | No
     if _is_model(resume):
         return Path(resume)
     if checkpoint is not None:
-        resume = str(read_manifest(checkpoint)["config"].get("resume", resume))
+        resume = str(read_manifest(checkpoint).get("config", {}).get("resume", resume))
     elif (folder / CONFIG_FILE).exists():
         resume = str(read_config(folder / CONFIG_FILE).get("resume", resume))
     return Path(resume) if _is_model(resume) else None

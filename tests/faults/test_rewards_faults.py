@@ -272,7 +272,7 @@ def test_a_server_that_fails_once_is_asked_again_and_one_that_always_fails_is_to
     assert (wrong == [1, 2, 3] if fault == "NaN" else not wrong) and len(once.requests) == 2
     always = serve(behave)
     with pytest.raises(UserError, match=f"reward part far must give .* completions: .*{reason}.*try 2") as told:
-        score(remote("http://user:${MY_PASSWORD}@%s?token=${MY_TOKEN}" % always.place))
+        score(remote(f"http://user:${{MY_PASSWORD}}@{always.place}?token=${{MY_TOKEN}}"))
     assert len(always.requests) == 2
     assert "s3cretive" not in str(told.value) and "hushhush" not in str(told.value) and "\n" not in str(told.value)
 
@@ -305,12 +305,12 @@ def test_a_server_that_echoes_what_it_was_sent_brings_no_secret_into_a_message(
         for retries in (0, 1):
             server = serve(echo)
             with pytest.raises(UserError) as told:
-                score(remote("http://%s?token=${MY_TOKEN}" % server.place, api_key_env="MY_KEY", retries=retries))
+                score(remote(f"http://{server.place}?token=${{MY_TOKEN}}", api_key_env="MY_KEY", retries=retries))
             assert "***" in str(told.value)
             assert "s3cretive" not in str(told.value) and "hushhush" not in str(told.value)
         server = serve(echo)
         with pytest.raises(UserError) as told:
-            score(remote("http://hugo:${MY_PASSWORD}@%s" % server.place, retries=0))
+            score(remote(f"http://hugo:${{MY_PASSWORD}}@{server.place}", retries=0))
     assert "Basic ***" in str(told.value)
     assert "s3cretive" not in caplog.text and "hushhush" not in caplog.text
 
