@@ -73,7 +73,7 @@ def test_a_reward_that_hangs_is_named_with_its_line(model_folder: Path, rows: Pa
         "training/step3_ppo/main.py", "--config", str(config), "--actor.path", str(model_folder),
         "--data.sources", str(rows), "--output_dir", str(tmp_path / "out"), "--rollout.prompts_per_step", "4",
         "--rollout.max_new_tokens", "6", "--train.max_steps", "2", "--data.eval_fraction", "0",
-        "--data.cache_dir", str(tmp_path / "cache"), "--faults.phase_timeout_seconds", "15",
+        "--data.cache_dir", str(tmp_path / "cache"), "--faults.phase_timeout_seconds", "30",
     ])  # fmt: skip
     assert done.returncode != 0
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
