@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from hybrid_rlhf.runtime.logs import LOGGER_NAME, setup_logging
 from hybrid_rlhf.runtime.metrics import METRICS_FILE, MetricsWriter, StepDisplay, format_figure, read_metrics
 from hybrid_rlhf.runtime.timers import Timers
 from hybrid_rlhf.runtime.watchdog import Watchdog
-from hybrid_rlhf.runtime.world import World, close_world, init_world, seed_all
+from hybrid_rlhf.runtime.world import World, close_world, init_world, restarts, seed_all
 
 CONFIG_FILE = "config.yaml"
 CHECKPOINTS = "checkpoints"
@@ -90,9 +89,8 @@ def start_run(config: StepConfig) -> Iterator[Run]:
     world = init_world(timeout_seconds=config.faults.collective_timeout_seconds)
     folder = Path(config.output_dir)
     try:
-        failure, checkpoint = world.broadcast_object(
-            _claim(folder, effective_resume(config)) if world.is_main else (None, None)
-        )
+        resume = effective_resume(config, world)
+        failure, checkpoint = world.broadcast_object(_claim(folder, resume) if world.is_main else (None, None))
         if failure is not None:
             raise UserError(failure)
         setup_logging(world, file=folder / "log.txt")
@@ -108,9 +106,12 @@ def start_run(config: StepConfig) -> Iterator[Run]:
         close_world()
 
 
-def effective_resume(config: StepConfig) -> str:
-    """How a run resumes: one that torchrun has restarted goes on where it would else refuse its own folder."""
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+def effective_resume(config: StepConfig, world: World) -> str:
+    """How a run resumes: one that torchrun has restarted goes on where it would else refuse its own folder.
+
+    Every rank calls: torchrun counts restarts a host.
+    """
+    restarted = any(world.all_gather_objects(restarts()))
     return "auto" if restarted and config.resume == "never" else config.resume
 
 
