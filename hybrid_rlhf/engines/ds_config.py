@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.files import read_json_object
 from hybrid_rlhf.configs.sections import OptimizerConfig, ZeroConfig
 
 
@@ -68,17 +67,7 @@ def read_overrides(path: str | None) -> dict[str, Any]:
     """
     if path is None:
         return {}
-    file = Path(path).expanduser()
-    try:
-        overrides = json.loads(file.read_text())
-    except FileNotFoundError as error:
-        raise UserError(f"deepspeed_config must name a JSON file, {path} does not exist: check the path") from error
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"deepspeed_config must be JSON, {path}:{error.lineno} is not ({error.msg}): mend it"
-        ) from error
-    if not isinstance(overrides, dict):
-        raise UserError(f"deepspeed_config must be a JSON object, {path} holds a {type(overrides).__name__}: mend it")
+    overrides = read_json_object(path, "deepspeed_config")
     for key in ("optimizer", "scheduler", "managed_gradient_accumulation"):
         if key in overrides:
             raise UserError(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ from hybrid_rlhf.runtime.logs import LOGGER_NAME, setup_logging
 from hybrid_rlhf.runtime.metrics import METRICS_FILE, MetricsWriter, StepDisplay, format_figure, read_metrics
 from hybrid_rlhf.runtime.timers import Timers
 from hybrid_rlhf.runtime.watchdog import Watchdog
-from hybrid_rlhf.runtime.world import World, close_world, init_world, seed_all
+from hybrid_rlhf.runtime.world import World, close_world, init_world, restarts, seed_all
 
 CONFIG_FILE = "config.yaml"
 FINISHED_FILE = "finished.json"
@@ -109,9 +108,9 @@ def start_run(config: StepConfig) -> Iterator[Run]:
     world = init_world(timeout_seconds=config.faults.collective_timeout_seconds)
     folder = Path(config.output_dir)
     try:
-        # A run that torchrun has restarted goes on where it would else refuse its own folder.
-        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-        resume = "auto" if restarted else config.resume
+        resume = effective_resume(config, world)
+        if restarts() and (folder / FINISHED_FILE).exists():
+            raise SystemExit(0)  # it was done when a rank died
         failure = world.broadcast_object(_claim(folder, resume) if world.is_main else None)
         if failure is not None:
             raise UserError(failure)
@@ -128,6 +127,15 @@ def start_run(config: StepConfig) -> Iterator[Run]:
                 run.close()
     finally:
         close_world()
+
+
+def effective_resume(config: StepConfig, world: World) -> str:
+    """How a run resumes: one that torchrun has restarted goes on, however it began.
+
+    Every rank calls: torchrun counts restarts a host.
+    """
+    restarted = any(world.all_gather_objects(restarts()))
+    return "auto" if restarted else config.resume
 
 
 def _claim(folder: Path, resume: str) -> str | None:

@@ -7,6 +7,7 @@ The thread knows the phase that its rank is in, listens to the lifeline, and has
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import threading
@@ -100,7 +101,7 @@ class Watchdog:
         file = Path(self._stacks.name)
         if not file.stat().st_size:
             file.unlink()
-            if not any(self._folder.iterdir()):
+            with contextlib.suppress(OSError):  # others have theirs there, or were quicker
                 self._folder.rmdir()
 
     def _watch(self) -> None:

@@ -128,12 +128,25 @@ def init_world(*, timeout_seconds: float = 1800.0) -> World:
         if "OMP_NUM_THREADS" not in os.environ or local_size > 1:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
     if not dist.is_initialized():
+        timeout = datetime.timedelta(seconds=timeout_seconds)
         dist.init_process_group(
             backend="nccl" if device.type == "cuda" else "gloo",
-            timeout=datetime.timedelta(seconds=timeout_seconds),
+            timeout=timeout,
+            **(_store_of_attempt(rank, size, timeout) if restarts() and local_size == size else {}),
             device_id=device if device.type == "cuda" else None,
         )
     return World(rank, size, local_rank, local_size, device, dist.group.WORLD)
+
+
+def restarts() -> int:
+    """How often torchrun has started this process again. Agents of several hosts count each for itself."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def _store_of_attempt(rank: int, size: int, timeout: datetime.timedelta) -> dict[str, Any]:
+    """Where restarted ranks meet: torchrun's store still holds the addresses of the dead (pytorch issue 135712)."""
+    store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
+    return {"store": dist.PrefixStore(f"attempt_{restarts()}", store), "rank": rank, "world_size": size}
 
 
 def solo_world(device: torch.device) -> World:

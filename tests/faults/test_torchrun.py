@@ -10,9 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.runtime.run import effective_resume
+from hybrid_rlhf.runtime.world import solo_world
 from tests.end_to_end.test_train import ENVIRONMENT, ROOT, sft
 
 DIES_ONCE = """
@@ -73,7 +75,7 @@ def test_a_reward_that_hangs_is_named_with_its_line(model_folder: Path, rows: Pa
         "training/step3_ppo/main.py", "--config", str(config), "--actor.path", str(model_folder),
         "--data.sources", str(rows), "--output_dir", str(tmp_path / "out"), "--rollout.prompts_per_step", "4",
         "--rollout.max_new_tokens", "6", "--train.max_steps", "2", "--data.eval_fraction", "0",
-        "--data.cache_dir", str(tmp_path / "cache"), "--faults.phase_timeout_seconds", "15",
+        "--data.cache_dir", str(tmp_path / "cache"), "--faults.phase_timeout_seconds", "30",
     ])  # fmt: skip
     assert done.returncode != 0
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
@@ -84,10 +86,11 @@ def test_a_reward_that_hangs_is_named_with_its_line(model_folder: Path, rows: Pa
 
 
 def test_only_a_restarted_worker_resumes_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = solo_world(torch.device("cpu"))
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
-    assert effective_resume(SFTConfig()) == "never"
+    assert effective_resume(SFTConfig(), world) == "never"
     monkeypatch.setitem(os.environ, "TORCHELASTIC_RESTART_COUNT", "0")
-    assert effective_resume(SFTConfig()) == "never"
+    assert effective_resume(SFTConfig(), world) == "never"
     monkeypatch.setitem(os.environ, "TORCHELASTIC_RESTART_COUNT", "1")
-    assert effective_resume(SFTConfig()) == "auto"
-    assert effective_resume(SFTConfig(resume="out/checkpoints/step_3")) == "out/checkpoints/step_3"
+    assert effective_resume(SFTConfig(), world) == "auto"
+    assert effective_resume(SFTConfig(resume="out/checkpoints/step_3"), world) == "auto", "not from step 3 once more"

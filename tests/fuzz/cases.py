@@ -26,7 +26,7 @@ LINES = [
     ('sft', ['--seed'], '--seed needs a value, got none: write --seed VALUE'),
     ('sft', ['--optimizer.lr', '--seed', '1'], '--optimizer.lr needs a value, got none: write --optimizer.lr VALUE'),
     ('sft', ['--config'], '--config needs a value, got none: write --config VALUE'),
-    ('sft', ['--a\x01b', '1'], 'unknown option --a\\x01b: the nearest is lora.rank'),
+    ('sft', ['--a\x01b', '1'], 'unknown option --a\\x01b: the nearest is train.keep_best'),
     ('sft', ['--data.sources', 'a\udcffb'], "the line must be text that UTF-8 can write, got 'a\\udcffb': write it anew"),
     ('sft', ['--optimizer.lr', 'fast'], 'optimizer.lr must be float, got fast: see --help'),
     ('sft', ['--optimizer.lr', 'nan'], 'optimizer.lr must be float, got nan: see --help'),

@@ -17,7 +17,6 @@ from typing import Any
 
 from hybrid_rlhf.configs.cli import parse_config, save_config
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files import read_json_object
 from hybrid_rlhf.configs.rewards import RewardPartConfig
 from hybrid_rlhf.configs.sections import DataConfig, LoraConfig, OptimizerConfig, ZeroConfig
 
@@ -137,7 +136,8 @@ def loaded(name: str, data: bytes) -> None:
     import torch
 
     from hybrid_rlhf.configs.sections import ModelConfig
-    from hybrid_rlhf.models.loading import load_model
+    from hybrid_rlhf.engines.ds_config import read_overrides
+from hybrid_rlhf.models.loading import load_model
     from hybrid_rlhf.models.sources import resolve_model
     from hybrid_rlhf.models.tokenizers import load_tokenizer
     from hybrid_rlhf.runtime.world import solo_world
@@ -162,7 +162,7 @@ def loaded(name: str, data: bytes) -> None:
 def deepspeed_json(data: bytes) -> None:
     """The user's DeepSpeed JSON."""
     file = written("deepspeed.json", data)
-    overrides = refused(lambda: read_json_object(file, "deepspeed_config"))
+    overrides = refused(lambda: read_overrides(str(file)))
     assert overrides is None or isinstance(overrides, dict)
 
 

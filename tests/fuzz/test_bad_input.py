@@ -19,7 +19,6 @@ import torch
 
 from hybrid_rlhf.configs.cli import parse_config
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files import read_json_object
 from hybrid_rlhf.configs.inference import GenerateConfig
 from hybrid_rlhf.configs.pipeline import PipelineConfig
 from hybrid_rlhf.configs.ppo import PPOConfig
@@ -28,6 +27,7 @@ from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.data.chat import encode_prompt
 from hybrid_rlhf.data.rows import preference_row, prompt_row, sft_row
 from hybrid_rlhf.data.sources import open_source
+from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.models.loading import load_model
 from hybrid_rlhf.models.lora import add_lora
 from hybrid_rlhf.models.sources import resolve_model
@@ -388,7 +388,7 @@ def test_a_json_file(content: str | bytes | None, expected: str, tmp_path: Path)
     file = tmp_path / "ds.json"
     if content is not None:
         write(file, content)
-    assert answer(lambda: read_json_object(file, "deepspeed_config"), tmp_path) == expected
+    assert answer(lambda: read_overrides(str(file)), tmp_path) == expected
 
 
 HOSTS = [
