@@ -153,10 +153,10 @@ def run_sft(line: list[str], said: Path, act: Callable[[Path], None] | None, pla
         os.dup2(file.fileno(), 2)
     update, steps = SupervisedTrainer._update, iter(range(1, 100))
 
-    def acting(self: Any, batches: Any) -> Any:
+    def acting(self: Any, step: int, batches: Any) -> Any:
         if next(steps) == 2 and act is not None:
             act(place)
-        return update(self, batches)
+        return update(self, step, batches)
 
     SupervisedTrainer._update = acting  # type: ignore[method-assign]
     torch.set_num_threads(1)

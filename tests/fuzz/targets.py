@@ -136,8 +136,7 @@ def loaded(name: str, data: bytes) -> None:
     import torch
 
     from hybrid_rlhf.configs.sections import ModelConfig
-    from hybrid_rlhf.engines.ds_config import read_overrides
-from hybrid_rlhf.models.loading import load_model
+    from hybrid_rlhf.models.loading import load_model
     from hybrid_rlhf.models.sources import resolve_model
     from hybrid_rlhf.models.tokenizers import load_tokenizer
     from hybrid_rlhf.runtime.world import solo_world
@@ -161,6 +160,8 @@ from hybrid_rlhf.models.loading import load_model
 
 def deepspeed_json(data: bytes) -> None:
     """The user's DeepSpeed JSON."""
+    from hybrid_rlhf.engines.ds_config import read_overrides
+
     file = written("deepspeed.json", data)
     overrides = refused(lambda: read_overrides(str(file)))
     assert overrides is None or isinstance(overrides, dict)
