@@ -68,7 +68,8 @@ class Run:
             )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write a step's metrics; rank 0 does, the others may call."""
+        """Write a step's metrics and come to the next; every rank calls, rank 0 writes."""
+        self.watchdog.begin(step + 1)
         if self._metrics is not None:
             self._metrics.write(step, metrics)
 
