@@ -102,6 +102,7 @@ class Continuation:
             OSError: when a checkpoint cannot be written.
             SystemExit: after the checkpoint that SIGTERM asked for.
         """
+        self._writer.poll()
         wishes = self._wishes(minutes=False)
         if wishes.save or wishes.stop:
             state = loop()

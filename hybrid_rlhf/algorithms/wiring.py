@@ -214,7 +214,7 @@ def _start(
     """Write the resolved config, and find the model, or what a warm start puts in its place, and its tokenizer."""
     warn_of_remote_code(config.model.trust_remote_code, run.world)
     resolved = _resolve(config, run, _warm(run, "actor") or path, key=key)
-    if run.warm_start is not None and run.world.is_main:
+    if run.warm_start is not None and run.checkpoint is None and run.world.is_main:
         logger.info("warm start from the weights in %s; optimizer, schedule and data begin anew", run.warm_start)
     tokenizer = load_tokenizer(resolved, trust_remote_code=config.model.trust_remote_code)
     if run.world.is_main:

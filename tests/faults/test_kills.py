@@ -16,7 +16,7 @@ from tests.faults.steps import MODULES, step_line, story, write_rows
 RANKS = 2
 ALGORITHMS, ENGINES, RUNTIME = "hybrid_rlhf.algorithms", "hybrid_rlhf.engines", "hybrid_rlhf.runtime"
 OF_ALL_STEPS = [
-    (f"{ENGINES}.engine:ModelEngine.backward", 12), (f"{ENGINES}.engine:ModelEngine.step", 6),
+    (f"{ENGINES}.engine:ModelEngine.backward", 6), (f"{ENGINES}.engine:ModelEngine.step", 6),
     (f"{ENGINES}.checkpoints:save_file", 3), (f"{ENGINES}.checkpoints:flush", 3),
     (f"{ENGINES}.checkpoints:write_manifest", 3), (f"{ENGINES}.checkpoints:remove_unkept", 3),
     (f"{ENGINES}.checkpoints:CheckpointWriter._commit", 3), ("hybrid_rlhf.configs.whole_files:os.replace", 6),
@@ -115,7 +115,7 @@ def test_a_run_killed_again_and_again_ends_as_if_nothing_had_happened(
     line = step_line("ppo", tmp_path / "out", model_folder, rows, "--train.save_async", str(asynchronous).lower())
     want = whole("ppo")
     for place, call in (
-        ("ppo:PPOUpdater._update_actor", 11),
+        ("ppo:PPOUpdater._update_actor", 14),
         ("continuation:load_checkpoint", 1),
         ("rollout:Rollout.score", 3),
     ):
