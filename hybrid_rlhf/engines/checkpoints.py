@@ -12,6 +12,7 @@ import platform
 import shutil
 import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -41,6 +42,8 @@ from hybrid_rlhf.runtime.world import World
 
 _LIBRARIES = ("hybrid_rlhf", "torch", "deepspeed", "transformers", "peft")
 _LOOP_FILE = "loop.safetensors"
+_WRITERS = 2
+"""Threads of a rank that write."""
 
 
 @dataclass(frozen=True)
@@ -195,14 +198,22 @@ class _Writing:
 
     def _write(self) -> None:
         self.beside.mkdir(parents=True, exist_ok=True)
-        for name, tensors in self._tensors.items():
-            save_file(dict(tensors), self.beside / name)
-            flush(self.beside / name)
         for name, content in self._texts.items():
             write_whole(self.beside / name, json.dumps(content))
-        for name in (*self._tensors, *self._texts):
-            file = self.beside / name
-            self._files[name] = {"bytes": file.stat().st_size, "crc32": checksum(file)}
+            self._files[name] = _size_and_checksum(self.beside / name)
+        # One file's checksum is computed while the disk has another.
+        with ThreadPoolExecutor(_WRITERS) as pool:
+            self._files |= dict(zip(self._tensors, pool.map(self._write_tensors, self._tensors), strict=True))
+
+    def _write_tensors(self, name: str) -> dict[str, int]:
+        file = self.beside / name
+        save_file(dict(self._tensors[name]), file)
+        flush(file)
+        return _size_and_checksum(file)
+
+
+def _size_and_checksum(file: Path) -> dict[str, int]:
+    return {"bytes": file.stat().st_size, "crc32": checksum(file)}
 
 
 def _failure_of(write: Any, run_folder: Path) -> OSError | None:
