@@ -66,14 +66,15 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         told = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
         content: dict[str, Any] = told["content"]
         kept = zlib.crc32(json.dumps(content, indent=1).encode()) == told["crc32"]
+        written = content["format"]
     except FileNotFoundError as error:
         raise Broken(f"it has no {MANIFEST}: its writing was cut off") from error
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise Broken(f"its {MANIFEST} cannot be read ({type(error).__name__})") from error
     if not kept:
         raise Broken(f"its {MANIFEST} is not as it was written")
-    if content["format"] != FORMAT:
-        raise Broken(f"its format is {content['format']}, this version reads {FORMAT}")
+    if written != FORMAT:
+        raise Broken(f"its format is {written}, this version reads {FORMAT}")
     return content
 
 

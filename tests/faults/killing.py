@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -70,15 +71,20 @@ class Armed(Protocol):
 
 
 def run_step(
-    module: str, ranks: int, line: Sequence[str], armed: Armed | None = None, *, limit_seconds: float = 120
-) -> list[int]:
-    """A step's main on gloo ranks, and their exit codes; when one is killed the others are too, as machines fail."""
+    module: str, ranks: int, line: Sequence[str], armed: Armed | None = None, *, errors: Path | None = None,
+    limit_seconds: float = 120,
+) -> list[int]:  # fmt: skip
+    """A step's main on gloo ranks, and their exit codes; when one is killed the others are too, as machines fail.
+
+    What they say on stderr goes to the file `errors`, if one is named.
+    """
     context = get_context("forkserver")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     processes = [
-        context.Process(target=_rank, args=(rank, ranks, port, module, list(line), armed)) for rank in range(ranks)
+        context.Process(target=_rank, args=(rank, ranks, port, module, list(line), armed, errors))
+        for rank in range(ranks)
     ]
     for process in processes:
         process.start()
@@ -94,7 +100,11 @@ def run_step(
     return [process.exitcode or 0 for process in processes]
 
 
-def _rank(rank: int, ranks: int, port: int, module: str, line: list[str], armed: Armed | None) -> None:
+def _rank(
+    rank: int, ranks: int, port: int, module: str, line: list[str], armed: Armed | None, errors: Path | None
+) -> None:
+    if errors is not None:
+        os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",

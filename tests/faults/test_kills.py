@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -158,3 +160,69 @@ def test_sigusr1_saves_and_goes_on(whole: Any, model_folder: Path, rows: Path, t
     assert run_step(MODULES["ppo"], RANKS, line, point) == [0] * RANKS
     assert any("_update_" in path.name for path in (tmp_path / "out" / "checkpoints").iterdir())
     assert story(tmp_path / "out") == want
+
+
+def truncate(checkpoint: Path) -> str:
+    file = checkpoint / "actor_00001.safetensors"
+    os.truncate(file, file.stat().st_size // 2)
+    return "actor_00001.safetensors has"
+
+
+def flip_a_byte(checkpoint: Path) -> str:
+    with (checkpoint / "actor_00000.safetensors").open("r+b") as file:
+        file.seek(-100, os.SEEK_END)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+    return "actor_00000.safetensors is not as it was written (its checksum differs)"
+
+
+def lose_the_manifest(checkpoint: Path) -> str:
+    (checkpoint / "manifest.json").unlink()
+    return "it has no manifest.json: its writing was cut off"
+
+
+@pytest.mark.parametrize("break_it", [truncate, flip_a_byte, lose_the_manifest])
+@pytest.mark.faults
+def test_a_broken_checkpoint_is_passed_over(
+    break_it: Callable[[Path], str], whole: Any, model_folder: Path, rows: Path, tmp_path: Path
+) -> None:
+    line = step_line("sft", tmp_path / "out", model_folder, rows)
+    point = Point(f"{ENGINES}.engine:ModelEngine.step", 5)
+    assert -signal.SIGKILL in run_step(MODULES["sft"], RANKS, line, point)
+    newest = tmp_path / "out" / "checkpoints" / "step_4"
+    reason = break_it(newest)
+    assert go_on("sft", line, tmp_path / "out") == whole("sft")
+    log = (tmp_path / "out" / "log.txt").read_text()
+    assert f"resume passes over {newest}: {reason}" in log and "goes on from" in log
+    assert (newest.parent / "step_4.superseded_1").exists(), "what is broken is kept for whoever wants to look"
+
+
+@pytest.mark.faults
+def test_a_run_goes_on_with_other_ranks_and_another_zero_stage(
+    whole: Any, model_folder: Path, rows: Path, tmp_path: Path
+) -> None:
+    for name, point in (
+        ("sft", Point(f"{ENGINES}.engine:ModelEngine.step", 5)),
+        ("ppo", Point(f"{ALGORITHMS}.ppo:PPOUpdater._update_critic", 7, 1, signal=signal.SIGTERM)),
+    ):
+        line = step_line(name, tmp_path / name, model_folder, rows)
+        run_step(MODULES[name], RANKS, line, point)
+        zero = ["--zero.stage", "3"] if name == "sft" else ["--actor.zero.stage", "3", "--critic.zero.stage", "1"]
+        assert run_step(MODULES[name], 1, [*line, "--resume", "auto", *zero]) == [0]
+        found, want = story(tmp_path / name)["metrics"], whole(name)["metrics"]
+        assert len(found) == len(want) == 7
+        for key in ("sft/loss",) if name == "sft" else ("loss/value", "loss/policy", "objective/scores"):
+            steps = slice(1, None) if name == "sft" else slice(1, 3)  # past them a token may fall otherwise
+            losses = [[line[key] for line in lines[steps]] for lines in (found, want)]
+            assert losses[0] == pytest.approx(losses[1], rel=1e-4, abs=1e-5), key
+        assert "on 1 ranks in place of 2" in (tmp_path / name / "log.txt").read_text()
+
+
+@pytest.mark.faults
+def test_deterministic_kernels_change_nothing_on_a_cpu(
+    whole: Any, model_folder: Path, rows: Path, tmp_path: Path
+) -> None:
+    line = step_line("ppo", tmp_path / "out", model_folder, rows, "--deterministic", "true")
+    assert run_step(MODULES["ppo"], RANKS, line) == [0, 0]
+    assert story(tmp_path / "out") == whole("ppo")

@@ -167,6 +167,17 @@ def deepspeed_json(data: bytes) -> None:
     assert overrides is None or isinstance(overrides, dict)
 
 
+def manifest(data: bytes) -> None:
+    """A checkpoint's manifest: as it was written, or broken."""
+    from hybrid_rlhf.runtime.checkpoint_folder import Broken, read_manifest
+
+    file = written("manifest.json", data)
+    try:
+        assert read_manifest(file.parent)["format"] == 1
+    except Broken as reason:
+        assert str(reason).isprintable()
+
+
 def refused(read: Callable[..., Any], *arguments: Any) -> Any:
     """What is read; none where it is refused, in one line that says a fix."""
     try:
@@ -180,8 +191,8 @@ def refused(read: Callable[..., Any], *arguments: Any) -> Any:
 TARGETS: dict[str, Callable[[bytes], None]] = {
     target.__name__: target
     for target in (
-        yaml, command_line, jsonl, json_list, parquet, deepspeed_json, safetensors_header, safetensors, config_json,
-        tokenizer_config_json, weights_index_json,
+        yaml, command_line, jsonl, json_list, parquet, deepspeed_json, manifest, safetensors_header, safetensors,
+        config_json, tokenizer_config_json, weights_index_json,
     )
 }  # fmt: skip
 
@@ -223,6 +234,11 @@ def seeds(name: str) -> list[bytes]:
 
         datasets.Dataset.from_list([{"text": "t", "margin": 1.0, "list": [1]}]).to_parquet(folder() / "seed.parquet")
         return [(folder() / "seed.parquet").read_bytes()]
+    if name == "manifest":
+        from hybrid_rlhf.runtime.checkpoint_folder import write_manifest
+
+        write_manifest(folder(), {"step": 3, "files": {"a": {"bytes": 1, "crc32": 2}}, "figures": {}})
+        return [(folder() / "manifest.json").read_bytes()]
     if name == "deepspeed_json":
         return [b'{"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}']
     if name == "safetensors_header":

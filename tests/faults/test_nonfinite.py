@@ -1,0 +1,133 @@
+"""NaN in losses, gradients, values and weights: the step is skipped on all ranks, told, and bounded in number."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hybrid_rlhf.functional.losses import LossSum
+from tests.faults.killing import run_step
+from tests.faults.steps import MODULES, step_line, write_rows
+
+
+def nan_loss(result: Any) -> Any:
+    return replace(result, total=result.total * math.nan) if isinstance(result, LossSum) else nan_loss_of_pair(result)
+
+
+def nan_loss_of_pair(result: Any) -> Any:
+    return (nan_loss(result[0]), *result[1:])
+
+
+def nan_tensor(result: Any) -> Any:
+    return result * math.nan
+
+
+def nan_weight(result: Any) -> Any:
+    """After a step of an engine, which the caller is asked for."""
+    import inspect
+
+    frame = inspect.currentframe()
+    engine = frame.f_back.f_locals["arguments"][0]  # type: ignore[union-attr]
+    with torch.no_grad():
+        next(engine.module.parameters()).view(-1)[:40].fill_(math.nan)
+    return result
+
+
+def infinite_gradient(result: Any) -> Any:
+    """A finite loss whose gradient is not."""
+    return replace(result, total=result.total + (result.total * 0).abs().sqrt())
+
+
+@dataclass(frozen=True)
+class Poison:
+    """Changes what some calls of a function return, on one rank or all."""
+
+    place: str
+    change: Callable[[Any], Any]
+    calls: tuple[int, ...]
+    rank: int | None = 0
+
+    def arm(self) -> None:
+        module, _, path = self.place.partition(":")
+        owner: Any = import_module(module)
+        *outer, name = path.split(".")
+        for part in outer:
+            owner = getattr(owner, part)
+        real, count = getattr(owner, name), 0
+
+        @functools.wraps(real)
+        def poisoned(*arguments: Any, **named: Any) -> Any:
+            nonlocal count
+            count += 1
+            result = real(*arguments, **named)
+            return self.change(result) if count in self.calls else result
+
+        setattr(owner, name, poisoned)
+
+
+def metrics(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def kept(output: Path, rank: int) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "nonfinite" / f"rank_{rank:05}.jsonl").read_text().splitlines()]
+
+
+ALGORITHMS = "hybrid_rlhf.algorithms"
+ONCE = {
+    "critic loss": ("ppo", Poison(f"{ALGORITHMS}.ppo:PPOUpdater.value_loss", nan_loss, (5,), rank=1), 1),
+    "actor loss": ("ppo", Poison(f"{ALGORITHMS}.policy_loss:PolicyLoss.__call__", nan_loss, (6,), rank=0), 0),
+    "values": ("ppo", Poison(f"{ALGORITHMS}.rollout:values_before", nan_tensor, (4,), rank=1), 0),
+    "sft loss": ("sft", Poison(f"{ALGORITHMS}.sft:SFTObjective.loss", nan_loss, (4,), rank=1), 1),
+    "sft gradient": ("sft", Poison(f"{ALGORITHMS}.sft:SFTObjective.loss", infinite_gradient, (4,), rank=1), 1),
+}
+
+
+@pytest.mark.parametrize("what", ONCE)
+def test_a_step_that_is_not_finite_is_skipped_and_its_rows_are_kept(
+    what: str, model_folder: Path, tmp_path: Path
+) -> None:
+    name, poison, rank = ONCE[what]
+    rows, output = write_rows(tmp_path / "rows.jsonl"), tmp_path / "out"
+    line = step_line(name, output, model_folder, rows, "--data.eval_fraction", "0")
+    assert run_step(MODULES[name], 2, line, poison) == [0, 0]
+    told = metrics(output)
+    assert [row["step"] for row in told] == [0, 1, 2, 3, 4, 5, 6]
+    skipped = [row.get("faults/skipped_steps", 0) for row in told]
+    assert skipped[0] == 0 and skipped[-1] == 1 and sorted(skipped) == skipped
+    first = skipped.index(1)
+    found = kept(output, rank)
+    assert {row["step"] for row in found} == {first} and found[0].keys() >= (
+        {"input_ids"} if name == "sft" else {"prompt", "completion", "score"}
+    )
+    weights = [
+        t for file in output.rglob("*.safetensors") if "checkpoints" not in file.parts for t in load_file(file).values()
+    ]
+    assert weights and all(bool(t.isfinite().all()) for t in weights)
+
+
+LASTING = {
+    "sft loss": ("sft", Poison(f"{ALGORITHMS}.sft:SFTObjective.loss", nan_loss, tuple(range(3, 99)), rank=1)),
+    "weights": ("ppo", Poison("hybrid_rlhf.engines.engine:ModelEngine.step", nan_weight, (7,), rank=None)),
+}
+
+
+@pytest.mark.parametrize("what", LASTING)
+def test_several_in_a_row_end_the_run_with_advice(what: str, model_folder: Path, tmp_path: Path) -> None:
+    name, poison = LASTING[what]
+    rows, output = write_rows(tmp_path / "rows.jsonl"), tmp_path / "out"
+    line = step_line(name, output, model_folder, rows, "--data.eval_fraction", "0", "--train.eval_every", "0")
+    assert run_step(MODULES[name], 2, line, poison, errors=tmp_path / "errors") == [2, 2]
+    said = (tmp_path / "errors").read_text()
+    assert said.count("error: a step needs finite numbers, 3 in a row had none") == 1 and "Traceback" not in said
+    assert "lower optimizer.lr, look at the rows in" in said
