@@ -241,6 +241,8 @@ class PPOTrainer:
         return texts
 
     def _state(self, step: int) -> LoopState:
+        """What a checkpoint keeps of the loop."""
+        self._samples.flush()
         content: dict[str, Any] = {
             "batches": self._batches.state_dict(),
             "kl": self._kl.state_dict(),

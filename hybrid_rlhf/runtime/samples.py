@@ -31,6 +31,10 @@ class SampleLog:
         if self._enabled:
             drop_lines_past(self._path, step)
 
+    def flush(self) -> None:
+        """Bring the lines to the disk itself: a checkpoint must not know more than they do."""
+        self._lines.flush()
+
     def write(self, step: int, rows: Callable[[], Sequence[dict[str, Any]]]) -> None:
         """Append a step's rows, if it is one of those; `rows` is called only then."""
         if not self._enabled or not self._every or (step - 1) % self._every:

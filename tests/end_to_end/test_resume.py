@@ -1,0 +1,48 @@
+"""Stopping and going on as a user does it: train.py under a signal, and a warm start from a finished model."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybrid_rlhf.runtime.interrupts import STOPPED_EXIT_CODE
+from tests.end_to_end.test_train import ENVIRONMENT, ROOT, pipeline, run
+from tests.faults.killing import run_step
+from tests.faults.steps import MODULES, step_line, write_rows
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.faults)])
+def test_a_pipeline_that_is_told_to_stop_saves_and_goes_on(processes: int, model_folder: Path, tmp_path: Path) -> None:
+    rows, output = write_rows(tmp_path / "rows.jsonl"), tmp_path / "out"
+    line = pipeline(output, model_folder, rows)
+    line += ["--steps", "sft", "--launcher.num_processes", str(processes), "--sft.train.max_steps", "12"]
+    process = subprocess.Popen(
+        [sys.executable, *line], env=ENVIRONMENT, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout is not None
+    while "sft 1/" not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=120)[0]
+    assert process.returncode == STOPPED_EXIT_CODE, said[-3000:]
+    assert "stopped by SIGTERM, all is in checkpoints/step_" in said and "the same command goes on" in said
+    again = run([*line, "--sft.logging.every", "2"])
+    assert again.returncode == 0 and "goes on from" in again.stdout, again.stderr[-3000:]
+    assert (output / "step1_sft" / "finished.json").exists()
+
+
+def test_a_finished_model_is_a_warm_start(model_folder: Path, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl")
+    first, second = tmp_path / "first", tmp_path / "second"
+    ppo = ["--ppo.reference_refresh_every", "0", "--train.max_steps", "2"]
+    assert run_step(MODULES["ppo"], 1, step_line("ppo", first, model_folder, rows, *ppo)) == [0]
+    line = step_line("ppo", second, model_folder, rows, *ppo, "--resume", str(first))
+    assert run_step(MODULES["ppo"], 1, line) == [0]
+    log = (second / "log.txt").read_text()
+    assert f"warm start from the weights in {first}; optimizer, schedule and data begin anew" in log
+    before = [part for part in log.splitlines() if part.startswith("ppo before training")][0]
+    assert "eval/kl 0 " not in before, "the reference is what the first actor began as"
