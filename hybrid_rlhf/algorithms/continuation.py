@@ -50,6 +50,7 @@ class Continuation:
         }
         self._writer = CheckpointWriter(run.folder, self._states, run.world, config)
         self._interrupts = Interrupts()
+        self._answered_saves = 0
         self._saved_at = time.monotonic()
         self._told_no_figure = False
 
@@ -112,9 +113,9 @@ class Continuation:
     def _wishes(self, *, minutes: bool = True) -> _Wishes:
         asked = self._interrupts
         due = minutes and 0 < self._config.save_minutes <= (time.monotonic() - self._saved_at) / 60
-        flags = torch.tensor([float(asked.stop), float(asked.save or due)], device=self._world.device)
+        save = asked.saves > self._answered_saves or due
+        flags = torch.tensor([float(asked.stop), float(save)], device=self._world.device)
         stop, save = self._world.all_reduce(flags, dist.ReduceOp.MAX).tolist()
-        asked.save = False
         return _Wishes(bool(stop), bool(save))
 
     def _save(self, state: LoopState, figures: Mapping[str, float]) -> None:
@@ -126,10 +127,13 @@ class Continuation:
                     "train.keep_best: step %d has no metric %s, so its checkpoint is not compared: evaluate and save "
                     "at the same steps", state.step, best[1],
                 )  # fmt: skip
+        phase = self._run.watchdog.phase
         self._run.watchdog.beat(f"save after step {state.step}")
         self._run.flush()
         self._writer.save(state, figures=figures, config=read_config(self._run.resumable_config))
-        self._saved_at = time.monotonic()
+        # A signal that comes meanwhile, as where all ranks are sent one, asks for nothing that is not in this save.
+        self._answered_saves, self._saved_at = self._interrupts.saves, time.monotonic()
+        self._run.watchdog.beat(phase)
 
     def _stop_if(self, wishes: _Wishes, state: LoopState) -> None:
         if not wishes.stop:

@@ -151,6 +151,7 @@ class SupervisedTrainer(Generic[BatchT]):
         """Metrics on the held-out rows; {} where there are none."""
         if not len(self._held_out):
             return {}
+        self._run.watchdog.enter("evaluation")
         loader = BatchLoader(
             self._held_out,
             global_batch_size=self._plan.global_batch_size,
@@ -193,6 +194,7 @@ def total_steps(loader: BatchLoader, config: TrainConfig) -> int:
 def save_engine(run: Run, name: str, engine: ModelEngine, tokenizer: PreTrainedTokenizerBase) -> None:
     """Save a model of a run under a name; "" is the run's own folder."""
     folder = run.folder / name
+    run.watchdog.beat(f"save of {folder}")
     if run.world.is_main:
         folder.mkdir(exist_ok=True)
     with full_disk_named(run.folder):

@@ -19,11 +19,12 @@ STOPPED_EXIT_CODE = 128 + signal.SIGTERM
 
 
 class Interrupts:
-    """Remembers what was asked for since the last look."""
+    """Remembers what was asked for."""
 
     def __init__(self) -> None:
         self.stop = False
-        self.save = False
+        self.saves = 0
+        """How often a checkpoint was."""
 
     @contextlib.contextmanager
     def caught(self) -> Iterator[None]:
@@ -39,7 +40,7 @@ class Interrupts:
                 signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.save = True
+        self.saves += 1
         if number == signal.SIGTERM:
             self.stop = True
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
