@@ -18,7 +18,10 @@ import time
 from pathlib import Path
 
 CORPUS = Path(__file__).with_name("corpus")
-_INSTRUMENTED = ["hybrid_rlhf.configs", "hybrid_rlhf.data", "hybrid_rlhf.models", "yaml", "jsonargparse"]
+_INSTRUMENTED = [
+    "hybrid_rlhf.configs", "hybrid_rlhf.data", "hybrid_rlhf.models", "hybrid_rlhf.runtime.checkpoint_folder",
+    "hybrid_rlhf.engines.ds_config", "yaml", "jsonargparse",
+]  # fmt: skip
 _ADDRESS_SPACE_GIB = 24
 """A config of a model may ask for any amount of memory."""
 
