@@ -28,9 +28,9 @@ _SOLO_ENVIRONMENT = {
     "LOCAL_WORLD_SIZE": "1",
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "",
-    "HYBRID_RLHF_SOLO": "1",
+    "HYBRID_RLHF_SOLO": "",
 }
-"""What a launcher would have said of a single rank; deepspeed reads it too. The last marks it as ours."""
+"""What a launcher would have said of a single rank; deepspeed reads it too. The last says which process made it up."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def init_world(*, timeout_seconds: float = 1800.0) -> World:
         timeout_seconds: how long a collective may wait before the job ends.
     """
     if "RANK" not in os.environ:
-        os.environ.update(_SOLO_ENVIRONMENT, MASTER_PORT=str(_free_port()))
+        os.environ.update(_SOLO_ENVIRONMENT, MASTER_PORT=str(_free_port()), HYBRID_RLHF_SOLO=str(os.getpid()))
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", size)))
@@ -168,7 +168,7 @@ def close_world() -> None:
     """Leave the process group, and forget the environment if it was ours: a child process must not join it."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    if "HYBRID_RLHF_SOLO" in os.environ:
+    if os.environ.get("HYBRID_RLHF_SOLO") == str(os.getpid()):
         for name in _SOLO_ENVIRONMENT:
             os.environ.pop(name, None)
 
