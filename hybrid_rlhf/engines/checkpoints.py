@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import platform
 import shutil
 import threading
@@ -37,10 +38,12 @@ from hybrid_rlhf.runtime.checkpoint_folder import (
 )
 from hybrid_rlhf.runtime.disk import full_disk_named
 from hybrid_rlhf.runtime.durable import checksum, flush
+from hybrid_rlhf.runtime.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.random_states import random_states, restore_random_states
 from hybrid_rlhf.runtime.world import World
 
 _LIBRARIES = ("hybrid_rlhf", "torch", "deepspeed", "transformers", "peft")
+logger = logging.getLogger(LOGGER_NAME)
 _LOOP_FILE = "loop.safetensors"
 _WRITERS = 2
 """Threads of a rank that write."""
@@ -85,7 +88,10 @@ class CheckpointWriter:
             OSError: on every rank, when this checkpoint or the one before it could not be written.
         """
         self.finish()
-        beside = self._run_folder / CHECKPOINTS / f"{checkpoint_name(loop.step, loop.update)}.partial"
+        place = self._run_folder / CHECKPOINTS / checkpoint_name(loop.step, loop.update)
+        if self._world.broadcast_object(place.exists()):
+            return  # the one that the run goes on from, asked for again before anything was done
+        beside = place.with_name(f"{place.name}.partial")
         if self._world.is_main:
             shutil.rmtree(beside, ignore_errors=True)  # left by a save that was cut off; the name is ours
         self._world.barrier()
@@ -158,7 +164,10 @@ class CheckpointWriter:
         write_manifest(writing.beside, {**writing.manifest, "files": files})
         writing.beside.rename(writing.beside.with_suffix(""))
         flush(writing.beside.parent)
-        remove_unkept(self._run_folder, self._config)
+        try:
+            remove_unkept(self._run_folder, self._config)
+        except OSError as error:  # what is left over costs room, not the run
+            logger.warning("old checkpoints cannot be removed (%s)", error)
 
 
 class _Writing:

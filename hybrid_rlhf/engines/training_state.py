@@ -49,7 +49,7 @@ class TrainingState:
             return {}
         engine = self._engine
         schedule: Any = engine.lr_scheduler
-        scaler = getattr(engine.optimizer, "loss_scaler", None)
+        scaler = _loss_scaler(engine)
         return {
             "zero_stage": int(engine.zero_optimization_stage()),
             "optimizer_steps": optimizer_steps(engine),
@@ -89,7 +89,12 @@ def _restore_numbers(engine: DeepSpeedEngine, numbers: dict[str, Any]) -> None:
         group["lr"] = lr
     for name, value in numbers["counters"].items():
         setattr(engine, name, value)
-    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    scaler = _loss_scaler(engine)
     for name, value in numbers["loss_scale"].items():
         if hasattr(scaler, name):
             setattr(scaler, name, value)
+
+
+def _loss_scaler(engine: DeepSpeedEngine) -> Any:
+    """What holds the scale of float16: DeepSpeed's optimizer without ZeRO is its own."""
+    return getattr(engine.optimizer, "loss_scaler", engine.optimizer)

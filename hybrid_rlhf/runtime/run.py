@@ -147,7 +147,8 @@ def _claim(folder: Path, resume: str) -> str | None:
     if (folder / FINISHED_FILE).exists():
         return f"{folder} holds a finished run: give another output_dir, or remove that folder"
     holds_run = any((folder / name).exists() for name in (METRICS_FILE, CONFIG_FILE))
-    if holds_run and resume != "auto" and not _is_checkpoint(resume):
+    is_its_own = Path(resume).resolve().parent == (folder / CHECKPOINTS).resolve()
+    if holds_run and resume != "auto" and not is_its_own:
         return f"{folder} holds a run that did not finish: set resume to auto, or give another output_dir"
     return _make(folder)
 
@@ -169,15 +170,13 @@ def _checkpoint(folder: Path, resume: str, world: World) -> Path | None:
     Raises:
         UserError: when the one that was named is not whole.
     """
-    if resume == "never" or _is_model(resume):
-        return None
-    checkpoint = newest_whole(folder, world) if resume == "auto" else Path(resume)
-    if checkpoint is None:
-        if world.is_main and (folder / METRICS_FILE).exists():
-            logger.info("%s has no whole checkpoint: the run starts from its beginning", folder)
-    elif resume != "auto" and (fault := find_fault(checkpoint, world)) is not None:
+    starts = resume == "never" or _is_model(resume)
+    checkpoint = None if starts else newest_whole(folder, world) if resume == "auto" else Path(resume)
+    if checkpoint is not None and resume != "auto" and (fault := find_fault(checkpoint, world)) is not None:
         raise UserError(f"resume needs a whole checkpoint, {resume} is not ({fault}): give another, or auto")
-    if world.is_main and (checkpoint is None or checkpoint.resolve().parent == (folder / CHECKPOINTS).resolve()):
+    if world.is_main:
+        if checkpoint is None and (folder / METRICS_FILE).exists():
+            logger.info("%s has no whole checkpoint: the run starts from its beginning", folder)
         set_aside_newer(folder, checkpoint)
     return checkpoint
 

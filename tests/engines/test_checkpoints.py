@@ -190,6 +190,15 @@ def test_what_need_not_be_kept_is_removed_and_nothing_else(tmp_path: Path) -> No
     ]  # fmt: skip
 
 
+def test_a_checkpoint_that_is_there_is_not_written_again(tmp_path: Path) -> None:
+    saving = writer(tmp_path)
+    saving.save(LoopState(1, {}, update=2))
+    file = tmp_path / "checkpoints" / "step_1_update_2" / "manifest.json"
+    before = file.stat()
+    saving.save(LoopState(1, {}, update=2))
+    assert file.stat() == before and saved_steps(tmp_path) == ["step_1_update_2"]
+
+
 def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saving = writer(tmp_path)
     saving.save(LoopState(1, {}))

@@ -72,6 +72,10 @@ def test_auto_takes_the_newest_whole_checkpoint(tmp_path: Path) -> None:
     second = tmp_path / "checkpoints" / "step_2"
     assert claim(tmp_path, str(second)) == second, "and what came after it is another story"
     assert names(tmp_path) == ["step_10.superseded_1", "step_2", "step_9.superseded_1", "step_9_update_1.superseded_1"]
+    assert claim(tmp_path / "other", str(second)) == second, "a run of its own from another's checkpoint"
+    (tmp_path / "other" / "config.yaml").write_text("seed: 1\n")
+    with pytest.raises(UserError, match="holds a run that did not finish"):
+        claim(tmp_path / "other", str(second))
     with pytest.raises(UserError, match="takes never, auto, a checkpoint or a model folder"):
         claim(tmp_path, str(tmp_path / "checkpoints" / "step_10"))
 
