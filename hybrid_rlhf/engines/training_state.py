@@ -96,5 +96,5 @@ def _restore_numbers(engine: DeepSpeedEngine, numbers: dict[str, Any]) -> None:
 
 
 def _loss_scaler(engine: DeepSpeedEngine) -> Any:
-    """What holds the scale of float16: DeepSpeed's optimizer without ZeRO is its own."""
-    return getattr(engine.optimizer, "loss_scaler", engine.optimizer)
+    """What holds the scale of float16, under DeepSpeed's name for it with ZeRO or without; none: nothing does."""
+    return getattr(engine.optimizer, "loss_scaler", getattr(engine.optimizer, "loss_scale_config", None))

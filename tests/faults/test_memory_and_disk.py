@@ -30,7 +30,7 @@ from hybrid_rlhf.configs.sections import LoopConfig, ModelConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.models.saving import save_model
 from hybrid_rlhf.runtime.disk import full_disk_named
-from hybrid_rlhf.runtime.world import solo_world
+from hybrid_rlhf.runtime.world import _SOLO_ENVIRONMENT, solo_world
 from tests.engines import ranks as _  # noqa: F401 - has the server of processes import everything
 from tests.faults.test_sinks import files_of_at_most
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -149,6 +149,8 @@ def remove_data(folder: Path) -> None:
 
 def run_sft(line: list[str], said: Path, act: Callable[[Path], None] | None, place: Path) -> None:
     """The main of step 1; in the middle of its second update something happens. What it says on stderr to a file."""
+    for name in _SOLO_ENVIRONMENT:  # of a test that this process was forked beside
+        os.environ.pop(name, None)
     with said.open("w") as file:
         os.dup2(file.fileno(), 2)
     update, steps = SupervisedTrainer._update, iter(range(1, 100))

@@ -71,7 +71,7 @@ def fuzz(target: str, seconds: int) -> None:
 
 
 def test_the_readers_for_a_moment() -> None:
-    fuzz("all", 15)
+    fuzz("all", 10)
 
 
 @pytest.mark.faults
