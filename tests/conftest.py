@@ -25,14 +25,6 @@ from tests.tiny import tiny_model, tiny_tokenizer
 torch.set_num_threads(1)
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks at the marks
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Files run side by side; those of algorithms/ share a process group, and a process can make only one."""
-    for item in items:
-        folder = item.path.parent.name
-        item.add_marker(pytest.mark.xdist_group(folder if folder == "algorithms" else str(item.path)))
-
-
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
     return tiny_tokenizer()
