@@ -91,7 +91,7 @@ class Continuation:
         """
         self._writer.poll()
         wishes = self._wishes()
-        if wishes.save or wishes.stop or _divides(self._config.save_every, step):
+        if wishes.save or wishes.stop or due(step, self._config.save_every):
             state = loop()
             self._save(state, figures)
             self._stop_if(wishes, state)
@@ -145,5 +145,6 @@ class Continuation:
         raise SystemExit(STOPPED_EXIT_CODE)
 
 
-def _divides(every: int, step: int) -> bool:
+def due(step: int, every: int) -> bool:
+    """Whether what is done every so many steps is done after this one; 0: never."""
     return every > 0 and step % every == 0

@@ -17,7 +17,7 @@ import torch
 from hybrid_rlhf.algorithms.memory_plan import AnyStep, Machine, Phase, Planner
 from hybrid_rlhf.algorithms.memory_report import GPU_RESERVE_GIB, Settings, options, with_settings
 from hybrid_rlhf.configs.errors import RankError, UserError
-from hybrid_rlhf.models.tokenizers import first_line
+from hybrid_rlhf.models.folders import first_line
 from hybrid_rlhf.runtime.world import World
 
 _WORDS = (

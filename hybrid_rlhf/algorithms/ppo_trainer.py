@@ -12,7 +12,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from hybrid_rlhf.algorithms.continuation import Continuation
+from hybrid_rlhf.algorithms.continuation import Continuation, due
 from hybrid_rlhf.algorithms.experience import Layout, Sequences
 from hybrid_rlhf.algorithms.half_used import HalfUsed
 from hybrid_rlhf.algorithms.kl_controller import KLController
@@ -84,7 +84,7 @@ class PPOTrainer:
             for step, rollout in self._rollouts(done, half_used):
                 with profiled(step, config.logging.profile_steps, run.folder, self._world):
                     metrics = self._step(step, rollout)
-                if step == self._total_steps or _due(step, config.train.eval_every):
+                if step == self._total_steps or due(step, config.train.eval_every):
                     metrics |= self.evaluate()
                 run.log(step, metrics)
                 display.show(step, {name: value for name, value in metrics.items() if name.startswith(_FIGURES)})
@@ -163,7 +163,7 @@ class PPOTrainer:
             **self._speed(rollout, report.trained_tokens),
         }  # fmt: skip
         self._kl.update(metrics["objective/kl"], completions=len(experience.scores))
-        if _due(step, ppo.reference_refresh_every):
+        if due(step, ppo.reference_refresh_every):
             assert self._roles.reference is not None
             copy_weights(self._roles.actor.lm, self._roles.reference.lm)
         written = partial(
@@ -280,7 +280,3 @@ _FIGURES = (
     "objective/scores", "objective/kl", "policy/entropy", "loss/value", "val/explained_variance",
     "completions/mean_length", "perf/tokens_per_second",
 )  # fmt: skip
-
-
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0

@@ -16,7 +16,7 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from hybrid_rlhf.algorithms.continuation import Continuation
+from hybrid_rlhf.algorithms.continuation import Continuation, due
 from hybrid_rlhf.algorithms.nonfinite import SkippedSteps, rows_to_blame
 from hybrid_rlhf.algorithms.sums import RunningSums, global_count
 from hybrid_rlhf.configs.batch_plan import BatchPlan
@@ -98,7 +98,7 @@ class SupervisedTrainer(Generic[BatchT]):
                 step += 1
                 with profiled(step, run.config.logging.profile_steps, run.folder, self._world):
                     metrics = self._update(step, micro_batches)
-                if step == self._total_steps or _due(step, self._config.eval_every):
+                if step == self._total_steps or due(step, self._config.eval_every):
                     metrics |= self._evaluate()
                 run.log(step, metrics)
                 display.show(step, self._figures(metrics))
@@ -208,7 +208,3 @@ def finish(run: Run, folders: Mapping[str, ModelEngine], tokenizer: PreTrainedTo
     if run.world.is_main:
         write_whole(run.folder / FINISHED_FILE, json.dumps({"models": list(folders)}) + "\n")
     run.world.barrier()
-
-
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0

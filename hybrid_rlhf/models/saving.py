@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hybrid_rlhf.runtime.durable import flush
 from hybrid_rlhf.runtime.world import World
 
 _WEIGHTS = "model.safetensors"
@@ -72,8 +73,7 @@ def _move(beside: Path, folder: Path) -> None:
     """Bring all files of a flat folder to the disk, then to their place, config.json last."""
     files = sorted(beside.iterdir(), key=lambda file: file.name == "config.json")
     for file in files:
-        with file.open("rb") as written:
-            os.fsync(written.fileno())
+        flush(file)
     for file in files:
         os.replace(file, folder / file.name)
     beside.rmdir()

@@ -11,10 +11,8 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.models.folders import first_line, load_config, reading
+from hybrid_rlhf.models.folders import load_config, reading
 from hybrid_rlhf.models.sources import quiet_transformers
-
-__all__ = ["first_line", "load_tokenizer", "stop_token_ids"]
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

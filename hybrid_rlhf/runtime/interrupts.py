@@ -9,7 +9,7 @@ import contextlib
 import signal
 import subprocess  # for a type alone  # nosec B404
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 import psutil
@@ -32,12 +32,8 @@ class Interrupts:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGUSR1)}
-        try:
+        with _handled(self._note):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.saves += 1
@@ -62,12 +58,19 @@ def signals_passed_on(process: subprocess.Popen[str]) -> Iterator[Interrupts]:
             for rank in ranks or [child]:
                 rank.send_signal(number)
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    try:
+    with _handled(pass_on):
         yield asked
+
+
+@contextlib.contextmanager
+def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Both signals go to a handler inside."""
+    before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 def _is_rank(process: psutil.Process) -> bool:

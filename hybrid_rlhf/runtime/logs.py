@@ -65,3 +65,9 @@ def _leave(handler: logging.Handler, why: str) -> None:
     logger = logging.getLogger(LOGGER_NAME)
     logger.removeHandler(handler)
     logger.warning(why)
+
+
+def shortened(text: str, limit: int = 60) -> str:
+    """Text on one line, cut; half a surrogate pair, which no console takes, is a question mark."""
+    line = " ".join(text.encode(errors="replace").decode().split())
+    return line if len(line) <= limit else line[: limit - 1] + "…"

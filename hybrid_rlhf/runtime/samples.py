@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_rlhf.runtime.lines import LineFile, drop_lines_past
-from hybrid_rlhf.runtime.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.logs import LOGGER_NAME, shortened
 
 SAMPLES_FILE = "samples.jsonl"
 _SHOWN = 2
@@ -43,10 +43,9 @@ class SampleLog:
         self._lines.append({"step": step, **row} for row in samples)
         for row in samples[:_SHOWN]:
             asked = row["prompt"][-1]["content"]
-            logger.info("  sample  %s  ->  %s  (score %.2f)", _short(asked), _short(row["completion"]), row["score"])
-
-
-def _short(text: str, limit: int = 100) -> str:
-    """Text on one line, cut; half a surrogate pair, which no console takes, is a question mark."""
-    line = " ".join(text.encode(errors="replace").decode().split())
-    return line if len(line) <= limit else line[: limit - 1] + "…"
+            logger.info(
+                "  sample  %s  ->  %s  (score %.2f)",
+                shortened(asked, 100),
+                shortened(row["completion"], 100),
+                row["score"],
+            )

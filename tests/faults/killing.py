@@ -8,9 +8,10 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import count
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,26 +39,36 @@ class Point:
 
     def arm(self) -> None:
         """Replace the function by one that sends the signal to this process."""
-        module, _, path = self.place.partition(":")
-        owner: Any = import_module(module)
-        *outer, name = path.split(".")
-        for part in outer:
-            owner = getattr(owner, part)
-        real, calls = getattr(owner, name), 0
 
-        @functools.wraps(real)
-        def armed(*arguments: Any, **named: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            now = calls == self.call
+        def around(call: int, run: Callable[[], Any], _: Sequence[Any]) -> Any:
+            now = call == self.call
             if now and self.when == "before":
                 os.kill(os.getpid(), self.signal)
-            result = real(*arguments, **named)
+            result = run()
             if now and self.when == "after":
                 os.kill(os.getpid(), self.signal)
             return result
 
-        setattr(owner, name, armed)
+        intercept(self.place, around)
+
+
+def intercept(place: str, around: Callable[[int, Callable[[], Any], Sequence[Any]], Any]) -> None:
+    """Put `around` in the place of a function, module:function or module:Class.method.
+
+    It is given the number of the call, the call itself to be made or not, and the arguments.
+    """
+    module, _, path = place.partition(":")
+    owner: Any = import_module(module)
+    *outer, name = path.split(".")
+    for part in outer:
+        owner = getattr(owner, part)
+    real, calls = getattr(owner, name), count(1)
+
+    @functools.wraps(real)
+    def intercepted(*arguments: Any, **named: Any) -> Any:
+        return around(next(calls), lambda: real(*arguments, **named), arguments)
+
+    setattr(owner, name, intercepted)
 
 
 class Armed(Protocol):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,34 +14,29 @@ import torch
 from safetensors.torch import load_file
 
 from hybrid_rlhf.functional.losses import LossSum
-from tests.faults.killing import run_step
+from tests.faults.killing import intercept, run_step
 from tests.faults.steps import MODULES, step_line, write_rows
 
 
-def nan_loss(result: Any) -> Any:
-    return replace(result, total=result.total * math.nan) if isinstance(result, LossSum) else nan_loss_of_pair(result)
+def nan_loss(result: Any, arguments: Sequence[Any]) -> Any:
+    """Of a LossSum, alone or first of several."""
+    if isinstance(result, LossSum):
+        return replace(result, total=result.total * math.nan)
+    return (nan_loss(result[0], arguments), *result[1:])
 
 
-def nan_loss_of_pair(result: Any) -> Any:
-    return (nan_loss(result[0]), *result[1:])
-
-
-def nan_tensor(result: Any) -> Any:
+def nan_tensor(result: Any, arguments: Sequence[Any]) -> Any:
     return result * math.nan
 
 
-def nan_weight(result: Any) -> Any:
-    """After a step of an engine, which the caller is asked for."""
-    import inspect
-
-    frame = inspect.currentframe()
-    engine = frame.f_back.f_locals["arguments"][0]  # type: ignore[union-attr]
+def nan_weight(result: Any, arguments: Sequence[Any]) -> Any:
+    """After a step of an engine."""
     with torch.no_grad():
-        next(engine.module.parameters()).view(-1)[:40].fill_(math.nan)
+        next(arguments[0].module.parameters()).view(-1)[:40].fill_(math.nan)
     return result
 
 
-def infinite_gradient(result: Any) -> Any:
+def infinite_gradient(result: Any, arguments: Sequence[Any]) -> Any:
     """A finite loss whose gradient is not."""
     return replace(result, total=result.total + (result.total * 0).abs().sqrt())
 
@@ -53,26 +46,16 @@ class Poison:
     """Changes what some calls of a function return, on one rank or all."""
 
     place: str
-    change: Callable[[Any], Any]
+    change: Callable[[Any, Sequence[Any]], Any]
     calls: tuple[int, ...]
     rank: int | None = 0
 
     def arm(self) -> None:
-        module, _, path = self.place.partition(":")
-        owner: Any = import_module(module)
-        *outer, name = path.split(".")
-        for part in outer:
-            owner = getattr(owner, part)
-        real, count = getattr(owner, name), 0
+        def around(call: int, run: Callable[[], Any], arguments: Sequence[Any]) -> Any:
+            result = run()
+            return self.change(result, arguments) if call in self.calls else result
 
-        @functools.wraps(real)
-        def poisoned(*arguments: Any, **named: Any) -> Any:
-            nonlocal count
-            count += 1
-            result = real(*arguments, **named)
-            return self.change(result) if count in self.calls else result
-
-        setattr(owner, name, poisoned)
+        intercept(self.place, around)
 
 
 def metrics(output: Path) -> list[dict[str, Any]]:

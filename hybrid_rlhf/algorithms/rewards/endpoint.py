@@ -25,7 +25,7 @@ from hybrid_rlhf.algorithms.rewards.replies import Address, Reply, failed, read_
 from hybrid_rlhf.algorithms.rewards.waits import wait_seconds
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rewards import RewardPartConfig, expanded_url
-from hybrid_rlhf.models.tokenizers import first_line
+from hybrid_rlhf.models.folders import first_line
 
 logging.getLogger("httpx2").setLevel(logging.WARNING)  # at INFO it tells whole URLs
 REQUESTS_PER_REPLICA = 8

@@ -25,7 +25,7 @@ from hybrid_rlhf.algorithms.rewards.parts import Ratings, RewardPart, Share
 from hybrid_rlhf.algorithms.rewards.waits import wait_seconds
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rewards import RewardPartConfig
-from hybrid_rlhf.models.tokenizers import first_line
+from hybrid_rlhf.models.folders import first_line
 
 RewardFunction = Callable[..., Any]
 MOST_HANGING_CALLS = 4

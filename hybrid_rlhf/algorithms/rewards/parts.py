@@ -19,6 +19,7 @@ import torch
 from hybrid_rlhf.algorithms.experience import Sequences
 from hybrid_rlhf.algorithms.rewards.answers import Answers
 from hybrid_rlhf.configs.rewards import OnFailure, RewardPartConfig
+from hybrid_rlhf.runtime.logs import shortened
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -129,9 +130,3 @@ def _is_score(value: object) -> bool:
 def _plain(value: object) -> object:
     """Arrays and tensors, also those of one number, as Python has them."""
     return value.tolist() if isinstance(value, (torch.Tensor, np.ndarray, np.generic)) else value
-
-
-def shortened(text: str, limit: int = 60) -> str:
-    """Text on one line, cut."""
-    line = " ".join(text.split())
-    return line if len(line) <= limit else line[: limit - 1] + "…"

@@ -13,9 +13,10 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 import httpx2
 
-from hybrid_rlhf.algorithms.rewards.parts import Ratings, shortened
+from hybrid_rlhf.algorithms.rewards.parts import Ratings
 from hybrid_rlhf.configs.rewards import shown_url
-from hybrid_rlhf.models.tokenizers import first_line
+from hybrid_rlhf.models.folders import first_line
+from hybrid_rlhf.runtime.logs import shortened
 
 MOST_ANSWER_BYTES = 16 * 2**20
 """Unpacked. A score takes some twenty bytes, so this is plenty; what is longer is no answer."""
