@@ -10,11 +10,11 @@ demo: $(VENV)/.demo
 	$(VENV)/bin/python train.py $(ARGS)
 
 test: $(VENV)/.test
-	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -n logical --maxprocesses 4 --dist load $(ARGS)
+	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -n logical --maxprocesses 4 --dist loadfile $(ARGS)
 
 # The long trials: runs killed at every place, all layouts, 500 steps, an hour of fuzzing in the small. About an hour.
 faults: $(VENV)/.test
-	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -n logical --maxprocesses 4 --dist load -m "faults or not gpu" \
+	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -n logical --maxprocesses 4 --dist loadfile -m "faults or not gpu" \
 		tests/faults tests/fuzz tests/engines/test_checkpoints.py $(ARGS)
 
 lint: $(VENV)/.test

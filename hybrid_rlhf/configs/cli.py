@@ -276,8 +276,8 @@ def _describe(report: str, keys: Mapping[str, Any]) -> str:
 
 def _type_name(hint: Any) -> str:
     parts = typing.get_args(hint)
-    if hint is type(None):
-        return "null"
+    if hint in (type(None), ...):
+        return "..." if hint is ... else "null"
     if typing.get_origin(hint) is Literal:
         return f"one of {', '.join(map(str, parts))}"
     if _is_union(hint):

@@ -12,7 +12,9 @@ from typing import Any, TypeVar
 
 import deepspeed
 import torch
+from deepspeed.utils import groups
 from torch import nn
+from torch.distributed import distributed_c10d
 from transformers import PreTrainedModel
 
 from hybrid_rlhf.configs.ppo import RolloutConfig
@@ -134,5 +136,8 @@ def _prepare_deepspeed(world: World) -> None:
     if world.device.type == "cpu":
         # Its shared-memory all-reduce serves tensor-parallel inference; building it takes 40 s on a fresh machine.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    seen = groups._WORLD_GROUP
+    if seen is not None and seen not in distributed_c10d._world.pg_group_ranks:
+        groups._release_process_group_references()  # those of a world of this process that was closed
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed(dist_backend="nccl" if world.device.type == "cuda" else "gloo", verbose=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from hybrid_rlhf.engines.schedules import lr_factor
 from hybrid_rlhf.functional.losses import sft_loss
 from hybrid_rlhf.generation import SamplingParams
 from hybrid_rlhf.models.saving import save_model
-from hybrid_rlhf.runtime.world import World
+from hybrid_rlhf.runtime.world import World, close_world, init_world
 from tests.engines.ranks import run_ranks
 from tests.tiny import tiny_tokenizer
 
@@ -216,3 +217,18 @@ def test_a_bad_deepspeed_json_is_refused(text: str, rule: str, tmp_path: Path) -
         read_overrides(str(file))
     with pytest.raises(UserError, match="does not exist"):
         read_overrides(str(tmp_path / "absent.json"))
+
+
+def twice(world: World, path: Path) -> list[float]:
+    """The same update in a world, and in the next one of this process."""
+    losses = [train_step(build_engine(spec(path, stage=2), world), world)]
+    close_world()
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        del os.environ[name]
+    alone = init_world()
+    return [*losses, train_step(build_engine(spec(path, stage=2), alone), alone)]
+
+
+def test_a_process_can_train_in_one_world_after_another(tmp_path: Path, model_folder: Path) -> None:
+    first, second = run_ranks(twice, 1, tmp_path, model_folder)[0]
+    assert first == second
