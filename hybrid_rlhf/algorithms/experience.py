@@ -10,12 +10,13 @@ position: logprobs[n, t] of token t, values[n, t] of the state in which it is ch
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hybrid_rlhf.configs.batch_plan import MicroBatches
 from hybrid_rlhf.data.loaders import deal
@@ -56,44 +57,64 @@ class Sequences:
         picked["attention_mask"] = picked["attention_mask"] & (present[:, None] | first)
         return Sequences(**picked)
 
+    @staticmethod
+    def joined(parts: Sequence[Sequences]) -> Sequences:
+        """Rows of several, padded to the longest."""
+        width = max(part.input_ids.shape[1] for part in parts)
+        return Sequences(
+            **{f.name: torch.cat([_padded(getattr(part, f.name), width) for part in parts]) for f in fields(Sequences)}
+        )
+
 
 @dataclass(frozen=True)
 class Experience:
-    """What PPO learns from: sequences and what the roles said of them."""
+    """What is learned from: sequences, what the roles said of them, and what the algorithm made of it."""
 
     sequences: Sequences
     old_logprobs: Tensor
     """[N, T] float32, of the actor that sampled: by the training forward, or, where a rollout makes one update and that
     forward is still to come, by the generator."""
-    ref_logprobs: Tensor
-    """[N, T] float32, of the reference."""
-    old_values: Tensor
-    """[N, T] float32, of the critic at the time."""
     scores: Tensor
-    """[N] float32, of the reward model, with penalties, unscaled."""
+    """[N] float32, of the reward, with penalties, unscaled."""
     rewards: Tensor
     """[N, T] float32, KL-shaped."""
     advantages: Tensor
     """[N, T] float32."""
-    returns: Tensor
-    """[N, T] float32."""
+    ref_logprobs: Tensor | None = None
+    """[N, T] float32, of the reference, where there is one."""
+    old_values: Tensor | None = None
+    """[N, T] float32, of the critic at the time, where there is one."""
+    returns: Tensor | None = None
+    """[N, T] float32, where there is a critic."""
 
     @property
-    def kl(self) -> Tensor:
-        """[N] KL to the reference of each completion, in nats (k1)."""
-        return masked_sum(self.old_logprobs - self.ref_logprobs, mask=self.sequences.response_mask, dim=1)
+    def kl(self) -> Tensor | None:
+        """[N] KL to the reference of each completion, in nats (k1); none: there is no reference."""
+        return completion_kl(self.old_logprobs, self.ref_logprobs, self.sequences.response_mask)
 
     @property
-    def explained_variance(self) -> float:
-        """1 - var(returns - values) / var(returns): 1 for a perfect critic, 0 for a constant one."""
+    def explained_variance(self) -> float | None:
+        """1 - var(returns - values) / var(returns): 1 for a perfect critic, 0 for a constant one; none: no critic."""
+        if self.old_values is None or self.returns is None:
+            return None
         mask = self.sequences.response_mask
         variance = masked_var(self.returns, mask=mask)
         return float(1 - masked_var(self.returns - self.old_values, mask=mask) / variance.clamp(min=1e-8))
 
+    def rows(self, rows: Sequence[int]) -> Self:
+        """Some rows."""
+        sequences = self.sequences.rows(rows)
+        width = sequences.input_ids.shape[1]
+        own = {name: _cut(tensor[list(rows)], width) for name, tensor in self._own().items()}
+        return replace(self, sequences=sequences, **own)
+
+    def _own(self) -> dict[str, Tensor]:
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "sequences"}
+        return {name: tensor for name, tensor in values.items() if tensor is not None}
+
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by name, for a checkpoint."""
-        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "sequences"}
-        return own | {f"sequences.{f.name}": getattr(self.sequences, f.name) for f in fields(self.sequences)}
+        return self._own() | {f"sequences.{f.name}": getattr(self.sequences, f.name) for f in fields(self.sequences)}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], device: torch.device) -> Self:
@@ -122,6 +143,7 @@ class Layout:
         rank: int,
         ranks: int,
         seed: Sequence[int],
+        together: int = 1,
     ) -> Layout:
         """Deal shuffled rows into mini-batches, and those by length to ranks; the same on every rank.
 
@@ -132,19 +154,25 @@ class Layout:
             rank: whose micro-batches to give.
             ranks: how many share each mini-batch.
             seed: keys of the shuffle.
+            together: neighbours that stay in one micro-batch.
         """
-        lengths = sequences.lengths.tolist()
-        tokens = sequences.response_mask.sum(dim=1).tolist()
+        lengths, tokens = (
+            column.view(-1, together).sum(dim=1).tolist()
+            for column in (sequences.lengths, sequences.response_mask.sum(dim=1))
+        )
+        if micro_batches.rows is not None:
+            micro_batches = replace(micro_batches, rows=max(1, micro_batches.rows // together))
         order = np.random.default_rng(list(seed)).permutation(len(lengths)).tolist()
         size = -(-len(order) // mini_batches)
         parts = [order[start : start + size] for start in range(0, len(order), size)]
+        dealt = [
+            deal(part, [lengths[i] for i in part], rank=rank, ranks=ranks, micro_batches=micro_batches)
+            for part in parts
+        ]
         return Layout(
-            [
-                deal(part, [lengths[i] for i in part], rank=rank, ranks=ranks, micro_batches=micro_batches)
-                for part in parts
-            ],
+            [[_neighbours(units, together) for units in micro] for micro in dealt],
             [float(sum(tokens[i] for i in part)) for part in parts],
-            [len(part) for part in parts],
+            [len(part) * together for part in parts],
         )
 
 
@@ -157,6 +185,20 @@ def scatter_rows(target: Tensor, indices: Sequence[int | None], values: Tensor) 
             target[index] = values[row]
         else:
             target[index, : values.shape[1]] = values[row]
+
+
+def completion_kl(logprobs: Tensor, ref_logprobs: Tensor | None, mask: Tensor) -> Tensor | None:
+    """[N] KL to the reference of each completion, in nats (k1), of log-probs [N, T]; none: there is no reference."""
+    return None if ref_logprobs is None else masked_sum(logprobs - ref_logprobs, mask=mask, dim=1)
+
+
+def _neighbours(units: Sequence[int | None], together: int) -> list[int | None]:
+    """The rows of units of neighbours."""
+    return [None if unit is None else unit * together + place for unit in units for place in range(together)]
+
+
+def _padded(tensor: Tensor, width: int) -> Tensor:
+    return pad(tensor, (0, width - tensor.shape[1])) if tensor.dim() == 2 else tensor
 
 
 def _cut(tensor: Tensor, width: int) -> Tensor:

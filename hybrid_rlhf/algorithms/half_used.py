@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from hybrid_rlhf.algorithms.experience import Experience
-from hybrid_rlhf.algorithms.ppo import Progress
+from hybrid_rlhf.algorithms.updater import Progress
 from hybrid_rlhf.runtime.world import World
 
 
@@ -27,6 +27,8 @@ class HalfUsed:
     progress: Progress
     start: float | None
     """When the step began, in seconds of this process; none: in another one."""
+    sampled_tokens: tuple[float, float] = (0.0, 0.0)
+    """Of all completions, chosen or not, and of these with their prompts."""
 
     def state_dict(self, world: World) -> dict[str, Any]:
         """What a checkpoint keeps beside the experience's tensors; every rank calls."""

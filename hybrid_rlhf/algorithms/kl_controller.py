@@ -5,7 +5,7 @@ Source: Ziegler et al. 2019 (arXiv 1909.08593), section 2.2; N details, no. 20.
 
 from __future__ import annotations
 
-from hybrid_rlhf.configs.ppo import AlgorithmConfig
+from hybrid_rlhf.configs.on_policy import AlgorithmConfig
 
 
 class KLController:

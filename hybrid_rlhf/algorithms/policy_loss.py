@@ -1,6 +1,6 @@
-"""The actor's loss on a micro-batch of experience: clipped surrogate, entropy bonus, KL where it is a term of the loss.
+"""The actor's loss on a micro-batch: the algorithm's own, an entropy bonus, the KL where it is a term of the loss.
 
-Source: see ppo.py. All terms are sums over response tokens, weighed alike, divided once by the caller.
+All terms are sums over response tokens, weighed alike, divided once by the caller.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.algorithms.experience import Experience
-from hybrid_rlhf.configs.ppo import AlgorithmConfig
+from hybrid_rlhf.algorithms.on_policy import OnPolicyAlgorithm, Tokens
 from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.functional.aggregation import correction_weights, length_weights
 from hybrid_rlhf.functional.divergences import KL_ESTIMATORS
-from hybrid_rlhf.functional.losses import LossSum, ppo_policy_loss
+from hybrid_rlhf.functional.losses import LossSum
 from hybrid_rlhf.functional.masking import masked_sum
 
 
@@ -34,9 +34,11 @@ class MiniBatch:
 class PolicyLoss:
     """Computes it with an actor."""
 
-    def __init__(self, actor: ModelEngine, config: AlgorithmConfig, *, temperature: float, max_tokens: int) -> None:
+    def __init__(
+        self, actor: ModelEngine, algorithm: OnPolicyAlgorithm, *, temperature: float, max_tokens: int
+    ) -> None:
         """Args: the actor, the algorithm, and the rollout's temperature and longest completion."""
-        self._actor, self._config = actor, config
+        self._actor, self._algorithm, self._config = actor, algorithm, algorithm.config
         self._temperature, self._max_tokens = temperature, max_tokens
 
     def __call__(
@@ -60,16 +62,15 @@ class PolicyLoss:
             )  # fmt: skip
             weights = weights * correction
             stats["correction"] = masked_sum(correction, mask=mask)
-        loss = ppo_policy_loss(
-            logprobs, old_logprobs=old, advantages=rows_like(experience.advantages, indices, mask), mask=mask,
-            clip_low=config.clip_low, clip_high=config.clip_high, dual_clip=config.dual_clip, weights=weights,
-        )  # fmt: skip
+        ref = None if experience.ref_logprobs is None else rows_like(experience.ref_logprobs, indices, mask)
+        advantages = rows_like(experience.advantages, indices, mask)
+        each = mini_batch.tokens / max(mini_batch.sequences, 1)
+        loss = self._algorithm.loss(Tokens(logprobs, old, advantages, mask, weights, ref, each))
         total = loss.total
         if config.entropy_coef:
             total = total - config.entropy_coef * masked_sum(weights * entropy, mask=mask)
-        if config.kl_in == "loss":
-            reference = rows_like(experience.ref_logprobs, indices, mask)
-            kl = KL_ESTIMATORS[config.kl_estimator](logprobs, ref_logprobs=reference)
+        if config.kl_in == "loss" and ref is not None:
+            kl = KL_ESTIMATORS[config.kl_estimator](logprobs, ref_logprobs=ref)
             total = total + mini_batch.kl_coef * masked_sum(weights * kl, mask=mask)
             stats["kl"] = masked_sum(kl.detach(), mask=mask)
         stats["entropy"] = masked_sum(entropy.detach(), mask=mask)

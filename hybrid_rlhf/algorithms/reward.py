@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
+from hybrid_rlhf.algorithms.supervised import Objective
 from hybrid_rlhf.data.collation import PreferenceBatch, collate_preferences
 from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.functional.losses import LossSum, pairwise_reward_loss
 from hybrid_rlhf.models.policy import scores_at_end
 
 
-class RewardObjective:
+class RewardObjective(Objective[PreferenceBatch]):
     """Scores that put the better answer above the worse."""
 
     name = "reward"

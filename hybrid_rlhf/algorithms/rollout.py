@@ -1,4 +1,4 @@
-"""Prompts to experience: sample, score, log-probs, values, rewards, advantages.
+"""Prompts to experience: sample, rate, select, log-probs, values, rewards, advantages.
 
 Old log-probs come from the training forward over the very micro-batches of the first epoch, so that the first
 mini-batch has ratio 1 exactly; with a single update they are that update's own. Rewards are InstructGPT's: the score at
@@ -8,8 +8,9 @@ the last response token, less a KL penalty a token.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,68 +18,20 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.algorithms.experience import Experience, Layout, Sequences, scatter_rows
-from hybrid_rlhf.algorithms.rewards import Answers, Reward
+from hybrid_rlhf.algorithms.on_policy import Judged, OnPolicyAlgorithm
+from hybrid_rlhf.algorithms.rewards import Answers
+from hybrid_rlhf.algorithms.roles import Roles
 from hybrid_rlhf.algorithms.score_scaling import ScoreScaling
+from hybrid_rlhf.algorithms.scoring import Rated, Scored, score_penalties
 from hybrid_rlhf.configs.batch_plan import MicroBatches
-from hybrid_rlhf.configs.ppo import AlgorithmConfig, RolloutConfig
+from hybrid_rlhf.configs.ppo import RolloutConfig
 from hybrid_rlhf.engines.engine import ModelEngine
-from hybrid_rlhf.engines.hybrid import HybridEngine
-from hybrid_rlhf.functional.advantages import gae, shaped_rewards
+from hybrid_rlhf.functional.advantages import shaped_rewards
 from hybrid_rlhf.functional.divergences import KL_ESTIMATORS
 from hybrid_rlhf.functional.masking import masked_whiten
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams, derive_seed
 from hybrid_rlhf.models.policy import values_before
 from hybrid_rlhf.runtime.timers import Timers
-
-
-@dataclass(frozen=True)
-class Roles:
-    """The four roles. No reference: the actor under its adapters."""
-
-    actor: HybridEngine
-    critic: ModelEngine
-    reward: Reward
-    reference: ModelEngine | None
-
-
-@dataclass(frozen=True)
-class Rated:
-    """A rollout with its scores. Rows that the reward dropped are gone, so that nothing after counts them."""
-
-    sequences: Sequences
-    rows: list[int]
-    """Of each sequence, its row in the rollout as it was sampled."""
-    scores: Tensor
-    """[N] float32, without penalties."""
-    metrics: dict[str, float]
-    """Of the reward's parts."""
-
-
-@dataclass(frozen=True)
-class Scored:
-    """What the roles say of sequences: [N, T], scores [N]; float32, whole on every rank."""
-
-    rated: Rated
-    old_logprobs: Tensor
-    ref_logprobs: Tensor
-    old_values: Tensor
-    penalties: Tensor
-    """[N], to be subtracted."""
-
-    @property
-    def sequences(self) -> Sequences:
-        """What was read."""
-        return self.rated.sequences
-
-    @property
-    def scores(self) -> Tensor:
-        """[N] without penalties."""
-        return self.rated.scores
-
-    @property
-    def penalised(self) -> Tensor:
-        """[N] scores with penalties."""
-        return self.scores - self.penalties
 
 
 class Rollout:
@@ -89,53 +42,59 @@ class Rollout:
         roles: Roles,
         *,
         sampling: RolloutConfig,
-        algorithm: AlgorithmConfig,
+        algorithm: OnPolicyAlgorithm,
+        reads_reference: bool = True,
         tokenizer: PreTrainedTokenizerBase,
         stop_token_ids: tuple[int, ...],
         micro_batches: MicroBatches,
         seed: int,
         timers: Timers,
     ) -> None:
-        self._roles = roles
-        self._config = sampling
+        self._roles, self._config, self._reads_reference = roles, sampling, reads_reference
         self._algorithm = algorithm
         self._tokenizer = tokenizer
         self._stop = stop_token_ids
-        packs = all(
-            role.packs for role in (roles.actor, roles.critic, roles.reward, roles.reference) if role is not None
-        )
-        self._micro_batches = replace(micro_batches, padded=not packs)
+        self._micro_batches = replace(micro_batches, padded=not roles.packs)
         self._seed = seed
         self._timers = timers
         self._world = roles.actor.world
-        self.scaling = ScoreScaling(algorithm.score_scaling)
+        self.scaling = ScoreScaling(algorithm.config.score_scaling)
 
-    def sample(self, prompts: Sequence[Mapping[str, Any]], *, step: int) -> Sequences:
+    def sample(
+        self, prompts: Sequence[Mapping[str, Any]], *, step: int, first: int = 0, greedy: bool = False
+    ) -> Sequences:
         """Completions of all prompts, each group of ranks that generates together sampling its share.
 
         Args:
             prompts: rows with `input_ids`, the same on every rank.
             step: key of the random streams: prompt i of a step samples alike on any number of ranks.
+            first: place in the step of the first prompt.
+            greedy: after the completions of each prompt that the config asks for, one greedy one.
         """
         world, config = self._world, self._config
         together = self._roles.actor.generation_world
         mine = range(world.rank // together.size, len(prompts), world.size // together.size)
-        requests = [
+        drawn = [
             SamplingParams(
                 max_new_tokens=config.max_new_tokens, temperature=config.temperature, top_p=config.top_p,
-                top_k=config.top_k, n=config.samples_per_prompt, seed=derive_seed(self._seed, step, index),
+                top_k=config.top_k, n=config.samples_per_prompt, seed=derive_seed(self._seed, step, first + index),
             )
             for index in mine
         ]  # fmt: skip
+        requests = drawn + ([replace(params, n=1, greedy=True) for params in drawn] if greedy else [])
+        asked = [prompts[i]["input_ids"] for i in mine]
         with self._roles.actor.inference(stop_token_ids=self._stop) as generation, self._timers("generation"):
-            completions = generation.generate([prompts[i]["input_ids"] for i in mine], requests)
-        told = dict(zip(mine, completions, strict=True)) if together.is_main else {}
-        gathered = world.all_gather_objects(told)
-        by_prompt = {index: samples for part in gathered for index, samples in part.items()}
+            completions = generation.generate(asked * (2 if greedy else 1), requests)
+        told = list(zip([*mine, *mine], completions, strict=False)) if together.is_main else []
+        by_prompt: dict[int, list[Completion]] = defaultdict(list)
+        for index, samples in (pair for part in world.all_gather_objects(told) for pair in part):
+            by_prompt[index] += samples
         pairs = [(list(prompts[i]["input_ids"]), sample) for i in range(len(prompts)) for sample in by_prompt[i]]
         return _sequences(pairs, world.device)
 
-    def layout(self, sequences: Sequences, *, step: int, epoch: int, mini_batches: int) -> Layout:
+    def layout(
+        self, sequences: Sequences, *, step: int = 0, epoch: int = 0, mini_batches: int = 1, together: int = 1
+    ) -> Layout:
         """The mini-batches of an epoch, and this rank's micro-batches of them."""
         return Layout.plan(
             sequences,
@@ -144,23 +103,39 @@ class Rollout:
             rank=self._world.rank,
             ranks=self._world.size,
             seed=(self._seed, step, epoch),
+            together=together,
         )
 
-    def rate(self, prompts: Sequence[Mapping[str, Any]], sequences: Sequences) -> Rated:
-        """Let the reward read the sequences of prompts; what it drops is left out.
+    def rate(
+        self, prompts: Sequence[Mapping[str, Any]], sequences: Sequences, *, first: int = 0, greedy: bool = False
+    ) -> Rated:
+        """Let the reward read the sequences of prompts, equally many of each; what it drops is left out.
+
+        Args:
+            prompts: rows, the same on every rank.
+            sequences: completions, neighbours those of one prompt.
+            first: place in the step of the first prompt.
+            greedy: whether the last of each prompt is greedy; a prompt without it is dropped.
 
         Raises:
             UserError: on every rank, as the reward's parts say.
         """
-        whole = self.layout(sequences, step=0, epoch=0, mini_batches=1)
+        layout = self.layout(sequences)
         with self._timers("scoring"):
             report = self._roles.reward(
-                sequences, whole.mini_batches[0], lambda: Answers.read(prompts, sequences, self._tokenizer)
+                sequences, layout.mini_batches[0], lambda: Answers.read(prompts, sequences, self._tokenizer)
             )
-        rows = sorted({*range(len(sequences.input_ids))}.difference(report.dropped))
-        if not report.dropped:
-            return Rated(sequences, rows, report.scores, report.metrics)
-        return Rated(sequences.rows(rows), rows, report.scores[rows], report.metrics)
+        count, device = len(sequences.input_ids), self._world.device
+        kept = torch.ones(count, dtype=torch.bool, device=device)
+        kept[report.dropped] = False
+        each, row = count // len(prompts), torch.arange(count, device=device)
+        penalties = score_penalties(sequences, self._algorithm.config, max_new_tokens=self._config.max_new_tokens)
+        whole = Rated(sequences, first + row // each, report.scores, penalties, report.metrics)
+        if not greedy:
+            return whole.select(kept)
+        last = row % each == each - 1
+        kept &= kept[last][row // each]
+        return replace(whole.select(kept & ~last), greedy=whole.select(kept & last))
 
     @torch.no_grad()
     def score(self, rated: Rated, layout: Layout) -> Scored:
@@ -169,62 +144,74 @@ class Rollout:
         The actor does not where a rollout makes one update: its log-probs come with that update's own forward, and
         until then the generator's stand for them.
         """
-        sequences = rated.sequences
-        shape = sequences.input_ids.shape
-        device = self._world.device
-        old, ref, values = (torch.zeros(shape, device=device) for _ in range(3))
-        roles, temperature = self._roles, self._config.temperature
-        reads_actor = not self._algorithm.updates_once
+        sequences, roles, temperature = rated.sequences, self._roles, self._config.temperature
+        micro_batches = [micro for mini in layout.mini_batches for micro in mini]
+        batches = [(indices, sequences.rows(indices)) for indices in micro_batches]
+        old, ref, values = sequences.sampled_logprobs, None, None
         with self._timers("scoring"):
-            micro_batches = [micro for mini in layout.mini_batches for micro in mini]
-            batches = [(indices, sequences.rows(indices)) for indices in micro_batches]
-            with self._reference() as reference:
-                for indices, batch in batches:
-                    read = reference(batch.input_ids, batch.attention_mask, batch.response_mask, temperature)
-                    scatter_rows(ref, indices, read[0])
-            for indices, batch in batches:
-                ids, mask = batch.input_ids, batch.attention_mask
-                if reads_actor:
-                    scatter_rows(old, indices, roles.actor(ids, mask, batch.response_mask, temperature)[0])
-                scatter_rows(values, indices, values_before(roles.critic(ids, mask)))
-            # Each row was filled by one rank and is zero on the others.
-            for tensor in (old, ref, values):
-                self._world.all_reduce(tensor)
-        penalties = (
-            self._algorithm.missing_eos_penalty * (~sequences.stopped)
-            + self._algorithm.length_penalty * sequences.response_mask.sum(dim=1)
-        ).float()
-        return Scored(rated, old if reads_actor else sequences.sampled_logprobs, ref, values, penalties)
+            if self._reads_reference:
+                with self._reference() as reference:
+                    ref = self._read(batches, sequences, lambda batch: _logprobs(reference, batch, temperature))
+            if not self._algorithm.config.updates_once:
+                old = self._read(batches, sequences, lambda batch: _logprobs(roles.actor, batch, temperature))
+            if (critic := roles.critic) is not None:
+                values = self._read(
+                    batches, sequences, lambda batch: values_before(critic(batch.input_ids, batch.attention_mask))
+                )
+        return Scored(rated, old, ref, values)
+
+    def _read(
+        self,
+        batches: Sequence[tuple[list[int | None], Sequences]],
+        whole: Sequences,
+        read: Callable[[Sequences], Tensor],
+    ) -> Tensor:
+        """[N, T] what is read of each row, whole on every rank."""
+        found = torch.zeros(whole.input_ids.shape, device=self._world.device)
+        for indices, batch in batches:
+            scatter_rows(found, indices, read(batch))
+        return self._world.all_reduce(found)  # each row was filled by one rank and is zero on the others
 
     def experience(self, scored: Scored, *, kl_coef: float) -> Experience:
         """Rewards, advantages and returns; computed alike on every rank."""
-        algorithm, mask = self._algorithm, scored.sequences.response_mask
-        rewards = shaped_rewards(
-            scores=self.scaling(scored.scores) - scored.penalties,
-            kl=KL_ESTIMATORS[algorithm.kl_estimator](scored.old_logprobs, ref_logprobs=scored.ref_logprobs),
-            mask=mask,
-            kl_coef=kl_coef if algorithm.kl_in == "reward" else 0.0,
-            score_clip=algorithm.score_clip,
+        config, rated, mask = self._algorithm.config, scored.rated, scored.sequences.response_mask
+        kl = torch.zeros_like(scored.old_logprobs)
+        if scored.ref_logprobs is not None and config.kl_in == "reward":
+            kl = KL_ESTIMATORS[config.kl_estimator](scored.old_logprobs, ref_logprobs=scored.ref_logprobs)
+        scores = self.scaling(rated.scores) - rated.penalties
+        rewards = shaped_rewards(scores=scores, kl=kl, mask=mask, kl_coef=kl_coef, score_clip=config.score_clip)
+        if config.whiten_rewards:
+            rewards = masked_whiten(rewards, mask=mask, shift_mean=False, unbiased=config.whiten_unbiased)
+        estimate = self._algorithm.estimate(
+            Judged(rewards, mask, rated.prompts, scored.old_values, self._greedy_scores(rated))
         )
-        if algorithm.whiten_rewards:
-            rewards = masked_whiten(rewards, mask=mask, shift_mean=False, unbiased=algorithm.whiten_unbiased)
-        advantages, returns = gae(
-            rewards, values=scored.old_values, mask=mask, gamma=algorithm.gamma, lam=algorithm.lam
-        )
-        if algorithm.whiten_advantages:
+        advantages = estimate.advantages
+        if config.whiten_advantages:
             advantages = masked_whiten(
-                advantages, mask=mask, shift_mean=algorithm.whiten_shift_mean, unbiased=algorithm.whiten_unbiased
+                advantages, mask=mask, shift_mean=config.whiten_shift_mean, unbiased=config.whiten_unbiased
             )
         return Experience(
-            scored.sequences, scored.old_logprobs, scored.ref_logprobs, scored.old_values, scored.penalised, rewards,
-            advantages, returns,
+            scored.sequences, scored.old_logprobs, rated.penalised, rewards, advantages, scored.ref_logprobs,
+            scored.old_values, estimate.returns,
         )  # fmt: skip
+
+    def _greedy_scores(self, rated: Rated) -> Tensor | None:
+        """[N] of the greedy completion of each one's prompt, as its own score is taken."""
+        if (greedy := rated.greedy) is None:
+            return None
+        scores = self.scaling.scaled(greedy.scores) - greedy.penalties
+        return scores[torch.searchsorted(greedy.prompts, rated.prompts)]
 
     @contextlib.contextmanager
     def _reference(self) -> Iterator[ModelEngine]:
         reference = self._roles.reference
         with self._roles.actor.reference() if reference is None else reference.on_device():
             yield self._roles.actor if reference is None else reference
+
+
+def _logprobs(engine: ModelEngine, batch: Sequences, temperature: float) -> Tensor:
+    logprobs: Tensor = engine(batch.input_ids, batch.attention_mask, batch.response_mask, temperature)[0]
+    return logprobs
 
 
 def _sequences(pairs: Sequence[tuple[list[int], Completion]], device: torch.device) -> Sequences:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
-from torch import Tensor
 
 from hybrid_rlhf.algorithms.experience import Experience
-from hybrid_rlhf.algorithms.rollout import Scored
+from hybrid_rlhf.algorithms.roles import Roles
+from hybrid_rlhf.algorithms.scoring import Scored
 from hybrid_rlhf.functional.masking import masked_mean, masked_sum
+from hybrid_rlhf.runtime.profiling import decode_roofline, model_flops_utilisation
+from hybrid_rlhf.runtime.timers import peak_memory_gib
 
 
 def rollout_metrics(experience: Experience) -> dict[str, float]:
@@ -15,13 +19,14 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
     sequences = experience.sequences
     mask = sequences.response_mask
     difference = torch.where(mask, (sequences.sampled_logprobs - experience.old_logprobs).abs(), 0.0)
+    kl, explained = experience.kl, experience.explained_variance
     return {
-        "objective/kl": float(experience.kl.mean()),
+        **({} if kl is None else {"objective/kl": float(kl.mean())}),
+        **({} if explained is None else {"val/explained_variance": explained}),
         "objective/entropy": float(masked_sum(-experience.old_logprobs, mask=mask, dim=1).mean()),
         "objective/scores": float(experience.scores.mean()),
         "objective/scores_std": float(experience.scores.std(correction=0)),
         "objective/rlhf_reward": float(experience.rewards.sum(dim=1).mean()),
-        "val/explained_variance": experience.explained_variance,
         "completions/mean_length": float(mask.sum(dim=1).float().mean()),
         "completions/clipped_ratio": float((~sequences.stopped).float().mean()),
         "rollout/logprob_abs_diff_mean": float(masked_mean(difference, mask=mask)),
@@ -31,17 +36,40 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
 
 def evaluation_metrics(scored: Scored, *, prefix: str) -> dict[str, float]:
     """What answers to held-out prompts are worth; KL and length a completion."""
-    sequences, kl = scored.sequences, completion_kl(scored)
+    sequences, scores, kl = scored.sequences, scored.rated.penalised, scored.kl
     return {
-        f"{prefix}/scores": float(scored.penalised.mean()),
-        f"{prefix}/scores_std": float(scored.penalised.std(correction=0)),
-        f"{prefix}/kl": float(kl.mean()),
+        f"{prefix}/scores": float(scores.mean()),
+        f"{prefix}/scores_std": float(scores.std(correction=0)),
+        **({} if kl is None else {f"{prefix}/kl": float(kl.mean())}),
         f"{prefix}/mean_length": float(sequences.response_mask.sum(dim=1).float().mean()),
         f"{prefix}/clipped_ratio": float((~sequences.stopped).float().mean()),
         **{f"{prefix}/{name}": value for name, value in scored.rated.metrics.items()},
     }
 
 
-def completion_kl(scored: Scored) -> Tensor:
-    """[N] KL to the reference of each completion, in nats (k1)."""
-    return masked_sum(scored.old_logprobs - scored.ref_logprobs, mask=scored.sequences.response_mask, dim=1)
+def speed_metrics(
+    roles: Roles, sampled_tokens: tuple[float, float], trained_tokens: float, seconds: Mapping[str, float]
+) -> dict[str, float]:
+    """Where the time of a step went.
+
+    Args:
+        roles: that took part.
+        sampled_tokens: of all completions, and of these with their prompts.
+        trained_tokens: see UpdateReport.
+        seconds: of generation, training, whatever else was timed, and of the whole step.
+    """
+    actor, parts = roles.actor, {name: taken for name, taken in seconds.items() if name != "step"}
+    return {
+        "perf/generation_tokens_per_second": sampled_tokens[0] / seconds["generation"],
+        "perf/train_tokens_per_second": trained_tokens / seconds["training"],
+        "perf/tokens_per_second": sampled_tokens[1] / seconds["step"],
+        **model_flops_utilisation(
+            parameters=sum(role.parameters for role in roles.learners.values()), tokens=trained_tokens,
+            seconds=seconds["training"], ranks=actor.world.size, device=actor.device,
+        ),
+        **decode_roofline(read_bytes=actor.decode_bytes, seconds=seconds["generation"], device=actor.device),
+        **{f"time/{name}_seconds": taken for name, taken in parts.items()},
+        "time/other_seconds": seconds["step"] - sum(parts.values()),
+        "time/step_seconds": seconds["step"],
+        "memory/peak_gib": peak_memory_gib(actor.device),
+    }  # fmt: skip

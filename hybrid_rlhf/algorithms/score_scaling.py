@@ -40,6 +40,12 @@ class ScoreScaling:
             return scores
         if self._how == "running":
             self.observe(scores)
+        return self.scaled(scores)
+
+    def scaled(self, scores: Tensor) -> Tensor:
+        """Scores [N] scaled by the statistics so far."""
+        if self._how == "none":
+            return scores
         centred = scores - self._mean
         return centred / self._deviation if self._deviation else centred
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
+from hybrid_rlhf.algorithms.supervised import Objective
 from hybrid_rlhf.data.collation import TokenBatch, collate_tokens
 from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.functional.losses import LossSum, sft_loss
 
 
-class SFTObjective:
+class SFTObjective(Objective[TokenBatch]):
     """Negative log-likelihood of the assistant's tokens."""
 
     name = "sft"

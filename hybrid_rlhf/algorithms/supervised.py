@@ -7,13 +7,13 @@ micro-batches and ranks.
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
-from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.algorithms.continuation import Continuation, due
@@ -22,6 +22,7 @@ from hybrid_rlhf.algorithms.sums import RunningSums, global_count
 from hybrid_rlhf.configs.batch_plan import BatchPlan
 from hybrid_rlhf.configs.sections import TrainConfig
 from hybrid_rlhf.configs.whole_files import write_whole
+from hybrid_rlhf.data.augmented import Rows
 from hybrid_rlhf.data.loaders import BatchLoader
 from hybrid_rlhf.engines.checkpoints import LoopState
 from hybrid_rlhf.engines.engine import ModelEngine
@@ -36,24 +37,33 @@ from hybrid_rlhf.runtime.timers import peak_memory_gib
 BatchT = TypeVar("BatchT")
 
 
-class Objective(Protocol[BatchT]):
+class Objective(ABC, Generic[BatchT]):
     """What is learned from a batch."""
 
     name: str
     """Prefix of the training metrics."""
 
+    @abstractmethod
     def collate(self, rows: Sequence[Mapping[str, Any] | None]) -> BatchT:
         """Rows of the data to tensors on the device; None is an empty row."""
 
+    def prepare(self, engine: ModelEngine, batches: Sequence[BatchT]) -> Sequence[BatchT]:
+        """What must be known of all micro-batches of an update before the first loss; every rank calls."""
+        return batches
+
+    @abstractmethod
     def count(self, batch: BatchT) -> int:
         """What the loss on a batch is divided by."""
 
+    @abstractmethod
     def tokens(self, batch: BatchT) -> int:
         """Real tokens of a batch."""
 
+    @abstractmethod
     def loss(self, engine: ModelEngine, batch: BatchT) -> LossSum:
         """The loss on a batch."""
 
+    @abstractmethod
     def metrics(self, means: Mapping[str, float], prefix: str) -> dict[str, float]:
         """Means of the loss and its stats to metrics under a prefix."""
 
@@ -66,8 +76,8 @@ class SupervisedTrainer(Generic[BatchT]):
         objective: Objective[BatchT],
         engine: ModelEngine,
         *,
-        train: Dataset,
-        held_out: Dataset,
+        train: Rows,
+        held_out: Rows,
         plan: BatchPlan,
         config: TrainConfig,
         run: Run,
@@ -120,7 +130,7 @@ class SupervisedTrainer(Generic[BatchT]):
         objective, world = self._objective, self._world
         sums = RunningSums(world.device)
         with self._run.timers("training"):
-            batches = [objective.collate(rows) for rows in micro_batches]
+            batches = objective.prepare(self._engine, [objective.collate(rows) for rows in micro_batches])
             count = global_count(sum(objective.count(batch) for batch in batches), world)
             losses = []
             for batch in batches:
@@ -164,8 +174,9 @@ class SupervisedTrainer(Generic[BatchT]):
         )
         sums = RunningSums(self._world.device)
         for micro_batches in loader.iterate(1):
-            for rows in micro_batches:
-                sums.add(self._objective.loss(self._engine, self._objective.collate(rows)))
+            batches = [self._objective.collate(rows) for rows in micro_batches]
+            for batch in self._objective.prepare(self._engine, batches):
+                sums.add(self._objective.loss(self._engine, batch))
         return self._objective.metrics(sums.means(self._world), "eval")
 
     def _figures(self, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -173,7 +184,7 @@ class SupervisedTrainer(Generic[BatchT]):
         return {name: value for name, value in metrics.items() if name.startswith(wanted)}
 
 
-def train_loader(rows: Dataset, plan: BatchPlan, run: Run) -> BatchLoader:
+def train_loader(rows: Rows, plan: BatchPlan, run: Run) -> BatchLoader:
     """The training loader of a plan, seeded by the run."""
     return BatchLoader(
         rows,

@@ -29,6 +29,7 @@ from hybrid_rlhf.configs.credentials import redacted
 from hybrid_rlhf.configs.disk_faults import disk_fault
 from hybrid_rlhf.configs.errors import RankError, UserError
 from hybrid_rlhf.configs.files import parse_yaml, read_text
+from hybrid_rlhf.configs.presets import preset_values
 from hybrid_rlhf.configs.values import check_values, is_text
 from hybrid_rlhf.configs.whole_files import write_whole
 
@@ -64,8 +65,10 @@ def parse_config(
     files, overrides = _sort_words(words, keys)
     if defaults is not None:
         files.insert(0, str(defaults))
-    settings = [f"--config={file}" for file in files if _read_file(file, keys)]
-    parser = _parser(config_type, prog)  # type: ignore[arg-type]
+    contents = {file: content for file in files if (content := _read_file(file, keys))}
+    settings = [f"--config={file}" for file in contents]
+    said = [*map(_flat, contents.values()), _said(overrides)]
+    parser = _parser(config_type, prog, tuple(preset_values(config_type, said).items()))  # type: ignore[arg-type]
     try:
         parsed = parser.parse_args(settings + overrides)
         sections = parser.instantiate(parsed)
@@ -135,13 +138,14 @@ def _stop(message: str, *, every_rank: bool) -> NoReturn:
 
 
 @functools.cache
-def _parser(config_type: Any, prog: str | None) -> ArgumentParser:
+def _parser(config_type: Any, prog: str | None, presets: tuple[tuple[str, Any], ...] = ()) -> ArgumentParser:
     """Reads the docstrings of every section, which takes longest of all."""
     keys = dotted_keys(config_type)
     usage = "%(prog)s [--config FILE.yaml] [--KEY VALUE ...]"
     parser = ArgumentParser(prog=prog, exit_on_error=False, usage=usage, print_config=None)
     parser.add_argument("--config", action="config", help="YAML file of keys; may be given more than once")
     parser.add_class_arguments(config_type)
+    parser.set_defaults(dict(presets))
     parser.description = (config_type.__doc__ or "").strip()
     for action in parser._actions:  # --help shows the keys, not the parser's other ways to give them
         action.option_strings = [option for option in action.option_strings if not option.endswith("+")]
@@ -186,6 +190,15 @@ def _override(name: str, value: str, keys: Mapping[str, Any]) -> str:
         return f"--{name}={value}"
     _check(parse_yaml(f"{name}: {value}", f"--{name}"), "the command line", keys)
     return f"--config={name}: {value}"
+
+
+def _said(overrides: Sequence[str]) -> dict[str, Any]:
+    """Overrides as dotted keys and values."""
+    said: dict[str, Any] = {}
+    for word in overrides:
+        name, _, value = word.removeprefix("--").partition("=")
+        said |= _flat(yaml.safe_load(value)) if name == "config" else {name: value}
+    return said
 
 
 def _is_section(name: str, keys: Mapping[str, Any]) -> bool:

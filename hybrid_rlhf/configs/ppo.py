@@ -1,10 +1,13 @@
-"""Config of step 3, PPO with a critic."""
+"""Config of step 3, learning from the actor's own completions."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
+from hybrid_rlhf.configs.algorithms import ON_POLICY, OnPolicyName, OnPolicyTraits
+from hybrid_rlhf.configs.on_policy import AlgorithmConfig
 from hybrid_rlhf.configs.rewards import RewardPartConfig, require_distinct_names
 from hybrid_rlhf.configs.sections import (
     DataConfig,
@@ -48,7 +51,7 @@ class CriticConfig(TrainedRoleConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenRoleConfig:
-    """The reference. It shards as the actor does under ZeRO-3."""
+    """The reference, where anything asks for it. It shards as the actor does under ZeRO-3."""
 
     path: str | None = None
     """Model folder or hub name; none: where the actor starts."""
@@ -63,7 +66,7 @@ def frozen_zero(sibling: ZeroConfig, *, offload: bool) -> ZeroConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardRoleConfig:
-    """What completions are scored by. Models shard as the critic does under ZeRO-3."""
+    """What completions are scored by. Models shard as the critic does under ZeRO-3, or as the actor without one."""
 
     path: str | None = None
     """Reward model, a folder or hub name; or give parts."""
@@ -134,114 +137,14 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlgorithmConfig:
-    """PPO (Schulman et al. 2017, arXiv 1707.06347) as InstructGPT uses it."""
-
-    epochs: int = 1
-    """Passes over each rollout."""
-    mini_batches: int = 1
-    """Optimizer updates in one pass over a rollout."""
-    target_approxkl: float | None = None
-    """The passes end once approxkl of a mini-batch is above this; none: they never end early."""
-    critic_warmup_steps: int = 0
-    """Steps at the beginning in which the critic learns alone."""
-    kl_coef: float = 0.05
-    """Weight of the per-token KL penalty against the reference (N+ details)."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """log-ratio, half its square, or r - 1 - log r (joschu.net/blog/kl-approx.html)."""
-    kl_in: Literal["reward", "loss"] = "reward"
-    """reward: a penalty on each token's reward (InstructGPT); loss: a term of the actor's loss (GRPO)."""
-    kl_target: float | None = None
-    """KL a completion, in nats, that kl_coef is steered to; none: kl_coef stays."""
-    kl_horizon: int = 10000
-    """Completions over which kl_coef adapts (arXiv 1909.08593, section 2.2)."""
-    reference_refresh_every: int = 0
-    """Steps after which the reference takes the actor's weights; 0: never."""
-    gamma: float = 1.0
-    """Discount a token (InstructGPT: none)."""
-    lam: float = 0.95
-    """Lambda of generalised advantage estimation (arXiv 1506.02438)."""
-    clip_low: float = 0.2
-    """The ratio is clipped below 1 - clip_low."""
-    clip_high: float = 0.2
-    """The ratio is clipped above 1 + clip_high."""
-    dual_clip: float | None = None
-    """For negative advantages the loss is at most this times their size (arXiv 1912.09729: 3); none: no bound."""
-    value_clip: float = 0.2
-    """Values may move this far from the old ones in one rollout; 0 does not clip."""
-    score_scaling: Literal["none", "running", "initial"] = "none"
-    """Scores get mean 0 and deviation 1: those of all scores so far, or of the first actor's answers (InstructGPT)."""
-    score_clip: float | None = 5.0
-    """Scores are clipped to +- this (DeepSpeed-Chat); none does not clip."""
-    missing_eos_penalty: float = 0.0
-    """Subtracted from the score of a completion that never stops (the EOS trick of N+ details)."""
-    length_penalty: float = 0.0
-    """Subtracted from the score for each response token."""
-    whiten_rewards: bool = False
-    """Rewards of a rollout get variance 1 and keep their mean, over all ranks (N details, no. 18)."""
-    whiten_advantages: bool = True
-    """Advantages of a rollout get mean 0 and variance 1, over all ranks."""
-    whiten_shift_mean: bool = True
-    """Whether whitened advantages lose their mean."""
-    whiten_unbiased: bool = True
-    """Variance by the count less one (TRL, verl), or by the count (OpenAI's code of 2019)."""
-    loss_normalisation: Literal["token", "sequence", "fixed"] = "token"
-    """The actor's loss is a mean over tokens, over sequences of their means, or over max_new_tokens a sequence."""
-    sampler_correction: Literal["none", "truncate", "mask"] = "none"
-    """Tokens weigh p(training) / p(sampler): cut off at sampler_correction_clip, or left out where further off."""
-    sampler_correction_clip: float = 2.0
-    """Largest such weight (truncate); or the largest and, inverted, the smallest (mask)."""
-    entropy_coef: float = 0.0
-    """Weight of the entropy bonus."""
-    ptx_coef: float = 0.0
-    """Weight of the pretraining loss (InstructGPT's PPO-ptx); needs data.ptx_sources."""
-    ema_decay: float = 0.0
-    """Decay an update of the averaged actor, evaluated beside it and saved as actor_ema; 0 keeps none
-    (DeepSpeed-Chat: 0.992)."""
-
-    def __post_init__(self) -> None:
-        for name in ("epochs", "mini_batches", "kl_horizon"):
-            require(getattr(self, name) >= 1, f"ppo.{name} must be 1 or more, got {getattr(self, name)}: raise it")
-        for name in ("gamma", "lam"):
-            value = getattr(self, name)
-            require(0 <= value <= 1, f"ppo.{name} must be in [0, 1], got {value}: give for example 0.95")
-        for name in (
-            "kl_coef", "clip_low", "clip_high", "value_clip", "ptx_coef", "missing_eos_penalty", "critic_warmup_steps",
-            "reference_refresh_every",
-        ):  # fmt: skip
-            require(getattr(self, name) >= 0, f"ppo.{name} must be 0 or more, got {getattr(self, name)}: raise it")
-        for name in ("kl_target", "target_approxkl"):
-            value = getattr(self, name)
-            require(value is None or value > 0, f"ppo.{name} must be above 0 nats, got {value}: leave it out for none")
-        require(self.clip_low < 1, f"ppo.clip_low must be below 1, got {self.clip_low}: give for example 0.2")
-        require(0 <= self.ema_decay < 1, f"ppo.ema_decay must be in [0, 1), got {self.ema_decay}: give 0 for none")
-        require(
-            self.score_clip is None or self.score_clip > 0,
-            f"ppo.score_clip must be above 0, got {self.score_clip}: give null for none",
-        )
-        require(
-            self.dual_clip is None or self.dual_clip > 1,
-            f"ppo.dual_clip must be above 1, got {self.dual_clip}: give for example 3, or leave it out",
-        )
-        require(
-            self.kl_in == "reward" or self.kl_estimator != "k1",
-            "ppo.kl_estimator k1 has no gradient of the KL in a loss, got ppo.kl_in loss: take k2 or k3",
-        )
-        require(
-            self.sampler_correction_clip >= 1,
-            f"ppo.sampler_correction_clip must be 1 or more, got {self.sampler_correction_clip}: give for example 2",
-        )
-
-    @property
-    def updates_once(self) -> bool:
-        """Whether a rollout makes one update, before which the actor is still the one that sampled."""
-        return self.epochs * self.mini_batches == 1
-
-
-@dataclass(frozen=True, kw_only=True)
 class PPOConfig(StepConfig):
-    """Step 3: PPO of an actor against a reward model, with a critic and a reference."""
+    """Step 3: an actor learns from its own completions and their rewards, by PPO or another on-policy algorithm."""
 
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {name: traits.defaults for name, traits in ON_POLICY.items()}
+    """Defaults that each algorithm brings."""
+
+    algorithm: OnPolicyName = "ppo"
+    """Who learns what from a rollout; brings defaults of its own (docs/algorithms.md)."""
     output_dir: str = "output/step3_ppo"
     """Folder of the run: actor/, critic/, config.yaml, metrics.jsonl, samples.jsonl, checkpoints."""
     data: PromptDataConfig = field(default_factory=PromptDataConfig)
@@ -262,8 +165,44 @@ class PPOConfig(StepConfig):
             self.ppo.ptx_coef == 0 or bool(self.data.ptx_sources),
             f"ppo.ptx_coef {self.ppo.ptx_coef} needs pretraining text, got no data.ptx_sources: name a source",
         )
+        self._check_algorithm()
         if self.critic.share_base:
             self._check_shared_base()
+
+    def _check_algorithm(self) -> None:
+        name, least, samples = self.algorithm, self.traits.completions, self.rollout.samples_per_prompt
+        require(
+            samples >= least,
+            f"algorithm {name} compares completions of one prompt, got rollout.samples_per_prompt {samples}: "
+            f"give {least} or more",
+        )
+        require(
+            name != "online_dpo" or samples == 2,
+            f"algorithm online_dpo takes pairs, got rollout.samples_per_prompt {samples}: give 2",
+        )
+        require(
+            self.traits.critic or self.ppo.critic_warmup_steps == 0,
+            f"algorithm {name} has no critic, got ppo.critic_warmup_steps {self.ppo.critic_warmup_steps}: leave it out",
+        )
+        require(
+            self.traits.critic or not self.critic.share_base,
+            f"algorithm {name} has no critic, got critic.share_base: leave it out",
+        )
+        require(
+            not self.ppo.dynamic_sampling or samples >= 2,
+            f"ppo.dynamic_sampling compares completions of one prompt, got rollout.samples_per_prompt {samples}: "
+            "give 2 or more",
+        )
+        require(
+            self.ppo.selected_per_prompt < max(samples, 2),
+            f"ppo.selected_per_prompt must be below rollout.samples_per_prompt {samples}, got "
+            f"{self.ppo.selected_per_prompt}: lower it",
+        )
+        require(
+            self.uses_reference or not self.ppo.reference_refresh_every,
+            f"ppo.reference_refresh_every {self.ppo.reference_refresh_every} needs a reference, got ppo.kl_coef 0: "
+            "leave it out",
+        )
 
     def _check_shared_base(self) -> None:
         require(
@@ -281,6 +220,26 @@ class PPOConfig(StepConfig):
             stage < 3,
             f"critic.share_base needs whole weights, got zero.stage {stage}: take stage 2, or leave share_base out",
         )
+
+    @property
+    def traits(self) -> OnPolicyTraits:
+        """What the algorithm needs."""
+        return ON_POLICY[self.algorithm]
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether anything asks for the reference's log-probs."""
+        return self.ppo.kl_coef > 0 or self.traits.reference
+
+    @property
+    def learned_per_prompt(self) -> int:
+        """Completions of a prompt that are learned from, at most."""
+        return self.ppo.selected_per_prompt if self.traits.selects else self.rollout.samples_per_prompt
+
+    @property
+    def reward_sibling(self) -> TrainedRoleConfig:
+        """The role beside which reward models shard."""
+        return self.critic if self.traits.critic else self.actor
 
     @property
     def critic_start(self) -> str | None:

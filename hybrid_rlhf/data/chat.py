@@ -19,7 +19,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.rows import Message
 
 # Part of the cache key of tokenised rows: change it when the rules here change.
-RULES_VERSION = 2
+RULES_VERSION = 3
 _PLAIN_NAMES = {"system": "System", "user": "Human", "assistant": "Assistant", "tool": "Tool"}
 
 
@@ -31,8 +31,15 @@ class Encoded:
     loss_mask: list[bool]
 
 
-def encode_conversation(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> Encoded:
+def encode_conversation(
+    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, *, learn_from: int = 0
+) -> Encoded:
     """A whole conversation; loss on what the assistant says, its end-of-turn token included, and on nothing else.
+
+    Args:
+        messages: the turns.
+        tokenizer: whose template renders them.
+        learn_from: turns before this one carry no loss.
 
     Raises:
         UserError: for a template that renders a conversation differently once it goes on.
@@ -40,7 +47,7 @@ def encode_conversation(messages: Sequence[Message], tokenizer: PreTrainedTokeni
     text = render(messages, tokenizer)
     spans = []
     for turn, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or turn < learn_from:
             continue
         before = render(messages[:turn], tokenizer, add_generation_prompt=True)
         through = render(messages[: turn + 1], tokenizer)

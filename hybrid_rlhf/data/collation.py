@@ -47,6 +47,30 @@ class PreferenceBatch(_Batch):
     """[P] int64, rows of the worse ones."""
     margin: Tensor
     """[P] float32."""
+    response_mask: Tensor
+    """[N, T] bool, true on an answer's own tokens."""
+    ref_logprobs: Tensor
+    """[N] float32, of each answer under the reference, where rows have it; else 0."""
+
+
+@dataclass(frozen=True)
+class LabelledBatch(_Batch):
+    """Answers with their prompts that are good or bad, and answers to other prompts that are neither."""
+
+    input_ids: Tensor
+    """[N, T] int64."""
+    attention_mask: Tensor
+    """[N, T] bool."""
+    response_mask: Tensor
+    """[N, T] bool, true on an answer's own tokens."""
+    ref_logprobs: Tensor
+    """[N] float32, of each answer under the reference, where rows have it; else 0."""
+    labelled_index: Tensor
+    """[R] int64, rows with a label."""
+    mismatched_index: Tensor
+    """[K] int64, rows with another prompt's answer."""
+    good: Tensor
+    """[R] bool."""
 
 
 def collate_tokens(rows: Sequence[Mapping[str, Any] | None], pad_token_id: int) -> TokenBatch:
@@ -60,20 +84,66 @@ def collate_tokens(rows: Sequence[Mapping[str, Any] | None], pad_token_id: int) 
 
 
 def collate_preferences(rows: Sequence[Mapping[str, Any] | None], pad_token_id: int) -> PreferenceBatch:
-    """Rows with `responses`, `pairs` and `margins`; None gives an answer of one token and no pair."""
-    answers: list[list[int]] = []
+    """Rows with `responses`, `masks`, `pairs` and `margins`; None gives an answer of one token and no pair."""
+    answers = _Answers(pad_token_id)
     pairs: list[tuple[int, int]] = []
     margins: list[float] = []
     for row in rows:
-        if row is None:
-            answers.append([pad_token_id])
-            continue
-        pairs += [(better + len(answers), worse + len(answers)) for better, worse in row["pairs"]]
-        margins += row["margins"]
-        answers += row["responses"]
-    ids, attention = _pad(answers, pad_token_id)
+        first = answers.add(row)
+        if row is not None:
+            pairs += [(better + first, worse + first) for better, worse in row["pairs"]]
+            margins += row["margins"]
+    ids, attention, response = answers.tensors()
     index = torch.tensor(pairs, dtype=torch.long).view(-1, 2)
-    return PreferenceBatch(ids, attention, index[:, 0], index[:, 1], torch.tensor(margins, dtype=torch.float32))
+    margin = torch.tensor(margins, dtype=torch.float32)
+    return PreferenceBatch(ids, attention, index[:, 0], index[:, 1], margin, response, answers.reference())
+
+
+def collate_labelled(rows: Sequence[Mapping[str, Any] | None], pad_token_id: int) -> LabelledBatch:
+    """Rows with `responses`, `masks` and `labels`, the last response another prompt's; None as for preferences."""
+    answers = _Answers(pad_token_id)
+    labelled: list[int] = []
+    mismatched: list[int] = []
+    good: list[bool] = []
+    for row in rows:
+        first = answers.add(row)
+        if row is not None:
+            labelled += range(first, first + len(row["labels"]))
+            mismatched.append(first + len(row["labels"]))
+            good += row["labels"]
+    ids, attention, response = answers.tensors()
+    return LabelledBatch(
+        ids, attention, response, answers.reference(), torch.tensor(labelled, dtype=torch.long),
+        torch.tensor(mismatched, dtype=torch.long), torch.tensor(good, dtype=torch.bool),
+    )  # fmt: skip
+
+
+class _Answers:
+    """Answers of many rows, one below the other."""
+
+    def __init__(self, pad_token_id: int) -> None:
+        self._pad_token_id = pad_token_id
+        self._ids: list[list[int]] = []
+        self._masks: list[list[bool]] = []
+        self._reference: list[float] = []
+
+    def add(self, row: Mapping[str, Any] | None) -> int:
+        """Add a row's; the place of its first."""
+        first = len(self._ids)
+        ids = [[self._pad_token_id]] if row is None else row["responses"]
+        self._ids += ids
+        self._masks += [[False]] if row is None else row["masks"]
+        self._reference += [0.0] * len(ids) if row is None or "ref_logprobs" not in row else row["ref_logprobs"]
+        return first
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Ids, the mask of real tokens and that of the answers' own [N, T]."""
+        ids, attention = _pad(self._ids, self._pad_token_id)
+        return ids, attention, _pad(self._masks, 0)[0].bool()
+
+    def reference(self) -> Tensor:
+        """[N] float32 under the reference."""
+        return torch.tensor(self._reference, dtype=torch.float32)
 
 
 def _pad(rows: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:

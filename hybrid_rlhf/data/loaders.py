@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from datasets import Dataset
 
 from hybrid_rlhf.configs.batch_plan import MicroBatches
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.data.augmented import Rows
 
 
 def deal(
@@ -105,12 +105,48 @@ class GlobalBatches:
         self.epoch, self.position = state["epoch"], state["position"]
 
 
+class RowStream:
+    """The rows of a data set, each epoch in a new seeded order, as many at a time as are asked for."""
+
+    def __init__(self, rows: int, *, epochs: int, seed: int) -> None:
+        self._rows, self._seed, self._all = rows, seed, rows * epochs
+        self._order: tuple[int, list[int]] = (-1, [])
+        self.taken = 0
+        """Rows that have been given, over all epochs."""
+
+    @property
+    def left(self) -> int:
+        """Rows still to come."""
+        return self._all - self.taken
+
+    def take(self, count: int) -> list[int]:
+        """The next rows; fewer where the last epoch ends."""
+        count = min(count, self.left)
+        taken = [self._row(self.taken + place) for place in range(count)]
+        self.taken += count
+        return taken
+
+    def _row(self, place: int) -> int:
+        epoch, place = divmod(place, self._rows)
+        if self._order[0] != epoch:
+            self._order = epoch, np.random.default_rng([self._seed, epoch]).permutation(self._rows).tolist()
+        return self._order[1][place]
+
+    def state_dict(self) -> dict[str, int]:
+        """The position, for a checkpoint."""
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from a checkpoint."""
+        self.taken = state["taken"]
+
+
 class BatchLoader:
     """This rank's micro-batches of each global batch."""
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: Rows,
         *,
         global_batch_size: int,
         world_rank: int,

@@ -4,6 +4,7 @@
 |---|---|
 | SFT | messages; prompt + completion; prompt + chosen; text |
 | reward | prompt + chosen + rejected (the prompt may be implicit), margin; or prompt + responses + ranks |
+| KTO | prompt + completion + label; or what the reward step takes, the better good, the worse bad |
 | PPO | prompt; or messages, whose last assistant turn is dropped; other columns go to reward functions |
 """
 
@@ -40,6 +41,15 @@ class Preference:
     """(better, worse), indices of responses."""
     margins: list[float]
     """A pair's margin, 0 where none is given."""
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Answers to one prompt, each good or bad by itself."""
+
+    prompt: list[Message]
+    responses: list[list[Message]]
+    labels: list[bool]
 
 
 @dataclass(frozen=True)
@@ -96,6 +106,25 @@ def preference_row(place: str, row: Row) -> Preference:
     if not _is_number(margin):
         raise UserError(f"{place}: column 'margin' is a number, got {margin!r}: mend the row")
     return Preference(prompt, [chosen, rejected], [(0, 1)], [float(margin)])
+
+
+def labelled_row(place: str, row: Row) -> Labelled:
+    """A row of answers that are good or bad: one with its label, or those of pairs."""
+    if "label" not in row:
+        record = preference_row(place, row)
+        better, worse = ({pair[side] for pair in record.pairs} for side in (0, 1))
+        places = sorted(better ^ worse)  # one that is above some and below others is neither
+        return Labelled(record.prompt, [record.responses[i] for i in places], [i in better for i in places])
+    if "prompt" not in row or "completion" not in row:
+        raise missing(place, row, ["prompt + completion + label", "prompt + chosen + rejected"])
+    label = row["label"]
+    if label not in (0, 1):
+        raise UserError(f"{place}: column 'label' is true (good) or false (bad), got {label!r}: mend the row")
+    prompt = _turns(place, row, "prompt", role="user")
+    answer = _after(prompt, _turns(place, row, "completion", role="assistant"))
+    if not answer or answer[-1]["role"] != "assistant":
+        raise UserError(f"{place}: column 'completion' has no answer after the prompt: add it or drop the row")
+    return Labelled(prompt, [answer], [bool(label)])
 
 
 def prompt_row(place: str, row: Row) -> Prompt:

@@ -21,7 +21,7 @@ from hybrid_rlhf.configs.ppo import PromptDataConfig
 from hybrid_rlhf.configs.sections import DataConfig, DataSource
 from hybrid_rlhf.data.cache import cached_rows, tokenizer_key
 from hybrid_rlhf.data.chat import RULES_VERSION, encode_conversation, encode_prompt, encode_text
-from hybrid_rlhf.data.rows import Conversation, preference_row, prompt_row, ptx_row, sft_row
+from hybrid_rlhf.data.rows import Conversation, Message, labelled_row, preference_row, prompt_row, ptx_row, sft_row
 from hybrid_rlhf.data.sources import Row, open_source
 from hybrid_rlhf.runtime.world import World
 
@@ -57,8 +57,16 @@ def load_sft_data(config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, see
 def load_preference_data(
     config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, world: World
 ) -> TokenizedData:
-    """Columns `responses` (token ids with the prompt), `pairs`, `margins`, `length` (the longest), `tokens` (all)."""
+    """Columns `responses` (token ids with the prompt), `masks` (true on an answer's own), `pairs`, `margins`, `length`
+    (the longest), `tokens` (all)."""
     return _load(Kind("reward", _preference, 1), config, tokenizer, config.max_length, seed, world)
+
+
+def load_labelled_data(
+    config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, world: World
+) -> TokenizedData:
+    """Columns as those of pairs, with `labels`, whether each answer is good, in place of `pairs` and `margins`."""
+    return _load(Kind("labelled", _labelled, 1), config, tokenizer, config.max_length, seed, world)
 
 
 def load_prompt_data(
@@ -218,28 +226,51 @@ def _conversation(place: str, record: Conversation, tokenizer: PreTrainedTokeniz
 
 
 def _preference(place: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int) -> dict[str, Any]:
-    """Cut what the answers share on its left, so that they stay whole; one that alone is too long, on its right."""
     record = preference_row(place, row)
+    columns = _answers(place, record.prompt, record.responses, tokenizer, limit)
+    answers = columns["responses"]
+    # Answers that differ only in what was cut away can teach nothing.
+    usable = all(answers[better] != answers[worse] for better, worse in record.pairs)
+    return columns | {
+        "pairs": [list(pair) for pair in record.pairs],
+        "margins": record.margins,
+        "usable": usable and columns["usable"],
+    }
+
+
+def _labelled(place: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int) -> dict[str, Any]:
+    record = labelled_row(place, row)
+    return _answers(place, record.prompt, record.responses, tokenizer, limit) | {"labels": record.labels}
+
+
+def _answers(
+    place: str,
+    prompt: list[Message],
+    responses: list[list[Message]],
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int,
+) -> dict[str, Any]:
+    """Cut what the answers share on its left, so that they stay whole; one that alone is too long, on its right."""
     try:
-        answers = [encode_conversation(record.prompt + answer, tokenizer).input_ids for answer in record.responses]
+        encoded = [encode_conversation(prompt + answer, tokenizer, learn_from=len(prompt)) for answer in responses]
     except UserError as error:
         raise UserError(f"{place}: {error}") from error
-    shared = _shared(answers)
+    answers = [answer.input_ids for answer in encoded]
+    masks = [answer.loss_mask for answer in encoded]
+    shared = min(_shared(answers), *(mask.index(True) if any(mask) else len(mask) for mask in masks))
     cut = any(len(ids) > limit for ids in answers)
     if cut:
         longest_answer = max(len(ids) - shared for ids in answers)
         surplus = max(0, shared - max(0, limit - longest_answer))
         answers = [ids[surplus:][:limit] for ids in answers]
-    # Answers that differ only in what was cut away can teach nothing.
-    usable = all(answers[better] != answers[worse] for better, worse in record.pairs)
+        masks = [mask[surplus:][:limit] for mask in masks]
     return {
         "responses": answers,
-        "pairs": [list(pair) for pair in record.pairs],
-        "margins": record.margins,
+        "masks": masks,
         "length": max(len(ids) for ids in answers),
         "tokens": sum(len(ids) for ids in answers),
         "cut": cut,
-        "usable": usable,
+        "usable": all(any(mask[1:]) for mask in masks),
     }
 
 

@@ -7,6 +7,7 @@ as a sum with the count it is to be divided by over the whole update; DeepSpeed'
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 
 from hybrid_rlhf.engines.host_weights import HostWeights
 from hybrid_rlhf.models.activation_offload import ActivationOffload
+from hybrid_rlhf.models.lora import adapters_off, has_lora
 from hybrid_rlhf.models.packing import packs
 from hybrid_rlhf.runtime.world import World
 
@@ -72,6 +74,18 @@ class ModelEngine:
     def on_device(self) -> contextlib.AbstractContextManager[None]:
         """Where a frozen model computes; it is somewhere else outside if it is offloaded."""
         return contextlib.nullcontext() if self._host_weights is None else self._host_weights.on_device()
+
+    @contextlib.contextmanager
+    def reference(self) -> Iterator[ModelEngine]:
+        """This engine as its own reference: the base model under the adapters, at no cost in memory.
+
+        Raises:
+            ValueError: without adapters there is no base model to go back to.
+        """
+        if not has_lora(self.lm):
+            raise ValueError("only a model with LoRA can be its own reference")
+        with adapters_off(self.lm):
+            yield self
 
     @property
     def module(self) -> nn.Module:

@@ -27,7 +27,7 @@ from hybrid_rlhf.generation.engine import GenerationEngine, default_stop_token_i
 from hybrid_rlhf.generation.layout import check_layout, plan_layout, probe_tokens
 from hybrid_rlhf.generation.workspace import Workspace
 from hybrid_rlhf.models.loading import DTYPES
-from hybrid_rlhf.models.lora import adapters_off, has_lora, lora_merged
+from hybrid_rlhf.models.lora import has_lora, lora_merged
 from hybrid_rlhf.runtime.world import World
 
 BUCKET_ELEMENTS = 2**26
@@ -138,18 +138,6 @@ class HybridEngine(ModelEngine):
             yield
         finally:
             self._kept = None if self._layout is None or kept is None else replace(kept, weight_version=-1)
-
-    @contextlib.contextmanager
-    def reference(self) -> Iterator[ModelEngine]:
-        """This engine as its own reference: the base model under the adapters, at no cost in memory.
-
-        Raises:
-            ValueError: without adapters there is no base model to go back to.
-        """
-        if not has_lora(self.lm):
-            raise ValueError("only an actor with LoRA can be its own reference")
-        with adapters_off(self.lm):
-            yield self
 
     def _decoder(self) -> Decoder:
         """The inference layout of the current weights; built again only if they have changed, or were not kept."""

@@ -111,22 +111,63 @@ def ppo_policy_loss(
     Raises:
         ValueError: dual_clip is not above 1: it would cut into the surrogate itself.
     """
+    log_ratio = keep(logprobs, mask) - keep(old_logprobs, mask)
+    return clipped_surrogate(
+        log_ratio, advantages=advantages, mask=mask, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip,
+        weights=weights,
+    )  # fmt: skip
+
+
+def clipped_surrogate(
+    log_ratio: Tensor,
+    *,
+    advantages: Tensor,
+    mask: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+    weights: Tensor | None = None,
+) -> LossSum:
+    """`ppo_policy_loss` of log-ratios [B, T], whatever they are of: a token, or its sequence (GSPO)."""
     if dual_clip is not None and dual_clip <= 1:
         raise ValueError(f"dual_clip is above 1, or none: {dual_clip}")
-    log_ratio = keep(logprobs, mask) - keep(old_logprobs, mask)
     advantages = keep(advantages, mask)
-    ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
+    ratio = bounded_ratio(log_ratio, mask=mask)
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = torch.maximum(plain, clipped)
     if dual_clip is not None:
         loss = torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
+    return policy_sum(loss, log_ratio=log_ratio, mask=mask, clipped=clipped > plain, weights=weights)
+
+
+def bounded_ratio(log_ratio: Tensor, *, mask: Tensor) -> Tensor:
+    """exp of log-ratios [B, T], at most exp(MAX_LOG_RATIO)."""
+    return keep(log_ratio, mask).clamp(max=MAX_LOG_RATIO).exp()
+
+
+def policy_sum(
+    loss: Tensor, *, log_ratio: Tensor, mask: Tensor, clipped: Tensor | None = None, weights: Tensor | None = None
+) -> LossSum:
+    """The sum of an actor's losses [B, T] a token, with what is logged of any of them.
+
+    Args:
+        loss: [B, T].
+        log_ratio: [B, T] of the current actor to the one that sampled.
+        mask: [B, T], 1 on response tokens.
+        clipped: [B, T] bool, where a clip binds; none: nowhere.
+        weights: [B, T] or [B, 1], of each token's loss; none: 1.
+
+    Returns:
+        stats: see ppo_policy_loss.
+    """
     if weights is not None:
         loss = loss * keep(weights.expand_as(loss), mask)
+    log_ratio = keep(log_ratio.detach(), mask)
     stats = {
-        "ratio": masked_sum(ratio.detach(), mask=mask),
-        "approxkl": masked_sum(0.5 * log_ratio.detach().square(), mask=mask),
-        "clipfrac": masked_sum((clipped > plain).float(), mask=mask),
+        "ratio": masked_sum(bounded_ratio(log_ratio, mask=mask), mask=mask),
+        "approxkl": masked_sum(0.5 * log_ratio.square(), mask=mask),
+        "clipfrac": torch.zeros_like(loss).sum() if clipped is None else masked_sum(clipped.float(), mask=mask),
     }
     return LossSum(masked_sum(loss, mask=mask), _count(mask), stats)
 

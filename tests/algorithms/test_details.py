@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from hybrid_rlhf.algorithms.on_policy.ppo import PPO
 from hybrid_rlhf.algorithms.policy_loss import MiniBatch, PolicyLoss
-from hybrid_rlhf.algorithms.ppo import PPOUpdater
 from hybrid_rlhf.algorithms.rollout_metrics import rollout_metrics
 from hybrid_rlhf.algorithms.score_scaling import ScoreScaling
+from hybrid_rlhf.algorithms.updater import Updater
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.ppo import AlgorithmConfig
+from hybrid_rlhf.configs.on_policy import AlgorithmConfig
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.partition import copy_weights
 from hybrid_rlhf.functional.divergences import kl_k2, kl_k3
@@ -37,7 +38,7 @@ def test_a_single_update_reads_the_actor_once(world: World, paths: dict[str, str
     torch.testing.assert_close(experience.old_logprobs, experience.sequences.sampled_logprobs, atol=0, rtol=0)
     _, slow = build(world, paths, algorithm=ALGORITHM)
     expected = slow.score(slow.rate(PROMPTS, experience.sequences), layout)
-    report = PPOUpdater(roles, ONCE, rollout=SAMPLING).update(experience, [layout])
+    report = Updater(roles, PPO(ONCE), rollout=SAMPLING).update(experience, [layout])
     assert len(forwards) == len(layout.mini_batches[0])
     torch.testing.assert_close(report.experience.old_logprobs, expected.old_logprobs, atol=0, rtol=0)
     assert report.metrics["val/ratio"] == 1 and report.metrics["policy/approxkl"] == 0
@@ -52,7 +53,7 @@ def test_a_learning_rate_of_zero_never_moves_the_ratio(world: World, paths: dict
     layouts = [rollout.layout(sequences, step=1, epoch=0, mini_batches=2)] * 3
     experience = rollout.experience(rollout.score(rollout.rate(PROMPTS, sequences), layouts[0]), kl_coef=0.1)
     roles.actor._engine.lr_scheduler = None
-    report = PPOUpdater(roles, replace(ALGORITHM, epochs=3, mini_batches=2), rollout=SAMPLING).update(
+    report = Updater(roles, PPO(replace(ALGORITHM, epochs=3, mini_batches=2)), rollout=SAMPLING).update(
         experience, layouts
     )
     assert report.metrics["policy/approxkl"] == 0 and report.metrics["val/ratio"] == 1
@@ -64,8 +65,8 @@ def test_passes_end_when_the_policy_has_gone_too_far(world: World, paths: dict[s
         roles, rollout = build(world, paths)
         experience, layout = collect(rollout)
         config = replace(ALGORITHM, target_approxkl=target)
-        report = PPOUpdater(roles, config, rollout=SAMPLING).update(experience, [layout] * 4)
-        updates[target] = report.metrics["ppo/updates"]
+        report = Updater(roles, PPO(config), rollout=SAMPLING).update(experience, [layout] * 4)
+        updates[target] = report.metrics["rollout/updates"]
     assert updates == {None: 4, 1e-9: 2, 1e9: 4}, "the first mini-batch has an approxkl of exactly 0"
 
 
@@ -73,7 +74,7 @@ def test_a_warm_up_moves_the_critic_alone(world: World, paths: dict[str, str]) -
     roles, rollout = build(world, paths)
     experience, layout = collect(rollout)
     before = weights(roles.actor), weights(roles.critic)
-    report = PPOUpdater(roles, ALGORITHM, rollout=SAMPLING).update(experience, [layout], train_actor=False)
+    report = Updater(roles, PPO(ALGORITHM), rollout=SAMPLING).update(experience, [layout], train_actor=False)
     assert all(map(torch.equal, before[0], weights(roles.actor)))
     assert not all(map(torch.equal, before[1], weights(roles.critic)))
     assert "loss/policy" not in report.metrics and "loss/value" in report.metrics
@@ -94,8 +95,10 @@ def test_the_kl_may_be_a_term_of_the_loss(
     assert (experience.rewards[mask & ~last] == 0).all(), "no penalty in the reward"
     indices = layout.mini_batches[0][0]
     mini_batch = MiniBatch(layout.counts[0], layout.sizes[0], kl_coef=0.3)
-    loss, current = PolicyLoss(roles.actor, config, temperature=0.8, max_tokens=10)(experience, indices, mini_batch)
-    plain = PolicyLoss(roles.actor, replace(config, kl_in="reward"), temperature=0.8, max_tokens=10)
+    loss, current = PolicyLoss(roles.actor, PPO(config), temperature=0.8, max_tokens=10)(
+        experience, indices, mini_batch
+    )
+    plain = PolicyLoss(roles.actor, PPO(replace(config, kl_in="reward")), temperature=0.8, max_tokens=10)
     without, _ = plain(experience, indices, mini_batch)
     rows = torch.tensor(indices)
     reference = experience.ref_logprobs[rows, : current.shape[1]]
@@ -118,7 +121,7 @@ def test_rewards_and_advantages_are_whitened_as_asked(world: World, paths: dict[
     mask = sequences.response_mask
 
     def experience(**changes: Any) -> Any:
-        rollout._algorithm = replace(ALGORITHM, **changes)
+        rollout._algorithm = PPO(replace(ALGORITHM, **changes))
         return rollout.experience(scored, kl_coef=0.1)
 
     plain = experience(whiten_advantages=False)
@@ -142,12 +145,12 @@ def test_penalties_and_scaling_reach_the_last_reward(world: World, paths: dict[s
     layout = rollout.layout(sequences, step=1, epoch=0, mini_batches=1)
     scored = rollout.score(rollout.rate(PROMPTS, sequences), layout)
     lengths = sequences.response_mask.sum(dim=1)
-    torch.testing.assert_close(scored.penalties, 0.25 * lengths + 0.5 * (~sequences.stopped))
+    torch.testing.assert_close(scored.rated.penalties, 0.25 * lengths + 0.5 * (~sequences.stopped))
     rollout.scaling = ScoreScaling("running")
     experience = rollout.experience(scored, kl_coef=0.0)
-    scaled = (scored.scores - scored.scores.mean()) / scored.scores.std()
-    torch.testing.assert_close(experience.rewards.sum(dim=1), scaled - scored.penalties, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(experience.scores, scored.scores - scored.penalties)
+    scaled = (scored.rated.scores - scored.rated.scores.mean()) / scored.rated.scores.std()
+    torch.testing.assert_close(experience.rewards.sum(dim=1), scaled - scored.rated.penalties, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(experience.scores, scored.rated.scores - scored.rated.penalties)
 
 
 def test_scaling_knows_all_scores_so_far_and_comes_back_from_a_checkpoint() -> None:
@@ -172,7 +175,7 @@ def test_the_reference_may_follow_the_actor(world: World, paths: dict[str, str])
     roles, rollout = build(world, paths)
     experience, layout = collect(rollout)
     assert roles.reference is not None and float(experience.kl.abs().max()) > 0
-    PPOUpdater(roles, ALGORITHM, rollout=SAMPLING).update(experience, [layout])
+    Updater(roles, PPO(ALGORITHM), rollout=SAMPLING).update(experience, [layout])
     copy_weights(roles.actor.lm, roles.reference.lm)
     followed, _ = collect(rollout)
     assert float(followed.kl.abs().max()) == 0
@@ -188,7 +191,7 @@ def test_an_averaged_actor_generates_with_its_own_weights(
     roles.actor._rollout = replace(roles.actor._rollout, keep_weights=keep)
     average = WeightAverage(roles.actor.module, decay=0.999999)
     experience, layout = collect(rollout)
-    PPOUpdater(roles, ALGORITHM, rollout=SAMPLING).update(experience, [layout])
+    Updater(roles, PPO(ALGORITHM), rollout=SAMPLING).update(experience, [layout])
     moved, _ = collect(rollout)
     with average.applied(), roles.actor.other_weights():
         averaged, _ = collect(rollout)

@@ -10,11 +10,14 @@ import torch
 
 from hybrid_rlhf.algorithms.experience import Experience
 from hybrid_rlhf.algorithms.kl_controller import KLController
+from hybrid_rlhf.algorithms.on_policy.ppo import PPO
 from hybrid_rlhf.algorithms.policy_loss import MiniBatch
-from hybrid_rlhf.algorithms.ppo import PPOUpdater
-from hybrid_rlhf.algorithms.ppo_trainer import evaluation_metrics, rollout_metrics
 from hybrid_rlhf.algorithms.rewards import Ratings, Reward, RewardPart, Share
-from hybrid_rlhf.algorithms.rollout import Roles, Rollout, Scored
+from hybrid_rlhf.algorithms.roles import Roles
+from hybrid_rlhf.algorithms.rollout import Rollout
+from hybrid_rlhf.algorithms.rollout_metrics import evaluation_metrics, rollout_metrics
+from hybrid_rlhf.algorithms.scoring import Scored
+from hybrid_rlhf.algorithms.updater import Updater
 from hybrid_rlhf.configs.rewards import RewardPartConfig
 from hybrid_rlhf.runtime.world import World
 from tests.algorithms.test_ppo import ALGORITHM, PROMPTS, SAMPLING, build
@@ -54,8 +57,9 @@ def test_dropped_rows_are_in_no_tensor_and_no_figure(world: World, paths: dict[s
     _, _, whole, _ = collect(world, paths, [], 1)
     kept = [row for row in range(ROWS) if row not in ROWS_DROPPED]
     _, rollout, scored, experience = collect(world, paths, ROWS_DROPPED, 1)
-    assert scored.rated.rows == kept and whole.rated.rows == list(range(ROWS))
-    assert scored.scores.tolist() == [float(row) for row in kept]
+    assert scored.rated.prompts.tolist() == [row // 2 for row in kept]
+    assert whole.rated.prompts.tolist() == [row // 2 for row in range(ROWS)]
+    assert scored.rated.scores.tolist() == [float(row) for row in kept]
     assert scored.rated.metrics["reward/judge/dropped"] == len(ROWS_DROPPED)
     width = scored.sequences.input_ids.shape[1]
     for field in fields(whole.sequences):
@@ -67,12 +71,12 @@ def test_dropped_rows_are_in_no_tensor_and_no_figure(world: World, paths: dict[s
         expected = getattr(whole, name)[kept][:, :width][mask]
         torch.testing.assert_close(getattr(scored, name)[mask], expected, atol=1e-5, rtol=1e-5)
     metrics = rollout_metrics(experience)
-    assert metrics["objective/scores"] == pytest.approx(float(whole.penalised[kept].mean()))
+    assert metrics["objective/scores"] == pytest.approx(float(whole.rated.penalised[kept].mean()))
     assert metrics["completions/mean_length"] == float(whole.sequences.response_mask[kept].sum(dim=1).float().mean())
     assert rollout.scaling.metrics()["objective/scaling_mean"] == pytest.approx(sum(kept) / len(kept))
     assert evaluation_metrics(scored, prefix="eval")["eval/scores"] == metrics["objective/scores"]
     controller = KLController(replace(ALGORITHM, kl_target=1.0))
-    controller.update(10.0, completions=len(scored.scores))
+    controller.update(10.0, completions=len(scored.rated.scores))
     assert controller.kl_coef == pytest.approx(ALGORITHM.kl_coef * (1 + 0.2 * len(kept) / ALGORITHM.kl_horizon))
 
 
@@ -81,13 +85,13 @@ def test_ratios_are_1_and_updates_are_of_what_is_left(mini_batches: int, world: 
     """More mini-batches than rows too: none of them is empty."""
     roles, rollout, scored, experience = collect(world, paths, ROWS_DROPPED, mini_batches)
     layout = rollout.layout(scored.sequences, step=1, epoch=0, mini_batches=mini_batches)
-    updater = PPOUpdater(roles, ALGORITHM, rollout=SAMPLING)
+    updater = Updater(roles, PPO(ALGORITHM), rollout=SAMPLING)
     for indices in layout.mini_batches[0]:
         loss, _ = updater.policy_loss(experience, indices, MiniBatch(tokens=1.0, sequences=1.0))
         assert float(loss.stats["ratio"]) == float(loss.count), "every ratio is 1"
     assert sum(layout.counts) == float(scored.sequences.response_mask.sum()) and all(layout.counts)
     assert sum(layout.sizes) == ROWS - len(ROWS_DROPPED)
     report = updater.update(experience, [layout])
-    assert report.metrics["ppo/updates"] == min(mini_batches, ROWS - len(ROWS_DROPPED))
+    assert report.metrics["rollout/updates"] == min(mini_batches, ROWS - len(ROWS_DROPPED))
     assert all(value == value for value in report.metrics.values()), "none is NaN"
     assert all(bool(p.isfinite().all()) for p in roles.actor.module.parameters())

@@ -12,10 +12,12 @@ import torch
 from hybrid_rlhf.algorithms.experience import Sequences
 from hybrid_rlhf.algorithms.memory_plan import Machine, Phase, Planner
 from hybrid_rlhf.algorithms.memory_report import remedy, with_settings
-from hybrid_rlhf.algorithms.ppo import PPOUpdater
+from hybrid_rlhf.algorithms.on_policy.ppo import PPO
 from hybrid_rlhf.algorithms.rewards import Reward
 from hybrid_rlhf.algorithms.rewards.models import ModelPart
-from hybrid_rlhf.algorithms.rollout import Roles, Rollout
+from hybrid_rlhf.algorithms.roles import Roles
+from hybrid_rlhf.algorithms.rollout import Rollout
+from hybrid_rlhf.algorithms.updater import Updater
 from hybrid_rlhf.configs.batch_plan import MicroBatches
 from hybrid_rlhf.configs.cli import parse_config
 from hybrid_rlhf.configs.errors import UserError
@@ -51,7 +53,7 @@ SFT: dict[str, dict[str, Any]] = {
     "zero 3": {"stage": 3},
     "bfloat16, zero 2": {"dtype": "bfloat16", "stage": 2, "length": 16},
 }
-PPO: dict[str, dict[str, Any]] = {
+PPO_CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "zero 2, checkpointing": {"stage": 2, "checkpointing": True},
     "zero 3, lora": {"stage": 3, "lora": 8},
@@ -124,10 +126,10 @@ def test_sft_training_holds_what_was_planned(name: str, model: str, world: World
     near(phase, counter.peak)
 
 
-@pytest.mark.parametrize("name", PPO)
+@pytest.mark.parametrize("name", PPO_CASES)
 def test_ppo_holds_what_was_planned(name: str, model: str, world: World) -> None:
-    parts = sections(PPO[name], model)
-    shared = PPO[name].get("shared", False)
+    parts = sections(PPO_CASES[name], model)
+    shared = PPO_CASES[name].get("shared", False)
     rollout = RolloutConfig(prompts_per_step=8, max_prompt_tokens=48, max_new_tokens=8, offload_frozen=shared)
     role, critic_role = TrainedRoleConfig(**parts["trained"]), CriticConfig(**parts["trained"], share_base=shared)
     frozen = ZeroConfig(stage=3) if role.zero.stage == 3 else ZeroConfig()
@@ -151,14 +153,14 @@ def test_ppo_holds_what_was_planned(name: str, model: str, world: World) -> None
         reference = None
         if not role.lora.rank:
             reference = build_engine(replace(spec("reference", model, config, None), zero=frozen), world)
-        roles = Roles(actor, critic, Reward([ModelPart(RewardPartConfig(model=model), reward)], world), reference)
+        roles = Roles(actor, Reward([ModelPart(RewardPartConfig(model=model), reward)], world), critic, reference)
         counted(counter, *(engine for engine in (actor, critic, reward, reference) if engine is not None))
         counter.restart()
         loop = Rollout(
-            roles, sampling=rollout, algorithm=config.ppo, tokenizer=tiny_tokenizer(), stop_token_ids=(),
+            roles, sampling=rollout, algorithm=PPO(config.ppo), tokenizer=tiny_tokenizer(), stop_token_ids=(),
             micro_batches=MicroBatches(None, 240), seed=0, timers=Timers(world.device),
         )  # fmt: skip
-        updater = PPOUpdater(roles, config.ppo, rollout=rollout)
+        updater = Updater(roles, PPO(config.ppo), rollout=rollout)
         update_critic = updater._update_critic
 
         def watched(*arguments: Any) -> Any:

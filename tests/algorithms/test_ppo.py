@@ -10,15 +10,18 @@ import torch
 
 from hybrid_rlhf.algorithms.experience import Experience, Layout, Sequences
 from hybrid_rlhf.algorithms.kl_controller import KLController
+from hybrid_rlhf.algorithms.on_policy.ppo import PPO
 from hybrid_rlhf.algorithms.policy_loss import MiniBatch
-from hybrid_rlhf.algorithms.ppo import PPOUpdater
 from hybrid_rlhf.algorithms.rewards import Reward
 from hybrid_rlhf.algorithms.rewards.models import ModelPart
-from hybrid_rlhf.algorithms.rollout import Roles, Rollout
+from hybrid_rlhf.algorithms.roles import Roles
+from hybrid_rlhf.algorithms.rollout import Rollout
 from hybrid_rlhf.algorithms.rollout_metrics import rollout_metrics
 from hybrid_rlhf.algorithms.sums import RunningSums
+from hybrid_rlhf.algorithms.updater import Updater
 from hybrid_rlhf.configs.batch_plan import MicroBatches
-from hybrid_rlhf.configs.ppo import AlgorithmConfig, RolloutConfig
+from hybrid_rlhf.configs.on_policy import AlgorithmConfig
+from hybrid_rlhf.configs.ppo import RolloutConfig
 from hybrid_rlhf.configs.rewards import RewardPartConfig
 from hybrid_rlhf.configs.sections import LoraConfig, ModelConfig, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.data.collation import collate_tokens
@@ -45,16 +48,16 @@ def build(
 
     roles = Roles(
         build_actor(spec("actor", "actor", 1e-2), world),
-        build_engine(spec("critic", "reward", 1e-2), world),
         Reward(
             [ModelPart(RewardPartConfig(model=paths["reward"]), build_engine(spec("reward", "reward", None), world))],
             world,
         ),
+        build_engine(spec("critic", "reward", 1e-2), world),
         None if lora else build_engine(spec("reference", "reference", None), world),
     )
     rollout = Rollout(
-        roles, sampling=SAMPLING, algorithm=algorithm, tokenizer=tiny_tokenizer(), stop_token_ids=tuple(range(3, 20)),
-        micro_batches=MicroBatches(micro), seed=0, timers=Timers(world.device),
+        roles, sampling=SAMPLING, algorithm=PPO(algorithm), tokenizer=tiny_tokenizer(),
+        stop_token_ids=tuple(range(3, 20)), micro_batches=MicroBatches(micro), seed=0, timers=Timers(world.device),
     )  # fmt: skip
     return roles, rollout
 
@@ -69,7 +72,7 @@ def collect(rollout: Rollout, *, mini_batches: int = 1) -> tuple[Experience, Lay
 def test_the_first_mini_batch_has_ratio_1_exactly(lora: int, world: World, paths: dict[str, str]) -> None:
     roles, rollout = build(world, paths, lora=lora)
     experience, layout = collect(rollout, mini_batches=2)
-    updater = PPOUpdater(roles, ALGORITHM, rollout=SAMPLING)
+    updater = Updater(roles, PPO(ALGORITHM), rollout=SAMPLING)
     for indices in layout.mini_batches[0]:
         loss, _ = updater.policy_loss(experience, indices, WHOLE)
         assert float(loss.stats["ratio"]) == float(loss.count), "every ratio is 1"
@@ -110,7 +113,7 @@ def test_an_actor_with_adapters_is_its_own_reference(world: World, paths: dict[s
     roles, rollout = build(world, paths, lora=4)
     experience, layout = collect(rollout)
     assert float(experience.kl.abs().max()) == 0, "the policy is the reference before the first update"
-    PPOUpdater(roles, ALGORITHM, rollout=SAMPLING).update(experience, [layout])
+    Updater(roles, PPO(ALGORITHM), rollout=SAMPLING).update(experience, [layout])
     moved, _ = collect(rollout)
     assert float(moved.kl.abs().max()) > 0
     same = rollout.score(rollout.rate(PROMPTS, experience.sequences), layout)
@@ -120,11 +123,11 @@ def test_an_actor_with_adapters_is_its_own_reference(world: World, paths: dict[s
 def gradients(roles: Roles, experience: Experience, micro: MicroBatches, which: str) -> list[torch.Tensor]:
     """The gradient of one mini-batch cut into micro-batches of a size."""
     engine = getattr(roles, which)
-    updater = PPOUpdater(roles, replace(ALGORITHM, entropy_coef=0.1), rollout=SAMPLING)
+    updater = Updater(roles, PPO(replace(ALGORITHM, entropy_coef=0.1)), rollout=SAMPLING)
     layout = Layout.plan(experience.sequences, mini_batches=1, micro_batches=micro, rank=0, ranks=1, seed=[0])
     for indices in layout.mini_batches[0]:
         mini_batch = MiniBatch(layout.counts[0], layout.sizes[0], 0.1)
-        loss = updater.value_loss(experience, indices)
+        loss = updater.value_loss(roles.critic, experience, indices)
         if which == "actor":
             loss, _ = updater.policy_loss(experience, indices, mini_batch)
         engine.backward(loss.total, count=layout.counts[0])
@@ -150,7 +153,7 @@ def test_updates_raise_the_probability_of_what_was_better_than_expected(world: W
     experience, layout = collect(rollout)
     mask = experience.sequences.response_mask
     better = mask & (experience.advantages > 0)
-    PPOUpdater(roles, ALGORITHM, rollout=SAMPLING).update(experience, [layout])
+    Updater(roles, PPO(ALGORITHM), rollout=SAMPLING).update(experience, [layout])
     change = rollout.score(rollout.rate(PROMPTS, experience.sequences), layout).old_logprobs - experience.old_logprobs
     assert float(change[better].mean()) > float(change[mask & ~better].mean())
 
@@ -163,7 +166,7 @@ def test_ptx_text_moves_the_actor_and_is_logged(world: World, paths: dict[str, s
         experience, layout = collect(rollout)
         frozen = replace(experience, advantages=torch.zeros_like(experience.advantages))
         batches = iter([[collate_tokens([row], 0)]] * 9)
-        updater = PPOUpdater(roles, replace(ALGORITHM, ptx_coef=coef), rollout=SAMPLING, ptx_batches=batches)
+        updater = Updater(roles, PPO(replace(ALGORITHM, ptx_coef=coef)), rollout=SAMPLING, ptx_batches=batches)
         losses.append([updater.update(frozen, [layout]).metrics["loss/ptx"] for _ in range(3)])
     assert losses[0][0] == pytest.approx(losses[0][2]), "without a coefficient nothing moves"
     assert losses[1][2] < losses[1][0]
@@ -199,9 +202,9 @@ def test_explained_variance_is_1_for_a_perfect_critic() -> None:
     returns = torch.randn(2, 3)
     sequences = Sequences(mask.long(), mask, mask, returns, returns, torch.ones(2, dtype=torch.bool))
 
-    def variance(values: torch.Tensor) -> float:
+    def variance(values: torch.Tensor) -> float | None:
         zero = torch.zeros(2, 3)
-        return Experience(sequences, zero, zero, values, torch.zeros(2), zero, zero, returns).explained_variance
+        return Experience(sequences, zero, torch.zeros(2), zero, zero, zero, values, returns).explained_variance
 
     assert variance(returns) == 1.0
     assert variance(torch.full((2, 3), 0.3)) == pytest.approx(0.0, abs=1e-5)

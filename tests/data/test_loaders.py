@@ -117,15 +117,23 @@ def test_tokens_are_padded_on_the_right_and_lengths_live_in_masks() -> None:
 
 def test_preferences_keep_each_answer_once_and_all_pairs() -> None:
     rows = [
-        {"responses": [[4, 5], [4, 6, 7], [4]], "pairs": [[0, 1], [0, 2], [2, 1]], "margins": [0.0, 1.0, 2.0]},
+        {
+            "responses": [[4, 5], [4, 6, 7], [4]], "masks": [[False, True], [False, True, True], [False]],
+            "pairs": [[0, 1], [0, 2], [2, 1]], "margins": [0.0, 1.0, 2.0],
+        },
         None,
-        {"responses": [[8], [9, 9]], "pairs": [[1, 0]], "margins": [0.5]},
-    ]
+        {
+            "responses": [[8], [9, 9]], "masks": [[False], [False, True]], "pairs": [[1, 0]], "margins": [0.5],
+            "ref_logprobs": [-1.5, -2.5],
+        },
+    ]  # fmt: skip
     batch = collate_preferences(rows, 0)
     assert batch.input_ids.shape == (6, 3)
     assert batch.chosen_index.tolist() == [0, 0, 2, 5]
     assert batch.rejected_index.tolist() == [1, 2, 1, 4]
     assert batch.margin.tolist() == [0.0, 1.0, 2.0, 0.5]
+    assert batch.response_mask.sum(dim=1).tolist() == [1, 2, 0, 0, 0, 1]
+    assert batch.ref_logprobs.tolist() == [0.0, 0.0, 0.0, 0.0, -1.5, -2.5]
     empty = collate_preferences([None], 0)
     assert len(empty.chosen_index) == 0 and empty.attention_mask.any()
     assert empty.chosen_index.dtype is torch.long

@@ -120,7 +120,8 @@ def preference(draw: st.DrawFn) -> dict[str, list]:  # type: ignore[type-arg]
     index = st.integers(0, len(responses) - 1)
     pairs = draw(st.lists(st.tuples(index, index), min_size=1, max_size=4))
     margins = draw(st.lists(st.floats(-4, 4, width=32), min_size=len(pairs), max_size=len(pairs)))
-    return {"responses": responses, "pairs": [list(pair) for pair in pairs], "margins": margins}
+    masks = [[place % 2 == 1 for place in range(len(ids))] for ids in responses]
+    return {"responses": responses, "masks": masks, "pairs": [list(pair) for pair in pairs], "margins": margins}
 
 
 @quick
@@ -130,6 +131,10 @@ def test_collated_pairs_point_at_their_answers(rows: list[dict[str, list] | None
     real = [row for row in rows if row is not None]
     assert len(batch.input_ids) == sum(len(row["responses"]) for row in real) + rows.count(None)
     answers = [ids[mask].tolist() for ids, mask in zip(batch.input_ids, batch.attention_mask, strict=True)]
+    for ids, attention, own in zip(batch.input_ids, batch.attention_mask, batch.response_mask, strict=True):
+        if int(attention.sum()) > 1 or len(real) == len(rows):
+            assert own.tolist() == [bool(there) and place % 2 == 1 for place, there in enumerate(attention)]
+        assert own.shape == ids.shape
     wanted = [(row["responses"][i], row["responses"][j]) for row in real for i, j in row["pairs"]]
     pairs = zip(batch.chosen_index.tolist(), batch.rejected_index.tolist(), strict=True)
     assert [(answers[i], answers[j]) for i, j in pairs] == wanted

@@ -16,10 +16,12 @@ import pytest
 import torch
 
 from hybrid_rlhf.algorithms.experience import Experience, Layout, Sequences
-from hybrid_rlhf.algorithms.ppo import PPOUpdater
-from hybrid_rlhf.algorithms.rollout import Roles
+from hybrid_rlhf.algorithms.on_policy import ON_POLICY_ALGORITHMS
+from hybrid_rlhf.algorithms.roles import Roles
+from hybrid_rlhf.algorithms.updater import Updater
 from hybrid_rlhf.configs.batch_plan import MicroBatches
-from hybrid_rlhf.configs.ppo import AlgorithmConfig, RolloutConfig
+from hybrid_rlhf.configs.on_policy import AlgorithmConfig
+from hybrid_rlhf.configs.ppo import RolloutConfig
 from hybrid_rlhf.configs.sections import ModelConfig, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
 from hybrid_rlhf.engines.partition import whole_tensors
@@ -29,14 +31,18 @@ from tests.engines.ranks import run_ranks
 SEEDS = (0, 1, 2)
 TOLERANCE = 1e-5
 PADDED, PACKED = "eager", "auto"
-PLAIN = (0, PADDED, MicroBatches(rows=9, tokens=8192))
+PLAIN = (0, PADDED, MicroBatches(rows=10, tokens=8192))
 CUTS = (MicroBatches(rows=2, tokens=8192), MicroBatches(rows=None, tokens=24))
 Case = tuple[int, str, MicroBatches]
 """ZeRO stage, attention, what passes at once."""
+Task = tuple[str, int, Case]
+"""Algorithm, seed of the experience, case."""
 CASES: list[Case] = [
     (stage, attention, CUTS[(stage + shift) % 2])
     for stage, (shift, attention) in product(range(4), enumerate((PACKED, PADDED)))
 ]
+OTHERS = [name for name in ON_POLICY_ALGORITHMS if name not in ("ppo", "dr_grpo", "dapo")]
+"""Those two are GRPO with other settings."""
 ALGORITHM = AlgorithmConfig(
     epochs=2, kl_in="loss", kl_estimator="k3", entropy_coef=0.1, clip_low=0.9, clip_high=20.0, value_clip=0.5
 )
@@ -45,7 +51,7 @@ ALGORITHM = AlgorithmConfig(
 def experience(seed: int) -> Experience:
     """Random in everything; some responses are empty, and some have gaps."""
     chance = torch.Generator().manual_seed(seed)
-    rows, prompt, response = 9, 8, 14
+    rows, prompt, response = 10, 8, 14
     time = torch.arange(prompt + response)
     starts = torch.randint(1, prompt, (rows, 1), generator=chance)
     lengths = torch.randint(0, response, (rows, 1), generator=chance)
@@ -62,49 +68,53 @@ def experience(seed: int) -> Experience:
         torch.randint(3, 200, attention.shape, generator=chance), attention, answered, old, old, lengths[:, 0] > 3
     )
     return Experience(
-        sequences, old, reference, values, torch.zeros(rows), normal(1.0), normal(1.0), values + normal(1.0)
+        sequences, old, torch.zeros(rows), normal(1.0), normal(1.0), reference, values, values + normal(1.0)
     )
 
 
-def gradients(world: World, path: str, cases: list[Case]) -> dict[tuple[int, int, str], torch.Tensor]:
-    """For each case and seed the gradients of actor and critic in a row, on rank 0."""
+def gradients(world: World, path: str, tasks: list[Task]) -> dict[Task, torch.Tensor]:
+    """For each task the gradients of all that learns in a row, on rank 0."""
     optimizer = OptimizerConfig(lr=1e6, eps=1e6, schedule="constant", warmup_fraction=0.0, max_grad_norm=0.0)
     found = {}
-    for number, ((stage, attention, micro), seed) in enumerate(product(cases, SEEDS)):
+    for number, (name, seed, (stage, attention, micro)) in enumerate(tasks):
         spec = EngineSpec("actor", path, ModelConfig(attention=attention), ZeroConfig(stage=stage), 0, optimizer)  # type: ignore[arg-type]
-        actor, critic = build_actor(spec, world), build_engine(replace(spec, role="critic"), world)
-        roles: Any = Roles(actor, critic, None, None)  # type: ignore[arg-type]
+        actor, algorithm = build_actor(spec, world), ON_POLICY_ALGORITHMS[name](ALGORITHM)
+        critic = build_engine(replace(spec, role="critic"), world) if name == "ppo" else None
+        roles: Any = Roles(actor, None, critic)  # type: ignore[arg-type]
         rows = experience(seed)
         layout = Layout.plan(
             rows.sequences, mini_batches=1, micro_batches=replace(micro, padded=attention == PADDED), rank=world.rank,
-            ranks=world.size, seed=[number],
+            ranks=world.size, seed=[number], together=algorithm.together,
         )  # fmt: skip
-        before = [value for engine in (actor, critic) for _, value in whole_tensors(engine.lm, world)]
-        PPOUpdater(roles, ALGORITHM, rollout=RolloutConfig(max_new_tokens=14)).update(rows, [layout], kl_coef=0.3)
-        after = [value for engine in (actor, critic) for _, value in whole_tensors(engine.lm, world)]
+        learners = roles.learners.values()
+        before = [value for engine in learners for _, value in whole_tensors(engine.lm, world)]
+        Updater(roles, algorithm, rollout=RolloutConfig(max_new_tokens=14)).update(rows, [layout], kl_coef=0.3)
+        after = [value for engine in learners for _, value in whole_tensors(engine.lm, world)]
         if world.is_main:
             parts = [(a.double() - b.double()).flatten() for a, b in zip(before, after, strict=True) if a is not None]
-            found[seed, stage, f"{attention} {micro}"] = torch.cat(parts)
+            found[name, seed, (stage, attention, micro)] = torch.cat(parts)
     return found
 
 
 @pytest.fixture(scope="module")
-def expected(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, torch.Tensor]:
+def expected(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], torch.Tensor]:
     """One rank, no ZeRO, padded rows in one micro-batch."""
-    folder = tmp_path_factory.mktemp("plain")
-    found = run_ranks(gradients, 1, folder, str(model_folder), [PLAIN])[0]
-    return {seed: gradient for (seed, *_), gradient in found.items()}
+    tasks: list[Task] = [("ppo", seed, PLAIN) for seed in SEEDS] + [(name, 0, PLAIN) for name in OTHERS]
+    found = run_ranks(gradients, 1, tmp_path_factory.mktemp("plain"), str(model_folder), tasks)[0]
+    return {(name, seed): gradient for (name, seed, _), gradient in found.items()}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_an_update_does_not_depend_on_how_it_is_cut(
-    ranks: int, model_folder: Path, tmp_path: Path, expected: dict[int, torch.Tensor]
+    ranks: int, model_folder: Path, tmp_path: Path, expected: dict[tuple[str, int], torch.Tensor]
 ) -> None:
     cases = CASES if ranks < 4 else CASES[ranks % 3 :: 3]
-    found = run_ranks(gradients, ranks, tmp_path, str(model_folder), cases)[0]
-    assert len(found) == len(cases) * len(SEEDS)
-    for (seed, *case), gradient in found.items():
-        size = float(expected[seed].norm())
-        assert size > 0.1
-        error = float((gradient - expected[seed]).norm()) / size
-        assert error < TOLERANCE, (case, seed, error)
+    tasks: list[Task] = [("ppo", seed, case) for seed, case in product(SEEDS, cases)]
+    tasks += [(name, 0, cases[(place + shift) % len(cases)]) for place, name in enumerate(OTHERS) for shift in (0, 1)]
+    found = run_ranks(gradients, ranks, tmp_path, str(model_folder), tasks)[0]
+    assert len(found) == len(tasks)
+    for (name, seed, case), gradient in found.items():
+        size = float(expected[name, seed].norm())
+        assert size > 0.1, name
+        error = float((gradient - expected[name, seed]).norm()) / size
+        assert error < TOLERANCE, (name, case, seed, error)

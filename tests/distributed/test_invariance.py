@@ -1,4 +1,4 @@
-"""The same seed gives the same losses whatever the ZeRO stage, the ranks and the micro-batches: all three steps."""
+"""The same seed gives the same losses whatever the ZeRO stage, the ranks and the micro-batches: all steps."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ TOLERANCE = 1e-4
 STEPS = {
     "sft": ("training.step1_sft.main", ["sft/loss", "grad_norm", "eval/loss"]),
     "reward": ("training.step2_reward.main", ["reward/loss", "reward/accuracy", "grad_norm", "eval/loss"]),
+    "dpo": ("training.preference.main", ["preference/loss", "preference/margin", "grad_norm", "eval/loss"]),
+    "kto": ("training.preference.main", ["preference/loss", "preference/kl", "grad_norm", "eval/loss"]),
     "ppo": (
         "training.step3_ppo.main",
         [
@@ -69,6 +71,8 @@ def options(name: str, workspace: Path, stage: int, micro: str) -> list[str]:
         return [
             *common, "--model.path", str(workspace / "model"), "--data.max_length", "64", "--optimizer.lr", "1e-3",
             "--train.global_batch_size", "8", "--zero.stage", str(stage),
+            *(["--algorithm", name, "--optimizer.warmup_fraction", "0"] if name in ("dpo", "kto") else []),
+            *(["--reference.logprobs", "live"] if stage == 3 else []) * (name == "dpo"),
         ]  # fmt: skip
     return [
         *common, "--actor.path", str(workspace / "model"), "--reward.path", str(workspace / "reward-1-0-8"),

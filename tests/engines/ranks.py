@@ -21,7 +21,9 @@ import torch
 from torch import multiprocessing
 
 _LIMIT_SECONDS = 300
-get_context("forkserver").set_forkserver_preload(["hybrid_rlhf.algorithms.wiring", "hybrid_rlhf.engines.builder"])
+get_context("forkserver").set_forkserver_preload(
+    ["hybrid_rlhf.algorithms.on_policy_wiring", "hybrid_rlhf.algorithms.supervised_wiring"]
+)
 
 
 def run_ranks(

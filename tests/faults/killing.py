@@ -18,7 +18,9 @@ from typing import Any, Protocol
 
 import torch
 
-get_context("forkserver").set_forkserver_preload(["hybrid_rlhf.algorithms.wiring", "hybrid_rlhf.engines.builder"])
+get_context("forkserver").set_forkserver_preload(
+    ["hybrid_rlhf.algorithms.on_policy_wiring", "hybrid_rlhf.algorithms.supervised_wiring"]
+)
 
 
 @dataclass(frozen=True)

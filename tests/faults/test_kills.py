@@ -30,9 +30,9 @@ OF_ALL_STEPS = [
 OF_PPO = [
     (f"{ENGINES}.hybrid:HybridEngine._decoder", 7), ("hybrid_rlhf.generation.engine:GenerationEngine.generate", 7),
     ("hybrid_rlhf.generation.engine:GenerationEngine.close", 7), (f"{ALGORITHMS}.rollout:Rollout.score", 7),
-    (f"{ALGORITHMS}.rollout:Rollout.experience", 6), (f"{ALGORITHMS}.ppo:PPOUpdater._update_actor", 20),
-    (f"{ALGORITHMS}.ppo:PPOUpdater._update_critic", 20), (f"{ALGORITHMS}.kl_controller:KLController.update", 6),
-    (f"{ENGINES}.averaging:WeightAverage.update", 20), (f"{ALGORITHMS}.ppo_trainer:copy_weights", 2),
+    (f"{ALGORITHMS}.rollout:Rollout.experience", 6), (f"{ALGORITHMS}.updater:Updater._update_actor", 20),
+    (f"{ALGORITHMS}.updater:Updater._update_critic", 20), (f"{ALGORITHMS}.kl_controller:KLController.update", 6),
+    (f"{ENGINES}.averaging:WeightAverage.update", 20), (f"{ALGORITHMS}.on_policy_trainer:copy_weights", 2),
     (f"{RUNTIME}.samples:SampleLog.write", 6), (f"{RUNTIME}.world:World.all_gather_objects", 8),
 ]  # fmt: skip
 MAIN_RANK_ONLY = (
@@ -117,7 +117,7 @@ def test_a_run_killed_again_and_again_ends_as_if_nothing_had_happened(
     line = step_line("ppo", tmp_path / "out", model_folder, rows, "--train.save_async", str(asynchronous).lower())
     want = whole("ppo")
     for place, call in (
-        ("ppo:PPOUpdater._update_actor", 14),
+        ("updater:Updater._update_actor", 14),
         ("continuation:load_checkpoint", 1),
         ("rollout:Rollout.score", 3),
     ):
@@ -130,7 +130,7 @@ def test_a_run_killed_again_and_again_ends_as_if_nothing_had_happened(
 @pytest.mark.parametrize(
     ("name", "point"),
     [
-        ("ppo", Point(f"{ALGORITHMS}.ppo:PPOUpdater._update_critic", 7, 1, signal=signal.SIGTERM)),
+        ("ppo", Point(f"{ALGORITHMS}.updater:Updater._update_critic", 7, 1, signal=signal.SIGTERM)),
         pytest.param(
             "ppo", Point(f"{ALGORITHMS}.rollout:Rollout.score", 4, 0, signal=signal.SIGTERM), marks=pytest.mark.faults
         ),
@@ -156,7 +156,7 @@ def test_sigterm_saves_where_it_is_and_stops(
 def test_sigusr1_saves_and_goes_on(whole: Any, model_folder: Path, rows: Path, tmp_path: Path) -> None:
     line = step_line("ppo", tmp_path / "out", model_folder, rows, "--train.keep_last", "99")
     want = whole("ppo")
-    point = Point(f"{ALGORITHMS}.ppo:PPOUpdater._update_actor", 6, 1, signal=signal.SIGUSR1)
+    point = Point(f"{ALGORITHMS}.updater:Updater._update_actor", 6, 1, signal=signal.SIGUSR1)
     assert run_step(MODULES["ppo"], RANKS, line, point) == [0] * RANKS
     assert any("_update_" in path.name for path in (tmp_path / "out" / "checkpoints").iterdir())
     assert story(tmp_path / "out") == want
@@ -204,7 +204,7 @@ def test_a_run_goes_on_with_other_ranks_and_another_zero_stage(
 ) -> None:
     for name, point in (
         ("sft", Point(f"{ENGINES}.engine:ModelEngine.step", 5)),
-        ("ppo", Point(f"{ALGORITHMS}.ppo:PPOUpdater._update_critic", 7, 1, signal=signal.SIGTERM)),
+        ("ppo", Point(f"{ALGORITHMS}.updater:Updater._update_critic", 7, 1, signal=signal.SIGTERM)),
     ):
         line = step_line(name, tmp_path / name, model_folder, rows)
         run_step(MODULES[name], RANKS, line, point)

@@ -68,7 +68,7 @@ def kept(output: Path, rank: int) -> list[dict[str, Any]]:
 
 ALGORITHMS = "hybrid_rlhf.algorithms"
 ONCE = {
-    "critic loss": ("ppo", Poison(f"{ALGORITHMS}.ppo:PPOUpdater.value_loss", nan_loss, (5,), rank=1), 1),
+    "critic loss": ("ppo", Poison(f"{ALGORITHMS}.updater:Updater.value_loss", nan_loss, (5,), rank=1), 1),
     "actor loss": ("ppo", Poison(f"{ALGORITHMS}.policy_loss:PolicyLoss.__call__", nan_loss, (6,), rank=0), 0),
     "values": ("ppo", Poison(f"{ALGORITHMS}.rollout:values_before", nan_tensor, (4,), rank=1), 0),
     "sft loss": ("sft", Poison(f"{ALGORITHMS}.sft:SFTObjective.loss", nan_loss, (4,), rank=1), 1),

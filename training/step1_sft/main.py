@@ -12,7 +12,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Parse, then run; torch is imported only after parsing, so that --help is quick."""
     with user_errors():
         config = parse_config(SFTConfig, argv)
-        from hybrid_rlhf.algorithms.wiring import run_sft
+        from hybrid_rlhf.algorithms.supervised_wiring import run_sft
 
         run_sft(config)
 

@@ -12,7 +12,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Parse, then run; torch is imported only after parsing, so that --help is quick."""
     with user_errors():
         config = parse_config(RewardConfig, argv)
-        from hybrid_rlhf.algorithms.wiring import run_reward
+        from hybrid_rlhf.algorithms.supervised_wiring import run_reward
 
         run_reward(config)
 

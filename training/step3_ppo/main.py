@@ -12,9 +12,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Parse, then run; torch is imported only after parsing, so that --help is quick."""
     with user_errors():
         config = parse_config(PPOConfig, argv)
-        from hybrid_rlhf.algorithms.wiring import run_ppo
+        from hybrid_rlhf.algorithms.on_policy_wiring import run_on_policy
 
-        run_ppo(config)
+        run_on_policy(config)
 
 
 if __name__ == "__main__":

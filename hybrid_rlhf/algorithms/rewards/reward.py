@@ -23,6 +23,8 @@ from hybrid_rlhf.runtime.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.world import World
 
 logger = logging.getLogger(LOGGER_NAME)
+COUNTS = ("/failures", "/dropped")
+"""Ends of the metrics that are counts; the others are means."""
 _NO_TEXT = Answers([], [], {})
 
 
@@ -133,8 +135,8 @@ class Reward:
                 metrics[f"reward/{part.name}/mean"] = float(opinions.mean())
                 metrics[f"reward/{part.name}/std"] = float(opinions.std(correction=0))
             if part.on_failure != "stop":
-                count = "failures" if part.on_failure == "zero" else "dropped"
-                metrics[f"reward/{part.name}/{count}"] = float(failed[place].sum())
+                count = COUNTS[0] if part.on_failure == "zero" else COUNTS[1]
+                metrics[f"reward/{part.name}{count}"] = float(failed[place].sum())
         return metrics
 
 

@@ -1,6 +1,6 @@
-"""PPO with a critic: one rollout, several updates of actor and critic.
+"""One rollout, several updates of the actor and, where there is one, the critic.
 
-Source: Schulman et al. 2017 (arXiv 1707.06347); Ouyang et al. 2022 (arXiv 2203.02155), section 3.5; the N details.
+Source: Ouyang et al. 2022 (arXiv 2203.02155), section 3.5; the N details.
 Deviations: each loss is divided once by the response tokens of its whole mini-batch, over all ranks; the PTX loss by
 its own tokens, so that ptx_coef is relative to a mean loss.
 """
@@ -15,13 +15,14 @@ import torch
 
 from hybrid_rlhf.algorithms.experience import Experience, Layout, scatter_rows
 from hybrid_rlhf.algorithms.nonfinite import rows_to_blame
+from hybrid_rlhf.algorithms.on_policy import OnPolicyAlgorithm
 from hybrid_rlhf.algorithms.policy_loss import MiniBatch, PolicyLoss, rows_like
 from hybrid_rlhf.algorithms.ptx import PtxBatches
-from hybrid_rlhf.algorithms.rollout import Roles
+from hybrid_rlhf.algorithms.roles import Roles
 from hybrid_rlhf.algorithms.sums import RunningSums, global_count
-from hybrid_rlhf.configs.ppo import AlgorithmConfig, RolloutConfig
+from hybrid_rlhf.configs.ppo import RolloutConfig
 from hybrid_rlhf.engines.averaging import WeightAverage
-from hybrid_rlhf.engines.engine import UpdateStats
+from hybrid_rlhf.engines.engine import ModelEngine, UpdateStats
 from hybrid_rlhf.functional.losses import LossSum, ppo_value_loss, sft_loss
 from hybrid_rlhf.models.policy import values_before
 from hybrid_rlhf.runtime.world import World
@@ -33,7 +34,7 @@ class UpdateReport:
 
     metrics: dict[str, float]
     trained_tokens: float
-    """Real tokens that passed through the critic in training, over all ranks."""
+    """Real tokens of the mini-batches that were learned from, over all ranks."""
     experience: Experience
     """What was learned from; with the training forward's log-probs in any case."""
 
@@ -85,13 +86,13 @@ class Progress:
                 part.load_state_dict({key: share * sum(told[name].get(key, 0.0) for told in by_rank) for key in names})
 
 
-class PPOUpdater:
+class Updater:
     """Updates actor and critic from experience."""
 
     def __init__(
         self,
         roles: Roles,
-        config: AlgorithmConfig,
+        algorithm: OnPolicyAlgorithm,
         *,
         rollout: RolloutConfig,
         average: WeightAverage | None = None,
@@ -100,16 +101,16 @@ class PPOUpdater:
         """Take the roles and what is mixed in.
 
         Args:
-            roles: actor and critic learn.
-            config: the algorithm's constants.
+            roles: the actor learns, and the critic if there is one.
+            algorithm: whose loss the actor has.
             rollout: how completions were sampled; the actor's log-probs are taken at its temperature.
             average: the actor's moving average, moved after each update.
             ptx_batches: this rank's micro-batches of pretraining text, one list an update.
         """
         self._roles = roles
-        self._config = config
+        self._config = algorithm.config
         self.policy_loss = PolicyLoss(
-            roles.actor, config, temperature=rollout.temperature, max_tokens=rollout.max_new_tokens
+            roles.actor, algorithm, temperature=rollout.temperature, max_tokens=rollout.max_new_tokens
         )
         self._average = average
         self.ptx = ptx_batches
@@ -145,7 +146,10 @@ class PPOUpdater:
             if train_actor:
                 seen = sums.policy.total("approxkl")
                 stats["actor"] = self._update_actor(experience, micro_batches, mini_batch, progress, logprobs)
-            stats["critic"] = self._update_critic(experience, micro_batches, mini_batch.tokens, progress)
+            if self._roles.critic is not None:
+                stats["critic"] = self._update_critic(
+                    self._roles.critic, experience, micro_batches, mini_batch.tokens, progress
+                )
             progress.updates += 1
             if train_actor and self._is_too_far(sums.policy.total("approxkl") - seen, mini_batch.tokens):
                 break
@@ -154,12 +158,13 @@ class PPOUpdater:
         trained = float(experience.sequences.lengths.sum()) * progress.updates / len(layouts[0].mini_batches)
         return UpdateReport(self._metrics(progress), trained, experience)
 
-    def value_loss(self, experience: Experience, indices: list[int | None]) -> LossSum:
+    def value_loss(self, critic: ModelEngine, experience: Experience, indices: list[int | None]) -> LossSum:
         """The critic's loss on a micro-batch."""
+        assert experience.old_values is not None and experience.returns is not None
         batch = experience.sequences.rows(indices)
         mask = batch.response_mask
         return ppo_value_loss(
-            values_before(self._roles.critic(batch.input_ids, batch.attention_mask)),
+            values_before(critic(batch.input_ids, batch.attention_mask)),
             old_values=rows_like(experience.old_values, indices, mask),
             returns=rows_like(experience.returns, indices, mask),
             mask=mask,
@@ -212,25 +217,26 @@ class PPOUpdater:
         return stats
 
     def _update_critic(
-        self, experience: Experience, micro_batches: list[list[int | None]], count: float, progress: Progress
-    ) -> UpdateStats:
+        self, critic: ModelEngine, experience: Experience, micro_batches: list[list[int | None]], count: float,
+        progress: Progress,
+    ) -> UpdateStats:  # fmt: skip
         losses = []
         for indices in micro_batches:
-            loss = self.value_loss(experience, indices)
-            self._roles.critic.backward(loss.total, count=count)
+            loss = self.value_loss(critic, experience, indices)
+            critic.backward(loss.total, count=count)
             progress.sums.value.add(loss)
             losses.append(loss.total.detach())
-        stats = self._roles.critic.step()
+        stats = critic.step()
         if stats.skipped:
             progress.blame("critic", micro_batches, losses)
         return stats
 
     def _metrics(self, progress: Progress) -> dict[str, float]:
         sums, stats = progress.sums, progress.stats
-        value = sums.value.means(self._world)
-        metrics = {
-            "loss/value": value["loss"], "val/clipfrac": value["clipfrac"], "ppo/updates": float(progress.updates),
-        }  # fmt: skip
+        metrics = {"rollout/updates": float(progress.updates)}
+        if "critic" in stats:
+            value = sums.value.means(self._world)
+            metrics |= {"loss/value": value["loss"], "val/clipfrac": value["clipfrac"]}
         if "actor" in stats:
             means = sums.policy.means(self._world)
             metrics |= {name: means[key] for name, key in _POLICY_METRICS.items() if key in means}

@@ -12,55 +12,61 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from hybrid_rlhf.algorithms.collection import Collector, NothingToLearn
 from hybrid_rlhf.algorithms.continuation import Continuation, due
 from hybrid_rlhf.algorithms.experience import Layout, Sequences
 from hybrid_rlhf.algorithms.half_used import HalfUsed
 from hybrid_rlhf.algorithms.kl_controller import KLController
 from hybrid_rlhf.algorithms.nonfinite import NotFinite, SkippedSteps, rounded, rows_not_finite
-from hybrid_rlhf.algorithms.ppo import PPOUpdater, Progress
-from hybrid_rlhf.algorithms.rollout import Roles, Rollout, Scored
-from hybrid_rlhf.algorithms.rollout_metrics import completion_kl, evaluation_metrics, rollout_metrics
+from hybrid_rlhf.algorithms.on_policy import OnPolicyAlgorithm
+from hybrid_rlhf.algorithms.roles import Roles
+from hybrid_rlhf.algorithms.rollout import Rollout
+from hybrid_rlhf.algorithms.rollout_metrics import evaluation_metrics, rollout_metrics, speed_metrics
+from hybrid_rlhf.algorithms.scoring import Scored
+from hybrid_rlhf.algorithms.updater import Progress, Updater
 from hybrid_rlhf.configs.ppo import PPOConfig
-from hybrid_rlhf.data.loaders import GlobalBatches
+from hybrid_rlhf.data.loaders import RowStream
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.checkpoints import LoopState
-from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.engines.partition import copy_weights
-from hybrid_rlhf.runtime.profiling import decode_roofline, model_flops_utilisation, profiled
+from hybrid_rlhf.runtime.profiling import profiled
 from hybrid_rlhf.runtime.run import Run
 from hybrid_rlhf.runtime.samples import SampleLog
-from hybrid_rlhf.runtime.timers import peak_memory_gib
 
 _EVAL_STEP = 2**32
 """Key of the evaluation's random streams, out of the way of training steps: it samples alike each time."""
 
 
-class PPOTrainer:
+class OnPolicyTrainer:
     """Collects experience and learns from it until the prompts or max_steps end."""
 
     def __init__(
         self,
         roles: Roles,
         rollout: Rollout,
-        updater: PPOUpdater,
+        updater: Updater,
+        algorithm: OnPolicyAlgorithm,
         *,
         prompts: Dataset,
         held_out: Dataset,
-        batches: GlobalBatches,
+        stream: RowStream,
         total_steps: int,
         config: PPOConfig,
         run: Run,
         tokenizer: PreTrainedTokenizerBase,
         average: WeightAverage | None,
     ) -> None:
-        self._roles, self._rollout, self._updater = roles, rollout, updater
-        self._prompts, self._held_out, self._batches = prompts, held_out, batches
+        self._roles, self._rollout, self._updater, self._algorithm = roles, rollout, updater, algorithm
+        self._prompts, self._held_out, self._stream = prompts, held_out, stream
+        self._collector = Collector(
+            rollout, algorithm, prompts=prompts, stream=stream, per_step=config.rollout.prompts_per_step
+        )
         self._total_steps, self._config, self._run = total_steps, config, run
         self._world = run.world
         self._tokenizer, self._average = tokenizer, average
         self._kl = KLController(config.ppo)
         self._skipped = SkippedSteps(run, limit=config.faults.max_skipped_steps)
-        changing: dict[str, ModelEngine] = {"actor": roles.actor, "critic": roles.critic}
+        changing = roles.learners
         if config.ppo.reference_refresh_every and roles.reference is not None:
             changing["reference"] = roles.reference
         self._continuation = Continuation(run, config.train, changing, average)
@@ -78,13 +84,13 @@ class PPOTrainer:
         if first:
             before = self.evaluate()
             run.log(0, before)
-            run.say("ppo before training", before)
-        display = run.display("ppo", total_steps=self._total_steps, done_steps=done)
+            run.say(f"{config.algorithm} before training", before)
+        display = run.display(config.algorithm, total_steps=self._total_steps, done_steps=done)
         with self._continuation.running(), display:
             for step, rollout in self._rollouts(done, half_used):
                 with profiled(step, config.logging.profile_steps, run.folder, self._world):
                     metrics = self._step(step, rollout)
-                if step == self._total_steps or due(step, config.train.eval_every):
+                if step == self._total_steps or not self._stream.left or due(step, config.train.eval_every):
                     metrics |= self.evaluate()
                 run.log(step, metrics)
                 display.show(step, {name: value for name, value in metrics.items() if name.startswith(_FIGURES)})
@@ -95,17 +101,17 @@ class PPOTrainer:
         if half_used is not None:
             step += 1
             yield step, half_used
-        for indices in self._batches.iterate(self._config.train.epochs):
-            if step >= self._total_steps:
-                break
+        while step < self._total_steps and self._stream.left:
             step += 1
-            self._indices = indices
             yield step, None
 
     def _step(self, step: int, rollout: HalfUsed | None) -> dict[str, float]:
         """One rollout, unless there is a half-used one, and its updates."""
         try:
             rollout = rollout or self._collect(step)
+        except NothingToLearn as found:
+            self._run.timers.take()
+            return found.metrics
         except NotFinite as found:
             self._run.timers.take()
             return self._skipped.settle(step, found.what)
@@ -117,32 +123,48 @@ class PPOTrainer:
 
         Raises:
             NotFinite: on every rank, when what a role says of a row is not finite.
+            NothingToLearn: on every rank, when the algorithm chose no completion.
         """
-        start = time.perf_counter()
-        prompts = [self._prompts[i] for i in self._indices]
-        rollout = self._rollout
-        rated = rollout.rate(prompts, rollout.sample(prompts, step=step))
-        scored = rollout.score(rated, self._layouts(step, rated.sequences)[0])
-        of_prompts = [self._indices[row // self._config.rollout.samples_per_prompt] for row in rated.rows]
-        faulty = rows_not_finite(
-            {"log-probs": scored.old_logprobs, "reference log-probs": scored.ref_logprobs,
-             "values": scored.old_values, "scores": scored.scores}, mask=scored.sequences.response_mask,
-        )  # fmt: skip
-        if faulty:
-            if self._world.is_main:
-                rows = sorted({row for rows in faulty.values() for row in rows})
-                kl, scores = completion_kl(scored), scored.penalised
-                self._skipped.keep(step, self._texts(of_prompts, scored.sequences, scores=scores, kl=kl, rows=rows))
-            raise NotFinite([f"{what} of {len(rows)} completions" for what, rows in faulty.items()])
+        start, rollout = time.perf_counter(), self._rollout
+        collected = self._collector.collect(step)
+        scored = rollout.score(collected.chosen, self._layouts(step, collected.chosen.sequences)[0])
+        self._require_finite(step, scored, collected.prompts)
         experience = rollout.experience(scored, kl_coef=self._kl.kl_coef)
-        metrics = {"objective/kl_coef": self._kl.kl_coef, **rollout.scaling.metrics(), **rated.metrics}
-        return HalfUsed(step, of_prompts, experience, metrics, Progress(self._world.device), start)
+        metrics = {**rollout.scaling.metrics(), **collected.metrics}
+        if scored.ref_logprobs is not None:
+            metrics["objective/kl_coef"] = self._kl.kl_coef
+        prompts = collected.prompts
+        if self._config.ppo.mask_truncated:
+            kept = experience.sequences.stopped.nonzero().flatten().tolist()
+            if not kept:
+                raise NothingToLearn(metrics)
+            experience, prompts = experience.rows(kept), [prompts[row] for row in kept]
+        progress = Progress(self._world.device)
+        return HalfUsed(step, prompts, experience, metrics, progress, start, collected.sampled_tokens)
+
+    def _require_finite(self, step: int, scored: Scored, prompts: Sequence[int]) -> None:
+        """Keep the rows of which a role says what is not finite, and raise NotFinite; on every rank."""
+        scores = scored.rated.scores
+        told = {
+            "log-probs": scored.old_logprobs, "reference log-probs": scored.ref_logprobs,
+            "values": scored.old_values, "scores": scores,
+        }  # fmt: skip
+        faulty = rows_not_finite(
+            {name: values for name, values in told.items() if values is not None}, mask=scored.sequences.response_mask
+        )
+        if not faulty:
+            return
+        if self._world.is_main:
+            rows = sorted({row for rows in faulty.values() for row in rows})
+            penalised = scored.rated.penalised
+            self._skipped.keep(step, self._texts(prompts, scored.sequences, scores=penalised, kl=scored.kl, rows=rows))
+        raise NotFinite([f"{what} of {len(rows)} completions" for what, rows in faulty.items()])
 
     def _layouts(self, step: int, sequences: Sequences) -> list[Layout]:
         """Of each pass over a rollout."""
-        ppo = self._config.ppo
+        ppo, together = self._config.ppo, self._algorithm.together
         return [
-            self._rollout.layout(sequences, step=step, epoch=epoch, mini_batches=ppo.mini_batches)
+            self._rollout.layout(sequences, step=step, epoch=epoch, mini_batches=ppo.mini_batches, together=together)
             for epoch in range(ppo.epochs)
         ]
 
@@ -162,7 +184,8 @@ class PPOTrainer:
             **rollout_metrics(report.experience), **rollout.metrics, **report.metrics,
             **self._speed(rollout, report.trained_tokens),
         }  # fmt: skip
-        self._kl.update(metrics["objective/kl"], completions=len(experience.scores))
+        if "objective/kl" in metrics:
+            self._kl.update(metrics["objective/kl"], completions=len(experience.scores))
         if due(step, ppo.reference_refresh_every):
             assert self._roles.reference is not None
             copy_weights(self._roles.actor.lm, self._roles.reference.lm)
@@ -177,38 +200,20 @@ class PPOTrainer:
     def _scale_by_first_answers(self) -> None:
         """Show the scaling the actor's answers to the first prompts, before it learns."""
         prompts = [self._prompts[i] for i in range(min(len(self._prompts), self._config.rollout.prompts_per_step))]
-        self._rollout.scaling.observe(self._scored(prompts).scores)
+        self._rollout.scaling.observe(self._scored(prompts).rated.scores)
 
     def _scored(self, prompts: Sequence[Mapping[str, Any]]) -> Scored:
         """Answers to prompts outside the training steps, and what the roles say of them."""
         rated = self._rollout.rate(prompts, self._rollout.sample(prompts, step=_EVAL_STEP))
-        return self._rollout.score(rated, self._rollout.layout(rated.sequences, step=0, epoch=0, mini_batches=1))
+        return self._rollout.score(rated, self._rollout.layout(rated.sequences))
 
     def _speed(self, rollout: HalfUsed, trained_tokens: float) -> dict[str, float]:
         """Where the time of a step went; {} for one that was cut off, whose beginning was not timed."""
         seconds = {"switch": self._roles.actor.switch_seconds, **self._run.timers.take()}
         if rollout.start is None:
             return {}
-        step_seconds = time.perf_counter() - rollout.start
-        sequences = rollout.experience.sequences
-        generated = float(sequences.response_mask.sum())
-        tokens = float(sequences.lengths.sum())
-        return {
-            "perf/generation_tokens_per_second": generated / seconds["generation"],
-            "perf/train_tokens_per_second": trained_tokens / seconds["training"],
-            "perf/tokens_per_second": tokens / step_seconds,
-            **model_flops_utilisation(
-                parameters=self._roles.actor.parameters + self._roles.critic.parameters, tokens=trained_tokens,
-                seconds=seconds["training"], ranks=self._world.size, device=self._world.device,
-            ),
-            **decode_roofline(
-                read_bytes=self._roles.actor.decode_bytes, seconds=seconds["generation"], device=self._world.device
-            ),
-            **{f"time/{name}_seconds": taken for name, taken in seconds.items()},
-            "time/other_seconds": step_seconds - sum(seconds.values()),
-            "time/step_seconds": step_seconds,
-            "memory/peak_gib": peak_memory_gib(self._world.device),
-        }  # fmt: skip
+        seconds["step"] = time.perf_counter() - rollout.start
+        return speed_metrics(self._roles, rollout.sampled_tokens, trained_tokens, seconds)
 
     def evaluate(self) -> dict[str, float]:
         """Scores and KL of sampled answers to the held-out prompts, of the averaged actor too; {} without prompts."""
@@ -223,7 +228,7 @@ class PPOTrainer:
         return metrics
 
     def _texts(
-        self, prompts: Sequence[int], sequences: Sequences, *, scores: Tensor, kl: Tensor,
+        self, prompts: Sequence[int], sequences: Sequences, *, scores: Tensor, kl: Tensor | None,
         rows: Sequence[int] | None = None,
     ) -> list[dict[str, Any]]:  # fmt: skip
         """Rows of samples.jsonl: some of a rollout's completions, or all."""
@@ -235,7 +240,7 @@ class PPOTrainer:
                     "prompt": json.loads(self._prompts[prompts[row]]["prompt"]),
                     "completion": self._tokenizer.decode(tokens, skip_special_tokens=True),
                     "score": rounded(scores[row]),
-                    "kl": rounded(kl[row]),
+                    "kl": None if kl is None else rounded(kl[row]),
                 }
             )
         return texts
@@ -244,7 +249,8 @@ class PPOTrainer:
         """What a checkpoint keeps of the loop."""
         self._samples.flush()
         content: dict[str, Any] = {
-            "batches": self._batches.state_dict(),
+            "prompts": self._stream.state_dict(),
+            "algorithm": self._algorithm.state_dict(),
             "kl": self._kl.state_dict(),
             "scaling": self._rollout.scaling.state_dict(),
             "skipped": self._skipped.state_dict(),
@@ -264,7 +270,8 @@ class PPOTrainer:
         if state is None:
             return 0, None
         content = state.content
-        self._batches.load_state_dict(content["batches"])
+        self._stream.load_state_dict(content["prompts"])
+        self._algorithm.load_state_dict(content["algorithm"])
         self._kl.load_state_dict(content["kl"])
         self._rollout.scaling.load_state_dict(content["scaling"])
         self._skipped.load_state_dict(content["skipped"])

@@ -1,0 +1,95 @@
+"""A step's completions: sampled, rated, and those chosen that the algorithm learns from.
+
+Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) goes on with more prompts until it has as many as a step takes.
+It asks for those that are missing and no more, so that no group that it accepts is ever thrown away; where the data or
+its rounds end, the step is a smaller one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from datasets import Dataset
+
+from hybrid_rlhf.algorithms.on_policy import OnPolicyAlgorithm
+from hybrid_rlhf.algorithms.rollout import Rollout
+from hybrid_rlhf.algorithms.scoring import Rated
+from hybrid_rlhf.data.loaders import RowStream
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What a step learns from."""
+
+    chosen: Rated
+    prompts: list[int]
+    """Of each completion the row of its prompt in the data."""
+    metrics: dict[str, float]
+    sampled_tokens: tuple[float, float]
+    """Of all completions, chosen or not, and of these with their prompts."""
+
+
+class NothingToLearn(Exception):
+    """The algorithm chose none of a rollout's completions; the same on every rank."""
+
+    def __init__(self, metrics: dict[str, float]) -> None:
+        super().__init__("no completion was chosen")
+        self.metrics = metrics
+
+
+class Collector:
+    """Takes prompts from a stream until a step has what it needs."""
+
+    def __init__(
+        self, rollout: Rollout, algorithm: OnPolicyAlgorithm, *, prompts: Dataset, stream: RowStream, per_step: int
+    ) -> None:
+        self._rollout, self._algorithm, self._prompts = rollout, algorithm, prompts
+        self._stream, self._per_step = stream, per_step
+
+    def collect(self, step: int) -> Collected:
+        """The completions of a step; every rank calls, and gets the same.
+
+        Raises:
+            UserError: on every rank, as the reward's parts say.
+            NothingToLearn: on every rank, when the algorithm chose none.
+        """
+        config, greedy = self._algorithm.config, self._algorithm.wants_greedy
+        taken: list[int] = []
+        parts, masks, wanted = [], [], self._per_step
+        for _ in range(1 + config.max_refills * config.dynamic_sampling):
+            rows = self._stream.take(wanted)
+            if not rows:
+                break
+            prompts: Sequence[Mapping[str, Any]] = [self._prompts[row] for row in rows]
+            sequences = self._rollout.sample(prompts, step=step, first=len(taken), greedy=greedy)
+            rated = self._rollout.rate(prompts, sequences, first=len(taken), greedy=greedy)
+            mask = self._algorithm.select(rated.scores, penalties=rated.penalties, groups=rated.prompts)
+            taken += rows
+            parts.append(rated)
+            masks.append(mask)
+            wanted -= len(rated.prompts[mask].unique())
+            if not config.dynamic_sampling or wanted <= 0:
+                break
+        whole, mask = Rated.joined(parts), torch.cat(masks)
+        metrics, tokens = self._metrics(whole, mask), whole.sequences
+        sampled = float(tokens.response_mask.sum()), float(tokens.lengths.sum())
+        if not bool(mask.any()):
+            raise NothingToLearn(metrics)
+        chosen = whole.select(mask)
+        return Collected(chosen, [taken[place] for place in chosen.prompts.tolist()], metrics, sampled)
+
+    def _metrics(self, whole: Rated, mask: torch.Tensor) -> dict[str, float]:
+        metrics = dict(whole.metrics)
+        if not bool(mask.all()):  # the chosen alone would flatter
+            scores = whole.penalised
+            metrics |= {
+                "objective/scores": float(scores.mean()),
+                "objective/scores_std": float(scores.std(correction=0)),
+                "rollout/chosen_scores": float(scores[mask].mean()) if bool(mask.any()) else 0.0,
+            }
+        if self._algorithm.config.dynamic_sampling:
+            metrics["rollout/accepted_prompts"] = len(whole.prompts[mask].unique()) / len(whole.prompts.unique())
+        return metrics

@@ -1,0 +1,178 @@
+"""Step 3 from its config: which prompts, roles and algorithm make a run.
+
+Order matters: data is read before models are loaded, so that a mistake in a file costs seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_rlhf.algorithms.on_policy import ON_POLICY_ALGORITHMS
+from hybrid_rlhf.algorithms.on_policy_trainer import OnPolicyTrainer
+from hybrid_rlhf.algorithms.ptx import PtxBatches
+from hybrid_rlhf.algorithms.rewards import build_reward
+from hybrid_rlhf.algorithms.roles import Roles
+from hybrid_rlhf.algorithms.rollout import Rollout
+from hybrid_rlhf.algorithms.starting import memory_named, pad_token, resolve, start_step, tell_plan, warm_folder
+from hybrid_rlhf.algorithms.supervised import finish, save_engine
+from hybrid_rlhf.algorithms.updater import Updater
+from hybrid_rlhf.configs.batch_plan import BatchPlan, MicroBatches, plan_rollout
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.ppo import PPOConfig, TrainedRoleConfig, frozen_zero
+from hybrid_rlhf.data.loaders import RowStream
+from hybrid_rlhf.data.tokenized import load_prompt_data, load_ptx_data
+from hybrid_rlhf.engines.averaging import WeightAverage
+from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
+from hybrid_rlhf.engines.ds_config import read_overrides
+from hybrid_rlhf.engines.engine import ModelEngine, Role
+from hybrid_rlhf.models.tokenizers import load_tokenizer, stop_token_ids
+from hybrid_rlhf.runtime.run import Run, start_run
+
+
+def run_on_policy(config: PPOConfig) -> None:
+    """Step 3, by any on-policy algorithm, from config to saved actor and critic."""
+    with start_run(config) as run, memory_named(config, run):
+        actor_path, tokenizer = start_step(config, run, config.actor.path or config.model.path, key="actor.path")
+        plan = _plan(config, run)
+        data = load_prompt_data(
+            config.data, tokenizer=tokenizer, seed=config.seed, world=run.world,
+            max_prompt_tokens=config.rollout.max_prompt_tokens,
+        )  # fmt: skip
+        ptx = (
+            load_ptx_data(config.data, tokenizer=tokenizer, seed=config.seed, world=run.world)
+            if config.ppo.ptx_coef
+            else None
+        )
+        stream = RowStream(len(data.train), epochs=config.train.epochs, seed=config.seed)
+        steps = _total_steps(config, stream)
+        algorithm = ON_POLICY_ALGORITHMS[config.algorithm](config.ppo)
+        roles = build_roles(
+            config, run, actor_path, tokenizer, updates=steps * config.ppo.epochs * config.ppo.mini_batches
+        )
+        average = WeightAverage(roles.actor.module, decay=config.ppo.ema_decay) if config.ppo.ema_decay else None
+        generation_config = roles.actor.lm.generation_config
+        rollout = Rollout(
+            roles, sampling=config.rollout, algorithm=algorithm, reads_reference=config.uses_reference,
+            tokenizer=tokenizer,
+            stop_token_ids=stop_token_ids(tokenizer, generation_config.eos_token_id if generation_config else None),
+            micro_batches=plan.micro_batches, seed=config.seed, timers=run.timers,
+        )  # fmt: skip
+        mixed = ptx and PtxBatches(
+            ptx, global_batch_size=plan.global_batch_size,
+            micro_batches=replace(plan.micro_batches, padded=not roles.actor.packs), seed=config.seed,
+            pad_token_id=pad_token(tokenizer), world=run.world,
+        )  # fmt: skip
+        updater = Updater(roles, algorithm, rollout=config.rollout, average=average, ptx_batches=mixed)
+        OnPolicyTrainer(
+            roles, rollout, updater, algorithm, prompts=data.train, held_out=data.held_out, stream=stream,
+            total_steps=steps, config=config, run=run, tokenizer=tokenizer, average=average,
+        ).train()  # fmt: skip
+        if average is not None:
+            with average.applied():
+                save_engine(run, "actor_ema", roles.actor, tokenizer)
+        finish(run, roles.learners, tokenizer)
+
+
+def _total_steps(config: PPOConfig, stream: RowStream) -> int:
+    """Steps of the run, at most: dynamic sampling may need more prompts for one, and takes the last few too."""
+    size = config.rollout.prompts_per_step
+    if stream.left < size:
+        raise UserError(
+            f"a step takes {size} prompts, the training data has {stream.left}: add rows or set "
+            f"rollout.prompts_per_step to {stream.left} or less"
+        )
+    steps = -(-stream.left // size) if config.ppo.dynamic_sampling else stream.left // size
+    return steps if config.train.max_steps is None else min(steps, config.train.max_steps)
+
+
+def _plan(config: PPOConfig, run: Run) -> BatchPlan:
+    ranks, together = run.world.size, config.rollout.tensor_parallel
+    if ranks % together:
+        sizes = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
+        raise UserError(f"rollout.tensor_parallel divides the ranks, {together} does not divide {ranks}: take {sizes}")
+    plan = plan_rollout(
+        prompts_per_step=config.rollout.prompts_per_step,
+        samples_per_prompt=config.learned_per_prompt,
+        mini_batches=config.ppo.mini_batches,
+        ranks=run.world.size,
+        micro_batches=MicroBatches(config.train.micro_batch_size, config.train.micro_batch_tokens),
+    )
+    tell_plan(plan, run)
+    return plan
+
+
+def build_roles(
+    config: PPOConfig, run: Run, actor_path: str, tokenizer: PreTrainedTokenizerBase, *, updates: int
+) -> Roles:
+    """The roles that the algorithm needs, on the run's ranks.
+
+    Args:
+        config: of step 3.
+        run: whose ranks they are on.
+        actor_path: resolved, where the actor starts.
+        tokenizer: the actor's.
+        updates: of the actor over the whole run, for its schedule.
+
+    Raises:
+        UserError: when a model cannot be loaded, or does not share the actor's tokens where it must.
+    """
+    if not config.reward.named_parts:
+        raise UserError("reward.path must name a model, or reward.parts something else, got none: give --reward.path")
+    critic_path, reference_path = _critic_path(config, run, actor_path), _reference_path(config, run, actor_path)
+    for role, path in (("critic", critic_path), ("reference", reference_path)):
+        if path is not None:
+            _require_same_tokens(role, path, tokenizer, config)
+    overrides = read_overrides(config.deepspeed_config)
+
+    def trained(role: Role, path: str, section: TrainedRoleConfig) -> EngineSpec:
+        return EngineSpec(
+            role, path, config.model, section.zero, config.seed, section.optimizer, section.lora, updates, overrides
+        )
+
+    def frozen(role: Role, path: str, sibling: TrainedRoleConfig) -> ModelEngine:
+        zero = frozen_zero(sibling.zero, offload=config.rollout.offload_frozen)
+        spec = EngineSpec(role, path, config.model, zero, config.seed, deepspeed_overrides=overrides)
+        return build_engine(replace(spec, offload_weights=config.rollout.offload_frozen and zero.stage < 3), run.world)
+
+    actor = build_actor(trained("actor", actor_path, config.actor), run.world, rollout=config.rollout)
+    critic, reference = None, None
+    if critic_path is not None:
+        base = actor.lm if config.critic.share_base else None
+        critic = build_engine(replace(trained("critic", critic_path, config.critic), base=base), run.world)
+    reward = build_reward(
+        config.reward.named_parts, run.world, tokenizer=tokenizer,
+        resolve=lambda path: resolve(config, run, path, key="reward.path"),
+        load_tokenizer=lambda path: load_tokenizer(path, trust_remote_code=config.model.trust_remote_code),
+        build_engine=lambda path: frozen("reward", path, config.reward_sibling),
+    )  # fmt: skip
+    # An actor with adapters is its own reference without them.
+    if reference_path is not None and not (config.actor.lora.rank > 0 and reference_path == actor_path):
+        reference = frozen("reference", reference_path, config.actor)
+    return Roles(actor, reward, critic, reference)
+
+
+def _critic_path(config: PPOConfig, run: Run, actor_path: str) -> str | None:
+    if not config.traits.critic:
+        return None
+    start = warm_folder(run, "critic") or config.critic_start
+    return resolve(config, run, start, key="critic.path") if start else actor_path
+
+
+def _reference_path(config: PPOConfig, run: Run, actor_path: str) -> str | None:
+    if not config.uses_reference:
+        return None
+    # After a warm start the reference is still what the actor began as.
+    start = config.reference.path or (run.warm_start and (config.actor.path or config.model.path))
+    return resolve(config, run, str(start), key="reference.path") if start else actor_path
+
+
+def _require_same_tokens(role: str, path: str, tokenizer: PreTrainedTokenizerBase, config: PPOConfig) -> None:
+    """Scores and values are read off the actor's own token ids."""
+    other = load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
+    if other.get_vocab() != tokenizer.get_vocab():
+        raise UserError(
+            f"the {role} must share the actor's tokens, {path} has a different vocabulary "
+            f"({len(other)} against {len(tokenizer)} tokens): train it from the actor's family"
+        )

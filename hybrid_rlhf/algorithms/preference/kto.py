@@ -1,0 +1,53 @@
+"""KTO: answers that are good or bad by themselves, each against a reference point instead of another answer.
+
+Source: Ethayarajh et al. 2024 (arXiv 2402.01306), eq. 8, and section 4.1 on the estimate of the KL.
+
+    r = log p(y) / ref(y),  z = max(0, mean over the batch of log p(y') / ref(y') on mismatched prompts)
+    loss = desirable_weight (1 - sigmoid(beta (r - z)))    of a good answer
+           undesirable_weight (1 - sigmoid(beta (z - r)))  of a bad one
+
+The mismatched answer of a row is that of the next row of the data, so that z, a mean over the whole update without
+gradient, does not depend on ranks or micro-batches; the paper shifts within a micro-batch.
+
+Shapes: R rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.configs.preference import PreferenceLossConfig
+from hybrid_rlhf.functional.losses import LossSum
+
+
+class KTO:
+    """A saturating gain over the reference point."""
+
+    def __init__(self, config: PreferenceLossConfig) -> None:
+        self.config = config
+
+    def __call__(self, log_ratio: Tensor, *, mean_logprobs: Tensor, good: Tensor, reference_point: Tensor) -> LossSum:
+        """The sum over rows, good ones with loss.sft_coef of their negative log-likelihood a token.
+
+        Args:
+            log_ratio: [R] actor over reference, of each answer, with gradient.
+            mean_logprobs: [R] of each answer a token, with gradient.
+            good: [R] bool.
+            reference_point: scalar, the z above, without gradient.
+        """
+        config = self.config
+        sign = torch.where(good, 1.0, -1.0)
+        weight = torch.where(good, config.desirable_weight, config.undesirable_weight)
+        losses = weight * (1 - torch.sigmoid(config.beta * sign * (log_ratio - reference_point)))
+        if config.sft_coef:
+            losses = losses - config.sft_coef * torch.where(good, mean_logprobs, 0.0)
+        rewards = config.beta * log_ratio.detach()
+        stats = {
+            "accuracy": ((log_ratio.detach() > reference_point) == good).float().sum(),
+            "good_reward": rewards[good].sum(),
+            "bad_reward": rewards[~good].sum(),
+            "good": good.float().sum(),
+            "kl": reference_point.detach() * len(losses),
+        }
+        return LossSum(losses.sum(), torch.full_like(losses, 1.0).sum().detach(), stats)

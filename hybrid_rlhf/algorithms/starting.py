@@ -1,0 +1,67 @@
+"""What every step does before its loop: the model found, its tokenizer read, the config written, sizes told."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_rlhf.algorithms.memory_plan import AnyStep
+from hybrid_rlhf.algorithms.out_of_memory import out_of_memory_named
+from hybrid_rlhf.configs.batch_plan import BatchPlan
+from hybrid_rlhf.configs.cli import save_config
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections import StepConfig
+from hybrid_rlhf.models.folders import warn_of_remote_code
+from hybrid_rlhf.models.sources import resolve_model
+from hybrid_rlhf.models.tokenizers import load_tokenizer
+from hybrid_rlhf.runtime.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.run import CONFIG_FILE, Run
+
+logger = logging.getLogger(LOGGER_NAME)
+
+
+def memory_named(config: AnyStep, run: Run) -> contextlib.AbstractContextManager[None]:
+    """Around a step: memory that runs out is told with what would help."""
+    return out_of_memory_named(config, run.world, lambda: run.watchdog.phase)
+
+
+def start_step(
+    config: StepConfig, run: Run, path: str | None, *, key: str = "model.path"
+) -> tuple[str, PreTrainedTokenizerBase]:
+    """Write the resolved config, and find the model, or what a warm start puts in its place, and its tokenizer."""
+    warn_of_remote_code(config.model.trust_remote_code, run.world)
+    resolved = resolve(config, run, warm_folder(run, "actor") or path, key=key)
+    if run.warm_start is not None and run.checkpoint is None and run.world.is_main:
+        logger.info("warm start from the weights in %s; optimizer, schedule and data begin anew", run.warm_start)
+    tokenizer = load_tokenizer(resolved, trust_remote_code=config.model.trust_remote_code)
+    if run.world.is_main:
+        save_config(run.resumable_config, run.folder / CONFIG_FILE)
+    return resolved, tokenizer
+
+
+def warm_folder(run: Run, role: str) -> str | None:
+    """Where a warm start has a role's model; none: it has none, or this is no warm start."""
+    if run.warm_start is None:
+        return None
+    folders = [run.warm_start / role] + [run.warm_start] * (role == "actor")
+    return next((str(folder) for folder in folders if (folder / "config.json").is_file()), None)
+
+
+def resolve(config: StepConfig, run: Run, path: str | None, *, key: str) -> str:
+    """A model's path as it can be loaded; UserError where there is none."""
+    if path is None:
+        raise UserError(f"{key} must name a model, got none: give --{key} FOLDER, a hub name or a .gguf file")
+    return resolve_model(path, world=run.world, cache_dir=config.data.cache_dir)
+
+
+def tell_plan(plan: BatchPlan, run: Run) -> None:
+    """Log a plan, once."""
+    if run.world.is_main:
+        logger.info(plan.describe())
+
+
+def pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token that fills rows up; masks say where."""
+    return int(tokenizer.pad_token_id)  # type: ignore[arg-type]

@@ -1,0 +1,120 @@
+"""Steps of one engine from their configs: which model, data and objective make a run. The mains only parse and call.
+
+Order matters: data is read before models are loaded, so that a mistake in a file costs seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_rlhf.algorithms.preference import KTO, PAIR_LOSSES
+from hybrid_rlhf.algorithms.preference.objectives import LabelledObjective, PairObjective
+from hybrid_rlhf.algorithms.preference.reference import ReferenceReader
+from hybrid_rlhf.algorithms.reward import RewardObjective
+from hybrid_rlhf.algorithms.sft import SFTObjective
+from hybrid_rlhf.algorithms.starting import memory_named, pad_token, start_step, tell_plan
+from hybrid_rlhf.algorithms.supervised import Objective, SupervisedTrainer, finish, total_steps, train_loader
+from hybrid_rlhf.configs.batch_plan import BatchPlan, MicroBatches, plan_batch
+from hybrid_rlhf.configs.preference import PreferenceStepConfig
+from hybrid_rlhf.configs.reward import RewardConfig
+from hybrid_rlhf.configs.sft import SFTConfig
+from hybrid_rlhf.data.augmented import Rows, with_mismatched_answers
+from hybrid_rlhf.data.tokenized import TokenizedData, load_labelled_data, load_preference_data, load_sft_data
+from hybrid_rlhf.engines.builder import EngineSpec, build_engine
+from hybrid_rlhf.engines.ds_config import read_overrides
+from hybrid_rlhf.engines.engine import ModelEngine, Role
+from hybrid_rlhf.runtime.run import Run, start_run
+
+OneEngineConfig = SFTConfig | RewardConfig | PreferenceStepConfig
+
+
+def run_sft(config: SFTConfig) -> None:
+    """Step 1, from config to saved model."""
+    with start_run(config) as run, memory_named(config, run):
+        path, tokenizer = start_step(config, run, config.model.path)
+        data = load_sft_data(config.data, tokenizer=tokenizer, seed=config.seed, world=run.world)
+        objective = SFTObjective(pad_token_id=pad_token(tokenizer), device=run.world.device)
+        _supervise(config, run, "actor", path, tokenizer, data, objective)
+
+
+def run_reward(config: RewardConfig) -> None:
+    """Step 2, from config to saved model."""
+    with start_run(config) as run, memory_named(config, run):
+        path, tokenizer = start_step(config, run, config.model.path)
+        data = load_preference_data(config.data, tokenizer=tokenizer, seed=config.seed, world=run.world)
+        objective = RewardObjective(
+            pad_token_id=pad_token(tokenizer),
+            device=run.world.device,
+            centering_coef=config.preference.centering_coef,
+        )
+        _supervise(config, run, "reward", path, tokenizer, data, objective)
+
+
+def run_preference(config: PreferenceStepConfig) -> None:
+    """Learning from preferences without a reward model, from config to saved model."""
+    with start_run(config) as run, memory_named(config, run):
+        path, tokenizer = start_step(config, run, config.model.path)
+        load = load_labelled_data if config.traits.labels else load_preference_data
+        data = load(config.data, tokenizer=tokenizer, seed=config.seed, world=run.world)
+        train, held_out = (
+            with_mismatched_answers(rows, max_length=config.data.max_length) if config.traits.labels else rows
+            for rows in (data.train, data.held_out)
+        )
+        plan = _plan(config, run)
+        engine = _learner(config, run, "actor", path, steps=total_steps(train_loader(train, plan, run), config.train))
+        reading = ReferenceReader(config, run, engine, path) if config.traits.reference else None
+        live = reading if config.reference.logprobs == "live" else None
+        settings: Any = {"pad_token_id": pad_token(tokenizer), "device": run.world.device, "reading": live}
+        objective: Objective[Any]
+        if config.traits.labels:
+            objective = LabelledObjective(KTO(config.loss), **settings)
+        else:
+            objective = PairObjective(PAIR_LOSSES[config.algorithm](config.loss), **settings)
+        if reading is not None and live is None:
+            train, held_out = reading.kept(train, held_out, collate=objective.collate, plan=plan)
+        _train(config, run, engine, tokenizer, train, held_out, plan, objective)
+
+
+def _supervise(
+    config: SFTConfig | RewardConfig,
+    run: Run,
+    role: Role,
+    path: str,
+    tokenizer: PreTrainedTokenizerBase,
+    data: TokenizedData,
+    objective: Objective[Any],
+) -> None:
+    plan = _plan(config, run)
+    engine = _learner(config, run, role, path, steps=total_steps(train_loader(data.train, plan, run), config.train))
+    _train(config, run, engine, tokenizer, data.train, data.held_out, plan, objective)
+
+
+def _plan(config: OneEngineConfig, run: Run) -> BatchPlan:
+    plan = plan_batch(
+        global_batch_size=config.train.global_batch_size,
+        ranks=run.world.size,
+        micro_batches=MicroBatches(config.train.micro_batch_size, config.train.micro_batch_tokens),
+    )
+    tell_plan(plan, run)
+    return plan
+
+
+def _learner(config: OneEngineConfig, run: Run, role: Role, path: str, *, steps: int) -> ModelEngine:
+    return build_engine(
+        EngineSpec(
+            role, path, config.model, config.zero, config.seed, config.optimizer, config.lora, steps,
+            read_overrides(config.deepspeed_config),
+        ), run.world,
+    )  # fmt: skip
+
+
+def _train(
+    config: OneEngineConfig, run: Run, engine: ModelEngine, tokenizer: PreTrainedTokenizerBase, train: Rows,
+    held_out: Rows, plan: BatchPlan, objective: Objective[Any],
+) -> None:  # fmt: skip
+    SupervisedTrainer(
+        objective, engine, train=train, held_out=held_out, plan=plan, config=config.train, run=run
+    ).train()
+    finish(run, {"": engine}, tokenizer)

@@ -1,0 +1,142 @@
+"""Losses on preferences against their papers in plain numbers and torch autograd; what a whole run makes of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.algorithms.preference import KTO, PAIR_LOSSES, Answers, PairLoss
+from hybrid_rlhf.configs.algorithms import PREFERENCE
+from hybrid_rlhf.configs.cli import parse_config
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.preference import PreferenceStepConfig
+
+PAIRS = 6
+
+
+def pair_loss(name: str, **changes: Any) -> PairLoss:
+    config = parse_config(PreferenceStepConfig, ["--algorithm", name]).loss
+    return PAIR_LOSSES[name](replace(config, **changes))
+
+
+def sides(seed: int = 0) -> tuple[Answers, Answers]:
+    chance = torch.Generator().manual_seed(seed)
+
+    def side() -> Answers:
+        tokens = torch.randint(1, 9, (PAIRS,), generator=chance)
+        logprobs = -tokens * (0.5 + torch.rand(PAIRS, generator=chance))
+        reference = logprobs + torch.randn(PAIRS, generator=chance)
+        return Answers(logprobs.requires_grad_(), reference, tokens)
+
+    return side(), side()
+
+
+def log_sigmoid(x: float) -> float:
+    return -math.log1p(math.exp(-x))
+
+
+def paper(name: str, chosen: Answers, rejected: Answers, i: int, c: Any) -> float:
+    """The loss of pair i, by the formula."""
+    w, l = float(chosen.logprobs[i].detach()), float(rejected.logprobs[i].detach())  # noqa: E741
+    rw, rl = float(chosen.ref_logprobs[i]), float(rejected.ref_logprobs[i])
+    nw, nl = int(chosen.tokens[i]), int(rejected.tokens[i])
+    lead = (w - rw) - (l - rl)
+    odds = [math.exp(x / n) / (1 - math.exp(x / n)) for x, n in ((w, nw), (l, nl))]
+    preference = {
+        "dpo": -log_sigmoid(c.beta * lead),
+        "cdpo": -(1 - c.label_smoothing) * log_sigmoid(c.beta * lead) - c.label_smoothing * log_sigmoid(-c.beta * lead),
+        "ipo": ((w - rw) / nw - (l - rl) / nl - 1 / (2 * c.beta)) ** 2,
+        "hinge": max(0.0, 1 - c.beta * lead),
+        "simpo": -log_sigmoid(c.beta * (w / nw - l / nl) - c.target_margin),
+        "orpo": -c.beta * log_sigmoid(math.log(odds[0] / odds[1])),
+    }[name]
+    return preference - c.sft_coef * w / nw
+
+
+@pytest.mark.parametrize("name", PAIR_LOSSES)
+@pytest.mark.parametrize("sft_coef", [None, 0.7])
+def test_losses_are_the_papers(name: str, sft_coef: float | None) -> None:
+    learner = pair_loss(name) if sft_coef is None else pair_loss(name, sft_coef=sft_coef)
+    chosen, rejected = sides()
+    found = learner(chosen, rejected)
+    expected = sum(paper(name, chosen, rejected, i, learner.config) for i in range(PAIRS))
+    assert float(found.total) == pytest.approx(expected, rel=1e-5)
+    assert float(found.count) == PAIRS
+    # the derivative by differences, of each side's first log-prob
+    gradients = torch.autograd.grad(found.total, [chosen.logprobs, rejected.logprobs])
+    for place, (side, gradient) in enumerate(zip((chosen, rejected), gradients, strict=True)):
+        moved = []
+        for shift in (-1e-4, 1e-4):
+            nudged = side.logprobs.detach().double().clone()
+            nudged[0] += shift
+            both = [chosen, rejected]
+            both[place] = replace(side, logprobs=nudged)
+            moved.append(paper(name, both[0], both[1], 0, learner.config))
+        assert float(gradient[0]) == pytest.approx((moved[1] - moved[0]) / 2e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("dpo", math.log(2)), ("cdpo", math.log(2)), ("hinge", 1.0), ("ipo", 25.0)]
+)
+def test_equal_answers_have_a_known_loss(name: str, value: float) -> None:
+    same, _ = sides()
+    found = pair_loss(name)(same, same)
+    assert float(found.total) == pytest.approx(PAIRS * value, rel=1e-6)
+    assert float(found.stats["accuracy"]) == 0 and float(found.stats["margin"]) == 0
+
+
+def test_simpo_and_orpo_ask_no_reference() -> None:
+    chosen, rejected = sides()
+    for name in ("simpo", "orpo"):
+        learner = pair_loss(name)
+        other = [replace(side, ref_logprobs=side.ref_logprobs - 3) for side in (chosen, rejected)]
+        assert torch.equal(learner(chosen, rejected).total, learner(other[0], other[1]).total)
+        assert not PREFERENCE[name].reference
+
+
+def kto_paper(log_ratio: float, good: bool, point: float, config: Any) -> float:
+    if good:
+        return float(config.desirable_weight * (1 - 1 / (1 + math.exp(-config.beta * (log_ratio - point)))))
+    return float(config.undesirable_weight * (1 - 1 / (1 + math.exp(-config.beta * (point - log_ratio)))))
+
+
+def test_kto_is_the_paper_s() -> None:
+    config = parse_config(
+        PreferenceStepConfig,
+        "--algorithm kto --loss.desirable_weight 1.3 --loss.undesirable_weight 0.8 --loss.sft_coef 0.5".split(),
+    ).loss
+    log_ratio = torch.tensor([0.5, -1.0, 2.0, 0.4], requires_grad=True)
+    mean: Tensor = torch.tensor([-1.0, -2.0, -0.5, -3.0], requires_grad=True)
+    good, point = torch.tensor([True, False, True, False]), torch.tensor(0.3)
+    found = KTO(config)(log_ratio, mean_logprobs=mean, good=good, reference_point=point)
+    expected = sum(kto_paper(r, g, 0.3, config) for r, g in zip(log_ratio.tolist(), good.tolist(), strict=True))
+    assert float(found.total) == pytest.approx(expected + 0.5 * 1.5, rel=1e-5)
+    gradient, of_mean = torch.autograd.grad(found.total, [log_ratio, mean])
+    assert (gradient[good] < 0).all() and (gradient[~good] > 0).all(), "good ones rise, bad ones fall"
+    assert of_mean.tolist() == [-0.5, 0.0, -0.5, 0.0]
+    assert float(found.stats["accuracy"]) == 3, "0.5 and 2.0 are above the point and -1.0 below, but 0.4 is not"
+
+
+MISTAKES = {
+    "--algorithm simpo --reference.path x": "algorithm simpo asks no reference, got reference.path x: leave it out",
+    "--loss.beta 0": "loss.beta must be above 0, got 0.0: give for example 0.1",
+    "--loss.label_smoothing 0.5": "loss.label_smoothing must be in [0, 0.5), got 0.5: give for example 0.1",
+    "--loss.sft_coef -1": "loss.sft_coef must be 0 or more, got -1.0: raise it",
+    "--algorithm ppo": "algorithm must be one of dpo, ipo, cdpo, hinge, simpo, orpo, kto, got ppo: see --help",
+}
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_what_cannot_be_is_refused(line: str) -> None:
+    with pytest.raises(UserError) as error:
+        parse_config(PreferenceStepConfig, line.split())
+    assert str(error.value) == MISTAKES[line]
+
+
+def test_every_algorithm_is_in_the_table() -> None:
+    assert {*PAIR_LOSSES, "kto"} == set(PREFERENCE)

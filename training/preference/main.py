@@ -1,0 +1,21 @@
+"""Preferences without a reward model: python, torchrun or deepspeed, with `--config FILE.yaml`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hybrid_rlhf.configs.cli import parse_config, user_errors
+from hybrid_rlhf.configs.preference import PreferenceStepConfig
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse, then run; torch is imported only after parsing, so that --help is quick."""
+    with user_errors():
+        config = parse_config(PreferenceStepConfig, argv)
+        from hybrid_rlhf.algorithms.supervised_wiring import run_preference
+
+        run_preference(config)
+
+
+if __name__ == "__main__":
+    main()
