@@ -1,4 +1,4 @@
-"""The three steps of InstructGPT from one command: `python train.py`, or some with `--steps sft,reward`.
+"""All steps from one command: `python train.py`, or some with `--steps sft,reward`, or `--steps sft,preference`.
 
 Each step runs as its own process (or processes), so that it gives its memory back; what it says is shown here and kept
 in OUTPUT/logs. Without --base_model this is the demo: an embedded model and embedded conversations.
@@ -30,6 +30,7 @@ DEMO = Path(__file__).parent / "hybrid_rlhf" / "configs" / "demo.yaml"
 MODULES = {
     "sft": "training.step1_sft.main",
     "reward": "training.step2_reward.main",
+    "preference": "training.preference.main",
     "ppo": "training.step3_ppo.main",
 }
 SIGNALS = {
@@ -42,7 +43,7 @@ FREE_KEYS = re.compile(
     r"|model\.(gradient_checkpointing|activation_offload)|rollout\.(offload_.*|kv_cache_gib|keep_weights|tensor_parallel)"
 )
 """Keys that a run may go on with other values of: where things are and what is told, not what is learned."""
-FOLDERS = {"sft": "step1_sft", "reward": "step2_reward", "ppo": "step3_ppo"}
+FOLDERS = {"sft": "step1_sft", "reward": "step2_reward", "preference": "preference", "ppo": "step3_ppo"}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -62,10 +63,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             sys.exit(0 if fits else 1)
         for name in config.step_names:
             run_step(name, steps[name], config)
-        if "ppo" in config.step_names:
+        if config.step_names[-1] in ("ppo", "preference"):
             from inference.compare import report
 
-            report(base_model=str(config.base_model), sft=steps["sft"], reward=steps["reward"], ppo=steps["ppo"])
+            shown = {"sft", "reward", config.step_names[-1]}
+            folders = {name: step.output_dir for name, step in steps.items() if name in shown}
+            report(base_model=str(config.base_model), folders=folders, last=steps[config.step_names[-1]])
 
 
 def with_bare_plan(words: Sequence[str]) -> list[str]:
@@ -113,9 +116,7 @@ def step_config(name: str, config: PipelineConfig) -> Any:
         path = None if step.reward.parts else step.reward.path or reward_folder
         return replace(step, actor=actor, reward=replace(step.reward, path=path))
     # InstructGPT's reward model starts from the SFT model; so does ours where there is one.
-    start = (
-        sft_folder if name == "reward" and ("sft" in config.step_names or has_model(sft_folder)) else config.base_model
-    )
+    start = sft_folder if name != "sft" and ("sft" in config.step_names or has_model(sft_folder)) else config.base_model
     return replace(step, model=replace(step.model, path=step.model.path or start))
 
 

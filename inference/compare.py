@@ -1,4 +1,4 @@
-"""What the three steps changed: figures of their runs, and answers of the base, SFT and PPO models side by side."""
+"""What the steps changed: figures of their runs, and answers of the base, SFT and last models side by side."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,8 @@ from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.ppo import PPOConfig
-from hybrid_rlhf.configs.reward import RewardConfig
-from hybrid_rlhf.configs.sft import SFTConfig
+from hybrid_rlhf.configs.preference import PreferenceStepConfig
+from hybrid_rlhf.configs.sections import StepConfig
 from hybrid_rlhf.data.chat import encode_prompt
 from hybrid_rlhf.data.rows import Message
 from hybrid_rlhf.data.tokenized import load_prompt_data
@@ -28,14 +30,40 @@ from hybrid_rlhf.runtime.world import World, default_device, default_dtype, solo
 _SHOWN_PROMPTS = 3
 
 
-def report(*, base_model: str, sft: SFTConfig, reward: RewardConfig, ppo: PPOConfig) -> None:
-    """Print the figures, the answers, and the command to type next."""
+@dataclass(frozen=True)
+class LastStep:
+    """What the last step learned, and how it is shown."""
+
+    label: str
+    start: str
+    """The model that it began with."""
+    model: str
+    """The one that it left."""
+    config: StepConfig
+    prompt_tokens: int
+    """Longest prompt."""
+    answer_tokens: int
+    """Longest answer."""
+
+    @classmethod
+    def of(cls, config: PPOConfig | PreferenceStepConfig) -> LastStep:
+        """Of a step's config."""
+        label, folder = config.algorithm.upper(), Path(config.output_dir)
+        if isinstance(config, PPOConfig):
+            rollout, start = config.rollout, str(config.actor.path)
+            return cls(label, start, str(folder / "actor"), config, rollout.max_prompt_tokens, rollout.max_new_tokens)
+        length = config.data.max_length
+        return cls(label, str(config.model.path), str(folder), config, length // 2, length // 2)
+
+
+def report(*, base_model: str, folders: Mapping[str, str], last: PPOConfig | PreferenceStepConfig) -> None:
+    """Print the figures of the runs in some folders, the answers, and the command to type next."""
     console = Console(width=None if Console().is_terminal else 120)
-    console.print(figures(Path(sft.output_dir), Path(reward.output_dir), Path(ppo.output_dir)))
-    actor = Path(ppo.output_dir) / "actor"
-    prompts = held_out_prompts(ppo)
-    console.print(answers({"base": base_model, "SFT": str(ppo.actor.path), "PPO": str(actor)}, prompts, ppo))
-    console.print(f"\nTalk to it:  [bold]{chat_command(actor, prompts[0])}[/bold]", soft_wrap=True)
+    step = LastStep.of(last)
+    console.print(figures({name: Path(folder) for name, folder in folders.items()}))
+    prompts = held_out_prompts(step)
+    console.print(answers({"base": base_model, "SFT": step.start, step.label: step.model}, prompts, step))
+    console.print(f"\nTalk to it:  [bold]{chat_command(Path(step.model), prompts[0])}[/bold]", soft_wrap=True)
 
 
 def chat_command(actor: Path, prompt: list[Message]) -> str:
@@ -46,45 +74,55 @@ def chat_command(actor: Path, prompt: list[Message]) -> str:
     return f"{python} inference/chat.py {shlex.quote(str(actor))}{system}"
 
 
-def figures(sft: Path, reward: Path, ppo: Path) -> Table:
+def figures(folders: Mapping[str, Path]) -> Table:
     """Held-out figures before and after each step; steps without a run are left out."""
     table = Table("held-out figure", "before", "after", "change", title="What changed")
-    _add(table, "SFT perplexity", _held_out(sft, "eval/perplexity"), "{:.1f}", relative=True)
-    _add(table, "reward accuracy on pairs", _held_out(reward, "eval/accuracy"), "{:.3f}")
-    scores = _held_out(ppo, "eval/scores")
-    _add(table, "PPO mean score", scores, "{:+.3f}")
-    deviation = _held_out(ppo, "eval/scores_std")
-    if scores and deviation:
-        gain = (scores[1] - scores[0]) / max(deviation[0], 1e-8)
-        table.add_row("  in deviations of the SFT scores", "", "", f"{gain:+.2f}")
-    _add(table, "PPO mean KL a completion (nats)", _held_out(ppo, "eval/kl"), "{:.2f}")
-    _add(table, "PPO mean answer length (tokens)", _held_out(ppo, "eval/mean_length"), "{:.1f}")
+    for step, folder in folders.items():
+        if step == "sft":
+            _add(table, "SFT perplexity", _held_out(folder, "eval/perplexity"), "{:.1f}", relative=True)
+        elif step == "reward":
+            _add(table, "reward accuracy on pairs", _held_out(folder, "eval/accuracy"), "{:.3f}")
+        elif step == "preference":
+            _add(table, "preference accuracy on pairs", _held_out(folder, "eval/accuracy"), "{:.3f}")
+            _add(table, "preference margin", _held_out(folder, "eval/margin"), "{:+.3f}")
+        else:
+            _add_scores(table, folder)
     return table
 
 
-def held_out_prompts(ppo: PPOConfig) -> list[list[Message]]:
-    """A few prompts that step 3 did not train on."""
+def _add_scores(table: Table, folder: Path) -> None:
+    scores, deviation = _held_out(folder, "eval/scores"), _held_out(folder, "eval/scores_std")
+    _add(table, "mean score of answers", scores, "{:+.3f}")
+    if scores and deviation:
+        gain = (scores[1] - scores[0]) / max(deviation[0], 1e-8)
+        table.add_row("  in deviations of the SFT scores", "", "", f"{gain:+.2f}")
+    _add(table, "mean KL a completion (nats)", _held_out(folder, "eval/kl"), "{:.2f}")
+    _add(table, "mean answer length (tokens)", _held_out(folder, "eval/mean_length"), "{:.1f}")
+
+
+def held_out_prompts(step: LastStep) -> list[list[Message]]:
+    """A few prompts that no step trained on."""
     world = solo_world(default_device())
-    tokenizer = _tokenizer(ppo, world)
     data = load_prompt_data(
-        ppo.data, tokenizer=tokenizer, seed=ppo.seed, world=world, max_prompt_tokens=ppo.rollout.max_prompt_tokens
-    )
+        step.config.data, tokenizer=_tokenizer(step, world), seed=step.config.seed, world=world,
+        max_prompt_tokens=step.prompt_tokens,
+    )  # fmt: skip
     rows = data.held_out if len(data.held_out) else data.train
     return [json.loads(text) for text in rows[:_SHOWN_PROMPTS]["prompt"]]
 
 
-def answers(models: dict[str, str], prompts: list[list[Message]], ppo: PPOConfig) -> Table:
+def answers(models: Mapping[str, str], prompts: list[list[Message]], step: LastStep) -> Table:
     """Greedy answers of each model to each prompt."""
-    device = default_device()
-    tokenizer = _tokenizer(ppo, solo_world(device))
+    device, trusted = default_device(), step.config.model.trust_remote_code
+    tokenizer = _tokenizer(step, solo_world(device))
     table = Table("prompt", *models, title="Greedy answers to held-out prompts", show_lines=True)
     said: list[list[str]] = []
     for path in models.values():
         engine = GenerationEngine.from_pretrained(
-            path, dtype=default_dtype(device), device=device, trust_remote_code=ppo.model.trust_remote_code
+            path, dtype=default_dtype(device), device=device, trust_remote_code=trusted
         )
         ids = [encode_prompt(messages, tokenizer) for messages in prompts]
-        sampling = SamplingParams(max_new_tokens=ppo.rollout.max_new_tokens, greedy=True, seed=0)
+        sampling = SamplingParams(max_new_tokens=step.answer_tokens, greedy=True, seed=0)
         completions = engine.generate(ids, sampling)
         said.append([tokenizer.decode(c[0].token_ids, skip_special_tokens=True).strip() for c in completions])
     for messages, *texts in zip(prompts, *said, strict=True):
@@ -92,10 +130,10 @@ def answers(models: dict[str, str], prompts: list[list[Message]], ppo: PPOConfig
     return table
 
 
-def _tokenizer(ppo: PPOConfig, world: World) -> PreTrainedTokenizerBase:
+def _tokenizer(step: LastStep, world: World) -> PreTrainedTokenizerBase:
     """The actor's."""
-    path = resolve_model(str(ppo.actor.path), world=world)
-    return load_tokenizer(path, trust_remote_code=ppo.model.trust_remote_code)
+    path = resolve_model(step.start, world=world)
+    return load_tokenizer(path, trust_remote_code=step.config.model.trust_remote_code)
 
 
 def _held_out(folder: Path, name: str) -> tuple[float, float] | None:

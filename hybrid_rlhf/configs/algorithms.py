@@ -74,10 +74,10 @@ ON_POLICY: dict[str, OnPolicyTraits] = {
     "online_dpo": OnPolicyTraits(
         {**_CRITIC_FREE, "rollout.samples_per_prompt": 2, "ppo.kl_coef": 0.0}, completions=2, reference=True
     ),
-    "raft": OnPolicyTraits({**_GROUPS, "ppo.kl_coef": 0.0, "actor.optimizer.lr": 1e-5}, completions=2, selects=True),
+    "raft": OnPolicyTraits({**_GROUPS, "ppo.kl_coef": 0.0}, completions=2, selects=True),
 }  # fmt: skip
 
-PreferenceName = Literal["dpo", "ipo", "cdpo", "hinge", "simpo", "orpo", "kto"]
+PreferenceName = Literal["dpo", "cdpo", "ipo", "hinge", "simpo", "orpo", "kto"]
 
 
 @dataclass(frozen=True)
@@ -94,10 +94,10 @@ class PreferenceTraits:
 
 PREFERENCE: dict[str, PreferenceTraits] = {
     "dpo": PreferenceTraits(),
-    "ipo": PreferenceTraits(),
     "cdpo": PreferenceTraits({"loss.label_smoothing": 0.1}),
+    "ipo": PreferenceTraits(),
     "hinge": PreferenceTraits(),
     "simpo": PreferenceTraits({"loss.beta": 2.0, "loss.target_margin": 1.0}, reference=False),
-    "orpo": PreferenceTraits({"loss.sft_coef": 1.0, "optimizer.lr": 8e-6}, reference=False),
+    "orpo": PreferenceTraits({"loss.sft_coef": 1.0}, reference=False),
     "kto": PreferenceTraits(labels=True),
 }

@@ -29,7 +29,7 @@ from hybrid_rlhf.configs.credentials import redacted
 from hybrid_rlhf.configs.disk_faults import disk_fault
 from hybrid_rlhf.configs.errors import RankError, UserError
 from hybrid_rlhf.configs.files import parse_yaml, read_text
-from hybrid_rlhf.configs.presets import preset_values
+from hybrid_rlhf.configs.presets import nested, preset_values
 from hybrid_rlhf.configs.values import check_values, is_text
 from hybrid_rlhf.configs.whole_files import write_whole
 
@@ -65,10 +65,13 @@ def parse_config(
     files, overrides = _sort_words(words, keys)
     if defaults is not None:
         files.insert(0, str(defaults))
-    contents = {file: content for file in files if (content := _read_file(file, keys))}
-    settings = [f"--config={file}" for file in contents]
-    said = [*map(_flat, contents.values()), _said(overrides)]
-    parser = _parser(config_type, prog, tuple(preset_values(config_type, said).items()))  # type: ignore[arg-type]
+    contents = [(file, content) for file in files if (content := _read_file(file, keys))]
+    settings = [f"--config={file}" for file, _ in contents]
+    presets = preset_values(config_type, [*(_flat(content) for _, content in contents), _said(overrides)])
+    place = 0 if defaults is None else 1  # what comes with a choice lies over the defaults of a file
+    settings[place:place] = [f"--config={json.dumps(nested(presets))}"] if presets else []
+    shown = presets if {"-h", "--help"} & {*overrides} else {}
+    parser = _parser(config_type, prog, tuple(shown.items()))  # type: ignore[arg-type]
     try:
         parsed = parser.parse_args(settings + overrides)
         sections = parser.instantiate(parsed)
@@ -82,8 +85,7 @@ def parse_config(
 
 def read_config(config: Any) -> dict[str, Any]:
     """A config, or the file that save_config wrote, as dotted keys and plain values."""
-    content = yaml.safe_load(config.read_text()) if isinstance(config, Path) else _plain(config)
-    return _flat(content)
+    return _flat(yaml.safe_load(config.read_text()) if isinstance(config, Path) else _plain(config))
 
 
 def save_config(config: Any, path: Path) -> None:
@@ -105,8 +107,7 @@ def dotted_keys(config_type: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _plain(config: Any) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
-    return content
+    return dict(json.loads(json.dumps(dataclasses.asdict(config))))
 
 
 def _flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -138,14 +139,14 @@ def _stop(message: str, *, every_rank: bool) -> NoReturn:
 
 
 @functools.cache
-def _parser(config_type: Any, prog: str | None, presets: tuple[tuple[str, Any], ...] = ()) -> ArgumentParser:
+def _parser(config_type: Any, prog: str | None, shown: tuple[tuple[str, Any], ...] = ()) -> ArgumentParser:
     """Reads the docstrings of every section, which takes longest of all."""
     keys = dotted_keys(config_type)
     usage = "%(prog)s [--config FILE.yaml] [--KEY VALUE ...]"
     parser = ArgumentParser(prog=prog, exit_on_error=False, usage=usage, print_config=None)
     parser.add_argument("--config", action="config", help="YAML file of keys; may be given more than once")
     parser.add_class_arguments(config_type)
-    parser.set_defaults(dict(presets))
+    parser.set_defaults(dict(shown))
     parser.description = (config_type.__doc__ or "").strip()
     for action in parser._actions:  # --help shows the keys, not the parser's other ways to give them
         action.option_strings = [option for option in action.option_strings if not option.endswith("+")]

@@ -1,4 +1,4 @@
-"""Config of train.py: the three steps on one data set, one after the other."""
+"""Config of train.py: the steps on one data set, one after the other."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Literal
 
 from hybrid_rlhf.configs.files import read_text
 from hybrid_rlhf.configs.ppo import PPOConfig
+from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.sections import DataSource, require, require_shares
 from hybrid_rlhf.configs.sft import SFTConfig
 
-StepName = Literal["sft", "reward", "ppo"]
-STEP_NAMES: tuple[StepName, ...] = ("sft", "reward", "ppo")
+StepName = Literal["sft", "reward", "preference", "ppo"]
+STEP_NAMES: tuple[StepName, ...] = ("sft", "reward", "preference", "ppo")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,16 +65,16 @@ class PipelineDataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """All three steps: supervised fine-tuning, reward model, PPO."""
+    """Supervised fine-tuning, reward model, PPO; or, in place of the last two, preferences without a reward model."""
 
     base_model: str | None = None
     """Model that SFT and the reward model start from; none: the embedded SmolLM2-135M-Instruct and its demo."""
     output_dir: str = "output"
-    """Folder that receives step1_sft, step2_reward and step3_ppo."""
+    """Folder that receives step1_sft, step2_reward, step3_ppo and preference."""
     seed: int | None = None
     """Seed of all steps; none: each step's own."""
     steps: str = "sft,reward,ppo"
-    """Steps to run, comma-separated; a finished step is skipped."""
+    """Steps to run, comma-separated, of sft, reward, preference and ppo; a finished step is skipped."""
     plan: bool = False
     """Say what each phase will need in memory and stop; loads no weights. Exits with 1 if something does not fit."""
     plan_device_gib: float | None = None
@@ -83,6 +84,7 @@ class PipelineConfig:
     data: PipelineDataConfig = field(default_factory=PipelineDataConfig)
     sft: SFTConfig = field(default_factory=SFTConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    preference: PreferenceStepConfig = field(default_factory=PreferenceStepConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
 
@@ -90,7 +92,8 @@ class PipelineConfig:
         unknown = [name for name in self.step_names if name not in STEP_NAMES]
         require(
             not unknown and bool(self.step_names),
-            f"--steps takes sft, reward and ppo, comma-separated, got {self.steps!r}: for example --steps sft,reward",
+            f"--steps takes sft, reward, preference and ppo, comma-separated, got {self.steps!r}: for example "
+            "--steps sft,reward",
         )
         for name in ("plan_device_gib", "plan_ranks"):
             value = getattr(self, name)

@@ -24,6 +24,18 @@ def preset_values(config_type: Any, said: Sequence[Mapping[str, Any]]) -> dict[s
     return values
 
 
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted keys as sections."""
+    content: dict[str, Any] = {}
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        place = content
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = value
+    return content
+
+
 def _choices(config_type: Any, prefix: str = "") -> Iterator[tuple[str, Mapping[str, Mapping[str, Any]]]]:
     if hasattr(config_type, "PRESETS"):
         yield prefix, config_type.PRESETS

@@ -70,7 +70,7 @@ def load_labelled_data(
 
 
 def load_prompt_data(
-    config: PromptDataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, world: World, max_prompt_tokens: int
+    config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, world: World, max_prompt_tokens: int
 ) -> TokenizedData:
     """Columns `input_ids`, `prompt` (messages as JSON), `columns` (the row's others as JSON), `length`."""
     return _load(Kind("prompt", _prompt, 2), config, tokenizer, max_prompt_tokens, seed, world)

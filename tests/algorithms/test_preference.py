@@ -65,7 +65,7 @@ def test_losses_are_the_papers(name: str, sft_coef: float | None) -> None:
     chosen, rejected = sides()
     found = learner(chosen, rejected)
     expected = sum(paper(name, chosen, rejected, i, learner.config) for i in range(PAIRS))
-    assert float(found.total) == pytest.approx(expected, rel=1e-5)
+    assert found.total.item() == pytest.approx(expected, rel=1e-5)
     assert float(found.count) == PAIRS
     # the derivative by differences, of each side's first log-prob
     gradients = torch.autograd.grad(found.total, [chosen.logprobs, rejected.logprobs])
@@ -86,7 +86,7 @@ def test_losses_are_the_papers(name: str, sft_coef: float | None) -> None:
 def test_equal_answers_have_a_known_loss(name: str, value: float) -> None:
     same, _ = sides()
     found = pair_loss(name)(same, same)
-    assert float(found.total) == pytest.approx(PAIRS * value, rel=1e-6)
+    assert found.total.item() == pytest.approx(PAIRS * value, rel=1e-6)
     assert float(found.stats["accuracy"]) == 0 and float(found.stats["margin"]) == 0
 
 
@@ -115,7 +115,7 @@ def test_kto_is_the_paper_s() -> None:
     good, point = torch.tensor([True, False, True, False]), torch.tensor(0.3)
     found = KTO(config)(log_ratio, mean_logprobs=mean, good=good, reference_point=point)
     expected = sum(kto_paper(r, g, 0.3, config) for r, g in zip(log_ratio.tolist(), good.tolist(), strict=True))
-    assert float(found.total) == pytest.approx(expected + 0.5 * 1.5, rel=1e-5)
+    assert found.total.item() == pytest.approx(expected + 0.5 * 1.5, rel=1e-5)
     gradient, of_mean = torch.autograd.grad(found.total, [log_ratio, mean])
     assert (gradient[good] < 0).all() and (gradient[~good] > 0).all(), "good ones rise, bad ones fall"
     assert of_mean.tolist() == [-0.5, 0.0, -0.5, 0.0]
@@ -127,7 +127,7 @@ MISTAKES = {
     "--loss.beta 0": "loss.beta must be above 0, got 0.0: give for example 0.1",
     "--loss.label_smoothing 0.5": "loss.label_smoothing must be in [0, 0.5), got 0.5: give for example 0.1",
     "--loss.sft_coef -1": "loss.sft_coef must be 0 or more, got -1.0: raise it",
-    "--algorithm ppo": "algorithm must be one of dpo, ipo, cdpo, hinge, simpo, orpo, kto, got ppo: see --help",
+    "--algorithm ppo": "algorithm must be one of dpo, cdpo, ipo, hinge, simpo, orpo, kto, got ppo: see --help",
 }
 
 

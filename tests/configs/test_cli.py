@@ -129,3 +129,19 @@ def test_plan_may_stand_bare_and_the_line_may_be_empty() -> None:
     assert with_bare_plan(["--plan"]) == ["--plan=true"]
     assert with_bare_plan(["--plan", "--seed", "1"]) == ["--plan=true", "--seed", "1"]
     assert with_bare_plan(["--plan", "false", "--seed", "1"]) == ["--plan", "false", "--seed", "1"]
+
+
+def test_help_shows_the_defaults_that_a_choice_brings(capsys: pytest.CaptureFixture[str]) -> None:
+    for line, coefficient in (["--help"], "0.05"), (["--algorithm", "grpo", "--help"], "0.04"), (["--help"], "0.05"):
+        with pytest.raises(SystemExit):
+            parse_config(PPOConfig, line)
+        told = " ".join(capsys.readouterr().out.split())
+        assert f"reference (N+ details). (type: float, default: {coefficient})" in told
+
+
+def test_what_a_choice_brings_lies_between_a_demo_and_the_user(tmp_path: Path) -> None:
+    demo, mine = tmp_path / "demo.yaml", tmp_path / "mine.yaml"
+    demo.write_text("ppo: {ppo: {kl_coef: 0.5, lam: 0.7}, rollout: {samples_per_prompt: 3}}")
+    mine.write_text("ppo: {algorithm: grpo, rollout: {samples_per_prompt: 4}}")
+    config = parse_config(PipelineConfig, ["--config", str(mine)], defaults=demo).ppo
+    assert (config.ppo.kl_coef, config.ppo.lam, config.rollout.samples_per_prompt) == (0.04, 0.7, 4)
