@@ -6,7 +6,6 @@ row is seen by two steps, or by training and evaluation, whatever their limits d
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,8 +19,14 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.ppo import PromptDataConfig
 from hybrid_rlhf.configs.sections import DataConfig, DataSource
 from hybrid_rlhf.data.cache import cached_rows, tokenizer_key
-from hybrid_rlhf.data.chat import RULES_VERSION, encode_conversation, encode_prompt, encode_text
-from hybrid_rlhf.data.rows import Conversation, Message, labelled_row, preference_row, prompt_row, ptx_row, sft_row
+from hybrid_rlhf.data.chat import RULES_VERSION
+from hybrid_rlhf.data.encoding import (
+    encode_conversation_row,
+    encode_labelled_row,
+    encode_preference_row,
+    encode_prompt_row,
+)
+from hybrid_rlhf.data.rows import ptx_row, sft_row
 from hybrid_rlhf.data.sources import Row, open_source
 from hybrid_rlhf.runtime.world import World
 
@@ -50,7 +55,7 @@ class TokenizedData:
 
 def load_sft_data(config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, world: World) -> TokenizedData:
     """Columns `input_ids`, `loss_mask`, `length`."""
-    kind = Kind("sft", lambda p, row, t, limit: _conversation(p, sft_row(p, row), t, limit), 0)
+    kind = Kind("sft", lambda p, row, t, limit: encode_conversation_row(p, sft_row(p, row), t, limit), 0)
     return _load(kind, config, tokenizer, config.max_length, seed, world)
 
 
@@ -59,28 +64,28 @@ def load_preference_data(
 ) -> TokenizedData:
     """Columns `responses` (token ids with the prompt), `masks` (true on an answer's own), `pairs`, `margins`, `length`
     (the longest), `tokens` (all)."""
-    return _load(Kind("reward", _preference, 1), config, tokenizer, config.max_length, seed, world)
+    return _load(Kind("reward", encode_preference_row, 1), config, tokenizer, config.max_length, seed, world)
 
 
 def load_labelled_data(
     config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, world: World
 ) -> TokenizedData:
     """Columns as those of pairs, with `labels`, whether each answer is good, in place of `pairs` and `margins`."""
-    return _load(Kind("labelled", _labelled, 1), config, tokenizer, config.max_length, seed, world)
+    return _load(Kind("labelled", encode_labelled_row, 1), config, tokenizer, config.max_length, seed, world)
 
 
 def load_prompt_data(
     config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, world: World, max_prompt_tokens: int
 ) -> TokenizedData:
     """Columns `input_ids`, `prompt` (messages as JSON), `columns` (the row's others as JSON), `length`."""
-    return _load(Kind("prompt", _prompt, 2), config, tokenizer, max_prompt_tokens, seed, world)
+    return _load(Kind("prompt", encode_prompt_row, 2), config, tokenizer, max_prompt_tokens, seed, world)
 
 
 def load_ptx_data(
     config: PromptDataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, world: World
 ) -> datasets.Dataset:
     """The rows of data.ptx_sources, with the columns of SFT; none are held out."""
-    kind = Kind("ptx", lambda p, row, t, limit: _conversation(p, ptx_row(p, row), t, limit), 2)
+    kind = Kind("ptx", lambda p, row, t, limit: encode_conversation_row(p, ptx_row(p, row), t, limit), 2)
     parts = [_tokenize(kind, s, config, tokenizer, config.max_length, world) for s in config.ptx_sources]
     return _report(kind, _blend(parts, config.ptx_sources, seed), None, parts, config.max_length, config, world).train
 
@@ -208,92 +213,3 @@ def _report(
             kind.name, f"{len(train):,}", f"{len(held_out):,}", f"{truncated:,}", f"{limit:,}", f"{dropped:,}",
         )  # fmt: skip
     return TokenizedData(train, held_out)
-
-
-def _conversation(place: str, record: Conversation, tokenizer: PreTrainedTokenizerBase, limit: int) -> dict[str, Any]:
-    """Cut on the right; of no use once no token with loss is left."""
-    try:
-        if record.text is not None:
-            encoded = encode_text(record.text, tokenizer)
-        else:
-            encoded = encode_conversation(record.messages, tokenizer)
-    except UserError as error:
-        raise UserError(f"{place}: {error}") from error
-    ids, mask = encoded.input_ids[:limit], encoded.loss_mask[:limit]
-    # The first token has no predecessor and cannot carry loss.
-    cut = len(encoded.input_ids) > limit
-    return {"input_ids": ids, "loss_mask": mask, "length": len(ids), "cut": cut, "usable": any(mask[1:])}
-
-
-def _preference(place: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int) -> dict[str, Any]:
-    record = preference_row(place, row)
-    columns = _answers(place, record.prompt, record.responses, tokenizer, limit)
-    answers = columns["responses"]
-    # Answers that differ only in what was cut away can teach nothing.
-    usable = all(answers[better] != answers[worse] for better, worse in record.pairs)
-    return columns | {
-        "pairs": [list(pair) for pair in record.pairs],
-        "margins": record.margins,
-        "usable": usable and columns["usable"],
-    }
-
-
-def _labelled(place: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int) -> dict[str, Any]:
-    record = labelled_row(place, row)
-    return _answers(place, record.prompt, record.responses, tokenizer, limit) | {"labels": record.labels}
-
-
-def _answers(
-    place: str,
-    prompt: list[Message],
-    responses: list[list[Message]],
-    tokenizer: PreTrainedTokenizerBase,
-    limit: int,
-) -> dict[str, Any]:
-    """Cut what the answers share on its left, so that they stay whole; one that alone is too long, on its right."""
-    try:
-        encoded = [encode_conversation(prompt + answer, tokenizer, learn_from=len(prompt)) for answer in responses]
-    except UserError as error:
-        raise UserError(f"{place}: {error}") from error
-    answers = [answer.input_ids for answer in encoded]
-    masks = [answer.loss_mask for answer in encoded]
-    shared = min(_shared(answers), *(mask.index(True) if any(mask) else len(mask) for mask in masks))
-    cut = any(len(ids) > limit for ids in answers)
-    if cut:
-        longest_answer = max(len(ids) - shared for ids in answers)
-        surplus = max(0, shared - max(0, limit - longest_answer))
-        answers = [ids[surplus:][:limit] for ids in answers]
-        masks = [mask[surplus:][:limit] for mask in masks]
-    return {
-        "responses": answers,
-        "masks": masks,
-        "length": max(len(ids) for ids in answers),
-        "tokens": sum(len(ids) for ids in answers),
-        "cut": cut,
-        "usable": all(any(mask[1:]) for mask in masks),
-    }
-
-
-def _prompt(place: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int) -> dict[str, Any]:
-    """Cut on the left: the end of a prompt is what is asked."""
-    record = prompt_row(place, row)
-    try:
-        ids = encode_prompt(record.messages, tokenizer)
-    except UserError as error:
-        raise UserError(f"{place}: {error}") from error
-    return {
-        "input_ids": ids[-limit:],
-        "prompt": json.dumps(record.messages, ensure_ascii=False),
-        "columns": json.dumps(record.columns, ensure_ascii=False, default=str),
-        "length": min(len(ids), limit),
-        "cut": len(ids) > limit,
-        "usable": True,
-    }
-
-
-def _shared(answers: list[list[int]]) -> int:
-    """Tokens that all answers begin with."""
-    shared = 0
-    while all(shared < len(ids) and ids[shared] == answers[0][shared] for ids in answers):
-        shared += 1
-    return shared

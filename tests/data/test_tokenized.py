@@ -15,6 +15,7 @@ import hybrid_rlhf.data.tokenized as tokenized
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.ppo import PromptDataConfig
 from hybrid_rlhf.configs.sections import DataConfig, DataSource
+from hybrid_rlhf.data import encoding
 from hybrid_rlhf.runtime.world import solo_world
 from tests.tiny import CHATML
 
@@ -149,8 +150,8 @@ def test_rows_are_tokenised_once_and_again_when_anything_changes(
     config: Any, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     calls: list[str] = []
-    encode = tokenized.encode_conversation
-    monkeypatch.setattr(tokenized, "encode_conversation", lambda *a: calls.append("x") or encode(*a))
+    encode = encoding.encode_conversation
+    monkeypatch.setattr(encoding, "encode_conversation", lambda *a: calls.append("x") or encode(*a))
 
     def tokenises(**changes: Any) -> bool:
         calls.clear()

@@ -93,20 +93,22 @@ def parquet(data: bytes) -> None:
 
 def rows(file: Path) -> None:
     """A row that is accepted can be tokenised and stored, and its numbers are finite."""
-    from hybrid_rlhf.data import tokenized
+    from hybrid_rlhf.data import encoding
     from hybrid_rlhf.data.rows import preference_row, ptx_row, sft_row
     from hybrid_rlhf.data.sources import open_source
 
     for place, row in (refused(lambda: list(open_source(str(file)))) or [])[:20]:
         for adapter in (sft_row, ptx_row):
             record = refused(adapter, place, row)
-            encoded = record and refused(tokenized._conversation, place, record, model()[1], 64)
+            encoded = record and refused(encoding.encode_conversation_row, place, record, model()[1], 64)
             assert not encoded or len(encoded["input_ids"]) == len(encoded["loss_mask"]) > 0
         pair = refused(preference_row, place, row)
         assert pair is None or all(math.isfinite(margin) for margin in pair.margins)
-        columns = refused(tokenized._preference, place, row, model()[1], 64)
+        columns = refused(encoding.encode_preference_row, place, row, model()[1], 64)
         assert columns is None or columns["pairs"]
-        prompt = refused(tokenized._prompt, place, row, model()[1], 64)
+        answers = refused(encoding.encode_labelled_row, place, row, model()[1], 64)
+        assert answers is None or len(answers["labels"]) == len(answers["responses"]) > 0
+        prompt = refused(encoding.encode_prompt_row, place, row, model()[1], 64)
         assert prompt is None or (prompt["input_ids"] and prompt["columns"].encode())
 
 
