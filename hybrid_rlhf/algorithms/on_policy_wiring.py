@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
-from hybrid_rlhf.algorithms.on_policy import ON_POLICY_ALGORITHMS
+from hybrid_rlhf.algorithms.on_policy import ON_POLICY_ALGORITHMS, OnPolicyAlgorithm
 from hybrid_rlhf.algorithms.on_policy_trainer import OnPolicyTrainer
 from hybrid_rlhf.algorithms.ptx import PtxBatches
 from hybrid_rlhf.algorithms.rewards import build_reward
@@ -35,7 +35,7 @@ def run_on_policy(config: PPOConfig) -> None:
     """Step 3, by any on-policy algorithm, from config to saved actor and critic."""
     with start_run(config) as run, memory_named(config, run):
         actor_path, tokenizer = start_step(config, run, config.actor.path or config.model.path, key="actor.path")
-        plan = _plan(config, run)
+        plan = plan_step(config, run)
         data = load_prompt_data(
             config.data, tokenizer=tokenizer, seed=config.seed, world=run.world,
             max_prompt_tokens=config.rollout.max_prompt_tokens,
@@ -52,13 +52,7 @@ def run_on_policy(config: PPOConfig) -> None:
             config, run, actor_path, tokenizer, updates=steps * config.ppo.epochs * config.ppo.mini_batches
         )
         average = WeightAverage(roles.actor.module, decay=config.ppo.ema_decay) if config.ppo.ema_decay else None
-        generation_config = roles.actor.lm.generation_config
-        rollout = Rollout(
-            roles, sampling=config.rollout, algorithm=algorithm, reads_reference=config.uses_reference,
-            tokenizer=tokenizer,
-            stop_token_ids=stop_token_ids(tokenizer, generation_config.eos_token_id if generation_config else None),
-            micro_batches=plan.micro_batches, seed=config.seed, timers=run.timers,
-        )  # fmt: skip
+        rollout = build_rollout(config, run, roles, algorithm, tokenizer)
         mixed = ptx and PtxBatches(
             ptx, global_batch_size=plan.global_batch_size,
             micro_batches=replace(plan.micro_batches, padded=not roles.actor.packs), seed=config.seed,
@@ -87,7 +81,12 @@ def _total_steps(config: PPOConfig, stream: RowStream) -> int:
     return steps if config.train.max_steps is None else min(steps, config.train.max_steps)
 
 
-def _plan(config: PPOConfig, run: Run) -> BatchPlan:
+def plan_step(config: PPOConfig, run: Run) -> BatchPlan:
+    """How a step's completions are shared out; told once.
+
+    Raises:
+        UserError: when the sizes do not divide.
+    """
     ranks, together = run.world.size, config.rollout.tensor_parallel
     if ranks % together:
         sizes = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
@@ -131,11 +130,6 @@ def build_roles(
             role, path, config.model, section.zero, config.seed, section.optimizer, section.lora, updates, overrides
         )
 
-    def frozen(role: Role, path: str, sibling: TrainedRoleConfig) -> ModelEngine:
-        zero = frozen_zero(sibling.zero, offload=config.rollout.offload_frozen)
-        spec = EngineSpec(role, path, config.model, zero, config.seed, deepspeed_overrides=overrides)
-        return build_engine(replace(spec, offload_weights=config.rollout.offload_frozen and zero.stage < 3), run.world)
-
     actor = build_actor(trained("actor", actor_path, config.actor), run.world, rollout=config.rollout)
     critic, reference = None, None
     if critic_path is not None:
@@ -145,12 +139,45 @@ def build_roles(
         config.reward.named_parts, run.world, tokenizer=tokenizer,
         resolve=lambda path: resolve(config, run, path, key="reward.path"),
         load_tokenizer=lambda path: load_tokenizer(path, trust_remote_code=config.model.trust_remote_code),
-        build_engine=lambda path: frozen("reward", path, config.reward_sibling),
+        build_engine=lambda path: frozen_engine(config, run, "reward", path),
     )  # fmt: skip
     # An actor with adapters is its own reference without them.
     if reference_path is not None and not (config.actor.lora.rank > 0 and reference_path == actor_path):
-        reference = frozen("reference", reference_path, config.actor)
+        reference = frozen_engine(config, run, "reference", reference_path)
     return Roles(actor, reward, critic, reference)
+
+
+def frozen_engine(config: PPOConfig, run: Run, role: Role, path: str) -> ModelEngine:
+    """A model that reads and does not learn, on the run's ranks.
+
+    Args:
+        config: of step 3: how it shards and where its weights live.
+        run: whose ranks it is on.
+        role: reward or critic give a scorer, reference or actor a language model.
+        path: resolved.
+
+    Raises:
+        UserError: when it cannot be loaded.
+    """
+    sibling = config.actor if role in ("actor", "reference") else config.reward_sibling
+    zero = frozen_zero(sibling.zero, offload=config.rollout.offload_frozen)
+    overrides = read_overrides(config.deepspeed_config)
+    spec = EngineSpec(role, path, config.model, zero, config.seed, deepspeed_overrides=overrides)
+    return build_engine(replace(spec, offload_weights=config.rollout.offload_frozen and zero.stage < 3), run.world)
+
+
+def build_rollout(
+    config: PPOConfig, run: Run, roles: Roles, algorithm: OnPolicyAlgorithm, tokenizer: PreTrainedTokenizerBase
+) -> Rollout:
+    """The rollout of roles, as the config says."""
+    generation_config = roles.actor.lm.generation_config
+    return Rollout(
+        roles, sampling=config.rollout, algorithm=algorithm, reads_reference=config.uses_reference,
+        tokenizer=tokenizer,
+        stop_token_ids=stop_token_ids(tokenizer, generation_config.eos_token_id if generation_config else None),
+        micro_batches=MicroBatches(config.train.micro_batch_size, config.train.micro_batch_tokens), seed=config.seed,
+        timers=run.timers,
+    )  # fmt: skip
 
 
 def _critic_path(config: PPOConfig, run: Run, actor_path: str) -> str | None:

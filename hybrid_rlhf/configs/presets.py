@@ -17,9 +17,9 @@ def preset_values(config_type: Any, said: Sequence[Mapping[str, Any]]) -> dict[s
             refused elsewhere.
     """
     values: dict[str, Any] = {}
-    for prefix, presets in _choices(config_type):
-        named = [part[f"{prefix}algorithm"] for part in said if f"{prefix}algorithm" in part]
-        chosen = presets.get(str(named[-1]), {}) if named else {}
+    for prefix, presets, default in _choices(config_type):
+        named = [default, *(part[f"{prefix}algorithm"] for part in said if f"{prefix}algorithm" in part)]
+        chosen = presets.get(str(named[-1]), {})
         values |= {f"{prefix}{key}": value for key, value in chosen.items()}
     return values
 
@@ -36,9 +36,10 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return content
 
 
-def _choices(config_type: Any, prefix: str = "") -> Iterator[tuple[str, Mapping[str, Mapping[str, Any]]]]:
+def _choices(config_type: Any, prefix: str = "") -> Iterator[tuple[str, Mapping[str, Mapping[str, Any]], str]]:
+    """Prefix, presets and default choice of every section that has one."""
     if hasattr(config_type, "PRESETS"):
-        yield prefix, config_type.PRESETS
+        yield prefix, config_type.PRESETS, config_type.algorithm
     hints = typing.get_type_hints(config_type)
     for field in dataclasses.fields(config_type):
         if dataclasses.is_dataclass(hints[field.name]):
