@@ -2,6 +2,7 @@
 
     python -m benchmarks.learning                              # the copy task, 5 seeds: minutes on a laptop
     python -m benchmarks.learning --ablations --seeds 0 1 2    # the copy task with one detail changed at a time
+    python -m benchmarks.learning --algorithms --seeds 0 1 2   # the copy task by each on-policy algorithm
     python -m benchmarks.learning --task demo --demo output    # SmolLM2-135M, the demo's reward, three KL coefficients
     python -m benchmarks.learning --task reasoning             # SmolLM2-135M on checked answers (extra: bench)
 
@@ -41,6 +42,23 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "old log-probs renewed": {"fault": "old_logprobs_renewed"},
     "score on the last column": {"fault": "score_on_the_last_column"},
 }
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "ppo": {},
+    "reinforce": {},
+    "rloo": {"rollout": {"prompts_per_step": 32}},
+    "remax": {},
+    "reinforce_pp": {"ppo": {"kl_coef": 0.0}},
+    "reinforce_pp_baseline": {"rollout": {"prompts_per_step": 16}},
+    "grpo": {"rollout": {"prompts_per_step": 16}},
+    "dr_grpo": {"rollout": {"prompts_per_step": 16}},
+    "dapo": {"rollout": {"prompts_per_step": 16}, "ppo": {"overlong_fraction": 0.0}},
+    "gspo": {"rollout": {"prompts_per_step": 16}, "ppo": {"clip_low": 0.02, "clip_high": 0.03}},
+    "cispo": {"rollout": {"prompts_per_step": 16}},
+    "online_dpo": {"rollout": {"prompts_per_step": 64}},
+    "raft": {"rollout": {"prompts_per_step": 16}},
+}
+"""128 completions a rollout for all. All answers of the task are as long as may be, so none is overlong; sequences of
+eight tokens need a wider clip than the thousands of GSPO's paper."""
 Lines = list[dict[str, float]]
 """metrics.jsonl of a run."""
 Curve = dict[int, float]
@@ -150,6 +168,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--steps", type=int, help="none: 100 of copy, 16 of demo, 20 of reasoning")
     parser.add_argument("--ablations", action="store_true")
+    parser.add_argument(
+        "--algorithms", nargs="*", choices=ALGORITHMS, help="the copy task by each of these; alone: by all"
+    )
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="runs at a time")
     parser.add_argument("--demo", type=Path, default=Path("output"), help="what `make demo` wrote")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/learning"))
@@ -161,6 +182,9 @@ def main() -> None:
         if options.task == "copy":
             task = copy_task(Path(folder), steps=steps)
             variants = {name: (task, change) for name, change in ABLATIONS.items() if options.ablations or not change}
+            if options.algorithms is not None:
+                names = options.algorithms or list(ALGORITHMS)
+                variants = {name: (task, {"algorithm": name, **ALGORITHMS[name]}) for name in names}
         elif options.task == "demo":
             variants = {
                 f"kl_coef {c}": (demo_task(options.demo, steps=steps, kl_coef=c), {}) for c in (0.02, 0.05, 0.2)
@@ -178,7 +202,7 @@ def main() -> None:
                 compare(metric, [curve(lines, metric) for lines in runs], task)
                 held_out += [{"variant": name, "metric": metric, "seed": seed, **ends(curve(lines, metric))}
                              for seed, lines in zip(options.seeds, runs, strict=True)]  # fmt: skip
-    title = f"{options.task}{'_ablations' if options.ablations else ''}"
+    title = options.task + ("_ablations" if options.ablations else "_by" if options.algorithms is not None else "")
     for name, rows in found.items():
         write(rows, options.out / f"{title}_{name.replace(' ', '_').replace(',', '')}.csv")
     if held_out:

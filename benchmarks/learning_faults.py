@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hybrid_rlhf.algorithms import rollout
+from hybrid_rlhf.algorithms.scoring import Scored
 from training.step3_ppo.main import main
 
 
@@ -20,7 +21,7 @@ def old_logprobs_off_by_one() -> None:
     """Old log-probs of the token before."""
     score = rollout.Rollout.score
 
-    def wrong(self: rollout.Rollout, *arguments: Any) -> rollout.Scored:
+    def wrong(self: rollout.Rollout, *arguments: Any) -> Scored:
         scored = score(self, *arguments)
         return replace(scored, old_logprobs=scored.old_logprobs.roll(1, dims=1))
 
@@ -29,10 +30,10 @@ def old_logprobs_off_by_one() -> None:
 
 def old_logprobs_renewed() -> None:
     """Old log-probs are always the current ones, so that nothing holds the policy near the one that sampled."""
-    from hybrid_rlhf.algorithms import policy_loss
+    from hybrid_rlhf.algorithms.on_policy import algorithm
 
-    loss = policy_loss.ppo_policy_loss
-    policy_loss.ppo_policy_loss = lambda logprobs, **others: loss(  # type: ignore[assignment]
+    loss = algorithm.ppo_policy_loss
+    algorithm.ppo_policy_loss = lambda logprobs, **others: loss(  # type: ignore[assignment]
         logprobs, **{**others, "old_logprobs": logprobs.detach()}
     )
 
