@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ from hybrid_rlhf.configs.algorithms import PREFERENCE
 from hybrid_rlhf.configs.cli import parse_config
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
+from tests.engines.ranks import run_main
+from tests.faults.steps import story, write_rows
 
 PAIRS = 6
 
@@ -140,3 +144,31 @@ def test_what_cannot_be_is_refused(line: str) -> None:
 
 def test_every_algorithm_is_in_the_table() -> None:
     assert {*PAIR_LOSSES, "kto"} == set(PREFERENCE)
+
+
+@pytest.mark.parametrize("name", ["dpo", "kto"])
+def test_a_kept_reference_says_what_a_live_one_does(name: str, tmp_path: Path, model_folder: Path) -> None:
+    """The same run with log-probs read once, by a second model at each update, and gone on with after an end."""
+    rows = write_rows(tmp_path / "rows.jsonl")
+    line = [
+        "--algorithm", name, "--model.path", str(model_folder), "--data.sources", str(rows), "--data.max_length", "64",
+        "--data.cache_dir", str(tmp_path / "cache"), "--logging.tensorboard", "false", "--train.max_steps", "4",
+        "--train.global_batch_size", "8", "--optimizer.lr", "1e-3", "--data.max_eval_rows", "4",
+        "--train.save_every", "2", "--train.keep_last", "9",
+    ]  # fmt: skip
+    runs = {}
+    for how in ("cached", "live"):
+        runs[how] = tmp_path / how
+        run_main("training.preference.main", 1, [*line, "--reference.logprobs", how, "--output_dir", str(runs[how])])
+    losses = [
+        [told["preference/loss"] for told in story(folder)["metrics"] if told["step"]] for folder in runs.values()
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5) and losses[0][3] < losses[0][0]
+    whole = story(runs["cached"])
+    (runs["cached"] / "finished.json").unlink()
+    shutil.rmtree(runs["cached"] / "checkpoints" / "step_4")
+    kept = runs["cached"] / "reference_logprobs.json"
+    asked = kept.stat().st_mtime_ns
+    run_main("training.preference.main", 1, [*line, "--output_dir", str(runs["cached"]), "--resume", "auto"])
+    assert kept.stat().st_mtime_ns == asked, "the reference was not asked again"
+    assert story(runs["cached"]) == whole

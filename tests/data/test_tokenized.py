@@ -16,6 +16,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.ppo import PromptDataConfig
 from hybrid_rlhf.configs.sections import DataConfig, DataSource
 from hybrid_rlhf.data import encoding
+from hybrid_rlhf.data.augmented import with_mismatched_answers
 from hybrid_rlhf.runtime.world import solo_world
 from tests.tiny import CHATML
 
@@ -195,3 +196,63 @@ def test_the_embedded_pairs(tmp_path: Path) -> None:
     again = write_demo_data(tmp_path / "b", seed=0).read_text()
     assert again == (tmp_path / "a" / "pairs.jsonl").read_text()
     assert write_demo_data(tmp_path / "c", seed=1).read_text() != again
+
+
+def test_answers_count_their_own_tokens_only(config: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+    turns = [
+        {"role": "user", "content": "1?"}, {"role": "assistant", "content": "one"}, {"role": "user", "content": "2?"},
+    ]  # fmt: skip
+    rows = [{"prompt": turns, "chosen": "two!", "rejected": "no"}]
+    (row,) = list(load("preference", config(rows, eval_fraction=0.0), tokenizer).train)
+    told = [
+        tokenizer.decode([token for token, own in zip(ids, mask, strict=True) if own])
+        for ids, mask in zip(row["responses"], row["masks"], strict=True)
+    ]
+    assert told == ["two!<|im_end|>", "no<|im_end|>"], "not the prompt's own answer"
+
+
+def test_labels_stand_alone_or_come_of_pairs(config: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [
+        {"prompt": "a?", "completion": "yes", "label": True},
+        {"prompt": "b?", "completion": "bad", "label": 0},
+        {"prompt": "c?", "chosen": "good", "rejected": "worse"},
+        {"prompt": "d?", "responses": ["mid", "best", "low"], "ranks": [2, 1, 3]},
+    ]
+    data = tokenized.load_labelled_data(config(rows, eval_fraction=0.0), tokenizer=tokenizer, seed=0, world=WORLD)
+    told = {}
+    for row in data.train:
+        for ids, mask, label in zip(row["responses"], row["masks"], row["labels"], strict=True):
+            told[tokenizer.decode([t for t, own in zip(ids, mask, strict=True) if own][:-1])] = label
+    assert told == {"yes": True, "bad": False, "good": True, "worse": False, "best": True, "low": False}
+    lone = with_mismatched_answers(data.train, max_length=64)
+    for place, (row, following) in enumerate(
+        zip(map(lone.__getitem__, range(len(lone))), [*list(data.train)[1:], data.train[0]], strict=True)
+    ):
+        ids, mask = row["responses"][-1], row["masks"][-1]
+        other, own = following["responses"][0], following["masks"][0]
+        assert [t for t, m in zip(ids, mask, strict=True) if m] == [t for t, m in zip(other, own, strict=True) if m]
+        begin = data.train[place]["masks"][0].index(True)
+        assert ids[:begin] == data.train[place]["responses"][0][:begin] and not any(mask[:begin])
+    assert len(with_mismatched_answers(data.train, max_length=20)[0]["responses"][-1]) <= 20
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "a", "completion": "b", "label": "yes"}, "column 'label' is true (good) or false (bad), got 'yes'"),
+        (
+            {"prompt": "a", "label": True},
+            "a row needs prompt + completion + label or prompt + chosen + rejected, found columns",
+        ),
+        (
+            {"prompt": "a", "completion": [{"role": "user", "content": "x"}], "label": 1},
+            "has no answer after the prompt",
+        ),
+    ],
+)
+def test_faulty_labels_are_named(
+    row: dict[str, Any], message: str, config: Any, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    with pytest.raises(UserError) as error:
+        tokenized.load_labelled_data(config([row], eval_fraction=0.0), tokenizer=tokenizer, seed=0, world=WORLD)
+    assert message in str(error.value) and ":1" in str(error.value)
