@@ -12,10 +12,12 @@ from hybrid_rlhf.configs.cli import dotted_keys, parse_config
 from hybrid_rlhf.configs.inference import ChatConfig, GenerateConfig
 from hybrid_rlhf.configs.pipeline import PipelineConfig
 from hybrid_rlhf.configs.ppo import PPOConfig
+from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 
 ROOT = Path(__file__).parents[2]
+ALGORITHMS = ROOT / "hybrid_rlhf" / "algorithms"
 OPTIONS = Path(__file__).with_name("options.txt")
 SOURCES = [
     *(path for folder in ("hybrid_rlhf", "training", "inference") for path in sorted((ROOT / folder).rglob("*.py"))),
@@ -23,7 +25,7 @@ SOURCES = [
 ]
 CONFIGS = {
     "chat": ChatConfig, "generate": GenerateConfig, "pipeline": PipelineConfig, "ppo": PPOConfig,
-    "reward": RewardConfig, "sft": SFTConfig,
+    "preference": PreferenceStepConfig, "reward": RewardConfig, "sft": SFTConfig,
 }  # fmt: skip
 
 
@@ -42,11 +44,23 @@ def test_files_and_functions_fit_in_the_head(path: Path) -> None:
         assert not (isinstance(node, ast.ExceptHandler) and node.type is None), f"bare except, line {node.lineno}"
 
 
-@pytest.mark.parametrize("name", ["step1_sft", "step2_reward", "step3_ppo"])
+@pytest.mark.parametrize("name", ["step1_sft", "step2_reward", "step3_ppo", "preference"])
 def test_mains_are_small_and_free_of_tensors(name: str) -> None:
     text = (ROOT / "training" / name / "main.py").read_text()
     assert len(text.splitlines()) < 100
     assert "import torch" not in text
+
+
+def test_algorithms_are_short_and_repeat_nothing() -> None:
+    """120 lines at most, and no six of them, blank ones aside, stand in two files."""
+    seen: dict[tuple[str, ...], str] = {}
+    for path in sorted(path for name in ("on_policy", "preference") for path in (ALGORITHMS / name).glob("*.py")):
+        whole = path.read_text().splitlines()
+        assert len(whole) <= 120 or path.name in ("objectives.py", "reference.py"), "these two are parts of the loop"
+        lines = [line.strip() for line in whole if line.strip()]
+        for place in range(len(lines) - 5):
+            block = tuple(lines[place : place + 6])
+            assert seen.setdefault(block, path.name) == path.name, (path.name, seen[block], block)
 
 
 def test_every_yaml_belongs_to_a_config() -> None:
