@@ -35,8 +35,8 @@ class Collected:
 class NothingToLearn(Exception):
     """The algorithm chose none of a rollout's completions; the same on every rank."""
 
-    def __init__(self, metrics: dict[str, float]) -> None:
-        super().__init__("no completion was chosen")
+    def __init__(self, reason: str, metrics: dict[str, float]) -> None:
+        super().__init__(reason)
         self.metrics = metrics
 
 
@@ -77,7 +77,9 @@ class Collector:
         metrics, tokens = self._metrics(whole, mask), whole.sequences
         sampled = float(tokens.response_mask.sum()), float(tokens.lengths.sum())
         if not bool(mask.any()):
-            raise NothingToLearn(metrics)
+            raise NothingToLearn(
+                f"the algorithm chose none of {len(mask)} completions, the scores of a prompt's are all alike", metrics
+            )
         chosen = whole.select(mask)
         return Collected(chosen, [taken[place] for place in chosen.prompts.tolist()], metrics, sampled)
 

@@ -48,9 +48,9 @@ class Sequences:
     def rows(self, indices: Sequence[int | None]) -> Sequences:
         """Some rows, cut to the longest of them; None gives a row of one token, which counts nowhere."""
         device = self.input_ids.device
-        index = torch.tensor([0 if i is None else i for i in indices], device=device)
-        present = torch.tensor([i is not None for i in indices], device=device)
-        width = int(torch.where(present, self.lengths[index], 1).max())
+        index = torch.tensor([0 if i is None else i for i in indices], dtype=torch.long, device=device)
+        present = torch.tensor([i is not None for i in indices], dtype=torch.bool, device=device)
+        width = max(torch.where(present, self.lengths[index], 1).tolist(), default=1)
         picked = {f.name: _cut(getattr(self, f.name)[index], width) for f in fields(self)}
         picked["response_mask"] = picked["response_mask"] & present[:, None]
         first = torch.arange(width, device=device) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -29,10 +30,12 @@ from hybrid_rlhf.data.loaders import RowStream
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.checkpoints import LoopState
 from hybrid_rlhf.engines.partition import copy_weights
+from hybrid_rlhf.runtime.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.profiling import profiled
 from hybrid_rlhf.runtime.run import Run
 from hybrid_rlhf.runtime.samples import SampleLog
 
+logger = logging.getLogger(LOGGER_NAME)
 _EVAL_STEP = 2**32
 """Key of the evaluation's random streams, out of the way of training steps: it samples alike each time."""
 
@@ -111,6 +114,8 @@ class OnPolicyTrainer:
             rollout = rollout or self._collect(step)
         except NothingToLearn as found:
             self._run.timers.take()
+            if self._world.is_main:
+                logger.warning("step %d learns nothing: %s", step, found)
             return found.metrics
         except NotFinite as found:
             self._run.timers.take()
@@ -137,7 +142,7 @@ class OnPolicyTrainer:
         if self._config.ppo.mask_truncated:
             kept = experience.sequences.stopped.nonzero().flatten().tolist()
             if not kept:
-                raise NothingToLearn(metrics)
+                raise NothingToLearn("none of its completions ended by itself, see ppo.mask_truncated", metrics)
             experience, prompts = experience.rows(kept), [prompts[row] for row in kept]
         progress = Progress(self._world.device)
         return HalfUsed(step, prompts, experience, metrics, progress, start, collected.sampled_tokens)

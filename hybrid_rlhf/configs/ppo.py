@@ -181,6 +181,10 @@ class PPOConfig(StepConfig):
             f"algorithm online_dpo takes pairs, got rollout.samples_per_prompt {samples}: give 2",
         )
         require(
+            name != "online_dpo" or not self.ppo.mask_truncated,
+            "algorithm online_dpo takes pairs, got ppo.mask_truncated, which takes them apart: leave it out",
+        )
+        require(
             self.traits.critic or self.ppo.critic_warmup_steps == 0,
             f"algorithm {name} has no critic, got ppo.critic_warmup_steps {self.ppo.critic_warmup_steps}: leave it out",
         )

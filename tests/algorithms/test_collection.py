@@ -107,6 +107,7 @@ def test_a_step_ends_after_so_many_refills_with_what_it_has() -> None:
         try:
             found.append(len(collect.collect(1).prompts))
         except NothingToLearn as told:
+            assert "scores of a prompt's are all alike" in str(told)
             assert told.metrics["rollout/accepted_prompts"] == 0 and told.metrics["objective/scores"] == 1.0
         assert len(rollout.sampled) - before <= 4
     assert found == [SAMPLES, SAMPLES], "prompt 0 of each epoch"
@@ -143,6 +144,7 @@ def test_rated_rows_join_at_their_longest() -> None:
     assert whole.sequences.lengths.tolist() == [2, 4, 6, 3, 3, 2]
     assert whole.metrics == {"a/mean": pytest.approx(3.0), "a/failures": 3.0}
     some = whole.select(torch.tensor([True, True, False, False, False, True]))
+    assert len(whole.select(torch.zeros(6, dtype=torch.bool)).scores) == 0, "none is no mistake"
     assert some.sequences.input_ids.shape == (3, 4) and some.prompts.tolist() == [0, 0, 2]
 
 

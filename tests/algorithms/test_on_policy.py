@@ -272,6 +272,8 @@ MISTAKES = {
     "rollout.samples_per_prompt 1: give 2 or more",
     "--algorithm online_dpo --rollout.samples_per_prompt 4": "algorithm online_dpo takes pairs, got "
     "rollout.samples_per_prompt 4: give 2",
+    "--algorithm online_dpo --ppo.mask_truncated true": "algorithm online_dpo takes pairs, got ppo.mask_truncated, "
+    "which takes them apart: leave it out",
     "--algorithm rloo --ppo.critic_warmup_steps 3": "algorithm rloo has no critic, got ppo.critic_warmup_steps 3: "
     "leave it out",
     "--ppo.dynamic_sampling true": "ppo.dynamic_sampling compares completions of one prompt, got "
