@@ -133,7 +133,7 @@ def build_roles(
 
     def frozen(role: Role, path: str, sibling: TrainedRoleConfig) -> ModelEngine:
         zero = frozen_zero(sibling.zero, offload=config.rollout.offload_frozen)
-        spec = EngineSpec(role, path, config.model, zero, config.seed, deepspeed_overrides=overrides)
+        spec = EngineSpec(role, path, config.model, zero, config.seed, deepspeed_overrides=overrides, heads=None)
         return build_engine(replace(spec, offload_weights=config.rollout.offload_frozen and zero.stage < 3), run.world)
 
     actor = build_actor(trained("actor", actor_path, config.actor), run.world, rollout=config.rollout)

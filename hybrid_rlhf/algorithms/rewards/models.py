@@ -1,7 +1,8 @@
 """Reward models as parts of the reward: one reads the actor's own tokens, or the text in tokens of its own.
 
 A model trained on another chat template or vocabulary would score noise on the actor's tokens. For it completions
-become text again, the conversation is rendered with its template, and its score is read at its last real token.
+become text again, the conversation is rendered with its template, and its score is read at its last real token. Of a
+model with several scores all are read in one pass, and summed by the weights that the part gives.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from hybrid_rlhf.algorithms.experience import Sequences
 from hybrid_rlhf.algorithms.rewards.parts import Ratings, RewardPart, Share
@@ -20,7 +21,36 @@ from hybrid_rlhf.configs.rewards import RewardPartConfig
 from hybrid_rlhf.data.chat import render
 from hybrid_rlhf.data.rows import Message
 from hybrid_rlhf.engines.engine import ModelEngine
+from hybrid_rlhf.models.loading import stored_heads
 from hybrid_rlhf.models.policy import scores_at_end
+
+
+class Reading:
+    """What a model's scores are to a part: one number a row."""
+
+    def __init__(self, part: RewardPartConfig, config: PreTrainedConfig) -> None:
+        """Take the part and the model's config.
+
+        Raises:
+            UserError: when the model has not what the part asks for.
+        """
+        heads = stored_heads(config)
+        unknown = sorted(set(part.head_weights) - set(heads))
+        if unknown:
+            raise UserError(
+                f"reward.parts: head_weights of {part.label} names its scores, {', '.join(heads) or 'it has one'}, got "
+                f"{unknown[0]}: {'name one of them' if heads else 'leave it out'}"
+            )
+        self._weights = [part.head_weights.get(name, 0.0 if part.head_weights else 1.0) for name in heads]
+        self._mean, self._std = [0.0], [1.0]
+        if part.normalise:
+            self._mean, self._std = (_calibrated(part, config, name, max(len(heads), 1)) for name in ("mean", "std"))
+
+    def __call__(self, scores: Tensor) -> Tensor:
+        """[n] of scores [n], or [n, heads]."""
+        mean, std = (torch.tensor(value, device=scores.device) for value in (self._mean, self._std))
+        scores = (scores - mean) / std.clamp(min=1e-6)  # [n] with [1], or [n, heads] with [heads]
+        return scores if scores.dim() == 1 else scores @ torch.tensor(self._weights, device=scores.device)
 
 
 class ModelPart(RewardPart):
@@ -32,6 +62,7 @@ class ModelPart(RewardPart):
     def __init__(self, config: RewardPartConfig, engine: ModelEngine) -> None:
         super().__init__(config)
         self._engine = engine
+        self._reading = Reading(config, engine.lm.config)
         self.packs = engine.packs
 
     def begin(self, share: Share) -> Callable[[], Ratings]:
@@ -44,7 +75,7 @@ class ModelPart(RewardPart):
                 score_tokens(self._engine, share.sequences, indices)[_present(indices)]
                 for indices in share.micro_batches
             ]
-        return Ratings.read(torch.cat(scores).tolist(), len(share.rows))
+        return Ratings.read(self._reading(torch.cat(scores)).tolist(), len(share.rows))
 
 
 class RetokenizingModelPart(RewardPart):
@@ -55,6 +86,7 @@ class RetokenizingModelPart(RewardPart):
     def __init__(self, config: RewardPartConfig, engine: ModelEngine, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(config)
         self._engine, self._tokenizer = engine, tokenizer
+        self._reading = Reading(config, engine.lm.config)
         self.packs = engine.packs
         self._limit: int | None = getattr(engine.lm.config, "max_position_embeddings", None)
 
@@ -79,7 +111,7 @@ class RetokenizingModelPart(RewardPart):
                 score_text(self._engine, [tokenized[row] for row in indices])[_present(indices)]
                 for indices in share.micro_batches
             ]
-        values = torch.cat(scores).tolist()
+        values = self._reading(torch.cat(scores)).tolist()
         ratings = Ratings.read([None if place in failures else v for place, v in enumerate(values)], len(values))
         return Ratings(ratings.values, ratings.failures | failures)
 
@@ -95,14 +127,27 @@ class RetokenizingModelPart(RewardPart):
         return ids
 
 
+def _calibrated(part: RewardPartConfig, config: PreTrainedConfig, name: str, scores: int) -> list[float]:
+    """What algorithms/calibration.py left in a model's config, one number a score."""
+    calibration = getattr(config, "calibration", None)
+    value = calibration.get(name) if isinstance(calibration, dict) else None
+    values = value if isinstance(value, list) else [value]
+    if len(values) != scores or not all(isinstance(number, float) for number in values):
+        raise UserError(
+            f"reward.parts: normalise of {part.label} needs a calibration in its config.json, got {name} {value}: "
+            "train it with preference.calibrate true, or leave normalise out"
+        )
+    return values
+
+
 def score_tokens(engine: ModelEngine, sequences: Sequences, indices: Sequence[int | None]) -> Tensor:
-    """Scores [n] of the rows of one micro-batch, in the actor's tokens; float32."""
+    """Scores [n], or of several heads [n, heads], of the rows of one micro-batch, in the actor's tokens; float32."""
     batch = sequences.rows(indices)
     return scores_at_end(engine(batch.input_ids, batch.attention_mask), batch.attention_mask)
 
 
 def score_text(engine: ModelEngine, rows: Sequence[list[int]]) -> Tensor:
-    """Scores [n] of conversations in the model's own tokens; float32."""
+    """Scores [n], or of several heads [n, heads], of conversations in the model's own tokens; float32."""
     ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(engine.device)
     lengths = torch.tensor([len(row) for row in rows], device=engine.device)
     mask = torch.arange(ids.shape[1], device=engine.device) < lengths[:, None]
