@@ -61,8 +61,8 @@ def run_reward(name: str, folder: Path, model: Path, *more: str) -> tuple[Path, 
     line = [
         "--model.path", str(model), "--data.sources", str(rows), "--output_dir", str(output), *loss,
         "--data.max_length", "64", "--data.cache_dir", str(folder / "cache"), "--data.eval_fraction", "0.25",
-        "--train.max_steps", "4", "--train.epochs", "9", "--train.global_batch_size", "8", "--logging.tensorboard", "false",
-        "--optimizer.lr", "3e-3", "--optimizer.warmup_fraction", "0", *more,
+        "--train.max_steps", "4", "--train.epochs", "9", "--train.global_batch_size", "8",
+        "--logging.tensorboard", "false", "--optimizer.lr", "3e-3", "--optimizer.warmup_fraction", "0", *more,
     ]  # fmt: skip
     run_main("training.step2_reward.main", 1, line)
     return output, [json.loads(text) for text in (output / "metrics.jsonl").read_text().splitlines()]
@@ -236,10 +236,11 @@ def test_step_3_runs_on_heads(tmp_path: Path, two_scores: Path, model_folder: Pa
 
 
 LINES = {
-    "--preference.loss borda": "preference.loss must be one of pairwise, listwise, binary, steps, got borda: see --help",
+    "--preference.loss borda": "preference.loss must be one of pairwise, listwise, binary, steps, got borda: "
+    "see --help",
     "--preference.heads [a]": "preference.heads are two or more different names, got ['a']: leave it out for one score",
-    "--preference.heads [a,a]": "preference.heads are two or more different names, got ['a', 'a']: leave it out for one "
-    "score",
+    "--preference.heads [a,a]": "preference.heads are two or more different names, got ['a', 'a']: leave it out for "
+    "one score",
     "--preference.heads [a,b/c]": "preference.heads: a name has letters, digits and _ - only, got 'b/c': rename it",
     "--preference.calibrate true --data.eval_fraction 0": "preference.calibrate needs held-out rows, got "
     "data.eval_fraction 0: give for example 0.05",
@@ -262,8 +263,8 @@ def test_parts_say_what_a_model_does_not_have(two_scores: Path, tmp_path: Path) 
     several = AutoModelForSequenceClassification.from_pretrained(two_scores).config
     single = tiny_config(num_labels=1)
     for config, settings, expected in (
-        (several, {"head_weights": {"honest": 1.0}}, "head_weights of m names its scores, helpful, harmless, got honest: "
-         "name one of them"),
+        (several, {"head_weights": {"honest": 1.0}}, "head_weights of m names its scores, helpful, harmless, got "
+         "honest: name one of them"),
         (single, {"head_weights": {"helpful": 1.0}}, "head_weights of m names its scores, it has one, got helpful: "
          "leave it out"),
         (single, {"normalise": True}, "normalise of m needs a calibration in its config.json, got mean None: train it "
@@ -274,8 +275,8 @@ def test_parts_say_what_a_model_does_not_have(two_scores: Path, tmp_path: Path) 
         assert str(refused.value) == f"reward.parts: {expected}"
     for settings, expected in (
         ({"function": "a:b", "normalise": True}, "normalise goes with a model, b is none: leave it out"),
-        ({"model": "m", "head_weights": {"a": math.inf}}, "head_weights of m are finite numbers, got inf of a: give for "
-         "example 1.0"),
+        ({"model": "m", "head_weights": {"a": math.inf}}, "head_weights of m are finite numbers, got inf of a: give "
+         "for example 1.0"),
     ):  # fmt: skip
         with pytest.raises(UserError) as refused:
             RewardPartConfig(**settings)
@@ -289,6 +290,6 @@ def test_a_scorer_goes_on_with_the_scores_it_has(heads: tuple[str, ...], two_sco
         load_model(str(two_scores), "scorer", config=ModelConfig(), dtype=torch.float32, heads=heads)
     assert str(refused.value) == (
         f"a scorer goes on with the scores it has, {two_scores} has helpful, harmless where "
-        f"{', '.join(heads) or 'one score'} is wanted: name the same in preference.heads, or start from a model without "
-        "scores (critic.path, model.path)"
+        f"{', '.join(heads) or 'one score'} is wanted: name the same in preference.heads, or start from a model "
+        "without scores (critic.path, model.path)"
     )

@@ -25,7 +25,8 @@ def merging_tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
     )
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=["<|im_start|>", "<|im_end|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+        vocab_size=320, special_tokens=["<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )  # fmt: skip
     backend.train_from_iterator([".\n"] * 50 + ["2*2 =", "Zwölf", "= 6"] * 9, trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|im_end|>")

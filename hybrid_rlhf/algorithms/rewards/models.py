@@ -131,8 +131,8 @@ def _calibrated(part: RewardPartConfig, config: PreTrainedConfig, name: str, sco
     """What algorithms/calibration.py left in a model's config, one number a score."""
     calibration = getattr(config, "calibration", None)
     value = calibration.get(name) if isinstance(calibration, dict) else None
-    values = value if isinstance(value, list) else [value]
-    if len(values) != scores or not all(isinstance(number, float) for number in values):
+    values = [v for v in (value if isinstance(value, list) else [value]) if isinstance(v, float)]
+    if len(values) != scores:
         raise UserError(
             f"reward.parts: normalise of {part.label} needs a calibration in its config.json, got {name} {value}: "
             "train it with preference.calibrate true, or leave normalise out"
