@@ -25,6 +25,7 @@ from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.data.augmented import Rows, with_mismatched_answers
+from hybrid_rlhf.data.stepwise import SEPARATOR_KEY
 from hybrid_rlhf.data.tokenized import (
     TokenizedData,
     load_labelled_data,
@@ -61,13 +62,17 @@ def run_reward(config: RewardConfig) -> None:
         objective = kind(said, pad_token_id=pad_token(tokenizer), device=run.world.device)
 
         def after(engine: ModelEngine, plan: BatchPlan, steps: int) -> None:
+            if said.loss == "steps":
+                setattr(engine.lm.config, SEPARATOR_KEY, said.step_separator)
+            if not said.calibrate:
+                return
             run.watchdog.enter("calibration")
             judgements = read_judgements(objective, engine, data.held_out, plan, run.world)
             engine.lm.config.calibration, metrics = calibrate(judgements, said.heads)
             run.log(steps, metrics)
             run.say("calibration", metrics)
 
-        _supervise(config, run, "reward", path, tokenizer, data, objective, after if said.calibrate else None)
+        _supervise(config, run, "reward", path, tokenizer, data, objective, after)
 
 
 def run_preference(config: PreferenceStepConfig) -> None:

@@ -32,6 +32,9 @@ class RewardPartConfig:
     """Weights of the scores of a model that has several, by name; of those not named 0. None: each counts 1."""
     normalise: bool = False
     """A model's scores, less their mean and divided by their deviation, as preference.calibrate found them."""
+    steps: Literal["last", "min", "product", "mean"] = "last"
+    """What of a process reward model counts. last: the score at the end, as of any model; min, product, mean: of the
+    chances, in [0, 1], that each step is right (arXiv 2305.20050)."""
     function: str | None = None
     """Python function as module:function or path/to/file.py:function, plain or async."""
     urls: tuple[str, ...] = ()
@@ -77,6 +80,11 @@ class RewardPartConfig:
                 not getattr(self, name) or self.model is not None,
                 f"reward.parts: {name} goes with a model, {self.label} is none: leave it out",
             )
+        require(
+            self.steps == "last" or (self.model is not None and not self.normalise),
+            f"reward.parts: steps {self.steps} of {self.label} is of a model's chances, which are not normalised: "
+            "leave one out",
+        )
         self._check_numbers()
 
     def _check_numbers(self) -> None:

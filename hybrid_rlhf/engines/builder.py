@@ -91,7 +91,8 @@ def _build(engine_type: Callable[..., EngineT], spec: EngineSpec, world: World) 
         heads=spec.heads,
     )  # fmt: skip
     if spec.optimizer is not None:
-        vars(lm.config).pop("calibration", None)  # of the scores before training
+        for name in ("calibration", "step_separator"):  # of the scores before training
+            vars(lm.config).pop(name, None)
     if fresh_head:
         _init_head(lm, seed=spec.seed)
     choose_trained(lm, None if spec.optimizer is None else spec.lora, architecture, seed=spec.seed)

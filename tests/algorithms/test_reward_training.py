@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
-from hybrid_rlhf.algorithms.rewards.models import Reading
+from hybrid_rlhf.algorithms.rewards.answers import Answers
+from hybrid_rlhf.algorithms.rewards.models import Reading, RetokenizingModelPart
 from hybrid_rlhf.algorithms.rewards.reward import build_reward
 from hybrid_rlhf.configs.cli import parse_config
 from hybrid_rlhf.configs.errors import UserError
@@ -82,6 +83,7 @@ def test_each_loss_learns_and_leaves_a_classifier(name: str, tmp_path: Path, mod
             "loss", "accuracy", "margin", "chosen_score", "rejected_score"
         }  # fmt: skip
     model, tokenizer = load(folder), AutoTokenizer.from_pretrained(folder)
+    assert getattr(model.config, "step_separator", None) == ("\n" if name == "steps" else None)
     assert model.config.num_labels == 1
     scores = []
     for answer in ("1\n2\n3", "1\nx\n3") if name == "steps" else ("3", "xxxx"):
@@ -219,6 +221,38 @@ def test_step_3_weighs_heads_in_one_pass(
         assert float(report.scores[row]) == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.parametrize("steps", ["last", "min", "product", "mean"])
+def test_step_3_reads_the_steps_of_an_answer(steps: Any, tmp_path: Path, world: World) -> None:
+    torch.manual_seed(3)
+    config = tiny_config(num_labels=1)
+    config.step_separator = "|"
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    reward = build_reward(
+        [RewardPartConfig(model=str(tmp_path), steps=steps, name="prm")], world, tokenizer=tiny_tokenizer(None),
+        resolve=str, load_tokenizer=load_tokenizer,
+        build_engine=lambda path: build_engine(
+            EngineSpec("reward", path, ModelConfig(dtype="float32"), ZeroConfig(), 0, heads=None), world
+        ),
+    )  # fmt: skip
+    answers = Answers(ANSWERS.prompts, ["1|2|3", "one", "", "a||b|", "|"], {})
+    report = reward(sequences(), MICRO, lambda: answers)
+    model, tokenizer = load(tmp_path), tiny_tokenizer()
+    for row, (prompt, answer) in enumerate(zip(answers.prompts, answers.completions, strict=True)):
+        whole = tokenizer.apply_chat_template([*prompt, {"role": "assistant", "content": answer}], tokenize=False)
+        ids = tokenizer(whole, add_special_tokens=False)["input_ids"]
+        begin = len(ids) - len("\n") - 1 - len(answer)  # a token a character, then <|im_end|> and a line break
+        ends = [begin + i - 1 for i, c in enumerate(answer) if c == "|" and i and answer[i - 1] != "|"]
+        ends = [*ends[:-1], len(ids) - 1] if answer.endswith("|") else [*ends, len(ids) - 1]
+        with torch.no_grad():
+            outputs = model.score(model.model(input_ids=torch.tensor([ids])).last_hidden_state)[0, :, 0]
+        chances = torch.sigmoid(outputs[ends])
+        expected = {
+            "last": outputs[-1], "min": chances.min(), "product": chances.prod(), "mean": chances.mean()
+        }[steps]  # fmt: skip
+        assert float(report.scores[row]) == pytest.approx(float(expected), abs=1e-5), answer
+
+
 def test_step_3_runs_on_heads(tmp_path: Path, two_scores: Path, model_folder: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(pair(i)) + "\n" for i in range(16)))
@@ -275,12 +309,26 @@ def test_parts_say_what_a_model_does_not_have(two_scores: Path, tmp_path: Path) 
         assert str(refused.value) == f"reward.parts: {expected}"
     for settings, expected in (
         ({"function": "a:b", "normalise": True}, "normalise goes with a model, b is none: leave it out"),
+        ({"function": "a:b", "steps": "min"}, "steps min of b is of a model's chances, which are not normalised: leave "
+         "one out"),
         ({"model": "m", "head_weights": {"a": math.inf}}, "head_weights of m are finite numbers, got inf of a: give "
          "for example 1.0"),
     ):  # fmt: skip
         with pytest.raises(UserError) as refused:
             RewardPartConfig(**settings)
         assert str(refused.value) == f"reward.parts: {expected}"
+
+
+def test_steps_of_a_model_without_them_are_refused(two_scores: Path, world: World) -> None:
+    spec = EngineSpec("reward", str(two_scores), ModelConfig(dtype="float32"), ZeroConfig(), 0, heads=None)
+    with pytest.raises(UserError) as refused:
+        RetokenizingModelPart(
+            RewardPartConfig(model=str(two_scores), steps="min"), build_engine(spec, world), tiny_tokenizer()
+        )
+    assert str(refused.value) == (
+        f"reward.parts: steps min needs a process reward model, {two_scores} is none: train it with preference.loss "
+        "steps, or leave steps out"
+    )
 
 
 @pytest.mark.parametrize("heads", [(), ("harmless", "helpful")])

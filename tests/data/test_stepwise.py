@@ -99,7 +99,7 @@ def slow_tokenizer() -> Any:
         (
             slow_tokenizer,
             ROW,
-            "preference.loss steps needs a tokenizer that tells where its tokens lie: take a fast one",
+            "steps need a tokenizer that tells where its tokens lie: take a fast one",
         ),
         (
             lambda: tiny_tokenizer(CHATML.replace("message['content']", "(message['content'] | trim)")),

@@ -20,6 +20,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rewards import RewardPartConfig
 from hybrid_rlhf.data.chat import render
 from hybrid_rlhf.data.rows import Message
+from hybrid_rlhf.data.stepwise import SEPARATOR_KEY, Steps, answer_steps
 from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.models.loading import stored_heads
 from hybrid_rlhf.models.policy import scores_at_end
@@ -88,6 +89,13 @@ class RetokenizingModelPart(RewardPart):
         self._engine, self._tokenizer = engine, tokenizer
         self._reading = Reading(config, engine.lm.config)
         self.packs = engine.packs
+        self._steps = config.steps
+        self._separator = str(getattr(engine.lm.config, SEPARATOR_KEY, ""))
+        if config.steps != "last" and not self._separator:
+            raise UserError(
+                f"reward.parts: steps {config.steps} needs a process reward model, {config.model} is none: train it "
+                "with preference.loss steps, or leave steps out"
+            )
         self._limit: int | None = getattr(engine.lm.config, "max_position_embeddings", None)
 
     def begin(self, share: Share) -> Callable[[], Ratings]:
@@ -96,35 +104,38 @@ class RetokenizingModelPart(RewardPart):
 
     def _rate(self, share: Share) -> Ratings:
         """Every rank runs every micro-batch, whatever it cannot tokenise: a forward may hold collectives."""
-        answers, empty = share.answers, [int(self._tokenizer.pad_token_id)]  # type: ignore[arg-type]
-        tokenized: dict[int | None, list[int]] = {None: empty}
+        answers, empty = share.answers, Steps([int(self._tokenizer.pad_token_id)], [0], 0)  # type: ignore[arg-type]
+        tokenized: dict[int | None, Steps] = {None: empty}
         failures = {}
         for place, row in enumerate(share.rows):
-            tokens = self._tokenize(
-                [*answers.prompts[place], {"role": "assistant", "content": answers.completions[place]}]
-            )
+            tokens = self._tokenize(answers.prompts[place], answers.completions[place])
             if isinstance(tokens, str):
                 failures[place] = tokens
             tokenized[row] = empty if isinstance(tokens, str) else tokens
         with self._engine.on_device():
             scores = [
-                score_text(self._engine, [tokenized[row] for row in indices])[_present(indices)]
+                score_text(self._engine, [tokenized[row] for row in indices], self._steps)[_present(indices)]
                 for indices in share.micro_batches
             ]
         values = self._reading(torch.cat(scores)).tolist()
         ratings = Ratings.read([None if place in failures else v for place, v in enumerate(values)], len(values))
         return Ratings(ratings.values, ratings.failures | failures)
 
-    def _tokenize(self, messages: Sequence[Message]) -> list[int] | str:
+    def _tokenize(self, prompt: list[Message], completion: str) -> Steps | str:
         """Token ids of a conversation, or why there are none that the model reads."""
         try:
-            text = render(messages, self._tokenizer)
+            if self._steps != "last":
+                found = answer_steps(prompt, completion, self._tokenizer, self._separator)
+            else:
+                text = render([*prompt, {"role": "assistant", "content": completion}], self._tokenizer)
+                ids = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+                found = Steps(ids, [len(ids) - 1], 0)
         except UserError as error:
             return str(error)
-        ids = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-        if not ids or (self._limit is not None and len(ids) > self._limit):
-            return f"its conversation has {len(ids)} tokens and the model reads 1 to {self._limit or 'any'}"
-        return ids
+        count = len(found.input_ids)
+        if not count or (self._limit is not None and count > self._limit):
+            return f"its conversation has {count} tokens and the model reads 1 to {self._limit or 'any'}"
+        return found
 
 
 def _calibrated(part: RewardPartConfig, config: PreTrainedConfig, name: str, scores: int) -> list[float]:
@@ -146,12 +157,22 @@ def score_tokens(engine: ModelEngine, sequences: Sequences, indices: Sequence[in
     return scores_at_end(engine(batch.input_ids, batch.attention_mask), batch.attention_mask)
 
 
-def score_text(engine: ModelEngine, rows: Sequence[list[int]]) -> Tensor:
-    """Scores [n], or of several heads [n, heads], of conversations in the model's own tokens; float32."""
-    ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(engine.device)
-    lengths = torch.tensor([len(row) for row in rows], device=engine.device)
+def score_text(engine: ModelEngine, rows: Sequence[Steps], steps: str = "last") -> Tensor:
+    """Scores [n], or of several heads [n, heads], of conversations in the model's own tokens; float32.
+
+    Args:
+        engine: of the model.
+        rows: the conversations.
+        steps: see RewardPartConfig.
+    """
+    ids = pad_sequence([torch.tensor(row.input_ids) for row in rows], batch_first=True).to(engine.device)
+    lengths = torch.tensor([len(row.input_ids) for row in rows], device=engine.device)
     mask = torch.arange(ids.shape[1], device=engine.device) < lengths[:, None]
-    return scores_at_end(engine(ids, mask), mask)
+    outputs: Tensor = engine(ids, mask)
+    if steps == "last":
+        return scores_at_end(outputs, mask)
+    over = {"min": lambda p: p.amin(dim=0), "product": lambda p: p.prod(dim=0), "mean": lambda p: p.mean(dim=0)}[steps]
+    return torch.stack([over(outputs[place, row.ends].sigmoid()) for place, row in enumerate(rows)])
 
 
 def reads_the_same(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
