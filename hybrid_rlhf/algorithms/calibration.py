@@ -60,16 +60,18 @@ def read_judgements(
     return Judgements(**{name: torch.cat([part[name] for part in everyones]) for name in names})
 
 
-def calibrate(judgements: Judgements, heads: Sequence[str]) -> tuple[dict[str, Any], dict[str, float]]:
+def calibrate(
+    judgements: Judgements, heads: Sequence[str], *, is_main: bool
+) -> tuple[dict[str, Any], dict[str, float]]:
     """What config.json is to hold, and the metrics: eval/ece of the scores as they are and eval/ece_calibrated, both in
-    [0, 1], and eval/temperature; of several heads each with _NAME."""
+    [0, 1], and eval/temperature; of several heads each with _NAME. The main rank tells where there is none."""
     kept: dict[str, list[float]] = {"temperature": [], "mean": [], "std": []}
     metrics: dict[str, float] = {}
     for place, name in enumerate(heads or [""]):
         leads: Tensor = judgements.leads[judgements.lead_heads == place]
         scores = judgements.scores[judgements.score_heads == place].double()
         temperature = fit_temperature(leads)
-        if not 2 * TEMPERATURES[0] < temperature < TEMPERATURES[1] / 2:
+        if is_main and not 2 * TEMPERATURES[0] < temperature < TEMPERATURES[1] / 2:
             logger.warning(
                 "calibration of %s: the held-out rows set no temperature, %d of %d are judged right; %.3g is kept",
                 name or "the score", int((leads > 0).sum()), len(leads), temperature,

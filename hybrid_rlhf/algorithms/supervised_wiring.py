@@ -68,7 +68,7 @@ def run_reward(config: RewardConfig) -> None:
                 return
             run.watchdog.enter("calibration")
             judgements = read_judgements(objective, engine, data.held_out, plan, run.world)
-            engine.lm.config.calibration, metrics = calibrate(judgements, said.heads)
+            engine.lm.config.calibration, metrics = calibrate(judgements, said.heads, is_main=run.world.is_main)
             run.log(steps, metrics)
             run.say("calibration", metrics)
 
