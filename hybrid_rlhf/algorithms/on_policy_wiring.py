@@ -162,7 +162,7 @@ def frozen_engine(config: PPOConfig, run: Run, role: Role, path: str) -> ModelEn
     sibling = config.actor if role in ("actor", "reference") else config.reward_sibling
     zero = frozen_zero(sibling.zero, offload=config.rollout.offload_frozen)
     overrides = read_overrides(config.deepspeed_config)
-    spec = EngineSpec(role, path, config.model, zero, config.seed, deepspeed_overrides=overrides)
+    spec = EngineSpec(role, path, config.model, zero, config.seed, deepspeed_overrides=overrides, heads=None)
     return build_engine(replace(spec, offload_weights=config.rollout.offload_frozen and zero.stage < 3), run.world)
 
 

@@ -5,10 +5,14 @@ Order matters: data is read before models are loaded, so that a mistake in a fil
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from hybrid_rlhf.algorithms.calibration import calibrate, read_judgements, require_held_out
+from hybrid_rlhf.algorithms.judged import JudgedObjective
 from hybrid_rlhf.algorithms.preference import KTO, PAIR_LOSSES
 from hybrid_rlhf.algorithms.preference.objectives import LabelledObjective, PairObjective
 from hybrid_rlhf.algorithms.preference.reference import ReferenceReader
@@ -21,7 +25,14 @@ from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.data.augmented import Rows, with_mismatched_answers
-from hybrid_rlhf.data.tokenized import TokenizedData, load_labelled_data, load_preference_data, load_sft_data
+from hybrid_rlhf.data.stepwise import SEPARATOR_KEY
+from hybrid_rlhf.data.tokenized import (
+    TokenizedData,
+    load_labelled_data,
+    load_preference_data,
+    load_reward_data,
+    load_sft_data,
+)
 from hybrid_rlhf.engines.builder import EngineSpec, build_engine
 from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.engines.engine import ModelEngine, Role
@@ -40,16 +51,28 @@ def run_sft(config: SFTConfig) -> None:
 
 
 def run_reward(config: RewardConfig) -> None:
-    """Step 2, from config to saved model."""
+    """Step 2, from config to saved model, calibrated where the config says."""
     with start_run(config) as run, memory_named(config, run):
         path, tokenizer = start_step(config, run, config.model.path)
-        data = load_preference_data(config.data, tokenizer=tokenizer, seed=config.seed, world=run.world)
-        objective = RewardObjective(
-            pad_token_id=pad_token(tokenizer),
-            device=run.world.device,
-            centering_coef=config.preference.centering_coef,
-        )
-        _supervise(config, run, "reward", path, tokenizer, data, objective)
+        said = config.preference
+        data = load_reward_data(config.data, said, tokenizer=tokenizer, seed=config.seed, world=run.world)
+        if said.calibrate:
+            require_held_out(data.held_out, said.heads)
+        kind = JudgedObjective if said.loss in ("binary", "steps") else RewardObjective
+        objective = kind(said, pad_token_id=pad_token(tokenizer), device=run.world.device)
+
+        def after(engine: ModelEngine, plan: BatchPlan, steps: int) -> None:
+            if said.loss == "steps":
+                setattr(engine.lm.config, SEPARATOR_KEY, said.step_separator)
+            if not said.calibrate:
+                return
+            run.watchdog.enter("calibration")
+            judgements = read_judgements(objective, engine, data.held_out, plan, run.world)
+            engine.lm.config.calibration, metrics = calibrate(judgements, said.heads, is_main=run.world.is_main)
+            run.log(steps, metrics)
+            run.say("calibration", metrics)
+
+        _supervise(config, run, "reward", path, tokenizer, data, objective, after)
 
 
 def run_preference(config: PreferenceStepConfig) -> None:
@@ -85,10 +108,14 @@ def _supervise(
     tokenizer: PreTrainedTokenizerBase,
     data: TokenizedData,
     objective: Objective[Any],
+    after: Callable[[ModelEngine, BatchPlan, int], None] | None = None,
 ) -> None:
+    """Train, then what comes after the last of so many steps, then save."""
     plan = _plan(config, run)
-    engine = _learner(config, run, role, path, steps=total_steps(train_loader(data.train, plan, run), config.train))
-    _train(config, run, engine, tokenizer, data.train, data.held_out, plan, objective)
+    steps = total_steps(train_loader(data.train, plan, run), config.train)
+    engine = _learner(config, run, role, path, steps=steps)
+    _train(config, run, engine, tokenizer, data.train, data.held_out, plan, objective,
+           after=None if after is None else partial(after, engine, plan, steps))  # fmt: skip
 
 
 def _plan(config: OneEngineConfig, run: Run) -> BatchPlan:
@@ -106,15 +133,18 @@ def _learner(config: OneEngineConfig, run: Run, role: Role, path: str, *, steps:
         EngineSpec(
             role, path, config.model, config.zero, config.seed, config.optimizer, config.lora, steps,
             read_overrides(config.deepspeed_config),
+            heads=tuple(config.preference.heads) if isinstance(config, RewardConfig) else (),
         ), run.world,
     )  # fmt: skip
 
 
 def _train(
     config: OneEngineConfig, run: Run, engine: ModelEngine, tokenizer: PreTrainedTokenizerBase, train: Rows,
-    held_out: Rows, plan: BatchPlan, objective: Objective[Any],
+    held_out: Rows, plan: BatchPlan, objective: Objective[Any], after: Callable[[], None] | None = None,
 ) -> None:  # fmt: skip
     SupervisedTrainer(
         objective, engine, train=train, held_out=held_out, plan=plan, config=config.train, run=run
     ).train()
+    if after is not None:
+        after()
     finish(run, {"": engine}, tokenizer)

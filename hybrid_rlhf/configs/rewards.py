@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -28,6 +28,13 @@ class RewardPartConfig:
     """Its scores are multiplied by this before the parts are summed; 0 only logs them, below 0 punishes."""
     model: str | None = None
     """Reward model: a folder or hub name. One with tokens or a chat template of its own reads the text anew."""
+    head_weights: dict[str, float] = field(default_factory=dict)
+    """Weights of the scores of a model that has several, by name; of those not named 0. None: each counts 1."""
+    normalise: bool = False
+    """A model's scores, less their mean and divided by their deviation, as preference.calibrate found them."""
+    steps: Literal["last", "min", "product", "mean"] = "last"
+    """What of a process reward model counts. last: the score at the end, as of any model; min, product, mean: of the
+    chances, in [0, 1], that each step is right (arXiv 2305.20050)."""
     function: str | None = None
     """Python function as module:function or path/to/file.py:function, plain or async."""
     urls: tuple[str, ...] = ()
@@ -68,6 +75,16 @@ class RewardPartConfig:
             self.api_key_env is None or bool(self.urls),
             f"reward.parts: api_key_env {self.api_key_env} goes with urls, {self.label} has none: leave it out",
         )
+        for name in ("head_weights", "normalise"):
+            require(
+                not getattr(self, name) or self.model is not None,
+                f"reward.parts: {name} goes with a model, {self.label} is none: leave it out",
+            )
+        require(
+            self.steps == "last" or (self.model is not None and not self.normalise),
+            f"reward.parts: steps {self.steps} of {self.label} is of a model's chances, which are not normalised: "
+            "leave one out",
+        )
         self._check_numbers()
 
     def _check_numbers(self) -> None:
@@ -79,6 +96,12 @@ class RewardPartConfig:
             0 < self.timeout_seconds < math.inf,
             f"reward.parts: timeout_seconds of {self.label} must be above 0, got {self.timeout_seconds}: raise it",
         )
+        for name, weight in self.head_weights.items():
+            require(
+                math.isfinite(weight),
+                f"reward.parts: head_weights of {self.label} are finite numbers, got {weight} of {name}: give for "
+                "example 1.0",
+            )
         for name, value, least in (("retries", self.most_retries, 0), ("batch_size", self.batch_size, 1)):
             require(
                 value >= least, f"reward.parts: {name} of {self.label} must be {least} or more, got {value}: raise it"

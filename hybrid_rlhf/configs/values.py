@@ -12,6 +12,7 @@ from hybrid_rlhf.configs.sections import require
 
 _LARGEST = 2**63 - 1
 """What torch, numpy and Arrow hold."""
+_MAY_BE_BLANK = ("system", "step_separator")
 
 
 def check_values(value: Any, key: str = "") -> None:
@@ -45,7 +46,10 @@ def is_text(text: str) -> bool:
 def _check_text(text: str, key: str) -> None:
     if not is_text(text):
         raise UserError(f"{key} must be text that UTF-8 can write, got {text!r}: write it anew")
-    require(bool(text.strip()) or key == "system", f"{key} may not be empty: give a value, or leave it out")
+    require(
+        bool(text.strip()) or key.rpartition(".")[2] in _MAY_BE_BLANK,
+        f"{key} may not be empty: give a value, or leave it out",
+    )
     kind = found_credential(text)
     if kind is not None:
         raise UserError(

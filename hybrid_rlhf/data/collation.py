@@ -51,6 +51,28 @@ class PreferenceBatch(_Batch):
     """[N, T] bool, true on an answer's own tokens."""
     ref_logprobs: Tensor
     """[N] float32, of each answer under the reference, where rows have it; else 0."""
+    row: Tensor
+    """[N] int64, the row of the data that an answer is of."""
+    head: Tensor
+    """[N] int64, which of several scores its row teaches; else 0."""
+
+
+@dataclass(frozen=True)
+class JudgedBatch(_Batch):
+    """Answers with their prompts, and tokens of them whose score has a label."""
+
+    input_ids: Tensor
+    """[N, T] int64."""
+    attention_mask: Tensor
+    """[N, T] bool."""
+    head: Tensor
+    """[N] int64, as of pairs."""
+    answer_index: Tensor
+    """[L] int64, the row of each label."""
+    token_index: Tensor
+    """[L] int64, its token."""
+    labels: Tensor
+    """[L] float32 in [0, 1], 1 is good."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +118,30 @@ def collate_preferences(rows: Sequence[Mapping[str, Any] | None], pad_token_id: 
     ids, attention, response = answers.tensors()
     index = torch.tensor(pairs, dtype=torch.long).view(-1, 2)
     margin = torch.tensor(margins, dtype=torch.float32)
-    return PreferenceBatch(ids, attention, index[:, 0], index[:, 1], margin, response, answers.reference())
+    return PreferenceBatch(
+        ids, attention, index[:, 0], index[:, 1], margin, response, answers.reference(), answers.rows(), answers.heads()
+    )
+
+
+def collate_judged(rows: Sequence[Mapping[str, Any] | None], pad_token_id: int) -> JudgedBatch:
+    """Rows with `responses` and `labels`, one an answer, read at its last token; or with `ends` too, the places of
+    tokens in the only answer, and a label of each. None as for preferences."""
+    answers = _Answers(pad_token_id)
+    places: list[tuple[int, int]] = []
+    labels: list[float] = []
+    for row in rows:
+        first = answers.add(row)
+        if row is not None:
+            if "ends" in row:
+                places += [(first, end) for end in row["ends"]]
+            else:
+                places += [(first + i, len(ids) - 1) for i, ids in enumerate(row["responses"])]
+            labels += row["labels"]
+    ids, attention, _ = answers.tensors()
+    index = torch.tensor(places, dtype=torch.long).view(-1, 2)
+    return JudgedBatch(
+        ids, attention, answers.heads(), index[:, 0], index[:, 1], torch.tensor(labels, dtype=torch.float32)
+    )
 
 
 def collate_labelled(rows: Sequence[Mapping[str, Any] | None], pad_token_id: int) -> LabelledBatch:
@@ -126,6 +171,9 @@ class _Answers:
         self._ids: list[list[int]] = []
         self._masks: list[list[bool]] = []
         self._reference: list[float] = []
+        self._rows: list[int] = []
+        self._heads: list[int] = []
+        self._count = 0
 
     def add(self, row: Mapping[str, Any] | None) -> int:
         """Add a row's; the place of its first."""
@@ -133,6 +181,9 @@ class _Answers:
         ids = [[self._pad_token_id]] if row is None else row["responses"]
         self._ids += ids
         self._masks += [[False]] if row is None else row["masks"]
+        self._rows += [self._count] * len(ids)
+        self._heads += [0 if row is None else row.get("head", 0)] * len(ids)
+        self._count += 1
         self._reference += [0.0] * len(ids) if row is None or "ref_logprobs" not in row else row["ref_logprobs"]
         return first
 
@@ -140,6 +191,14 @@ class _Answers:
         """Ids, the mask of real tokens and that of the answers' own [N, T]."""
         ids, attention = _pad(self._ids, self._pad_token_id)
         return ids, attention, _pad(self._masks, 0)[0].bool()
+
+    def rows(self) -> Tensor:
+        """[N] int64, the row that each is of."""
+        return torch.tensor(self._rows, dtype=torch.long)
+
+    def heads(self) -> Tensor:
+        """[N] int64, the score that each teaches."""
+        return torch.tensor(self._heads, dtype=torch.long)
 
     def reference(self) -> Tensor:
         """[N] float32 under the reference."""

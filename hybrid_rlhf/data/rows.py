@@ -4,7 +4,8 @@
 |---|---|
 | SFT | messages; prompt + completion; prompt + chosen; text |
 | reward | prompt + chosen + rejected (the prompt may be implicit), margin; or prompt + responses + ranks |
-| KTO | prompt + completion + label; or what the reward step takes, the better good, the worse bad |
+| KTO, reward of labels | prompt + completion + label; or what the reward step takes, the better good, the worse bad |
+| reward of steps | prompt + completions (the steps of one answer) + labels |
 | PPO | prompt; or messages, whose last assistant turn is dropped; other columns go to reward functions |
 """
 
@@ -50,6 +51,16 @@ class Labelled:
     prompt: list[Message]
     responses: list[list[Message]]
     labels: list[bool]
+
+
+@dataclass(frozen=True)
+class Stepwise:
+    """An answer in steps, each with how right it is."""
+
+    prompt: list[Message]
+    steps: list[str]
+    labels: list[float]
+    """In [0, 1], 1 is right."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +136,28 @@ def labelled_row(place: str, row: Row) -> Labelled:
     if not answer or answer[-1]["role"] != "assistant":
         raise UserError(f"{place}: column 'completion' has no answer after the prompt: add it or drop the row")
     return Labelled(prompt, [answer], [bool(label)])
+
+
+def stepwise_row(place: str, row: Row) -> Stepwise:
+    """A row of the steps of an answer (stepwise supervision)."""
+    if any(name not in row for name in ("prompt", "completions", "labels")):
+        raise missing(place, row, ["prompt + completions + labels"])
+    steps, labels = row["completions"], row["labels"]
+    if not isinstance(steps, list) or not isinstance(labels, list) or not steps or len(steps) != len(labels):
+        raise UserError(f"{place}: columns 'completions' and 'labels' are lists of one length: mend the row")
+    texts = [_text(place, {"completions": step}, "completions") for step in steps]
+    wrong = [label for label in labels if not (isinstance(label, bool) or _is_number(label)) or not 0 <= label <= 1]
+    if wrong:
+        raise UserError(f"{place}: column 'labels' holds true, false or numbers in [0, 1], got {wrong[0]!r}: mend it")
+    return Stepwise(_turns(place, row, "prompt", role="user"), texts, [float(label) for label in labels])
+
+
+def head_place(place: str, row: Row, heads: Sequence[str]) -> int:
+    """Which of several scores a row teaches; the first where it does not say."""
+    name = row.get("head", heads[0])
+    if name not in heads:
+        raise UserError(f"{place}: column 'head' is one of {', '.join(heads)}, got {name!r}: mend the row")
+    return heads.index(name)
 
 
 def prompt_row(place: str, row: Row) -> Prompt:

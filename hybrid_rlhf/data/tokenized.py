@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.ppo import PromptDataConfig
+from hybrid_rlhf.configs.reward import PreferenceConfig
 from hybrid_rlhf.configs.sections import DataConfig, DataSource
 from hybrid_rlhf.data.cache import cached_rows, tokenizer_key
 from hybrid_rlhf.data.chat import RULES_VERSION
@@ -26,8 +27,9 @@ from hybrid_rlhf.data.encoding import (
     encode_preference_row,
     encode_prompt_row,
 )
-from hybrid_rlhf.data.rows import ptx_row, sft_row
+from hybrid_rlhf.data.rows import head_place, ptx_row, sft_row
 from hybrid_rlhf.data.sources import Row, open_source
+from hybrid_rlhf.data.stepwise import encode_stepwise_row
 from hybrid_rlhf.runtime.world import World
 
 logger = logging.getLogger("hybrid_rlhf")
@@ -72,6 +74,32 @@ def load_labelled_data(
 ) -> TokenizedData:
     """Columns as those of pairs, with `labels`, whether each answer is good, in place of `pairs` and `margins`."""
     return _load(Kind("labelled", encode_labelled_row, 1), config, tokenizer, config.max_length, seed, world)
+
+
+def load_reward_data(
+    config: DataConfig, preference: PreferenceConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, world: World
+) -> TokenizedData:
+    """Columns of pairs, of labels, or of steps as `encode_stepwise_row`; with several heads also `head`, its place."""
+    return _load(_reward_kind(preference), config, tokenizer, config.max_length, seed, world)
+
+
+def _reward_kind(preference: PreferenceConfig) -> Kind:
+    heads, separator = preference.heads, preference.step_separator
+    encodings: dict[str, tuple[str, Encode]] = {
+        "binary": ("labelled", encode_labelled_row),
+        "steps": (
+            f"stepwise {separator!r}",
+            lambda place, row, t, limit: encode_stepwise_row(place, row, t, limit, separator=separator),
+        ),
+    }
+    name, encode = encodings.get(preference.loss, ("reward", encode_preference_row))
+    if not heads:
+        return Kind(name, encode, 1)
+
+    def with_head(place: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int) -> dict[str, Any]:
+        return encode(place, row, tokenizer, limit) | {"head": head_place(place, row, heads)}
+
+    return Kind(f"{name} with heads {', '.join(heads)}", with_head, 1)
 
 
 def load_prompt_data(

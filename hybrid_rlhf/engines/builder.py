@@ -56,6 +56,8 @@ class EngineSpec:
     deepspeed_overrides: dict[str, Any] = field(default_factory=dict)
     offload_weights: bool = False
     """Frozen, and not sharded by ZeRO-3: its weights are on the device only inside `on_device`."""
+    heads: tuple[str, ...] | None = ()
+    """Names of a scorer's several scores; empty: one score; none: as it is stored."""
     base: PreTrainedModel | None = None
     """A model of the same start, on the device: its frozen weights are this one's too; both have adapters."""
 
@@ -85,8 +87,12 @@ def _build(engine_type: Callable[..., EngineT], spec: EngineSpec, world: World) 
     partitioned = config["zero_optimization"]["stage"] == 3
     architecture = ARCHITECTURE[spec.role]
     lm, fresh_head = load_model(
-        spec.path, architecture, config=spec.model, dtype=dtype, zero3_config=config if partitioned else None
-    )
+        spec.path, architecture, config=spec.model, dtype=dtype, zero3_config=config if partitioned else None,
+        heads=spec.heads,
+    )  # fmt: skip
+    if spec.optimizer is not None:
+        for name in ("calibration", "step_separator"):  # of the scores before training
+            vars(lm.config).pop(name, None)
     if fresh_head:
         _init_head(lm, seed=spec.seed)
     choose_trained(lm, None if spec.optimizer is None else spec.lora, architecture, seed=spec.seed)

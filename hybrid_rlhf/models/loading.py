@@ -1,6 +1,7 @@
 """Hugging Face models by config: dtype, attention kernel, dropout off.
 
-Causal LMs serve as actor and reference, sequence classifiers with one label as reward model and critic. With a ZeRO-3
+Causal LMs serve as actor and reference, sequence classifiers as reward model and critic: one label, or of a reward
+model one a head, named by id2label. With a ZeRO-3
 config transformers builds the model in partitions and streams the weights into them: rank 0 maps the files and
 broadcasts one module at a time, the other ranks never open them.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,6 +64,7 @@ def load_model(
     config: ModelConfig,
     dtype: torch.dtype,
     zero3_config: dict[str, Any] | None = None,
+    heads: Sequence[str] | None = (),
 ) -> tuple[PreTrainedModel, bool]:
     """Load a resolved model for training or scoring.
 
@@ -71,15 +74,18 @@ def load_model(
         config: attention kernel, trust, gradient checkpointing.
         dtype: of the weights.
         zero3_config: the engine's DeepSpeed config when it shards parameters (stage 3), else none.
+        heads: names of a scorer's several scores; empty: it has one; none: those that it is stored with.
 
     Returns:
         the model, dropout off; and whether its score head is fresh (a causal LM's folder has none).
 
     Raises:
-        UserError: when transformers cannot load it.
+        UserError: when transformers cannot load it, or it is a scorer with other heads.
     """
     hf_config = load_config(path, trust_remote_code=config.trust_remote_code)
-    adapt_config(hf_config, architecture)
+    if architecture == "scorer" and heads is not None and is_scorer(hf_config):
+        _require_heads(path, hf_config, heads)
+    adapt_config(hf_config, architecture, heads=heads)
     rule = f"transformers cannot load {path} as a {architecture}"
     if Path(path).is_dir() and not config.trust_remote_code:
         with quiet_transformers(), reading(rule, "copy the model again, or choose another"):
@@ -128,10 +134,36 @@ def _require_all_layers(path: str, config: PreTrainedConfig, unused: set[str]) -
         raise UserError(f"config.json of {path} has {layers} layers, its weights have more ({beyond[0]}): mend it")
 
 
-def adapt_config(config: PreTrainedConfig, architecture: Architecture) -> None:
-    """One score a token of a scorer, and every dropout 0 (N details, no. 13: PPO's ratio must start at exactly 1)."""
+def is_scorer(config: PreTrainedConfig) -> bool:
+    """Whether a stored model has a score head; a causal LM's config has labels too, which mean nothing."""
+    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+
+
+def stored_heads(config: PreTrainedConfig) -> tuple[str, ...]:
+    """Names of the scores of a scorer that has several, in their order; else none."""
+    several = is_scorer(config) and config.num_labels > 1
+    return tuple(config.id2label[place] for place in range(config.num_labels)) if several else ()
+
+
+def _require_heads(path: str, config: PreTrainedConfig, heads: Sequence[str]) -> None:
+    """A score cannot be told which of several it is to be."""
+    stored = stored_heads(config)
+    if stored != tuple(heads):
+        wanted, found = (", ".join(names) or "one score" for names in (heads, stored))
+        raise UserError(
+            f"a scorer goes on with the scores it has, {path} has {found} where {wanted} is wanted: name the same in "
+            "preference.heads, or start from a model without scores (critic.path, model.path)"
+        )
+
+
+def adapt_config(config: PreTrainedConfig, architecture: Architecture, *, heads: Sequence[str] | None = None) -> None:
+    """The scores of a scorer, see load_model, and every dropout 0 (N details, no. 13: PPO's ratio must start at 1)."""
     if architecture == "scorer":
-        config.num_labels = 1
+        names = stored_heads(config) if heads is None else heads
+        config.num_labels = max(len(names), 1)
+        if names:
+            config.id2label = dict(enumerate(names))
+            config.label2id = {name: place for place, name in enumerate(names)}
     for name, value in list(vars(config).items()):
         if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
             setattr(config, name, 0.0)

@@ -79,21 +79,29 @@ class Policy(nn.Module):
 
 
 class Scorer(nn.Module):
-    """Reward model or critic: one number a token."""
+    """Reward model or critic: a number a token, or one for each of several heads."""
 
     def __init__(self, classifier: PreTrainedModel) -> None:
         super().__init__()
         self.lm = classifier
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """The head's output after each real token, [B, T] float32, 0 elsewhere."""
+        """The head's output after each real token, [B, T] float32, 0 elsewhere; of several heads [B, T, heads]."""
         real = attention_mask.bool()
         return _scatter(self.lm.score(backbone_hidden(self.lm, input_ids, real)).squeeze(-1).float(), real)
 
 
 def scores_at_end(outputs: Tensor, attention_mask: Tensor) -> Tensor:
-    """The score of each row [B]: the output [B, T] at its last real token, by index and never by token id."""
-    return outputs.gather(1, last_index(attention_mask)[:, None]).squeeze(1)
+    """The score of each row [B], or its scores [B, heads]: the output at its last real token, by index and never by
+    token id."""
+    return outputs[torch.arange(len(outputs), device=outputs.device), last_index(attention_mask)]
+
+
+def of_heads(outputs: Tensor, heads: Tensor) -> Tensor:
+    """Outputs [B, T] of the head that `heads` [B] names for each row; those of a single head as they are."""
+    if outputs.dim() == 2:
+        return outputs
+    return outputs.gather(2, heads[:, None, None].expand(*outputs.shape[:2], 1)).squeeze(2)
 
 
 def values_before(outputs: Tensor) -> Tensor:
@@ -116,5 +124,7 @@ def backbone_hidden(lm: PreTrainedModel, input_ids: Tensor, real: Tensor) -> Ten
 
 
 def _scatter(flat: Tensor, where: Tensor) -> Tensor:
-    """Flat values [N] to the true places of `where` [B, T], 0 elsewhere."""
-    return torch.zeros(where.shape, dtype=flat.dtype, device=flat.device).masked_scatter(where, flat)
+    """Flat values [N] or [N, K] to the true places of `where` [B, T], 0 elsewhere."""
+    rest = flat.shape[1:]
+    places = where[(..., *(None for _ in rest))]
+    return torch.zeros((*where.shape, *rest), dtype=flat.dtype, device=flat.device).masked_scatter(places, flat)

@@ -14,6 +14,8 @@ TOLERANCE = 1e-4
 STEPS = {
     "sft": ("training.step1_sft.main", ["sft/loss", "grad_norm", "eval/loss"]),
     "reward": ("training.step2_reward.main", ["reward/loss", "reward/accuracy", "grad_norm", "eval/loss"]),
+    "listwise": ("training.step2_reward.main", ["reward/loss", "reward/accuracy", "grad_norm", "eval/loss"]),
+    "steps": ("training.step2_reward.main", ["reward/loss", "reward/accuracy_b", "grad_norm", "eval/loss"]),
     "dpo": ("training.preference.main", ["preference/loss", "preference/margin", "grad_norm", "eval/loss"]),
     "kto": ("training.preference.main", ["preference/loss", "preference/kl", "grad_norm", "eval/loss"]),
     "ppo": (
@@ -45,7 +47,15 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> P
         {"prompt": f"{i}+{i % 7}?", "chosen": "=" * (1 + i % 5) + str(i + i % 7), "rejected": "x" * (1 + i % 9)}
         for i in range(40)
     ]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lists = [
+        {
+            "prompt": f"{i}+{i % 7}?", "responses": [str(i), "x" * (1 + i % 9), "y" * (1 + i % 4)],
+            "ranks": [1, 2, 2 + i % 2], "completions": ["=" * (1 + i % 5), str(i), "x"], "labels": [1, i % 2, 0],
+            "head": "ab"[i % 2],
+        } for i in range(40)
+    ]  # fmt: skip
+    for name, content in (("rows", rows), ("lists", lists)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
     (folder / "model").symlink_to(model_folder)
     return folder
 
@@ -63,7 +73,8 @@ def launch(
 
 def options(name: str, workspace: Path, stage: int, micro: str) -> list[str]:
     common = [
-        "--data.sources", str(workspace / "rows.jsonl"), "--data.cache_dir", str(workspace / "cache"),
+        "--data.sources", str(workspace / f"{'lists' if name in ('listwise', 'steps') else 'rows'}.jsonl"),
+        "--data.cache_dir", str(workspace / "cache"),
         "--data.eval_fraction", "0.2", *MICRO_BATCHES[micro], "--train.max_steps", "3",
         "--logging.tensorboard", "false", "--seed", "3",
     ]  # fmt: skip
@@ -71,6 +82,8 @@ def options(name: str, workspace: Path, stage: int, micro: str) -> list[str]:
         return [
             *common, "--model.path", str(workspace / "model"), "--data.max_length", "64", "--optimizer.lr", "1e-3",
             "--train.global_batch_size", "8", "--zero.stage", str(stage),
+            *(["--preference.loss", name] if name in ("listwise", "steps") else []),
+            *(["--preference.heads", "[a, b]"] if name == "steps" else []),
             *(["--algorithm", name, "--optimizer.warmup_fraction", "0"] if name in ("dpo", "kto") else []),
             *(["--reference.logprobs", "live"] if stage == 3 else []) * (name == "dpo"),
         ]  # fmt: skip

@@ -9,13 +9,14 @@ import shlex
 import shutil
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
 import train
 from hybrid_rlhf.configs.algorithms import ON_POLICY, PREFERENCE
 from hybrid_rlhf.configs.cli import save_config
+from hybrid_rlhf.configs.reward import PreferenceConfig
 from tests.engines.ranks import run_main
 from tests.faults.steps import write_rows
 
@@ -43,6 +44,15 @@ def test_the_tables_hold_what_the_code_does() -> None:
 def test_each_algorithm_has_a_command() -> None:
     named = [re.findall(r"algorithm (\w+)", line) or ["dpo"] for line in COMMANDS]
     assert [name for (name,) in named] == [*ON_POLICY, *PREFERENCE]
+
+
+def test_each_loss_of_a_reward_model_is_described_and_has_a_command() -> None:
+    section = PAGE[PAGE.index("## Reward models") :]
+    losses = get_args(get_type_hints(PreferenceConfig)["loss"])
+    assert re.findall(r"^\| (\w+)(?: \(default\))? \|", section, re.MULTILINE) == [*losses]
+    steps = [_step(line) for line in re.findall(r"^python train\.py (.*)$", section, re.MULTILINE)]
+    assert {name for name, _ in steps} == {"reward"} and {step.preference.loss for _, step in steps} == {*losses}
+    assert len({step.output_dir for _, step in steps}) == len(steps)
 
 
 def _step(line: str) -> tuple[str, Any]:

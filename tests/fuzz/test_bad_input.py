@@ -25,7 +25,7 @@ from hybrid_rlhf.configs.ppo import PPOConfig
 from hybrid_rlhf.configs.sections import LoraConfig, ModelConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.data.chat import encode_prompt
-from hybrid_rlhf.data.rows import preference_row, prompt_row, sft_row
+from hybrid_rlhf.data.rows import head_place, labelled_row, preference_row, prompt_row, sft_row, stepwise_row
 from hybrid_rlhf.data.sources import open_source
 from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.models.loading import load_model
@@ -37,7 +37,11 @@ from tests.fuzz.cases import DATA, FILES, LINES
 
 ROOT = Path(__file__).parents[2]
 CONFIGS: dict[str, Any] = {"sft": SFTConfig, "ppo": PPOConfig, "pipeline": PipelineConfig, "generate": GenerateConfig}
-ROWS: dict[str, Callable[..., Any]] = {"sft": sft_row, "pair": preference_row, "prompt": prompt_row}
+ROWS: dict[str, Callable[..., Any]] = {
+    "sft": sft_row, "pair": preference_row, "prompt": prompt_row,
+    "label": labelled_row, "steps": stepwise_row,
+    "head": lambda place, row: head_place(place, row, ["helpful", "harmless"]),
+}  # fmt: skip
 Change = Callable[[Path], Any]
 
 

@@ -1,7 +1,8 @@
 """Reward models as parts of the reward: one reads the actor's own tokens, or the text in tokens of its own.
 
 A model trained on another chat template or vocabulary would score noise on the actor's tokens. For it completions
-become text again, the conversation is rendered with its template, and its score is read at its last real token.
+become text again, the conversation is rendered with its template, and its score is read at its last real token. Of a
+model with several scores all are read in one pass, and summed by the weights that the part gives.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from hybrid_rlhf.algorithms.experience import Sequences
 from hybrid_rlhf.algorithms.rewards.parts import Ratings, RewardPart, Share
@@ -19,8 +20,38 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rewards import RewardPartConfig
 from hybrid_rlhf.data.chat import render
 from hybrid_rlhf.data.rows import Message
+from hybrid_rlhf.data.stepwise import SEPARATOR_KEY, Steps, answer_steps
 from hybrid_rlhf.engines.engine import ModelEngine
+from hybrid_rlhf.models.loading import stored_heads
 from hybrid_rlhf.models.policy import scores_at_end
+
+
+class Reading:
+    """What a model's scores are to a part: one number a row."""
+
+    def __init__(self, part: RewardPartConfig, config: PreTrainedConfig) -> None:
+        """Take the part and the model's config.
+
+        Raises:
+            UserError: when the model has not what the part asks for.
+        """
+        heads = stored_heads(config)
+        unknown = sorted(set(part.head_weights) - set(heads))
+        if unknown:
+            raise UserError(
+                f"reward.parts: head_weights of {part.label} names its scores, {', '.join(heads) or 'it has one'}, got "
+                f"{unknown[0]}: {'name one of them' if heads else 'leave it out'}"
+            )
+        self._weights = [part.head_weights.get(name, 0.0 if part.head_weights else 1.0) for name in heads]
+        self._mean, self._std = [0.0], [1.0]
+        if part.normalise:
+            self._mean, self._std = (_calibrated(part, config, name, max(len(heads), 1)) for name in ("mean", "std"))
+
+    def __call__(self, scores: Tensor) -> Tensor:
+        """[n] of scores [n], or [n, heads]."""
+        mean, std = (torch.tensor(value, device=scores.device) for value in (self._mean, self._std))
+        scores = (scores - mean) / std.clamp(min=1e-6)  # [n] with [1], or [n, heads] with [heads]
+        return scores if scores.dim() == 1 else scores @ torch.tensor(self._weights, device=scores.device)
 
 
 class ModelPart(RewardPart):
@@ -32,6 +63,7 @@ class ModelPart(RewardPart):
     def __init__(self, config: RewardPartConfig, engine: ModelEngine) -> None:
         super().__init__(config)
         self._engine = engine
+        self._reading = Reading(config, engine.lm.config)
         self.packs = engine.packs
 
     def begin(self, share: Share) -> Callable[[], Ratings]:
@@ -44,7 +76,7 @@ class ModelPart(RewardPart):
                 score_tokens(self._engine, share.sequences, indices)[_present(indices)]
                 for indices in share.micro_batches
             ]
-        return Ratings.read(torch.cat(scores).tolist(), len(share.rows))
+        return Ratings.read(self._reading(torch.cat(scores)).tolist(), len(share.rows))
 
 
 class RetokenizingModelPart(RewardPart):
@@ -55,7 +87,15 @@ class RetokenizingModelPart(RewardPart):
     def __init__(self, config: RewardPartConfig, engine: ModelEngine, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(config)
         self._engine, self._tokenizer = engine, tokenizer
+        self._reading = Reading(config, engine.lm.config)
         self.packs = engine.packs
+        self._steps = config.steps
+        self._separator = str(getattr(engine.lm.config, SEPARATOR_KEY, ""))
+        if config.steps != "last" and not self._separator:
+            raise UserError(
+                f"reward.parts: steps {config.steps} needs a process reward model, {config.model} is none: train it "
+                "with preference.loss steps, or leave steps out"
+            )
         self._limit: int | None = getattr(engine.lm.config, "max_position_embeddings", None)
 
     def begin(self, share: Share) -> Callable[[], Ratings]:
@@ -64,49 +104,75 @@ class RetokenizingModelPart(RewardPart):
 
     def _rate(self, share: Share) -> Ratings:
         """Every rank runs every micro-batch, whatever it cannot tokenise: a forward may hold collectives."""
-        answers, empty = share.answers, [int(self._tokenizer.pad_token_id)]  # type: ignore[arg-type]
-        tokenized: dict[int | None, list[int]] = {None: empty}
+        answers, empty = share.answers, Steps([int(self._tokenizer.pad_token_id)], [0], 0)  # type: ignore[arg-type]
+        tokenized: dict[int | None, Steps] = {None: empty}
         failures = {}
         for place, row in enumerate(share.rows):
-            tokens = self._tokenize(
-                [*answers.prompts[place], {"role": "assistant", "content": answers.completions[place]}]
-            )
+            tokens = self._tokenize(answers.prompts[place], answers.completions[place])
             if isinstance(tokens, str):
                 failures[place] = tokens
             tokenized[row] = empty if isinstance(tokens, str) else tokens
         with self._engine.on_device():
             scores = [
-                score_text(self._engine, [tokenized[row] for row in indices])[_present(indices)]
+                score_text(self._engine, [tokenized[row] for row in indices], self._steps)[_present(indices)]
                 for indices in share.micro_batches
             ]
-        values = torch.cat(scores).tolist()
+        values = self._reading(torch.cat(scores)).tolist()
         ratings = Ratings.read([None if place in failures else v for place, v in enumerate(values)], len(values))
         return Ratings(ratings.values, ratings.failures | failures)
 
-    def _tokenize(self, messages: Sequence[Message]) -> list[int] | str:
+    def _tokenize(self, prompt: list[Message], completion: str) -> Steps | str:
         """Token ids of a conversation, or why there are none that the model reads."""
         try:
-            text = render(messages, self._tokenizer)
+            if self._steps != "last":
+                found = answer_steps(prompt, completion, self._tokenizer, self._separator)
+            else:
+                text = render([*prompt, {"role": "assistant", "content": completion}], self._tokenizer)
+                ids = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+                found = Steps(ids, [len(ids) - 1], 0)
         except UserError as error:
             return str(error)
-        ids = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-        if not ids or (self._limit is not None and len(ids) > self._limit):
-            return f"its conversation has {len(ids)} tokens and the model reads 1 to {self._limit or 'any'}"
-        return ids
+        count = len(found.input_ids)
+        if not count or (self._limit is not None and count > self._limit):
+            return f"its conversation has {count} tokens and the model reads 1 to {self._limit or 'any'}"
+        return found
+
+
+def _calibrated(part: RewardPartConfig, config: PreTrainedConfig, name: str, scores: int) -> list[float]:
+    """What algorithms/calibration.py left in a model's config, one number a score."""
+    calibration = getattr(config, "calibration", None)
+    value = calibration.get(name) if isinstance(calibration, dict) else None
+    values = [v for v in (value if isinstance(value, list) else [value]) if isinstance(v, float)]
+    if len(values) != scores:
+        raise UserError(
+            f"reward.parts: normalise of {part.label} needs a calibration in its config.json, got {name} {value}: "
+            "train it with preference.calibrate true, or leave normalise out"
+        )
+    return values
 
 
 def score_tokens(engine: ModelEngine, sequences: Sequences, indices: Sequence[int | None]) -> Tensor:
-    """Scores [n] of the rows of one micro-batch, in the actor's tokens; float32."""
+    """Scores [n], or of several heads [n, heads], of the rows of one micro-batch, in the actor's tokens; float32."""
     batch = sequences.rows(indices)
     return scores_at_end(engine(batch.input_ids, batch.attention_mask), batch.attention_mask)
 
 
-def score_text(engine: ModelEngine, rows: Sequence[list[int]]) -> Tensor:
-    """Scores [n] of conversations in the model's own tokens; float32."""
-    ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(engine.device)
-    lengths = torch.tensor([len(row) for row in rows], device=engine.device)
+def score_text(engine: ModelEngine, rows: Sequence[Steps], steps: str = "last") -> Tensor:
+    """Scores [n], or of several heads [n, heads], of conversations in the model's own tokens; float32.
+
+    Args:
+        engine: of the model.
+        rows: the conversations.
+        steps: see RewardPartConfig.
+    """
+    ids = pad_sequence([torch.tensor(row.input_ids) for row in rows], batch_first=True).to(engine.device)
+    lengths = torch.tensor([len(row.input_ids) for row in rows], device=engine.device)
     mask = torch.arange(ids.shape[1], device=engine.device) < lengths[:, None]
-    return scores_at_end(engine(ids, mask), mask)
+    outputs: Tensor = engine(ids, mask)
+    if steps == "last":
+        return scores_at_end(outputs, mask)
+    over = {"min": lambda p: p.amin(dim=0), "product": lambda p: p.prod(dim=0), "mean": lambda p: p.mean(dim=0)}[steps]
+    return torch.stack([over(outputs[place, row.ends].sigmoid()) for place, row in enumerate(rows)])
 
 
 def reads_the_same(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:

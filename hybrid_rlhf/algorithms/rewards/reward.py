@@ -181,6 +181,8 @@ def build_reward(
             return background[part.label]
         path = resolve(part.model)
         own, engine = load_tokenizer(path), build_engine(path)
-        return ModelPart(part, engine) if reads_the_same(own, tokenizer) else RetokenizingModelPart(part, engine, own)
+        if part.steps == "last" and reads_the_same(own, tokenizer):
+            return ModelPart(part, engine)
+        return RetokenizingModelPart(part, engine, own)
 
     return Reward([build(part) for part in parts], world)

@@ -1,0 +1,100 @@
+"""Listwise and labelled losses against their formulas in plain numbers, and by differences."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.functional.losses import pairwise_reward_loss
+from hybrid_rlhf.functional.reward_losses import labelled_reward_loss, listwise_reward_loss
+
+
+def worse_of(ranks: list[list[int]]) -> Tensor:
+    """[N, N] of the lists one below the other."""
+    flat = [(number, rank) for number, ranks_ in enumerate(ranks) for rank in ranks_]
+    return torch.tensor([[a == b and i < j for b, j in flat] for a, i in flat])
+
+
+def plackett_luce(scores: list[float], ranks: list[int]) -> float:
+    """-log of the chance that answers are drawn in the order of their ranks, which differ."""
+    left = [score for _, score in sorted(zip(ranks, scores, strict=True))]
+    total = 0.0
+    while left:
+        total -= left[0] - math.log(sum(math.exp(score) for score in left))
+        left = left[1:]
+    return total
+
+
+def test_listwise_is_plackett_luce_over_lists_of_any_length() -> None:
+    torch.manual_seed(0)
+    ranks = [[2, 1, 3, 4], [1, 2], [3, 1, 2]]
+    scores = torch.randn(9, dtype=torch.float64)
+    found = listwise_reward_loss(scores, worse=worse_of(ranks), lists=3)
+    parts = [scores[:4], scores[4:6], scores[6:]]
+    expected = sum(plackett_luce(part.tolist(), rank) for part, rank in zip(parts, ranks, strict=True))
+    assert float(found.total) == pytest.approx(expected)
+    assert float(found.count) == 3
+
+
+def test_a_list_of_two_is_bradley_terry() -> None:
+    scores = torch.tensor([0.3, -1.2])
+    found = listwise_reward_loss(scores, worse=worse_of([[1, 2]]), lists=1)
+    expected = pairwise_reward_loss(scores[:1], rejected=scores[1:])
+    assert float(found.total) == pytest.approx(float(expected.total)) and float(found.count) == float(expected.count)
+
+
+def test_ties_are_not_ordered() -> None:
+    """Two firsts above a last: each is chosen from itself and the last, and neither from the other."""
+    scores = torch.tensor([0.5, 2.0, -1.0], requires_grad=True)
+    found = listwise_reward_loss(scores, worse=worse_of([[1, 1, 2]]), lists=1)
+    assert found.total.item() == pytest.approx(math.log1p(math.exp(-1.5)) + math.log1p(math.exp(-3.0)))
+    (gradient,) = torch.autograd.grad(found.total, [scores])
+    alone = 1 / (1 + math.exp(1.5))
+    assert float(gradient[0]) == pytest.approx(-alone), "the other first has no part in it"
+    # one first above two lasts, which have no order either
+    last = listwise_reward_loss(scores.detach(), worse=worse_of([[2, 1, 2]]), lists=1)
+    assert float(last.total) == pytest.approx(-2.0 + math.log(math.exp(0.5) + math.exp(2.0) + math.exp(-1.0)))
+
+
+def test_derivatives_are_those_by_differences() -> None:
+    torch.manual_seed(1)
+    scores = torch.randn(7, dtype=torch.float64, requires_grad=True)
+    worse, labels = worse_of([[2, 1, 2, 3], [1, 3, 2]]), torch.tensor([1.0, 0, 0.3, 1, 0, 0.9, 0.5]).double()
+    assert torch.autograd.gradcheck(lambda s: listwise_reward_loss(s, worse=worse, lists=2).total, [scores])
+    assert torch.autograd.gradcheck(lambda s: labelled_reward_loss(s, labels=labels).total, [scores])
+
+
+def test_labelled_is_binary_cross_entropy() -> None:
+    scores, labels = [0.7, -0.2, 3.0, -1.0], [1.0, 0.0, 0.25, 1.0]
+    found = labelled_reward_loss(torch.tensor(scores), labels=torch.tensor(labels))
+    chances = [1 / (1 + math.exp(-score)) for score in scores]
+    expected = -sum(y * math.log(p) + (1 - y) * math.log(1 - p) for y, p in zip(labels, chances, strict=True))
+    assert float(found.total) == pytest.approx(expected, rel=1e-6)
+    told = {name: float(value) for name, value in found.stats.items()}
+    assert told == pytest.approx({"accuracy": 2, "good": 2, "chosen_score": -0.3, "rejected_score": 2.8})
+    assert float(found.count) == 4
+
+
+def test_a_pair_at_score_0_costs_2_log_2() -> None:
+    found = labelled_reward_loss(torch.zeros(2), labels=torch.tensor([1.0, 0.0]))
+    assert float(found.total) == pytest.approx(2 * math.log(2))
+
+
+def test_empty_batches_are_0_and_keep_their_graph() -> None:
+    scores = torch.randn(1, requires_grad=True)
+    for loss in (
+        listwise_reward_loss(scores, worse=torch.zeros(1, 1, dtype=torch.bool), lists=0),
+        labelled_reward_loss(scores[:0], labels=torch.zeros(0)),
+    ):
+        assert float(loss.total) == 0 and float(loss.count) == 0
+        assert torch.autograd.grad(loss.total, [scores])[0].tolist() == [0.0]
+
+
+def test_other_shapes_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"worse is \[N, N\]"):
+        listwise_reward_loss(torch.zeros(3), worse=torch.zeros(3, 1, dtype=torch.bool), lists=1)
+    with pytest.raises(ValueError, match="labels have the shape of scores"):
+        labelled_reward_loss(torch.zeros(3), labels=torch.zeros(1))
