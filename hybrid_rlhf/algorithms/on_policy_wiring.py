@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
+from hybrid_rlhf.algorithms.environments import Player, load_environment
 from hybrid_rlhf.algorithms.on_policy import ON_POLICY_ALGORITHMS
 from hybrid_rlhf.algorithms.on_policy_trainer import OnPolicyTrainer
 from hybrid_rlhf.algorithms.ptx import PtxBatches
@@ -47,6 +48,7 @@ def run_on_policy(config: PPOConfig) -> None:
         )
         stream = RowStream(len(data.train), epochs=config.train.epochs, seed=config.seed)
         steps = _total_steps(config, stream)
+        player = _player(config, run, tokenizer)
         algorithm = ON_POLICY_ALGORITHMS[config.algorithm](config.ppo)
         roles = build_roles(
             config, run, actor_path, tokenizer, updates=steps * config.ppo.epochs * config.ppo.mini_batches
@@ -57,7 +59,7 @@ def run_on_policy(config: PPOConfig) -> None:
             roles, sampling=config.rollout, algorithm=algorithm, reads_reference=config.uses_reference,
             tokenizer=tokenizer,
             stop_token_ids=stop_token_ids(tokenizer, generation_config.eos_token_id if generation_config else None),
-            micro_batches=plan.micro_batches, seed=config.seed, timers=run.timers,
+            micro_batches=plan.micro_batches, seed=config.seed, timers=run.timers, player=player,
         )  # fmt: skip
         mixed = ptx and PtxBatches(
             ptx, global_batch_size=plan.global_batch_size,
@@ -85,6 +87,14 @@ def _total_steps(config: PPOConfig, stream: RowStream) -> int:
         )
     steps = -(-stream.left // size) if config.ppo.dynamic_sampling else stream.left // size
     return steps if config.train.max_steps is None else min(steps, config.train.max_steps)
+
+
+def _player(config: PPOConfig, run: Run, tokenizer: PreTrainedTokenizerBase) -> Player | None:
+    make = load_environment(config.environment, run.world)
+    return make and Player(
+        make, config.environment, rollout=config.rollout, tokenizer=tokenizer, device=run.world.device,
+        timers=run.timers,
+    )  # fmt: skip
 
 
 def _plan(config: PPOConfig, run: Run) -> BatchPlan:
@@ -118,7 +128,7 @@ def build_roles(
     Raises:
         UserError: when a model cannot be loaded, or does not share the actor's tokens where it must.
     """
-    if not config.reward.named_parts:
+    if not config.reward.named_parts and config.environment.path is None:
         raise UserError("reward.path must name a model, or reward.parts something else, got none: give --reward.path")
     critic_path, reference_path = _critic_path(config, run, actor_path), _reference_path(config, run, actor_path)
     for role, path in (("critic", critic_path), ("reference", reference_path)):
