@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
+import shlex
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import train
 from hybrid_rlhf.algorithms.environments import Player, Step, load_environment
 from hybrid_rlhf.algorithms.environments.calculator import Calculator, compute
 from hybrid_rlhf.algorithms.environments.calls import Calls, Failed
@@ -42,6 +45,7 @@ from hybrid_rlhf.runtime.world import World
 from tests.engines.ranks import run_main, run_ranks
 from tests.tiny import CHATML, tiny_model, tiny_tokenizer
 
+NONE = EnvironmentConfig()
 CPU = torch.device("cpu")
 STOP = tuple(range(3, 60))
 """A random actor ends its turns now and then."""
@@ -246,12 +250,18 @@ def test_what_was_earned_before_is_not_given_again_at_the_end() -> None:
     torch.testing.assert_close(rewards, torch.tensor([[0, -0.1, 1.9, 0, 1.9], [0, 0.15, 0, 0, 0]]))
 
 
-def on_ranks(world: World, path: str, tensor_parallel: int) -> dict[str, Any]:
+def on_ranks(world: World, path: str, sizes: list[int]) -> list[dict[str, Any]]:
+    """What comes of prompts with as many ranks generating together."""
+    return [_on_ranks(world, path, size) for size in sizes]
+
+
+def _on_ranks(world: World, path: str, tensor_parallel: int) -> dict[str, Any]:
     sampling = replace(SAMPLING, tensor_parallel=tensor_parallel)
     _, rollout = build(world, path, sampling=sampling, max_turns=3, max_turn_tokens=12)
     sequences = rollout.sample(PROMPTS, step=1)
     result = {name: tensor.tolist() for name, tensor in sequences.tensors().items()}
     result["scores"] = rollout.rate(PROMPTS, sequences).scores.tolist()
+    result["one"] = rollout.sample(PROMPTS[:1], step=2).input_ids.tolist()  # a rank has no share
     _, failing = build(world, path, Failing, sampling=sampling, options={"how": "raise", "where": "c"}, max_turns=2)
     try:
         failing.sample(PROMPTS, step=1)
@@ -263,15 +273,14 @@ def on_ranks(world: World, path: str, tensor_parallel: int) -> dict[str, Any]:
 def test_episodes_are_the_same_on_any_ranks_and_a_failure_stops_all(
     tmp_path: Path, world: World, paths: dict[str, str]
 ) -> None:
-    alone = on_ranks(world, paths["actor"], 1)
+    (alone,) = on_ranks(world, paths["actor"], [1])
     assert "failed in 2 of 6 episodes: it raised ValueError: no" in alone["failure"]
-    for together in (1, 2):
-        for found in run_ranks(on_ranks, 2, tmp_path / str(together), paths["actor"], together):
-            for name in ("input_ids", "response_mask", "turn_rewards", "stopped", "scores", "failure"):
-                assert found[name] == alone[name], name
-            torch.testing.assert_close(
-                torch.tensor(found["sampled_logprobs"]), torch.tensor(alone["sampled_logprobs"]), atol=1e-5, rtol=1e-4
-            )
+    for found in [one for rank in run_ranks(on_ranks, 2, tmp_path, paths["actor"], [1, 2]) for one in rank]:
+        for name in ("input_ids", "response_mask", "turn_rewards", "stopped", "scores", "one", "failure"):
+            assert found[name] == alone[name], name
+        torch.testing.assert_close(
+            torch.tensor(found["sampled_logprobs"]), torch.tensor(alone["sampled_logprobs"]), atol=1e-5, rtol=1e-4
+        )
 
 
 class Failing(Scripted):
@@ -358,7 +367,12 @@ def test_calls_run_at_once_and_a_blocked_loop_is_left() -> None:
     assert calls([wait] * 50) == [3] * 50 and calls([lambda: time.sleep(0.2)] * 20) == [None] * 20
     assert time.perf_counter() - start < 1.0
     quick = Calls(timeout_seconds=0.2, device=CPU)
-    raised, late = quick([mine, stubborn])
+
+    async def leave() -> None:
+        raise SystemExit(3)
+
+    raised, late, left = quick([mine, stubborn, leave])
+    assert "it raised SystemExit: 3" in left.reason and "SystemExit" in quick([lambda: exit(3)])[0].reason
     assert "it raised TimeoutError: mine" in raised.reason and late == Failed("it took longer than 0.2 s")
     assert quick([block])[0] == Failed("it took longer than 0.2 s")
     assert calls([wait]) == [3] and Calls(timeout_seconds=1.0, device=CPU)([wait]) == [3]
@@ -518,6 +532,46 @@ def test_reasoning_gym_makes_and_judges_its_problems(tmp_path: Path, capsys: pyt
         adapter.main(["no_such_set", str(file), "3"])
     with pytest.raises(SystemExit):
         adapter.main(["chain_sum"])
+
+
+def test_the_page_is_right(tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/environments.md: its class works, its commands parse, its table has the defaults."""
+    page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    Path("guess.py").write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0])
+    commands = re.findall(r"^    python training/step3_ppo/main.py (.*?[^\\])$", page, re.DOTALL | re.MULTILINE)
+    configs = [parse_config(PPOConfig, shlex.split(line.replace("\\\n", " "))) for line in commands]
+    assert len(configs) == 3
+    for config in configs:
+        assert load_environment(config.environment, world) is not None
+    make = load_environment(configs[0].environment, world)
+    assert make is not None
+    game: Any = make()
+    assert game.reset({"prompt": [], "secret": 7}) == "I think of a number from 1 to 10. Which?"
+    told = [game.step(said) for said in ("3", "nine", "9", " 7")]
+    assert told == [
+        ("Higher.", 0.0, False),
+        ("That is no number.", -0.1, False),
+        ("Lower.", 0.0, False),
+        (None, 1.0, True),
+    ]
+    rows = dict(re.findall(r"^\| `environment\.(\w+)` \| (\S+) \|", page, re.MULTILINE))
+    plain = {field.name: getattr(EnvironmentConfig(), field.name) for field in fields(EnvironmentConfig)}
+    shown = {name: "none" if value is None else f"`{value}`" for name, value in plain.items()}
+    assert {name: value.strip("`") for name, value in rows.items()} == {
+        name: value.strip("`").removesuffix(".0") for name, value in shown.items()
+    }
+
+
+def test_with_an_environment_no_reward_model_is_needed() -> None:
+    line = ["--steps", "sft,ppo", "--ppo.environment.path", "a:B"]
+    config = train.parse_config(train.PipelineConfig, line, prog="train.py", defaults=train.DEMO)
+    trained, without = (
+        replace(config, steps="sft,reward,ppo"),
+        replace(config, ppo=replace(config.ppo, environment=NONE)),
+    )
+    for view, expected in ((config, "None"), (trained, "step2_reward"), (without, "step2_reward")):
+        assert Path(str(train.step_config("ppo", view).reward.path)).name == expected  # type: ignore[union-attr]
 
 
 def test_a_run_learns_from_an_environment_alone(tmp_path: Path) -> None:

@@ -51,55 +51,52 @@ class Calls:
         found = []
         for place in range(len(calls)):
             begun += [self._begin(call) for call in calls[len(begun) : place + at_once]]
-            found.append(self._caught(begun[place]))
+            found.append(begun[place]())
         return found
-
-    def _caught(self, finish: Callable[[], Any]) -> Any:
-        try:
-            return finish()
-        except Late:
-            return Failed(f"it took longer than {self._timeout_seconds:g} s")
-        except BaseException as error:  # noqa: BLE001 - from its thread or loop it can only be the environment's own
-            if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
-                raise
-            return Failed(told(error))
 
     def _begin(self, call: Callable[[], Any]) -> Callable[[], Any]:
         """Start a call; calling what is returned waits for it."""
         if inspect.iscoroutinefunction(call):
-            future = asyncio.run_coroutine_threadsafe(self._limited(call), self._running_loop())
+            future = asyncio.run_coroutine_threadsafe(self._caught(call), self._running_loop())
             return lambda: self._await(future)
-        background = Background(call, device=self._device)
+        background = Background(lambda: _caught(call), device=self._device)
 
         def wait() -> Any:
             try:
                 return background.result(self._timeout_seconds)
             except Late:
                 self._hanging.append(background)
-                raise
+                return self._late
 
         return wait
 
-    async def _limited(self, call: Callable[[], Any]) -> Any:
+    async def _caught(self, call: Callable[[], Any]) -> Any:
         try:
             async with asyncio.timeout(self._timeout_seconds) as limit:
                 return await call()
-        except TimeoutError as error:
-            if limit.expired():
-                raise Late from error
-            raise
+        except BaseException as error:  # noqa: BLE001 - in its own loop it can only be the environment's
+            return self._late if limit.expired() else Failed(told(error))
 
     def _await(self, future: Future[Any]) -> Any:
         try:
             return future.result(self._timeout_seconds + _CANCELLED_SECONDS)
-        except TimeoutError as error:
-            if future.done():
-                raise
+        except TimeoutError:
             self._loop = None  # it is blocked, or the coroutine does not let itself be cancelled
-            raise Late from error
+            return self._late
+
+    @property
+    def _late(self) -> Failed:
+        return Failed(f"it took longer than {self._timeout_seconds:g} s")
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, daemon=True).start()
         return self._loop
+
+
+def _caught(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except BaseException as error:  # noqa: BLE001 - in a thread of its own it can only be the environment's
+        return Failed(told(error))

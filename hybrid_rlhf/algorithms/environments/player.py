@@ -103,7 +103,8 @@ class Player:
         self._begin(games, together)
         for turn in range(self._config.max_turns):
             live = [game for game in games if game.live and (turn == 0 or self._hear(game, generation))]
-            if not live or (self._config.on_failure == "stop" and any(game.episode.failure for game in games)):
+            failed = any(game.episode.failure for game in games)
+            if (turn and not live) or (failed and self._config.on_failure == "stop"):
                 break
             with self._timers("generation"):
                 answers = generation.generate(
