@@ -113,7 +113,9 @@ def step_config(name: str, config: PipelineConfig) -> Any:
     reward_folder = str(output / FOLDERS["reward"]) if _is_default(config.reward) else config.reward.output_dir
     if name == "ppo":
         actor = replace(step.actor, path=step.actor.path or step.model.path or sft_folder)
-        path = None if step.reward.parts else step.reward.path or reward_folder
+        # With an environment the reward model is one more voice, where it is trained.
+        trained = reward_folder if step.environment.path is None or "reward" in config.step_names else None
+        path = None if step.reward.parts else step.reward.path or trained
         return replace(step, actor=actor, reward=replace(step.reward, path=path))
     # InstructGPT's reward model starts from the SFT model; so does ours where there is one.
     start = sft_folder if name != "sft" and ("sft" in config.step_names or has_model(sft_folder)) else config.base_model

@@ -32,13 +32,20 @@ class Sequences:
     attention_mask: Tensor
     """[N, T] bool, true on real tokens."""
     response_mask: Tensor
-    """[N, T] bool, true on response tokens up to and with the first stop token."""
+    """[N, T] bool, true on what the actor sampled, stop tokens included; false on observations between its turns."""
     sampled_logprobs: Tensor
     """[N, T] float32, of the actor's whole distribution, as the generator reported them."""
     drawn_logprobs: Tensor
     """[N, T] float32, of what was drawn from; another distribution only where top_p or top_k cut it."""
     stopped: Tensor
     """[N] bool, whether the completion ended by itself."""
+    turn_rewards: Tensor | None = None
+    """[N, T] float32, what an environment gave for each turn, at its last token; none: there is no environment."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Those that are there, by name."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: tensor for name, tensor in values.items() if tensor is not None}
 
     @property
     def lengths(self) -> Tensor:
@@ -51,7 +58,7 @@ class Sequences:
         index = torch.tensor([0 if i is None else i for i in indices], dtype=torch.long, device=device)
         present = torch.tensor([i is not None for i in indices], dtype=torch.bool, device=device)
         width = max(torch.where(present, self.lengths[index], 1).tolist(), default=1)
-        picked = {f.name: _cut(getattr(self, f.name)[index], width) for f in fields(self)}
+        picked = {name: _cut(tensor[index], width) for name, tensor in self.tensors().items()}
         picked["response_mask"] = picked["response_mask"] & present[:, None]
         first = torch.arange(width, device=device) == 0
         picked["attention_mask"] = picked["attention_mask"] & (present[:, None] | first)
@@ -62,7 +69,7 @@ class Sequences:
         """Rows of several, padded to the longest."""
         width = max(part.input_ids.shape[1] for part in parts)
         return Sequences(
-            **{f.name: torch.cat([_padded(getattr(part, f.name), width) for part in parts]) for f in fields(Sequences)}
+            **{name: torch.cat([_padded(getattr(part, name), width) for part in parts]) for name in parts[0].tensors()}
         )
 
 
@@ -114,13 +121,14 @@ class Experience:
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by name, for a checkpoint."""
-        return self._own() | {f"sequences.{f.name}": getattr(self.sequences, f.name) for f in fields(self.sequences)}
+        return self._own() | {f"sequences.{name}": tensor for name, tensor in self.sequences.tensors().items()}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], device: torch.device) -> Self:
         """What `tensors` gave, on a device."""
         moved = {name: tensor.to(device) for name, tensor in tensors.items()}
-        sequences = Sequences(**{f.name: moved.pop(f"sequences.{f.name}") for f in fields(Sequences)})
+        names = [name for name in moved if name.startswith("sequences.")]
+        sequences = Sequences(**{name.removeprefix("sequences."): moved.pop(name) for name in names})
         return cls(sequences=sequences, **moved)
 
 

@@ -239,7 +239,10 @@ class OnPolicyTrainer:
         """Rows of samples.jsonl: some of a rollout's completions, or all."""
         texts = []
         for row in range(len(scores)) if rows is None else rows:
-            tokens = sequences.input_ids[row][sequences.response_mask[row]]
+            places = (
+                sequences.response_mask[row].nonzero().flatten().tolist()
+            )  # what was said between them is shown too
+            tokens = sequences.input_ids[row, slice(places[0], places[-1] + 1) if places else slice(0)]
             texts.append(
                 {
                     "prompt": json.loads(self._prompts[prompts[row]]["prompt"]),

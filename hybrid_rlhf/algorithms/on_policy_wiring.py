@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
+from hybrid_rlhf.algorithms.environments import Player, load_environment
 from hybrid_rlhf.algorithms.on_policy import ON_POLICY_ALGORITHMS, OnPolicyAlgorithm
 from hybrid_rlhf.algorithms.on_policy_trainer import OnPolicyTrainer
 from hybrid_rlhf.algorithms.ptx import PtxBatches
@@ -47,12 +48,13 @@ def run_on_policy(config: PPOConfig) -> None:
         )
         stream = RowStream(len(data.train), epochs=config.train.epochs, seed=config.seed)
         steps = _total_steps(config, stream)
+        player = _player(config, run, tokenizer)
         algorithm = ON_POLICY_ALGORITHMS[config.algorithm](config.ppo)
         roles = build_roles(
             config, run, actor_path, tokenizer, updates=steps * config.ppo.epochs * config.ppo.mini_batches
         )
         average = WeightAverage(roles.actor.module, decay=config.ppo.ema_decay) if config.ppo.ema_decay else None
-        rollout = build_rollout(config, run, roles, algorithm, tokenizer)
+        rollout = build_rollout(config, run, roles, algorithm, tokenizer, player=player)
         mixed = ptx and PtxBatches(
             ptx, global_batch_size=plan.global_batch_size,
             micro_batches=replace(plan.micro_batches, padded=not roles.actor.packs), seed=config.seed,
@@ -79,6 +81,14 @@ def _total_steps(config: PPOConfig, stream: RowStream) -> int:
         )
     steps = -(-stream.left // size) if config.ppo.dynamic_sampling else stream.left // size
     return steps if config.train.max_steps is None else min(steps, config.train.max_steps)
+
+
+def _player(config: PPOConfig, run: Run, tokenizer: PreTrainedTokenizerBase) -> Player | None:
+    make = load_environment(config.environment, run.world)
+    return make and Player(
+        make, config.environment, rollout=config.rollout, tokenizer=tokenizer, device=run.world.device,
+        timers=run.timers,
+    )  # fmt: skip
 
 
 def plan_step(config: PPOConfig, run: Run) -> BatchPlan:
@@ -117,7 +127,7 @@ def build_roles(
     Raises:
         UserError: when a model cannot be loaded, or does not share the actor's tokens where it must.
     """
-    if not config.reward.named_parts:
+    if not config.reward.named_parts and config.environment.path is None:
         raise UserError("reward.path must name a model, or reward.parts something else, got none: give --reward.path")
     critic_path, reference_path = _critic_path(config, run, actor_path), _reference_path(config, run, actor_path)
     for role, path in (("critic", critic_path), ("reference", reference_path)):
@@ -167,16 +177,17 @@ def frozen_engine(config: PPOConfig, run: Run, role: Role, path: str) -> ModelEn
 
 
 def build_rollout(
-    config: PPOConfig, run: Run, roles: Roles, algorithm: OnPolicyAlgorithm, tokenizer: PreTrainedTokenizerBase
-) -> Rollout:
-    """The rollout of roles, as the config says."""
+    config: PPOConfig, run: Run, roles: Roles, algorithm: OnPolicyAlgorithm, tokenizer: PreTrainedTokenizerBase, *,
+    player: Player | None = None,
+) -> Rollout:  # fmt: skip
+    """The rollout of roles, as the config says; a player answers in episodes with environments."""
     generation_config = roles.actor.lm.generation_config
     return Rollout(
         roles, sampling=config.rollout, algorithm=algorithm, reads_reference=config.uses_reference,
         tokenizer=tokenizer,
         stop_token_ids=stop_token_ids(tokenizer, generation_config.eos_token_id if generation_config else None),
         micro_batches=MicroBatches(config.train.micro_batch_size, config.train.micro_batch_tokens), seed=config.seed,
-        timers=run.timers,
+        timers=run.timers, player=player,
     )  # fmt: skip
 
 

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from hybrid_rlhf.algorithms.environments import Player
+from hybrid_rlhf.algorithms.episodes import Episode, as_sequences, episode_metrics
 from hybrid_rlhf.algorithms.experience import Experience, Layout, Sequences, scatter_rows
 from hybrid_rlhf.algorithms.on_policy import Judged, OnPolicyAlgorithm
 from hybrid_rlhf.algorithms.rewards import Answers
@@ -29,7 +31,8 @@ from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.functional.advantages import shaped_rewards
 from hybrid_rlhf.functional.divergences import KL_ESTIMATORS
 from hybrid_rlhf.functional.masking import masked_whiten
-from hybrid_rlhf.generation.sampling import Completion, SamplingParams, derive_seed
+from hybrid_rlhf.generation.engine import GenerationEngine
+from hybrid_rlhf.generation.sampling import SamplingParams, derive_seed
 from hybrid_rlhf.models.policy import values_before
 from hybrid_rlhf.runtime.timers import Timers
 
@@ -49,6 +52,7 @@ class Rollout:
         micro_batches: MicroBatches,
         seed: int,
         timers: Timers,
+        player: Player | None = None,
     ) -> None:
         self._roles, self._config, self._reads_reference = roles, sampling, reads_reference
         self._algorithm = algorithm
@@ -56,7 +60,7 @@ class Rollout:
         self._stop = stop_token_ids
         self._micro_batches = replace(micro_batches, padded=not roles.packs)
         self._seed = seed
-        self._timers = timers
+        self._timers, self._player = timers, player
         self._world = roles.actor.world
         self.scaling = ScoreScaling(algorithm.config.score_scaling)
 
@@ -82,15 +86,29 @@ class Rollout:
             for index in mine
         ]  # fmt: skip
         requests = drawn + ([replace(params, n=1, greedy=True) for params in drawn] if greedy else [])
-        asked = [prompts[i]["input_ids"] for i in mine]
-        with self._roles.actor.inference(stop_token_ids=self._stop) as generation, self._timers("generation"):
-            completions = generation.generate(asked * (2 if greedy else 1), requests)
-        told = list(zip([*mine, *mine], completions, strict=False)) if together.is_main else []
-        by_prompt: dict[int, list[Completion]] = defaultdict(list)
+        with self._roles.actor.inference(stop_token_ids=self._stop) as generation:
+            episodes = self._play(generation, [prompts[i] for i in mine] * (2 if greedy else 1), requests)
+        told = list(zip([*mine, *mine], episodes, strict=False)) if together.is_main else []
+        by_prompt: dict[int, list[Episode]] = defaultdict(list)
         for index, samples in (pair for part in world.all_gather_objects(told) for pair in part):
             by_prompt[index] += samples
-        pairs = [(list(prompts[i]["input_ids"]), sample) for i in range(len(prompts)) for sample in by_prompt[i]]
-        return _sequences(pairs, world.device)
+        whole = [episode for i in range(len(prompts)) for episode in by_prompt[i]]
+        if self._player is not None:
+            self._player.require_whole(whole, world)
+        return as_sequences(whole, world.device)
+
+    def _play(
+        self, generation: GenerationEngine, prompts: Sequence[Mapping[str, Any]], requests: Sequence[SamplingParams]
+    ) -> list[list[Episode]]:
+        """The completions of this rank's prompts, or their episodes where there is an environment."""
+        if self._player is not None:
+            return self._player.play(generation, prompts, requests, self._roles.actor.generation_world)
+        with self._timers("generation"):
+            completions = generation.generate([prompt["input_ids"] for prompt in prompts], requests)
+        return [
+            [Episode.of_turn(prompt["input_ids"], sample) for sample in samples]
+            for prompt, samples in zip(prompts, completions, strict=True)
+        ]
 
     def layout(
         self, sequences: Sequences, *, step: int = 0, epoch: int = 0, mini_batches: int = 1, together: int = 1
@@ -130,7 +148,11 @@ class Rollout:
         kept[report.dropped] = False
         each, row = count // len(prompts), torch.arange(count, device=device)
         penalties = score_penalties(sequences, self._algorithm.config, max_new_tokens=self._config.max_new_tokens)
-        whole = Rated(sequences, first + row // each, report.scores, penalties, report.metrics)
+        scores = report.scores
+        if sequences.turn_rewards is not None:
+            scores = scores + sequences.turn_rewards.sum(dim=1)
+        metrics = {**report.metrics, **episode_metrics(sequences)}
+        whole = Rated(sequences, first + row // each, scores, penalties, metrics)
         if not greedy:
             return whole.select(kept)
         last = row % each == each - 1
@@ -179,7 +201,11 @@ class Rollout:
         if scored.ref_logprobs is not None and config.kl_in == "reward":
             kl = KL_ESTIMATORS[config.kl_estimator](scored.old_logprobs, ref_logprobs=scored.ref_logprobs)
         scores = self.scaling(rated.scores) - rated.penalties
-        rewards = shaped_rewards(scores=scores, kl=kl, mask=mask, kl_coef=kl_coef, score_clip=config.score_clip)
+        earned = rated.sequences.turn_rewards
+        rewards = shaped_rewards(
+            scores=scores, kl=kl, mask=mask, kl_coef=kl_coef, score_clip=config.score_clip,
+            earned=None if earned is None else self.scaling.share(earned),
+        )  # fmt: skip
         if config.whiten_rewards:
             rewards = masked_whiten(rewards, mask=mask, shift_mean=False, unbiased=config.whiten_unbiased)
         estimate = self._algorithm.estimate(
@@ -212,21 +238,3 @@ class Rollout:
 def _logprobs(engine: ModelEngine, batch: Sequences, temperature: float) -> Tensor:
     logprobs: Tensor = engine(batch.input_ids, batch.attention_mask, batch.response_mask, temperature)[0]
     return logprobs
-
-
-def _sequences(pairs: Sequence[tuple[list[int], Completion]], device: torch.device) -> Sequences:
-    """Prompts and completions [N] as right-padded tensors."""
-    width = max(len(prompt) + len(completion.token_ids) for prompt, completion in pairs)
-    shape = (len(pairs), width)
-    ids = torch.zeros(shape, dtype=torch.long)
-    attention, response = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
-    sampled, drawn = torch.zeros(2, *shape)
-    for row, (prompt, completion) in enumerate(pairs):
-        start, end = len(prompt), len(prompt) + len(completion.token_ids)
-        ids[row, :end] = torch.tensor(prompt + completion.token_ids)
-        attention[row, :end] = True
-        response[row, start:end] = True
-        sampled[row, start:end] = torch.tensor(completion.logprobs)
-        drawn[row, start:end] = torch.tensor(completion.sampling_logprobs)
-    stopped = torch.tensor([completion.finish_reason == "stop" for _, completion in pairs])
-    return Sequences(*(x.to(device) for x in (ids, attention, response, sampled, drawn, stopped)))

@@ -49,6 +49,10 @@ class ScoreScaling:
         centred = scores - self._mean
         return centred / self._deviation if self._deviation else centred
 
+    def share(self, parts: Tensor) -> Tensor:
+        """Parts of scores, divided as these are."""
+        return parts if self._how == "none" or not self._deviation else parts / self._deviation
+
     def metrics(self) -> dict[str, float]:
         """What scores are scaled by; {} where they are not."""
         if self._how == "none":

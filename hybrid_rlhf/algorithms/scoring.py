@@ -96,6 +96,8 @@ def score_penalties(sequences: Sequences, config: AlgorithmConfig, *, max_new_to
     penalties = config.missing_eos_penalty * (~sequences.stopped) + config.length_penalty * lengths
     last_part = config.overlong_fraction * max_new_tokens
     if last_part:
-        overlong = (lengths - (max_new_tokens - last_part)).clamp(min=0) / last_part
+        begins = sequences.response_mask.int().argmax(dim=1)
+        followed = torch.where(lengths > 0, sequences.lengths - begins, 0)  # observations take room too
+        overlong = (followed - (max_new_tokens - last_part)).clamp(min=0) / last_part
         penalties = penalties + config.overlong_penalty * overlong
     return penalties.float()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from hybrid_rlhf.configs.algorithms import ON_POLICY, OnPolicyName, OnPolicyTraits
+from hybrid_rlhf.configs.environment import EnvironmentConfig
 from hybrid_rlhf.configs.on_policy import AlgorithmConfig
 from hybrid_rlhf.configs.rewards import RewardPartConfig, require_distinct_names
 from hybrid_rlhf.configs.sections import (
@@ -97,7 +98,7 @@ class RolloutConfig:
     max_prompt_tokens: int = 512
     """Longer prompts are truncated on the left or dropped, as data.too_long says."""
     max_new_tokens: int = 128
-    """Longest completion, in tokens."""
+    """Longest completion, in tokens; with an environment all that follows the prompt, observations too."""
     temperature: float = 1.0
     """Logits are divided by this, in sampling and in training (N details, no. 10)."""
     top_p: float = 1.0
@@ -156,6 +157,7 @@ class PPOConfig(StepConfig):
     )
     reference: FrozenRoleConfig = field(default_factory=FrozenRoleConfig)
     reward: RewardRoleConfig = field(default_factory=RewardRoleConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     ppo: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     train: LoopConfig = field(default_factory=LoopConfig)

@@ -28,6 +28,9 @@ def check_values(value: Any, key: str = "") -> None:
     elif isinstance(value, (list, tuple)):
         for item in value:
             check_values(item, key)
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            check_values(item, f"{key}.{name}")
     elif isinstance(value, float):
         require(math.isfinite(value), f"{key} must be a finite number, got {value}: give one, or leave it out")
     elif isinstance(value, int):

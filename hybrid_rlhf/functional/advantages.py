@@ -11,13 +11,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.functional.masking import at_least_float32, keep, last_index
+from hybrid_rlhf.functional.masking import at_least_float32, keep, last_index, masked_sum
 
 
 def shaped_rewards(
-    *, scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float, score_clip: float | None = None
-) -> Tensor:
-    """-kl_coef * kl on each response token, and the score on the last.
+    *, scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float, score_clip: float | None = None,
+    earned: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """-kl_coef * kl on each response token, and on the last what of the score was not earned before.
 
     Args:
         scores: [B], of whole completions.
@@ -25,6 +26,7 @@ def shaped_rewards(
         mask: [B, T], 1 on response tokens.
         kl_coef: weight of the penalty.
         score_clip: scores are clipped to +- this first; none does not clip.
+        earned: [B, T], the part of the score that a token earned; none: the last earns it all.
 
     Returns:
         rewards [B, T] in float32 or better, 0 outside the mask. A row without response tokens has none.
@@ -38,6 +40,8 @@ def shaped_rewards(
     clipped = at_least_float32(scores)
     if score_clip is not None:
         clipped = clipped.clamp(-score_clip, score_clip)
+    if earned is not None:
+        rewards, clipped = rewards + keep(earned, mask), clipped - masked_sum(earned, mask=mask, dim=1)
     at_end = clipped.new_zeros(rewards.shape).scatter(1, last_index(mask)[:, None], clipped[:, None])
     return rewards + keep(at_end, mask)
 

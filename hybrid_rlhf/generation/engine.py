@@ -146,6 +146,11 @@ class GenerationEngine:
             kv_cache_gib=kv_cache_gib,
         )
 
+    @property
+    def max_positions(self) -> int | None:
+        """Longest sequence that the layout has positions for; none: it sets no limit."""
+        return None if self._decoder is None else self._decoder.architecture.max_positions
+
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams]
     ) -> list[list[Completion]]:
@@ -200,7 +205,7 @@ class GenerationEngine:
 
     def _longest_completion(self, index: int, prompt: Sequence[int], params: SamplingParams) -> int:
         """Tokens that a completion may have: a model with a table of positions ends where the table does."""
-        limit = None if self._decoder is None else self._decoder.architecture.max_positions
+        limit = self.max_positions
         if limit is None:
             return params.max_new_tokens
         if len(prompt) >= limit:

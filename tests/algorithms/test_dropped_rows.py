@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -62,10 +62,9 @@ def test_dropped_rows_are_in_no_tensor_and_no_figure(world: World, paths: dict[s
     assert scored.rated.scores.tolist() == [float(row) for row in kept]
     assert scored.rated.metrics["reward/judge/dropped"] == len(ROWS_DROPPED)
     width = scored.sequences.input_ids.shape[1]
-    for field in fields(whole.sequences):
-        expected = getattr(whole.sequences, field.name)[kept]
-        found = getattr(scored.sequences, field.name)
-        assert torch.equal(found, expected[:, :width] if expected.dim() == 2 else expected), field.name
+    for name, tensor in whole.sequences.tensors().items():
+        expected, found = tensor[kept], scored.sequences.tensors()[name]
+        assert torch.equal(found, expected[:, :width] if expected.dim() == 2 else expected), name
     mask = scored.sequences.response_mask
     for name in ("old_logprobs", "ref_logprobs", "old_values"):
         expected = getattr(whole, name)[kept][:, :width][mask]

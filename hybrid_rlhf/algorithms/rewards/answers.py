@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.algorithms.experience import Sequences
@@ -23,7 +25,7 @@ class Answers:
     prompts: list[list[Message]]
     """The conversation up to where the assistant speaks."""
     completions: list[str]
-    """Its answer, without special tokens."""
+    """Its answer, without special tokens; of an episode what the actor said, a line between its turns."""
     columns: dict[str, list[Any]]
     """The data's other columns by name; None where a row has no such column."""
 
@@ -57,7 +59,7 @@ class Answers:
         ids, mask = sequences.input_ids.cpu(), sequences.response_mask.cpu()
         return cls(
             [json.loads(row["prompt"]) for row in rows],
-            [str(tokenizer.decode(row[kept], skip_special_tokens=True)) for row, kept in zip(ids, mask, strict=True)],
+            [_said(row, kept, tokenizer) for row, kept in zip(ids, mask, strict=True)],
             {name: [other.get(name) for other in others] for name in names},
         )
 
@@ -68,3 +70,11 @@ class Answers:
             [self.completions[i] for i in indices],
             {name: [values[i] for i in indices] for name, values in self.columns.items()},
         )
+
+
+def _said(ids: Tensor, mask: Tensor, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The runs of a mask [T] in ids [T] as text."""
+    places = mask.nonzero().flatten()
+    cuts = ((places[1:] - places[:-1]) > 1).nonzero().flatten() + 1
+    turns = torch.tensor_split(ids[places], cuts)
+    return "\n".join(str(tokenizer.decode(turn, skip_special_tokens=True)) for turn in turns)

@@ -6,15 +6,9 @@ It may be a coroutine function. The shape is that of TRL's reward functions; com
 from __future__ import annotations
 
 import asyncio
-import importlib
-import importlib.util
 import inspect
-import sys
 import time
-import traceback
 from collections.abc import Awaitable, Callable
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,9 +17,9 @@ from hybrid_rlhf.algorithms.rewards.answers import Answers
 from hybrid_rlhf.algorithms.rewards.background import Background, Late
 from hybrid_rlhf.algorithms.rewards.parts import Ratings, RewardPart, Share
 from hybrid_rlhf.algorithms.rewards.waits import wait_seconds
+from hybrid_rlhf.algorithms.user_code import import_named, told
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rewards import RewardPartConfig
-from hybrid_rlhf.models.folders import first_line
 
 RewardFunction = Callable[..., Any]
 MOST_HANGING_CALLS = 4
@@ -89,7 +83,7 @@ class FunctionPart(RewardPart):
         except Late:
             raise
         except BaseException as error:  # noqa: BLE001 - in this thread it can only be the function's own
-            return Ratings.failed(len(answers), _told(error))
+            return Ratings.failed(len(answers), told(error))
 
     async def _await(self, awaitable: Awaitable[object]) -> object:
         try:
@@ -115,15 +109,7 @@ def load_function(name: str) -> RewardFunction:
     Raises:
         UserError: when it cannot be imported, is no function, or does not take `**columns`.
     """
-    place, _, attribute = name.rpartition(":")
-    try:
-        module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-        function = getattr(module, attribute)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a module's body raises what it likes
-        raise UserError(
-            f"reward.parts: function {name} cannot be imported ({type(error).__name__}: {first_line(error)}): "
-            "check the path and the name"
-        ) from error
+    function = import_named(name, what="reward.parts: function")
     if not callable(function):
         raise UserError(f"reward.parts: {name} must be a function, got a {type(function).__name__}: check the name")
     signature = inspect.signature(function)
@@ -132,23 +118,3 @@ def load_function(name: str) -> RewardFunction:
             f"reward.parts: a function takes (prompts, completions, **columns), {name} takes {signature}: add **columns"
         )
     return function  # type: ignore[no-any-return]
-
-
-def _load_file(path: Path) -> ModuleType:
-    name = str(path.resolve())
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-def _told(error: BaseException) -> str:
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    try:
-        said = first_line(error)
-    except Exception:  # noqa: BLE001 - an exception of the user's own may not be able to tell itself
-        said = "it cannot tell why"
-    return f"it raised {type(error).__name__}: {said} ({Path(frame.filename).name}:{frame.lineno})"

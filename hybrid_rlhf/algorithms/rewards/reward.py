@@ -48,7 +48,7 @@ class Reward:
         # Models are asked first: their forwards run while the others work in the background.
         self._parts = sorted(parts, key=lambda part: part.in_background)
         self._world = world
-        self._logged = len(parts) > 1 or not isinstance(parts[0], ModelPart)
+        self._logged = len(parts) > 1 or not all(isinstance(part, ModelPart) for part in parts)
         self.packs = all(part.packs for part in parts)
         """Whether no part pads its batches."""
 
@@ -123,7 +123,7 @@ class Reward:
     def _dropped(self, failed: Tensor) -> Tensor:
         """[N] bool, rows without a usable score of a part that drops them."""
         dropping = [part.on_failure == "drop" for part in self._parts]
-        return failed[torch.tensor(dropping, device=failed.device)].any(dim=0)
+        return failed[torch.tensor(dropping, dtype=torch.bool, device=failed.device)].any(dim=0)
 
     def _metrics(self, values: Tensor, told: Tensor, failed: Tensor) -> dict[str, float]:
         if not self._logged:
@@ -152,7 +152,7 @@ def build_reward(
     """A reward from its config; every rank calls.
 
     Args:
-        parts: at least one.
+        parts: of the sum; none where an environment gives the reward.
         world: the ranks that share rollouts.
         tokenizer: the actor's.
         resolve: the path of a model, as the config has it, to one that can be loaded.
