@@ -29,6 +29,8 @@ class Conversation:
 
     messages: list[Message] = field(default_factory=list)
     text: str | None = None
+    context: str = ""
+    """Before the text, without loss."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def preference_row(place: str, row: Row) -> Preference:
             f"{place}: one of 'chosen' and 'rejected' has no answer after the prompt: add it or drop the row"
         )
     margin = row.get("margin", 0.0)
-    if not _is_number(margin):
+    if not is_number(margin):
         raise UserError(f"{place}: column 'margin' is a number, got {margin!r}: mend the row")
     return Preference(prompt, [chosen, rejected], [(0, 1)], [float(margin)])
 
@@ -154,7 +156,7 @@ def _ranked(place: str, row: Row) -> Preference:
     responses, ranks = row["responses"], row["ranks"]
     if not isinstance(responses, list) or not isinstance(ranks, list) or len(responses) != len(ranks):
         raise UserError(f"{place}: columns 'responses' and 'ranks' are lists of one length: mend the row")
-    if not all(_is_number(rank) for rank in ranks):
+    if not all(is_number(rank) for rank in ranks):
         raise UserError(f"{place}: column 'ranks' holds numbers, got {ranks!r}: mend the row")
     answers = [_turns(place, {"responses": answer}, "responses", role="assistant") for answer in responses]
     if not all(answer[-1]["role"] == "assistant" for answer in answers):
@@ -221,7 +223,7 @@ def _shared_prefix(first: Sequence[Message], second: Sequence[Message]) -> int:
     return shared
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
     """Finite: Python's JSON reader lets NaN through, and one makes the loss of its whole batch NaN."""
     try:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

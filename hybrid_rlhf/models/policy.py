@@ -50,7 +50,9 @@ class HeadLogprobs(nn.Module):
     def scaled(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """States and bias, times what the family multiplies logits by."""
         scale = self.convention.scale
-        return (hidden, self.bias) if scale == 1.0 else (hidden * scale, None if self.bias is None else self.bias * scale)
+        return (
+            (hidden, self.bias) if scale == 1.0 else (hidden * scale, None if self.bias is None else self.bias * scale)
+        )
 
 
 class Policy(nn.Module):

@@ -21,7 +21,11 @@ KINDS: list[DivergenceName] = ["forward", "reverse", "jensen_shannon"]
 
 
 def whole(
-    student: Tensor, teacher: Tensor, labels: Tensor, rule: DistillationRule, softcaps: tuple[float | None, float | None]
+    student: Tensor,
+    teacher: Tensor,
+    labels: Tensor,
+    rule: DistillationRule,
+    softcaps: tuple[float | None, float | None],
 ) -> Tensor:
     """The loss from whole logits [N, V], by the papers' sums of probabilities."""
     student, teacher = (
@@ -81,12 +85,10 @@ def test_equal_distributions_are_not_apart_and_others_are(kind: DivergenceName) 
 
 
 def test_jensen_shannon_lies_between_the_two() -> None:
-    """Divided by beta it becomes the forward divergence as beta goes to 0, and mirrored the reverse (GKD, section 3)."""
+    """Divided by beta it becomes the forward divergence as beta goes to 0, and mirrored the reverse (GKD)."""
     one, other = torch.randn(2, 5, 8, dtype=torch.float64).log_softmax(-1)
     near = {beta: divergence(one, teacher=other, kind="jensen_shannon", beta=beta) for beta in (1e-6, 1 - 1e-6)}
-    torch.testing.assert_close(
-        near[1e-6] / 1e-6, divergence(one, teacher=other, kind="forward"), rtol=1e-3, atol=1e-4
-    )
+    torch.testing.assert_close(near[1e-6] / 1e-6, divergence(one, teacher=other, kind="forward"), rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(
         near[1 - 1e-6] / 1e-6, divergence(one, teacher=other, kind="reverse"), rtol=1e-3, atol=1e-4
     )
