@@ -18,6 +18,8 @@ from hybrid_rlhf.models.policy import HeadLogprobs, Policy, hidden_before
 
 CHUNK_TOKENS = 256
 """Tokens whose logits are held at a time: those of two models, and what a divergence makes of them."""
+CHUNK_LOGITS = 14
+"""Tensors [chunk, V] in float32 that are alive at once, at most (jensen_shannon; forward takes 9)."""
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ def test_the_student_moves_to_the_teacher_on_held_out_rows(kind: str, workspace:
 
 def test_a_student_that_is_its_teacher_learns_nothing(workspace: Path) -> None:
     lines = launch(workspace, "itself", *distil(workspace, teacher="student"), steps=1)
-    assert all(abs(line["eval/divergence"]) < 1e-6 for line in lines)
+    assert abs(lines[0]["eval/divergence"]) < 1e-6 and lines[0]["eval/sft"] > 1
     assert abs(lines[1]["distill/loss"]) < 1e-6 and lines[1]["grad_norm"] < 1e-4
 
 
@@ -182,7 +182,7 @@ def test_the_answers_of_on_policy_updates_are_the_student_s(workspace: Path, mon
                 continue
             params = SamplingParams(max_new_tokens=5, seed=derive_seed(42, 1, row["place"], 0))
             prompt = row["input_ids"][:begin]
-            answer = student.generate([prompt], params)[0][0].token_ids
+            answer = student.generate([prompt], [params])[0][0].token_ids
             assert got == prompt + answer and mask[real].tolist() == [False] * begin + [True] * len(answer)
             seen["turns" if sum(row["loss_mask"][:begin]) else "conversation"] += 1
     assert min(seen.values()) > 0, seen
