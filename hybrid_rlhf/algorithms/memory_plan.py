@@ -21,6 +21,7 @@ from hybrid_rlhf.configs.sections import LoopConfig, LoraConfig, OptimizerConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.engines.ds_config import deepspeed_config, read_overrides
 from hybrid_rlhf.engines.hybrid import BUCKET_ELEMENTS
+from hybrid_rlhf.models.distillation import CHUNK_LOGITS, CHUNK_TOKENS
 from hybrid_rlhf.models.loading import DTYPES, Architecture, training_dtype
 from hybrid_rlhf.models.shapes import Batch, Shapes
 
@@ -83,10 +84,16 @@ class Planner:
         sides = 1 if isinstance(config, SFTConfig) else 2
         batch = micro_batch(config.train, rows, config.data.max_length, sides=sides)
         name = {SFTConfig: "SFT", RewardConfig: "reward"}.get(type(config), "preference") + " training"
-        return [Phase(name, engine.held + self._live_reference(config) + engine.learning(batch), self.machine)]
+        return [Phase(name, engine.held + self._beside(config, engine) + engine.learning(batch), self.machine)]
 
-    def _live_reference(self, config: AnyStep) -> Need:
-        """A reference beside the actor of a preference run; with adapters the actor is its own."""
+    def _beside(self, config: AnyStep, engine: EngineMemory) -> Need:
+        """A teacher beside a student; a reference beside the actor of a preference run, with adapters its own."""
+        if isinstance(config, SFTConfig) and config.distill.teacher is not None:
+            zero, model = frozen_zero(config.zero, offload=False), engine.model.config
+            teacher = self._engine(config, config.distill.teacher, "causal_lm", zero, None, LoraConfig())
+            # the gradient of the head waits for backward; a chunk's logits are those of two models
+            head = 0 if config.lora.rank else model.vocab_size * model.hidden_size
+            return teacher.held + Need(buffers=FLOAT32 * (head + CHUNK_LOGITS * CHUNK_TOKENS * model.vocab_size))
         if not isinstance(config, PreferenceStepConfig) or not config.holds_reference:
             return Need()
         path, zero = config.reference.path or config.model.path, frozen_zero(config.zero, offload=False)

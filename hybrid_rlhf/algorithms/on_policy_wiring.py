@@ -16,7 +16,15 @@ from hybrid_rlhf.algorithms.ptx import PtxBatches
 from hybrid_rlhf.algorithms.rewards import build_reward
 from hybrid_rlhf.algorithms.roles import Roles
 from hybrid_rlhf.algorithms.rollout import Rollout
-from hybrid_rlhf.algorithms.starting import memory_named, pad_token, resolve, start_step, tell_plan, warm_folder
+from hybrid_rlhf.algorithms.starting import (
+    memory_named,
+    pad_token,
+    require_same_tokens,
+    resolve,
+    start_step,
+    tell_plan,
+    warm_folder,
+)
 from hybrid_rlhf.algorithms.supervised import finish, save_engine
 from hybrid_rlhf.algorithms.updater import Updater
 from hybrid_rlhf.configs.batch_plan import BatchPlan, MicroBatches, plan_rollout
@@ -132,7 +140,7 @@ def build_roles(
     critic_path, reference_path = _critic_path(config, run, actor_path), _reference_path(config, run, actor_path)
     for role, path in (("critic", critic_path), ("reference", reference_path)):
         if path is not None:
-            _require_same_tokens(role, path, tokenizer, config)
+            require_same_tokens(role, path, tokenizer, config.model)
     overrides = read_overrides(config.deepspeed_config)
 
     def trained(role: Role, path: str, section: TrainedRoleConfig) -> EngineSpec:
@@ -204,13 +212,3 @@ def _reference_path(config: PPOConfig, run: Run, actor_path: str) -> str | None:
     # After a warm start the reference is still what the actor began as.
     start = config.reference.path or (run.warm_start and (config.actor.path or config.model.path))
     return resolve(config, run, str(start), key="reference.path") if start else actor_path
-
-
-def _require_same_tokens(role: str, path: str, tokenizer: PreTrainedTokenizerBase, config: PPOConfig) -> None:
-    """Scores and values are read off the actor's own token ids."""
-    other = load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
-    if other.get_vocab() != tokenizer.get_vocab():
-        raise UserError(
-            f"the {role} must share the actor's tokens, {path} has a different vocabulary "
-            f"({len(other)} against {len(tokenizer)} tokens): train it from the actor's family"
-        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 
 from transformers import PreTrainedTokenizerBase
@@ -12,7 +13,9 @@ from hybrid_rlhf.algorithms.out_of_memory import out_of_memory_named
 from hybrid_rlhf.configs.batch_plan import BatchPlan
 from hybrid_rlhf.configs.cli import save_config
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.sections import StepConfig
+from hybrid_rlhf.configs.sections import ModelConfig, StepConfig
+from hybrid_rlhf.configs.whole_files import write_whole
+from hybrid_rlhf.data.conditional import CONDITION_FILE, Condition
 from hybrid_rlhf.models.folders import warn_of_remote_code
 from hybrid_rlhf.models.sources import resolve_model
 from hybrid_rlhf.models.tokenizers import load_tokenizer
@@ -60,6 +63,29 @@ def tell_plan(plan: BatchPlan, run: Run) -> None:
     """Log a plan, once."""
     if run.world.is_main:
         logger.info(plan.describe())
+
+
+def tell_condition(condition: Condition, run: Run) -> None:
+    """Write what rows are told of their score to the run's folder, and log it."""
+    if run.world.is_main:
+        write_whole(run.folder / CONDITION_FILE, json.dumps(condition.settings(), indent=2) + "\n")
+        edges = ", ".join(f"{edge:g}" for edge in condition.edges)
+        logger.info(
+            "conditional SFT: scores are cut at %s; a prompt for the best begins with %r",
+            edges, condition.text(condition.buckets),
+        )  # fmt: skip
+
+
+def require_same_tokens(
+    role: str, path: str, tokenizer: PreTrainedTokenizerBase, model: ModelConfig, *, learner: str = "actor"
+) -> None:
+    """Raise UserError unless the model at a path has the tokens of the one that learns."""
+    other = load_tokenizer(path, trust_remote_code=model.trust_remote_code)
+    if other.get_vocab() != tokenizer.get_vocab():
+        raise UserError(
+            f"the {role} must share the {learner}'s tokens, {path} has a different vocabulary "
+            f"({len(other)} against {len(tokenizer)} tokens): train it from the {learner}'s family"
+        )
 
 
 def pad_token(tokenizer: PreTrainedTokenizerBase) -> int:

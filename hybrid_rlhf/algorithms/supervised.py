@@ -42,6 +42,8 @@ class Objective(ABC, Generic[BatchT]):
 
     name: str
     """Prefix of the training metrics."""
+    packs = True
+    """Whether models that it asks besides take rows without padding."""
 
     @abstractmethod
     def collate(self, rows: Sequence[Mapping[str, Any] | None]) -> BatchT:
@@ -49,6 +51,10 @@ class Objective(ABC, Generic[BatchT]):
 
     def prepare(self, engine: ModelEngine, batches: Sequence[BatchT]) -> Sequence[BatchT]:
         """What must be known of all micro-batches of an update before the first loss; every rank calls."""
+        return batches
+
+    def resample(self, engine: ModelEngine, batches: Sequence[BatchT], *, step: int) -> Sequence[BatchT]:
+        """What an update learns from in place of the data's micro-batches, if anything; every rank calls."""
         return batches
 
     @abstractmethod
@@ -84,7 +90,8 @@ class SupervisedTrainer(Generic[BatchT]):
     ) -> None:
         self._objective, self._engine, self._config, self._run = objective, engine, config, run
         self._world = run.world
-        self._plan = replace(plan, micro_batches=replace(plan.micro_batches, padded=not engine.packs))
+        padded = not (engine.packs and objective.packs)
+        self._plan = replace(plan, micro_batches=replace(plan.micro_batches, padded=padded))
         self._loader = train_loader(train, self._plan, run)
         self._total_steps = total_steps(self._loader, config)
         self._held_out = held_out
@@ -130,7 +137,8 @@ class SupervisedTrainer(Generic[BatchT]):
         objective, world = self._objective, self._world
         sums = RunningSums(world.device)
         with self._run.timers("training"):
-            batches = objective.prepare(self._engine, [objective.collate(rows) for rows in micro_batches])
+            collated = [objective.collate(rows) for rows in micro_batches]
+            batches = objective.prepare(self._engine, objective.resample(self._engine, collated, step=step))
             count = global_count(sum(objective.count(batch) for batch in batches), world)
             losses = []
             for batch in batches:

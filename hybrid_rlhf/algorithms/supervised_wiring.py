@@ -12,28 +12,29 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.algorithms.calibration import calibrate, read_judgements, require_held_out
+from hybrid_rlhf.algorithms.distillation import DistillObjective, build_teacher, find_teacher, with_places
 from hybrid_rlhf.algorithms.judged import JudgedObjective
 from hybrid_rlhf.algorithms.preference import KTO, PAIR_LOSSES
 from hybrid_rlhf.algorithms.preference.objectives import LabelledObjective, PairObjective
 from hybrid_rlhf.algorithms.preference.reference import ReferenceReader
 from hybrid_rlhf.algorithms.reward import RewardObjective
 from hybrid_rlhf.algorithms.sft import SFTObjective
-from hybrid_rlhf.algorithms.starting import memory_named, pad_token, start_step, tell_plan
+from hybrid_rlhf.algorithms.starting import memory_named, pad_token, start_step, tell_condition, tell_plan
 from hybrid_rlhf.algorithms.supervised import Objective, SupervisedTrainer, finish, total_steps, train_loader
 from hybrid_rlhf.configs.batch_plan import BatchPlan, MicroBatches, plan_batch
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.data.augmented import Rows, with_mismatched_answers
+from hybrid_rlhf.data.bins import packed
 from hybrid_rlhf.data.stepwise import SEPARATOR_KEY
 from hybrid_rlhf.data.tokenized import (
-    TokenizedData,
     load_labelled_data,
     load_preference_data,
     load_reward_data,
     load_sft_data,
 )
-from hybrid_rlhf.engines.builder import EngineSpec, build_engine
+from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
 from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.engines.engine import ModelEngine, Role
 from hybrid_rlhf.runtime.run import Run, start_run
@@ -45,9 +46,19 @@ def run_sft(config: SFTConfig) -> None:
     """Step 1, from config to saved model."""
     with start_run(config) as run, memory_named(config, run):
         path, tokenizer = start_step(config, run, config.model.path)
+        teacher = None if config.distill.teacher is None else find_teacher(config, run, tokenizer)
         data = load_sft_data(config.data, tokenizer=tokenizer, seed=config.seed, world=run.world)
-        objective = SFTObjective(pad_token_id=pad_token(tokenizer), device=run.world.device)
-        _supervise(config, run, "actor", path, tokenizer, data, objective)
+        if data.condition is not None:
+            tell_condition(data.condition, run)
+        train: Rows = data.train
+        if config.data.packing == "best_fit":
+            train = packed(train, capacity=config.data.max_length, seed=config.seed, tell=run.world.is_main)
+        if teacher is None:
+            objective = SFTObjective(pad_token_id=pad_token(tokenizer), device=run.world.device)
+            _supervise(config, run, "actor", path, tokenizer, train, data.held_out, objective)
+            return
+        learned = DistillObjective(config, build_teacher(config, run, teacher), tokenizer)
+        _supervise(config, run, "student", path, tokenizer, with_places(train, config), data.held_out, learned)
 
 
 def run_reward(config: RewardConfig) -> None:
@@ -72,7 +83,7 @@ def run_reward(config: RewardConfig) -> None:
             run.log(steps, metrics)
             run.say("calibration", metrics)
 
-        _supervise(config, run, "reward", path, tokenizer, data, objective, after)
+        _supervise(config, run, "reward", path, tokenizer, data.train, data.held_out, objective, after)
 
 
 def run_preference(config: PreferenceStepConfig) -> None:
@@ -106,15 +117,16 @@ def _supervise(
     role: Role,
     path: str,
     tokenizer: PreTrainedTokenizerBase,
-    data: TokenizedData,
+    train: Rows,
+    held_out: Rows,
     objective: Objective[Any],
     after: Callable[[ModelEngine, BatchPlan, int], None] | None = None,
 ) -> None:
     """Train, then what comes after the last of so many steps, then save."""
     plan = _plan(config, run)
-    steps = total_steps(train_loader(data.train, plan, run), config.train)
+    steps = total_steps(train_loader(train, plan, run), config.train)
     engine = _learner(config, run, role, path, steps=steps)
-    _train(config, run, engine, tokenizer, data.train, data.held_out, plan, objective,
+    _train(config, run, engine, tokenizer, train, held_out, plan, objective,
            after=None if after is None else partial(after, engine, plan, steps))  # fmt: skip
 
 
@@ -129,7 +141,8 @@ def _plan(config: OneEngineConfig, run: Run) -> BatchPlan:
 
 
 def _learner(config: OneEngineConfig, run: Run, role: Role, path: str, *, steps: int) -> ModelEngine:
-    return build_engine(
+    samples = isinstance(config, SFTConfig) and config.distill.on_policy_fraction > 0
+    return (build_actor if samples else build_engine)(
         EngineSpec(
             role, path, config.model, config.zero, config.seed, config.optimizer, config.lora, steps,
             read_overrides(config.deepspeed_config),

@@ -66,10 +66,11 @@ def encode_prompt(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBas
     return _ids(render(messages, tokenizer, add_generation_prompt=True), tokenizer)
 
 
-def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> Encoded:
-    """Plain text and eos, loss on all of it."""
+def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, *, context: str = "") -> Encoded:
+    """Plain text and eos, loss on all of it but not on a context before it."""
+    before = _ids(context, tokenizer) if context else []
     ids = [*_ids(text, tokenizer), int(tokenizer.eos_token_id)]
-    return Encoded(ids, [True] * len(ids))
+    return Encoded(before + ids, [False] * len(before) + [True] * len(ids))
 
 
 def render(

@@ -12,6 +12,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from hybrid_rlhf.data.bins import sequences
+
 
 class _Batch:
     """A dataclass of tensors that moves as one."""
@@ -96,7 +98,8 @@ class LabelledBatch(_Batch):
 
 
 def collate_tokens(rows: Sequence[Mapping[str, Any] | None], pad_token_id: int) -> TokenBatch:
-    """Rows with `input_ids` and `loss_mask`; None gives a row of one token that counts nowhere."""
+    """Rows with `input_ids` and `loss_mask`, or packed ones; None gives a row of one token that counts nowhere."""
+    rows = [sequence for row in rows for sequence in sequences(row)]
     ids, attention = _pad([row["input_ids"] if row is not None else [pad_token_id] for row in rows], pad_token_id)
     loss = torch.zeros_like(attention)
     for index, row in enumerate(rows):

@@ -23,9 +23,10 @@ _PACKAGE = "chatterbot_corpus"
 
 
 def write_demo_data(folder: Path, *, seed: int) -> Path:
-    """Write folder/pairs.jsonl with `prompt`, `chosen` and `rejected`, one row a pair of the corpus.
+    """Write folder/pairs.jsonl with `prompt`, `chosen`, `rejected` and `score`, one row a pair of the corpus.
 
-    One file serves all steps: SFT learns the chosen answers, the reward model the preference, PPO the prompts.
+    One file serves all steps: SFT learns the chosen answers, the reward model the preference, PPO the prompts. The
+    score, for conditional SFT, is the number of words of the chosen answer: at use one asks for long answers.
 
     Raises:
         UserError: when the package is not installed.
@@ -39,7 +40,7 @@ def write_demo_data(folder: Path, *, seed: int) -> Path:
         while pairs[other][0] == question or pairs[other][1] == answer:
             other = int(rng.integers(len(pairs)))
         prompt = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question}]
-        rows.append({"prompt": prompt, "chosen": answer, "rejected": pairs[other][1]})
+        rows.append({"prompt": prompt, "chosen": answer, "rejected": pairs[other][1], "score": len(answer.split())})
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "pairs.jsonl"
     file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")

@@ -22,7 +22,7 @@ def encode_conversation_row(
     """Cut on the right; of no use once no token with loss is left."""
     try:
         if record.text is not None:
-            encoded = encode_text(record.text, tokenizer)
+            encoded = encode_text(record.text, tokenizer, context=record.context)
         else:
             encoded = encode_conversation(record.messages, tokenizer)
     except UserError as error:

@@ -156,7 +156,8 @@ class BatchLoader:
         shuffle: bool = True,
         drop_last: bool = True,
     ) -> None:
-        """Plan the batches of a data set with a `length` column, and `tokens` where a row is more than one sequence.
+        """Plan the batches of a data set with a `length` column, and `tokens` where a row is more than one sequence;
+        with `padded_tokens` where padding them takes more than that.
 
         Args:
             dataset: memory-mapped rows.
@@ -172,7 +173,8 @@ class BatchLoader:
             UserError: when there is not one full batch.
         """
         self._dataset = dataset
-        self._lengths = list(dataset["tokens" if "tokens" in dataset.column_names else "length"])
+        columns = ["padded_tokens"] * micro_batches.padded + ["tokens", "length"]
+        self._lengths = list(dataset[next(name for name in columns if name in dataset.column_names)])
         self._rank, self._ranks, self._micro_batches = world_rank, world_size, micro_batches
         self.batches = GlobalBatches(
             len(dataset), global_batch_size=global_batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last

@@ -30,6 +30,8 @@ class Conversation:
 
     messages: list[Message] = field(default_factory=list)
     text: str | None = None
+    context: str = ""
+    """Before the text, without loss."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ def preference_row(place: str, row: Row) -> Preference:
             f"{place}: one of 'chosen' and 'rejected' has no answer after the prompt: add it or drop the row"
         )
     margin = row.get("margin", 0.0)
-    if not _is_number(margin):
+    if not is_number(margin):
         raise UserError(f"{place}: column 'margin' is a number, got {margin!r}: mend the row")
     return Preference(prompt, [chosen, rejected], [(0, 1)], [float(margin)])
 
@@ -146,7 +148,7 @@ def stepwise_row(place: str, row: Row) -> Stepwise:
     if not isinstance(steps, list) or not isinstance(labels, list) or not steps or len(steps) != len(labels):
         raise UserError(f"{place}: columns 'completions' and 'labels' are lists of one length: mend the row")
     texts = [_text(place, {"completions": step}, "completions") for step in steps]
-    wrong = [label for label in labels if not (isinstance(label, bool) or _is_number(label)) or not 0 <= label <= 1]
+    wrong = [label for label in labels if not (isinstance(label, bool) or is_number(label)) or not 0 <= label <= 1]
     if wrong:
         raise UserError(f"{place}: column 'labels' holds true, false or numbers in [0, 1], got {wrong[0]!r}: mend it")
     return Stepwise(_turns(place, row, "prompt", role="user"), texts, [float(label) for label in labels])
@@ -187,7 +189,7 @@ def _ranked(place: str, row: Row) -> Preference:
     responses, ranks = row["responses"], row["ranks"]
     if not isinstance(responses, list) or not isinstance(ranks, list) or len(responses) != len(ranks):
         raise UserError(f"{place}: columns 'responses' and 'ranks' are lists of one length: mend the row")
-    if not all(_is_number(rank) for rank in ranks):
+    if not all(is_number(rank) for rank in ranks):
         raise UserError(f"{place}: column 'ranks' holds numbers, got {ranks!r}: mend the row")
     answers = [_turns(place, {"responses": answer}, "responses", role="assistant") for answer in responses]
     if not all(answer[-1]["role"] == "assistant" for answer in answers):
@@ -254,7 +256,7 @@ def _shared_prefix(first: Sequence[Message], second: Sequence[Message]) -> int:
     return shared
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
     """Finite: Python's JSON reader lets NaN through, and one makes the loss of its whole batch NaN."""
     try:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -7,8 +7,8 @@ row is seen by two steps, or by training and evaluation, whatever their limits d
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import datasets
@@ -19,8 +19,10 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.ppo import PromptDataConfig
 from hybrid_rlhf.configs.reward import PreferenceConfig
 from hybrid_rlhf.configs.sections import DataConfig, DataSource
+from hybrid_rlhf.configs.sft import SFTDataConfig
 from hybrid_rlhf.data.cache import cached_rows, tokenizer_key
 from hybrid_rlhf.data.chat import RULES_VERSION
+from hybrid_rlhf.data.conditional import Condition, find_condition
 from hybrid_rlhf.data.encoding import (
     encode_conversation_row,
     encode_labelled_row,
@@ -45,6 +47,8 @@ class Kind:
     """Row to columns; `length` is in tokens before any cut, `cut` whether it was cut, `usable` whether any is left."""
     step_index: int
     """The step's share of data.split."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """What else its columns depend on."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +57,22 @@ class TokenizedData:
 
     train: datasets.Dataset
     held_out: datasets.Dataset
+    condition: Condition | None = None
+    """What rows are told of their score."""
 
 
 def load_sft_data(config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, world: World) -> TokenizedData:
-    """Columns `input_ids`, `loss_mask`, `length`."""
-    kind = Kind("sft", lambda p, row, t, limit: encode_conversation_row(p, sft_row(p, row), t, limit), 0)
-    return _load(kind, config, tokenizer, config.max_length, seed, world)
+    """Columns `input_ids`, `loss_mask`, `length`; with data.condition_buckets rows are told their bucket."""
+    if not isinstance(config, SFTDataConfig) or not (config.condition_buckets and config.sources):
+        kind = Kind("sft", lambda p, row, t, limit: encode_conversation_row(p, sft_row(p, row), t, limit), 0)
+        return _load(kind, config, tokenizer, config.max_length, seed, world)
+    condition = find_condition(config, lambda rows: _dealt(rows, config, 0, seed)[0].tolist(), world)
+
+    def encode(place: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int) -> dict[str, Any]:
+        return encode_conversation_row(place, condition.applied(place, row, sft_row(place, row)), tokenizer, limit)
+
+    kind = Kind("sft", encode, 0, {"condition": condition.settings()})
+    return replace(_load(kind, config, tokenizer, config.max_length, seed, world), condition=condition)
 
 
 def load_preference_data(
@@ -128,16 +142,22 @@ def _load(
     parts = [_tokenize(kind, source, config, tokenizer, limit, world) for source in config.sources]
     train, held_out = [], []
     for part in parts:
-        mine = _share(len(part), config.split, kind.step_index, seed)
-        count = 0 if config.eval_sources else _held_out_count(len(mine), config)
-        train.append(part.select(mine[count:]))
-        held_out.append(part.select(mine[:count]))
+        mine, held = _dealt(len(part), config, kind.step_index, seed)
+        train.append(part.select(mine))
+        held_out.append(part.select(held))
     if config.eval_sources:
         held_out = [_tokenize(kind, source, config, tokenizer, limit, world) for source in config.eval_sources]
         parts = parts + held_out
-    held = datasets.concatenate_datasets([_usable(part) for part in held_out])
-    held = held.select(range(min(len(held), config.max_eval_rows)))
-    return _report(kind, _blend(train, config.sources, seed), held, parts, limit, config, world)
+    evaluated = datasets.concatenate_datasets([_usable(part) for part in held_out])
+    evaluated = evaluated.select(range(min(len(evaluated), config.max_eval_rows)))
+    return _report(kind, _blend(train, config.sources, seed), evaluated, parts, limit, config, world)
+
+
+def _dealt(rows: int, config: DataConfig, step_index: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """The places of a source's rows that a step trains on, and of those that it holds out."""
+    mine = _share(rows, config.split, step_index, seed)
+    count = 0 if config.eval_sources else _held_out_count(len(mine), config)
+    return mine[count:], mine[:count]
 
 
 def _share(rows: int, split: list[float] | None, step_index: int, seed: int) -> np.ndarray:
@@ -207,6 +227,7 @@ def _tokenize(
         "limit": limit,
         "too_long": config.too_long,
         "rules": RULES_VERSION,
+        **kind.settings,
     }
     return cached_rows(key, make, cache_dir=config.cache_dir, world=world)
 

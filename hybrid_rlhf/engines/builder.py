@@ -1,4 +1,4 @@
-"""The one builder of engines: role, config sections and ranks in, engine out. For all four roles."""
+"""The one builder of engines: role, config sections and ranks in, engine out. For all roles."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from hybrid_rlhf.engines.engine import EngineOptions, ModelEngine, Role
 from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.engines.partition import set_weights, share_weights
 from hybrid_rlhf.engines.schedules import lr_factor
+from hybrid_rlhf.models.distillation import Student, Teacher
 from hybrid_rlhf.models.loading import Architecture, load_model, training_dtype
 from hybrid_rlhf.models.lora import choose_trained
 from hybrid_rlhf.models.policy import Policy, Scorer
@@ -34,7 +35,12 @@ ARCHITECTURE: dict[Role, Architecture] = {
     "reference": "causal_lm",
     "critic": "scorer",
     "reward": "scorer",
+    "student": "causal_lm",
+    "teacher": "causal_lm",
 }
+MODULES: dict[Role, type[Policy] | type[Scorer] | type[Teacher]] = {
+    "actor": Policy, "reference": Policy, "critic": Scorer, "reward": Scorer, "student": Student, "teacher": Teacher,
+}  # fmt: skip
 EngineT = TypeVar("EngineT", bound=ModelEngine)
 
 
@@ -98,7 +104,7 @@ def _build(engine_type: Callable[..., EngineT], spec: EngineSpec, world: World) 
     choose_trained(lm, None if spec.optimizer is None else spec.lora, architecture, seed=spec.seed)
     if spec.base is not None:
         share_weights(spec.base, lm)
-    module: nn.Module = Policy(lm) if architecture == "causal_lm" else Scorer(lm)
+    module: nn.Module = MODULES[spec.role](lm)
     if spec.optimizer is None:
         engine, *_ = deepspeed.initialize(model=module, config=config)
         module.eval()

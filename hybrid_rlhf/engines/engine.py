@@ -22,7 +22,7 @@ from hybrid_rlhf.models.lora import adapters_off, has_lora
 from hybrid_rlhf.models.packing import packs
 from hybrid_rlhf.runtime.world import World
 
-Role = Literal["actor", "critic", "reference", "reward"]
+Role = Literal["actor", "critic", "reference", "reward", "student", "teacher"]
 
 
 @dataclass(frozen=True)

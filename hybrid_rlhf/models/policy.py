@@ -36,15 +36,22 @@ class HeadLogprobs(nn.Module):
 
     def forward(self, hidden: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probs and entropy [N] of labels [N] after hidden [N, H], float32."""
-        scale = self.convention.scale
+        states, bias = self.scaled(hidden)
         return logprobs_from_hidden(
-            hidden if scale == 1.0 else hidden * scale,
+            states,
             weight=self.weight,
-            bias=self.bias if self.bias is None or scale == 1.0 else self.bias * scale,
+            bias=bias,
             labels=labels,
             temperature=temperature,
             softcap=self.convention.softcap,
             chunk_tokens=HEAD_CHUNK_TOKENS,
+        )
+
+    def scaled(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """States and bias, times what the family multiplies logits by."""
+        scale = self.convention.scale
+        return (
+            (hidden, self.bias) if scale == 1.0 else (hidden * scale, None if self.bias is None else self.bias * scale)
         )
 
 
@@ -70,11 +77,8 @@ class Policy(nn.Module):
         Returns:
             logprobs and entropy, [B, T] float32, 0 outside token_mask.
         """
-        real = attention_mask.bool()
-        hidden = backbone_hidden(self.lm, input_ids, real)
-        place = real.flatten().cumsum(dim=0).view(real.shape) - 1
-        wanted = token_mask.bool() & real & (position_ids(real) > 0)
-        logprobs, entropy = self.head(hidden[place[wanted] - 1], input_ids[wanted], temperature)
+        hidden, wanted = hidden_before(self.lm, input_ids, attention_mask, token_mask)
+        logprobs, entropy = self.head(hidden, input_ids[wanted], temperature)
         return _scatter(logprobs, wanted), _scatter(entropy, wanted)
 
 
@@ -107,6 +111,17 @@ def of_heads(outputs: Tensor, heads: Tensor) -> Tensor:
 def values_before(outputs: Tensor) -> Tensor:
     """The value [B, T] of the state in which token t is chosen: the critic's output after token t - 1."""
     return torch.cat([torch.zeros_like(outputs[:, :1]), outputs[:, :-1]], dim=1)
+
+
+def hidden_before(
+    lm: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, token_mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Last hidden states [N, H] before the tokens of a mask, row by row; and which they are [B, T]: no row's first."""
+    real = attention_mask.bool()
+    hidden = backbone_hidden(lm, input_ids, real)
+    place = real.flatten().cumsum(dim=0).view(real.shape) - 1
+    wanted = token_mask.bool() & real & (position_ids(real) > 0)
+    return hidden[place[wanted] - 1], wanted
 
 
 def backbone_hidden(lm: PreTrainedModel, input_ids: Tensor, real: Tensor) -> Tensor:

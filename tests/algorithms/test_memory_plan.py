@@ -25,7 +25,6 @@ from hybrid_rlhf.configs.pipeline import PipelineConfig
 from hybrid_rlhf.configs.ppo import CriticConfig, PPOConfig, RewardRoleConfig, RolloutConfig, TrainedRoleConfig
 from hybrid_rlhf.configs.rewards import RewardPartConfig
 from hybrid_rlhf.configs.sections import (
-    DataConfig,
     LoopConfig,
     LoraConfig,
     ModelConfig,
@@ -33,10 +32,12 @@ from hybrid_rlhf.configs.sections import (
     TrainConfig,
     ZeroConfig,
 )
-from hybrid_rlhf.configs.sft import SFTConfig
+from hybrid_rlhf.configs.sft import DistillConfig, SFTConfig, SFTDataConfig
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
 from hybrid_rlhf.engines.ds_config import read_overrides
+from hybrid_rlhf.functional.distillation import DistillationRule
 from hybrid_rlhf.functional.losses import sft_loss
+from hybrid_rlhf.models.distillation import Lesson
 from hybrid_rlhf.runtime.live_bytes import LiveBytes
 from hybrid_rlhf.runtime.timers import Timers
 from hybrid_rlhf.runtime.world import World
@@ -106,7 +107,7 @@ def near(phase: Phase, measured: float) -> None:
 def test_sft_training_holds_what_was_planned(name: str, model: str, world: World) -> None:
     parts, length = sections(SFT[name], model), SFT[name].get("length", 96)
     config = SFTConfig(
-        model=parts["model"], data=DataConfig(max_length=length), deepspeed_config=parts["deepspeed_config"],
+        model=parts["model"], data=SFTDataConfig(max_length=length), deepspeed_config=parts["deepspeed_config"],
         train=TrainConfig(global_batch_size=8, micro_batch_tokens=4 * length), **parts["trained"],
     )  # fmt: skip
     (phase,) = Planner(CPU).phases(config)
@@ -124,6 +125,35 @@ def test_sft_training_holds_what_was_planned(name: str, model: str, world: World
                 del loss
             engine.step()
     near(phase, counter.peak)
+
+
+@pytest.mark.parametrize("name", ["plain", "lora"])
+def test_distillation_holds_no_more_than_was_planned(name: str, model: str, world: World) -> None:
+    parts = sections(SFT[name], model)
+    config = SFTConfig(
+        algorithm="distill", distill=DistillConfig(teacher=model, divergence="jensen_shannon"), model=parts["model"],
+        data=SFTDataConfig(max_length=96), train=TrainConfig(global_batch_size=8, micro_batch_tokens=4 * 96),
+        **parts["trained"],
+    )  # fmt: skip
+    (phase,) = Planner(CPU).phases(config)
+    counter = LiveBytes("cpu")
+    with counter:
+        student = build_engine(spec("student", model, config, config), world)
+        teacher = build_engine(spec("teacher", model, config, None), world)
+        counted(counter, student, teacher)
+        counter.restart()
+        ids = torch.randint(3, 4000, (4, 96))
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        for _ in range(2):
+            for _ in range(2):
+                with torch.no_grad():
+                    hidden = teacher(ids, mask, mask)
+                lesson = Lesson(hidden, teacher.module.head, DistillationRule("jensen_shannon"))  # type: ignore[arg-type]
+                total, *_ = student(ids, mask, mask, lesson=lesson)
+                student.backward(total, count=100.0)
+                del total, lesson, hidden
+            student.step()
+    assert 0.95 <= phase.total / counter.peak <= 1.6, f"{phase.total / counter.peak:.3f} of {counter.peak / 1e6:.1f} MB"
 
 
 @pytest.mark.parametrize("name", PPO_CASES)
@@ -182,7 +212,7 @@ def test_ppo_holds_what_was_planned(name: str, model: str, world: World) -> None
 
 
 def test_a_remedy_is_a_setting_with_which_the_plan_fits(model: str) -> None:
-    config = SFTConfig(model=ModelConfig(path=model), data=DataConfig(max_length=256))
+    config = SFTConfig(model=ModelConfig(path=model), data=SFTDataConfig(max_length=256))
     needed = max(phase.total for phase in Planner(CPU).phases(config))
     planner = Planner(replace(CPU, device_bytes=needed - 1))
     assert remedy(planner, config) == {"model.gradient_checkpointing": True}

@@ -25,7 +25,8 @@ def rows(tmp_path: Path) -> list[dict[str, Any]]:
 
 def test_rows_serve_all_three_steps(rows: list[dict[str, Any]]) -> None:
     for number, row in enumerate(rows, start=1):
-        assert set(row) == {"prompt", "chosen", "rejected"}
+        assert set(row) == {"prompt", "chosen", "rejected", "score"}
+        assert row["score"] == len(row["chosen"].split())
         assert [message["role"] for message in row["prompt"]] == ["system", "user"]
         assert row["prompt"][0]["content"] == SYSTEM_PROMPT
         place = f"pairs.jsonl:{number}"

@@ -1,0 +1,192 @@
+"""Divergence of a student's distribution from a teacher's, over the whole vocabulary, straight from hidden states.
+
+Why here: two models' logits of a batch, [N, V] each, are what distillation would hold most of. They are taken in chunks
+of tokens, and the gradient of a chunk with them (as Liger's fused losses do, arXiv 2410.10989): backward only scales
+it, so a teacher's head is needed in forward alone, and ZeRO-3 need not gather it twice.
+
+Sources: Hinton et al. 2015 (arXiv 1503.02531), whose T^2 keeps gradients alike at any temperature; MiniLLM (arXiv
+2306.08543) for the reverse divergence; GKD (arXiv 2306.13649), eq. 1, for the generalised Jensen-Shannon divergence.
+
+Shapes: N tokens, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
+
+from hybrid_rlhf.functional.masking import at_least_float32
+
+DivergenceName = Literal["forward", "reverse", "jensen_shannon"]
+
+
+@dataclass(frozen=True)
+class Head:
+    """What makes logits of hidden states: softcap(hidden @ weight.T + bias)."""
+
+    weight: Tensor
+    """[V, H]"""
+    bias: Tensor | None = None
+    """[V]"""
+    softcap: float | None = None
+
+    def logits(self, hidden: Tensor, rows: int) -> Tensor:
+        """[n, rows] before the cap, of the first rows of the vocabulary; in float32 or better."""
+        bias = None if self.bias is None else self.bias[:rows]
+        return at_least_float32(linear(hidden, self.weight[:rows], bias))
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """Logits as the model means them."""
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+
+@dataclass(frozen=True)
+class DistillationRule:
+    """What is learned from a teacher: T^2 divergence + sft_coef * -log p(label), summed over tokens."""
+
+    divergence: DivergenceName = "forward"
+    beta: float = 0.5
+    """Share of the teacher in the mixture of jensen_shannon."""
+    temperature: float = 1.0
+    """Both models' logits are divided by it in the divergence."""
+    sft_coef: float = 0.0
+
+
+def divergence(student: Tensor, *, teacher: Tensor, kind: DivergenceName, beta: float = 0.5) -> Tensor:
+    """Divergence [N] in nats between distributions given as log-probs [N, V].
+
+    Args:
+        student: whose gradient is wanted.
+        teacher: what it is held against.
+        kind: forward is KL(teacher || student), which covers all that the teacher says; reverse is KL(student ||
+            teacher), which keeps to what it says most; jensen_shannon lies between.
+        beta: of jensen_shannon, the share of the teacher in the mixture, in (0, 1).
+    """
+    if kind == "forward":
+        return _kl(teacher, student)
+    if kind == "reverse":
+        return _kl(student, teacher)
+    mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
+    return beta * _kl(teacher, mixture) + (1 - beta) * _kl(student, mixture)
+
+
+def _kl(p: Tensor, q: Tensor) -> Tensor:
+    return (p.exp() * (p - q)).sum(dim=-1)
+
+
+def divergence_from_hidden(
+    hidden: Tensor,
+    head: Head,
+    *,
+    teacher_hidden: Tensor,
+    teacher_head: Head,
+    labels: Tensor,
+    rule: DistillationRule,
+    chunk_tokens: int = 256,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss of a student on tokens, without any model's logits in memory.
+
+    Where one vocabulary has rows that the other lacks (some models pad theirs), both are cut to the smaller.
+
+    Args:
+        hidden: [N, H] of the student.
+        head: the student's; its weight and bias may have a gradient.
+        teacher_hidden: [N, H'] of the teacher, at the same tokens.
+        teacher_head: the teacher's, at hand during this call alone.
+        labels: [N] int64, what the text says next.
+        rule: what is learned.
+        chunk_tokens: tokens whose logits are held at a time.
+
+    Returns:
+        the loss, differentiable in hidden, weight and bias; the divergence; -log p(labels). Scalar sums over tokens,
+        in float32 or better, the latter two without gradient.
+
+    Raises:
+        ValueError: teacher and labels do not have the student's tokens.
+    """
+    if not len(hidden) == len(teacher_hidden) == len(labels):
+        raise ValueError(f"tokens of one batch: {len(hidden)}, {len(teacher_hidden)} and {len(labels)} differ")
+    total, apart, nll = _ChunkedDivergence.apply(
+        hidden, head.weight, head.bias, head, teacher_hidden.detach(), teacher_head, labels, rule, chunk_tokens
+    )
+    return total, apart, nll
+
+
+class _ChunkedDivergence(torch.autograd.Function):
+    """Computes the gradient with the loss; keeps that of hidden [N, H], weight [V, H] and bias [V]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        head: Head,
+        teacher_hidden: Tensor,
+        teacher_head: Head,
+        labels: Tensor,
+        rule: DistillationRule,
+        chunk_tokens: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        rows = min(len(weight), len(teacher_head.weight))
+        sums = torch.zeros(3, dtype=dtype, device=hidden.device)
+        inputs = (hidden, weight, bias)
+        needed = [tensor is not None and ctx.needs_input_grad[place] for place, tensor in enumerate(inputs)]
+        grads = [
+            torch.zeros_like(tensor, dtype=dtype) if tensor is not None and wanted else None
+            for tensor, wanted in zip(inputs, needed, strict=True)
+        ]
+        for start in range(0, len(labels), chunk_tokens):
+            part = slice(start, start + chunk_tokens)
+            logits = head.logits(hidden[part], rows)
+            target = torch.log_softmax(
+                teacher_head.capped(teacher_head.logits(teacher_hidden[part], rows)) / rule.temperature, dim=-1
+            )
+            with torch.set_grad_enabled(any(needed)):
+                told = _told(head.capped(logits.requires_grad_(any(needed))), target, labels[part], rule)
+            if any(needed):
+                (grad,) = torch.autograd.grad(told[0], logits)
+                _add_gradients(grads, grad, hidden[part], weight, part)
+            sums += torch.stack(told).detach()
+        ctx.save_for_backward(*grads)
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in inputs]
+        total, apart, nll = sums.unbind()
+        ctx.mark_non_differentiable(apart, nll)
+        return total.clone(), apart, nll
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_total: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        grads = [
+            None if grad is None else (grad * grad_total).to(dtype)
+            for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        ]
+        return (*grads, *[None] * 6)
+
+
+def _told(logits: Tensor, target: Tensor, labels: Tensor, rule: DistillationRule) -> tuple[Tensor, ...]:
+    """Loss, divergence and negative log-likelihood of a chunk, summed."""
+    warm = torch.log_softmax(logits / rule.temperature, dim=-1)
+    apart = divergence(warm, teacher=target, kind=rule.divergence, beta=rule.beta).sum()
+    plain = warm if rule.temperature == 1 else torch.log_softmax(logits, dim=-1)
+    nll = -plain.gather(1, labels[:, None]).sum()
+    return rule.temperature**2 * apart + rule.sft_coef * nll, apart, nll
+
+
+def _add_gradients(grads: list[Tensor | None], grad: Tensor, hidden: Tensor, weight: Tensor, part: slice) -> None:
+    """A chunk's, from that of its logits [n, rows]; the products in the dtype of the weights."""
+    of_hidden, of_weight, of_bias = grads
+    low, rows = grad.to(hidden.dtype), grad.shape[1]
+    if of_hidden is not None:
+        of_hidden[part] = low @ weight[:rows]
+    if of_weight is not None:
+        of_weight[:rows] += low.t() @ hidden
+    if of_bias is not None:
+        of_bias[:rows] += grad.sum(dim=0)

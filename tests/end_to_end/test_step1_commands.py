@@ -1,0 +1,51 @@
+"""docs/algorithms.md: each command of step 1 runs, in small, on rows with a score."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+import train
+from hybrid_rlhf.configs.cli import save_config
+from tests.end_to_end.test_algorithms import PAGE, _dotted, _step
+from tests.engines.ranks import run_main
+
+COMMANDS = re.findall(r"^python train\.py (.*)$", PAGE, re.MULTILINE)
+SMALL = {
+    "train.max_steps": 2, "data.max_length": 64, "data.max_eval_rows": 4, "logging.tensorboard": False, "lora.rank": 4,
+    "distill.max_new_tokens": 6, "data.split": "null",
+}  # fmt: skip
+
+
+def test_distillation_condition_and_packing_have_commands() -> None:
+    for key in ("distill.teacher", "distill.on_policy_fraction", "data.condition_buckets", "data.packing"):
+        assert any(f"--sft.{key} " in line for line in COMMANDS), key
+
+
+@pytest.mark.parametrize("line", [line for line in COMMANDS if "--sft." in line])
+def test_the_commands_run(line: str, tmp_path: Path, model_folder: Path) -> None:
+    name, step = _step(line)
+    assert name == "sft"
+    rows = [{"prompt": f"say {i % 9}", "completion": str(i % 9), "score": i % 9} for i in range(60)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    save_config(step, tmp_path / "step.yaml")
+    own = SMALL | {
+        "model.path": model_folder, "data.sources": tmp_path / "rows.jsonl", "data.cache_dir": tmp_path / "cache",
+        "output_dir": tmp_path / "run",
+    }  # fmt: skip
+    if step.distill.teacher is not None:
+        assert step.distill.teacher == "output/step1_sft", "what the command before leaves"
+        own |= {"distill.teacher": model_folder}
+    assert set(own) <= _dotted(step)
+    run_main(
+        train.MODULES[name], 1,
+        ["--config", str(tmp_path / "step.yaml"), *(f"--{key}={value}" for key, value in own.items())],
+    )  # fmt: skip
+    lines = [json.loads(text) for text in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [told["step"] for told in lines] == [0, 1, 2]
+    assert all(math.isfinite(value) for told in lines for value in told.values())
+    assert (tmp_path / "run" / "model.safetensors").exists()

@@ -1,0 +1,165 @@
+"""Divergences against whole logits and torch's own autograd; nothing of [N, V] is ever held."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hybrid_rlhf.functional.distillation import (
+    DistillationRule,
+    DivergenceName,
+    Head,
+    divergence,
+    divergence_from_hidden,
+)
+from tests.functional.test_logprobs import LargestTensor
+
+KINDS: list[DivergenceName] = ["forward", "reverse", "jensen_shannon"]
+
+
+def whole(
+    student: Tensor,
+    teacher: Tensor,
+    labels: Tensor,
+    rule: DistillationRule,
+    softcaps: tuple[float | None, float | None],
+) -> Tensor:
+    """The loss from whole logits [N, V], by the papers' sums of probabilities."""
+    student, teacher = (
+        x if cap is None else cap * torch.tanh(x / cap) for x, cap in zip((student, teacher), softcaps, strict=True)
+    )
+    q, p = (x / rule.temperature for x in (student, teacher))
+    q, p = q.softmax(-1), p.softmax(-1)
+    m = rule.beta * p + (1 - rule.beta) * q
+
+    def kl(a: Tensor, b: Tensor) -> Tensor:
+        return (a * (a / b).log()).sum()
+
+    apart = {
+        "forward": lambda: kl(p, q),
+        "reverse": lambda: kl(q, p),
+        "jensen_shannon": lambda: rule.beta * kl(p, m) + (1 - rule.beta) * kl(q, m),
+    }[rule.divergence]()
+    nll = torch.nn.functional.cross_entropy(student, labels, reduction="sum")
+    return rule.temperature**2 * apart + rule.sft_coef * nll
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(KINDS), st.integers(1, 7), st.integers(1, 5), st.sampled_from([0.5, 1.0, 2.0]),
+    st.sampled_from([0.1, 0.5, 0.9]), st.sampled_from([0.0, 0.3]), st.sampled_from([None, 2.0]),
+    st.sampled_from([None, 3.0]), st.booleans(), st.integers(0, 2**31),
+)  # fmt: skip
+def test_the_loss_equals_that_of_whole_logits(
+    kind: DivergenceName, tokens: int, chunk: int, temperature: float, beta: float, sft_coef: float,
+    softcap: float | None, teacher_softcap: float | None, with_bias: bool, seed: int,
+) -> None:  # fmt: skip
+    torch.manual_seed(seed)
+    rule = DistillationRule(kind, beta, temperature, sft_coef)
+    hidden, weight = (torch.randn(n, 4, dtype=torch.float64, requires_grad=True) for n in (tokens, 9))
+    bias = torch.randn(9, dtype=torch.float64, requires_grad=True) if with_bias else None
+    taught, teacher = torch.randn(tokens, 6, dtype=torch.float64), torch.randn(9, 6, dtype=torch.float64)
+    labels = torch.randint(0, 9, (tokens,))
+    total, apart, nll = divergence_from_hidden(
+        hidden, Head(weight, bias, softcap), teacher_hidden=taught, teacher_head=Head(teacher, None, teacher_softcap),
+        labels=labels, rule=rule, chunk_tokens=chunk,
+    )  # fmt: skip
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    expected = whole(logits, taught @ teacher.t(), labels, rule, (softcap, teacher_softcap))
+    torch.testing.assert_close(total, expected)
+    torch.testing.assert_close(total, temperature**2 * apart + sft_coef * nll)
+    inputs = [hidden, weight] + ([bias] if bias is not None else [])
+    torch.testing.assert_close(
+        torch.autograd.grad(3.0 * total, inputs), torch.autograd.grad(3.0 * expected, inputs), atol=1e-9, rtol=1e-7
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equal_distributions_are_not_apart_and_others_are(kind: DivergenceName) -> None:
+    one, other = torch.randn(2, 5, 8, dtype=torch.float64).log_softmax(-1)
+    assert divergence(one, teacher=one, kind=kind).abs().max() < 1e-12
+    assert (divergence(one, teacher=other, kind=kind) > 1e-3).all()
+
+
+def test_jensen_shannon_lies_between_the_two() -> None:
+    """Divided by beta it becomes the forward divergence as beta goes to 0, and mirrored the reverse (GKD)."""
+    one, other = torch.randn(2, 5, 8, dtype=torch.float64).log_softmax(-1)
+    near = {beta: divergence(one, teacher=other, kind="jensen_shannon", beta=beta) for beta in (1e-6, 1 - 1e-6)}
+    torch.testing.assert_close(near[1e-6] / 1e-6, divergence(one, teacher=other, kind="forward"), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        near[1 - 1e-6] / 1e-6, divergence(one, teacher=other, kind="reverse"), rtol=1e-3, atol=1e-4
+    )
+    half = divergence(one, teacher=other, kind="jensen_shannon")
+    torch.testing.assert_close(half, divergence(other, teacher=one, kind="jensen_shannon"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("learns", [True, False])
+def test_the_logits_of_all_tokens_are_never_held(kind: DivergenceName, learns: bool) -> None:
+    tokens, vocabulary, chunk = 64, 50, 8
+    hidden = torch.randn(tokens, 4, requires_grad=learns)
+    weight = torch.randn(vocabulary, 4, requires_grad=learns)
+    with LargestTensor() as largest:
+        total, *_ = divergence_from_hidden(
+            hidden, Head(weight), teacher_hidden=torch.randn(tokens, 6), teacher_head=Head(torch.randn(vocabulary, 6)),
+            labels=torch.zeros(tokens, dtype=torch.long), rule=DistillationRule(kind, temperature=2.0, sft_coef=1.0),
+            chunk_tokens=chunk,
+        )  # fmt: skip
+        if learns:
+            total.backward()
+    assert largest.elements == chunk * vocabulary
+    assert total.requires_grad == learns
+
+
+def test_a_larger_vocabulary_is_cut_to_the_smaller() -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(5, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+    taught, teacher, labels = torch.randn(5, 4), torch.randn(7, 4), torch.randint(0, 7, (5,))
+    rule = DistillationRule("jensen_shannon")
+    more, less = (
+        divergence_from_hidden(
+            hidden, Head(rows), teacher_hidden=taught, teacher_head=Head(teacher), labels=labels, rule=rule
+        )[0]
+        for rows in (weight, weight[:7])
+    )
+    assert torch.equal(more, less)
+    (gradient,) = torch.autograd.grad(more, weight)
+    assert gradient.shape == weight.shape and (gradient[7:] == 0).all() and (gradient[:7] != 0).any()
+
+
+def test_no_tokens_give_a_loss_of_0_and_a_gradient_of_0() -> None:
+    hidden, weight = torch.randn(0, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+    total, *_ = divergence_from_hidden(
+        hidden, Head(weight), teacher_hidden=torch.randn(0, 6), teacher_head=Head(torch.randn(9, 6)),
+        labels=torch.zeros(0, dtype=torch.long), rule=DistillationRule(),
+    )  # fmt: skip
+    total.backward()
+    assert total == 0 and weight.grad is not None and (weight.grad == 0).all()
+
+
+def test_tokens_must_be_the_same() -> None:
+    with pytest.raises(ValueError, match="tokens of one batch: 3, 2 and 3 differ"):
+        divergence_from_hidden(
+            torch.randn(3, 4), Head(torch.randn(9, 4)), teacher_hidden=torch.randn(2, 4),
+            teacher_head=Head(torch.randn(9, 4)), labels=torch.zeros(3, dtype=torch.long), rule=DistillationRule(),
+        )  # fmt: skip
+
+
+def test_low_precision_is_summed_in_float32() -> None:
+    torch.manual_seed(0)
+    hidden, weight, taught, teacher = (torch.randn(300, 8), torch.randn(40, 8), torch.randn(300, 8), torch.randn(40, 8))
+    labels = torch.randint(0, 40, (300,))
+    found = []
+    for dtype in (torch.bfloat16, torch.float64):
+        leaf = weight.bfloat16().to(dtype).requires_grad_()
+        total, *_ = divergence_from_hidden(
+            hidden.bfloat16().to(dtype), Head(leaf), teacher_hidden=taught.bfloat16().to(dtype),
+            teacher_head=Head(teacher.bfloat16().to(dtype)), labels=labels, rule=DistillationRule(), chunk_tokens=64,
+        )  # fmt: skip
+        total.backward()
+        assert leaf.grad is not None and leaf.grad.dtype is dtype
+        found.append((total.double().detach(), leaf.grad.double()))
+    torch.testing.assert_close(found[0], found[1], rtol=2e-2, atol=2e-1)
