@@ -60,7 +60,7 @@ def report(*, base_model: str, folders: Mapping[str, str], last: PPOConfig | Pre
     """Print the figures of the runs in some folders, the answers, and the command to type next."""
     console = Console(width=None if Console().is_terminal else 120)
     step = LastStep.of(last)
-    console.print(figures({name: Path(folder) for name, folder in folders.items()}))
+    console.print(figures({name: Path(folder) for name, folder in folders.items()}, label=step.label))
     prompts = held_out_prompts(step)
     console.print(answers({"base": base_model, "SFT": step.start, step.label: step.model}, prompts, step))
     console.print(f"\nTalk to it:  [bold]{chat_command(Path(step.model), prompts[0])}[/bold]", soft_wrap=True)
@@ -74,8 +74,8 @@ def chat_command(actor: Path, prompt: list[Message]) -> str:
     return f"{python} inference/chat.py {shlex.quote(str(actor))}{system}"
 
 
-def figures(folders: Mapping[str, Path]) -> Table:
-    """Held-out figures before and after each step; steps without a run are left out."""
+def figures(folders: Mapping[str, Path], *, label: str) -> Table:
+    """Held-out figures before and after each step; steps without a run are left out, the last is shown by its label."""
     table = Table("held-out figure", "before", "after", "change", title="What changed")
     for step, folder in folders.items():
         if step == "sft":
@@ -83,21 +83,21 @@ def figures(folders: Mapping[str, Path]) -> Table:
         elif step == "reward":
             _add(table, "reward accuracy on pairs", _held_out(folder, "eval/accuracy"), "{:.3f}")
         elif step == "preference":
-            _add(table, "preference accuracy on pairs", _held_out(folder, "eval/accuracy"), "{:.3f}")
-            _add(table, "preference margin", _held_out(folder, "eval/margin"), "{:+.3f}")
+            _add(table, f"{label} accuracy on pairs", _held_out(folder, "eval/accuracy"), "{:.3f}")
+            _add(table, f"{label} margin", _held_out(folder, "eval/margin"), "{:+.3f}")
         else:
-            _add_scores(table, folder)
+            _add_scores(table, folder, label)
     return table
 
 
-def _add_scores(table: Table, folder: Path) -> None:
+def _add_scores(table: Table, folder: Path, label: str) -> None:
     scores, deviation = _held_out(folder, "eval/scores"), _held_out(folder, "eval/scores_std")
-    _add(table, "mean score of answers", scores, "{:+.3f}")
+    _add(table, f"{label} mean score", scores, "{:+.3f}")
     if scores and deviation:
         gain = (scores[1] - scores[0]) / max(deviation[0], 1e-8)
         table.add_row("  in deviations of the SFT scores", "", "", f"{gain:+.2f}")
-    _add(table, "mean KL a completion (nats)", _held_out(folder, "eval/kl"), "{:.2f}")
-    _add(table, "mean answer length (tokens)", _held_out(folder, "eval/mean_length"), "{:.1f}")
+    _add(table, f"{label} mean KL a completion (nats)", _held_out(folder, "eval/kl"), "{:.2f}")
+    _add(table, f"{label} mean answer length (tokens)", _held_out(folder, "eval/mean_length"), "{:.1f}")
 
 
 def held_out_prompts(step: LastStep) -> list[list[Message]]:

@@ -47,7 +47,7 @@ def test_each_algorithm_has_a_command() -> None:
 
 
 def test_each_loss_of_a_reward_model_is_described_and_has_a_command() -> None:
-    section = PAGE[PAGE.index("## Reward models") :]
+    section = PAGE[PAGE.index("## Reward models") :].split("\n## ")[0]
     losses = get_args(get_type_hints(PreferenceConfig)["loss"])
     assert re.findall(r"^\| (\w+)(?: \(default\))? \|", section, re.MULTILINE) == [*losses]
     steps = [_step(line) for line in re.findall(r"^python train\.py (.*)$", section, re.MULTILINE)]

@@ -70,6 +70,7 @@ def fuzz(target: str, seconds: int) -> None:
     assert int(done.stdout.split()[1]) > 100, done.stdout
 
 
+@pytest.mark.faults  # .ci/run has two minutes of it after the tests
 def test_the_readers_for_a_moment() -> None:
     fuzz("all", 10)
 
