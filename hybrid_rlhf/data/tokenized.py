@@ -80,7 +80,7 @@ def load_preference_data(
 ) -> TokenizedData:
     """Columns `responses` (token ids with the prompt), `masks` (true on an answer's own), `pairs`, `margins`, `length`
     (the longest), `tokens` (all)."""
-    return _load(Kind("reward", encode_preference_row, 1), config, tokenizer, config.max_length, seed, world)
+    return _load(Kind("preference", encode_preference_row, 1), config, tokenizer, config.max_length, seed, world)
 
 
 def load_labelled_data(

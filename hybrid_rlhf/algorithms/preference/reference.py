@@ -7,6 +7,7 @@ while the actor learns. An actor that starts where the reference is, is asked it
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -28,9 +29,11 @@ from hybrid_rlhf.data.loaders import BatchLoader
 from hybrid_rlhf.engines.builder import EngineSpec, build_engine
 from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.engines.engine import ModelEngine
+from hybrid_rlhf.runtime.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.run import Run
 
 KEPT_FILE = "reference_logprobs.json"
+logger = logging.getLogger(LOGGER_NAME)
 
 BatchT = TypeVar("BatchT", PreferenceBatch, LabelledBatch)
 Reading = Callable[[], AbstractContextManager[ModelEngine]]
@@ -120,6 +123,9 @@ class ReferenceReader:
         told = self._read(file, key)
         if told is None:
             self._run.watchdog.beat("reference log-probs")
+            if self._run.world.is_main:
+                rows, name = f"{sum(map(len, parts)):,}", KEPT_FILE
+                logger.info("the reference reads %s rows, once; what it says of them stays in %s", rows, name)
             engine = self._actor if self._is_start else self._build()
             told = [read_reference(rows, engine, collate=collate, plan=plan) for rows in parts]
             if self._run.world.is_main:
