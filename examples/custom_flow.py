@@ -76,10 +76,7 @@ def run_flow(config: FlowConfig) -> None:
             max_prompt_tokens=config.rollout.max_prompt_tokens,
         )  # fmt: skip
         plan_step(config, run)
-        stream, algorithm = (
-            RowStream(len(data.train), epochs=config.train.epochs, seed=config.seed),
-            Reinforce(config.ppo),
-        )
+        stream = RowStream(len(data.train), epochs=config.train.epochs, seed=config.seed)
         steps = min(config.train.max_steps or stream.left, stream.left // config.rollout.prompts_per_step)
         roles = build_roles(config, run, path, tokenizer, updates=steps)
         algorithm = Reinforce(config.ppo)

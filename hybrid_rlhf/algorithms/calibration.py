@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybrid_rlhf.algorithms.reward import Judgements, ScoreObjective
+from hybrid_rlhf.algorithms.supervised import each_once
 from hybrid_rlhf.configs.batch_plan import BatchPlan
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.augmented import Rows
-from hybrid_rlhf.data.loaders import BatchLoader
 from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.functional.calibration import TEMPERATURES, calibration_error, fit_temperature
 from hybrid_rlhf.runtime.logs import LOGGER_NAME
@@ -47,12 +47,10 @@ def read_judgements(
     objective: ScoreObjective[Any], engine: ModelEngine, rows: Rows, plan: BatchPlan, world: World
 ) -> Judgements:
     """What the model says of rows, of all ranks; every rank calls."""
-    loader = BatchLoader(
-        rows, global_batch_size=plan.global_batch_size, world_rank=world.rank, world_size=world.size,
-        micro_batches=replace(plan.micro_batches, padded=not engine.packs), seed=0, shuffle=False, drop_last=False,
-    )  # fmt: skip
     told = [
-        objective.judgements(engine, objective.collate(micro)) for batches in loader.iterate(1) for micro in batches
+        objective.judgements(engine, objective.collate(micro))
+        for batches in each_once(rows, plan, world, padded=not engine.packs)
+        for micro in batches
     ]
     names = [field.name for field in fields(Judgements)]
     mine = {name: torch.cat([getattr(part, name) for part in told]).cpu() for name in names}

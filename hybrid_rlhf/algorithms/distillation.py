@@ -19,13 +19,10 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.algorithms.starting import pad_token, require_same_tokens, resolve
 from hybrid_rlhf.algorithms.supervised import Objective
-from hybrid_rlhf.configs.ppo import frozen_zero
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.data.augmented import AugmentedRows, Rows
 from hybrid_rlhf.data.bins import sequences
 from hybrid_rlhf.data.collation import TokenBatch, collate_tokens
-from hybrid_rlhf.engines.builder import EngineSpec, build_engine
-from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.engines.partition import gathered
@@ -168,11 +165,3 @@ def find_teacher(config: SFTConfig, run: Run, tokenizer: PreTrainedTokenizerBase
     path = resolve(config, run, config.distill.teacher, key="distill.teacher")
     require_same_tokens("teacher", path, tokenizer, config.model, learner="student")
     return path
-
-
-def build_teacher(config: SFTConfig, run: Run, path: str) -> ModelEngine:
-    """The teacher's engine: frozen, and sharded with the student under ZeRO-3."""
-    zero = frozen_zero(config.zero, offload=False)
-    overrides = read_overrides(config.deepspeed_config)
-    spec = EngineSpec("teacher", path, config.model, zero, config.seed, deepspeed_overrides=overrides)
-    return build_engine(spec, run.world)

@@ -27,7 +27,7 @@ from hybrid_rlhf.algorithms.starting import (
 )
 from hybrid_rlhf.algorithms.supervised import finish, save_engine
 from hybrid_rlhf.algorithms.updater import Updater
-from hybrid_rlhf.configs.batch_plan import BatchPlan, MicroBatches, plan_rollout
+from hybrid_rlhf.configs.batch_plan import BatchPlan, plan_rollout
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.ppo import PPOConfig, TrainedRoleConfig, frozen_zero
 from hybrid_rlhf.data.loaders import RowStream
@@ -114,7 +114,7 @@ def plan_step(config: PPOConfig, run: Run) -> BatchPlan:
         samples_per_prompt=config.learned_per_prompt,
         mini_batches=config.ppo.mini_batches,
         ranks=run.world.size,
-        micro_batches=MicroBatches(config.train.micro_batch_size, config.train.micro_batch_tokens),
+        micro_batches=config.train.micro_batches,
     )
     tell_plan(plan, run)
     return plan
@@ -194,7 +194,7 @@ def build_rollout(
         roles, sampling=config.rollout, algorithm=algorithm, reads_reference=config.uses_reference,
         tokenizer=tokenizer,
         stop_token_ids=stop_token_ids(tokenizer, generation_config.eos_token_id if generation_config else None),
-        micro_batches=MicroBatches(config.train.micro_batch_size, config.train.micro_batch_tokens), seed=config.seed,
+        micro_batches=config.train.micro_batches, seed=config.seed,
         timers=run.timers, player=player,
     )  # fmt: skip
 

@@ -13,9 +13,15 @@ from hybrid_rlhf.algorithms.out_of_memory import out_of_memory_named
 from hybrid_rlhf.configs.batch_plan import BatchPlan
 from hybrid_rlhf.configs.cli import save_config
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.ppo import frozen_zero
+from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.sections import ModelConfig, StepConfig
+from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.configs.whole_files import write_whole
 from hybrid_rlhf.data.conditional import CONDITION_FILE, Condition
+from hybrid_rlhf.engines.builder import EngineSpec, build_engine
+from hybrid_rlhf.engines.ds_config import read_overrides
+from hybrid_rlhf.engines.engine import ModelEngine, Role
 from hybrid_rlhf.models.folders import warn_of_remote_code
 from hybrid_rlhf.models.sources import resolve_model
 from hybrid_rlhf.models.tokenizers import load_tokenizer
@@ -74,6 +80,19 @@ def tell_condition(condition: Condition, run: Run) -> None:
             "conditional SFT: scores are cut at %s; a prompt for the best begins with %r",
             edges, condition.text(condition.buckets),
         )  # fmt: skip
+
+
+def frozen_beside(config: SFTConfig | PreferenceStepConfig, run: Run, role: Role, path: str) -> ModelEngine:
+    """A model that reads while another learns, sharded with it under ZeRO-3.
+
+    Raises:
+        UserError: when it cannot be loaded.
+    """
+    zero = frozen_zero(config.zero, offload=False)
+    overrides = read_overrides(config.deepspeed_config)
+    return build_engine(
+        EngineSpec(role, path, config.model, zero, config.seed, deepspeed_overrides=overrides), run.world
+    )
 
 
 def require_same_tokens(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -33,6 +33,7 @@ from hybrid_rlhf.runtime.disk import full_disk_named
 from hybrid_rlhf.runtime.profiling import model_flops_utilisation, profiled
 from hybrid_rlhf.runtime.run import FINISHED_FILE, Run
 from hybrid_rlhf.runtime.timers import peak_memory_gib
+from hybrid_rlhf.runtime.world import World
 
 BatchT = TypeVar("BatchT")
 
@@ -90,8 +91,8 @@ class SupervisedTrainer(Generic[BatchT]):
     ) -> None:
         self._objective, self._engine, self._config, self._run = objective, engine, config, run
         self._world = run.world
-        padded = not (engine.packs and objective.packs)
-        self._plan = replace(plan, micro_batches=replace(plan.micro_batches, padded=padded))
+        self._padded = not (engine.packs and objective.packs)
+        self._plan = replace(plan, micro_batches=replace(plan.micro_batches, padded=self._padded))
         self._loader = train_loader(train, self._plan, run)
         self._total_steps = total_steps(self._loader, config)
         self._held_out = held_out
@@ -170,18 +171,8 @@ class SupervisedTrainer(Generic[BatchT]):
         if not len(self._held_out):
             return {}
         self._run.watchdog.enter("evaluation")
-        loader = BatchLoader(
-            self._held_out,
-            global_batch_size=self._plan.global_batch_size,
-            world_rank=self._world.rank,
-            world_size=self._world.size,
-            micro_batches=self._plan.micro_batches,
-            seed=0,
-            shuffle=False,
-            drop_last=False,
-        )
         sums = RunningSums(self._world.device)
-        for micro_batches in loader.iterate(1):
+        for micro_batches in each_once(self._held_out, self._plan, self._world, padded=self._padded):
             batches = [self._objective.collate(rows) for rows in micro_batches]
             for batch in self._objective.prepare(self._engine, batches):
                 sums.add(self._objective.loss(self._engine, batch))
@@ -202,6 +193,16 @@ def train_loader(rows: Rows, plan: BatchPlan, run: Run) -> BatchLoader:
         micro_batches=plan.micro_batches,
         seed=run.config.seed,
     )
+
+
+def each_once(
+    rows: Rows, plan: BatchPlan, world: World, *, padded: bool
+) -> Iterator[list[list[dict[str, Any] | None]]]:
+    """This rank's micro-batches of all rows, in their order, padded or not; a last batch is filled up."""
+    return BatchLoader(
+        rows, global_batch_size=plan.global_batch_size, world_rank=world.rank, world_size=world.size,
+        micro_batches=replace(plan.micro_batches, padded=padded), seed=0, shuffle=False, drop_last=False,
+    ).iterate(1)  # fmt: skip
 
 
 def total_steps(loader: BatchLoader, config: TrainConfig) -> int:

@@ -12,16 +12,23 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.algorithms.calibration import calibrate, read_judgements, require_held_out
-from hybrid_rlhf.algorithms.distillation import DistillObjective, build_teacher, find_teacher, with_places
+from hybrid_rlhf.algorithms.distillation import DistillObjective, find_teacher, with_places
 from hybrid_rlhf.algorithms.judged import JudgedObjective
 from hybrid_rlhf.algorithms.preference import KTO, PAIR_LOSSES
 from hybrid_rlhf.algorithms.preference.objectives import LabelledObjective, PairObjective
 from hybrid_rlhf.algorithms.preference.reference import ReferenceReader
 from hybrid_rlhf.algorithms.reward import RewardObjective
 from hybrid_rlhf.algorithms.sft import SFTObjective
-from hybrid_rlhf.algorithms.starting import memory_named, pad_token, start_step, tell_condition, tell_plan
+from hybrid_rlhf.algorithms.starting import (
+    frozen_beside,
+    memory_named,
+    pad_token,
+    start_step,
+    tell_condition,
+    tell_plan,
+)
 from hybrid_rlhf.algorithms.supervised import Objective, SupervisedTrainer, finish, total_steps, train_loader
-from hybrid_rlhf.configs.batch_plan import BatchPlan, MicroBatches, plan_batch
+from hybrid_rlhf.configs.batch_plan import BatchPlan, plan_batch
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.sft import SFTConfig
@@ -57,7 +64,7 @@ def run_sft(config: SFTConfig) -> None:
             objective = SFTObjective(pad_token_id=pad_token(tokenizer), device=run.world.device)
             _supervise(config, run, "actor", path, tokenizer, train, data.held_out, objective)
             return
-        learned = DistillObjective(config, build_teacher(config, run, teacher), tokenizer)
+        learned = DistillObjective(config, frozen_beside(config, run, "teacher", teacher), tokenizer)
         _supervise(config, run, "student", path, tokenizer, with_places(train, config), data.held_out, learned)
 
 
@@ -134,7 +141,7 @@ def _plan(config: OneEngineConfig, run: Run) -> BatchPlan:
     plan = plan_batch(
         global_batch_size=config.train.global_batch_size,
         ranks=run.world.size,
-        micro_batches=MicroBatches(config.train.micro_batch_size, config.train.micro_batch_tokens),
+        micro_batches=config.train.micro_batches,
     )
     tell_plan(plan, run)
     return plan

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from hybrid_rlhf.configs.batch_plan import MicroBatches
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.faults import FaultsConfig
 
@@ -229,6 +230,11 @@ class LoopConfig(CheckpointConfig):
         for name in ("micro_batch_tokens", "epochs"):
             require(getattr(self, name) >= 1, f"train.{name} must be 1 or more, got {getattr(self, name)}: raise it")
         require(self.eval_every >= 0, f"train.eval_every must be 0 or more, got {self.eval_every}: raise it")
+
+    @property
+    def micro_batches(self) -> MicroBatches:
+        """What passes through a model at once."""
+        return MicroBatches(self.micro_batch_size, self.micro_batch_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from hybrid_rlhf.data.augmented import Rows
+from hybrid_rlhf.runtime.logs import LOGGER_NAME
 
-logger = logging.getLogger("hybrid_rlhf")
+logger = logging.getLogger(LOGGER_NAME)
 
 
 def best_fit(lengths: Sequence[int], *, capacity: int, seed: int) -> list[list[int]]:

@@ -118,11 +118,19 @@ def collate_preferences(rows: Sequence[Mapping[str, Any] | None], pad_token_id: 
         if row is not None:
             pairs += [(better + first, worse + first) for better, worse in row["pairs"]]
             margins += row["margins"]
-    ids, attention, response = answers.tensors()
+    ids, attention = answers.tensors()
     index = torch.tensor(pairs, dtype=torch.long).view(-1, 2)
     margin = torch.tensor(margins, dtype=torch.float32)
     return PreferenceBatch(
-        ids, attention, index[:, 0], index[:, 1], margin, response, answers.reference(), answers.rows(), answers.heads()
+        ids,
+        attention,
+        index[:, 0],
+        index[:, 1],
+        margin,
+        answers.own(),
+        answers.reference(),
+        answers.rows(),
+        answers.heads(),
     )
 
 
@@ -140,7 +148,7 @@ def collate_judged(rows: Sequence[Mapping[str, Any] | None], pad_token_id: int) 
             else:
                 places += [(first + i, len(ids) - 1) for i, ids in enumerate(row["responses"])]
             labels += row["labels"]
-    ids, attention, _ = answers.tensors()
+    ids, attention = answers.tensors()
     index = torch.tensor(places, dtype=torch.long).view(-1, 2)
     return JudgedBatch(
         ids, attention, answers.heads(), index[:, 0], index[:, 1], torch.tensor(labels, dtype=torch.float32)
@@ -159,9 +167,9 @@ def collate_labelled(rows: Sequence[Mapping[str, Any] | None], pad_token_id: int
             labelled += range(first, first + len(row["labels"]))
             mismatched.append(first + len(row["labels"]))
             good += row["labels"]
-    ids, attention, response = answers.tensors()
+    ids, attention = answers.tensors()
     return LabelledBatch(
-        ids, attention, response, answers.reference(), torch.tensor(labelled, dtype=torch.long),
+        ids, attention, answers.own(), answers.reference(), torch.tensor(labelled, dtype=torch.long),
         torch.tensor(mismatched, dtype=torch.long), torch.tensor(good, dtype=torch.bool),
     )  # fmt: skip
 
@@ -190,10 +198,13 @@ class _Answers:
         self._reference += [0.0] * len(ids) if row is None or "ref_logprobs" not in row else row["ref_logprobs"]
         return first
 
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Ids, the mask of real tokens and that of the answers' own [N, T]."""
-        ids, attention = _pad(self._ids, self._pad_token_id)
-        return ids, attention, _pad(self._masks, 0)[0].bool()
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Ids and the mask of real tokens [N, T]."""
+        return _pad(self._ids, self._pad_token_id)
+
+    def own(self) -> Tensor:
+        """[N, T] bool, true on an answer's own tokens."""
+        return _pad(self._masks, 0)[0].bool()
 
     def rows(self) -> Tensor:
         """[N] int64, the row that each is of."""

@@ -20,7 +20,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sft import SFTDataConfig
 from hybrid_rlhf.data.rows import Conversation, is_number
 from hybrid_rlhf.data.sources import Row, missing, open_source
-from hybrid_rlhf.runtime.world import World
+from hybrid_rlhf.runtime.world import World, mistakes_shared
 
 CONDITION_FILE = "condition.json"
 
@@ -106,17 +106,11 @@ def find_condition(config: SFTDataConfig, training: Callable[[int], Sequence[int
         UserError: on every rank, for rows without scores, or too few different ones.
     """
     edges: list[float] = []
-    failure: str | None = None
-    if world.is_main:
-        try:
+    with mistakes_shared(world):
+        if world.is_main:
             scores: list[float] = []
             for source in config.sources:
                 found = [score_of(place, row) for place, row in open_source(source)]
                 scores += [found[place] for place in training(len(found))]
             edges = cut(scores, buckets=config.condition_buckets)
-        except UserError as error:
-            failure = str(error)
-    edges, failure = world.broadcast_object((edges, failure))
-    if failure is not None:
-        raise UserError(failure)
-    return Condition(edges, config.condition_template)
+    return Condition(world.broadcast_object(edges), config.condition_template)

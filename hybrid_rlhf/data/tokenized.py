@@ -32,9 +32,10 @@ from hybrid_rlhf.data.encoding import (
 from hybrid_rlhf.data.rows import head_place, ptx_row, sft_row
 from hybrid_rlhf.data.sources import Row, open_source
 from hybrid_rlhf.data.stepwise import encode_stepwise_row
-from hybrid_rlhf.runtime.world import World
+from hybrid_rlhf.runtime.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.world import World, mistakes_shared
 
-logger = logging.getLogger("hybrid_rlhf")
+logger = logging.getLogger(LOGGER_NAME)
 Encode = Callable[[str, Row, PreTrainedTokenizerBase, int], dict[str, Any]]
 
 
@@ -204,14 +205,8 @@ def _tokenize(
     world: World,
 ) -> datasets.Dataset:
     """All rows of a source, in its order, from the cache if they are there."""
-    failure, rows = None, None
-    try:
+    with mistakes_shared(world):
         rows = open_source(source)
-    except UserError as error:
-        failure = str(error)
-    failures = [text for text in world.all_gather_objects(failure) if text is not None]
-    if failures or rows is None:
-        raise UserError(failures[0])
 
     def make() -> Iterator[dict[str, Any]]:
         for place, row in rows:

@@ -27,9 +27,10 @@ from hybrid_rlhf.configs.credentials import redacted
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.files import regular_file
 from hybrid_rlhf.models.folders import check_folder, first_line
+from hybrid_rlhf.runtime.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.world import World
 
-logger = logging.getLogger("hybrid_rlhf")
+logger = logging.getLogger(LOGGER_NAME)
 
 EMBEDDED_MODEL = "embedded"
 _HUB_NAME = re.compile(r"(\w[\w.-]{0,95}/)?\w[\w.-]{0,95}")

@@ -6,10 +6,12 @@ launcher sets too. Without them the process is a world of one.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import random
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.runtime.host_memory import keep_freed_memory
 
 T = TypeVar("T")
@@ -103,8 +106,25 @@ class World:
         if self.size == 1:
             return item
         box = [item]
-        dist.broadcast_object_list(box, src=0, group=self.group)
+        dist.broadcast_object_list(box, group=self.group, group_src=0)
         return box[0]
+
+
+@contextlib.contextmanager
+def mistakes_shared(world: World) -> Iterator[None]:
+    """Around what a user may have got wrong on one host alone; every rank enters.
+
+    Raises:
+        UserError: on every rank, the first of any's.
+    """
+    failure = None
+    try:
+        yield
+    except UserError as error:
+        failure = str(error)
+    failures = [text for text in world.all_gather_objects(failure) if text is not None]
+    if failures:
+        raise UserError(failures[0])
 
 
 def init_world(*, timeout_seconds: float = 1800.0) -> World:

@@ -15,7 +15,7 @@ from hybrid_rlhf.algorithms.user_code import import_named, told
 from hybrid_rlhf.configs.environment import EnvironmentConfig
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.rows import Message
-from hybrid_rlhf.runtime.world import World
+from hybrid_rlhf.runtime.world import World, mistakes_shared
 
 Opening = str | list[Message] | None
 
@@ -56,14 +56,8 @@ def load_environment(config: EnvironmentConfig, world: World) -> MakeEnvironment
     """
     if config.path is None:
         return None
-    make, failure = None, None
-    try:
+    with mistakes_shared(world):
         make = _load(config)
-    except UserError as error:  # perhaps on this host alone
-        failure = str(error)
-    failures = [text for text in world.all_gather_objects(failure) if text is not None]
-    if failures:
-        raise UserError(failures[0])
     return make
 
 

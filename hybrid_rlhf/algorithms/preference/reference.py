@@ -17,17 +17,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.algorithms.starting import resolve
+from hybrid_rlhf.algorithms.starting import frozen_beside, resolve
+from hybrid_rlhf.algorithms.supervised import each_once
 from hybrid_rlhf.configs.batch_plan import BatchPlan
 from hybrid_rlhf.configs.cli import read_config
-from hybrid_rlhf.configs.ppo import frozen_zero
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.whole_files import write_whole
 from hybrid_rlhf.data.augmented import AugmentedRows, Rows
 from hybrid_rlhf.data.collation import LabelledBatch, PreferenceBatch
-from hybrid_rlhf.data.loaders import BatchLoader
-from hybrid_rlhf.engines.builder import EngineSpec, build_engine
-from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.runtime.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.run import Run
@@ -69,12 +66,7 @@ def read_reference(
         return []
     numbered = AugmentedRows(rows, lambda place, _: {"place": place})
     found: dict[int, list[float]] = {}
-    world = reference.world
-    loader = BatchLoader(
-        numbered, global_batch_size=plan.global_batch_size, world_rank=world.rank, world_size=world.size,
-        micro_batches=replace(plan.micro_batches, padded=not reference.packs), seed=0, shuffle=False, drop_last=False,
-    )  # fmt: skip
-    for micro_batches in loader.iterate(1):
+    for micro_batches in each_once(numbered, plan, reference.world, padded=not reference.packs):
         for micro in micro_batches:
             told = answer_logprobs(reference, collate(micro)).tolist()
             for row in micro:
@@ -82,7 +74,7 @@ def read_reference(
                 mine, told = told[:count], told[count:]
                 if row is not None:
                     found[row["place"]] = mine
-    everyones = world.all_gather_objects(found)
+    everyones = reference.world.all_gather_objects(found)
     by_place = {place: values for part in everyones for place, values in part.items()}
     return [by_place[place] for place in range(len(rows))]
 
@@ -108,7 +100,7 @@ class ReferenceReader:
         self._is_start = self._path == actor_path
         self._live: ModelEngine | None = None
         if config.reference.logprobs == "live" and not (self._is_start and config.lora.rank):
-            self._live = self._build()
+            self._live = frozen_beside(config, run, "reference", self._path)
 
     def __call__(self) -> AbstractContextManager[ModelEngine]:
         """Around what is read during training."""
@@ -126,7 +118,9 @@ class ReferenceReader:
             if self._run.world.is_main:
                 rows, name = f"{sum(map(len, parts)):,}", KEPT_FILE
                 logger.info("the reference reads %s rows, once; what it says of them stays in %s", rows, name)
-            engine = self._actor if self._is_start else self._build()
+            engine = self._actor
+            if not self._is_start:
+                engine = frozen_beside(self._config, self._run, "reference", self._path)
             told = [read_reference(rows, engine, collate=collate, plan=plan) for rows in parts]
             if self._run.world.is_main:
                 write_whole(file, json.dumps({"key": key, "logprobs": told}))
@@ -140,9 +134,3 @@ class ReferenceReader:
             content = json.loads(file.read_text())
             found = content["logprobs"] if content["key"] == key else None
         return self._run.world.broadcast_object(found)
-
-    def _build(self) -> ModelEngine:
-        config = self._config
-        spec = EngineSpec("reference", self._path, config.model, frozen_zero(config.zero, offload=False), config.seed,
-                          deepspeed_overrides=read_overrides(config.deepspeed_config))  # fmt: skip
-        return build_engine(spec, self._run.world)

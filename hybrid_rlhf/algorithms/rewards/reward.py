@@ -20,7 +20,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rewards import RewardPartConfig, require_distinct_names
 from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.runtime.logs import LOGGER_NAME
-from hybrid_rlhf.runtime.world import World
+from hybrid_rlhf.runtime.world import World, mistakes_shared
 
 logger = logging.getLogger(LOGGER_NAME)
 COUNTS = ("/failures", "/dropped")
@@ -164,17 +164,11 @@ def build_reward(
     """
     require_distinct_names(parts)
     background: dict[str, RewardPart] = {}
-    failure = None
-    try:
+    with mistakes_shared(world):
         for part in parts:
             if part.model is None:
                 kind = FunctionPart if part.function is not None else EndpointPart
                 background[part.label] = kind(part, device=world.device)
-    except UserError as error:  # perhaps on this host alone
-        failure = str(error)
-    failures = [text for text in world.all_gather_objects(failure) if text is not None]
-    if failures:
-        raise UserError(failures[0])
 
     def build(part: RewardPartConfig) -> RewardPart:
         if part.model is None:
