@@ -91,7 +91,14 @@ def step_of(
     still = OptimizerConfig(lr=0.0, schedule="constant", warmup_fraction=0.0)
 
     def spec(role: Any, optimizer: OptimizerConfig | None) -> EngineSpec:
-        return EngineSpec(role, path, ModelConfig(dtype=options.dtype), ZeroConfig(), 0, optimizer)
+        return EngineSpec(
+            role,
+            path,
+            ModelConfig(dtype=options.dtype, gradient_checkpointing=options.checkpointing),
+            ZeroConfig(),
+            0,
+            optimizer,
+        )
 
     actor = build_actor(spec("actor", still), world, rollout=config.rollout)
     critic = build_engine(spec("critic", still), world) if config.traits.critic else None
@@ -146,6 +153,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--keep_kl", action="store_true", help="the algorithm's own KL coefficient, and a reference")
     parser.add_argument("--model", default="embedded")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--checkpointing", action="store_true", help="activations are computed again in backward")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--prompt_tokens", type=int, default=64)

@@ -7,6 +7,7 @@ its rounds end, the step is a smaller one.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from datasets import Dataset
 
 from hybrid_rlhf.algorithms.on_policy import OnPolicyAlgorithm
 from hybrid_rlhf.algorithms.rollout import Rollout
+from hybrid_rlhf.algorithms.rollouts_ahead import RolloutsAhead
 from hybrid_rlhf.algorithms.scoring import Rated
 from hybrid_rlhf.data.loaders import RowStream
 
@@ -44,10 +46,16 @@ class Collector:
     """Takes prompts from a stream until a step has what it needs."""
 
     def __init__(
-        self, rollout: Rollout, algorithm: OnPolicyAlgorithm, *, prompts: Dataset, stream: RowStream, per_step: int
-    ) -> None:
+        self, rollout: Rollout, algorithm: OnPolicyAlgorithm, *, prompts: Dataset, stream: RowStream,
+        per_step: int, total_steps: int, max_staleness: int = 0,
+    ) -> None:  # fmt: skip
+        """Take who samples and chooses, and the rest as RolloutsAhead does."""
         self._rollout, self._algorithm, self._prompts = rollout, algorithm, prompts
         self._stream, self._per_step = stream, per_step
+        self.ahead = RolloutsAhead(
+            rollout.sampler, prompts=prompts, stream=stream, per_step=per_step, total_steps=total_steps,
+            max_staleness=max_staleness, greedy=algorithm.wants_greedy,
+        )  # fmt: skip
 
     def collect(self, step: int) -> Collected:
         """The completions of a step; every rank calls, and gets the same.
@@ -59,20 +67,20 @@ class Collector:
         config, greedy = self._algorithm.config, self._algorithm.wants_greedy
         taken: list[int] = []
         parts, masks, wanted = [], [], self._per_step
-        for _ in range(1 + config.max_refills * config.dynamic_sampling):
-            rows = self._stream.take(wanted)
-            if not rows:
-                break
-            prompts: Sequence[Mapping[str, Any]] = [self._prompts[row] for row in rows]
-            sequences = self._rollout.sample(prompts, step=step, first=len(taken), greedy=greedy)
-            rated = self._rollout.rate(prompts, sequences, first=len(taken), greedy=greedy)
+        rows, sequences = self.ahead.take(step)
+        for refills in itertools.count():
+            rated = self._rollout.rate(self._at(rows), sequences, first=len(taken), greedy=greedy)
             mask = self._algorithm.select(rated.scores, penalties=rated.penalties, groups=rated.prompts)
             taken += rows
             parts.append(rated)
             masks.append(mask)
             wanted -= len(rated.prompts[mask].unique())
-            if not config.dynamic_sampling or wanted <= 0:
+            if not config.dynamic_sampling or wanted <= 0 or refills == config.max_refills:
                 break
+            rows = self._stream.take(wanted)
+            if not rows:
+                break
+            sequences = self._rollout.sample(self._at(rows), step=step, first=len(taken), greedy=greedy)
         whole, mask = Rated.joined(parts), torch.cat(masks)
         metrics, tokens = self._metrics(whole, mask), whole.sequences
         sampled = float(tokens.response_mask.sum()), float(tokens.lengths.sum())
@@ -82,6 +90,9 @@ class Collector:
             )
         chosen = whole.select(mask)
         return Collected(chosen, [taken[place] for place in chosen.prompts.tolist()], metrics, sampled)
+
+    def _at(self, rows: Sequence[int]) -> list[Mapping[str, Any]]:
+        return [self._prompts[row] for row in rows]
 
     def _metrics(self, whole: Rated, mask: torch.Tensor) -> dict[str, float]:
         metrics = dict(whole.metrics)

@@ -24,6 +24,8 @@ class Episode:
     """Whether the actor sampled it."""
     logprobs: list[float] = field(default_factory=list)
     drawn_logprobs: list[float] = field(default_factory=list)
+    weight_versions: list[int] = field(default_factory=list)
+    """Updates that had made the weights which sampled it."""
     rewards: list[float] | None = None
     """What an environment gave, at the last token of each turn; none: there is none."""
     stopped: bool = False
@@ -45,11 +47,13 @@ class Episode:
 
     def say(self, completion: Completion) -> None:
         """Add a turn of the actor."""
+        self.weight_versions += [completion.weight_version] * len(completion.token_ids)
         self._add(completion.token_ids, completion.logprobs, completion.sampling_logprobs, sampled=True)
 
     def hear(self, token_ids: Sequence[int]) -> None:
         """Add what the actor is told."""
         zeros = [0.0] * len(token_ids)
+        self.weight_versions += [0] * len(token_ids)
         self._add(token_ids, zeros, zeros, sampled=False)
 
     def earn(self, reward: float) -> None:
@@ -74,6 +78,7 @@ def as_sequences(episodes: Sequence[Episode], device: torch.device) -> Sequences
     ids = torch.zeros(shape, dtype=torch.long)
     attention, response = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
     sampled, drawn, rewards = torch.zeros(3, *shape)
+    versions = torch.zeros(shape, dtype=torch.long)
     for row, episode in enumerate(episodes):
         start, end = len(episode.prompt), len(episode.ids)
         ids[row, :end] = torch.tensor(episode.ids)
@@ -81,10 +86,11 @@ def as_sequences(episodes: Sequence[Episode], device: torch.device) -> Sequences
         response[row, start:end] = torch.tensor(episode.sampled)
         sampled[row, start:end] = torch.tensor(episode.logprobs)
         drawn[row, start:end] = torch.tensor(episode.drawn_logprobs)
+        versions[row, start:end] = torch.tensor(episode.weight_versions)
         if episode.rewards is not None:
             rewards[row, start:end] = torch.tensor(episode.rewards)
     stopped = torch.tensor([episode.stopped for episode in episodes])
-    whole = Sequences(*(x.to(device) for x in (ids, attention, response, sampled, drawn, stopped)))
+    whole = Sequences(*(x.to(device) for x in (ids, attention, response, sampled, drawn, stopped, versions)))
     if all(episode.rewards is None for episode in episodes):
         return whole
     return replace(whole, turn_rewards=rewards.to(device))

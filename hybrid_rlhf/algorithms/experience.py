@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from hybrid_rlhf.configs.batch_plan import MicroBatches
 from hybrid_rlhf.data.loaders import deal
-from hybrid_rlhf.functional.masking import masked_sum, masked_var
+from hybrid_rlhf.functional.masking import masked_mean, masked_sum, masked_var
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ class Sequences:
     """[N, T] float32, of what was drawn from; another distribution only where top_p or top_k cut it."""
     stopped: Tensor
     """[N] bool, whether the completion ended by itself."""
+    weight_versions: Tensor
+    """[N, T] int64, the updates that had made the weights which sampled it; 0 on what was not sampled."""
     turn_rewards: Tensor | None = None
     """[N, T] float32, what an environment gave for each turn, at its last token; none: there is no environment."""
 
@@ -51,6 +53,10 @@ class Sequences:
     def lengths(self) -> Tensor:
         """[N] int64, real tokens."""
         return self.attention_mask.sum(dim=1)
+
+    def stale_updates(self, weight_version: int) -> float:
+        """Updates between the weights that sampled a token and those of a version, a mean over tokens."""
+        return float(masked_mean((weight_version - self.weight_versions).float(), mask=self.response_mask))
 
     def rows(self, indices: Sequence[int | None]) -> Sequences:
         """Some rows, cut to the longest of them; None gives a row of one token, which counts nowhere."""

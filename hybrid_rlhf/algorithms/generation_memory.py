@@ -21,22 +21,32 @@ _FLOAT32 = 4
 
 
 def layout_bytes(
-    model: ShapedModel, rollout: RolloutConfig, *, stage: int, dtype: torch.dtype, device: torch.device
-) -> float:
+    model: ShapedModel, rollout: RolloutConfig, *, stage: int, dtype: torch.dtype, device: torch.device,
+    in_use: bool = False,
+) -> float:  # fmt: skip
     """Copies that the inference layout makes of the weights of a rank (generation/weights.py).
 
     A CPU packs every product. A GPU takes views, but for weights that ZeRO-3 gathers for the moment, that adapters are
     merged into, or that are fused and lie apart.
+
+    Args:
+        model: the actor.
+        rollout: how it generates.
+        stage: of its ZeRO.
+        dtype: of the layout.
+        device: of the rank.
+        in_use: by training at the same time, so that there are no views.
     """
     e: Elements = model.elements
+    whole = stage == 3 or in_use
     base = e.all - (e.trained if e.adapted else 0)
     size, family = dtype.itemsize, FAMILIES.get(model.config.model_type)
     if rollout.layout == "module" or family is None:
-        return size * float(base if stage == 3 else 0) + size * e.adapted
+        return size * float(base if whole else 0) + size * e.adapted
     if device.type == "cpu":
         tied = model.config.vocab_size * model.config.hidden_size if model.config.tie_word_embeddings else 0
-        return size * float(base + tied if stage == 3 else e.products)
-    if stage == 3 or dtype != model.lm.dtype:
+        return size * float(base + tied if whole else e.products)
+    if whole or dtype != model.lm.dtype:
         return size * base / rollout.tensor_parallel
     apart = 0 if stage in (1, 2) and rollout.tensor_parallel == 1 and not e.adapted else _fused(model, family.names)
     return size * float(max(apart, e.adapted)) / rollout.tensor_parallel

@@ -122,7 +122,7 @@ class Planner:
             shards = ranks if config.actor.zero.stage == 3 else 1
             base += Need(host=FLOAT32 * actor.model.elements.trained / shards)
         generation, kept = self._generation(config, actor, base)
-        if rollout.keep_weights:
+        if rollout.keep_weights or rollout.max_staleness:
             base += kept
         rows = -(-rollout.prompts_per_step * config.learned_per_prompt // (config.ppo.mini_batches * ranks))
         length = rollout.max_prompt_tokens + rollout.max_new_tokens
@@ -160,11 +160,14 @@ class Planner:
         return engine_need(model, json["zero_optimization"], dtype=dtype, ranks=self.machine.ranks)
 
     def _generation(self, config: PPOConfig, actor: EngineMemory, base: Need) -> tuple[Phase, Need]:
-        """The phase, and what of it stays where the layout is kept."""
+        """The phase, and what of it stays where the layout is kept, or used beside the other phases."""
         rollout, device = config.rollout, self.machine.device
         dtype = DTYPES.get(rollout.dtype, training_dtype(config.model, device))
         stage = config.actor.zero.stage
         layout = layout_bytes(actor.model, rollout, stage=stage, dtype=dtype, device=device)
+        copies = rollout.max_staleness and rollout.max_staleness * layout_bytes(
+            actor.model, rollout, stage=stage, dtype=dtype, device=device, in_use=True
+        )
         gathers = stage == 3 and (self.machine.ranks > 1 or config.actor.zero.offload_parameters)
         build = 2 * actor.model.elements.largest * dtype.itemsize
         build += BUCKET_ELEMENTS * dtype.itemsize if gathers else 0
@@ -178,7 +181,9 @@ class Planner:
         note = "" if slots == wanted else f"{slots} of {wanted} completions at once"
         buffers = max(run, build - cache.cache)
         need = base + Need(layout=layout) + cache + Need(buffers=buffers)
-        return Phase("generation", need, self.machine, note), Need(layout=layout) + cache
+        beside = Need(layout=copies, buffers=run) + cache if copies else Need()
+        kept = beside if copies else Need(layout=layout) + cache
+        return Phase("generation", need + beside, self.machine, note), kept
 
 
 def micro_batch(train: LoopConfig, rows: int, length: int, *, sides: int = 1, head_tokens: int | None = None) -> Batch:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +9,6 @@ from functools import partial
 from typing import Any
 
 from datasets import Dataset
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.algorithms.collection import Collector, NothingToLearn
@@ -18,11 +16,12 @@ from hybrid_rlhf.algorithms.continuation import Continuation, due
 from hybrid_rlhf.algorithms.experience import Layout, Sequences
 from hybrid_rlhf.algorithms.half_used import HalfUsed
 from hybrid_rlhf.algorithms.kl_controller import KLController
-from hybrid_rlhf.algorithms.nonfinite import NotFinite, SkippedSteps, rounded, rows_not_finite
+from hybrid_rlhf.algorithms.nonfinite import NotFinite, SkippedSteps, rows_not_finite
 from hybrid_rlhf.algorithms.on_policy import OnPolicyAlgorithm
 from hybrid_rlhf.algorithms.roles import Roles
 from hybrid_rlhf.algorithms.rollout import Rollout
 from hybrid_rlhf.algorithms.rollout_metrics import evaluation_metrics, rollout_metrics, speed_metrics
+from hybrid_rlhf.algorithms.sample_texts import SampleTexts
 from hybrid_rlhf.algorithms.scoring import Scored
 from hybrid_rlhf.algorithms.updater import Progress, Updater
 from hybrid_rlhf.configs.ppo import PPOConfig
@@ -62,11 +61,13 @@ class OnPolicyTrainer:
         self._roles, self._rollout, self._updater, self._algorithm = roles, rollout, updater, algorithm
         self._prompts, self._held_out, self._stream = prompts, held_out, stream
         self._collector = Collector(
-            rollout, algorithm, prompts=prompts, stream=stream, per_step=config.rollout.prompts_per_step
-        )
+            rollout, algorithm, prompts=prompts, stream=stream, per_step=config.rollout.prompts_per_step,
+            total_steps=total_steps, max_staleness=config.rollout.max_staleness,
+        )  # fmt: skip
+        self._ahead = self._collector.ahead
         self._total_steps, self._config, self._run = total_steps, config, run
         self._world = run.world
-        self._tokenizer, self._average = tokenizer, average
+        self._average, self._texts = average, SampleTexts(prompts, tokenizer)
         self._kl = KLController(config.ppo)
         self._skipped = SkippedSteps(run, limit=config.faults.max_skipped_steps)
         changing = roles.learners
@@ -89,11 +90,11 @@ class OnPolicyTrainer:
             run.log(0, before)
             run.say(f"{config.algorithm} before training", before)
         display = run.display(config.algorithm, total_steps=self._total_steps, done_steps=done)
-        with self._continuation.running(), display:
+        with self._continuation.running(), self._ahead.running(), display:
             for step, rollout in self._rollouts(done, half_used):
                 with profiled(step, config.logging.profile_steps, run.folder, self._world):
                     metrics = self._step(step, rollout)
-                if step == self._total_steps or not self._stream.left or due(step, config.train.eval_every):
+                if step == self._total_steps or not self._ahead.is_left or due(step, config.train.eval_every):
                     metrics |= self.evaluate()
                 run.log(step, metrics)
                 display.show(step, {name: value for name, value in metrics.items() if name.startswith(_FIGURES)})
@@ -104,7 +105,7 @@ class OnPolicyTrainer:
         if half_used is not None:
             step += 1
             yield step, half_used
-        while step < self._total_steps and self._stream.left:
+        while step < self._total_steps and self._ahead.is_left:
             step += 1
             yield step, None
 
@@ -130,6 +131,7 @@ class OnPolicyTrainer:
             NotFinite: on every rank, when what a role says of a row is not finite.
             NothingToLearn: on every rank, when the algorithm chose no completion.
         """
+        self._run.timers.take()  # a checkpoint may have waited for completions
         start, rollout = time.perf_counter(), self._rollout
         collected = self._collector.collect(step)
         scored = rollout.score(collected.chosen, self._layouts(step, collected.chosen.sequences)[0])
@@ -138,6 +140,8 @@ class OnPolicyTrainer:
         metrics = {**rollout.scaling.metrics(), **collected.metrics}
         if scored.ref_logprobs is not None:
             metrics["objective/kl_coef"] = self._kl.kl_coef
+        if self._config.rollout.max_staleness:
+            metrics["rollout/stale_updates"] = scored.sequences.stale_updates(self._roles.actor.weight_version)
         prompts = collected.prompts
         if self._config.ppo.mask_truncated:
             kept = experience.sequences.stopped.nonzero().flatten().tolist()
@@ -214,11 +218,12 @@ class OnPolicyTrainer:
 
     def _speed(self, rollout: HalfUsed, trained_tokens: float) -> dict[str, float]:
         """Where the time of a step went; {} for one that was cut off, whose beginning was not timed."""
+        hidden = self._rollout.sampler.take_hidden_seconds()
         seconds = {"switch": self._roles.actor.switch_seconds, **self._run.timers.take()}
         if rollout.start is None:
             return {}
         seconds["step"] = time.perf_counter() - rollout.start
-        return speed_metrics(self._roles, rollout.sampled_tokens, trained_tokens, seconds)
+        return speed_metrics(self._roles, rollout.sampled_tokens, trained_tokens, seconds, hidden=hidden)
 
     def evaluate(self) -> dict[str, float]:
         """Scores and KL of sampled answers to the held-out prompts, of the averaged actor too; {} without prompts."""
@@ -232,27 +237,6 @@ class OnPolicyTrainer:
         self._run.timers.take()
         return metrics
 
-    def _texts(
-        self, prompts: Sequence[int], sequences: Sequences, *, scores: Tensor, kl: Tensor | None,
-        rows: Sequence[int] | None = None,
-    ) -> list[dict[str, Any]]:  # fmt: skip
-        """Rows of samples.jsonl: some of a rollout's completions, or all."""
-        texts = []
-        for row in range(len(scores)) if rows is None else rows:
-            places = (
-                sequences.response_mask[row].nonzero().flatten().tolist()
-            )  # what was said between them is shown too
-            tokens = sequences.input_ids[row, slice(places[0], places[-1] + 1) if places else slice(0)]
-            texts.append(
-                {
-                    "prompt": json.loads(self._prompts[prompts[row]]["prompt"]),
-                    "completion": self._tokenizer.decode(tokens, skip_special_tokens=True),
-                    "score": rounded(scores[row]),
-                    "kl": None if kl is None else rounded(kl[row]),
-                }
-            )
-        return texts
-
     def _state(self, step: int) -> LoopState:
         """What a checkpoint keeps of the loop."""
         self._samples.flush()
@@ -262,15 +246,17 @@ class OnPolicyTrainer:
             "kl": self._kl.state_dict(),
             "scaling": self._rollout.scaling.state_dict(),
             "skipped": self._skipped.state_dict(),
+            "ahead": self._ahead.state_dict(),
         }
         if self._updater.ptx is not None:
             content["ptx"] = self._updater.ptx.state_dict()
-        return LoopState(step, content)
+        return LoopState(step, content, tensors=self._ahead.tensors())
 
     def _half_state(self, rollout: HalfUsed) -> LoopState:
         state = self._state(rollout.step - 1)
+        named = {f"half_used.{name}": tensor for name, tensor in rollout.experience.tensors().items()}
         content = {**state.content, "half_used": rollout.state_dict(self._world)}
-        return LoopState(state.step, content, rollout.progress.updates, rollout.experience.tensors())
+        return LoopState(state.step, content, rollout.progress.updates, {**state.tensors, **named})
 
     def _resume(self) -> tuple[int, HalfUsed | None]:
         """The step that the run goes on from, 0 where it starts, and what is left of the next one's rollout."""
@@ -283,11 +269,17 @@ class OnPolicyTrainer:
         self._kl.load_state_dict(content["kl"])
         self._rollout.scaling.load_state_dict(content["scaling"])
         self._skipped.load_state_dict(content["skipped"])
+        self._ahead.load_state_dict(content["ahead"], state.tensors, self._world)
         if self._updater.ptx is not None and "ptx" in content:
             self._updater.ptx.load_state_dict(content["ptx"])
         if state.update is None:
             return state.step, None
-        return state.step, HalfUsed.restore(state.step + 1, content["half_used"], state.tensors, self._world)
+        tensors = {
+            name.removeprefix("half_used."): tensor
+            for name, tensor in state.tensors.items()
+            if name.startswith("half_used.")
+        }
+        return state.step, HalfUsed.restore(state.step + 1, content["half_used"], tensors, self._world)
 
 
 _FIGURES = (

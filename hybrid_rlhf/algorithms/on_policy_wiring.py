@@ -94,9 +94,8 @@ def _total_steps(config: PPOConfig, stream: RowStream) -> int:
 def _player(config: PPOConfig, run: Run, tokenizer: PreTrainedTokenizerBase) -> Player | None:
     make = load_environment(config.environment, run.world)
     return make and Player(
-        make, config.environment, rollout=config.rollout, tokenizer=tokenizer, device=run.world.device,
-        timers=run.timers,
-    )  # fmt: skip
+        make, config.environment, rollout=config.rollout, tokenizer=tokenizer, device=run.world.device
+    )
 
 
 def plan_step(config: PPOConfig, run: Run) -> BatchPlan:

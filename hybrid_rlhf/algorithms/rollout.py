@@ -8,7 +8,6 @@ the last response token, less a KL penalty a token.
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,9 +17,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.algorithms.environments import Player
-from hybrid_rlhf.algorithms.episodes import Episode, as_sequences, episode_metrics
+from hybrid_rlhf.algorithms.episodes import episode_metrics
 from hybrid_rlhf.algorithms.experience import Experience, Layout, Sequences, scatter_rows
 from hybrid_rlhf.algorithms.on_policy import Judged, OnPolicyAlgorithm
+from hybrid_rlhf.algorithms.prompt_sampling import PromptSampler
 from hybrid_rlhf.algorithms.rewards import Answers
 from hybrid_rlhf.algorithms.roles import Roles
 from hybrid_rlhf.algorithms.score_scaling import ScoreScaling
@@ -31,8 +31,6 @@ from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.functional.advantages import shaped_rewards
 from hybrid_rlhf.functional.divergences import KL_ESTIMATORS
 from hybrid_rlhf.functional.masking import masked_whiten
-from hybrid_rlhf.generation.engine import GenerationEngine
-from hybrid_rlhf.generation.sampling import SamplingParams, derive_seed
 from hybrid_rlhf.models.policy import values_before
 from hybrid_rlhf.runtime.timers import Timers
 
@@ -55,60 +53,20 @@ class Rollout:
         player: Player | None = None,
     ) -> None:
         self._roles, self._config, self._reads_reference = roles, sampling, reads_reference
-        self._algorithm = algorithm
-        self._tokenizer = tokenizer
-        self._stop = stop_token_ids
+        self._algorithm, self._tokenizer = algorithm, tokenizer
         self._micro_batches = replace(micro_batches, padded=not roles.packs)
-        self._seed = seed
-        self._timers, self._player = timers, player
+        self._seed, self._timers = seed, timers
         self._world = roles.actor.world
+        self.sampler = PromptSampler(
+            roles.actor, sampling, stop_token_ids=stop_token_ids, seed=seed, timers=timers, player=player
+        )
         self.scaling = ScoreScaling(algorithm.config.score_scaling)
 
     def sample(
         self, prompts: Sequence[Mapping[str, Any]], *, step: int, first: int = 0, greedy: bool = False
     ) -> Sequences:
-        """Completions of all prompts, each group of ranks that generates together sampling its share.
-
-        Args:
-            prompts: rows with `input_ids`, the same on every rank.
-            step: key of the random streams: prompt i of a step samples alike on any number of ranks.
-            first: place in the step of the first prompt.
-            greedy: after the completions of each prompt that the config asks for, one greedy one.
-        """
-        world, config = self._world, self._config
-        together = self._roles.actor.generation_world
-        mine = range(world.rank // together.size, len(prompts), world.size // together.size)
-        drawn = [
-            SamplingParams(
-                max_new_tokens=config.max_new_tokens, temperature=config.temperature, top_p=config.top_p,
-                top_k=config.top_k, n=config.samples_per_prompt, seed=derive_seed(self._seed, step, first + index),
-            )
-            for index in mine
-        ]  # fmt: skip
-        requests = drawn + ([replace(params, n=1, greedy=True) for params in drawn] if greedy else [])
-        with self._roles.actor.inference(stop_token_ids=self._stop) as generation:
-            episodes = self._play(generation, [prompts[i] for i in mine] * (2 if greedy else 1), requests)
-        told = list(zip([*mine, *mine], episodes, strict=False)) if together.is_main else []
-        by_prompt: dict[int, list[Episode]] = defaultdict(list)
-        for index, samples in (pair for part in world.all_gather_objects(told) for pair in part):
-            by_prompt[index] += samples
-        whole = [episode for i in range(len(prompts)) for episode in by_prompt[i]]
-        if self._player is not None:
-            self._player.require_whole(whole, world)
-        return as_sequences(whole, world.device)
-
-    def _play(
-        self, generation: GenerationEngine, prompts: Sequence[Mapping[str, Any]], requests: Sequence[SamplingParams]
-    ) -> list[list[Episode]]:
-        """The completions of this rank's prompts, or their episodes where there is an environment."""
-        if self._player is not None:
-            return self._player.play(generation, prompts, requests, self._roles.actor.generation_world)
-        with self._timers("generation"):
-            completions = generation.generate([prompt["input_ids"] for prompt in prompts], requests)
-        return [
-            [Episode.of_turn(prompt["input_ids"], sample) for sample in samples]
-            for prompt, samples in zip(prompts, completions, strict=True)
-        ]
+        """See PromptSampler."""
+        return self.sampler.sample(prompts, step=step, first=first, greedy=greedy)
 
     def layout(
         self, sequences: Sequences, *, step: int = 0, epoch: int = 0, mini_batches: int = 1, together: int = 1
@@ -164,7 +122,8 @@ class Rollout:
         """Let actor, reference and critic read the sequences, in the micro-batches of a layout.
 
         The actor does not where a rollout makes one update: its log-probs come with that update's own forward, and
-        until then the generator's stand for them.
+        until then the generator's stand for them, unless older weights sampled and a KL to the reference needs the
+        actor's own.
         """
         sequences, roles, temperature = rated.sequences, self._roles, self._config.temperature
         micro_batches = [micro for mini in layout.mini_batches for micro in mini]
@@ -174,7 +133,8 @@ class Rollout:
             if self._reads_reference:
                 with self._reference() as reference:
                     ref = self._read(batches, sequences, lambda batch: _logprobs(reference, batch, temperature))
-            if not self._algorithm.config.updates_once:
+            stale = bool(self._config.max_staleness) and self._reads_reference
+            if stale or not self._algorithm.config.updates_once:
                 old = self._read(batches, sequences, lambda batch: _logprobs(roles.actor, batch, temperature))
             if (critic := roles.critic) is not None:
                 values = self._read(

@@ -48,7 +48,12 @@ def evaluation_metrics(scored: Scored, *, prefix: str) -> dict[str, float]:
 
 
 def speed_metrics(
-    roles: Roles, sampled_tokens: tuple[float, float], trained_tokens: float, seconds: Mapping[str, float]
+    roles: Roles,
+    sampled_tokens: tuple[float, float],
+    trained_tokens: float,
+    seconds: Mapping[str, float],
+    *,
+    hidden: float = 0.0,
 ) -> dict[str, float]:
     """Where the time of a step went.
 
@@ -57,18 +62,24 @@ def speed_metrics(
         sampled_tokens: of all completions, and of these with their prompts.
         trained_tokens: see UpdateReport.
         seconds: of generation, training, whatever else was timed, and of the whole step.
+        hidden: seconds of generation beside the training of earlier steps.
     """
+    generation = seconds.get("generation", 0.0) + hidden  # none where a checkpoint had the completions
     actor, parts = roles.actor, {name: taken for name, taken in seconds.items() if name != "step"}
+    generating = {} if not generation else {
+        "perf/generation_tokens_per_second": sampled_tokens[0] / generation,
+        **decode_roofline(read_bytes=actor.decode_bytes, seconds=generation, device=actor.device),
+    }  # fmt: skip
     return {
-        "perf/generation_tokens_per_second": sampled_tokens[0] / seconds["generation"],
+        **generating,
         "perf/train_tokens_per_second": trained_tokens / seconds["training"],
         "perf/tokens_per_second": sampled_tokens[1] / seconds["step"],
         **model_flops_utilisation(
             parameters=sum(role.parameters for role in roles.learners.values()), tokens=trained_tokens,
             seconds=seconds["training"], ranks=actor.world.size, device=actor.device,
         ),
-        **decode_roofline(read_bytes=actor.decode_bytes, seconds=seconds["generation"], device=actor.device),
         **{f"time/{name}_seconds": taken for name, taken in parts.items()},
+        **({"time/hidden_generation_seconds": hidden} if hidden else {}),
         "time/other_seconds": seconds["step"] - sum(parts.values()),
         "time/step_seconds": seconds["step"],
         "memory/peak_gib": peak_memory_gib(actor.device),

@@ -119,6 +119,9 @@ class RolloutConfig:
     """Reward models and reference live in host memory, and each is on the device only while it scores."""
     keep_weights: bool = False
     """The inference layout, its cache and captured steps stay in memory after a rollout, and are updated in place."""
+    max_staleness: int = 0
+    """Steps that the weights which sample a rollout lie behind; above 0 it is sampled while earlier ones are learned
+    from (docs/async.md)."""
 
     def __post_init__(self) -> None:
         for name in ("prompts_per_step", "samples_per_prompt", "max_prompt_tokens", "max_new_tokens"):
@@ -134,6 +137,24 @@ class RolloutConfig:
         require(
             self.kv_cache_gib is None or self.kv_cache_gib > 0,
             f"rollout.kv_cache_gib must be above 0, got {self.kv_cache_gib}: leave it out to take what is free",
+        )
+        self._check_staleness()
+
+    def _check_staleness(self) -> None:
+        ahead = self.max_staleness
+        require(ahead >= 0, f"rollout.max_staleness must be 0 or more, got {ahead}: give 0 to sample between updates")
+        for name, needed in (("tensor_parallel", 1), ("layout", "auto"), ("keep_weights", False),
+                             ("offload_states", False)):  # fmt: skip
+            value = getattr(self, name)
+            require(
+                not ahead or value == needed,
+                f"rollout.max_staleness {ahead} samples from a copy of the weights beside training, got rollout.{name} "
+                f"{value}: give {needed}",
+            )
+        require(
+            not ahead or self.kv_cache_gib is not None,
+            f"rollout.max_staleness {ahead} shares memory with training, so that nothing is simply free, got no "
+            "rollout.kv_cache_gib: give the GiB for keys and values",
         )
 
 
@@ -181,6 +202,12 @@ class PPOConfig(StepConfig):
         require(
             name != "online_dpo" or samples == 2,
             f"algorithm online_dpo takes pairs, got rollout.samples_per_prompt {samples}: give 2",
+        )
+        stale = self.rollout.max_staleness
+        require(
+            not stale or name == "online_dpo" or self.ppo.sampler_correction != "none",
+            f"rollout.max_staleness {stale} learns from samples of older weights, got ppo.sampler_correction none: "
+            "give truncate or mask",
         )
         require(
             name != "online_dpo" or not self.ppo.mask_truncated,

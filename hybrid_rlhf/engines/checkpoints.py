@@ -60,7 +60,7 @@ class LoopState:
     update: int | None = None
     """Updates done from the rollout of the next step, where that is half used."""
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    """The half-used rollout."""
+    """Rollouts that are there: the half-used one, and those of steps to come."""
 
 
 class CheckpointWriter:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.ppo import RolloutConfig
 from hybrid_rlhf.engines.engine import EngineOptions, ModelEngine, Role
 from hybrid_rlhf.engines.host_states import HostStates
@@ -129,6 +130,34 @@ class HybridEngine(ModelEngine):
                 generation.close()
                 self.module.train(was_training)
         self.switch_seconds += time.perf_counter() - left
+
+    def copied(self, *, stop_token_ids: tuple[int, ...]) -> GenerationEngine:
+        """Generate with a copy of the current weights, in another thread, while these change; every rank must call.
+
+        Args:
+            stop_token_ids: tokens that end every completion.
+
+        Raises:
+            UserError: when the model has no inference layout: its module is what training changes.
+        """
+        if self._layout is None:
+            raise UserError(
+                f"rollout.max_staleness copies the inference layout, {type(self.lm).__name__} has none: set it to 0"
+            )
+        start = time.perf_counter()
+        decoder = self._layout.build(
+            (weight.name, weight.merged(), weight.is_copy)
+            for weight in whole_weights(self.lm, bucket_elements=BUCKET_ELEMENTS)
+        )
+        if not self._checked:
+            self._check(decoder)
+        self.switch_seconds = time.perf_counter() - start
+        return GenerationEngine(
+            decoder,
+            stop_token_ids=stop_token_ids,
+            kv_cache_gib=self._rollout.kv_cache_gib,
+            weight_version=self.weight_version,
+        )
 
     @contextlib.contextmanager
     def other_weights(self) -> Iterator[None]:

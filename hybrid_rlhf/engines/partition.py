@@ -49,9 +49,14 @@ class WholeWeight:
         return self.parameter.detach() if self.adapter is None else merged_weight(self.adapter)
 
     @property
+    def is_copy(self) -> bool:
+        """Whether `merged` is new memory."""
+        return self.adapter is not None
+
+    @property
     def is_lasting(self) -> bool:
         """Whether the memory of `merged` is there beyond the moment."""
-        return self.adapter is not None or not hasattr(self.parameter, "ds_id")
+        return self.is_copy or not hasattr(self.parameter, "ds_id")
 
 
 def base_parameters(lm: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

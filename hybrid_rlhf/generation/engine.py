@@ -92,6 +92,7 @@ class GenerationEngine:
         if self._lm is not None and layout == "auto":
             self._decoder = decoder_of(self._lm, world=solo_world(self._lm.device), dtype=self._lm.dtype)
         device = self._decoder.world.device if self._decoder is not None else self._lm.device  # type: ignore[union-attr]
+        self._closed = False
         self._prefill_tokens = prefill_tokens or PREFILL_TOKENS[device.type]
         self.workspace = workspace
         """KV cache, tables and captured steps of the last call; the next one goes on with them if it can."""
@@ -165,7 +166,8 @@ class GenerationEngine:
         """
         requests = self._requests(prompts, sampling)
         for _ in self._run(requests):
-            pass
+            if self._closed:
+                raise RuntimeError("the generation engine was closed while it generated")
         results: list[list[Completion]] = [[] for _ in prompts]
         for request in requests:
             results[request.prompt_index].append(request.completion(self._weight_version))
@@ -177,7 +179,8 @@ class GenerationEngine:
             yield from (token for _, token in added)
 
     def close(self) -> None:
-        """Let go of the weights."""
+        """Let go of the weights; a `generate` under way in another thread raises RuntimeError."""
+        self._closed = True
         self._decoder = self._lm = self.workspace = None
 
     def _requests(

@@ -31,7 +31,8 @@ def sequences(lengths: list[int], *, mark: list[int] | None = None, stopped: boo
     ids[:, 0] = torch.tensor(mark or [0] * len(lengths))
     response = attention & (torch.arange(width) > 0)
     logprobs = -1.0 * response
-    return Sequences(ids, attention, response, logprobs, logprobs, torch.full((len(lengths),), stopped))
+    ended = torch.full((len(lengths),), stopped)
+    return Sequences(ids, attention, response, logprobs, logprobs, ended, torch.zeros_like(ids))
 
 
 class Scripted:
@@ -40,8 +41,9 @@ class Scripted:
     def __init__(self, mixed: set[int]) -> None:
         self.mixed = mixed
         self.sampled: list[tuple[int, int, list[int]]] = []
+        self.sampler = self
 
-    def sample(self, prompts: Any, *, step: int, first: int, greedy: bool) -> Sequences:
+    def sample(self, prompts: Any, *, step: int, first: int = 0, greedy: bool) -> Sequences:
         marks = [prompt["input_ids"][0] for prompt in prompts]
         self.sampled.append((step, first, marks))
         each = SAMPLES + greedy
@@ -73,7 +75,8 @@ def collector(
     data = Dataset.from_list([{"input_ids": [row]} for row in range(ROWS)])
     stream = RowStream(ROWS, epochs=2, seed=1)
     algorithm = ON_POLICY_ALGORITHMS[name](config)
-    return Collector(rollout, algorithm, prompts=data, stream=stream, per_step=per_step), rollout, stream  # type: ignore[arg-type]
+    whole = Collector(rollout, algorithm, prompts=data, stream=stream, per_step=per_step, total_steps=100)  # type: ignore[arg-type]
+    return whole, rollout, stream
 
 
 def test_dynamic_sampling_keeps_every_accepted_group_to_the_end_of_the_data() -> None:

@@ -105,7 +105,7 @@ def build(
     roles = Roles(build_actor(spec, world, rollout=sampling), Reward([], world))
     make, timers, tokenizer = load_environment(config, world), Timers(world.device), tiny_tokenizer()
     assert make is not None
-    player = Player(make, config, rollout=sampling, tokenizer=tokenizer, device=world.device, timers=timers)
+    player = Player(make, config, rollout=sampling, tokenizer=tokenizer, device=world.device)
     rollout = Rollout(
         roles, sampling=sampling, algorithm=GRPO(algorithm), tokenizer=tokenizer, reads_reference=False,
         stop_token_ids=STOP, micro_batches=MicroBatches(2), seed=0, timers=timers, player=player,

@@ -182,6 +182,7 @@ def test_rollout_metrics_have_closed_forms() -> None:
         -2.5 * ones * mask,
         -2.5 * ones * mask,
         torch.tensor([True, False]),
+        0 * mask.long(),
     )
     experience = Experience(
         sequences, old_logprobs=-2 * ones * mask, ref_logprobs=-3 * ones * mask, old_values=0 * ones,
@@ -200,7 +201,7 @@ def test_rollout_metrics_have_closed_forms() -> None:
 def test_explained_variance_is_1_for_a_perfect_critic() -> None:
     mask = torch.ones(2, 3, dtype=torch.bool)
     returns = torch.randn(2, 3)
-    sequences = Sequences(mask.long(), mask, mask, returns, returns, torch.ones(2, dtype=torch.bool))
+    sequences = Sequences(mask.long(), mask, mask, returns, returns, torch.ones(2, dtype=torch.bool), 0 * mask.long())
 
     def variance(values: torch.Tensor) -> float | None:
         zero = torch.zeros(2, 3)
@@ -214,7 +215,7 @@ def test_layouts_give_every_row_once_and_equal_work() -> None:
     torch.manual_seed(0)
     lengths = torch.randint(2, 9, (16,))
     mask = torch.arange(9)[None] < lengths[:, None]
-    sequences = Sequences(mask.long(), mask, mask, mask.float(), mask.float(), lengths > 0)
+    sequences = Sequences(mask.long(), mask, mask, mask.float(), mask.float(), lengths > 0, 0 * mask.long())
     for ranks in (1, 2, 4):
         plans = [
             Layout.plan(sequences, mini_batches=2, micro_batches=MicroBatches(2), rank=rank, ranks=ranks, seed=[1])

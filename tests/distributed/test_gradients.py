@@ -65,7 +65,13 @@ def experience(seed: int) -> Experience:
     values = normal(1.0)
     old, reference = normal(0.5, -5.5), normal(0.5, -5.5)
     sequences = Sequences(
-        torch.randint(3, 200, attention.shape, generator=chance), attention, answered, old, old, lengths[:, 0] > 3
+        torch.randint(3, 200, attention.shape, generator=chance),
+        attention,
+        answered,
+        old,
+        old,
+        lengths[:, 0] > 3,
+        torch.zeros_like(attention, dtype=torch.long),
     )
     return Experience(
         sequences, old, torch.zeros(rows), normal(1.0), normal(1.0), reference, values, values + normal(1.0)

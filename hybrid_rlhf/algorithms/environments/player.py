@@ -65,7 +65,6 @@ class Player:
         rollout: RolloutConfig,
         tokenizer: PreTrainedTokenizerBase,
         device: torch.device,
-        timers: Timers,
     ) -> None:
         """Get ready.
 
@@ -73,7 +72,7 @@ class Player:
             UserError: when the tokenizer's template has no place for observations.
         """
         self._make, self._config, self._rollout = make, config, rollout
-        self._tokenizer, self._timers = tokenizer, timers
+        self._tokenizer = tokenizer
         self._turns = Turns(tokenizer, max_observation_tokens=config.max_observation_tokens)
         self._calls = Calls(timeout_seconds=config.timeout_seconds, device=device)
 
@@ -83,6 +82,7 @@ class Player:
         prompts: Sequence[Mapping[str, Any]],
         requests: Sequence[SamplingParams],
         together: World,
+        timers: Timers,
     ) -> list[list[Episode]]:
         """Episodes from prompts to their ends.
 
@@ -91,6 +91,7 @@ class Player:
             prompts: rows of `load_prompt_data`.
             requests: for each how it is sampled, with a seed.
             together: ranks that generate together; the first has the environments.
+            timers: of generation and environment.
 
         Returns:
             the n episodes of each prompt. With on_failure stop, once one has failed the others are as they were then.
@@ -100,17 +101,17 @@ class Player:
             for prompt, params in zip(prompts, requests, strict=True)
             for sample in range(params.n)
         ]
-        self._begin(games, together)
+        self._begin(games, together, timers)
         for turn in range(self._config.max_turns):
             live = [game for game in games if game.live and (turn == 0 or self._hear(game, generation))]
             failed = any(game.episode.failure for game in games)
             if (turn and not live) or (failed and self._config.on_failure == "stop"):
                 break
-            with self._timers("generation"):
+            with timers("generation"):
                 answers = generation.generate(
                     [game.episode.ids for game in live], [self._of_turn(game, turn, generation) for game in live]
                 )
-            self._step(live, [completion for (completion,) in answers], together)
+            self._step(live, [completion for (completion,) in answers], together, timers)
         rest = iter([game.episode for game in games])
         return [[next(rest) for _ in range(params.n)] for params in requests]
 
@@ -131,9 +132,9 @@ class Player:
         if world.is_main:
             logger.warning("environment %s gives 0 and ends %s", self._config.path, where)
 
-    def _begin(self, games: Sequence[_Game], together: World) -> None:
+    def _begin(self, games: Sequence[_Game], together: World, timers: Timers) -> None:
         """Make the environments, and take the prompts that they begin with."""
-        openings = self._asked(lambda: [self._opening(game) for game in games], self._read_opening, together)
+        openings = self._asked(lambda: [self._opening(game) for game in games], self._read_opening, together, timers)
         for game, prompt in zip(games, openings, strict=True):
             if isinstance(prompt, Failed):
                 game.episode.failure = prompt.reason
@@ -148,13 +149,13 @@ class Player:
             return lambda: failed
         return partial(game.environment.reset, game.row)
 
-    def _step(self, games: Sequence[_Game], completions: Sequence[Completion], together: World) -> None:
+    def _step(self, games: Sequence[_Game], completions: Sequence[Completion], together: World, timers: Timers) -> None:
         """Add a turn of the actor to each episode, and what its environment makes of it."""
         for game, completion in zip(games, completions, strict=True):
             game.episode.say(completion)
             game.live = game.episode.failure is None
         playing = [pair for pair in zip(games, completions, strict=True) if pair[0].live]
-        steps = self._asked(lambda: [self._turn(*pair) for pair in playing], _read_step, together)
+        steps = self._asked(lambda: [self._turn(*pair) for pair in playing], _read_step, together, timers)
         for (game, completion), step in zip(playing, steps, strict=True):
             if isinstance(step, Failed):
                 game.episode.failure, game.live = step.reason, False
@@ -170,12 +171,12 @@ class Player:
         return partial(game.environment.step, text)
 
     def _asked(
-        self, calls: Callable[[], list[Callable[[], Any]]], read: Callable[[Any], Any], together: World
+        self, calls: Callable[[], list[Callable[[], Any]]], read: Callable[[Any], Any], together: World, timers: Timers
     ) -> list[Any]:
         """What calls return, or Failed, as read; made on the first of the ranks that generate together."""
         answers = []
         if together.is_main:
-            with self._timers("environment"):
+            with timers("environment"):
                 answers = [x if isinstance(x, Failed) else read(x) for x in self._calls(calls())]
         return together.all_gather_objects(answers)[0]
 
