@@ -35,7 +35,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from benchmarks.ppo_step import CPU, ROOT, TEMPLATE, Products, environment, peak_of
+from benchmarks.ppo_step import CPU, PAD_TOKEN, ROOT, Products, environment, peak_of
 from hybrid_rlhf.configs.cli import parse_config
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
@@ -47,6 +47,11 @@ from hybrid_rlhf.models.tokenizers import load_tokenizer
 from hybrid_rlhf.runtime.world import solo_world
 
 LEARNING_RATE = 1e-5
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Ends with the answer's last token, which both sides learn."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,7 @@ def prepare(folder: Path, options: argparse.Namespace) -> PreTrainedTokenizerBas
     path = resolve_model("embedded", world=solo_world(CPU))
     tokenizer = load_tokenizer(path)
     tokenizer.chat_template = TEMPLATE
+    tokenizer.pad_token = PAD_TOKEN  # transformers' scorer looks for the last token that is not this one
     with quiet_transformers():
         lm = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         lm.config.pad_token_id = tokenizer.pad_token_id

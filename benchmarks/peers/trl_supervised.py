@@ -71,7 +71,7 @@ def main() -> None:
             output_dir=tempfile.mkdtemp(), max_steps=options.steps, per_device_train_batch_size=options.batch,
             learning_rate=options.lr, lr_scheduler_type="constant", max_length=options.max_length, logging_steps=1,
             report_to="none", use_cpu=True, bf16=False, seed=0, save_strategy="no", gradient_checkpointing=False,
-            weight_decay=0.0,
+            weight_decay=0.0, **({"completion_only_loss": True} if options.task == "sft" else {}),
         ),
         train_dataset=datasets.Dataset.from_list(rows),
         processing_class=PreTrainedTokenizerFast.from_pretrained(options.model),

@@ -68,6 +68,8 @@ class Collector:
         taken: list[int] = []
         parts, masks, wanted = [], [], self._per_step
         rows, sequences = self.ahead.take(step)
+        if not config.dynamic_sampling:
+            self.ahead.begin(step)
         for refills in itertools.count():
             rated = self._rollout.rate(self._at(rows), sequences, first=len(taken), greedy=greedy)
             mask = self._algorithm.select(rated.scores, penalties=rated.penalties, groups=rated.prompts)
@@ -81,6 +83,7 @@ class Collector:
             if not rows:
                 break
             sequences = self._rollout.sample(self._at(rows), step=step, first=len(taken), greedy=greedy)
+        self.ahead.begin(step)
         whole, mask = Rated.joined(parts), torch.cat(masks)
         metrics, tokens = self._metrics(whole, mask), whole.sequences
         sampled = float(tokens.response_mask.sum()), float(tokens.lengths.sum())

@@ -127,7 +127,7 @@ class Planner:
         rows = -(-rollout.prompts_per_step * config.learned_per_prompt // (config.ppo.mini_batches * ranks))
         length = rollout.max_prompt_tokens + rollout.max_new_tokens
         batch = micro_batch(config.train, rows, length, head_tokens=rollout.max_new_tokens)
-        reads_actor = config.uses_reference and own_reference or not config.ppo.updates_once
+        reads_actor = config.uses_reference and (own_reference or rollout.max_staleness) or not config.ppo.updates_once
         reads = [e.reading(batch) for e in (*readers, *learners[1:], *([actor] if reads_actor else []))]
         yield generation
         yield Phase("scoring", base + max(reads, key=lambda n: n.device, default=Need()), self.machine)
@@ -165,9 +165,8 @@ class Planner:
         dtype = DTYPES.get(rollout.dtype, training_dtype(config.model, device))
         stage = config.actor.zero.stage
         layout = layout_bytes(actor.model, rollout, stage=stage, dtype=dtype, device=device)
-        copies = rollout.max_staleness and rollout.max_staleness * layout_bytes(
-            actor.model, rollout, stage=stage, dtype=dtype, device=device, in_use=True
-        )
+        copy = layout_bytes(actor.model, rollout, stage=stage, dtype=dtype, device=device, in_use=True)
+        copies = rollout.max_staleness * copy
         gathers = stage == 3 and (self.machine.ranks > 1 or config.actor.zero.offload_parameters)
         build = 2 * actor.model.elements.largest * dtype.itemsize
         build += BUCKET_ELEMENTS * dtype.itemsize if gathers else 0
@@ -181,9 +180,8 @@ class Planner:
         note = "" if slots == wanted else f"{slots} of {wanted} completions at once"
         buffers = max(run, build - cache.cache)
         need = base + Need(layout=layout) + cache + Need(buffers=buffers)
-        beside = Need(layout=copies, buffers=run) + cache if copies else Need()
-        kept = beside if copies else Need(layout=layout) + cache
-        return Phase("generation", need + beside, self.machine, note), kept
+        kept = Need(layout=copies, buffers=run) if copies else Need(layout=layout)
+        return Phase("generation", need + Need(layout=copies), self.machine, note), kept + cache
 
 
 def micro_batch(train: LoopConfig, rows: int, length: int, *, sides: int = 1, head_tokens: int | None = None) -> Batch:

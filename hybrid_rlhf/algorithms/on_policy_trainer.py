@@ -25,6 +25,7 @@ from hybrid_rlhf.algorithms.sample_texts import SampleTexts
 from hybrid_rlhf.algorithms.scoring import Scored
 from hybrid_rlhf.algorithms.updater import Progress, Updater
 from hybrid_rlhf.configs.ppo import PPOConfig
+from hybrid_rlhf.configs.sections import require
 from hybrid_rlhf.data.loaders import RowStream
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.checkpoints import LoopState
@@ -140,8 +141,9 @@ class OnPolicyTrainer:
         metrics = {**rollout.scaling.metrics(), **collected.metrics}
         if scored.ref_logprobs is not None:
             metrics["objective/kl_coef"] = self._kl.kl_coef
-        if self._config.rollout.max_staleness:
-            metrics["rollout/stale_updates"] = scored.sequences.stale_updates(self._roles.actor.weight_version)
+        stale = scored.sequences.stale_updates(self._roles.actor.weight_version)
+        if stale or self._config.rollout.max_staleness:
+            metrics["rollout/stale_updates"] = stale
         prompts = collected.prompts
         if self._config.ppo.mask_truncated:
             kept = experience.sequences.stopped.nonzero().flatten().tolist()
@@ -218,12 +220,13 @@ class OnPolicyTrainer:
 
     def _speed(self, rollout: HalfUsed, trained_tokens: float) -> dict[str, float]:
         """Where the time of a step went; {} for one that was cut off, whose beginning was not timed."""
-        hidden = self._rollout.sampler.take_hidden_seconds()
         seconds = {"switch": self._roles.actor.switch_seconds, **self._run.timers.take()}
         if rollout.start is None:
             return {}
         seconds["step"] = time.perf_counter() - rollout.start
-        return speed_metrics(self._roles, rollout.sampled_tokens, trained_tokens, seconds, hidden=hidden)
+        return speed_metrics(
+            self._roles, rollout.sampled_tokens, trained_tokens, seconds, hidden=self._ahead.hidden_seconds
+        )
 
     def evaluate(self) -> dict[str, float]:
         """Scores and KL of sampled answers to the held-out prompts, of the averaged actor too; {} without prompts."""
@@ -264,12 +267,17 @@ class OnPolicyTrainer:
         if state is None:
             return 0, None
         content = state.content
+        require(
+            self._config.corrects_stale or not content.get("ahead"),
+            "the checkpoint holds completions that older weights sampled (rollout.max_staleness), got "
+            "ppo.sampler_correction none: give truncate or mask",
+        )
         self._stream.load_state_dict(content["prompts"])
         self._algorithm.load_state_dict(content["algorithm"])
         self._kl.load_state_dict(content["kl"])
         self._rollout.scaling.load_state_dict(content["scaling"])
         self._skipped.load_state_dict(content["skipped"])
-        self._ahead.load_state_dict(content["ahead"], state.tensors, self._world)
+        self._ahead.load_state_dict(content.get("ahead", ()), state.tensors, self._world)
         if self._updater.ptx is not None and "ptx" in content:
             self._updater.ptx.load_state_dict(content["ptx"])
         if state.update is None:

@@ -2,7 +2,7 @@
 
 With the actor's weights as they are, between updates; or with a copy of them in a thread, while the actor learns.
 Gathering weights and completions is for all ranks together, so it stays in the main thread; the thread in between has
-no collectives.
+no collectives. One samples at a time: the main thread, for an evaluation, waits until the rollout under way is done.
 """
 
 from __future__ import annotations
@@ -45,13 +45,12 @@ class _Share:
 
 
 @dataclass(frozen=True)
-class _Sampled:
-    """What a thread gives."""
+class Measured:
+    """What sampling in a thread took."""
 
-    episodes: Episodes
-    seconds: float
-    decode_bytes: int
-    """What decoding read."""
+    seconds: float = 0.0
+    decode_bytes: int = 0
+    """That decoding read on this rank."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +59,16 @@ class Pending:
 
     share: _Share
     generation: GenerationEngine
-    call: Background[_Sampled]
+    call: Background[tuple[Episodes, Measured]]
 
-    def cancel(self) -> None:
-        """End it soon."""
-        self.generation.close()
-        self.call.has_ended(_CLOSING_SECONDS)
+
+def cancel(rollouts: Sequence[Pending]) -> None:
+    """End threads soon, and wait for that."""
+    for pending in rollouts:
+        pending.generation.close()
+    deadline = time.monotonic() + _CLOSING_SECONDS
+    for pending in rollouts:
+        pending.call.has_ended(max(0.0, deadline - time.monotonic()))
 
 
 class PromptSampler:
@@ -82,10 +85,10 @@ class PromptSampler:
         player: Player | None = None,
     ) -> None:
         """Take the actor, how it samples, what ends a completion, and who plays where there are environments."""
-        self._actor, self._config, self._stop, self._seed = actor, config, stop_token_ids, seed
+        self.actor, self._config, self._stop, self._seed = actor, config, stop_token_ids, seed
         self._timers, self._player = timers, player
-        self._one_at_a_time = threading.Lock()
-        self._hidden_seconds = 0.0
+        self._one_at_a_time = threading.RLock()
+        self._stream: torch.cuda.Stream | None = None
 
     def sample(
         self, prompts: Sequence[Mapping[str, Any]], *, step: int, first: int = 0, greedy: bool = False
@@ -99,48 +102,41 @@ class PromptSampler:
             greedy: after the completions of each prompt that the config asks for, one greedy one.
         """
         share = self._share(prompts, step, first, greedy)
-        with self._actor.inference(stop_token_ids=self._stop) as generation:
+        with self._one_at_a_time, self.actor.inference(stop_token_ids=self._stop) as generation:
             episodes = self._play(generation, share, self._timers)
         return self._whole(share, episodes)
 
-    def copied(self) -> GenerationEngine:
-        """The weights as they are, for `begin`; every rank calls.
-
-        Raises:
-            UserError: when the model has no layout to copy.
-        """
-        return self._actor.copied(stop_token_ids=self._stop)
-
-    def begin(
-        self, generation: GenerationEngine, prompts: Sequence[Mapping[str, Any]], *, step: int, greedy: bool = False
-    ) -> Pending:
-        """Start on what `sample` would give by the weights that were copied."""
+    def begin(self, prompts: Sequence[Mapping[str, Any]], *, step: int, greedy: bool = False) -> Pending:
+        """Start on what `sample` would give now, by a copy of the weights; every rank calls."""
+        generation = self.actor.copied(stop_token_ids=self._stop)
         share, copied = self._share(prompts, step, 0, greedy), self._stream_position()
 
-        def beside() -> _Sampled:
+        def beside() -> tuple[Episodes, Measured]:
             with self._one_at_a_time, self._own_stream(copied):
-                start, read = time.perf_counter(), generation.decode_bytes
+                start = time.perf_counter()
                 episodes = self._play(generation, share, Timers(torch.device("cpu")))  # does not wait for training
-                return _Sampled(episodes, time.perf_counter() - start, generation.decode_bytes - read)
+                measured = Measured(time.perf_counter() - start, generation.decode_bytes)
+            generation.close()
+            return episodes, measured
 
-        return Pending(share, generation, Background(beside, device=self._actor.device))
+        return Pending(share, generation, Background(beside, device=self.actor.device))
 
-    def finish(self, pending: Pending) -> Sequences:
-        """Wait for what was begun; every rank calls, in the order of the beginnings."""
-        start = time.perf_counter()
+    def finish(self, pending: Pending) -> tuple[Sequences, Measured]:
+        """Wait for what was begun; every rank calls, in the order of the beginnings.
+
+        Raises:
+            UserError: on every rank, as environments say.
+        """
+        episodes, measured = pending.call.result()
+        return self._whole(pending.share, episodes), measured
+
+    def await_in_step(self, pending: Pending) -> None:
+        """Wait, as a part of a step's time."""
         with self._timers("generation"):
-            sampled = pending.call.result()
-        self._hidden_seconds += max(0.0, sampled.seconds - (time.perf_counter() - start))
-        self._actor.decode_bytes = sampled.decode_bytes
-        return self._whole(pending.share, sampled.episodes)
-
-    def take_hidden_seconds(self) -> float:
-        """What sampling took beside training since the last call, beyond what was waited for."""
-        taken, self._hidden_seconds = self._hidden_seconds, 0.0
-        return taken
+            pending.call.has_ended(None)
 
     def _share(self, prompts: Sequence[Mapping[str, Any]], step: int, first: int, greedy: bool) -> _Share:
-        world, config, together = self._actor.world, self._config, self._actor.generation_world
+        world, config, together = self.actor.world, self._config, self.actor.generation_world
         mine = list(range(world.rank // together.size, len(prompts), world.size // together.size))
         drawn = [
             SamplingParams(
@@ -156,7 +152,7 @@ class PromptSampler:
     def _play(self, generation: GenerationEngine, share: _Share, timers: Timers) -> Episodes:
         """The completions of this rank's prompts, or their episodes where there is an environment."""
         if self._player is not None:
-            return self._player.play(generation, share.rows, share.requests, self._actor.generation_world, timers)
+            return self._player.play(generation, share.rows, share.requests, self.actor.generation_world, timers)
         with timers("generation"):
             completions = generation.generate([prompt["input_ids"] for prompt in share.rows], share.requests)
         return [
@@ -166,8 +162,8 @@ class PromptSampler:
 
     def _whole(self, share: _Share, episodes: Episodes) -> Sequences:
         """The completions of all ranks, those of a prompt together."""
-        world = self._actor.world
-        told = list(zip(share.places, episodes, strict=True)) if self._actor.generation_world.is_main else []
+        world = self.actor.world
+        told = list(zip(share.places, episodes, strict=True)) if self.actor.generation_world.is_main else []
         by_prompt: dict[int, list[Episode]] = defaultdict(list)
         for place, samples in (pair for part in world.all_gather_objects(told) for pair in part):
             by_prompt[place] += samples
@@ -178,7 +174,7 @@ class PromptSampler:
 
     def _stream_position(self) -> torch.cuda.Event | None:
         """After which the copied weights are there."""
-        return torch.cuda.current_stream().record_event() if self._actor.device.type == "cuda" else None
+        return torch.cuda.current_stream().record_event() if self.actor.device.type == "cuda" else None
 
     @contextlib.contextmanager
     def _own_stream(self, copied: torch.cuda.Event | None) -> Iterator[None]:
@@ -186,8 +182,10 @@ class PromptSampler:
         if copied is None:
             yield
             return
-        stream = torch.cuda.Stream()
+        stream = self._stream = self._stream or torch.cuda.Stream()  # memory that is freed serves its stream alone
         stream.wait_event(copied)
-        with torch.cuda.stream(stream):
-            yield
-        stream.synchronize()
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            stream.synchronize()

@@ -133,8 +133,8 @@ class Rollout:
             if self._reads_reference:
                 with self._reference() as reference:
                     ref = self._read(batches, sequences, lambda batch: _logprobs(reference, batch, temperature))
-            stale = bool(self._config.max_staleness) and self._reads_reference
-            if stale or not self._algorithm.config.updates_once:
+            stale = bool(sequences.stale_updates(roles.actor.weight_version))
+            if (stale and self._reads_reference) or not self._algorithm.config.updates_once:
                 old = self._read(batches, sequences, lambda batch: _logprobs(roles.actor, batch, temperature))
             if (critic := roles.critic) is not None:
                 values = self._read(

@@ -11,6 +11,7 @@ Source: bounded staleness, Ho et al. 2013 (SSP); for RLHF Noukhovitch et al. 202
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +20,9 @@ from datasets import Dataset
 from torch import Tensor
 
 from hybrid_rlhf.algorithms.experience import Sequences
-from hybrid_rlhf.algorithms.prompt_sampling import Pending, PromptSampler
+from hybrid_rlhf.algorithms.prompt_sampling import Measured, Pending, PromptSampler, cancel
+from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.loaders import RowStream
-from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.runtime.world import World
 
 
@@ -31,7 +32,9 @@ class _Ahead:
 
     rows: list[int]
     """Of its prompts in the data."""
-    completions: Pending | Sequences
+    completions: Pending | Sequences | UserError | None
+    """None where they could not be had when a checkpoint was written; the error is raised when the step is due."""
+    measured: Measured = Measured()
 
 
 class RolloutsAhead:
@@ -62,6 +65,8 @@ class RolloutsAhead:
         self._sampler, self._prompts, self._stream, self._per_step = sampler, prompts, stream, per_step
         self._total_steps, self._max_staleness, self._greedy = total_steps, max_staleness, greedy
         self._ahead: dict[int, _Ahead] = {}
+        self.hidden_seconds = 0.0
+        """What sampling the completions that were taken last took beside the training of earlier steps."""
 
     @property
     def is_left(self) -> bool:
@@ -71,19 +76,32 @@ class RolloutsAhead:
     def take(self, step: int) -> tuple[list[int], Sequences]:
         """A step's first prompts, by their rows in the data, and their completions; every rank calls, step by step.
 
-        Those of the steps that may be ahead are begun.
-
         Raises:
             UserError: on every rank, as environments say.
         """
-        ahead = self._ahead.pop(step, None)
-        if ahead is None:
-            rows = self._stream.take(self._per_step)
-            completions = self._sampler.sample(self._at(rows), step=step, greedy=self._greedy)
-        else:
-            rows, completions = ahead.rows, self._finished(ahead)
-        self._begin(step)
-        return rows, completions
+        ahead = self._ahead.pop(step, None) or _Ahead(self._stream.take(self._per_step), None)
+        self.hidden_seconds = 0.0
+        if ahead.completions is None:
+            return ahead.rows, self._sampler.sample(self._at(ahead.rows), step=step, greedy=self._greedy)
+        start = time.perf_counter()
+        if isinstance(ahead.completions, Pending):
+            self._sampler.await_in_step(ahead.completions)
+        waited = time.perf_counter() - start
+        self._finish(ahead)
+        if isinstance(ahead.completions, UserError):
+            raise ahead.completions
+        assert isinstance(ahead.completions, Sequences)
+        self.hidden_seconds = max(0.0, ahead.measured.seconds - waited)
+        self._sampler.actor.tell_sampled_ahead(decode_bytes=ahead.measured.decode_bytes)
+        return ahead.rows, ahead.completions
+
+    def begin(self, step: int) -> None:
+        """Start on the steps that may be ahead of one, with the current weights; every rank calls."""
+        for number in range(step + 1, min(step + self._max_staleness, self._total_steps) + 1):
+            if number not in self._ahead and self._stream.left:
+                rows = self._stream.take(self._per_step)
+                pending = self._sampler.begin(self._at(rows), step=number, greedy=self._greedy)
+                self._ahead[number] = _Ahead(rows, pending)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -91,14 +109,12 @@ class RolloutsAhead:
         try:
             yield
         finally:
-            for ahead in self._ahead.values():
-                if isinstance(ahead.completions, Pending):
-                    ahead.completions.cancel()
+            cancel([ahead.completions for ahead in self._ahead.values() if isinstance(ahead.completions, Pending)])
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Which steps are ahead, for a checkpoint, once they are sampled; every rank calls."""
         for ahead in self._ahead.values():
-            ahead.completions = self._finished(ahead)
+            self._finish(ahead)
         return [{"step": step, "rows": ahead.rows} for step, ahead in self._ahead.items()]
 
     def tensors(self) -> dict[str, Tensor]:
@@ -119,25 +135,16 @@ class RolloutsAhead:
                 for name, tensor in tensors.items()
                 if name.startswith(prefix)
             }
-            self._ahead[part["step"]] = _Ahead(part["rows"], Sequences(**named))
+            self._ahead[part["step"]] = _Ahead(part["rows"], Sequences(**named) if named else None)
 
-    def _begin(self, step: int) -> None:
-        """Start on the steps that follow, as many as may be ahead."""
-        copied: GenerationEngine | None = None
-        for number in range(step + 1, min(step + self._max_staleness, self._total_steps) + 1):
-            if number in self._ahead:
-                continue
-            rows = self._stream.take(self._per_step)
-            if not rows:
-                return
-            copied = copied or self._sampler.copied()
-            pending = self._sampler.begin(copied, self._at(rows), step=number, greedy=self._greedy)
-            self._ahead[number] = _Ahead(rows, pending)
-
-    def _finished(self, ahead: _Ahead) -> Sequences:
-        if isinstance(ahead.completions, Pending):
-            return self._sampler.finish(ahead.completions)
-        return ahead.completions
+    def _finish(self, ahead: _Ahead) -> None:
+        """Wait for completions; an error that all ranks share is kept, so that a checkpoint can still be written."""
+        if not isinstance(ahead.completions, Pending):
+            return
+        try:
+            ahead.completions, ahead.measured = self._sampler.finish(ahead.completions)
+        except UserError as error:
+            ahead.completions = error
 
     def _at(self, rows: Sequence[int]) -> list[Mapping[str, Any]]:
         return [self._prompts[row] for row in rows]

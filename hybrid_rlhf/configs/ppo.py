@@ -192,6 +192,11 @@ class PPOConfig(StepConfig):
         if self.critic.share_base:
             self._check_shared_base()
 
+    @property
+    def corrects_stale(self) -> bool:
+        """Whether older weights may sample: the loss is corrected for it, or does not ask who sampled (online DPO)."""
+        return self.ppo.sampler_correction != "none" or self.algorithm == "online_dpo"
+
     def _check_algorithm(self) -> None:
         name, least, samples = self.algorithm, self.traits.completions, self.rollout.samples_per_prompt
         require(
@@ -205,7 +210,7 @@ class PPOConfig(StepConfig):
         )
         stale = self.rollout.max_staleness
         require(
-            not stale or name == "online_dpo" or self.ppo.sampler_correction != "none",
+            not stale or self.corrects_stale,
             f"rollout.max_staleness {stale} learns from samples of older weights, got ppo.sampler_correction none: "
             "give truncate or mask",
         )

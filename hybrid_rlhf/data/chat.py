@@ -61,6 +61,23 @@ def encode_conversation(
     return _encode(text, spans, tokenizer)
 
 
+def turn_end(tokenizer: PreTrainedTokenizerBase) -> tuple[int, list[int]] | None:
+    """The end-of-turn token of a conversation's last answer, and what the template has after it: often a line break.
+
+    None for a template whose answers have no such token, or that does not show a question and its answer.
+    """
+    try:
+        encoded = encode_conversation(
+            [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], tokenizer
+        )
+    except UserError:
+        return None
+    own = [place for place, learned in enumerate(encoded.loss_mask) if learned]
+    if not own or encoded.input_ids[own[-1]] not in tokenizer.all_special_ids:
+        return None
+    return encoded.input_ids[own[-1]], encoded.input_ids[own[-1] + 1 :]
+
+
 def encode_prompt(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """A conversation up to where the assistant speaks next."""
     return _ids(render(messages, tokenizer, add_generation_prompt=True), tokenizer)

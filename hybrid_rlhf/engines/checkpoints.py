@@ -98,7 +98,9 @@ class CheckpointWriter:
         tensors = {role: self._taken(role, state) for role, state in self._states.items()}
         named = {f"{role}_{self._world.rank:05}.safetensors": part for role, part in tensors.items() if part}
         if self._world.is_main and loop.tensors:
-            named[_LOOP_FILE] = {name: tensor.cpu() for name, tensor in loop.tensors.items()}
+            # safetensors takes no views, and a rollout's tensors may be views of each other
+            copies = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in loop.tensors.items()}
+            named[_LOOP_FILE] = copies
         manifest = {
             "step": loop.step,
             "update": loop.update,

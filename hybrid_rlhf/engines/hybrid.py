@@ -66,7 +66,7 @@ class HybridEngine(ModelEngine):
             rollout: how the layout is built; none: the defaults.
 
         Raises:
-            UserError: when tensor_parallel needs a layout and the model has none.
+            UserError: when tensor_parallel or max_staleness needs a layout and the model has none.
         """
         super().__init__(role, engine, world, options)
         self._rollout = rollout or RolloutConfig()
@@ -87,6 +87,10 @@ class HybridEngine(ModelEngine):
                 world=self.generation_world,
                 dtype=DTYPES.get(self._rollout.dtype, next(self.lm.parameters()).dtype),
                 in_place=self._rollout.keep_weights,
+            )
+        if self._layout is None and self._rollout.max_staleness:
+            raise UserError(
+                f"rollout.max_staleness copies the inference layout, {type(self.lm).__name__} has none: set it to 0"
             )
 
     @property
@@ -127,6 +131,8 @@ class HybridEngine(ModelEngine):
                 self.decode_bytes = generation.decode_bytes
                 if self._kept is not None:
                     self._kept = replace(self._kept, workspace=generation.workspace)
+                elif generation.workspace is not None:
+                    generation.workspace.close()
                 generation.close()
                 self.module.train(was_training)
         self.switch_seconds += time.perf_counter() - left
@@ -136,14 +142,8 @@ class HybridEngine(ModelEngine):
 
         Args:
             stop_token_ids: tokens that end every completion.
-
-        Raises:
-            UserError: when the model has no inference layout: its module is what training changes.
         """
-        if self._layout is None:
-            raise UserError(
-                f"rollout.max_staleness copies the inference layout, {type(self.lm).__name__} has none: set it to 0"
-            )
+        assert self._layout is not None, "rollout.max_staleness was checked when the engine was made"
         start = time.perf_counter()
         decoder = self._layout.build(
             (weight.name, weight.merged(), weight.is_copy)
@@ -151,13 +151,18 @@ class HybridEngine(ModelEngine):
         )
         if not self._checked:
             self._check(decoder)
-        self.switch_seconds = time.perf_counter() - start
+        self.switch_seconds += time.perf_counter() - start
         return GenerationEngine(
             decoder,
             stop_token_ids=stop_token_ids,
             kv_cache_gib=self._rollout.kv_cache_gib,
             weight_version=self.weight_version,
+            captures=False,
         )
+
+    def tell_sampled_ahead(self, *, decode_bytes: int) -> None:
+        """Take note of a rollout that needed no switch now, because a copy sampled it."""
+        self.switch_seconds, self.decode_bytes = 0.0, decode_bytes
 
     @contextlib.contextmanager
     def other_weights(self) -> Iterator[None]:

@@ -66,6 +66,7 @@ class GenerationEngine:
         prefill_tokens: int | None = None,
         weight_version: int = 0,
         workspace: Workspace | None = None,
+        captures: bool = True,
     ) -> None:
         """Wrap a model; its weights are used as they are and where they are.
 
@@ -80,6 +81,7 @@ class GenerationEngine:
             prefill_tokens: tokens of prompts read at once; none: 2048 on a CPU, 16384 on a GPU.
             weight_version: stamped on every completion.
             workspace: of an earlier engine over the same decoder, to go on with.
+            captures: decoding steps on a GPU, which nothing else may use meanwhile.
         """
         if stop_token_ids is None:
             stop_token_ids = default_stop_token_ids(model) if isinstance(model, PreTrainedModel) else ()
@@ -92,7 +94,7 @@ class GenerationEngine:
         if self._lm is not None and layout == "auto":
             self._decoder = decoder_of(self._lm, world=solo_world(self._lm.device), dtype=self._lm.dtype)
         device = self._decoder.world.device if self._decoder is not None else self._lm.device  # type: ignore[union-attr]
-        self._closed = False
+        self._closed, self._captures = False, captures
         self._prefill_tokens = prefill_tokens or PREFILL_TOKENS[device.type]
         self.workspace = workspace
         """KV cache, tables and captured steps of the last call; the next one goes on with them if it can."""
@@ -242,6 +244,8 @@ class GenerationEngine:
             requests, wanted_slots=wanted_slots, capacity_tokens=needed
         ):
             return self.workspace
+        if self.workspace is not None:
+            self.workspace.close()
         self.workspace = None  # its memory counts as free
         capacity = min(slot_tokens(needed, decoder.world.device), a.max_positions or sys.maxsize)
         slot_bytes = capacity * bytes_per_token(a, decoder.split, decoder.dtype)
@@ -252,7 +256,9 @@ class GenerationEngine:
                 f"the KV cache must hold one completion of {capacity} tokens, {slot_bytes / 2**30:.2f} GiB, "
                 f"its budget is {budget / 2**30:.2f} GiB: lower max_new_tokens or raise kv_cache_gib"
             )
-        return Workspace(decoder, requests, slots=slots, wanted_slots=wanted_slots, capacity_tokens=capacity)
+        return Workspace(
+            decoder, requests, slots=slots, wanted_slots=wanted_slots, capacity_tokens=capacity, captures=self._captures
+        )
 
     def _kv_budget_bytes(self, world: World) -> float:
         if self._kv_cache_gib is not None:

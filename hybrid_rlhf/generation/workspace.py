@@ -33,8 +33,9 @@ class Workspace:
     """Decodes the rows in the first slots of a cache, a token each at a time."""
 
     def __init__(
-        self, decoder: Decoder, requests: Sequence[Request], *, slots: int, wanted_slots: int, capacity_tokens: int
-    ) -> None:
+        self, decoder: Decoder, requests: Sequence[Request], *, slots: int, wanted_slots: int, capacity_tokens: int,
+        captures: bool = True,
+    ) -> None:  # fmt: skip
         """Allocate.
 
         Args:
@@ -43,6 +44,7 @@ class Workspace:
             slots: completions at once.
             wanted_slots: as many as there would be, had memory no end.
             capacity_tokens: of a slot.
+            captures: steps on a GPU, which nothing else may use meanwhile.
         """
         device = decoder.world.device
         self.decoder, self._wanted_slots = decoder, wanted_slots
@@ -57,8 +59,12 @@ class Workspace:
         self._mode = Mode.of(requests)
         self._sampler = Sampler(decoder.architecture.vocab_size, self._mode, decoder.world)
         self._graphs = None
-        if device.type == "cuda":
+        if device.type == "cuda" and captures:
             self._graphs = _Graphs(lambda batch: self._step(batch, shortest=1, longest=capacity_tokens), self.rows)
+
+    def close(self) -> None:
+        """Let go of captured steps, which hold on to the rest."""
+        self._graphs = None
 
     def serves(self, requests: Sequence[Request], *, wanted_slots: int, capacity_tokens: int) -> bool:
         """Whether requests can be generated here as well as in one made for them."""

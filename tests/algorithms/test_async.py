@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,11 @@ from hybrid_rlhf.data.loaders import RowStream
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor
 from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.engines.partition import set_weights
+from hybrid_rlhf.runtime.interrupts import STOPPED_EXIT_CODE
 from hybrid_rlhf.runtime.timers import Timers
-from hybrid_rlhf.runtime.world import World
+from hybrid_rlhf.runtime.world import World, solo_world
 from tests.engines.ranks import run_main, run_ranks
+from tests.faults.killing import Point, run_step
 from tests.faults.steps import CLOCK, write_rows
 
 STEPS, PER_STEP, PROMPTS = 6, 2, 20
@@ -82,6 +85,7 @@ def whose(world: World, path: str, staleness: int, stage: int, rank: int) -> lis
     for step in range(1, STEPS + 1):
         with ahead._sampler._one_at_a_time:  # the threads wait until the weights have changed
             taken.append(ahead.take(step)[1])
+            ahead.begin(step)
             change(actor, step)
         for later in ahead._ahead.values():
             if isinstance(later.completions, Pending):
@@ -117,7 +121,11 @@ def unchanged(world: World, path: str, staleness: int) -> list[dict[str, torch.T
     """All that is sampled while the weights stay as they are."""
     actor, stream = build(world, path)
     ahead = ahead_of(actor, stream, staleness)
-    return [ahead.take(step)[1].tensors() for step in range(1, STEPS + 1)]
+    found = []
+    for step in range(1, STEPS + 1):
+        found.append(ahead.take(step)[1].tensors())
+        ahead.begin(step)
+    return found
 
 
 def test_sampling_ahead_gives_what_sampling_at_the_time_gives(model_folder: Path, tmp_path: Path) -> None:
@@ -135,6 +143,7 @@ def stopped_early(world: World, path: str) -> str:
     ahead = ahead_of(actor, stream, 1, max_new_tokens=400)
     with contextlib.suppress(KeyError), ahead.running():
         ahead.take(1)
+        ahead.begin(1)
         pending = ahead._ahead[2].completions
         raise KeyError
     assert isinstance(pending, Pending) and pending.call.has_ended()
@@ -161,7 +170,7 @@ def line(folder: Path, model: Path, rows: Path, *more: str) -> list[str]:
         "--rollout.prompts_per_step", "2", "--rollout.max_new_tokens", "8", "--rollout.kv_cache_gib", "0.1",
         "--ppo.sampler_correction", "truncate", "--train.max_steps", "4", "--train.save_every", "1",
         "--train.keep_last", "9", "--actor.optimizer.lr", "1e-3", "--logging.tensorboard", "false",
-        "--data.cache_dir", str(rows.parent / "cache"), *more,
+        "--data.cache_dir", str(rows.parent / "cache"), "--train.eval_every", "1", *more,
     ]  # fmt: skip
 
 
@@ -199,9 +208,72 @@ def test_a_run_goes_on_with_the_rollouts_that_were_ahead(name: str, model_folder
     (folder / "finished.json").unlink()
     for step in (3, 4):
         shutil.rmtree(folder / "checkpoints" / f"step_{step}")
+    if name == "ppo":  # what is ahead is used also where nothing more is to be
+        start += ["--rollout.max_staleness", "0"]
+        uncorrected = [*start, "--resume", "auto", "--ppo.sampler_correction", "none"]
+        assert run_step("training.step3_ppo.main", 1, uncorrected, errors=tmp_path / "errors.txt") == [2]
+        assert "older weights sampled" in (tmp_path / "errors.txt").read_text()
     run_main("training.step3_ppo.main", 1, [*start, "--resume", "auto"])
     assert results(folder) == whole
     assert (folder / "actor" / "model.safetensors").read_bytes() == weights
+
+
+@pytest.mark.parametrize("name", ["rloo", "raft"])
+def test_a_run_that_is_stopped_in_mid_step_goes_on(name: str, model_folder: Path, tmp_path: Path) -> None:
+    """One update a rollout, before which old log-probs are the sampler's own; raft learns from some rows only."""
+    rows, folder = write_rows(tmp_path / "rows.jsonl"), tmp_path / "run"
+    start = line(folder, model_folder, rows, "--algorithm", name, "--rollout.max_staleness", "1")
+    start += ["--rollout.samples_per_prompt", "2"]
+    run_main("training.step3_ppo.main", 1, start)
+    whole, weights = results(folder), (folder / "actor" / "model.safetensors").read_bytes()
+    shutil.rmtree(folder)
+    point = Point("hybrid_rlhf.algorithms.rollout:Rollout.score", 4, 0, signal=signal.SIGTERM)  # the third step's
+    assert run_step("training.step3_ppo.main", 1, start, point) == [STOPPED_EXIT_CODE]
+    assert any("_update_" in path.name for path in (folder / "checkpoints").iterdir())
+    run_main("training.step3_ppo.main", 1, [*start, "--resume", "auto"])
+    assert results(folder) == whole
+    assert (folder / "actor" / "model.safetensors").read_bytes() == weights
+
+
+class Failing:
+    """A sampler whose rollouts ahead fail."""
+
+    def __init__(self) -> None:
+        self.sampled: list[tuple[int, list[Any]]] = []
+
+    def sample(self, prompts: Sequence[Any], *, step: int, greedy: bool) -> str:
+        self.sampled.append((step, [prompt["input_ids"][0] for prompt in prompts]))
+        return "completions"
+
+    def begin(self, prompts: Sequence[Any], *, step: int, greedy: bool) -> Pending:
+        return Pending(None, None, None)  # type: ignore[arg-type]
+
+    def await_in_step(self, pending: Pending) -> None:
+        pass
+
+    def finish(self, pending: Pending) -> None:
+        raise UserError("environment x failed")
+
+
+def test_a_rollout_that_fails_ahead_costs_no_checkpoint() -> None:
+    prompts = Dataset.from_list([{"input_ids": [row]} for row in range(4)])
+
+    def build_ahead() -> tuple[RolloutsAhead, Failing]:
+        sampler, stream = Failing(), RowStream(4, epochs=1, seed=0)
+        sizes = {"per_step": 2, "total_steps": 2, "max_staleness": 1}
+        return RolloutsAhead(sampler, prompts=prompts, stream=stream, **sizes), sampler  # type: ignore[arg-type]
+
+    ahead, _ = build_ahead()
+    ahead.take(1)
+    ahead.begin(1)
+    state = ahead.state_dict()
+    assert [part["step"] for part in state] == [2] and not ahead.tensors()
+    with pytest.raises(UserError, match="environment x failed"):
+        ahead.take(2)
+    again, sampler = build_ahead()
+    again.load_state_dict(state, {}, solo_world(torch.device("cpu")))
+    assert again.take(2) == (state[0]["rows"], "completions")
+    assert sampler.sampled == [(2, state[0]["rows"])], "it is sampled when it is due"
 
 
 def test_the_correction_is_that_of_the_weights_that_sampled(model_folder: Path, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from hybrid_rlhf.algorithms.updater import Updater
 from hybrid_rlhf.configs.batch_plan import MicroBatches
 from hybrid_rlhf.configs.cli import parse_config
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.on_policy import AlgorithmConfig
 from hybrid_rlhf.configs.pipeline import PipelineConfig
 from hybrid_rlhf.configs.ppo import CriticConfig, PPOConfig, RewardRoleConfig, RolloutConfig, TrainedRoleConfig
 from hybrid_rlhf.configs.rewards import RewardPartConfig
@@ -209,6 +210,25 @@ def test_ppo_holds_what_was_planned(name: str, model: str, world: World) -> None
             told("critic training")
     for phase, most in measured.items():
         near(planned[phase], most)
+
+
+def test_rollouts_ahead_take_a_copy_each_and_one_cache(model: str) -> None:
+    def totals(staleness: int) -> dict[str, float]:
+        rollout = RolloutConfig(
+            max_prompt_tokens=32, max_new_tokens=32, prompts_per_step=4, kv_cache_gib=1.0, max_staleness=staleness
+        )
+        config = PPOConfig(
+            model=ModelConfig(path=model, dtype="float32"), reward=RewardRoleConfig(path=model), rollout=rollout,
+            ppo=AlgorithmConfig(sampler_correction="truncate"),
+        )  # fmt: skip
+        return {phase.name: phase.total for phase in Planner(CPU).phases(config)}
+
+    none, one, two = map(totals, (0, 1, 2))
+    shaped = Planner(CPU).shapes(model, "causal_lm", config=ModelConfig(path=model), dtype=torch.float32, lora=None)
+    copy = 4 * shaped.elements.all
+    for name in ("generation", "actor training", "critic training"):
+        assert two[name] - one[name] == pytest.approx(copy, rel=0.5) and one[name] - none[name] >= copy
+    assert one["actor training"] - none["actor training"] > two["actor training"] - one["actor training"], "a cache too"
 
 
 def test_a_remedy_is_a_setting_with_which_the_plan_fits(model: str) -> None:

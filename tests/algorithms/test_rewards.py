@@ -387,6 +387,17 @@ def test_one_model_on_the_actors_tokens_needs_no_text_and_logs_nothing(world: Wo
         Reward([part], world)(sequences([[5, 6], [9, 8, 7], [4]]), [[1, 0], [2, None]], pytest.fail)
 
 
+def test_a_model_on_the_actors_tokens_reads_what_its_template_has_behind_an_answer_that_ended(
+    world: World, judges: dict[str, str]
+) -> None:
+    engine = frozen_engine(judges["own"], world)
+    part = ModelPart(RewardPartConfig(model=judges["own"]), engine, end=(6, [12, 13]))
+    longest = [6] * (engine.lm.config.max_position_embeddings - 1)  # there is no room behind it
+    report = Reward([part], world)(sequences([[5, 6], [9, 8, 7], [6], longest]), [[1, 0], [2, None], [3]], pytest.fail)
+    for score, ids in zip(report.scores, ([5, 6, 12, 13], [9, 8, 7], [6, 12, 13], longest), strict=True):
+        assert float(score) == pytest.approx(by_hand(load(judges["own"]), ids), abs=1e-5)
+
+
 def test_a_conversation_that_a_model_cannot_read_fails_like_any_other(world: World, judges: dict[str, str]) -> None:
     engine = frozen_engine(judges["other"], world)
     odd = Answers(ANSWERS.prompts, ["fine", "forbidden", "x" * 300, "", "fine"], {})

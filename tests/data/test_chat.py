@@ -6,7 +6,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.data.chat import Encoded, encode_conversation, encode_prompt, encode_text
+from hybrid_rlhf.data.chat import Encoded, encode_conversation, encode_prompt, encode_text, turn_end
 from tests.tiny import CHATML, tiny_tokenizer
 
 TURNS = [
@@ -44,6 +44,20 @@ def test_a_prompt_is_the_beginning_of_its_conversation(tokenizer: PreTrainedToke
         whole = encode_conversation(TURNS[:3], tokenizer)
         assert whole.input_ids[: len(prompt)] == prompt
         assert whole.loss_mask.index(True) == len(prompt)
+
+
+@pytest.mark.parametrize("template", [CHATML, None, CHATML.replace("\n' }}{% endfor", "' }}{% endfor")])
+def test_an_answer_its_end_of_turn_and_the_tail_end_a_conversation(template: str | None) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    whole = encode_conversation(
+        [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "me"}], tokenizer
+    )
+    last = max(place for place, own in enumerate(whole.loss_mask) if own)
+    assert whole.input_ids[last] in tokenizer.all_special_ids
+    assert turn_end(tokenizer) == (whole.input_ids[last], whole.input_ids[last + 1 :])
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
+    assert turn_end(tokenizer) is None
 
 
 def test_without_a_template_answers_end_with_eos() -> None:

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from tests.faults.killing import run_step
+
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 CONTRACT = {
@@ -206,9 +208,11 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_one_line_and_exit_code_2(mistake: str, model_folder: Path, rows: Path, tmp_path: Path) -> None:
     more, rule = MISTAKES[mistake]
-    done = run(sft(tmp_path / "out", model_folder, rows, *more))
-    assert done.returncode == 2, done.stderr
-    assert rule in done.stderr and done.stderr.count("\n") == 1 and done.stderr.startswith("error: "), done.stderr
+    line = sft(tmp_path / "out", model_folder, rows, *more)[1:]
+    codes = run_step("training.step1_sft.main", 1, line, errors=tmp_path / "stderr.txt")
+    said = (tmp_path / "stderr.txt").read_text()
+    assert codes == [2], said
+    assert rule in said and said.count("\n") == 1 and said.startswith("error: "), said
 
 
 def test_a_split_needs_one_seed(model_folder: Path, rows: Path, tmp_path: Path) -> None:

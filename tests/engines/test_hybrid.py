@@ -101,7 +101,7 @@ def expected(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> di
     ("ranks", "cases"),
     [
         (1, [(3, 1, 0), (3, 1, 4)]),
-        (2, list(product(range(4), (1, 2), (0, 4)))),
+        (2, [(stage, split, 4 * ((stage + split) % 2)) for stage, split in product(range(4), (1, 2))]),
         (4, [(1, 4, 0), (2, 2, 4), (3, 2, 0), (3, 4, 4)]),
     ],
     ids=["1 rank", "2 ranks", "4 ranks"],

@@ -44,8 +44,8 @@ class Background(Generic[T]):
             raise self._error
         return self._value
 
-    def has_ended(self, within_seconds: float = 0.0) -> bool:
-        """Whether the call is over, after waiting that long for it."""
+    def has_ended(self, within_seconds: float | None = 0.0) -> bool:
+        """Whether the call is over, after waiting that long for it; none: until it is."""
         self._thread.join(within_seconds)
         return not self._thread.is_alive()
 

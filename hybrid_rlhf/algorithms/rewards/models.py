@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -60,9 +61,13 @@ class ModelPart(RewardPart):
     reads_text = False
     in_background = False
 
-    def __init__(self, config: RewardPartConfig, engine: ModelEngine) -> None:
+    def __init__(
+        self, config: RewardPartConfig, engine: ModelEngine, *, end: tuple[int, Sequence[int]] | None = None
+    ) -> None:
+        """Take the model, and the end of a turn with what follows it (data/chat.turn_end): it was trained to score
+        there."""
         super().__init__(config)
-        self._engine = engine
+        self._engine, self._end = engine, end
         self._reading = Reading(config, engine.lm.config)
         self.packs = engine.packs
 
@@ -73,7 +78,7 @@ class ModelPart(RewardPart):
     def _rate(self, share: Share) -> Ratings:
         with self._engine.on_device():
             scores = [
-                score_tokens(self._engine, share.sequences, indices)[_present(indices)]
+                score_tokens(self._engine, share.sequences, indices, self._end)[_present(indices)]
                 for indices in share.micro_batches
             ]
         return Ratings.read(self._reading(torch.cat(scores)).tolist(), len(share.rows))
@@ -151,10 +156,30 @@ def _calibrated(part: RewardPartConfig, config: PreTrainedConfig, name: str, sco
     return values
 
 
-def score_tokens(engine: ModelEngine, sequences: Sequences, indices: Sequence[int | None]) -> Tensor:
-    """Scores [n], or of several heads [n, heads], of the rows of one micro-batch, in the actor's tokens; float32."""
+def score_tokens(
+    engine: ModelEngine, sequences: Sequences, indices: Sequence[int | None],
+    end: tuple[int, Sequence[int]] | None = None,
+) -> Tensor:  # fmt: skip
+    """Scores [n], or of several heads [n, heads], of the rows of one micro-batch, in the actor's tokens; float32.
+
+    Args:
+        engine: of the model.
+        sequences: of the rollout.
+        indices: the rows.
+        end: a last token, and those that follow a row which ends with it, where the model has positions for them.
+    """
     batch = sequences.rows(indices)
-    return scores_at_end(engine(batch.input_ids, batch.attention_mask), batch.attention_mask)
+    last, tail = end or (-1, ())
+    ids, mask = (pad(tokens, (0, len(tail))) for tokens in (batch.input_ids, batch.attention_mask))
+    lengths, limit = batch.lengths[:, None], getattr(engine.lm.config, "max_position_embeddings", None)
+    ended = ids.gather(1, lengths - 1) == last
+    if limit is not None:
+        ended &= lengths + len(tail) <= limit
+    ended = ended[:, 0].nonzero()
+    places = lengths[ended[:, 0]] + torch.arange(len(tail), device=ids.device)
+    ids[ended, places] = torch.tensor(tail, dtype=ids.dtype, device=ids.device)
+    mask[ended, places] = True
+    return scores_at_end(engine(ids, mask), mask)
 
 
 def score_text(engine: ModelEngine, rows: Sequence[Steps], steps: str = "last") -> Tensor:

@@ -18,6 +18,7 @@ from hybrid_rlhf.algorithms.rewards.models import ModelPart, RetokenizingModelPa
 from hybrid_rlhf.algorithms.rewards.parts import Ratings, RewardPart, Share
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rewards import RewardPartConfig, require_distinct_names
+from hybrid_rlhf.data.chat import turn_end
 from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.runtime.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.world import World, mistakes_shared
@@ -176,7 +177,7 @@ def build_reward(
         path = resolve(part.model)
         own, engine = load_tokenizer(path), build_engine(path)
         if part.steps == "last" and reads_the_same(own, tokenizer):
-            return ModelPart(part, engine)
+            return ModelPart(part, engine, end=turn_end(tokenizer))
         return RetokenizingModelPart(part, engine, own)
 
     return Reward([build(part) for part in parts], world)
