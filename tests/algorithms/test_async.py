@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
+import shlex
 import shutil
 import signal
 from collections.abc import Mapping, Sequence
@@ -288,6 +290,18 @@ def test_the_correction_is_that_of_the_weights_that_sampled(model_folder: Path, 
     assert all(abs(told["rollout/correction_mean"] - 1) > 1e-3 for told in found[1][1:])
     assert all(told["rollout/logprob_abs_diff_max"] < 1e-3 for told in found[0])
     assert all(told["rollout/logprob_abs_diff_max"] > 1e-2 for told in found[1][1:])
+
+
+def test_the_command_of_the_page_runs(model_folder: Path, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "async.md").read_text()
+    (command,) = re.findall(r"^    python (training/.*?[^\\])$", page, re.MULTILINE | re.DOTALL)
+    words = shlex.split(command.replace("\\\n", " "))
+    assert words[:3] == ["training/step3_ppo/main.py", "--algorithm", "rloo"] and "--reward.path" in words
+    ours = line(tmp_path / "run", model_folder, write_rows(tmp_path / "rows.jsonl"))
+    words = [str(model_folder) if word.startswith("output/") else word for word in words[1:]]
+    del words[words.index("--reward.path") : words.index("--reward.path") + 2]  # a function stands for the model
+    run_main("training.step3_ppo.main", 1, [*words, *ours])
+    assert results(tmp_path / "run")[2]["rollout/stale_updates"] == 1
 
 
 @pytest.mark.parametrize(

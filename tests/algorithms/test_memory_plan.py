@@ -231,15 +231,20 @@ def test_rollouts_ahead_take_a_copy_each_and_one_cache(model: str) -> None:
     assert one["actor training"] - none["actor training"] > two["actor training"] - one["actor training"], "a cache too"
 
 
+def on(planner: Planner, device_bytes: float) -> Planner:
+    """The same on a machine of another size; what it has counted it knows."""
+    return replace(planner, machine=replace(planner.machine, device_bytes=device_bytes))
+
+
 def test_a_remedy_is_a_setting_with_which_the_plan_fits(model: str) -> None:
     config = SFTConfig(model=ModelConfig(path=model), data=SFTDataConfig(max_length=256))
-    needed = max(phase.total for phase in Planner(CPU).phases(config))
-    planner = Planner(replace(CPU, device_bytes=needed - 1))
-    assert remedy(planner, config) == {"model.gradient_checkpointing": True}
-    small = Planner(replace(CPU, device_bytes=needed / 5))
+    planner = Planner(CPU)
+    needed = max(phase.total for phase in planner.phases(config))
+    assert remedy(on(planner, needed - 1), config) == {"model.gradient_checkpointing": True}
+    small = on(planner, needed / 5)
     settings = remedy(small, config)
     assert settings and all(phase.fits for phase in small.phases(with_settings(config, settings)))
-    assert remedy(Planner(replace(CPU, device_bytes=2**20)), config) is None
+    assert remedy(on(planner, 2**20), config) is None
 
 
 def test_a_remedy_keeps_to_the_rules_of_what_is_set(model: str) -> None:
@@ -249,9 +254,10 @@ def test_a_remedy_keeps_to_the_rules_of_what_is_set(model: str) -> None:
         model=ModelConfig(path=model), actor=TrainedRoleConfig(**role), critic=CriticConfig(**role, share_base=True),
         reward=RewardRoleConfig(path=model), rollout=RolloutConfig(max_prompt_tokens=32, max_new_tokens=32),
     )  # fmt: skip
-    needed = max(phase.total for phase in Planner(CPU).phases(config))
-    assert remedy(Planner(replace(CPU, device_bytes=2**20)), config) is None
-    settings = remedy(Planner(replace(CPU, device_bytes=needed * 0.98)), config)
+    planner = Planner(CPU)
+    needed = max(phase.total for phase in planner.phases(config))
+    assert remedy(on(planner, 2**20), config) is None
+    settings = remedy(on(planner, needed * 0.98), config)
     assert settings is not None and not any(value == 3 for value in settings.values())
 
 
