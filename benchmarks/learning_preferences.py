@@ -47,7 +47,8 @@ def main() -> None:
         path = resolve_model("embedded", world=solo_world(torch.device("cpu")))
         for seed in options.seeds:
             order = np.random.default_rng(seed).permutation(len(pairs))
-            fresh, shown = [pairs[i] for i in order[: options.held_out]], [pairs[i] for i in order[options.held_out :]]
+            fresh = [pairs[i] for i in order[: options.held_out]]
+            shown = [pairs[i] for i in order[options.held_out :][: 8 * options.steps]]  # once each
             (folder / "shown.jsonl").write_text("".join(json.dumps(row) + "\n" for row in shown))
             before = logprobs(path, fresh)
             for algorithm in options.algorithms:

@@ -68,7 +68,7 @@ class Collector:
         taken: list[int] = []
         parts, masks, wanted = [], [], self._per_step
         rows, sequences = self.ahead.take(step)
-        if not config.dynamic_sampling:
+        if not config.dynamic_sampling:  # else refills would wait for what is ahead
             self.ahead.begin(step)
         for refills in itertools.count():
             rated = self._rollout.rate(self._at(rows), sequences, first=len(taken), greedy=greedy)

@@ -26,6 +26,7 @@ from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.sampling import SamplingParams, derive_seed
 from hybrid_rlhf.runtime.timers import Timers
+from hybrid_rlhf.runtime.world import mistakes_shared
 
 Episodes = list[list[Episode]]
 _CLOSING_SECONDS = 10.0
@@ -125,9 +126,10 @@ class PromptSampler:
         """Wait for what was begun; every rank calls, in the order of the beginnings.
 
         Raises:
-            UserError: on every rank, as environments say.
+            UserError: on every rank, as generation and environments say of any.
         """
-        episodes, measured = pending.call.result()
+        with mistakes_shared(self.actor.world):
+            episodes, measured = pending.call.result()
         return self._whole(pending.share, episodes), measured
 
     def await_in_step(self, pending: Pending) -> None:

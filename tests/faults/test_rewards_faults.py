@@ -233,9 +233,9 @@ def flood(handler: BaseHTTPRequestHandler, request: int) -> None:
 
 
 FAULTS: dict[str, tuple[Behaviour, str]] = {
-    "late": (lambda handler, request: (time.sleep(1), say(RIGHT)(handler, request))[1], "took longer than 0.3 s"),
-    "never": (hang, "took longer than 0.3 s"),
-    "slow bytes": (drip, "took longer than 0.3 s"),
+    "late": (lambda handler, request: (time.sleep(2.5), say(RIGHT)(handler, request))[1], "took longer than 1 s"),
+    "never": (hang, "took longer than 1 s"),
+    "slow bytes": (drip, "took longer than 1 s"),
     "no JSON": (say(b"<html>"), "got '<html>' in place of JSON"),
     "deep JSON": (say(b"[" * 200_000), "in place of JSON"),
     "long number": (say(b'{"scores": [' + b"1" * 5000 + b"]}"), "in place of JSON"),
@@ -255,7 +255,7 @@ FAULTS: dict[str, tuple[Behaviour, str]] = {
 
 def remote(url: str, **settings: Any) -> EndpointPart:
     return EndpointPart(
-        RewardPartConfig(**{"urls": (url,), "name": "far", "timeout_seconds": 0.3, "retries": 1} | settings), device=CPU
+        RewardPartConfig(**{"urls": (url,), "name": "far", "timeout_seconds": 1.0, "retries": 1} | settings), device=CPU
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -46,6 +47,7 @@ def texts(results: list[list[Completion]]) -> list[list[list[int]]]:
     return [[completion.token_ids for completion in samples] for samples in results]
 
 
+@functools.cache
 def alone() -> list[list[list[int]]]:
     """Each prompt in an engine of its own, one sample at a time."""
     engine = GenerationEngine(tiny_model(), stop_token_ids=STOP, max_batch_rows=1)
