@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from benchmarks.learning_tasks import run_step
+from benchmarks.learning_tasks import run_step, write_rows
 from hybrid_rlhf.configs.algorithms import PREFERENCE
 from hybrid_rlhf.data.chat import encode_conversation
 from hybrid_rlhf.data.embedded import write_demo_data
@@ -49,7 +49,7 @@ def main() -> None:
             order = np.random.default_rng(seed).permutation(len(pairs))
             fresh = [pairs[i] for i in order[: options.held_out]]
             shown = [pairs[i] for i in order[options.held_out :][: 8 * options.steps]]  # once each
-            (folder / "shown.jsonl").write_text("".join(json.dumps(row) + "\n" for row in shown))
+            write_rows(folder / "shown.jsonl", shown)
             before = logprobs(path, fresh)
             for algorithm in options.algorithms:
                 run = folder / f"{algorithm}_{seed}"

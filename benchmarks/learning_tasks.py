@@ -88,7 +88,7 @@ def copy_task(folder: Path, *, steps: int) -> Task:
         part.save_pretrained(folder / "model")
     chance = random.Random(0)
     rows = [{"prompt": " ".join(chance.choices(LETTERS, k=4))} for _ in range(4096)]
-    _write(folder / "prompts.jsonl", rows)
+    write_rows(folder / "prompts.jsonl", rows)
     config = {
         "actor": {"path": str(folder / "model"), "optimizer": _optimizer(7e-4)},
         "critic": {"optimizer": _optimizer(2e-3)},
@@ -139,8 +139,8 @@ def reasoning_task(folder: Path, *, steps: int) -> Task:
         for text, item in questions.items()
     ]
     shown, fresh = rows[:64], rows[64:]
-    _write(folder / "first.jsonl", shown)
-    _write(folder / "prompts.jsonl", fresh)
+    write_rows(folder / "first.jsonl", shown)
+    write_rows(folder / "prompts.jsonl", fresh)
     adapters = {"rank": 16, "alpha": 32}
     first = {
         "output_dir": str(folder / "sft"), "model": {"path": str(folder / "model")}, "lora": adapters,
@@ -179,5 +179,6 @@ def _optimizer(lr: float) -> dict[str, Any]:
     return {"lr": lr, "schedule": "linear", "warmup_fraction": 0.0}
 
 
-def _write(file: Path, rows: Sequence[dict[str, Any]]) -> None:
+def write_rows(file: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """JSON lines."""
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -153,11 +153,16 @@ def prepare(folder: Path, options: argparse.Namespace) -> LengthLaw:
     return law
 
 
+def plain_words(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Words of small letters that are one token behind a space."""
+    return sorted(w[1:] for w in tokenizer.get_vocab() if w[0] == "Ġ" and w[1:].isascii() and w[1:].islower())
+
+
 def make_prompts(
     tokenizer: PreTrainedTokenizerBase, rows: int, *, tokens: int, generator: torch.Generator
 ) -> list[dict[str, Any]]:
     """Random words in a user's turn, `tokens` long with the template: as messages and as token ids."""
-    words = sorted(w[1:] for w in tokenizer.get_vocab() if w[0] == "Ġ" and w[1:].isascii() and w[1:].islower())
+    words = plain_words(tokenizer)
     count = tokens - len(encode_prompt([{"role": "user", "content": ""}], tokenizer))
     if count < 1:
         raise SystemExit(f"--prompt_tokens {tokens} leaves no room for a word: raise it by {1 - count}")
@@ -300,14 +305,19 @@ def measure_trl(side: Side, folder: Path, options: argparse.Namespace) -> dict[s
         "--reward", str(folder / "reward_older"), "--prompts", str(folder / "prompts.jsonl"),
         "--lr", str(LEARNING_RATE), *(part for name in sizes for part in (f"--{name}", str(getattr(options, name)))),
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(options), cwd=folder)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = peer_result(command, folder, options)
     side.peak_gib.append(result["peak_gib"])
     for name in ("seconds", "tokens", "mean_length", "unfinished"):
         getattr(side, name).extend(result[name])
     return dict(result["versions"])
+
+
+def peer_result(command: list[str], folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """The JSON that a peer prints on its last line."""
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(options), cwd=folder)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
+    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 class Products:

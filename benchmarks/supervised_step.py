@@ -23,7 +23,6 @@ import argparse
 import json
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -35,7 +34,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from benchmarks.ppo_step import CPU, PAD_TOKEN, ROOT, Products, environment, peak_of
+from benchmarks.learning_tasks import write_rows
+from benchmarks.ppo_step import CPU, PAD_TOKEN, ROOT, Products, peak_of, peer_result, plain_words
 from hybrid_rlhf.configs.cli import parse_config
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
@@ -123,13 +123,13 @@ def prepare(folder: Path, options: argparse.Namespace) -> PreTrainedTokenizerBas
         scorer.save_pretrained(folder / "scorer")
     for name in ("lm", "scorer"):
         tokenizer.save_pretrained(folder / name)
-    write_rows(folder, tokenizer, options)
+    write_texts(folder, tokenizer, options)
     return tokenizer
 
 
-def write_rows(folder: Path, tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace) -> None:
+def write_texts(folder: Path, tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace) -> None:
     """Conversations and pairs of random words whose tokens are even in number from 16 to the longest."""
-    words = sorted(w[1:] for w in tokenizer.get_vocab() if w[0] == "Ġ" and w[1:].isascii() and w[1:].islower())
+    words = plain_words(tokenizer)
     generator = torch.Generator().manual_seed(options.seed)
     template = 12  # tokens of an empty turn of each
 
@@ -148,7 +148,7 @@ def write_rows(folder: Path, tokenizer: PreTrainedTokenizerBase, options: argpar
         chosen, rejected = text(first - asked - template), text(max(1, second - asked - template))
         pairs.append({"prompt": text(asked), "chosen": chosen, "rejected": rejected})
     for name, lines in (("sft", rows), ("pairs", pairs)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_rows(folder / f"{name}.jsonl", lines)
 
 
 def config_of(task: str, output: Path, folder: Path, options: argparse.Namespace) -> Path:
@@ -248,10 +248,7 @@ def measure_trl(side: Side, task: str, folder: Path, options: argparse.Namespace
         "--steps", str(options.steps), "--batch", str(options.batch), "--max_length", str(2 * options.longest),
         "--threads", str(options.threads),
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(options), cwd=folder)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = peer_result(command, folder, options)
     side.seconds += result["seconds"][options.warmup :]
     side.losses = side.losses or result["losses"][: options.steps]
     side.peak_gib.append(result["peak_gib"])

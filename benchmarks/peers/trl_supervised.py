@@ -15,7 +15,6 @@ import argparse
 import json
 import platform
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ import datasets
 import torch
 import transformers
 import trl
+from measuring import Clock, peak_gib
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -32,20 +32,11 @@ from transformers import (
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 
-class Clock(TrainerCallback):  # type: ignore[misc]
-    """When training began, each update ended, and what it logged."""
+class Losses(TrainerCallback):  # type: ignore[misc]
+    """What each update logged."""
 
     def __init__(self) -> None:
-        self.times: list[float] = []
         self.losses: list[float] = []
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Start."""
-        self.times.append(time.perf_counter())
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        """End of an update."""
-        self.times.append(time.perf_counter())
 
     def on_log(self, *_: Any, logs: dict[str, float] | None = None, **__: Any) -> None:
         """Figures of an update."""
@@ -58,7 +49,7 @@ def main() -> None:
     options = parse()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    clock = Clock()
+    clock, logged = Clock(), Losses()
     rows = [json.loads(line) for line in Path(options.rows).read_text().splitlines()]
     if options.task == "reward":
         rows = [{side: row["prompt_ids"] + row[side] for side in ("chosen_ids", "rejected_ids")} for row in rows]
@@ -75,14 +66,14 @@ def main() -> None:
         ),
         train_dataset=datasets.Dataset.from_list(rows),
         processing_class=PreTrainedTokenizerFast.from_pretrained(options.model),
-        callbacks=[clock],
+        callbacks=[clock, logged],
     )  # fmt: skip
     trainer.train()
     print(
         json.dumps(
             {
                 "seconds": [after - before for before, after in zip(clock.times, clock.times[1:], strict=False)],
-                "losses": clock.losses,
+                "losses": logged.losses,
                 "peak_gib": peak_gib(),
                 "versions": {
                     "python": platform.python_version(), "torch": torch.__version__,
@@ -111,12 +102,6 @@ def in_order(trainer: type) -> type:
             return torch.utils.data.SequentialSampler(self.train_dataset if dataset is None else dataset)
 
     return InOrder
-
-
-def peak_gib() -> float:
-    """The most memory that was resident."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) / 2**20
 
 
 def parse() -> argparse.Namespace:

@@ -8,9 +8,7 @@ its rounds end, the step is a smaller one.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from datasets import Dataset
@@ -50,7 +48,7 @@ class Collector:
         per_step: int, total_steps: int, max_staleness: int = 0,
     ) -> None:  # fmt: skip
         """Take who samples and chooses, and the rest as RolloutsAhead does."""
-        self._rollout, self._algorithm, self._prompts = rollout, algorithm, prompts
+        self._rollout, self._algorithm = rollout, algorithm
         self._stream, self._per_step = stream, per_step
         self.ahead = RolloutsAhead(
             rollout.sampler, prompts=prompts, stream=stream, per_step=per_step, total_steps=total_steps,
@@ -71,7 +69,7 @@ class Collector:
         if not config.dynamic_sampling:  # else refills would wait for what is ahead
             self.ahead.begin(step)
         for refills in itertools.count():
-            rated = self._rollout.rate(self._at(rows), sequences, first=len(taken), greedy=greedy)
+            rated = self._rollout.rate(self.ahead.prompts(rows), sequences, first=len(taken), greedy=greedy)
             mask = self._algorithm.select(rated.scores, penalties=rated.penalties, groups=rated.prompts)
             taken += rows
             parts.append(rated)
@@ -82,7 +80,7 @@ class Collector:
             rows = self._stream.take(wanted)
             if not rows:
                 break
-            sequences = self._rollout.sample(self._at(rows), step=step, first=len(taken), greedy=greedy)
+            sequences = self._rollout.sample(self.ahead.prompts(rows), step=step, first=len(taken), greedy=greedy)
         self.ahead.begin(step)
         whole, mask = Rated.joined(parts), torch.cat(masks)
         metrics, tokens = self._metrics(whole, mask), whole.sequences
@@ -93,9 +91,6 @@ class Collector:
             )
         chosen = whole.select(mask)
         return Collected(chosen, [taken[place] for place in chosen.prompts.tolist()], metrics, sampled)
-
-    def _at(self, rows: Sequence[int]) -> list[Mapping[str, Any]]:
-        return [self._prompts[row] for row in rows]
 
     def _metrics(self, whole: Rated, mask: torch.Tensor) -> dict[str, float]:
         metrics = dict(whole.metrics)

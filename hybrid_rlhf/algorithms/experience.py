@@ -127,15 +127,14 @@ class Experience:
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by name, for a checkpoint."""
-        return self._own() | {f"sequences.{name}": tensor for name, tensor in self.sequences.tensors().items()}
+        return self._own() | under("sequences.", self.sequences.tensors())
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], device: torch.device) -> Self:
         """What `tensors` gave, on a device."""
         moved = {name: tensor.to(device) for name, tensor in tensors.items()}
-        names = [name for name in moved if name.startswith("sequences.")]
-        sequences = Sequences(**{name.removeprefix("sequences."): moved.pop(name) for name in names})
-        return cls(sequences=sequences, **moved)
+        own = {name: tensor for name, tensor in moved.items() if not name.startswith("sequences.")}
+        return cls(sequences=Sequences(**taken_from("sequences.", moved)), **own)
 
 
 @dataclass(frozen=True)
@@ -188,6 +187,16 @@ class Layout:
             [float(sum(tokens[i] for i in part)) for part in parts],
             [len(part) * together for part in parts],
         )
+
+
+def under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors with a prefix to their names, to be kept beside others in a checkpoint."""
+    return {prefix + name: tensor for name, tensor in tensors.items()}
+
+
+def taken_from(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those that `under` put there, with their own names."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def scatter_rows(target: Tensor, indices: Sequence[int | None], values: Tensor) -> None:

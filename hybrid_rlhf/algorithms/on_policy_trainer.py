@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.algorithms.collection import Collector, NothingToLearn
 from hybrid_rlhf.algorithms.continuation import Continuation, due
-from hybrid_rlhf.algorithms.experience import Layout, Sequences
+from hybrid_rlhf.algorithms.experience import Layout, Sequences, taken_from, under
 from hybrid_rlhf.algorithms.half_used import HalfUsed
 from hybrid_rlhf.algorithms.kl_controller import KLController
 from hybrid_rlhf.algorithms.nonfinite import NotFinite, SkippedSteps, rows_not_finite
@@ -36,6 +36,7 @@ from hybrid_rlhf.runtime.run import Run
 from hybrid_rlhf.runtime.samples import SampleLog
 
 logger = logging.getLogger(LOGGER_NAME)
+_HALF_USED = "half_used."
 _EVAL_STEP = 2**32
 """Key of the evaluation's random streams, out of the way of training steps: it samples alike each time."""
 
@@ -257,7 +258,7 @@ class OnPolicyTrainer:
 
     def _half_state(self, rollout: HalfUsed) -> LoopState:
         state = self._state(rollout.step - 1)
-        named = {f"half_used.{name}": tensor for name, tensor in rollout.experience.tensors().items()}
+        named = under(_HALF_USED, rollout.experience.tensors())
         content = {**state.content, "half_used": rollout.state_dict(self._world)}
         return LoopState(state.step, content, rollout.progress.updates, {**state.tensors, **named})
 
@@ -282,11 +283,7 @@ class OnPolicyTrainer:
             self._updater.ptx.load_state_dict(content["ptx"])
         if state.update is None:
             return state.step, None
-        tensors = {
-            name.removeprefix("half_used."): tensor
-            for name, tensor in state.tensors.items()
-            if name.startswith("half_used.")
-        }
+        tensors = taken_from(_HALF_USED, state.tensors)
         return state.step, HalfUsed.restore(state.step + 1, content["half_used"], tensors, self._world)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from datasets import Dataset
 from torch import Tensor
 
-from hybrid_rlhf.algorithms.experience import Sequences
+from hybrid_rlhf.algorithms.experience import Sequences, taken_from, under
 from hybrid_rlhf.algorithms.prompt_sampling import Measured, Pending, PromptSampler, cancel
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.loaders import RowStream
@@ -82,7 +82,7 @@ class RolloutsAhead:
         ahead = self._ahead.pop(step, None) or _Ahead(self._stream.take(self._per_step), None)
         self.hidden_seconds = 0.0
         if ahead.completions is None:
-            return ahead.rows, self._sampler.sample(self._at(ahead.rows), step=step, greedy=self._greedy)
+            return ahead.rows, self._sampler.sample(self.prompts(ahead.rows), step=step, greedy=self._greedy)
         start = time.perf_counter()
         if isinstance(ahead.completions, Pending):
             self._sampler.await_in_step(ahead.completions)
@@ -100,7 +100,7 @@ class RolloutsAhead:
         for number in range(step + 1, min(step + self._max_staleness, self._total_steps) + 1):
             if number not in self._ahead and self._stream.left:
                 rows = self._stream.take(self._per_step)
-                pending = self._sampler.begin(self._at(rows), step=number, greedy=self._greedy)
+                pending = self._sampler.begin(self.prompts(rows), step=number, greedy=self._greedy)
                 self._ahead[number] = _Ahead(rows, pending)
 
     @contextlib.contextmanager
@@ -119,23 +119,18 @@ class RolloutsAhead:
 
     def tensors(self) -> dict[str, Tensor]:
         """Their completions by name, after `state_dict`."""
-        return {
-            f"ahead.{step}.{name}": tensor
-            for step, ahead in self._ahead.items()
-            if isinstance(ahead.completions, Sequences)
-            for name, tensor in ahead.completions.tensors().items()
-        }
+        named: dict[str, Tensor] = {}
+        for step, ahead in self._ahead.items():
+            if isinstance(ahead.completions, Sequences):
+                named |= under(_prefix(step), ahead.completions.tensors())
+        return named
 
     def load_state_dict(self, state: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor], world: World) -> None:
         """Go on from a checkpoint."""
         for part in state:
-            prefix = f"ahead.{part['step']}."
-            named = {
-                name.removeprefix(prefix): tensor.to(world.device)
-                for name, tensor in tensors.items()
-                if name.startswith(prefix)
-            }
-            self._ahead[part["step"]] = _Ahead(part["rows"], Sequences(**named) if named else None)
+            named = taken_from(_prefix(part["step"]), tensors)
+            moved = {name: tensor.to(world.device) for name, tensor in named.items()}
+            self._ahead[part["step"]] = _Ahead(part["rows"], Sequences(**moved) if moved else None)
 
     def _finish(self, ahead: _Ahead) -> None:
         """Wait for completions; an error that all ranks share is kept, so that a checkpoint can still be written."""
@@ -146,5 +141,10 @@ class RolloutsAhead:
         except UserError as error:
             ahead.completions = error
 
-    def _at(self, rows: Sequence[int]) -> list[Mapping[str, Any]]:
+    def prompts(self, rows: Sequence[int]) -> list[Mapping[str, Any]]:
+        """Rows of the data."""
         return [self._prompts[row] for row in rows]
+
+
+def _prefix(step: int) -> str:
+    return f"ahead.{step}."

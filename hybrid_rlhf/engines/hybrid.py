@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.ppo import RolloutConfig
 from hybrid_rlhf.engines.engine import EngineOptions, ModelEngine, Role
 from hybrid_rlhf.engines.host_states import HostStates
-from hybrid_rlhf.engines.partition import base_parameters, gathered, is_partitioned, whole_weights
+from hybrid_rlhf.engines.partition import WholeWeight, base_parameters, gathered, is_partitioned, whole_weights
 from hybrid_rlhf.generation.decoder import Decoder
 from hybrid_rlhf.generation.engine import GenerationEngine, default_stop_token_ids
 from hybrid_rlhf.generation.layout import check_layout, plan_layout, probe_tokens
@@ -143,14 +143,8 @@ class HybridEngine(ModelEngine):
         Args:
             stop_token_ids: tokens that end every completion.
         """
-        assert self._layout is not None, "rollout.max_staleness was checked when the engine was made"
         start = time.perf_counter()
-        decoder = self._layout.build(
-            (weight.name, weight.merged(), weight.is_copy)
-            for weight in whole_weights(self.lm, bucket_elements=BUCKET_ELEMENTS)
-        )
-        if not self._checked:
-            self._check(decoder)
+        decoder = self._built(lasts=lambda weight: weight.is_copy)
         self.switch_seconds += time.perf_counter() - start
         return GenerationEngine(
             decoder,
@@ -175,20 +169,25 @@ class HybridEngine(ModelEngine):
 
     def _decoder(self) -> Decoder:
         """The inference layout of the current weights; built again only if they have changed, or were not kept."""
-        assert self._layout is not None
         kept = self._kept
         if kept is not None and kept.weight_version == self.weight_version:
             return kept.decoder
         self._kept = None
+        decoder = self._built(lasts=lambda weight: weight.is_lasting)
+        if self._rollout.keep_weights:
+            same = kept is not None and kept.decoder is decoder  # what was captured still holds
+            self._kept = _Kept(self.weight_version, decoder, kept.workspace if kept is not None and same else None)
+        return decoder
+
+    def _built(self, *, lasts: Callable[[WholeWeight], bool]) -> Decoder:
+        """The layout of the current weights, checked the first time; a view of a weight that lasts will do."""
+        assert self._layout is not None, "asked for where there is one"
         decoder = self._layout.build(
-            (weight.name, weight.merged(), weight.is_lasting)
+            (weight.name, weight.merged(), lasts(weight))
             for weight in whole_weights(self.lm, bucket_elements=BUCKET_ELEMENTS)
         )
         if not self._checked:
             self._check(decoder)
-        if self._rollout.keep_weights:
-            same = kept is not None and kept.decoder is decoder  # what was captured still holds
-            self._kept = _Kept(self.weight_version, decoder, kept.workspace if kept is not None and same else None)
         return decoder
 
     @torch.no_grad()
