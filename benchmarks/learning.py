@@ -5,6 +5,7 @@
     python -m benchmarks.learning --algorithms --seeds 0 1 2   # the copy task by each on-policy algorithm
     python -m benchmarks.learning --task demo --demo output    # SmolLM2-135M, the demo's reward, three KL coefficients
     python -m benchmarks.learning --task reasoning             # SmolLM2-135M on checked answers (extra: bench)
+    python -m benchmarks.learning --task reasoning --algorithms grpo dapo    # either of these two by other algorithms
 
 Writes to --out: a CSV a task (a row a step: mean, deviation, lowest and highest over the seeds, and each seed), a PNG
 where matplotlib is installed, and prints a table. The band in which a run counts as the same is the mean of the seeds
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.learning_tasks import REASONING_TASK, Task, copy_task, demo_task, reasoning_task, run_step
+from hybrid_rlhf.configs.algorithms import ON_POLICY
 
 ABLATIONS: dict[str, dict[str, Any]] = {
     "as it is": {},
@@ -59,6 +61,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 """128 completions a rollout for all. All answers of the task are as long as may be, so none is overlong; sequences of
 eight tokens need a wider clip than the thousands of GSPO's paper."""
+BIGGEST_GROUP = 4
+"""Completions of a prompt, at most, in tasks whose rollouts are small."""
 Lines = list[dict[str, float]]
 """metrics.jsonl of a run."""
 Curve = dict[int, float]
@@ -168,29 +172,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--steps", type=int, help="none: 100 of copy, 16 of demo, 20 of reasoning")
     parser.add_argument("--ablations", action="store_true")
-    parser.add_argument(
-        "--algorithms", nargs="*", choices=ALGORITHMS, help="the copy task by each of these; alone: by all"
-    )
+    parser.add_argument("--algorithms", nargs="*", choices=ALGORITHMS, help="the task by each of these; alone: by all")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="runs at a time")
     parser.add_argument("--demo", type=Path, default=Path("output"), help="what `make demo` wrote")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/learning"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    steps = options.steps or {"copy": 100, "demo": 16, "reasoning": 20}[options.task]
     with tempfile.TemporaryDirectory() as folder:
-        variants: dict[str, tuple[Task, dict[str, Any]]]
-        if options.task == "copy":
-            task = copy_task(Path(folder), steps=steps)
-            variants = {name: (task, change) for name, change in ABLATIONS.items() if options.ablations or not change}
-            if options.algorithms is not None:
-                names = options.algorithms or list(ALGORITHMS)
-                variants = {name: (task, {"algorithm": name, **ALGORITHMS[name]}) for name in names}
-        elif options.task == "demo":
-            variants = {
-                f"kl_coef {c}": (demo_task(options.demo, steps=steps, kl_coef=c), {}) for c in (0.02, 0.05, 0.2)
-            }
-        else:
-            variants = {REASONING_TASK: (reasoning_task(Path(folder), steps=steps), {})}
+        variants = variants_of(options, Path(folder))
         found = {}
         held_out: list[dict[str, Any]] = []
         for name, (task, changes) in variants.items():
@@ -213,6 +202,35 @@ def main() -> None:
     if held_out and len(variants) > 1:
         draw_frontier(held_out, f"{options.task}, held-out prompts", options.out / f"{title}_frontier.png")
     draw(found, f"{options.task}, seeds {' '.join(map(str, options.seeds))}", options.out / f"{title}.png")
+
+
+def variants_of(options: argparse.Namespace, folder: Path) -> dict[str, tuple[Task, dict[str, Any]]]:
+    """What is run: a task and what is changed of its config, by name."""
+    steps = options.steps or {"copy": 100, "demo": 16, "reasoning": 20}[options.task]
+    names = None if options.algorithms is None else options.algorithms or list(ALGORITHMS)
+    if options.task == "copy":
+        task = copy_task(folder, steps=steps)
+        if names is None:
+            return {name: (task, change) for name, change in ABLATIONS.items() if options.ablations or not change}
+        return {name: (task, {"algorithm": name, **ALGORITHMS[name]}) for name in names}
+    if options.task == "demo" and names is None:
+        return {f"kl_coef {c}": (demo_task(options.demo, steps=steps, kl_coef=c), {}) for c in (0.02, 0.05, 0.2)}
+    task = demo_task(options.demo, steps=steps) if options.task == "demo" else reasoning_task(folder, steps=steps)
+    if names is None:
+        return {REASONING_TASK: (task, {})}
+    return {name: (task, by_algorithm(task, name)) for name in names}
+
+
+def by_algorithm(task: Task, name: str) -> dict[str, Any]:
+    """As many completions as PPO's rollout has, in groups where the algorithm wants them; the task's own KL."""
+    traits = ON_POLICY[name]
+    group = min(BIGGEST_GROUP, traits.defaults.get("rollout.samples_per_prompt", 1))
+    prompts = task.config["rollout"]["prompts_per_step"] // group
+    changes = {
+        "algorithm": name, "rollout": {"prompts_per_step": prompts, "samples_per_prompt": group},
+        "ppo": {"overlong_fraction": 0.0},
+    }  # fmt: skip
+    return changes if traits.critic else changes | {"critic": {"share_base": False}}
 
 
 def report(name: str, curves: Sequence[Curve], rows: Sequence[Mapping[str, float]], task: Task) -> None:

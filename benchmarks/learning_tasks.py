@@ -101,8 +101,8 @@ def copy_task(folder: Path, *, steps: int) -> Task:
     return Task(config, optimum=1.0)
 
 
-def demo_task(folder: Path, *, steps: int, kl_coef: float) -> Task:
-    """PPO of the demo's SFT model against the demo's reward model; `folder` is what `make demo` wrote."""
+def demo_task(folder: Path, *, steps: int, kl_coef: float | None = None) -> Task:
+    """The demo's SFT model against the demo's reward model; `folder` is what `make demo` wrote. None: its own KL."""
     for step in ("step1_sft", "step2_reward"):
         if not (folder / step / "config.json").is_file():
             raise SystemExit(
@@ -113,7 +113,8 @@ def demo_task(folder: Path, *, steps: int, kl_coef: float) -> Task:
     config["actor"]["path"] = str(folder / "step1_sft")
     config["reward"] = {"path": str(folder / "step2_reward")}
     config["data"] |= {"sources": [str(folder / "demo_data" / "pairs.jsonl")], "split": demo["data"]["split"]}
-    config["ppo"]["kl_coef"] = kl_coef
+    if kl_coef is not None:
+        config["ppo"]["kl_coef"] = kl_coef
     config["train"] |= {"max_steps": steps, "epochs": 100}
     return Task(config, optimum=None, held_out=("eval/scores", "eval/kl"))
 

@@ -19,7 +19,7 @@ import datasets
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.runtime.world import World
+from hybrid_rlhf.runtime.world import World, once_a_host
 
 DEFAULT_CACHE = "~/.cache/hybrid_rlhf"
 
@@ -44,12 +44,7 @@ def cached_rows(
     """
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
     folder = Path(cache_dir or DEFAULT_CACHE).expanduser() / "tokens" / digest
-    failure = world.broadcast_object(_write(folder, make) if world.is_main else None)
-    if failure is None and world.is_local_main:
-        failure = _write(folder, make)  # does nothing where the folder is visible
-    world.barrier()
-    if failure is not None:
-        raise UserError(failure)
+    once_a_host(world, lambda: _write(folder, make))
     return datasets.load_from_disk(str(folder))
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hybrid_rlhf.functional.masking import at_least_float32
+from hybrid_rlhf.functional.products import linear
 
 
 def token_logprobs(logits: Tensor, *, labels: Tensor, temperature: float = 1.0) -> Tensor:
@@ -82,11 +83,10 @@ class _ChunkedHead(torch.autograd.Function):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logprobs = torch.empty(len(labels), dtype=dtype, device=hidden.device)
         entropy, normaliser = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        memory = _chunk_memory(hidden, weight, chunk_tokens)
+        memory = _ChunkMemory(hidden, weight, chunk_tokens)
         for start in range(0, len(labels), chunk_tokens):
             part = slice(start, start + chunk_tokens)
-            logits, probs = (each[: len(labels[part])] for each in memory)
-            _logits(hidden[part], weight, bias, temperature, softcap, out=logits)
+            logits, probs = memory.logits(hidden[part], weight, bias, temperature, softcap)
             highest = logits.amax(dim=-1)
             logits.sub_(highest[:, None])
             total = torch.exp(logits, out=probs).sum(dim=-1)
@@ -109,11 +109,10 @@ class _ChunkedHead(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=normaliser.dtype) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=normaliser.dtype) if needs_bias else None
-        memory = _chunk_memory(hidden, weight, chunk_tokens)
+        memory = _ChunkMemory(hidden, weight, chunk_tokens)
         for start in range(0, len(labels), chunk_tokens):
             part = slice(start, start + chunk_tokens)
-            logits, other = (each[: len(labels[part])] for each in memory)
-            _logits(hidden[part], weight, bias, temperature, softcap, out=logits)
+            logits, other = memory.logits(hidden[part], weight, bias, temperature, softcap)
             # 1 - tanh^2, taken before the gradient takes over the memory of the logits
             slope = None if softcap is None else (logits * (temperature / softcap)).square_().neg_().add_(1)
             grad = _logits_gradient(
@@ -127,7 +126,7 @@ class _ChunkedHead(torch.autograd.Function):
                 grad.div_(temperature)
             low = grad.to(hidden.dtype)
             if grad_hidden is not None:
-                grad_hidden[part] = low @ weight
+                grad_hidden[part] = linear(low, weight.t())
             if grad_weight is not None:
                 _add_product(grad_weight, low.t(), hidden[part])
             if grad_bias is not None:
@@ -140,27 +139,30 @@ class _ChunkedHead(torch.autograd.Function):
         )  # fmt: skip
 
 
-def _chunk_memory(hidden: Tensor, weight: Tensor, chunk_tokens: int) -> tuple[Tensor, Tensor]:
-    """Two tensors [n, V], for all chunks: memory that is taken again and again is touched again and again."""
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
-    memory = torch.empty(min(chunk_tokens, len(hidden)), len(weight), dtype=dtype, device=hidden.device)
-    return memory, torch.empty_like(memory)
+class _ChunkMemory:
+    """Two tensors [n, V] for all chunks: memory that is taken again and again is touched again and again."""
 
+    def __init__(self, hidden: Tensor, weight: Tensor, chunk_tokens: int) -> None:
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        shape = (min(chunk_tokens, len(hidden)), len(weight))
+        self._logits, self._other = (torch.empty(shape, dtype=dtype, device=hidden.device) for _ in range(2))
 
-def _logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, softcap: float | None, *, out: Tensor
-) -> None:
-    """A chunk's logits [n, V], capped and at the temperature."""
-    if out.dtype != hidden.dtype:
-        out.copy_(torch.nn.functional.linear(hidden, weight, bias))
-    elif bias is None:
-        torch.mm(hidden, weight.t(), out=out)
-    else:
-        torch.addmm(bias, hidden, weight.t(), out=out)
-    if softcap is not None:
-        out.div_(softcap).tanh_().mul_(softcap)
-    if temperature != 1.0:
-        out.div_(temperature)
+    def logits(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, softcap: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """A chunk's logits [n, V], capped and at the temperature, and another tensor of their shape."""
+        out, other = self._logits[: len(hidden)], self._other[: len(hidden)]
+        if out.dtype != hidden.dtype or out.device.type == "cpu":
+            out.copy_(linear(hidden, weight, bias))
+        elif bias is None:
+            torch.mm(hidden, weight.t(), out=out)
+        else:
+            torch.addmm(bias, hidden, weight.t(), out=out)
+        if softcap is not None:
+            out.div_(softcap).tanh_().mul_(softcap)
+        if temperature != 1.0:
+            out.div_(temperature)
+        return out, other
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -27,10 +27,11 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections import ModelConfig
+from hybrid_rlhf.functional.products import linear
 from hybrid_rlhf.models.folders import load_config, reading, stored_elements
 from hybrid_rlhf.models.packing import use_packing
 from hybrid_rlhf.models.sources import quiet_transformers
-from hybrid_rlhf.runtime.world import default_dtype
+from hybrid_rlhf.runtime.world import default_device, default_dtype
 
 Architecture = Literal["causal_lm", "scorer"]
 AUTO_CLASS: dict[Architecture, Any] = {
@@ -117,6 +118,13 @@ def load_model(
     return model, fresh_head
 
 
+class _Linear(nn.Linear):
+    """One whose products are ours; its weights, names and kin are those of torch's."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name is torch's
+        return linear(input, self.weight, self.bias)
+
+
 def _require_stored(folder: Path, architecture: Architecture, config: PreTrainedConfig) -> None:
     """Transformers would make up, in memory, all that config.json asks for and the files lack, before it says so."""
     stored = stored_elements(folder)
@@ -170,10 +178,13 @@ def adapt_config(config: PreTrainedConfig, architecture: Architecture, *, heads:
 
 
 def adapt_model(model: PreTrainedModel, config: ModelConfig) -> None:
-    """Dropout that no config names, packed attention, activation checkpointing."""
+    """Dropout that no config names, products of a CPU, packed attention, activation checkpointing."""
+    on_cpu = default_device().type == "cpu"
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+        if on_cpu and type(module) is nn.Linear:
+            module.__class__ = _Linear
     if config.attention in ("auto", "sdpa"):
         use_packing(model)
     if config.gradient_checkpointing:

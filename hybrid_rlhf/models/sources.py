@@ -28,7 +28,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.files import regular_file
 from hybrid_rlhf.models.folders import check_folder, first_line
 from hybrid_rlhf.runtime.logs import LOGGER_NAME
-from hybrid_rlhf.runtime.world import World
+from hybrid_rlhf.runtime.world import World, once_a_host
 
 logger = logging.getLogger(LOGGER_NAME)
 
@@ -85,18 +85,14 @@ def _dequantised(source: Path, *, world: World, cache_dir: str | None) -> Path:
     stat = source.stat()
     key = hashlib.sha256(f"{source.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}".encode()).hexdigest()[:16]
     target = root / f"{source.stem}-{key}"
-    failure = _try_dequantise(source, target) if world.is_main and not target.exists() else None
-    failure = world.broadcast_object(failure)
-    if failure is None and world.is_local_main and not target.exists():  # a host without a shared file system
-        failure = _try_dequantise(source, target)
-    if failure is not None:
-        raise UserError(failure)
-    world.barrier()
+    once_a_host(world, lambda: _try_dequantise(source, target))
     return target
 
 
 def _try_dequantise(source: Path, target: Path) -> str | None:
-    """Write the folder beside and rename it; the reason where the file cannot be read."""
+    """Write the folder beside and rename it, unless it is there; the reason where the file cannot be read."""
+    if target.exists():
+        return None
     if importlib.util.find_spec("gguf") is None:
         return f"reading {source.name} needs the package gguf, which is not installed: pip install gguf"
     logger.info("dequantising %s once into %s", source.name, target)

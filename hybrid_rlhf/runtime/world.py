@@ -11,7 +11,7 @@ import datetime
 import os
 import random
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -125,6 +125,24 @@ def mistakes_shared(world: World) -> Iterator[None]:
     failures = [text for text in world.all_gather_objects(failure) if text is not None]
     if failures:
         raise UserError(failures[0])
+
+
+def once_a_host(world: World, make: Callable[[], str | None]) -> None:
+    """Have a file made by one rank, and by one of each host that does not see it; every rank calls.
+
+    Args:
+        world: who waits until it is there.
+        make: makes it unless it is there; the text of the user's mistake if there is one.
+
+    Raises:
+        UserError: on every rank, that mistake.
+    """
+    with mistakes_shared(world):
+        failure = world.broadcast_object(make() if world.is_main else None)
+        if failure is None and world.is_local_main:
+            failure = make()
+        if failure is not None:
+            raise UserError(failure)
 
 
 def init_world(*, timeout_seconds: float = 1800.0) -> World:

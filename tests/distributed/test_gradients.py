@@ -1,4 +1,5 @@
-"""The gradient of a PPO update is one number a weight: ranks, ZeRO stages, micro-batches and padding do not change it.
+"""The gradient of a PPO update is one number a weight: ranks, ZeRO stages, micro-batches, padding and
+who computes the products do not change it.
 
 Rows as multi-turn rollouts have them: random lengths, responses that are empty, and gaps in a response where somebody
 else speaks. A gradient is read off the weights after an update by AdamW with lr and eps of 10^6 each, which subtracts
@@ -25,6 +26,7 @@ from hybrid_rlhf.configs.ppo import RolloutConfig
 from hybrid_rlhf.configs.sections import ModelConfig, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
 from hybrid_rlhf.engines.partition import whole_tensors
+from hybrid_rlhf.functional import products
 from hybrid_rlhf.runtime.world import World
 from tests.engines.ranks import run_ranks
 
@@ -83,6 +85,7 @@ def gradients(world: World, path: str, tasks: list[Task]) -> dict[Task, torch.Te
     optimizer = OptimizerConfig(lr=1e6, eps=1e6, schedule="constant", warmup_fraction=0.0, max_grad_norm=0.0)
     found = {}
     for number, (name, seed, (stage, attention, micro)) in enumerate(tasks):
+        products._LEAST_PRODUCTS = 1 if attention == PACKED else 2**62  # oneDNN against torch's own
         spec = EngineSpec("actor", path, ModelConfig(attention=attention), ZeroConfig(stage=stage), 0, optimizer)  # type: ignore[arg-type]
         actor, algorithm = build_actor(spec, world), ON_POLICY_ALGORITHMS[name](ALGORITHM)
         critic = build_engine(replace(spec, role="critic"), world) if name == "ppo" else None

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections import LoraConfig, ModelConfig
 from hybrid_rlhf.engines.partition import whole_tensors
+from hybrid_rlhf.functional import products
 from hybrid_rlhf.models.loading import load_model, training_dtype
 from hybrid_rlhf.models.lora import adapters_off, add_lora, lora_merged
 from hybrid_rlhf.models.policy import Policy
@@ -123,6 +124,28 @@ def test_gradient_checkpointing_changes_no_gradient(model_folder: Path) -> None:
         gradients.append([parameter.grad for parameter in policy.parameters()])
     for plain, checkpointed in zip(*gradients, strict=True):
         torch.testing.assert_close(checkpointed, plain)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_cpus_products_are_those_of_transformers(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, lora: bool
+) -> None:
+    calls: list[int] = []
+    own = products._onednn
+
+    def note(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        calls.append(len(weight))
+        return own(x, weight, bias)
+
+    monkeypatch.setattr(products, "_LEAST_PRODUCTS", 1)
+    monkeypatch.setattr(products, "_onednn", note)
+    model, _ = load(model_folder)
+    if lora:
+        add_lora(model, LoraConfig(rank=2), "causal_lm", seed=0)
+    ours = model(input_ids=IDS).logits
+    assert len(calls) >= 7 * model.config.num_hidden_layers
+    theirs = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    torch.testing.assert_close(ours, theirs(input_ids=IDS).logits)
 
 
 def test_tokenizers_are_checked(tmp_path: Path) -> None:
