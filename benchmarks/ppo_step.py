@@ -21,8 +21,8 @@ The limit counts matrix products of linear layers on real tokens, and nothing el
 - scoring: one forward each of reference (head on responses), reward model and critic (no head)
 - training: forward and backward of actor (head on responses) and critic; a backward is two products for each forward
 
-Forward, each part takes the faster of torch's linear and the packed form that this project generates with; backward is
-torch's linear. Attention itself, norms, activations, sampling and the optimizers are not in the limit.
+Each part takes the faster of torch's products and oneDNN's (benchmarks/matrix_products.py). Attention itself, norms,
+activations, sampling and the optimizers are not in the limit.
 
 The actor's old log-probs need no forward of their own here: with one epoch and one mini-batch they are those of the
 training forward. The critic's values are needed before training, so it is counted twice.
@@ -42,7 +42,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +56,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from benchmarks.matrix_products import Products
 from hybrid_rlhf.data.chat import encode_prompt
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
-from hybrid_rlhf.generation.layout import decoder_of
 from hybrid_rlhf.models.sources import quiet_transformers, resolve_model
 from hybrid_rlhf.models.tokenizers import load_tokenizer
 from hybrid_rlhf.runtime.world import solo_world
@@ -320,67 +319,6 @@ def peer_result(command: list[str], folder: Path, options: argparse.Namespace) -
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-class Products:
-    """The matrix products of a Llama, on rows of noise; what shares its input is one product.
-
-    Forward they come in two forms, torch's linear and the packed one that this project generates with: which is faster
-    depends on the rows.
-    """
-
-    def __init__(self, lm: PreTrainedModel, rows: int, *, outputs: int) -> None:
-        """Take the weights of a model, and noise for up to `rows` tokens and `outputs` rows of the head."""
-        decoder = decoder_of(lm, world=solo_world(CPU), dtype=torch.float32)
-        assert decoder is not None, "a Llama has an inference layout"
-        self._weights = []
-        for layer in lm.model.layers:
-            attention, mlp = layer.self_attn, layer.mlp
-            qkv = torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
-            up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
-            self._weights += [qkv, attention.o_proj.weight, up, mlp.down_proj.weight]
-        self._head = lm.get_output_embeddings().weight
-        packed = decoder._weights
-        self._packed = [product for w in packed.layers for product in (w.qkv, w.o, w.up, w.down)]
-        self._packed_head = packed.head
-        self._noise = {width: torch.randn(rows, width) for w in self._weights for width in w.shape}
-        self._outputs = torch.randn(outputs, len(self._head))
-
-    def plain(self, rows: int, outputs: int = 0) -> None:
-        """Forward of some tokens, and the head on some of them."""
-        for weight in self._weights:
-            linear(self._noise[weight.shape[1]][:rows], weight)
-        if outputs:
-            linear(self._noise[self._head.shape[1]][:outputs], self._head)
-
-    def packed(self, rows: int, outputs: int = 0) -> None:
-        """The same in the packed form."""
-        for weight, product in zip(self._weights, self._packed, strict=True):
-            product(self._noise[weight.shape[1]][:rows])
-        if outputs:
-            self._packed_head(self._noise[self._head.shape[1]][:outputs])
-
-    def forward(self, sizes: list[tuple[int, int]]) -> float:
-        """Seconds of forwards one after the other, in the faster form."""
-
-        def run(form: Callable[[int, int], None]) -> None:
-            for rows, outputs in sizes:
-                form(rows, outputs)
-
-        return min(timed(partial(run, form)) for form in (self.plain, self.packed))
-
-    def backward(self, sizes: list[tuple[int, int]]) -> float:
-        """Seconds of two products for each of the forward: the gradient of the input, and of the weight."""
-
-        def run() -> None:
-            for rows, outputs in sizes:
-                products = [(self._noise[w.shape[0]][:rows], w) for w in self._weights]
-                products += [(self._outputs[:outputs], self._head)] if outputs else []
-                for gradient, weight in products:
-                    linear(gradient, weight.t())
-                    linear(gradient.t(), self._noise[weight.shape[1]][: len(gradient)].t())
-
-        return timed(run)
-
-
 @torch.inference_mode()
 def measure_limit(side: Side, folder: Path, law: LengthLaw, options: argparse.Namespace) -> None:
     """The products of a step whose lengths follow the law; sizes are (tokens, of these with the head)."""
@@ -391,26 +329,19 @@ def measure_limit(side: Side, folder: Path, law: LengthLaw, options: argparse.Na
     with quiet_transformers():
         lm = AutoModelForCausalLM.from_pretrained(folder / "actor", dtype=torch.float32)
     products = Products(lm, tokens, outputs=responses)
-    products.forward([(tokens, responses), (prompts, prompts)])  # warms up
+    products.times(forward=[(tokens, responses), (prompts, prompts)])  # warms up
     language, scorer = (tokens, responses), (tokens, 0)
     parts = {
-        "generation": products.forward([(prompts * options.prompt_tokens, prompts)])
-        + products.forward([(rows, rows) for rows in live]),
-        "scoring": products.forward([language, scorer, scorer]),
-        "training": products.forward([language, scorer]) + products.backward([language, scorer]),
+        "generation": products.times(forward=[(prompts * options.prompt_tokens, prompts)]).fastest
+        + products.times(forward=[(rows, rows) for rows in live]).fastest,
+        "scoring": products.times(forward=[language, scorer, scorer]).fastest,
+        "training": products.times(forward=[language, scorer], backward=[language, scorer]).fastest,
     }
     side.seconds.append(sum(parts.values()))
     side.tokens.append(tokens)
     side.mean_length.append(responses / prompts)
     for name, seconds in parts.items():
         side.phases.setdefault(name, []).append(seconds)
-
-
-def timed(function: Callable[[], None]) -> float:
-    """Seconds of a call."""
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
 
 
 def report(

@@ -5,16 +5,17 @@
 
 SmolLM2-135M in float32 on the CPU, all of it trained, updates of 8 rows or pairs. Lengths are even from 16 tokens to
 --longest, so that about half of a padded batch is real; a quarter of each is the prompt. Both sides make the same
-updates: the same token ids in the same order, the same start (the scorer's head too), AdamW at a constant rate. Rounds
-run limit, this project, TRL in turn; the first updates of a process warm up; medians over the others are printed, in
-real tokens a second, and the largest difference of the two losses over all updates. A step's seconds are those of the
-whole loop.
+updates: the same token ids in the same order, the same start (the scorer's head too), AdamW at a constant rate. This
+project, TRL and the limit take turns, an update each, while the others' processes rest. The first updates warm up;
+medians over the others are printed, of real tokens a second and of the ratios of updates, and the largest difference of
+the two losses over all updates. A step's seconds are those of the whole loop.
 
 The reference of DPO is read live on both sides, which is TRL's default. Where this project reads it once (its default)
 a step costs a third less, and the pass before training as much as the first epoch saves.
 
 The limit counts matrix products of linear layers on real tokens, forward and backward (two for each forward), the head
-on the answers' tokens only; for DPO a forward more, the reference's. See benchmarks/ppo_step.py.
+on the answers' tokens only; for DPO a forward more, the reference's: as torch computes them, and in the faster of
+torch's and oneDNN's form (benchmarks/matrix_products.py).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,10 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from benchmarks.learning_tasks import write_rows
-from benchmarks.ppo_step import CPU, PAD_TOKEN, ROOT, Products, peak_of, peer_result, plain_words
+from benchmarks.in_turn import InTurn
+from benchmarks.learning_tasks import ROOT, write_rows
+from benchmarks.matrix_products import Products, Times
+from benchmarks.ppo_step import CPU, PAD_TOKEN, environment, plain_words
 from hybrid_rlhf.configs.cli import parse_config
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
@@ -47,6 +51,8 @@ from hybrid_rlhf.models.tokenizers import load_tokenizer
 from hybrid_rlhf.runtime.world import solo_world
 
 LEARNING_RATE = 1e-5
+OURS, TRL = "this project", "TRL"
+TORCH_PRODUCTS, FASTEST_PRODUCTS = "matrix products, torch's", "matrix products, fastest"
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -75,12 +81,11 @@ TASKS = {
 
 @dataclass
 class Side:
-    """What one side measured: a figure an update; peaks a figure a round."""
+    """What one side measured, a figure an update."""
 
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    """Of the first round."""
-    peak_gib: list[float] = field(default_factory=list)
+    peak_gib: float | None = None
 
 
 def main() -> None:
@@ -93,14 +98,9 @@ def main() -> None:
         folder = Path(name)
         tokenizer = prepare(folder, options)
         for task in options.tasks:
-            limit, ours, trl = Side(), Side(), Side()
             batches = peer_rows(task, folder, tokenizer, options)
-            for number in range(options.rounds):
-                measure_limit(limit, task, folder, batches)
-                measure_ours(ours, task, folder / f"{task}_{number}", folder, options)
-                if options.trl_python:
-                    versions = measure_trl(trl, task, folder, options)
-            results[task] = report(task, batches, limit, ours, trl, options)
+            sides, versions = measure(task, batches, folder, options)
+            results[task] = report(task, batches, sides, options)
     if options.json:
         told = {"options": vars(options), "platform": platform.platform(), "torch": torch.__version__,
                 "transformers": transformers.__version__, "trl_versions": versions, "tasks": results}  # fmt: skip
@@ -206,92 +206,96 @@ def sizes_of(batch: Sequence[dict[str, Any]]) -> tuple[int, int]:
     return answers + 2 * sum(len(row["prompt_ids"]) for row in batch), answers
 
 
-@torch.inference_mode()
-def measure_limit(side: Side, task: str, folder: Path, batches: Sequence[Sequence[dict[str, Any]]]) -> None:
-    """The products of each update."""
+def measure(
+    task: str, batches: Sequence[Sequence[dict[str, Any]]], folder: Path, options: argparse.Namespace
+) -> tuple[dict[str, Side], dict[str, str]]:
+    """All sides, an update each in turn; the versions of TRL and what it ran on."""
+    products = products_of(task, folder, batches)
+    metrics, progress = folder / task / "metrics.jsonl", folder / f"{task}_trl.txt"
+    loss = f"{'preference' if task == 'dpo' else task}/loss"
+    config = config_of(task, metrics.parent, folder, options)
+    start = partial(InTurn, environment=environment(options))
+    runs: dict[str, InTurn] = {}
+    limits: list[Times] = []
+    try:
+        line = [sys.executable, str(ROOT / TASKS[task].main), "--config", str(config)]
+        runs[OURS] = start(line, log=folder / f"{task}.log", progress=metrics, mark=f'"{loss}"')
+        if options.trl_python:
+            line = peer_line(task, progress, folder, options)
+            runs[TRL] = start(line, log=folder / f"{task}_trl.log", progress=progress, mark="\n")
+        for batch in batches:
+            for run in runs.values():
+                run.update()
+            limits.append(products(batch))
+        told = {name: run.finish() for name, run in runs.items()}
+    finally:
+        for run in runs.values():
+            run.kill()
+    losses = {OURS: [row[loss] for row in map(json.loads, metrics.read_text().splitlines()) if loss in row]}
+    if TRL in runs:
+        losses[TRL] = [float(text) for text in progress.read_text().split()]
+    sides = {
+        TORCH_PRODUCTS: Side([limit.torch for limit in limits]),
+        FASTEST_PRODUCTS: Side([limit.fastest for limit in limits]),
+        **{name: Side(run.seconds, losses[name], run.peak_gib) for name, run in runs.items()},
+    }
+    return sides, json.loads(told[TRL]) if TRL in told else {}
+
+
+def products_of(
+    task: str, folder: Path, batches: Sequence[Sequence[dict[str, Any]]]
+) -> Callable[[Sequence[dict[str, Any]]], Times]:
+    """A function of a batch that computes the products of its update."""
     sizes = [sizes_of(batch) for batch in batches]
     with quiet_transformers():
         lm = AutoModelForCausalLM.from_pretrained(folder / "lm", dtype=torch.float32)
     most = max(sizes)
     products = Products(lm, most[0], outputs=max(answers for _, answers in sizes))
-    products.forward([most])  # warms up
-    for tokens, answers in sizes:
+
+    @torch.inference_mode()
+    def of(batch: Sequence[dict[str, Any]]) -> Times:
+        tokens, answers = sizes_of(batch)
         size = (tokens, 0 if task == "reward" else answers)
-        forwards = [size, size] if task == "dpo" else [size]
-        side.seconds.append(products.forward(forwards) + products.backward([size]))
+        return products.times(forward=[size, size] if task == "dpo" else [size], backward=[size])
+
+    return of
 
 
-def measure_ours(side: Side, task: str, output: Path, folder: Path, options: argparse.Namespace) -> None:
-    """The step as a user runs it, in a process of its own; figures are read from its metrics."""
-    metrics = output / "metrics.jsonl"
-
-    def told() -> list[dict[str, float]]:
-        return [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-
-    command = [sys.executable, str(ROOT / TASKS[task].main), "--config", str(config_of(task, output, folder, options))]
-    side.peak_gib.append(
-        peak_of(command, output.with_suffix(".log"), options, until=lambda: len(told()) > options.steps)
-    )
-    name = f"{'preference' if task == 'dpo' else task}/loss"
-    lines = [line for line in told() if name in line]
-    assert [line["step"] for line in lines] == list(range(1, options.steps + 1)), "a line a step"
-    times = [line["time_seconds"] for line in lines]
-    side.seconds += [after - before for before, after in zip(times, times[1:], strict=False)][options.warmup - 1 :]
-    side.losses = side.losses or [line[name] for line in lines]
-
-
-def measure_trl(side: Side, task: str, folder: Path, options: argparse.Namespace) -> dict[str, str]:
-    """TRL on the same rows, in its own environment; the versions of what ran."""
-    command = [
+def peer_line(task: str, progress: Path, folder: Path, options: argparse.Namespace) -> list[str]:
+    """TRL on the same rows."""
+    return [
         options.trl_python, str(ROOT / "benchmarks/peers/trl_supervised.py"), "--task", task, "--model",
         str(folder / TASKS[task].model), "--rows", str(folder / f"{task}_ids.jsonl"), "--lr", str(LEARNING_RATE),
-        "--steps", str(options.steps), "--batch", str(options.batch), "--max_length", str(2 * options.longest),
-        "--threads", str(options.threads),
+        "--progress", str(progress), "--steps", str(options.steps), "--batch", str(options.batch), "--max_length",
+        str(2 * options.longest), "--threads", str(options.threads),
     ]  # fmt: skip
-    result = peer_result(command, folder, options)
-    side.seconds += result["seconds"][options.warmup :]
-    side.losses = side.losses or result["losses"][: options.steps]
-    side.peak_gib.append(result["peak_gib"])
-    return dict(result["versions"])
 
 
 def report(
-    task: str, batches: Sequence[Sequence[dict[str, Any]]], limit: Side, ours: Side, trl: Side,
-    options: argparse.Namespace,
-) -> dict[str, Any]:  # fmt: skip
+    task: str, batches: Sequence[Sequence[dict[str, Any]]], sides: dict[str, Side], options: argparse.Namespace
+) -> dict[str, Any]:
     """A table on the screen, and what goes into the JSON."""
     tokens = [float(sizes_of(batch)[0]) for batch in batches]
-    speeds = {}
     print(f"\n{task}: {options.steps} updates of {options.batch} rows, {statistics.mean(tokens):.0f} real tokens each; "
-          f"median of {len(ours.seconds)} in {options.rounds} processes, {options.threads} threads")  # fmt: skip
-    for name, side, of in (
-        ("matrix products", limit, tokens), ("this project", ours, tokens[options.warmup :]),
-        ("TRL", trl, tokens[options.warmup :]),
-    ):  # fmt: skip
-        if not side.seconds:
-            continue
-        each = of * options.rounds
-        speeds[name] = statistics.median(t / s for t, s in zip(each, side.seconds, strict=True))
-        peak = f"  peak {statistics.median(side.peak_gib):.2f} GiB" if side.peak_gib else ""
-        print(f"{name:16s} {speeds[name]:7.1f} real tokens/s  {statistics.median(side.seconds):6.2f} s an update "
-              f"({min(side.seconds):.2f} to {max(side.seconds):.2f}){peak}")  # fmt: skip
-    told = {"share_of_products": speeds["this project"] / speeds["matrix products"]}
-    print(f"this project is at {told['share_of_products']:.0%} of the products")
-    if trl.seconds:
-        told["over_trl"] = speeds["this project"] / speeds["TRL"]
-        told["memory_over_trl"] = statistics.median(ours.peak_gib) / statistics.median(trl.peak_gib)
+          f"medians of {options.steps - options.warmup}, {options.threads} threads")  # fmt: skip
+    measured = {name: side.seconds[options.warmup :] for name, side in sides.items()}
+    ratios = {}
+    for name, seconds in measured.items():
+        speed = statistics.median(t / s for t, s in zip(tokens[options.warmup :], seconds, strict=True))
+        peak = sides[name].peak_gib
+        ratios[name] = statistics.median(s / own for s, own in zip(seconds, measured[OURS], strict=True))
+        print(f"{name:24s} {speed:7.1f} real tokens/s  {statistics.median(seconds):6.2f} s an update "
+              f"({min(seconds):.2f} to {max(seconds):.2f}), {ratios[name]:.2f} of this project's"
+              f"{'' if peak is None else f'  peak {peak:.2f} GiB'}")  # fmt: skip
+    told: dict[str, Any] = {"seconds_over_ours": ratios, "tokens": tokens}
+    if TRL in sides:
+        ours, trl = sides[OURS], sides[TRL]
+        assert ours.peak_gib and trl.peak_gib, "both were looked at"
+        told["memory_over_trl"] = ours.peak_gib / trl.peak_gib
         told["largest_loss_difference"] = max(abs(a - b) for a, b in zip(ours.losses, trl.losses, strict=True))
-        print(f"it is {told['over_trl']:.2f} x as fast as TRL, in {told['memory_over_trl']:.2f} x its memory; losses, "
-              f"{ours.losses[0]:.4f} to {ours.losses[-1]:.4f}, differ by at most "
-              f"{told['largest_loss_difference']:.1e}")  # fmt: skip
-    return {
-        **told,
-        "tokens": tokens,
-        "speeds": speeds,
-        "limit": asdict(limit),
-        "ours": asdict(ours),
-        "trl": asdict(trl),
-    }
+        print(f"{told['memory_over_trl']:.2f} x TRL's memory; losses, {ours.losses[0]:.4f} to {ours.losses[-1]:.4f}, "
+              f"differ by at most {told['largest_loss_difference']:.1e}")  # fmt: skip
+    return told | {"sides": {name: asdict(side) for name, side in sides.items()}}
 
 
 def parse() -> argparse.Namespace:
@@ -301,8 +305,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="rows or pairs of an update")
     parser.add_argument("--longest", type=int, default=128, help="tokens of a sequence")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--warmup", type=int, default=3, help="updates of each process that are not measured")
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--warmup", type=int, default=3, help="updates that are not measured")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--trl_python", help="python of an environment with TRL 1.16")

@@ -14,6 +14,7 @@ import argparse
 import json
 import platform
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,29 @@ import datasets
 import torch
 import transformers
 import trl
-from measuring import Clock, peak_gib
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PreTrainedTokenizerFast,
+    TrainerCallback,
 )
 from trl import PPOConfig, PPOTrainer
 from trl.trainer import ppo_trainer
+
+
+class Clock(TrainerCallback):  # type: ignore[misc]
+    """When training began and each update ended."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Start."""
+        self.times.append(time.perf_counter())
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """End of an update."""
+        self.times.append(time.perf_counter())
 
 
 class Lengths:
@@ -116,6 +132,12 @@ def result(options: argparse.Namespace, clock: Clock, lengths: Lengths, *, promp
             "trl": trl.__version__,
         },
     }  # fmt: skip
+
+
+def peak_gib() -> float:
+    """The most memory that was resident."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) / 2**20
 
 
 def parse() -> argparse.Namespace:

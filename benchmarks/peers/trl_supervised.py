@@ -1,12 +1,12 @@
-"""A supervised trainer of TRL, timed an update at a time; runs in an environment of its own.
+"""A supervised trainer of TRL, which tells of each update; runs in an environment of its own.
 
     pip install torch trl==1.16.0
-    ENV/bin/python benchmarks/peers/trl_supervised.py --task dpo --model DIR --rows FILE --steps 20
+    ENV/bin/python benchmarks/peers/trl_supervised.py --task dpo --model DIR --rows FILE --progress FILE --steps 20
 
 The rows are JSON lines of token ids, in the order of training: `input_ids` and `completion_mask` for sft, `prompt_ids`,
 `chosen_ids` and `rejected_ids` for reward and dpo. Settings are TRL's own, but that activations are kept (faster) and
-nothing is saved. The last line printed is JSON: of each update its seconds and its loss, and the peak of resident
-memory.
+nothing is saved. The loss of each update goes to --progress as it ends, a line each; the last line printed is JSON, the
+versions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import datasets
 import torch
 import transformers
 import trl
-from measuring import Clock, peak_gib
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -32,24 +31,24 @@ from transformers import (
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 
-class Losses(TrainerCallback):  # type: ignore[misc]
-    """What each update logged."""
+class Progress(TrainerCallback):  # type: ignore[misc]
+    """A line an update: its loss."""
 
-    def __init__(self) -> None:
-        self.losses: list[float] = []
+    def __init__(self, file: str) -> None:
+        self._file = Path(file)
 
     def on_log(self, *_: Any, logs: dict[str, float] | None = None, **__: Any) -> None:
-        """Figures of an update."""
+        """Figures of an update, after all of it."""
         if logs and "loss" in logs:
-            self.losses.append(float(logs["loss"]))
+            with self._file.open("a") as out:
+                out.write(f"{logs['loss']!r}\n")
 
 
 def main() -> None:
-    """Train, print one line."""
+    """Train, print the versions."""
     options = parse()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    clock, logged = Clock(), Losses()
     rows = [json.loads(line) for line in Path(options.rows).read_text().splitlines()]
     if options.task == "reward":
         rows = [{side: row["prompt_ids"] + row[side] for side in ("chosen_ids", "rejected_ids")} for row in rows]
@@ -66,22 +65,12 @@ def main() -> None:
         ),
         train_dataset=datasets.Dataset.from_list(rows),
         processing_class=PreTrainedTokenizerFast.from_pretrained(options.model),
-        callbacks=[clock, logged],
+        callbacks=[Progress(options.progress)],
     )  # fmt: skip
     trainer.train()
-    print(
-        json.dumps(
-            {
-                "seconds": [after - before for before, after in zip(clock.times, clock.times[1:], strict=False)],
-                "losses": logged.losses,
-                "peak_gib": peak_gib(),
-                "versions": {
-                    "python": platform.python_version(), "torch": torch.__version__,
-                    "transformers": transformers.__version__, "trl": trl.__version__,
-                },
-            }
-        )
-    )  # fmt: skip
+    versions = {"python": platform.python_version(), "torch": torch.__version__,
+                "transformers": transformers.__version__, "trl": trl.__version__}  # fmt: skip
+    print(json.dumps(versions))
 
 
 TASKS: dict[str, tuple[Any, Any, Any]] = {
@@ -110,6 +99,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--task", required=True, choices=sorted(TASKS))
     parser.add_argument("--model", required=True, help="folder")
     parser.add_argument("--rows", required=True, help="JSON lines of token ids")
+    parser.add_argument("--progress", required=True, help="file that a line an update is added to")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--max_length", type=int, default=128)
