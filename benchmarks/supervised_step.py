@@ -28,7 +28,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +47,7 @@ from hybrid_rlhf.data.loaders import BatchLoader
 from hybrid_rlhf.data.tokenized import TokenizedData, load_preference_data, load_sft_data
 from hybrid_rlhf.models.sources import quiet_transformers, resolve_model
 from hybrid_rlhf.models.tokenizers import load_tokenizer
+from hybrid_rlhf.runtime.host_memory import MALLOC_ENVIRONMENT
 from hybrid_rlhf.runtime.world import solo_world
 
 LEARNING_RATE = 1e-5
@@ -214,15 +214,18 @@ def measure(
     metrics, progress = folder / task / "metrics.jsonl", folder / f"{task}_trl.txt"
     loss = f"{'preference' if task == 'dpo' else task}/loss"
     config = config_of(task, metrics.parent, folder, options)
-    start = partial(InTurn, environment=environment(options))
+    plain = environment(options)
     runs: dict[str, InTurn] = {}
     limits: list[Times] = []
     try:
         line = [sys.executable, str(ROOT / TASKS[task].main), "--config", str(config)]
-        runs[OURS] = start(line, log=folder / f"{task}.log", progress=metrics, mark=f'"{loss}"')
+        runs[OURS] = InTurn(
+            line, log=folder / f"{task}.log", progress=metrics, mark=f'"{loss}"',
+            environment={**plain, **MALLOC_ENVIRONMENT},  # as train.py starts its steps
+        )  # fmt: skip
         if options.trl_python:
             line = peer_line(task, progress, folder, options)
-            runs[TRL] = start(line, log=folder / f"{task}_trl.log", progress=progress, mark="\n")
+            runs[TRL] = InTurn(line, log=folder / f"{task}_trl.log", progress=progress, mark="\n", environment=plain)
         for batch in batches:
             for run in runs.values():
                 run.update()
