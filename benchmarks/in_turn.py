@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks.learning_tasks import ROOT
+from benchmarks.ppo_step import ROOT, peak_gib
 
 _POLL_SECONDS = 0.01
 
@@ -47,9 +47,7 @@ class InTurn:
             time.sleep(_POLL_SECONDS)
         self.seconds.append(time.perf_counter() - start)
         self._process.send_signal(signal.SIGSTOP)
-        status = Path(f"/proc/{self._process.pid}/status").read_text()
-        if "VmHWM:" in status:  # not of a process that just ended
-            self.peak_gib = int(status.split("VmHWM:")[1].split()[0]) / 2**20
+        self.peak_gib = max(self.peak_gib, peak_gib(self._process.pid))
 
     def finish(self) -> str:
         """Let it run to its end; the last line that it printed."""

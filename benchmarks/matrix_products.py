@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
+from hybrid_rlhf.functional.products import onednn_linear
 from hybrid_rlhf.generation.layout import decoder_of
 from hybrid_rlhf.runtime.world import solo_world
 
@@ -55,7 +56,7 @@ class Products:
     def times(self, *, forward: Sizes, backward: Sizes = ()) -> Times:
         """Of passes one after the other; backward is two products for each: the input's gradient, and the weight's."""
         there = [_timed(partial(form, forward)) for form in (self._plain, self._by_packed)]
-        back = [_timed(partial(self._backward, form, backward)) for form in (linear, _onednn)]
+        back = [_timed(partial(self._backward, form, backward)) for form in (linear, onednn_linear)]
         return Times(there[0] + back[0], min(there) + min(back))
 
     def _plain(self, sizes: Sizes) -> None:
@@ -79,10 +80,6 @@ class Products:
             for gradient, weight in products:
                 form(gradient, weight.t())
                 form(gradient.t(), self._noise[weight.shape[1]][: len(gradient)].t())
-
-
-def _onednn(x: Tensor, weight: Tensor) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")  # type: ignore[no-any-return]
 
 
 def _timed(function: Callable[[], None]) -> float:

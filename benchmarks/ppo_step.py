@@ -274,9 +274,7 @@ def peak_of(command: list[str], log: Path, options: argparse.Namespace, *, until
         try:
             while process.poll() is None:
                 if watching:
-                    status = Path(f"/proc/{process.pid}/status").read_text()
-                    if "VmHWM:" in status:  # not of a process that just ended
-                        peak = int(status.split("VmHWM:")[1].split()[0]) / 2**20
+                    peak = max(peak, peak_gib(process.pid))
                     watching = not until()
                 time.sleep(0.2)
         finally:
@@ -285,6 +283,12 @@ def peak_of(command: list[str], log: Path, options: argparse.Namespace, *, until
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{log.read_text()[-4000:]}")
     return peak
+
+
+def peak_gib(process_id: int) -> float:
+    """The most that has been resident; 0 of a process that just ended."""
+    status = Path(f"/proc/{process_id}/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) / 2**20 if "VmHWM:" in status else 0.0
 
 
 def environment(options: argparse.Namespace) -> dict[str, str]:
@@ -304,19 +308,14 @@ def measure_trl(side: Side, folder: Path, options: argparse.Namespace) -> dict[s
         "--reward", str(folder / "reward_older"), "--prompts", str(folder / "prompts.jsonl"),
         "--lr", str(LEARNING_RATE), *(part for name in sizes for part in (f"--{name}", str(getattr(options, name)))),
     ]  # fmt: skip
-    result = peer_result(command, folder, options)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(options), cwd=folder)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
+    result = json.loads(done.stdout.splitlines()[-1])
     side.peak_gib.append(result["peak_gib"])
     for name in ("seconds", "tokens", "mean_length", "unfinished"):
         getattr(side, name).extend(result[name])
     return dict(result["versions"])
-
-
-def peer_result(command: list[str], folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """The JSON that a peer prints on its last line."""
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(options), cwd=folder)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
-    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 @torch.inference_mode()

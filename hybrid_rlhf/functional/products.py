@@ -25,9 +25,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if not _by_onednn(x, weight):
         return torch.nn.functional.linear(x, weight, bias)
-    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (x, weight, bias)):
-        return _Linear.apply(x, weight, bias)  # type: ignore[no-any-return]
-    return _onednn(x, weight, bias)
+    return _Linear.apply(x, weight, bias)  # type: ignore[no-any-return]
+
+
+def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The same by oneDNN, of a weight as it is or packed into its blocked form; no gradient."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
 
 
 class _Linear(torch.autograd.Function):
@@ -36,7 +39,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
-        return _onednn(x, weight, bias)
+        return onednn_linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -45,8 +48,8 @@ class _Linear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         rows = grad.flatten(0, -2).contiguous()
         return (
-            _onednn(rows, weight.t()).view(*grad.shape[:-1], -1) if needs_x else None,
-            _onednn(rows.t(), x.flatten(0, -2).t()) if needs_weight else None,
+            onednn_linear(rows, weight.t()).view(*grad.shape[:-1], -1) if needs_x else None,
+            onednn_linear(rows.t(), x.flatten(0, -2).t()) if needs_weight else None,
             rows.sum(dim=0) if needs_bias else None,
         )
 
@@ -60,7 +63,3 @@ def _by_onednn(x: Tensor, weight: Tensor) -> bool:
         and torch.backends.mkldnn.enabled
         and not torch.is_autocast_enabled("cpu")
     )
-
-
-def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]

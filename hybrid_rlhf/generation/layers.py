@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hybrid_rlhf.functional.products import onednn_linear
 from hybrid_rlhf.generation.architecture import Activation, Architecture
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -41,7 +42,7 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         """[T, K] to [T, N]."""
         if self.packed:
-            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")  # type: ignore[no-any-return]
+            return onednn_linear(x, self.weight, self.bias)
         return functional.linear(x, self.weight, self.bias)
 
 

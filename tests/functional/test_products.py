@@ -28,7 +28,7 @@ def inputs(shape: tuple[int, ...], outputs: int, *, bias: bool, learns: dict[str
 def passed(function: object, shape: tuple[int, ...], outputs: int, **how: object) -> dict[str, Tensor]:
     """Output and gradients."""
     given = inputs(shape, outputs, **how)  # type: ignore[arg-type]
-    output = function(**{"input" if name == "x" and function is not linear else name: t for name, t in given.items()})  # type: ignore[operator]
+    output = function(*given.values())  # type: ignore[operator]
     if output.requires_grad:
         (output * torch.arange(output.numel()).cos().view_as(output)).sum().backward()
     grads = {name: tensor.grad for name, tensor in given.items() if tensor is not None and tensor.grad is not None}
@@ -39,13 +39,13 @@ def passed(function: object, shape: tuple[int, ...], outputs: int, **how: object
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Notes each product that goes to oneDNN."""
     seen: list[int] = []
-    own = products._onednn
+    own = products.onednn_linear
 
     def note(*arguments: Tensor) -> Tensor:
         seen.append(len(arguments))
         return own(*arguments)
 
-    monkeypatch.setattr(products, "_onednn", note)
+    monkeypatch.setattr(products, "onednn_linear", note)
     return seen
 
 

@@ -131,14 +131,14 @@ def test_a_cpus_products_are_those_of_transformers(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch, lora: bool
 ) -> None:
     calls: list[int] = []
-    own = products._onednn
+    own = products.onednn_linear
 
     def note(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         calls.append(len(weight))
         return own(x, weight, bias)
 
     monkeypatch.setattr(products, "_LEAST_PRODUCTS", 1)
-    monkeypatch.setattr(products, "_onednn", note)
+    monkeypatch.setattr(products, "onednn_linear", note)
     model, _ = load(model_folder)
     if lora:
         add_lora(model, LoraConfig(rank=2), "causal_lm", seed=0)
