@@ -14,7 +14,7 @@ import torch
 
 from hybrid_rlhf.algorithms.engine_memory import FLOAT32, EngineMemory, Need, engine_need
 from hybrid_rlhf.algorithms.generation_memory import decoded_rows, decoding_bytes, layout_bytes, slot_bytes
-from hybrid_rlhf.configs.ppo import PPOConfig, frozen_zero
+from hybrid_rlhf.configs.ppo import PPOConfig, RolloutConfig, frozen_zero
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.sections import LoopConfig, LoraConfig, OptimizerConfig, ZeroConfig
@@ -78,25 +78,31 @@ class Planner:
         """
         if isinstance(config, PPOConfig):
             return list(self._on_policy(config))
+        return list(self._one_engine(config))
+
+    def _one_engine(self, config: SFTConfig | RewardConfig | PreferenceStepConfig) -> Iterator[Phase]:
         architecture: Architecture = "scorer" if isinstance(config, RewardConfig) else "causal_lm"
         engine = self._engine(config, config.model.path, architecture, config.zero, config.optimizer, config.lora)
         rows = -(-config.train.global_batch_size // self.machine.ranks)
         sides = 1 if isinstance(config, SFTConfig) else 2
         batch = micro_batch(config.train, rows, config.data.max_length, sides=sides)
         name = {SFTConfig: "SFT", RewardConfig: "reward"}.get(type(config), "preference") + " training"
-        return [Phase(name, engine.held + self._beside(config, engine) + engine.learning(batch), self.machine)]
-
-    def _beside(self, config: AnyStep, engine: EngineMemory) -> Need:
-        """A teacher beside a student; a reference beside the actor of a preference run, with adapters its own."""
+        base, lesson = engine.held, Need()
         if isinstance(config, SFTConfig) and config.distill.teacher is not None:
-            zero, model = frozen_zero(config.zero, offload=False), engine.model.config
-            teacher = self._engine(config, config.distill.teacher, "causal_lm", zero, None, LoraConfig())
+            base += self._frozen(config, config.distill.teacher)
             # the gradient of the head waits for backward; a chunk's logits are those of two models
+            model = engine.model.config
             head = 0 if config.lora.rank else model.vocab_size * model.hidden_size
-            return teacher.held + Need(buffers=FLOAT32 * (head + CHUNK_LOGITS * CHUNK_TOKENS * model.vocab_size))
-        if not isinstance(config, PreferenceStepConfig) or not config.holds_reference:
-            return Need()
-        path, zero = config.reference.path or config.model.path, frozen_zero(config.zero, offload=False)
+            lesson = Need(buffers=FLOAT32 * (head + CHUNK_LOGITS * CHUNK_TOKENS * model.vocab_size))
+            if config.distill.on_policy_fraction:
+                yield self._generation(sampled_answers(config), config, config.zero, engine, base)[0]
+        if isinstance(config, PreferenceStepConfig) and config.holds_reference:
+            base += self._frozen(config, config.reference.path or config.model.path)
+        yield Phase(name, base + lesson + engine.learning(batch), self.machine)
+
+    def _frozen(self, config: SFTConfig | PreferenceStepConfig, path: str | None) -> Need:
+        """A teacher beside a student, or a reference beside the actor of a preference run, with adapters its own."""
+        zero = frozen_zero(config.zero, offload=False)
         return self._engine(config, path, "causal_lm", zero, None, LoraConfig()).held
 
     def _on_policy(self, config: PPOConfig) -> Iterator[Phase]:
@@ -121,7 +127,7 @@ class Planner:
         if config.ppo.ema_decay:
             shards = ranks if config.actor.zero.stage == 3 else 1
             base += Need(host=FLOAT32 * actor.model.elements.trained / shards)
-        generation, kept = self._generation(config, actor, base)
+        generation, kept = self._generation(rollout, config, config.actor.zero, actor, base)
         if rollout.keep_weights or rollout.max_staleness:
             base += kept
         rows = -(-rollout.prompts_per_step * config.learned_per_prompt // (config.ppo.mini_batches * ranks))
@@ -159,15 +165,16 @@ class Planner:
         json = deepspeed_config(zero=zero, dtype=dtype, optimizer=optimizer, overrides=overrides)
         return engine_need(model, json["zero_optimization"], dtype=dtype, ranks=self.machine.ranks)
 
-    def _generation(self, config: PPOConfig, actor: EngineMemory, base: Need) -> tuple[Phase, Need]:
+    def _generation(
+        self, rollout: RolloutConfig, config: AnyStep, zero: ZeroConfig, actor: EngineMemory, base: Need
+    ) -> tuple[Phase, Need]:
         """The phase, and what of it stays where the layout is kept, or used beside the other phases."""
-        rollout, device = config.rollout, self.machine.device
+        device, stage = self.machine.device, zero.stage
         dtype = DTYPES.get(rollout.dtype, training_dtype(config.model, device))
-        stage = config.actor.zero.stage
         layout = layout_bytes(actor.model, rollout, stage=stage, dtype=dtype, device=device)
         copy = layout_bytes(actor.model, rollout, stage=stage, dtype=dtype, device=device, in_use=True)
         copies = rollout.max_staleness * copy
-        gathers = stage == 3 and (self.machine.ranks > 1 or config.actor.zero.offload_parameters)
+        gathers = stage == 3 and (self.machine.ranks > 1 or zero.offload_parameters)
         build = 2 * actor.model.elements.largest * dtype.itemsize
         build += BUCKET_ELEMENTS * dtype.itemsize if gathers else 0
         if rollout.offload_states:
@@ -182,6 +189,16 @@ class Planner:
         need = base + Need(layout=layout) + cache + Need(buffers=buffers)
         kept = Need(layout=copies, buffers=run) if copies else Need(layout=layout)
         return Phase("generation", need + Need(layout=copies), self.machine, note), kept + cache
+
+
+def sampled_answers(config: SFTConfig) -> RolloutConfig:
+    """How a student answers in on-policy distillation: once for each row of an update, a packed row taken as one."""
+    longest = config.data.max_length
+    new = max(1, min(config.distill.max_new_tokens, longest - 1))
+    return RolloutConfig(
+        prompts_per_step=config.train.global_batch_size, max_prompt_tokens=max(1, longest - new), max_new_tokens=new,
+        temperature=config.distill.sampling_temperature,
+    )  # fmt: skip
 
 
 def micro_batch(train: LoopConfig, rows: int, length: int, *, sides: int = 1, head_tokens: int | None = None) -> Batch:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from hybrid_rlhf.algorithms.distillation import DistillObjective
 from hybrid_rlhf.algorithms.experience import Sequences
 from hybrid_rlhf.algorithms.memory_plan import Machine, Phase, Planner
 from hybrid_rlhf.algorithms.memory_report import remedy, with_settings
@@ -155,6 +156,32 @@ def test_distillation_holds_no_more_than_was_planned(name: str, model: str, worl
                 del total, lesson, hidden
             student.step()
     assert 0.95 <= phase.total / counter.peak <= 1.6, f"{phase.total / counter.peak:.3f} of {counter.peak / 1e6:.1f} MB"
+
+
+def test_answers_for_distillation_hold_what_was_planned(model: str, world: World) -> None:
+    parts = sections({}, model)
+    config = SFTConfig(
+        algorithm="distill", distill=DistillConfig(teacher=model, on_policy_fraction=1.0, max_new_tokens=8),
+        model=parts["model"], data=SFTDataConfig(max_length=56), train=TrainConfig(global_batch_size=8),
+        **parts["trained"],
+    )  # fmt: skip
+    generation, training = Planner(CPU).phases(config)
+    assert (generation.name, training.name) == ("generation", "SFT training")
+    counter = LiveBytes("cpu")
+    with counter:
+        student = build_actor(spec("student", model, config, config), world)
+        teacher = build_engine(spec("teacher", model, config, None), world)
+        counted(counter, student, teacher)
+        objective = DistillObjective(config, teacher, tiny_tokenizer())
+        ids = torch.randint(3, 4000, (8, 50)).tolist()
+        rows = [{"input_ids": row, "loss_mask": [False] * 48 + [True] * 2, "place": n} for n, row in enumerate(ids)]
+        batch = objective.collate(rows)
+        student.backward(objective.loss(student, batch).total, count=16.0)  # AdamW's moments are there from its first
+        student.step()
+        counter.restart()
+        (answered,) = objective.resample(student, [batch], step=1)
+    assert answered.on_policy
+    near(generation, counter.peak)
 
 
 @pytest.mark.parametrize("name", PPO_CASES)
