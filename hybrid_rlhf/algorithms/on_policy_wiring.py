@@ -93,9 +93,9 @@ def _total_steps(config: PPOConfig, stream: RowStream) -> int:
 
 def _player(config: PPOConfig, run: Run, tokenizer: PreTrainedTokenizerBase) -> Player | None:
     make = load_environment(config.environment, run.world)
-    return make and Player(
-        make, config.environment, rollout=config.rollout, tokenizer=tokenizer, device=run.world.device
-    )
+    if make is None:
+        return None
+    return Player(make, config.environment, rollout=config.rollout, tokenizer=tokenizer, device=run.world.device)
 
 
 def plan_step(config: PPOConfig, run: Run) -> BatchPlan:

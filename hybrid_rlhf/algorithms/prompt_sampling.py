@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.algorithms.environments import Player
 from hybrid_rlhf.algorithms.episodes import Episode, as_sequences
@@ -83,10 +84,13 @@ class PromptSampler:
         stop_token_ids: tuple[int, ...],
         seed: int,
         timers: Timers,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         player: Player | None = None,
     ) -> None:
-        """Take the actor, how it samples, what ends a completion, and who plays where there are environments."""
-        self.actor, self._config, self._stop, self._seed = actor, config, stop_token_ids, seed
+        """Take the actor, how it samples, what ends a completion (stop strings need the tokenizer), and who plays where
+        there are environments."""
+        self.actor, self._config, self._seed = actor, config, seed
+        self._stop: dict[str, Any] = {"stop_token_ids": stop_token_ids, "tokenizer": tokenizer}
         self._timers, self._player = timers, player
         self._one_at_a_time = threading.RLock()
         self._stream: torch.cuda.Stream | None = None
@@ -103,13 +107,13 @@ class PromptSampler:
             greedy: after the completions of each prompt that the config asks for, one greedy one.
         """
         share = self._share(prompts, step, first, greedy)
-        with self._one_at_a_time, self.actor.inference(stop_token_ids=self._stop) as generation:
+        with self._one_at_a_time, self.actor.inference(**self._stop) as generation:
             episodes = self._play(generation, share, self._timers)
         return self._whole(share, episodes)
 
     def begin(self, prompts: Sequence[Mapping[str, Any]], *, step: int, greedy: bool = False) -> Pending:
         """Start on what `sample` would give now, by a copy of the weights; every rank calls."""
-        generation = self.actor.copied(stop_token_ids=self._stop)
+        generation = self.actor.copied(**self._stop)
         share, copied = self._share(prompts, step, 0, greedy), self._stream_position()
 
         def beside() -> tuple[Episodes, Measured]:

@@ -58,7 +58,13 @@ class Rollout:
         self._seed, self._timers = seed, timers
         self._world = roles.actor.world
         self.sampler = PromptSampler(
-            roles.actor, sampling, stop_token_ids=stop_token_ids, seed=seed, timers=timers, player=player
+            roles.actor,
+            sampling,
+            stop_token_ids=stop_token_ids,
+            seed=seed,
+            timers=timers,
+            tokenizer=tokenizer,
+            player=player,
         )
         self.scaling = ScoreScaling(algorithm.config.score_scaling)
 

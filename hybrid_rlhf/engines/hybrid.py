@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
+from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.ppo import RolloutConfig
@@ -99,12 +100,15 @@ class HybridEngine(ModelEngine):
         return int(self._engine.global_steps)
 
     @contextlib.contextmanager
-    def inference(self, *, stop_token_ids: tuple[int, ...] | None = None) -> Iterator[GenerationEngine]:
+    def inference(
+        self, *, stop_token_ids: tuple[int, ...] | None = None, tokenizer: PreTrainedTokenizerBase | None = None
+    ) -> Iterator[GenerationEngine]:
         """Generate with the current weights; every rank must enter, and ranks of one `generation_world` must generate
         from the same prompts.
 
         Args:
             stop_token_ids: tokens that end every completion; none: the model's own eos.
+            tokenizer: for stop strings.
         """
         stop = default_stop_token_ids(self.lm) if stop_token_ids is None else stop_token_ids
         was_training = self.module.training
@@ -117,6 +121,7 @@ class HybridEngine(ModelEngine):
             generation = GenerationEngine(
                 model,
                 stop_token_ids=stop,
+                tokenizer=tokenizer,
                 layout="module",
                 kv_cache_gib=self._rollout.kv_cache_gib,
                 weight_version=self.weight_version,
@@ -137,11 +142,14 @@ class HybridEngine(ModelEngine):
                 self.module.train(was_training)
         self.switch_seconds += time.perf_counter() - left
 
-    def copied(self, *, stop_token_ids: tuple[int, ...]) -> GenerationEngine:
+    def copied(
+        self, *, stop_token_ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase | None = None
+    ) -> GenerationEngine:
         """Generate with a copy of the current weights, in another thread, while these change; every rank must call.
 
         Args:
             stop_token_ids: tokens that end every completion.
+            tokenizer: for stop strings.
         """
         start = time.perf_counter()
         decoder = self._built(lasts=lambda weight: weight.is_copy)
@@ -149,6 +157,7 @@ class HybridEngine(ModelEngine):
         return GenerationEngine(
             decoder,
             stop_token_ids=stop_token_ids,
+            tokenizer=tokenizer,
             kv_cache_gib=self._rollout.kv_cache_gib,
             weight_version=self.weight_version,
             captures=False,

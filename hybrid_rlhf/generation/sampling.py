@@ -57,6 +57,7 @@ class SamplingParams:
             "min_p must be in [0, 1)": 0 <= self.min_p < 1,
             "repetition_penalty must be above 0 (1 is none)": self.repetition_penalty > 0,
             "min_new_tokens must be 0 or more": self.min_new_tokens >= 0,
+            "stop_strings must hold no empty text": all(self.stop_strings),
         }
         for rule, holds in rules.items():
             if not holds:

@@ -68,8 +68,8 @@ PROMPTS = [row("a", turns=3), row("bcd", turns=1), row("ef", turns=9)]
 class Scripted:
     """Says how many bytes it was told, for as many turns as the row wants; each turn earns its number."""
 
-    def __init__(self, *, opening: Any = None) -> None:
-        self._opening, self._turn = opening, 0
+    def __init__(self, *, opening: Any = None, stop_strings: Any = ()) -> None:
+        self._opening, self._turn, self.stop_strings = opening, 0, stop_strings
 
     def reset(self, row: Mapping[str, Any]) -> Any:
         assert row["prompt"][0]["role"] == "user"
@@ -122,6 +122,29 @@ def turns_of(sequences: Sequences, place: int) -> list[list[int]]:
         else:
             runs.append([position])
     return runs
+
+
+def test_stop_strings_end_a_turn_where_they_are_complete(world: World, paths: dict[str, str]) -> None:
+    _, free = build(world, paths["actor"], max_turns=1, max_turn_tokens=12)
+    tokenizer, whole = tiny_tokenizer(), free.sample(PROMPTS, step=1)
+    said = [whole.input_ids[place, turns_of(whole, place)[0]].tolist() for place in range(6)]
+    stop = tokenizer.decode(max(said, key=len))[3:5]  # what one of them says midway
+    cut = [next((n for n in range(1, len(ids)) if stop in tokenizer.decode(ids[:n])), len(ids)) for ids in said]
+    assert any(n < len(ids) for n, ids in zip(cut, said, strict=True))
+    _, held = build(world, paths["actor"], max_turns=2, max_turn_tokens=12, options={"stop_strings": [stop]},
+                    sampling=replace(SAMPLING, kv_cache_gib=0.1))  # fmt: skip
+    sequences = held.sample(PROMPTS, step=1)
+    ahead, _ = held.sampler.finish(held.sampler.begin(PROMPTS, step=1))
+    assert torch.equal(sequences.input_ids, ahead.input_ids)
+    for place, (ids, n) in enumerate(zip(said, cut, strict=True)):
+        first, *more = turns_of(sequences, place)
+        assert sequences.input_ids[place, first].tolist() == ids[:n]
+        if stop in tokenizer.decode(ids[:n]) and more:  # the end of the turn is told, not sampled
+            told = tokenizer.decode(sequences.input_ids[place, first[-1] + 1 : more[0][0]])
+            assert told.startswith("<|im_end|>"), told
+        assert json.loads(PROMPTS[place // 2]["columns"])["turns"] != 1 or sequences.stopped[place] == (
+            stop in tokenizer.decode(ids[:n]) or ids[n - 1] in STOP
+        )
 
 
 @pytest.mark.parametrize("kind", [Scripted, Waiting])
@@ -409,11 +432,10 @@ def test_reset_may_give_the_prompt(world: World, paths: dict[str, str]) -> None:
 def test_observations_are_turns_of_the_tool_or_else_of_the_user(template: str | None, expected: str) -> None:
     tokenizer = tiny_tokenizer(template)
     turns = Turns(tokenizer, max_observation_tokens=6)
-    letter = tokenizer("a").input_ids[-1]
-    assert tokenizer.decode(turns.observation_ids("4 < 5", last_token=letter)) == expected
-    after_end = tokenizer.decode(turns.observation_ids("4 < 5", last_token=tokenizer.eos_token_id))
+    assert tokenizer.decode(turns.observation_ids("4 < 5", end_token=None)) == expected
+    after_end = tokenizer.decode(turns.observation_ids("4 < 5", end_token=tokenizer.eos_token_id))
     assert after_end == expected.lstrip().removeprefix("<|im_end|>"), "an end that was sampled is not repeated"
-    assert "123456" in (cut := tokenizer.decode(turns.observation_ids("123456789", last_token=letter)))
+    assert "123456" in (cut := tokenizer.decode(turns.observation_ids("123456789", end_token=None)))
     assert "7" not in cut
     if template in (CHATML, None):
         messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
@@ -456,6 +478,12 @@ def test_what_is_no_environment_is_refused(tmp_path: Path, world: World) -> None
         (f"{file}:Half", {}, "has no step"),
         (f"{file}:Needy", {}, "cannot be made with the options {}.*level"),
         (f"{file}:Needy", {"levle": 1}, "cannot be made with the options .*levle"),
+        (
+            f"{__name__}:Scripted",
+            {"stop_strings": "</calc>"},
+            "is a list of texts, none of them empty, .* has '</calc>'",
+        ),
+        (f"{__name__}:Scripted", {"stop_strings": [""]}, "is a list of texts, none of them empty, .* has \\[''\\]"),
     ):
         with pytest.raises(UserError, match=rule):
             load_environment(EnvironmentConfig(path=path, options=options), world)

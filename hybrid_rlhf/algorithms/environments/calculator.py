@@ -28,6 +28,8 @@ _UNARY: dict[type[ast.unaryop], Callable[[float], float]] = {ast.UAdd: operator.
 class Calculator:
     """One problem of arithmetic."""
 
+    stop_strings = ("</calc>", "</answer>")
+
     def __init__(self, *, call_reward: float = 0.0) -> None:
         """Args: what each expression that can be computed earns; a right answer earns 1."""
         self._call_reward = call_reward

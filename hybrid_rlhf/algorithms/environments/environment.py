@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -32,7 +33,10 @@ class Step(NamedTuple):
 
 
 class Environment(Protocol):
-    """One episode: an instance is made for each completion. Either method may be a coroutine function."""
+    """One episode: an instance is made for each completion. Either method may be a coroutine function.
+
+    It may have `stop_strings`, a list of texts that end a turn of the actor, such as the end of a tool's call.
+    """
 
     def reset(self, row: Mapping[str, Any]) -> Opening | Awaitable[Opening]:
         """Begin with a row of the data: `prompt`, a list of messages, and its other columns.
@@ -45,14 +49,24 @@ class Environment(Protocol):
         """Go on with what the actor said, without special tokens."""
 
 
-MakeEnvironment = Callable[[], Environment]
+@dataclass(frozen=True)
+class MakeEnvironment:
+    """What makes the instances of a config's class, and what ends a turn of theirs."""
+
+    make: Callable[[], Environment]
+    stop_strings: tuple[str, ...] = ()
+
+    def __call__(self) -> Environment:
+        """An instance."""
+        return self.make()
 
 
 def load_environment(config: EnvironmentConfig, world: World) -> MakeEnvironment | None:
     """What makes the instances; none where the config names no class. Every rank calls.
 
     Raises:
-        UserError: on every rank, when any cannot import the class, or it does not take the options.
+        UserError: on every rank, when any cannot import the class, it does not take the options, or what it says of
+            itself is wrong.
     """
     if config.path is None:
         return None
@@ -72,13 +86,18 @@ def _load(config: EnvironmentConfig) -> MakeEnvironment:
             "add it"
         )
     try:
-        kind(**config.options)
+        stops = getattr(kind(**config.options), "stop_strings", ())
     except Exception as error:  # noqa: BLE001 - the user's own code
         raise UserError(
             f"environment.path: {config.path} cannot be made with the options {config.options} ({told(error)}): "
             "mend environment.options"
         ) from error
-    return cast(MakeEnvironment, partial(kind, **config.options))
+    if not isinstance(stops, (list, tuple)) or not all(isinstance(text, str) and text for text in stops):
+        raise UserError(
+            f"stop_strings of an environment is a list of texts, none of them empty, {config.path} has {stops!r}: "
+            "mend it"
+        )
+    return MakeEnvironment(cast(Callable[[], Environment], partial(kind, **config.options)), tuple(stops))
 
 
 def with_instruction(prompt: Sequence[Message], instruction: str) -> list[Message]:

@@ -197,8 +197,10 @@ class Player:
 
     def _hear(self, game: _Game, generation: GenerationEngine) -> bool:
         """Tell the actor what it is to answer; false where there is no room for that and an answer."""
+        last = game.episode.ids[-1]
+        end = last if last in generation.stop_token_ids else None
         try:
-            ids = self._turns.observation_ids(game.observation or "", last_token=game.episode.ids[-1])
+            ids = self._turns.observation_ids(game.observation or "", end_token=end)
         except UserError as error:  # a template may refuse what it does not like
             game.episode.failure, game.live = str(error), False
             return False
@@ -211,7 +213,7 @@ class Player:
         room = self._room(game.episode, generation)
         longest = min(room, self._config.max_turn_tokens or room)
         seed = derive_seed(game.params.seed or 0, game.sample, turn)
-        return replace(game.params, n=1, max_new_tokens=longest, seed=seed)
+        return replace(game.params, n=1, max_new_tokens=longest, seed=seed, stop_strings=self._make.stop_strings)
 
     def _room(self, episode: Episode, generation: GenerationEngine) -> int:
         """Tokens that may still follow."""

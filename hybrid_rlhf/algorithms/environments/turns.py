@@ -32,17 +32,15 @@ class Turns:
                 "this one shows neither: give the tokenizer another"
             )
 
-    def observation_ids(self, observation: str, *, last_token: int) -> list[int]:
-        """Tokens of an observation after a turn with a last token; an end of turn that is there is not repeated."""
+    def observation_ids(self, observation: str, *, end_token: int | None) -> list[int]:
+        """Tokens of an observation after a turn that a token has ended, which is not repeated, or that was cut."""
         ids = self._ids(observation)
         if len(ids) > self._longest:
             observation = str(self._tokenizer.decode(ids[: self._longest]))
         assert self._role is not None
         rest = self._after_turn(self._role, observation)
-        end = str(self._tokenizer.decode([last_token]))
-        if end and rest.lstrip().startswith(end):
-            rest = rest.lstrip().removeprefix(end)
-        return self._ids(rest)
+        closed = self._ids(rest.lstrip())
+        return closed[1:] if closed[:1] == [end_token] else self._ids(rest)
 
     def _shows(self, role: str) -> bool:
         try:
