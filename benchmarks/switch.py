@@ -22,7 +22,7 @@ import torch
 from torch import multiprocessing
 
 from benchmarks.generation import SHAPES, load
-from hybrid_rlhf.configs.ppo import RolloutConfig
+from hybrid_rlhf.configs.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections import ModelConfig, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor
 from hybrid_rlhf.engines.hybrid import HybridEngine

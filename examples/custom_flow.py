@@ -2,19 +2,20 @@
 
     python examples/custom_flow.py --actor.path MODEL --judge REWARD_MODEL --data.sources prompts.jsonl
 
-Everything of step 3 is a key here too (--help): ZeRO, LoRA, ranks under torchrun, tensor parallelism while generating.
-It saves its models at its end; checkpoints to resume from are what training/step3_ppo/main.py adds.
+Its keys are those of step 3 (--help): ZeRO, LoRA, ranks under torchrun, tensor parallelism while generating. A rollout
+makes one update; environments, dynamic sampling, a steered KL, an averaged actor, rollouts ahead and checkpoints to
+resume from are what training/step3_ppo/main.py adds, and their keys do nothing here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
+from hybrid_rlhf.algorithms import on_policy_wiring as wiring
 from hybrid_rlhf.algorithms.on_policy import Tokens
 from hybrid_rlhf.algorithms.on_policy.rloo import RLOO
-from hybrid_rlhf.algorithms.on_policy_wiring import build_roles, build_rollout, frozen_engine, plan_step
 from hybrid_rlhf.algorithms.rewards import Answers, Reward
 from hybrid_rlhf.algorithms.rewards.models import ModelPart
 from hybrid_rlhf.algorithms.rollout_metrics import evaluation_metrics, rollout_metrics
@@ -46,7 +47,7 @@ class FlowConfig(PPOConfig):
     """Step 3's keys, and the judge's."""
 
     output_dir: str = "output/custom_flow"
-    algorithm: Any = "rloo"
+    algorithm: Literal["rloo"] = "rloo"
     judge: str | None = None
     """A reward model whose opinion is weighed against the two functions."""
     judge_weight: float = 0.5
@@ -75,14 +76,14 @@ def run_flow(config: FlowConfig) -> None:
             config.data, tokenizer=tokenizer, seed=config.seed, world=run.world,
             max_prompt_tokens=config.rollout.max_prompt_tokens,
         )  # fmt: skip
-        plan_step(config, run)
+        wiring.plan_step(config, run)
         stream = RowStream(len(data.train), epochs=config.train.epochs, seed=config.seed)
-        steps = min(config.train.max_steps or stream.left, stream.left // config.rollout.prompts_per_step)
-        roles = build_roles(config, run, path, tokenizer, updates=steps)
+        steps = wiring.total_steps(config, stream)
+        roles = wiring.build_roles(config, run, path, tokenizer, updates=steps)
         algorithm = Reinforce(config.ppo)
-        rollout = build_rollout(config, run, roles, algorithm, tokenizer)
+        rollout = wiring.build_rollout(config, run, roles, algorithm, tokenizer)
         updater = Updater(roles, algorithm, rollout=config.rollout)
-        judge = frozen_engine(config, run, "reward", resolve(config, run, config.judge, key="judge"))
+        judge = wiring.frozen_engine(config, run, "reward", resolve(config, run, config.judge, key="judge"))
         opinion = Reward([ModelPart(RewardPartConfig(name="judge", model="judge"), judge)], run.world)
 
         def rate(prompts: Sequence[Mapping[str, Any]], step: int) -> Rated:

@@ -69,7 +69,9 @@ class Collector:
         if not config.dynamic_sampling:  # else refills would wait for what is ahead
             self.ahead.begin(step)
         for refills in itertools.count():
-            rated = self._rollout.rate(self.ahead.prompts(rows), sequences, first=len(taken), greedy=greedy)
+            rated = self._rollout.rate(
+                self.ahead.prompts(rows), sequences, first=len(taken), greedy=greedy, refill=refills > 0
+            )
             mask = self._algorithm.select(rated.scores, penalties=rated.penalties, groups=rated.prompts)
             taken += rows
             parts.append(rated)

@@ -80,8 +80,8 @@ class DistillObjective(Objective[DistillBatch]):
         return replaced
 
     def count(self, batch: DistillBatch) -> int:
-        """See Objective: tokens with loss. The first token has no predecessor and carries none."""
-        return int(batch.tokens.loss_mask[:, 1:].sum())
+        """See Objective: tokens with loss."""
+        return int(batch.tokens.loss_mask.sum())
 
     def tokens(self, batch: DistillBatch) -> int:
         """See Objective."""
@@ -116,7 +116,7 @@ class DistillObjective(Objective[DistillBatch]):
         found: list[tuple[Mapping[str, Any] | None, tuple[list[int], SamplingParams] | None]] = []
         for row in batch.rows:
             for number, sequence in enumerate(sequences(row)):
-                begin = 0 if sequence is None else last_answer(sequence["loss_mask"])
+                begin = 0 if sequence is None or sequence["is_text"] else last_answer(sequence["loss_mask"])
                 if row is None or sequence is None or begin == 0:
                     found.append((sequence, None))
                     continue

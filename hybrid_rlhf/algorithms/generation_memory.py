@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hybrid_rlhf.configs.ppo import RolloutConfig
+from hybrid_rlhf.configs.rollout import RolloutConfig
 from hybrid_rlhf.generation.engine import FREE_SHARE, MAX_BATCH_ROWS, PREFILL_TOKENS, slot_tokens
 from hybrid_rlhf.generation.families import FAMILIES
 from hybrid_rlhf.models.shapes import Elements, ShapedModel

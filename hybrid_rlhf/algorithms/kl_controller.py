@@ -1,6 +1,7 @@
 """The coefficient of the KL penalty: fixed, or steered to a target.
 
-Source: Ziegler et al. 2019 (arXiv 1909.08593), section 2.2; N details, no. 20.
+Source: Ziegler et al. 2019 (arXiv 1909.08593), section 2.2; N details, no. 20. Deviation: a rollout counts for no more
+than the horizon, so that the coefficient never turns its sign.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class KLController:
         if self._target is None:
             return
         error = min(max(kl / self._target - 1, -0.2), 0.2)
-        self.kl_coef *= 1 + error * completions / self._horizon
+        self.kl_coef *= 1 + error * min(completions / self._horizon, 1.0)
 
     def state_dict(self) -> dict[str, float]:
         """What a checkpoint keeps."""

@@ -14,9 +14,10 @@ import torch
 
 from hybrid_rlhf.algorithms.engine_memory import FLOAT32, EngineMemory, Need, engine_need
 from hybrid_rlhf.algorithms.generation_memory import decoded_rows, decoding_bytes, layout_bytes, slot_bytes
-from hybrid_rlhf.configs.ppo import PPOConfig, RolloutConfig, frozen_zero
+from hybrid_rlhf.configs.ppo import PPOConfig, frozen_zero
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
+from hybrid_rlhf.configs.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections import LoopConfig, LoraConfig, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.engines.ds_config import deepspeed_config, read_overrides
@@ -117,7 +118,7 @@ class Planner:
         readers = [self._engine(config, part.model, "scorer", zero, None, LoraConfig())
                    for part in config.reward.named_parts if part.model]  # fmt: skip
         reference_path = config.reference.path or actor_path
-        own_reference = config.actor.lora.rank > 0 and reference_path == actor_path
+        own_reference = config.reads_without_adapters(reference_path, actor_path)
         if config.uses_reference and not own_reference:
             zero = frozen_zero(config.actor.zero, offload=rollout.offload_frozen)
             readers.append(self._engine(config, reference_path, "causal_lm", zero, None, LoraConfig()))

@@ -246,7 +246,7 @@ class OnPolicyTrainer:
         self._samples.flush()
         content: dict[str, Any] = {
             "prompts": self._stream.state_dict(),
-            "algorithm": self._algorithm.state_dict(),
+            "algorithm": {"name": self._config.algorithm, **self._algorithm.state_dict()},
             "kl": self._kl.state_dict(),
             "scaling": self._rollout.scaling.state_dict(),
             "skipped": self._skipped.state_dict(),
@@ -267,7 +267,13 @@ class OnPolicyTrainer:
         state = self._continuation.resume()
         if state is None:
             return 0, None
-        content = state.content
+        content, mine = state.content, self._config.algorithm
+        before = content["algorithm"].get("name", mine)
+        require(
+            before == mine,
+            f"a checkpoint goes on with its algorithm {before}, got {mine}: give --algorithm {before}, or start "
+            "anew in another output_dir",
+        )
         require(
             self._config.corrects_stale or not content.get("ahead"),
             "the checkpoint holds completions that older weights sampled (rollout.max_staleness), got "

@@ -19,6 +19,7 @@ from hybrid_rlhf.algorithms.rollout import Rollout
 from hybrid_rlhf.algorithms.starting import (
     memory_named,
     pad_token,
+    require_positions,
     require_same_tokens,
     resolve,
     start_step,
@@ -36,6 +37,7 @@ from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
 from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.engines.engine import ModelEngine, Role
+from hybrid_rlhf.engines.partition import base_parameters
 from hybrid_rlhf.models.tokenizers import load_tokenizer, stop_token_ids
 from hybrid_rlhf.runtime.run import Run, start_run
 
@@ -55,7 +57,7 @@ def run_on_policy(config: PPOConfig) -> None:
             else None
         )
         stream = RowStream(len(data.train), epochs=config.train.epochs, seed=config.seed)
-        steps = _total_steps(config, stream)
+        steps = total_steps(config, stream)
         player = _player(config, run, tokenizer)
         algorithm = ON_POLICY_ALGORITHMS[config.algorithm](config.ppo)
         roles = build_roles(
@@ -79,8 +81,12 @@ def run_on_policy(config: PPOConfig) -> None:
         finish(run, roles.learners, tokenizer)
 
 
-def _total_steps(config: PPOConfig, stream: RowStream) -> int:
-    """Steps of the run, at most: dynamic sampling may need more prompts for one, and takes the last few too."""
+def total_steps(config: PPOConfig, stream: RowStream) -> int:
+    """Steps of the run, at most: dynamic sampling may need more prompts for one, and takes the last few too.
+
+    Raises:
+        UserError: when the data has too few prompts for one.
+    """
     size = config.rollout.prompts_per_step
     if stream.left < size:
         raise UserError(
@@ -148,6 +154,8 @@ def build_roles(
         )
 
     actor = build_actor(trained("actor", actor_path, config.actor), run.world, rollout=config.rollout)
+    if config.data.ptx_sources:
+        require_positions(actor, config.data.max_length, key="data.max_length")
     critic, reference = None, None
     if critic_path is not None:
         base = actor.lm if config.critic.share_base else None
@@ -158,10 +166,24 @@ def build_roles(
         load_tokenizer=lambda path: load_tokenizer(path, trust_remote_code=config.model.trust_remote_code),
         build_engine=lambda path: frozen_engine(config, run, "reward", path),
     )  # fmt: skip
-    # An actor with adapters is its own reference without them.
-    if reference_path is not None and not (config.actor.lora.rank > 0 and reference_path == actor_path):
+    if reference_path is not None and not config.reads_without_adapters(reference_path, actor_path):
         reference = frozen_engine(config, run, "reference", reference_path)
+        if config.ppo.reference_refresh_every:
+            _require_alike(actor, reference, reference_path)
     return Roles(actor, reward, critic, reference)
+
+
+def _require_alike(actor: ModelEngine, reference: ModelEngine, path: str) -> None:
+    """Raise UserError unless a reference can take the actor's weights."""
+    mine, other = (
+        {name: tuple(getattr(weight, "ds_shape", weight.shape)) for name, weight in base_parameters(engine.lm)}
+        for engine in (actor, reference)
+    )
+    if mine != other:
+        raise UserError(
+            f"ppo.reference_refresh_every gives the reference the actor's weights, {path} is of another shape: leave "
+            "reference.path out"
+        )
 
 
 def frozen_engine(config: PPOConfig, run: Run, role: Role, path: str) -> ModelEngine:

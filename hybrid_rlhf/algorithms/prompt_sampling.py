@@ -22,7 +22,7 @@ from hybrid_rlhf.algorithms.environments import Player
 from hybrid_rlhf.algorithms.episodes import Episode, as_sequences
 from hybrid_rlhf.algorithms.experience import Sequences
 from hybrid_rlhf.algorithms.rewards.background import Background
-from hybrid_rlhf.configs.ppo import RolloutConfig
+from hybrid_rlhf.configs.rollout import RolloutConfig
 from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.sampling import SamplingParams, derive_seed

@@ -26,7 +26,7 @@ from hybrid_rlhf.algorithms.roles import Roles
 from hybrid_rlhf.algorithms.score_scaling import ScoreScaling
 from hybrid_rlhf.algorithms.scoring import Rated, Scored, score_penalties
 from hybrid_rlhf.configs.batch_plan import MicroBatches
-from hybrid_rlhf.configs.ppo import RolloutConfig
+from hybrid_rlhf.configs.rollout import RolloutConfig
 from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.functional.advantages import shaped_rewards
 from hybrid_rlhf.functional.divergences import KL_ESTIMATORS
@@ -89,8 +89,9 @@ class Rollout:
         )
 
     def rate(
-        self, prompts: Sequence[Mapping[str, Any]], sequences: Sequences, *, first: int = 0, greedy: bool = False
-    ) -> Rated:
+        self, prompts: Sequence[Mapping[str, Any]], sequences: Sequences, *, first: int = 0, greedy: bool = False,
+        refill: bool = False,
+    ) -> Rated:  # fmt: skip
         """Let the reward read the sequences of prompts, equally many of each; what it drops is left out.
 
         Args:
@@ -98,6 +99,7 @@ class Rollout:
             sequences: completions, neighbours those of one prompt.
             first: place in the step of the first prompt.
             greedy: whether the last of each prompt is greedy; a prompt without it is dropped.
+            refill: of a rollout that has others, so that none need be left.
 
         Raises:
             UserError: on every rank, as the reward's parts say.
@@ -105,7 +107,10 @@ class Rollout:
         layout = self.layout(sequences)
         with self._timers("scoring"):
             report = self._roles.reward(
-                sequences, layout.mini_batches[0], lambda: Answers.read(prompts, sequences, self._tokenizer)
+                sequences,
+                layout.mini_batches[0],
+                lambda: Answers.read(prompts, sequences, self._tokenizer),
+                may_drop_all=refill,
             )
         count, device = len(sequences.input_ids), self._world.device
         kept = torch.ones(count, dtype=torch.bool, device=device)
@@ -191,7 +196,8 @@ class Rollout:
         """[N] of the greedy completion of each one's prompt, as its own score is taken."""
         if (greedy := rated.greedy) is None:
             return None
-        scores = self.scaling.scaled(greedy.scores) - greedy.penalties
+        scores, most = self.scaling.scaled(greedy.scores) - greedy.penalties, self._algorithm.config.score_clip
+        scores = scores if most is None else scores.clamp(-most, most)
         return scores[torch.searchsorted(greedy.prompts, rated.prompts)]
 
     @contextlib.contextmanager

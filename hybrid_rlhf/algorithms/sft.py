@@ -30,8 +30,8 @@ class SFTObjective(Objective[TokenBatch]):
         return collate_tokens(rows, self._pad_token_id).to(self._device)
 
     def count(self, batch: TokenBatch) -> int:
-        """See Objective: tokens with loss. The first token has no predecessor and carries none."""
-        return int(batch.loss_mask[:, 1:].sum())
+        """See Objective: tokens with loss."""
+        return int(batch.loss_mask.sum())
 
     def tokens(self, batch: TokenBatch) -> int:
         """See Objective."""
@@ -39,10 +39,8 @@ class SFTObjective(Objective[TokenBatch]):
 
     def loss(self, engine: ModelEngine, batch: TokenBatch) -> LossSum:
         """See Objective."""
-        mask = batch.loss_mask.clone()
-        mask[:, 0] = False
-        logprobs, _ = engine(batch.input_ids, batch.attention_mask, mask)
-        return sft_loss(logprobs, mask=mask)
+        logprobs, _ = engine(batch.input_ids, batch.attention_mask, batch.loss_mask)
+        return sft_loss(logprobs, mask=batch.loss_mask)
 
     def metrics(self, means: Mapping[str, float], prefix: str) -> dict[str, float]:
         """See Objective."""

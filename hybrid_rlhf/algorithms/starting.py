@@ -23,6 +23,7 @@ from hybrid_rlhf.engines.builder import EngineSpec, build_engine
 from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.engines.engine import ModelEngine, Role
 from hybrid_rlhf.models.folders import warn_of_remote_code
+from hybrid_rlhf.models.loading import position_limit
 from hybrid_rlhf.models.sources import resolve_model
 from hybrid_rlhf.models.tokenizers import load_tokenizer
 from hybrid_rlhf.runtime.logs import LOGGER_NAME
@@ -93,6 +94,13 @@ def frozen_beside(config: SFTConfig | PreferenceStepConfig, run: Run, role: Role
     return build_engine(
         EngineSpec(role, path, config.model, zero, config.seed, deepspeed_overrides=overrides), run.world
     )
+
+
+def require_positions(engine: ModelEngine, tokens: int, *, key: str) -> None:
+    """Raise UserError unless a model has a position for each token of a row, whose length a key sets."""
+    limit = position_limit(engine.lm)
+    if limit is not None and tokens > limit:
+        raise UserError(f"{key} {tokens} goes beyond the {limit} positions that the model has: set it to {limit}")
 
 
 def require_same_tokens(

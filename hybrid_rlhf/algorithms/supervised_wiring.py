@@ -23,6 +23,7 @@ from hybrid_rlhf.algorithms.starting import (
     frozen_beside,
     memory_named,
     pad_token,
+    require_positions,
     start_step,
     tell_condition,
     tell_plan,
@@ -105,7 +106,7 @@ def run_preference(config: PreferenceStepConfig) -> None:
         )
         plan = _plan(config, run)
         engine = _learner(config, run, "actor", path, steps=total_steps(train_loader(train, plan, run), config.train))
-        reading = ReferenceReader(config, run, engine, path) if config.traits.reference else None
+        reading = ReferenceReader(config, run, engine, path, tokenizer) if config.traits.reference else None
         live = reading if config.reference.logprobs == "live" else None
         settings: Any = {"pad_token_id": pad_token(tokenizer), "device": run.world.device, "reading": live}
         objective: Objective[Any]
@@ -149,13 +150,15 @@ def _plan(config: OneEngineConfig, run: Run) -> BatchPlan:
 
 def _learner(config: OneEngineConfig, run: Run, role: Role, path: str, *, steps: int) -> ModelEngine:
     samples = isinstance(config, SFTConfig) and config.distill.on_policy_fraction > 0
-    return (build_actor if samples else build_engine)(
+    engine = (build_actor if samples else build_engine)(
         EngineSpec(
             role, path, config.model, config.zero, config.seed, config.optimizer, config.lora, steps,
             read_overrides(config.deepspeed_config),
             heads=tuple(config.preference.heads) if isinstance(config, RewardConfig) else (),
         ), run.world,
     )  # fmt: skip
+    require_positions(engine, config.data.max_length, key="data.max_length")
+    return engine
 
 
 def _train(

@@ -20,7 +20,7 @@ from hybrid_rlhf.algorithms.policy_loss import MiniBatch, PolicyLoss, rows_like
 from hybrid_rlhf.algorithms.ptx import PtxBatches
 from hybrid_rlhf.algorithms.roles import Roles
 from hybrid_rlhf.algorithms.sums import RunningSums, global_count
-from hybrid_rlhf.configs.ppo import RolloutConfig
+from hybrid_rlhf.configs.rollout import RolloutConfig
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.engine import ModelEngine, UpdateStats
 from hybrid_rlhf.functional.losses import LossSum, ppo_value_loss, sft_loss

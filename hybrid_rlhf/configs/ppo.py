@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from hybrid_rlhf.configs.algorithms import ON_POLICY, OnPolicyName, OnPolicyTraits
 from hybrid_rlhf.configs.environment import EnvironmentConfig
 from hybrid_rlhf.configs.on_policy import AlgorithmConfig
 from hybrid_rlhf.configs.rewards import RewardPartConfig, require_distinct_names
+from hybrid_rlhf.configs.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections import (
     DataConfig,
     DataSource,
@@ -88,77 +89,6 @@ class RewardRoleConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutConfig:
-    """How completions are sampled."""
-
-    prompts_per_step: int = 64
-    """Prompts in a rollout, over all ranks."""
-    samples_per_prompt: int = 1
-    """Completions of each prompt."""
-    max_prompt_tokens: int = 512
-    """Longer prompts are truncated on the left or dropped, as data.too_long says."""
-    max_new_tokens: int = 128
-    """Longest completion, in tokens; with an environment all that follows the prompt, observations too."""
-    temperature: float = 1.0
-    """Logits are divided by this, in sampling and in training (N details, no. 10)."""
-    top_p: float = 1.0
-    """Sample from the smallest set of tokens with this probability; 1 samples from all."""
-    top_k: int = 0
-    """Sample from this many likeliest tokens; 0 samples from all."""
-    tensor_parallel: int = 1
-    """Ranks that share one model while generating; divides the ranks."""
-    layout: Literal["auto", "module"] = "auto"
-    """auto generates with the inference layout where it describes the model; module through its own code always."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of the inference layout; auto: as in training."""
-    kv_cache_gib: float | None = None
-    """Memory of a rank for keys and values; none: half of what is free on a CPU, 0.9 of it on a GPU."""
-    offload_states: bool = False
-    """Optimizer states, master weights and gradients go to host memory while generating."""
-    offload_frozen: bool = False
-    """Reward models and reference live in host memory, and each is on the device only while it scores."""
-    keep_weights: bool = False
-    """The inference layout, its cache and captured steps stay in memory after a rollout, and are updated in place."""
-    max_staleness: int = 0
-    """Steps that the weights which sample a rollout lie behind; above 0 it is sampled while earlier ones are learned
-    from (docs/async.md)."""
-
-    def __post_init__(self) -> None:
-        for name in ("prompts_per_step", "samples_per_prompt", "max_prompt_tokens", "max_new_tokens"):
-            value = getattr(self, name)
-            require(value >= 1, f"rollout.{name} must be 1 or more, got {value}: raise it")
-        require(self.temperature > 0, f"rollout.temperature must be above 0, got {self.temperature}: PPO needs samples")
-        require(0 < self.top_p <= 1, f"rollout.top_p must be in (0, 1], got {self.top_p}: give 1 to sample from all")
-        require(self.top_k >= 0, f"rollout.top_k must be 0 or more, got {self.top_k}: give 0 to sample from all")
-        require(
-            self.tensor_parallel >= 1,
-            f"rollout.tensor_parallel must be 1 or more, got {self.tensor_parallel}: give 1 for none",
-        )
-        require(
-            self.kv_cache_gib is None or self.kv_cache_gib > 0,
-            f"rollout.kv_cache_gib must be above 0, got {self.kv_cache_gib}: leave it out to take what is free",
-        )
-        self._check_staleness()
-
-    def _check_staleness(self) -> None:
-        ahead = self.max_staleness
-        require(ahead >= 0, f"rollout.max_staleness must be 0 or more, got {ahead}: give 0 to sample between updates")
-        for name, needed in (("tensor_parallel", 1), ("layout", "auto"), ("keep_weights", False),
-                             ("offload_states", False)):  # fmt: skip
-            value = getattr(self, name)
-            require(
-                not ahead or value == needed,
-                f"rollout.max_staleness {ahead} samples from a copy of the weights beside training, got rollout.{name} "
-                f"{value}: give {needed}",
-            )
-        require(
-            not ahead or self.kv_cache_gib is not None,
-            f"rollout.max_staleness {ahead} shares memory with training, so that nothing is simply free, got no "
-            "rollout.kv_cache_gib: give the GiB for keys and values",
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class PPOConfig(StepConfig):
     """Step 3: an actor learns from its own completions and their rewards, by PPO or another on-policy algorithm."""
 
@@ -197,6 +127,10 @@ class PPOConfig(StepConfig):
         """Whether older weights may sample: the loss is corrected for it, or does not ask who sampled (online DPO)."""
         return self.ppo.sampler_correction != "none" or self.algorithm == "online_dpo"
 
+    def reads_without_adapters(self, reference_path: str | None, actor_path: str | None) -> bool:
+        """Whether the actor without its adapters is the reference, which must not follow the actor then."""
+        return self.actor.lora.rank > 0 and reference_path == actor_path and not self.ppo.reference_refresh_every
+
     def _check_algorithm(self) -> None:
         name, least, samples = self.algorithm, self.traits.completions, self.rollout.samples_per_prompt
         require(
@@ -214,10 +148,7 @@ class PPOConfig(StepConfig):
             f"rollout.max_staleness {stale} learns from samples of older weights, got ppo.sampler_correction none: "
             "give truncate or mask",
         )
-        require(
-            name != "online_dpo" or not self.ppo.mask_truncated,
-            "algorithm online_dpo takes pairs, got ppo.mask_truncated, which takes them apart: leave it out",
-        )
+        self._check_keys()
         require(
             self.traits.critic or self.ppo.critic_warmup_steps == 0,
             f"algorithm {name} has no critic, got ppo.critic_warmup_steps {self.ppo.critic_warmup_steps}: leave it out",
@@ -240,6 +171,23 @@ class PPOConfig(StepConfig):
             self.uses_reference or not self.ppo.reference_refresh_every,
             f"ppo.reference_refresh_every {self.ppo.reference_refresh_every} needs a reference, got ppo.kl_coef 0: "
             "leave it out",
+        )
+
+    def _check_keys(self) -> None:
+        """What an algorithm would pass over in silence, or could not bear."""
+        name, ppo = self.algorithm, self.ppo
+        pairs = "learns from pairs, by DPO's loss"
+        for wrong, why, key in (
+            (ppo.whiten_rewards and not self.traits.critic, "compares whole completions", "whiten_rewards"),
+            (name == "online_dpo" and ppo.mask_truncated, pairs, "mask_truncated"),
+            (name == "online_dpo" and ppo.whiten_advantages, pairs, "whiten_advantages"),
+            (name == "online_dpo" and ppo.loss_normalisation != "token", pairs, "loss_normalisation"),
+            (name == "online_dpo" and ppo.sampler_correction != "none", pairs, "sampler_correction"),
+        ):
+            require(not wrong, f"algorithm {name} {why}, got ppo.{key} {getattr(ppo, key)}: leave it out")
+        require(
+            name != "raft" or ppo.kl_coef == 0 or ppo.kl_in == "loss",
+            f"algorithm raft selects by scores, got ppo.kl_coef {ppo.kl_coef} in the reward: give ppo.kl_in loss",
         )
 
     def _check_shared_base(self) -> None:

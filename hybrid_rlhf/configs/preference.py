@@ -38,6 +38,11 @@ class PreferenceLossConfig:
             require(value >= 0, f"loss.{name} must be 0 or more, got {value}: raise it")
 
 
+_READ_BY = {
+    "label_smoothing": "cdpo", "target_margin": "simpo", "desirable_weight": "kto", "undesirable_weight": "kto",
+}  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReferenceConfig:
     """What the actor is held against."""
@@ -67,6 +72,13 @@ class PreferenceStepConfig(StepConfig):
     zero: ZeroConfig = field(default_factory=ZeroConfig)
 
     def __post_init__(self) -> None:
+        for name, algorithm in _READ_BY.items():
+            value = getattr(self.loss, name)
+            require(
+                self.algorithm == algorithm or value == getattr(PreferenceLossConfig(), name),
+                f"loss.{name} is read by algorithm {algorithm} alone, got {value} with {self.algorithm}: leave it "
+                f"out, or take --algorithm {algorithm}",
+            )
         require(
             self.traits.reference or self.reference.path is None,
             f"algorithm {self.algorithm} asks no reference, got reference.path {self.reference.path}: leave it out",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os.path
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import jinja2
@@ -19,7 +20,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.rows import Message
 
 # Part of the cache key of tokenised rows: change it when the rules here change.
-RULES_VERSION = 3
+RULES_VERSION = 4
 _PLAIN_NAMES = {"system": "System", "user": "Human", "assistant": "Assistant", "tool": "Tool"}
 
 
@@ -29,6 +30,15 @@ class Encoded:
 
     input_ids: list[int]
     loss_mask: list[bool]
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Where in a text an assistant's turn is; the end-of-turn token begins at `said` or after it."""
+
+    begin: int
+    said: int
+    end: int
 
 
 def encode_conversation(
@@ -57,8 +67,17 @@ def encode_conversation(
                 f"the chat template renders a turn anew once the next is there, at {text[start : start + 20]!r}: "
                 "give the tokenizer a template whose text only grows"
             )
-        spans.append((len(before), len(through)))
+        spans.append(_span(text, len(before), len(through), message["content"].strip(), tokenizer))
     return _encode(text, spans, tokenizer)
+
+
+def _span(text: str, begin: int, end: int, content: str, tokenizer: PreTrainedTokenizerBase) -> _Span:
+    """A turn. Its last special token ends it, unless the content has that too; a template may change the content."""
+    last = max((text.rfind(token, begin, end) for token in tokenizer.all_special_tokens), default=-1)
+    for limit in (last, end):
+        if limit >= 0 and (place := text.rfind(content, begin, limit)) >= 0:
+            return _Span(begin, place + len(content), end)
+    return _Span(begin, end if last < 0 else last, end)
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> tuple[int, list[int]] | None:
@@ -81,6 +100,15 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> tuple[int, list[int]] | None
 def encode_prompt(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """A conversation up to where the assistant speaks next."""
     return _ids(render(messages, tokenizer, add_generation_prompt=True), tokenizer)
+
+
+def answer_text(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """What an assistant said in the tokens behind its prompt, without special tokens.
+
+    A plain turn has a space between name and text, which is no part of the text.
+    """
+    said = str(tokenizer.decode(ids, skip_special_tokens=True))
+    return said if tokenizer.chat_template is not None else said.removeprefix(" ")
 
 
 def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, *, context: str = "") -> Encoded:
@@ -125,10 +153,11 @@ def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _encode(text: str, spans: Sequence[tuple[int, int]], tokenizer: PreTrainedTokenizerBase) -> Encoded:
-    """Tokenise once; tokens that begin inside a span carry loss, up to its first special token.
+def _encode(text: str, spans: Sequence[_Span], tokenizer: PreTrainedTokenizerBase) -> Encoded:
+    """Tokenise once; tokens that begin inside a span carry loss, up to the first special token behind what was said.
 
-    A byte-level token may reach back over the space before a span; it counts as the span's if it ends inside.
+    What was said may have special tokens of its own, as a reasoner's `<think>`. A byte-level token may reach back over
+    the space before a span; it counts as the span's if it ends inside.
     """
     if not tokenizer.is_fast:
         return _encode_in_parts(text, spans, tokenizer)
@@ -136,27 +165,29 @@ def _encode(text: str, spans: Sequence[tuple[int, int]], tokenizer: PreTrainedTo
     ids, offsets = list(encoding["input_ids"]), encoding["offset_mapping"]
     special = set(tokenizer.all_special_ids)
     mask = [False] * len(ids)
-    for begin, end in spans:
+    for span in spans:
         for index, (start, stop) in enumerate(offsets):
-            if stop <= begin or start >= end or start == stop:
+            if stop <= span.begin or start >= span.end or start == stop:
                 continue
             mask[index] = True
-            if ids[index] in special and start >= begin:
+            if ids[index] in special and start >= span.said:
                 break  # the end of the turn; what the template adds after it is not the assistant's
     return Encoded(ids, mask)
 
 
-def _encode_in_parts(text: str, spans: Sequence[tuple[int, int]], tokenizer: PreTrainedTokenizerBase) -> Encoded:
+def _encode_in_parts(text: str, spans: Sequence[_Span], tokenizer: PreTrainedTokenizerBase) -> Encoded:
     """For tokenizers without offsets: the text is cut at the spans' edges and each piece tokenised alone."""
     special = set(tokenizer.all_special_ids)
     ids: list[int] = []
     mask: list[bool] = []
     place = 0
-    for begin, end in [*spans, (len(text), len(text))]:
-        outside = _ids(text[place:begin], tokenizer) if begin > place else []
-        inside = _ids(text[begin:end], tokenizer) if end > begin else []
-        stop = next((i + 1 for i, token in enumerate(inside) if token in special), len(inside))
-        ids += outside + inside
-        mask += [False] * len(outside) + [True] * stop + [False] * (len(inside) - stop)
-        place = end
+    for span in [*spans, _Span(len(text), len(text), len(text))]:
+        edges = (place, span.begin, span.said, span.end)
+        outside, said, behind = (
+            _ids(text[start:end], tokenizer) if end > start else [] for start, end in pairwise(edges)
+        )
+        stop = next((i + 1 for i, token in enumerate(behind) if token in special), len(behind))
+        ids += outside + said + behind
+        mask += [False] * len(outside) + [True] * (len(said) + stop) + [False] * (len(behind) - stop)
+        place = span.end
     return Encoded(ids, mask)

@@ -105,6 +105,7 @@ def collate_tokens(rows: Sequence[Mapping[str, Any] | None], pad_token_id: int) 
     for index, row in enumerate(rows):
         if row is not None:
             loss[index, : len(row["loss_mask"])] = torch.tensor(row["loss_mask"], dtype=torch.bool)
+    loss[:, 0] = False  # it has no predecessor, so that nothing can be learned of it
     return TokenBatch(ids, attention, loss)
 
 
@@ -204,7 +205,9 @@ class _Answers:
 
     def own(self) -> Tensor:
         """[N, T] bool, true on an answer's own tokens."""
-        return _pad(self._masks, 0)[0].bool()
+        own = _pad(self._masks, 0)[0].bool()
+        own[:, 0] = False  # as of collate_tokens
+        return own
 
     def rows(self) -> Tensor:
         """[N] int64, the row that each is of."""

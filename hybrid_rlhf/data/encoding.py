@@ -30,7 +30,14 @@ def encode_conversation_row(
     ids, mask = encoded.input_ids[:limit], encoded.loss_mask[:limit]
     # The first token has no predecessor and cannot carry loss.
     cut = len(encoded.input_ids) > limit
-    return {"input_ids": ids, "loss_mask": mask, "length": len(ids), "cut": cut, "usable": any(mask[1:])}
+    return {
+        "input_ids": ids,
+        "loss_mask": mask,
+        "is_text": record.text is not None,
+        "length": len(ids),
+        "cut": cut,
+        "usable": any(mask[1:]),
+    }
 
 
 def encode_preference_row(place: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int) -> dict[str, Any]:

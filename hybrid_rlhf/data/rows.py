@@ -191,8 +191,11 @@ def _ranked(place: str, row: Row) -> Preference:
         raise UserError(f"{place}: columns 'responses' and 'ranks' are lists of one length: mend the row")
     if not all(is_number(rank) for rank in ranks):
         raise UserError(f"{place}: column 'ranks' holds numbers, got {ranks!r}: mend the row")
-    answers = [_turns(place, {"responses": answer}, "responses", role="assistant") for answer in responses]
-    if not all(answer[-1]["role"] == "assistant" for answer in answers):
+    prompt = _turns(place, row, "prompt", role="user")
+    answers = [
+        _after(prompt, _turns(place, {"responses": answer}, "responses", role="assistant")) for answer in responses
+    ]
+    if not all(answer and answer[-1]["role"] == "assistant" for answer in answers):
         raise UserError(f"{place}: column 'responses' holds answers, one ends with another's turn: mend the row")
     pairs = [
         (i, j) if ranks[i] < ranks[j] else (j, i) for i, j in combinations(range(len(ranks)), 2) if ranks[i] != ranks[j]
@@ -201,7 +204,7 @@ def _ranked(place: str, row: Row) -> Preference:
         raise UserError(f"{place}: column 'ranks' makes no pair, all are equal: drop the row")
     if any(answers[better] == answers[worse] for better, worse in pairs):
         raise UserError(f"{place}: column 'responses' ranks one answer above itself: drop the double")
-    return Preference(_turns(place, row, "prompt", role="user"), answers, pairs, [0.0] * len(pairs))
+    return Preference(prompt, answers, pairs, [0.0] * len(pairs))
 
 
 def _turns(place: str, row: Row, column: str, *, role: str) -> list[Message]:

@@ -45,6 +45,11 @@ def encode_stepwise_row(
         UserError: when the tokenizer or the chat template hides where steps end.
     """
     record = stepwise_row(place, row)
+    if any(separator in step for step in record.steps):
+        raise UserError(
+            f"{place}: a step holds preference.step_separator {separator!r}, which would part it anew when it is "
+            "scored: take another separator"
+        )
     try:
         found = _encode(record.prompt, record.steps, tokenizer, separator)
         if found.overlap is not None:

@@ -187,7 +187,7 @@ def _blend(parts: list[datasets.Dataset], sources: list[str | DataSource], seed:
         copies, rest = divmod(source.weight if isinstance(source, DataSource) else 1.0, 1.0)
         chosen = np.random.default_rng([seed, number, 1]).permutation(len(part))[: round(rest * len(part))]
         blended += [part] * int(copies) + ([part.select(np.sort(chosen))] if len(chosen) else [])
-    return datasets.concatenate_datasets(blended)
+    return datasets.concatenate_datasets(blended or [_usable(parts[0]).select([])])
 
 
 def _usable(part: datasets.Dataset) -> datasets.Dataset:
@@ -246,8 +246,8 @@ def _report(
     truncated = 0 if config.too_long == "drop" else cut
     if not len(train):
         raise UserError(
-            f"{kind.name} data has no row left to train on, {dropped} were dropped at {limit} tokens: "
-            "raise the limit, set data.too_long to truncate, or add rows"
+            f"{kind.name} data has no row left to train on, of {sum(map(len, parts))} {dropped} were dropped at "
+            f"{limit} tokens: raise the limit or a source's weight, set data.too_long to truncate, or add rows"
         )
     if held_out is None:
         held_out = train.select([])

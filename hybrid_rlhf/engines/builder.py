@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 from transformers import PreTrainedModel
 
-from hybrid_rlhf.configs.ppo import RolloutConfig
+from hybrid_rlhf.configs.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections import LoraConfig, ModelConfig, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engines.ds_config import deepspeed_config
 from hybrid_rlhf.engines.engine import EngineOptions, ModelEngine, Role

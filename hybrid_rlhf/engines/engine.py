@@ -75,6 +75,13 @@ class ModelEngine:
         """Where a frozen model computes; it is somewhere else outside if it is offloaded."""
         return contextlib.nullcontext() if self._host_weights is None else self._host_weights.on_device()
 
+    def drop_weights(self) -> None:
+        """Free the memory of a frozen model, which nothing may be asked of again: DeepSpeed never lets go of one."""
+        for parameter in self.module.parameters():
+            for tensor in (parameter, getattr(parameter, "ds_tensor", None)):
+                if tensor is not None:
+                    tensor.data = tensor.data.new_empty(0)
+
     @contextlib.contextmanager
     def reference(self) -> Iterator[ModelEngine]:
         """This engine as its own reference: the base model under the adapters, at no cost in memory.

@@ -20,7 +20,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.ppo import RolloutConfig
+from hybrid_rlhf.configs.rollout import RolloutConfig
 from hybrid_rlhf.engines.engine import EngineOptions, ModelEngine, Role
 from hybrid_rlhf.engines.host_states import HostStates
 from hybrid_rlhf.engines.partition import WholeWeight, base_parameters, gathered, is_partitioned, whole_weights

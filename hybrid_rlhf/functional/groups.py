@@ -57,6 +57,7 @@ def rank_in_group(values: Tensor, *, groups: Tensor) -> Tensor:
     order = by_value[torch.sort(groups[by_value], stable=True).indices]
     ordered = groups[order]
     positions = torch.arange(len(order), device=order.device)
-    begins = torch.cat([ordered.new_ones(1, dtype=torch.bool), ordered[1:] != ordered[:-1]])
+    begins = torch.ones_like(ordered, dtype=torch.bool)
+    begins[1:] = ordered[1:] != ordered[:-1]
     start = torch.where(begins, positions, 0).cummax(0).values
     return torch.empty_like(order).scatter(0, order, positions - start)

@@ -107,15 +107,10 @@ def load_model(
         if partitioning is not None:
             unset_hf_deepspeed_config()  # it is global: the next model may not be partitioned
     missing = set(info["missing_keys"])
-    fresh_head = architecture == "scorer" and any(key.startswith("score.") for key in missing)
-    absent = {key for key in missing if not key.startswith("score.")} - set(getattr(model, "all_tied_weights_keys", {}))
-    if absent:
-        raise UserError(
-            f"{path} lacks {len(absent)} weights of its architecture, for example {min(absent)}: copy it again"
-        )
+    _require_weights(path, model, architecture, missing)
     _require_all_layers(path, hf_config, info["unexpected_keys"])
     adapt_model(model, config)
-    return model, fresh_head
+    return model, architecture == "scorer" and any(key.startswith("score.") for key in missing)
 
 
 class _Linear(nn.Linear):
@@ -132,6 +127,19 @@ def _require_stored(folder: Path, architecture: Architecture, config: PreTrained
         wanted = AUTO_CLASS[architecture].from_config(copy.deepcopy(config)).num_parameters()
     if wanted > 4 * stored and not hasattr(config, "quantization_config"):  # quantised, several are stored as one
         raise ValueError(f"its config.json describes {wanted:,} weights, its files have {stored:,}")
+
+
+def _require_weights(path: str, model: PreTrainedModel, architecture: Architecture, missing: set[str]) -> None:
+    """All but those of a score head, which may be fresh, but must be one that a decoder has."""
+    if architecture == "scorer" and not hasattr(model, "score"):
+        raise UserError(
+            f"{path} is a {type(model).__name__}, which has no score a token: take a reward model that is a decoder"
+        )
+    absent = {key for key in missing if not key.startswith("score.")} - set(getattr(model, "all_tied_weights_keys", {}))
+    if absent:
+        raise UserError(
+            f"{path} lacks {len(absent)} weights of its architecture, for example {min(absent)}: copy it again"
+        )
 
 
 def _require_all_layers(path: str, config: PreTrainedConfig, unused: set[str]) -> None:
@@ -162,6 +170,15 @@ def _require_heads(path: str, config: PreTrainedConfig, heads: Sequence[str]) ->
             f"a scorer goes on with the scores it has, {path} has {found} where {wanted} is wanted: name the same in "
             "preference.heads, or start from a model without scores (critic.path, model.path)"
         )
+
+
+def position_limit(model: PreTrainedModel) -> int | None:
+    """Longest sequence that a table of learned positions has room for; none where positions are computed."""
+    limit: int | None = getattr(model.config, "max_position_embeddings", None)
+    words = model.get_input_embeddings()
+    tables = (m for m in model.modules() if isinstance(m, nn.Embedding) and m is not words)
+    # OPT's begins at its third row
+    return limit if limit and any(limit <= table.num_embeddings <= limit + 2 for table in tables) else None
 
 
 def adapt_config(config: PreTrainedConfig, architecture: Architecture, *, heads: Sequence[str] | None = None) -> None:

@@ -21,7 +21,8 @@ from hybrid_rlhf.algorithms.prompt_sampling import Pending, PromptSampler
 from hybrid_rlhf.algorithms.rollouts_ahead import RolloutsAhead
 from hybrid_rlhf.configs.cli import parse_config
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.ppo import PPOConfig, RolloutConfig
+from hybrid_rlhf.configs.ppo import PPOConfig
+from hybrid_rlhf.configs.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections import LoraConfig, ModelConfig, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.data.loaders import RowStream
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor

@@ -51,7 +51,7 @@ class Scripted:
             [2 + mark % 3 for mark in marks for _ in range(each)], mark=[m for m in marks for _ in range(each)]
         )
 
-    def rate(self, prompts: Any, found: Sequences, *, first: int, greedy: bool) -> Rated:
+    def rate(self, prompts: Any, found: Sequences, *, first: int, greedy: bool, refill: bool) -> Rated:
         count = len(found.input_ids)
         row = torch.arange(count)
         marks = found.input_ids[:, 0]

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from hybrid_rlhf.algorithms.distillation import last_answer
 from tests.engines.ranks import run_main
-from tests.tiny import CHATML, tiny_model, tiny_tokenizer
+from tests.tiny import CHATML, VOCABULARY, tiny_model, tiny_tokenizer
 
 MODULE = "training.step1_sft.main"
 
@@ -248,6 +248,43 @@ def test_conditional_runs_leave_their_edges_in_the_folder(workspace: Path) -> No
     launch(workspace, "conditional", "--data.sources", str(file), "--data.condition_buckets", "2", steps=1)
     told = json.loads((workspace / "runs" / "conditional" / "condition.json").read_text())
     assert told["texts"] == ["<score 1/2> ", "<score 2/2> "] and len(told["edges"]) == 1
+
+
+def test_rows_beyond_a_table_of_positions_are_refused(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from training.step1_sft.main import main
+
+    config = GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=64)
+    AutoModelForCausalLM.from_config(config).save_pretrained(workspace / "gpt2")
+    tiny_tokenizer().save_pretrained(workspace / "gpt2")
+    with pytest.raises(SystemExit) as stopped:
+        main(["--data.sources", str(workspace / "rows.jsonl"), "--model.path", str(workspace / "gpt2"),
+              "--data.max_length", "96", "--output_dir", str(workspace / "runs" / "gpt2")])  # fmt: skip
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "error: data.max_length 96 goes beyond the 64 positions that the model has: set it to 64"
+    )
+
+
+def test_plain_text_that_is_told_a_bucket_stays_as_it_is(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hybrid_rlhf.algorithms.distillation import DistillObjective
+    from training.step1_sft.main import main
+
+    asked: list[int] = []
+    sequences_of = DistillObjective._sequences
+
+    def spy(self: Any, batch: Any, step: int) -> Any:
+        found = sequences_of(self, batch, step)
+        asked.append(sum(request is not None for _, request in found))
+        return found
+
+    monkeypatch.setattr(DistillObjective, "_sequences", spy)
+    rows = workspace / "scored.jsonl"
+    rows.write_text("".join(json.dumps({"text": f"plain {n}", "score": n}) + "\n" for n in range(12)))
+    main(["--data.sources", str(rows), "--data.cache_dir", str(workspace / "cache"), "--data.condition_buckets", "3",
+          "--model.path", str(workspace / "student"), "--output_dir", str(workspace / "runs" / "told"),
+          "--train.global_batch_size", "8", "--train.max_steps", "1", "--logging.tensorboard", "false",
+          *distil(workspace, "--distill.on_policy_fraction", "1")])  # fmt: skip
+    assert asked and not any(asked)
 
 
 def test_a_teacher_must_share_the_student_s_tokens(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:

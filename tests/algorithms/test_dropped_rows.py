@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 
+from hybrid_rlhf.algorithms.collection import Collector
 from hybrid_rlhf.algorithms.experience import Experience
 from hybrid_rlhf.algorithms.kl_controller import KLController
+from hybrid_rlhf.algorithms.on_policy import ON_POLICY_ALGORITHMS
 from hybrid_rlhf.algorithms.on_policy.ppo import PPO
 from hybrid_rlhf.algorithms.policy_loss import MiniBatch
 from hybrid_rlhf.algorithms.rewards import Ratings, Reward, RewardPart, Share
@@ -18,7 +22,11 @@ from hybrid_rlhf.algorithms.rollout import Rollout
 from hybrid_rlhf.algorithms.rollout_metrics import evaluation_metrics, rollout_metrics
 from hybrid_rlhf.algorithms.scoring import Scored
 from hybrid_rlhf.algorithms.updater import Updater
+from hybrid_rlhf.configs.cli import parse_config
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.ppo import PPOConfig
 from hybrid_rlhf.configs.rewards import RewardPartConfig
+from hybrid_rlhf.data.loaders import RowStream
 from hybrid_rlhf.runtime.world import World
 from tests.algorithms.test_ppo import ALGORITHM, PROMPTS, SAMPLING, build
 
@@ -77,6 +85,31 @@ def test_dropped_rows_are_in_no_tensor_and_no_figure(world: World, paths: dict[s
     controller = KLController(replace(ALGORITHM, kl_target=1.0))
     controller.update(10.0, completions=len(scored.rated.scores))
     assert controller.kl_coef == pytest.approx(ALGORITHM.kl_coef * (1 + 0.2 * len(kept) / ALGORITHM.kl_horizon))
+
+
+@pytest.mark.parametrize("name", ["dapo", "raft"])
+def test_a_refill_may_be_dropped_whole_and_a_rollout_may_not(name: str, world: World, paths: dict[str, str]) -> None:
+    """The first two prompts differ in their scores, of the third there are none, and then the data ends."""
+    roles, rollout = build(world, paths)
+    judge = Judge([])
+    rollout._roles = replace(roles, reward=Reward([judge], world))
+    config = replace(parse_config(PPOConfig, ["--algorithm", name]).ppo, dynamic_sampling=True)
+    algorithm = ON_POLICY_ALGORITHMS[name](config)
+    data, stream = Dataset.from_list(PROMPTS[:3]), RowStream(3, epochs=1, seed=0)
+    collector = Collector(rollout, algorithm, prompts=data, stream=stream, per_step=2, total_steps=1)
+    inner, calls = rollout.rate, []
+
+    def rate(*given: Any, **named: Any) -> Any:
+        judge._failing = list(range(ROWS)) if calls else [2, 3]
+        calls.append(named["refill"])
+        return inner(*given, **named)
+
+    rollout.rate = rate  # type: ignore[method-assign]
+    collected = collector.collect(1)
+    assert calls == [False, True] and len(collected.prompts) == (2 if name == "dapo" else 1)
+    judge._failing = list(range(ROWS))
+    with pytest.raises(UserError, match="must leave completions to learn from, all 8 of a rollout are dropped"):
+        inner(PROMPTS, rollout.sample(PROMPTS, step=1))
 
 
 @pytest.mark.parametrize("mini_batches", [1, 2, 8])

@@ -34,7 +34,8 @@ from hybrid_rlhf.configs.cli import parse_config
 from hybrid_rlhf.configs.environment import EnvironmentConfig
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.on_policy import AlgorithmConfig
-from hybrid_rlhf.configs.ppo import PPOConfig, RolloutConfig
+from hybrid_rlhf.configs.ppo import PPOConfig
+from hybrid_rlhf.configs.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections import ModelConfig, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.data.chat import encode_prompt, render
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor
@@ -218,6 +219,7 @@ def test_scores_are_the_environments_and_rewards_lie_where_they_were_earned(
     )
     experience = clipped[1].experience(scored, kl_coef=0.0)
     assert experience.rewards.sum(dim=1).tolist() == [5, 5, 1, 1, 5, 5], "a clip takes from the end"
+    assert clipped[1]._greedy_scores(rated).tolist() == [5, 5, 1, 1, 5, 5], "and from a baseline"
     scaled = build(
         world, paths["actor"], max_turns=3, max_turn_tokens=12, algorithm=replace(ALGORITHM, score_scaling="running")
     )[1]
@@ -397,7 +399,9 @@ def test_calls_run_at_once_and_a_blocked_loop_is_left() -> None:
     raised, late, left = quick([mine, stubborn, leave])
     assert "it raised SystemExit: 3" in left.reason and "SystemExit" in quick([lambda: exit(3)])[0].reason
     assert "it raised TimeoutError: mine" in raised.reason and late == Failed("it took longer than 0.2 s")
-    assert quick([block])[0] == Failed("it took longer than 0.2 s")
+    start = time.perf_counter()
+    assert quick([block] * 9) == [Failed("it took longer than 0.2 s")] * 9
+    assert time.perf_counter() - start < 1.5, "they waited together"
     assert calls([wait]) == [3] and Calls(timeout_seconds=1.0, device=CPU)([wait]) == [3]
     assert quick([lambda: time.sleep(2)] * 16) == [Failed("it took longer than 0.2 s")] * 16
     assert "16 earlier calls still hang" in quick([lambda: 1])[0].reason

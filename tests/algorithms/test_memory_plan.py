@@ -24,8 +24,9 @@ from hybrid_rlhf.configs.cli import parse_config
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.on_policy import AlgorithmConfig
 from hybrid_rlhf.configs.pipeline import PipelineConfig
-from hybrid_rlhf.configs.ppo import CriticConfig, PPOConfig, RewardRoleConfig, RolloutConfig, TrainedRoleConfig
+from hybrid_rlhf.configs.ppo import CriticConfig, PPOConfig, RewardRoleConfig, TrainedRoleConfig
 from hybrid_rlhf.configs.rewards import RewardPartConfig
+from hybrid_rlhf.configs.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections import (
     LoopConfig,
     LoraConfig,
@@ -174,7 +175,8 @@ def test_answers_for_distillation_hold_what_was_planned(model: str, world: World
         counted(counter, student, teacher)
         objective = DistillObjective(config, teacher, tiny_tokenizer())
         ids = torch.randint(3, 4000, (8, 50)).tolist()
-        rows = [{"input_ids": row, "loss_mask": [False] * 48 + [True] * 2, "place": n} for n, row in enumerate(ids)]
+        rows = [{"input_ids": row, "loss_mask": [False] * 48 + [True] * 2, "is_text": False, "place": n}
+                for n, row in enumerate(ids)]  # fmt: skip
         batch = objective.collate(rows)
         student.backward(objective.loss(student, batch).total, count=16.0)  # AdamW's moments are there from its first
         student.step()

@@ -272,8 +272,20 @@ MISTAKES = {
     "rollout.samples_per_prompt 1: give 2 or more",
     "--algorithm online_dpo --rollout.samples_per_prompt 4": "algorithm online_dpo takes pairs, got "
     "rollout.samples_per_prompt 4: give 2",
-    "--algorithm online_dpo --ppo.mask_truncated true": "algorithm online_dpo takes pairs, got ppo.mask_truncated, "
-    "which takes them apart: leave it out",
+    **{
+        f"--algorithm online_dpo --ppo.{key} {value}": "algorithm online_dpo learns from pairs, by DPO's loss, got "
+        f"ppo.{key} {value.title() if value == 'true' else value}: leave it out"
+        for key, value in (
+            ("mask_truncated", "true"),
+            ("whiten_advantages", "true"),
+            ("loss_normalisation", "sequence"),
+            ("sampler_correction", "truncate"),
+        )
+    },
+    "--algorithm grpo --ppo.whiten_rewards true": "algorithm grpo compares whole completions, got ppo.whiten_rewards "
+    "True: leave it out",
+    "--algorithm raft --ppo.kl_coef 0.1": "algorithm raft selects by scores, got ppo.kl_coef 0.1 in the reward: give "
+    "ppo.kl_in loss",
     "--algorithm rloo --ppo.critic_warmup_steps 3": "algorithm rloo has no critic, got ppo.critic_warmup_steps 3: "
     "leave it out",
     "--ppo.dynamic_sampling true": "ppo.dynamic_sampling compares completions of one prompt, got "

@@ -21,8 +21,8 @@ from hybrid_rlhf.algorithms.sums import RunningSums
 from hybrid_rlhf.algorithms.updater import Updater
 from hybrid_rlhf.configs.batch_plan import MicroBatches
 from hybrid_rlhf.configs.on_policy import AlgorithmConfig
-from hybrid_rlhf.configs.ppo import RolloutConfig
 from hybrid_rlhf.configs.rewards import RewardPartConfig
+from hybrid_rlhf.configs.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections import LoraConfig, ModelConfig, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.data.collation import collate_tokens
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
@@ -172,6 +172,18 @@ def test_ptx_text_moves_the_actor_and_is_logged(world: World, paths: dict[str, s
     assert losses[1][2] < losses[1][0]
 
 
+def test_ptx_is_a_mean_over_the_tokens_that_have_a_log_prob(world: World, paths: dict[str, str]) -> None:
+    roles, rollout = build(world, paths)
+    experience, layout = collect(rollout)
+    text = {"input_ids": [3, 4, 5], "loss_mask": [True, True, True]}  # plain text is learned from its first token on
+    updater = Updater(roles, PPO(replace(ALGORITHM, ptx_coef=1.0)), rollout=SAMPLING,
+                      ptx_batches=iter([[collate_tokens([text], 0)]]))  # fmt: skip
+    ids = torch.tensor([text["input_ids"]])
+    with torch.no_grad():
+        wanted = -roles.actor(ids, ids > 0, ids > 0)[0][0, 1:].mean()
+    assert updater.update(experience, [layout]).metrics["loss/ptx"] == pytest.approx(float(wanted), rel=1e-5)
+
+
 def test_rollout_metrics_have_closed_forms() -> None:
     mask = torch.tensor([[0, 1, 1], [0, 1, 0]], dtype=torch.bool)
     ones = torch.ones(2, 3)
@@ -242,6 +254,9 @@ def test_the_kl_controller_follows_ziegler() -> None:
     assert controller.kl_coef == pytest.approx(0.2 * 1.02)  # the error is clipped to 0.2
     controller.update(5.4, completions=10)
     assert controller.kl_coef == pytest.approx(0.2 * 1.02 * 0.99)
+    large = KLController(AlgorithmConfig(kl_coef=0.2, kl_target=6.0, kl_horizon=100))
+    large.update(0.0, completions=1000)
+    assert large.kl_coef == pytest.approx(0.2 * 0.8), "a rollout counts for no more than the horizon"
     fixed = KLController(AlgorithmConfig(kl_coef=0.2))
     fixed.update(60.0, completions=10)
     assert fixed.kl_coef == 0.2

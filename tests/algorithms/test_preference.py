@@ -12,13 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.algorithms.preference import KTO, PAIR_LOSSES, Answers, PairLoss
+from hybrid_rlhf.algorithms.preference import KTO, PAIR_LOSSES, Answers, PairLoss, reference
 from hybrid_rlhf.configs.algorithms import PREFERENCE
 from hybrid_rlhf.configs.cli import parse_config
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
+from hybrid_rlhf.engines.engine import ModelEngine
 from tests.engines.ranks import run_main
 from tests.faults.steps import story, write_rows
+from tests.tiny import VOCABULARY, tiny_model, tiny_tokenizer
+from training.preference.main import main
 
 PAIRS = 6
 
@@ -131,6 +134,10 @@ MISTAKES = {
     "--loss.beta 0": "loss.beta must be above 0, got 0.0: give for example 0.1",
     "--loss.label_smoothing 0.5": "loss.label_smoothing must be in [0, 0.5), got 0.5: give for example 0.1",
     "--loss.sft_coef -1": "loss.sft_coef must be 0 or more, got -1.0: raise it",
+    "--loss.label_smoothing 0.1": "loss.label_smoothing is read by algorithm cdpo alone, got 0.1 with dpo: leave it "
+    "out, or take --algorithm cdpo",
+    "--algorithm ipo --loss.undesirable_weight 2": "loss.undesirable_weight is read by algorithm kto alone, got 2.0 "
+    "with ipo: leave it out, or take --algorithm kto",
     "--algorithm ppo": "algorithm must be one of dpo, cdpo, ipo, hinge, simpo, orpo, kto, got ppo: see --help",
 }
 
@@ -172,3 +179,63 @@ def test_a_kept_reference_says_what_a_live_one_does(name: str, tmp_path: Path, m
     run_main("training.preference.main", 1, [*line, "--output_dir", str(runs["cached"]), "--resume", "auto"])
     assert kept.stat().st_mtime_ns == asked, "the reference was not asked again"
     assert story(runs["cached"]) == whole
+
+
+def start(workspace: Path, model: Path, output: Path, *line: str) -> None:
+    main(
+        ["--model.path", str(model), "--data.sources", str(workspace / "rows.jsonl"), "--data.max_length", "64",
+         "--data.cache_dir", str(workspace / "cache"), "--logging.tensorboard", "false", "--train.max_steps", "1",
+         "--train.global_batch_size", "8", "--data.max_eval_rows", "4", "--output_dir", str(output), *line]
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("line", [("--algorithm", "kto"), ("--seed", "5"), ()])
+def test_log_probs_of_another_run_are_not_taken_for_this_one_s(
+    line: tuple[str, ...], tmp_path: Path, model_folder: Path
+) -> None:
+    """A run that ended before its first checkpoint and is started anew: with another algorithm, seed, or model."""
+    write_rows(tmp_path / "rows.jsonl")
+    shutil.copytree(model_folder, tmp_path / "model")
+    start(tmp_path, tmp_path / "model", tmp_path / "fresh", *line)
+    start(tmp_path, tmp_path / "model", tmp_path / "run")
+    (tmp_path / "run" / "finished.json").unlink()
+    shutil.rmtree(tmp_path / "run" / "checkpoints", ignore_errors=True)
+    if not line:
+        tiny_model(7).save_pretrained(tmp_path / "model")
+        shutil.rmtree(tmp_path / "fresh")
+        start(tmp_path, tmp_path / "model", tmp_path / "fresh")
+    start(tmp_path, tmp_path / "model", tmp_path / "run", "--resume", "auto", *line)
+    assert [told["eval/loss"] for told in story(tmp_path / "run")["metrics"]] == [
+        told["eval/loss"] for told in story(tmp_path / "fresh")["metrics"]
+    ]
+
+
+def test_a_reference_of_its_own_must_share_the_tokens_and_goes_once_it_has_read(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(tmp_path / "rows.jsonl")
+    for name, tokens in (("other", 0), ("stranger", 3)):
+        tokenizer = tiny_tokenizer()
+        tokenizer.add_tokens([f"<{token}>" for token in range(tokens)])
+        tiny_model(3, vocab_size=VOCABULARY + tokens).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    for logprobs in ("cached", "live"):
+        with pytest.raises(SystemExit):
+            start(tmp_path, model_folder, tmp_path / f"no {logprobs}", "--reference.path", str(tmp_path / "stranger"),
+                  "--reference.logprobs", logprobs)  # fmt: skip
+        assert "the reference must share the actor's tokens" in capsys.readouterr().err
+    built: list[ModelEngine] = []
+    inner = reference.frozen_beside
+
+    def frozen_beside(*given: Any) -> ModelEngine:
+        built.append(inner(*given))
+        return built[-1]
+
+    monkeypatch.setattr(reference, "frozen_beside", frozen_beside)
+    for stage in ("0", "3"):
+        start(tmp_path, model_folder, tmp_path / stage, "--reference.path", str(tmp_path / "other"),
+              "--zero.stage", stage)  # fmt: skip
+        (engine,) = built
+        weights = [t for p in engine.module.parameters() for t in (p, getattr(p, "ds_tensor", p))]
+        assert weights and not any(weight.numel() for weight in weights)
+        built.clear()

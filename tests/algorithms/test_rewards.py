@@ -311,6 +311,11 @@ def test_answers_are_what_the_data_says_and_the_actor_said() -> None:
     assert [prompt[0]["content"] for prompt in answers.prompts] == ["1+1?", "1+1?", "why?", "why?"]
     assert answers.columns == {"answer": [2, 2, None, None], "kind": [None, None, "open", "open"]}
     assert answers.select([3, 0]).completions == ["", "2"]
+    plain = tiny_tokenizer(template=None)
+    rows = [[7, *plain.encode(f" {text}"), plain.eos_token_id] for text in ("2", " two")]
+    spoken = Answers.read(prompts, sequences(rows, prompt=1), plain).completions
+    assert spoken == ["2", " two"], "a plain turn has a space before it"
+    rows = [[7, 7, 7, *tokenizer.encode(text), tokenizer.eos_token_id] for text in said]
     prompts[0]["columns"] = '{"prompts": 1}'
     with pytest.raises(UserError, match="rename it"):
         Answers.read(prompts, sequences(rows, prompt=3), tokenizer)

@@ -60,6 +60,44 @@ def test_an_answer_its_end_of_turn_and_the_tail_end_a_conversation(template: str
     assert turn_end(tokenizer) is None
 
 
+SHOWN = "message['content']"
+
+
+@pytest.mark.parametrize(
+    ("shown", "said", "learned"),
+    [
+        (SHOWN, "<think>a</think>42", "<think>a</think>42<|im_end|>"),
+        (SHOWN, "42</think>", "42</think><|im_end|>"),
+        (SHOWN, "im_end", "im_end<|im_end|>"),
+        (f"{SHOWN} | replace('b', '')", "<think>ab</think>42", "<think>a</think>42<|im_end|>"),
+        (f"'<think></think>' + {SHOWN}", "think", "<think></think>think<|im_end|>"),
+        (f"{SHOWN} + '<|im_end|>' + '<|endoftext|>'", "think", "think<|im_end|>"),
+    ],
+)
+@pytest.mark.parametrize("fast", [True, False])
+def test_special_tokens_within_an_answer_do_not_end_it(
+    shown: str, said: str, learned: str, fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = tiny_tokenizer(CHATML.replace(SHOWN, f"({shown} if message['role'] == 'assistant' else {SHOWN})"))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    monkeypatch.setattr(type(tokenizer), "is_fast", fast)
+    for turns in (2, 4):
+        messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": said}] * (turns // 2)
+        encoded = encode_conversation(messages, tokenizer)
+        assert with_loss(encoded, tokenizer) == learned * (turns // 2)
+
+
+def test_an_answer_without_an_end_of_turn_is_learned_whole() -> None:
+    tokenizer = tiny_tokenizer("{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+                               "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}")  # fmt: skip
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>"]})
+    for said in ("42", "<think>42", "4<think>2", "42<think>"):
+        encoded = encode_conversation(
+            [{"role": "user", "content": "q"}, {"role": "assistant", "content": said}], tokenizer
+        )
+        assert with_loss(encoded, tokenizer) == said + "\n"
+
+
 def test_without_a_template_answers_end_with_eos() -> None:
     tokenizer = tiny_tokenizer(template=None)
     encoded = encode_conversation(TURNS, tokenizer)

@@ -61,6 +61,8 @@ def test_ranked_lists_become_all_their_pairs() -> None:
     record = preference_row("f:1", {"prompt": "q", "responses": ["a", "b", "c", "d"], "ranks": [2, 1, 2, 3]})
     assert sorted(record.pairs) == [(0, 3), (1, 0), (1, 2), (1, 3), (2, 3)]  # equal ranks make no pair
     assert len(record.margins) == 5
+    whole = {"prompt": [USER], "responses": [[USER, ANSWER], [USER, OTHER]], "ranks": [1, 2]}
+    assert preference_row("f:1", whole).responses == [[ANSWER], [OTHER]], "a prompt that is said again is not an answer"
 
 
 def test_prompt_rows() -> None:

@@ -107,6 +107,12 @@ def slow_tokenizer() -> Any:
             "the chat template does not show an answer as it is, its steps cannot be found: strip them",
         ),
         (
+            tiny_tokenizer,
+            {**ROW, "completions": ["a\nb", "b", "c"]},
+            "a step holds preference.step_separator '\\n', which would part it anew when it is scored: take another "
+            "separator",
+        ),
+        (
             merging_tokenizer,
             {**ROW, "completions": ["2*", "2 =", "4"]},
             "a token reaches from step 1 over preference.step_separator '|' into the next: take another separator",

@@ -97,6 +97,10 @@ def test_weights_are_passes_over_a_source(config: Any, tokenizer: PreTrainedToke
     sources = [DataSource(path=one, weight=2.5), DataSource(path=other, weight=0.2)]
     data = load("sft", config(sources=sources, eval_fraction=0.0), tokenizer)
     assert len(data.train) == 25 + 2
+    for rare in (DataSource(path=other, weight=0.01), DataSource(path=other, weight=0.5)):
+        with pytest.raises(UserError, match="no row left to train on, of 10 .* raise the limit or a source's weight"):
+            load("sft", config(sources=[rare], eval_fraction=0.0, max_length=2 + 98 * (rare.weight < 0.1),
+                               too_long="drop"), tokenizer)  # fmt: skip
 
 
 def test_long_rows_are_cut_or_dropped_and_counted(

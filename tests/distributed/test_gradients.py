@@ -22,7 +22,7 @@ from hybrid_rlhf.algorithms.roles import Roles
 from hybrid_rlhf.algorithms.updater import Updater
 from hybrid_rlhf.configs.batch_plan import MicroBatches
 from hybrid_rlhf.configs.on_policy import AlgorithmConfig
-from hybrid_rlhf.configs.ppo import RolloutConfig
+from hybrid_rlhf.configs.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections import ModelConfig, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
 from hybrid_rlhf.engines.partition import whole_tensors

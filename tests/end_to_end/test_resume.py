@@ -12,7 +12,9 @@ import pytest
 from hybrid_rlhf.runtime.interrupts import STOPPED_EXIT_CODE
 from tests.end_to_end.test_train import ENVIRONMENT, ROOT, pipeline, run
 from tests.faults.killing import run_step
-from tests.faults.steps import MODULES, step_line, write_rows
+from tests.faults.steps import MODULES, step_line, story, write_rows
+from tests.tiny import tiny_model, tiny_tokenizer
+from training.step3_ppo.main import main
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.faults)])
@@ -46,3 +48,34 @@ def test_a_finished_model_is_a_warm_start(model_folder: Path, tmp_path: Path) ->
     assert f"warm start from the weights in {first}; optimizer, schedule and data begin anew" in log
     before = [part for part in log.splitlines() if part.startswith("ppo before training")][0]
     assert "eval/kl 0 " not in before, "the reference is what the first actor began as"
+
+
+def test_a_checkpoint_goes_on_with_its_own_algorithm(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = step_line("ppo", tmp_path / "run", model_folder, write_rows(tmp_path / "rows.jsonl"),
+                     "--ppo.reference_refresh_every", "0", "--train.max_steps", "2")  # fmt: skip
+    assert run_step(MODULES["ppo"], 1, [*line, "--algorithm", "rloo"]) == [0]
+    (tmp_path / "run" / "finished.json").unlink()
+    with pytest.raises(SystemExit) as stopped:
+        main([*line, "--algorithm", "reinforce", "--resume", "auto"])
+    assert stopped.value.code == 2
+    assert "goes on with its algorithm rloo, got reinforce: give --algorithm rloo" in capsys.readouterr().err
+
+
+def test_a_reference_follows_an_actor_with_adapters(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """KL of the first rollout after a refresh is none; the reference is a model of its own then."""
+    more = ["--actor.lora.rank", "4", "--ppo.reference_refresh_every", "2", "--train.max_steps", "4"]
+    rows = write_rows(tmp_path / "rows.jsonl")
+    line = step_line("ppo", tmp_path / "run", model_folder, rows, *more, "--actor.optimizer.lr", "1e-2")
+    assert run_step(MODULES["ppo"], 1, line) == [0]
+    kl = [told["objective/kl"] for told in story(tmp_path / "run")["metrics"] if "objective/kl" in told]
+    assert abs(kl[0]) < 1e-5 < abs(kl[1]) and abs(kl[2]) < 1e-5 < abs(kl[3]), kl
+    other = tiny_model(0, num_hidden_layers=1)
+    other.save_pretrained(tmp_path / "other")
+    tiny_tokenizer().save_pretrained(tmp_path / "other")
+    with pytest.raises(SystemExit) as stopped:
+        main(step_line("ppo", tmp_path / "no", model_folder, rows, "--reference.path", str(tmp_path / "other")))
+    assert stopped.value.code == 2 and "is of another shape: leave reference.path out" in capsys.readouterr().err

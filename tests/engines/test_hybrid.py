@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.ppo import RolloutConfig
+from hybrid_rlhf.configs.rollout import RolloutConfig
 from hybrid_rlhf.engines import hybrid
 from hybrid_rlhf.engines.builder import build_actor
 from hybrid_rlhf.engines.hybrid import HybridEngine

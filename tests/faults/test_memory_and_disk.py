@@ -25,7 +25,8 @@ from hybrid_rlhf.algorithms.supervised import SupervisedTrainer
 from hybrid_rlhf.configs.cli import save_config, user_errors
 from hybrid_rlhf.configs.disk_faults import DISK_ERRNOS
 from hybrid_rlhf.configs.errors import RankError, UserError
-from hybrid_rlhf.configs.ppo import PPOConfig, RewardRoleConfig, RolloutConfig, TrainedRoleConfig
+from hybrid_rlhf.configs.ppo import PPOConfig, RewardRoleConfig, TrainedRoleConfig
+from hybrid_rlhf.configs.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections import LoopConfig, ModelConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.models.saving import save_model

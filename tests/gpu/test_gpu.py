@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_rlhf.configs.ppo import RolloutConfig
+from hybrid_rlhf.configs.rollout import RolloutConfig
 from hybrid_rlhf.engines.builder import build_actor
 from hybrid_rlhf.generation import GenerationEngine, workspace
 from hybrid_rlhf.generation.engine import module_logprobs

@@ -5,13 +5,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    OPTConfig,
+    PreTrainedConfig,
+)
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections import LoraConfig, ModelConfig
 from hybrid_rlhf.engines.partition import whole_tensors
 from hybrid_rlhf.functional import products
-from hybrid_rlhf.models.loading import load_model, training_dtype
+from hybrid_rlhf.models.loading import load_model, position_limit, training_dtype
 from hybrid_rlhf.models.lora import adapters_off, add_lora, lora_merged
 from hybrid_rlhf.models.policy import Policy
 from hybrid_rlhf.models.saving import save_model
@@ -37,6 +45,34 @@ def test_dropout_is_off(tmp_path: Path) -> None:
     model.train()
     ids = IDS % 50
     assert torch.equal(model(ids).logits, model(ids).logits)
+
+
+def test_an_encoder_is_no_reward_model(tmp_path: Path) -> None:
+    BertForSequenceClassification(
+        BertConfig(
+            vocab_size=50,
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=16,
+            num_labels=1,
+        )
+    ).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="is a BertForSequenceClassification, which has no score a token"):
+        load(tmp_path, "scorer")
+
+
+@pytest.mark.parametrize(
+    ("config", "limit"),
+    [
+        (GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2, n_positions=31), 31),
+        (OPTConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, ffn_dim=16,
+                   word_embed_proj_dim=16, max_position_embeddings=31), 31),
+        (tiny_config(), None),
+    ],
+)  # fmt: skip
+def test_tables_of_positions_are_known(config: PreTrainedConfig, limit: int | None) -> None:
+    assert position_limit(AutoModelForCausalLM.from_config(config)) == limit
 
 
 def test_a_scorer_from_a_causal_lm_has_a_fresh_head_and_one_from_a_scorer_has_not(

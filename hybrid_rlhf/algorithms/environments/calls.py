@@ -57,8 +57,9 @@ class Calls:
     def _begin(self, call: Callable[[], Any]) -> Callable[[], Any]:
         """Start a call; calling what is returned waits for it."""
         if inspect.iscoroutinefunction(call):
-            future = asyncio.run_coroutine_threadsafe(self._caught(call), self._running_loop())
-            return lambda: self._await(future)
+            loop = self._running_loop()
+            future = asyncio.run_coroutine_threadsafe(self._caught(call), loop)
+            return lambda: self._await(future, loop)
         background = Background(lambda: _caught(call), device=self._device)
 
         def wait() -> Any:
@@ -77,9 +78,10 @@ class Calls:
         except BaseException as error:  # noqa: BLE001 - in its own loop it can only be the environment's
             return self._late if limit.expired() else Failed(told(error))
 
-    def _await(self, future: Future[Any]) -> Any:
+    def _await(self, future: Future[Any], loop: asyncio.AbstractEventLoop) -> Any:
+        given_up = loop is not self._loop  # its other calls have had as long as the one that it was given up for
         try:
-            return future.result(self._timeout_seconds + _CANCELLED_SECONDS)
+            return future.result(0.0 if given_up else self._timeout_seconds + _CANCELLED_SECONDS)
         except TimeoutError:
             self._loop = None  # it is blocked, or the coroutine does not let itself be cancelled
             return self._late

@@ -26,9 +26,9 @@ from hybrid_rlhf.algorithms.episodes import Episode
 from hybrid_rlhf.algorithms.user_code import told
 from hybrid_rlhf.configs.environment import EnvironmentConfig
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.ppo import RolloutConfig
+from hybrid_rlhf.configs.rollout import RolloutConfig
 from hybrid_rlhf.configs.values import is_text
-from hybrid_rlhf.data.chat import encode_prompt
+from hybrid_rlhf.data.chat import answer_text, encode_prompt
 from hybrid_rlhf.data.rows import ROLES, Message
 from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams, derive_seed
@@ -167,8 +167,7 @@ class Player:
 
     def _turn(self, game: _Game, completion: Completion) -> Callable[[], Any]:
         assert game.environment is not None
-        text = str(self._tokenizer.decode(completion.token_ids, skip_special_tokens=True))
-        return partial(game.environment.step, text)
+        return partial(game.environment.step, answer_text(completion.token_ids, self._tokenizer))
 
     def _asked(
         self, calls: Callable[[], list[Callable[[], Any]]], read: Callable[[Any], Any], together: World, timers: Timers

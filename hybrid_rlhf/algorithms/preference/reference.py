@@ -6,6 +6,7 @@ while the actor learns. An actor that starts where the reference is, is asked it
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +17,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
-from hybrid_rlhf.algorithms.starting import frozen_beside, resolve
+from hybrid_rlhf.algorithms.starting import frozen_beside, require_same_tokens, resolve
 from hybrid_rlhf.algorithms.supervised import each_once
 from hybrid_rlhf.configs.batch_plan import BatchPlan
-from hybrid_rlhf.configs.cli import read_config
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.whole_files import write_whole
 from hybrid_rlhf.data.augmented import AugmentedRows, Rows
@@ -87,17 +88,22 @@ def with_kept_reference(rows: Rows, logprobs: Sequence[Sequence[float]]) -> Augm
 class ReferenceReader:
     """The reference of a preference run: the actor without its adapters, or a model of its own."""
 
-    def __init__(self, config: PreferenceStepConfig, run: Run, actor: ModelEngine, actor_path: str) -> None:
+    def __init__(
+        self, config: PreferenceStepConfig, run: Run, actor: ModelEngine, actor_path: str,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:  # fmt: skip
         """Take the run and its actor, before the first update and before a checkpoint is read.
 
         Raises:
-            UserError: when the reference cannot be loaded.
+            UserError: when the reference cannot be loaded, or its tokens are not the actor's.
         """
         self._config, self._run, self._actor = config, run, actor
         # After a warm start the reference is still what the actor began as.
         start = config.reference.path or (run.warm_start and config.model.path)
         self._path = resolve(config, run, start, key="reference.path") if start else actor_path
         self._is_start = self._path == actor_path
+        if not self._is_start:
+            require_same_tokens("reference", self._path, tokenizer, config.model)
         self._live: ModelEngine | None = None
         if config.reference.logprobs == "live" and not (self._is_start and config.lora.rank):
             self._live = frozen_beside(config, run, "reference", self._path)
@@ -109,12 +115,12 @@ class ReferenceReader:
     def kept(
         self, *parts: Rows, collate: Callable[[Sequence[Mapping[str, Any] | None]], Any], plan: BatchPlan
     ) -> list[AugmentedRows]:
-        """Rows with what the reference says of them, read now or by the run that this one goes on with."""
+        """Rows with what the reference says of them, read now or before the checkpoint that this run goes on from."""
         file = self._run.folder / KEPT_FILE
-        key = {"reference": self._path, "rows": [len(rows) for rows in parts], "data": read_config(self._config.data)}
+        self._run.watchdog.beat("reference log-probs")
+        key = {"reference": self._path, "answers": _answers_key(parts) if self._run.world.is_main else None}
         told = self._read(file, key)
         if told is None:
-            self._run.watchdog.beat("reference log-probs")
             if self._run.world.is_main:
                 rows, name = f"{sum(map(len, parts)):,}", KEPT_FILE
                 logger.info("the reference reads %s rows, once; what it says of them stays in %s", rows, name)
@@ -122,6 +128,8 @@ class ReferenceReader:
             if not self._is_start:
                 engine = frozen_beside(self._config, self._run, "reference", self._path)
             told = [read_reference(rows, engine, collate=collate, plan=plan) for rows in parts]
+            if engine is not self._actor:
+                engine.drop_weights()
             if self._run.world.is_main:
                 write_whole(file, json.dumps({"key": key, "logprobs": told}))
             self._run.world.barrier()
@@ -130,7 +138,17 @@ class ReferenceReader:
     def _read(self, file: Path, key: Mapping[str, Any]) -> list[list[list[float]]] | None:
         """What an earlier start of this run wrote; every rank gets the same, none where it is of something else."""
         found: list[list[list[float]]] | None = None
-        if self._run.world.is_main and file.is_file():
+        if self._run.world.is_main and self._run.checkpoint is not None and file.is_file():
             content = json.loads(file.read_text())
             found = content["logprobs"] if content["key"] == key else None
         return self._run.world.broadcast_object(found)
+
+
+def _answers_key(parts: Sequence[Rows]) -> str:
+    """Of all answers in their order, so of data, tokenizer, seed and algorithm."""
+    digest = hashlib.sha256()
+    for rows in parts:
+        for place in range(len(rows)):
+            digest.update(json.dumps(rows[place]["responses"]).encode())
+        digest.update(b"\n")
+    return digest.hexdigest()

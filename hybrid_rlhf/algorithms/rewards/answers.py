@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.algorithms.experience import Sequences
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.data.chat import answer_text
 from hybrid_rlhf.data.rows import Message
 
 _RESERVED = ("prompts", "completions")
@@ -77,4 +78,4 @@ def _said(ids: Tensor, mask: Tensor, tokenizer: PreTrainedTokenizerBase) -> str:
     places = mask.nonzero().flatten()
     cuts = ((places[1:] - places[:-1]) > 1).nonzero().flatten() + 1
     turns = torch.tensor_split(ids[places], cuts)
-    return "\n".join(str(tokenizer.decode(turn, skip_special_tokens=True)) for turn in turns)
+    return "\n".join(answer_text(turn.tolist(), tokenizer) for turn in turns)

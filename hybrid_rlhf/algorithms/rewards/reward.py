@@ -36,7 +36,7 @@ class RewardReport:
     scores: Tensor
     """[N] float32, whole on every rank."""
     dropped: list[int]
-    """Rows that are to count nowhere; never all of them."""
+    """Rows that are to count nowhere."""
     metrics: dict[str, float]
     """reward/NAME/mean and /std of a part's own scores, over all ranks, before its weight; /failures and /dropped count
     completions without a usable one."""
@@ -55,8 +55,9 @@ class Reward:
 
     @torch.no_grad()
     def __call__(
-        self, sequences: Sequences, micro_batches: list[list[int | None]], answers: Callable[[], Answers]
-    ) -> RewardReport:
+        self, sequences: Sequences, micro_batches: list[list[int | None]], answers: Callable[[], Answers], *,
+        may_drop_all: bool = False,
+    ) -> RewardReport:  # fmt: skip
         """Score a rollout; every rank calls, each with its own rows.
 
         Args:
@@ -64,10 +65,11 @@ class Reward:
             micro_batches: this rank's rows, None for an empty one; each row is on exactly one rank, and every rank
                 has equally many micro-batches.
             answers: the rollout as text; called once, and only if a part reads text.
+            may_drop_all: whether it is no mistake if no row is left.
 
         Raises:
             UserError: on every rank, when a part whose on_failure is stop has no usable score for a row on any, or
-                all rows are dropped.
+                all rows are dropped and may not be.
         """
         share = Share(sequences, micro_batches, _NO_TEXT)
         if any(part.reads_text for part in self._parts):
@@ -75,7 +77,7 @@ class Reward:
         pending = [part.begin(share) for part in self._parts]
         ratings = [finish() for finish in pending]
         values, told, failed = self._whole(share, ratings)
-        self._judge(ratings, failed)
+        self._judge(ratings, failed, may_drop_all)
         dropped = self._dropped(failed)
         weights = torch.tensor([part.weight for part in self._parts], dtype=torch.float32, device=values.device)
         return RewardReport(
@@ -96,7 +98,7 @@ class Reward:
         values, told, failed = self._world.all_reduce(table.to(self._world.device))
         return values, told, failed
 
-    def _judge(self, ratings: Sequence[Ratings], failed: Tensor) -> None:
+    def _judge(self, ratings: Sequence[Ratings], failed: Tensor, may_drop_all: bool) -> None:
         """Stop, or say what is dropped or scored 0; alike on every rank."""
         counts = failed.sum(dim=1).tolist()
         if not any(counts):
@@ -115,7 +117,7 @@ class Reward:
             if self._world.is_main:
                 what = "is scored 0" if part.on_failure == "zero" else "drops its rows"
                 logger.warning("reward part %s %s %s: %s", part.name, what, where, reason)
-            if part.on_failure == "drop" and bool(self._dropped(failed).all()):
+            if part.on_failure == "drop" and not may_drop_all and bool(self._dropped(failed).all()):
                 raise UserError(
                     f"reward parts must leave completions to learn from, all {failed.shape[1]} of a rollout are "
                     f"dropped, {counts[place]:.0f} by {part.name}: {reason}; mend it"
