@@ -228,7 +228,7 @@ def by_algorithm(task: Task, name: str) -> dict[str, Any]:
     prompts = task.config["rollout"]["prompts_per_step"] // group
     changes = {
         "algorithm": name, "rollout": {"prompts_per_step": prompts, "samples_per_prompt": group},
-        "ppo": {"overlong_fraction": 0.0},
+        "ppo": {"overlong_fraction": 0.0} | ({"kl_in": "loss"} if traits.selects else {}),
     }  # fmt: skip
     return changes if traits.critic else changes | {"critic": {"share_base": False}}
 

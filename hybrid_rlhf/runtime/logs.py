@@ -24,6 +24,7 @@ def setup_logging(world: World, *, file: Path | None = None) -> logging.Logger:
         file: a copy of what rank 0 says.
     """
     logger = logging.getLogger(LOGGER_NAME)
+    close_log_file()
     logger.handlers.clear()
     logger.propagate = False
     logger.setLevel(logging.INFO if world.is_main else logging.WARNING)
@@ -35,6 +36,14 @@ def setup_logging(world: World, *, file: Path | None = None) -> logging.Logger:
         handler.setFormatter(logging.Formatter(form))
         logger.addHandler(handler)
     return logger
+
+
+def close_log_file() -> None:
+    """What is said after a run is not of that run."""
+    logger = logging.getLogger(LOGGER_NAME)
+    for handler in [handler for handler in logger.handlers if isinstance(handler, _LogFile)]:
+        logger.removeHandler(handler)
+        handler.close()
 
 
 class _Console(logging.StreamHandler):  # type: ignore[type-arg]

@@ -23,7 +23,7 @@ from hybrid_rlhf.runtime.checkpoint_folder import (
     read_manifest,
     set_aside_newer,
 )
-from hybrid_rlhf.runtime.logs import LOGGER_NAME, setup_logging
+from hybrid_rlhf.runtime.logs import LOGGER_NAME, close_log_file, setup_logging
 from hybrid_rlhf.runtime.metrics import METRICS_FILE, MetricsWriter, StepDisplay, format_figure, read_metrics
 from hybrid_rlhf.runtime.timers import Timers
 from hybrid_rlhf.runtime.watchdog import Watchdog
@@ -127,6 +127,7 @@ def start_run(config: StepConfig) -> Iterator[Run]:
             finally:
                 run.close()
     finally:
+        close_log_file()
         close_world()
 
 
