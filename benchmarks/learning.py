@@ -63,6 +63,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 eight tokens need a wider clip than the thousands of GSPO's paper."""
 BIGGEST_GROUP = 4
 """Completions of a prompt, at most, in tasks whose rollouts are small."""
+HIGHEST_DPO_LR = 5e-4
+"""The demo's 1.5e-3 is PPO's, whose clip bounds a step; a pair's loss has none."""
 Lines = list[dict[str, float]]
 """metrics.jsonl of a run."""
 Curve = dict[int, float]
@@ -230,6 +232,8 @@ def by_algorithm(task: Task, name: str) -> dict[str, Any]:
         "algorithm": name, "rollout": {"prompts_per_step": prompts, "samples_per_prompt": group},
         "ppo": {"overlong_fraction": 0.0} | ({"kl_in": "loss"} if traits.selects else {}),
     }  # fmt: skip
+    if name == "online_dpo" and task.config["actor"]["optimizer"]["lr"] > HIGHEST_DPO_LR:
+        changes["actor"] = {"optimizer": {"lr": HIGHEST_DPO_LR}}
     return changes if traits.critic else changes | {"critic": {"share_base": False}}
 
 
