@@ -25,6 +25,7 @@ from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.engines.partition import set_weights, share_weights
 from hybrid_rlhf.engines.schedules import lr_factor
 from hybrid_rlhf.models.distillation import Student, Teacher
+from hybrid_rlhf.models.head_check import require_own_logits
 from hybrid_rlhf.models.loading import Architecture, load_model, training_dtype
 from hybrid_rlhf.models.lora import choose_trained
 from hybrid_rlhf.models.policy import Policy, Scorer
@@ -105,6 +106,8 @@ def _build(engine_type: Callable[..., EngineT], spec: EngineSpec, world: World) 
     if spec.base is not None:
         share_weights(spec.base, lm)
     module: nn.Module = MODULES[spec.role](lm)
+    if architecture == "causal_lm" and not partitioned:
+        require_own_logits(lm.to(world.device))  # type: ignore[arg-type]
     if spec.optimizer is None:
         engine, *_ = deepspeed.initialize(model=module, config=config)
         module.eval()

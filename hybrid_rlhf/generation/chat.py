@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 from transformers import PreTrainedTokenizerBase
 
+from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.sampling import SamplingParams
 
@@ -43,8 +44,20 @@ class Conversation:
         self.messages = []
 
     def say(self, text: str, sampling: SamplingParams) -> Iterator[str]:
-        """Say something; the answer comes in pieces of text that are whole characters."""
+        """Say something; the answer comes in pieces of text that are whole characters.
+
+        Raises:
+            UserError: when it cannot be answered; it is then not said.
+        """
+        before = list(self.messages)
         self.messages.append({"role": "user", "content": text})
+        try:
+            yield from self._answer(sampling)
+        except UserError:
+            self.messages = before
+            raise
+
+    def _answer(self, sampling: SamplingParams) -> Iterator[str]:
         tokens: list[int] = []
         shown = ""
         try:

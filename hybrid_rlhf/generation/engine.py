@@ -22,11 +22,11 @@ from hybrid_rlhf.generation.cache import bytes_per_token
 from hybrid_rlhf.generation.continuous import ContinuousBatch
 from hybrid_rlhf.generation.decoder import Decoder
 from hybrid_rlhf.generation.layout import check_layout, decoder_of, probe_tokens
-from hybrid_rlhf.generation.module_batch import ModuleBatch
+from hybrid_rlhf.generation.module_batch import ModuleBatch, module_batches
 from hybrid_rlhf.generation.requests import Request
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams, per_request, uniform_stream
 from hybrid_rlhf.generation.workspace import Workspace
-from hybrid_rlhf.models.loading import load_model
+from hybrid_rlhf.models.loading import load_model, position_limit
 from hybrid_rlhf.models.sources import resolve_model
 from hybrid_rlhf.models.tokenizers import load_tokenizer
 from hybrid_rlhf.runtime.world import World, solo_world
@@ -151,8 +151,10 @@ class GenerationEngine:
 
     @property
     def max_positions(self) -> int | None:
-        """Longest sequence that the layout has positions for; none: it sets no limit."""
-        return None if self._decoder is None else self._decoder.architecture.max_positions
+        """Longest sequence that the model has positions for; none: it sets no limit."""
+        if self._decoder is not None:
+            return self._decoder.architecture.max_positions
+        return None if self._lm is None else position_limit(self._lm)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams]
@@ -233,7 +235,7 @@ class GenerationEngine:
             return
         if self._lm is None:
             raise RuntimeError("a generation engine is used inside `inference()`, this one was closed")
-        for rows in self._module_batches(requests):
+        for rows in module_batches(self._lm, requests, max_rows=self._max_batch_rows):
             yield from ModuleBatch(self._lm, rows).steps()
 
     def _workspace_for(self, decoder: Decoder, requests: Sequence[Request]) -> Workspace:
@@ -251,6 +253,8 @@ class GenerationEngine:
         slot_bytes = capacity * bytes_per_token(a, decoder.split, decoder.dtype)
         budget = self._kv_budget_bytes(decoder.world)
         slots = min(wanted_slots, int(budget // slot_bytes))
+        # Ranks must come to the same number; free memory and heads may be unequal.
+        slots = int(decoder.world.all_reduce(torch.tensor(slots, device=decoder.world.device), dist.ReduceOp.MIN))
         if slots < 1:
             raise UserError(
                 f"the KV cache must hold one completion of {capacity} tokens, {slot_bytes / 2**30:.2f} GiB, "
@@ -265,24 +269,7 @@ class GenerationEngine:
             return self._kv_cache_gib * 2**30
         on_gpu = world.device.type == "cuda"
         free = torch.cuda.mem_get_info(world.device)[0] if on_gpu else psutil.virtual_memory().available
-        mine = FREE_SHARE[world.device.type] * free / (1 if on_gpu else world.local_size)
-        # Ranks must come to the same number of slots.
-        smallest = world.all_reduce(torch.tensor(mine, dtype=torch.float64, device=world.device), dist.ReduceOp.MIN)
-        return float(smallest)
-
-    def _module_batches(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
-        """Requests that decode together: equally many samples, similar lengths, at most max_batch_rows rows."""
-        groups: dict[int, list[list[Request]]] = {}
-        for request in requests:
-            prompts = groups.setdefault(request.params.n, [])
-            if not prompts or prompts[-1][0].prompt_index != request.prompt_index:
-                prompts.append([])
-            prompts[-1].append(request)
-        for n, prompts in groups.items():
-            prompts.sort(key=lambda samples: len(samples[0].prompt))
-            size = max(1, self._max_batch_rows // n)
-            for start in range(0, len(prompts), size):
-                yield [request for samples in prompts[start : start + size] for request in samples]
+        return float(FREE_SHARE[world.device.type] * free / (1 if on_gpu else world.local_size))
 
 
 @torch.inference_mode()

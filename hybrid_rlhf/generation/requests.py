@@ -58,8 +58,12 @@ class Request:
         if len(self.token_ids) < self.params.min_new_tokens:
             return False
         longest = 1 + max(map(len, self.params.stop_strings))  # a tail may begin within a character
-        text = self.detokenize(self.token_ids[-_CHARACTER_TOKENS * longest :])
-        return any(stop in text for stop in self.params.stop_strings)
+        tail = self.token_ids[-_CHARACTER_TOKENS * longest :]
+        text = self.detokenize(tail)
+        if not any(stop in text for stop in self.params.stop_strings):
+            return False
+        before = self.detokenize(tail[:-1])  # what was said before min_new_tokens ends nothing
+        return any(text.count(stop) > before.count(stop) for stop in self.params.stop_strings)
 
     def completion(self, weight_version: int) -> Completion:
         """The answer; once it has ended."""

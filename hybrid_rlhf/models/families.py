@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 
+_MULTIPLIED_BY_SCALING = ("hyperclovax",)
+
 
 @dataclass(frozen=True)
 class HeadConvention:
@@ -21,10 +23,13 @@ class HeadConvention:
 def head_convention(config: PreTrainedConfig) -> HeadConvention:
     """How a causal LM's head turns hidden states into logits.
 
-    Gemma 2/3 cap the logits (`final_logit_softcapping`), Cohere multiplies (`logit_scale`), Granite divides
-    (`logits_scaling`).
+    Gemma 2/3 and RecurrentGemma cap the logits (`final_logit_softcapping`, `logits_soft_cap`), Cohere and Falcon-H1
+    multiply (`logit_scale`, `lm_head_multiplier`), Granite divides (`logits_scaling`), HyperCLOVA X multiplies by that.
     """
     text = config.get_text_config()
-    scale = float(getattr(text, "logit_scale", None) or 1.0) / float(getattr(text, "logits_scaling", None) or 1.0)
-    softcap = getattr(text, "final_logit_softcapping", None)
+    scaling = float(getattr(text, "logits_scaling", None) or 1.0)
+    scale = scaling if text.model_type in _MULTIPLIED_BY_SCALING else 1 / scaling
+    for name in ("logit_scale", "lm_head_multiplier"):
+        scale *= float(getattr(text, name, None) or 1.0)
+    softcap = getattr(text, "final_logit_softcapping", None) or getattr(text, "logits_soft_cap", None)
     return HeadConvention(scale=scale, softcap=float(softcap) if softcap else None)

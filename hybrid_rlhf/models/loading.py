@@ -173,8 +173,15 @@ def _require_heads(path: str, config: PreTrainedConfig, heads: Sequence[str]) ->
 
 
 def position_limit(model: PreTrainedModel) -> int | None:
-    """Longest sequence that a table of learned positions has room for; none where positions are computed."""
-    limit: int | None = getattr(model.config, "max_position_embeddings", None)
+    """Longest sequence that a table of learned positions has room for; none where positions are computed.
+
+    Of rotary positions that are others once a sequence of the batch is longer, up to where they are not.
+    """
+    config = model.config.get_text_config()
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    rotary = getattr(config, "rope_parameters", None) or {}
+    if rotary.get("rope_type") in ("longrope", "dynamic"):
+        return int(rotary.get("original_max_position_embeddings") or limit or 0) or None
     words = model.get_input_embeddings()
     tables = (m for m in model.modules() if isinstance(m, nn.Embedding) and m is not words)
     # OPT's begins at its third row

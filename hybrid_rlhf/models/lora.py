@@ -37,14 +37,16 @@ def choose_trained(model: PreTrainedModel, lora: LoraConfig | None, architecture
     elif lora.rank > 0:
         dtype = model.dtype
         add_lora(model, lora, architecture, seed=seed)
-        model.to(dtype=dtype)  # type: ignore[arg-type]
+        for parameter in model.parameters():  # and no buffer: rotary frequencies are float32 in any model
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(dtype)
 
 
 def add_lora(model: PreTrainedModel, config: LoraConfig, architecture: Architecture, *, seed: int) -> None:
     """Put adapters into a model in place and freeze the rest, but for a score head.
 
     Raises:
-        UserError: when no module matches lora.target_modules, or the head does.
+        UserError: when no module matches lora.target_modules, or the head does, or what the head is tied to.
     """
     task = TaskType.CAUSAL_LM if architecture == "causal_lm" else TaskType.SEQ_CLS
     with torch.random.fork_rng(devices=[]):
@@ -64,6 +66,8 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, architecture: Architect
     head = model.get_output_embeddings() if architecture == "causal_lm" else model.score
     if isinstance(head, BaseTunerLayer):
         raise UserError("lora.target_modules may not name the head: leave it out")
+    if any(layer.get_base_layer().weight is head.weight for _, layer in lora_layers(model)):
+        raise UserError("lora.target_modules may not name an embedding that is the head too: leave it out")
     if architecture == "scorer":
         head.requires_grad_(True)
 

@@ -70,13 +70,15 @@ def _save_rest(folder: Path, lm: PreTrainedModel, tokenizer: PreTrainedTokenizer
 
 
 def _move(beside: Path, folder: Path) -> None:
-    """Bring all files of a flat folder to the disk, then to their place, config.json last."""
-    files = sorted(beside.iterdir(), key=lambda file: file.name == "config.json")
+    """Bring all files to the disk, then to their place, config.json last."""
+    files = [file.relative_to(beside) for file in beside.rglob("*") if file.is_file()]
+    files.sort(key=lambda file: file == Path("config.json"))
     for file in files:
-        flush(file)
+        flush(beside / file)
     for file in files:
-        os.replace(file, folder / file.name)
-    beside.rmdir()
+        (folder / file).parent.mkdir(exist_ok=True)  # chat templates beside the default one have a folder
+        os.replace(beside / file, folder / file)
+    shutil.rmtree(beside)
 
 
 class _ShardWriter:

@@ -320,6 +320,25 @@ def test_a_model_without_a_layout_cannot_be_split_and_a_closed_engine_says_so(tm
         assert "tensor parallelism needs the inference layout" in said
 
 
+def crowded(world: World, path: Path) -> list[list[Completion]]:
+    """Three heads of keys on two ranks, and room for not all prompts at once."""
+    together = world.split(world.size)
+    engine = GenerationEngine.from_pretrained(
+        str(path), dtype=torch.float32, group=together.group, kv_cache_gib=3 * 256 * 3 * 2 * 2 * 16 * 4 / 2**30
+    )
+    return engine.generate(PROMPTS, SAMPLED)
+
+
+def test_ranks_of_unequal_heads_decode_as_many_rows(tmp_path: Path) -> None:
+    tiny_model(hidden_size=144, num_attention_heads=9, num_key_value_heads=3).save_pretrained(tmp_path / "m")
+    tiny_tokenizer().save_pretrained(tmp_path / "m")
+    alone = run_ranks(crowded, 1, tmp_path / "1", tmp_path / "m")[0]
+    for found in run_ranks(crowded, 2, tmp_path / "2", tmp_path / "m"):
+        assert [[one.token_ids for one in samples] for samples in found] == [
+            [one.token_ids for one in samples] for samples in alone
+        ]
+
+
 def parallel(world: World, folder: Path, names: list[str]) -> dict[str, Any]:
     together = world.split(world.size)
     return {

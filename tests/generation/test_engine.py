@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.engine import Layout
 from hybrid_rlhf.generation.sampling import per_request
 from hybrid_rlhf.models.policy import Policy
-from tests.models.test_policy import FAMILIES, build
-from tests.tiny import tiny_model
+from tests.models.test_policy import COMMON, FAMILIES, GQA, build
+from tests.tiny import tiny_model, tiny_tokenizer
 
 GENERATOR = torch.Generator().manual_seed(0)
 PROMPTS = [torch.randint(3, 200, (length,), generator=GENERATOR).tolist() for length in (5, 1, 9, 3, 7)]
@@ -36,6 +36,47 @@ def test_greedy_tokens_through_the_module_are_those_of_hugging_face(family: str)
         assert completion.token_ids == whole[0, len(prompt) :].tolist()
         stopped = completion.token_ids[-1] in engine.stop_token_ids
         assert completion.finish_reason == ("stop" if stopped else "length")
+
+
+RECURRENT = {
+    "qwen3_5_text": {**GQA, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+                     "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+                     "layer_types": ["linear_attention", "full_attention"]},
+    "lfm2": {**GQA, "layer_types": ["conv", "full_attention"]},
+    "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_samples_of_a_recurrent_model_end_apart(family: str) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **COMMON, **RECURRENT[family])).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    engine = GenerationEngine(model, stop_token_ids=())
+    lengths = [3, 5, 4, 12, 7]
+    each = [replace(GREEDY, max_new_tokens=length, n=2) for length in lengths]
+    for prompt, length, samples in zip(PROMPTS, lengths, engine.generate(PROMPTS, each), strict=True):
+        ids = torch.tensor([prompt])
+        whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False,
+                               pad_token_id=0, eos_token_id=None)  # fmt: skip
+        assert [sample.token_ids for sample in samples] == [whole[0, len(prompt) :].tolist()] * 2
+
+
+def test_the_module_ends_where_a_table_of_positions_does() -> None:
+    engine = GenerationEngine(build("gpt2"), layout="module", stop_token_ids=())
+    (completion,) = engine.generate([PROMPTS[0]], replace(GREEDY, max_new_tokens=100))[0]
+    assert len(PROMPTS[0]) + len(completion.token_ids) == 64 and completion.finish_reason == "length"
+
+
+def test_a_stop_string_before_the_shortest_length_ends_nothing() -> None:
+    engine = GenerationEngine(tiny_model(), stop_token_ids=(), tokenizer=tiny_tokenizer())
+    (free,) = engine.generate([PROMPTS[0]], GREEDY)[0]
+    text = [engine._tokenizer.decode([token]) for token in free.token_ids]  # type: ignore[union-attr]
+    early = next(n for n in range(1, 9) if text.count(text[n]) == 1)
+    held = replace(GREEDY, stop_strings=(text[early],))
+    assert engine.generate([PROMPTS[0]], held)[0][0].token_ids == free.token_ids[: early + 1]
+    assert engine.generate([PROMPTS[0]], replace(held, min_new_tokens=early + 2))[0][0].token_ids == free.token_ids
 
 
 @pytest.mark.parametrize("layout", ["auto", "module"])

@@ -20,12 +20,12 @@ from hybrid_rlhf.configs.sections import LoraConfig, ModelConfig
 from hybrid_rlhf.engines.partition import whole_tensors
 from hybrid_rlhf.functional import products
 from hybrid_rlhf.models.loading import load_model, position_limit, training_dtype
-from hybrid_rlhf.models.lora import adapters_off, add_lora, lora_merged
+from hybrid_rlhf.models.lora import adapters_off, add_lora, choose_trained, lora_merged
 from hybrid_rlhf.models.policy import Policy
 from hybrid_rlhf.models.saving import save_model
 from hybrid_rlhf.models.tokenizers import load_tokenizer, stop_token_ids
 from hybrid_rlhf.runtime.world import solo_world
-from tests.tiny import tiny_config, tiny_tokenizer
+from tests.tiny import tiny_config, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
 WORLD = solo_world(CPU)
@@ -69,6 +69,8 @@ def test_an_encoder_is_no_reward_model(tmp_path: Path) -> None:
         (OPTConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, ffn_dim=16,
                    word_embed_proj_dim=16, max_position_embeddings=31), 31),
         (tiny_config(), None),
+        (tiny_config(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+                     max_position_embeddings=31), 31),
     ],
 )  # fmt: skip
 def test_tables_of_positions_are_known(config: PreTrainedConfig, limit: int | None) -> None:
@@ -142,6 +144,36 @@ def test_only_adapters_learn_and_all_linear_leaves_the_head_alone(model_folder: 
     scorer, _ = load(model_folder, "scorer")
     add_lora(scorer, LoraConfig(rank=2), "scorer", seed=0)
     assert scorer.score.weight.requires_grad
+
+
+def test_adapters_change_nothing_of_a_bfloat16_model_before_they_learn(model_folder: Path) -> None:
+    plain, adapted = (
+        load_model(str(model_folder), "causal_lm", config=ModelConfig(), dtype=torch.bfloat16)[0] for _ in range(2)
+    )
+    choose_trained(adapted, LoraConfig(rank=4), "causal_lm", seed=0)
+    assert {name: b.dtype for name, b in plain.named_buffers()} == {
+        name: b.dtype for name, b in adapted.named_buffers()
+    }
+    assert {p.dtype for p in adapted.parameters()} == {torch.bfloat16}
+    long = torch.arange(250)[None] % 200
+    assert torch.equal(plain(long).logits, adapted(long).logits)
+
+
+def test_an_embedding_that_is_the_head_too_has_no_adapters(model_folder: Path, tmp_path: Path) -> None:
+    config = LoraConfig(rank=4, target_modules=["embed_tokens", "q_proj"])
+    with pytest.raises(UserError, match="may not name an embedding that is the head too"):
+        add_lora(load(model_folder)[0], config, "causal_lm", seed=0)
+    tiny_model(tie_word_embeddings=False).save_pretrained(tmp_path)
+    add_lora(load(tmp_path)[0], config, "causal_lm", seed=0)
+
+
+def test_a_tokenizer_of_several_templates_is_saved_over_itself(model_folder: Path, tmp_path: Path) -> None:
+    model, tokenizer = load(model_folder)[0], tiny_tokenizer()
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": "{{ messages }}"}
+    for _ in range(2):
+        save_model(tmp_path / "m", whole_tensors(model, WORLD), lm=model, tokenizer=tokenizer, world=WORLD)
+    assert load_tokenizer(str(tmp_path / "m")).chat_template["tool_use"] == "{{ messages }}"
+    assert not list((tmp_path / "m").glob(".*"))
 
 
 def test_lora_refuses_the_head_and_unknown_modules(model_folder: Path) -> None:

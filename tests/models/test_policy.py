@@ -6,8 +6,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
+from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.functional.logprobs import token_entropy, token_logprobs
 from hybrid_rlhf.functional.masking import last_index
+from hybrid_rlhf.models import policy as policy_module
+from hybrid_rlhf.models.families import HeadConvention
+from hybrid_rlhf.models.head_check import require_own_logits
 from hybrid_rlhf.models.policy import Policy, Scorer, scores_at_end, values_before
 from tests.tiny import VOCABULARY, tiny_config
 
@@ -36,6 +40,7 @@ FAMILIES = {
     "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
     "falcon": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "new_decoder_architecture": False},
     "phi": {**SMALL, "max_position_embeddings": 64},
+    "hyperclovax": {**GQA, "logits_scaling": 0.5},
 }
 
 
@@ -78,6 +83,28 @@ def test_logprobs_are_those_of_hugging_face_and_padding_changes_nothing(family: 
             entropy[row : row + 1, 1:length], token_entropy(logits, temperature=0.7), atol=2e-5, rtol=1e-4
         )
         assert (logprobs[row, length:] == 0).all() and logprobs[row, 0] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_head_of_the_table_passes_the_check(family: str, dtype: torch.dtype) -> None:
+    require_own_logits(build(family).to(dtype))
+
+
+def test_a_head_that_does_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy_module, "head_convention", lambda config: HeadConvention())
+    for dtype in (torch.float32, torch.bfloat16):
+        with pytest.raises(UserError, match="must agree with the logits of GraniteForCausalLM to .* nats, they are"):
+            require_own_logits(build("granite", logits_scaling=0.05).to(dtype))
+    flat = build("llama")
+    type(flat).base_model = property(lambda self: self)  # type: ignore[assignment]
+    try:
+        with pytest.raises(
+            UserError, match="need the hidden states under the head, LlamaForCausalLM has no"
+        ):
+            require_own_logits(flat)
+    finally:
+        del type(flat).base_model
 
 
 def test_only_wanted_tokens_are_computed_and_carry_gradient() -> None:
