@@ -1,5 +1,7 @@
 """Hugging Face folders, written piece by piece: sharded safetensors, config, tokenizer.
 
+Weights have the names and shapes of the family's files, not those that transformers computes with: experts apart.
+
 Everything is written beside its place, brought to the disk and renamed, config.json last: a folder with a config.json
 is whole. A save that fails leaves nothing.
 """
@@ -15,6 +17,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.core_model_loading import revert_weight_conversion
 
 from hybrid_rlhf.runtime.durable import flush
 from hybrid_rlhf.runtime.world import World
@@ -47,7 +50,8 @@ def save_model(
         writer = _ShardWriter(beside, max_shard_bytes) if world.is_main else None
         for name, tensor in tensors:
             if writer is not None and tensor is not None:
-                writer.add(name, tensor)
+                for stored, value in revert_weight_conversion(lm, {name: tensor}).items():
+                    writer.add(stored, value if value is tensor else value.clone())  # of its own memory, as files need
         if writer is not None:
             writer.close()
             _save_rest(beside, lm, tokenizer)

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BertConfig,
@@ -25,7 +27,7 @@ from hybrid_rlhf.models.policy import Policy
 from hybrid_rlhf.models.saving import save_model
 from hybrid_rlhf.models.tokenizers import load_tokenizer, stop_token_ids
 from hybrid_rlhf.runtime.world import solo_world
-from tests.tiny import tiny_config, tiny_model, tiny_tokenizer
+from tests.tiny import VOCABULARY, tiny_config, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
 WORLD = solo_world(CPU)
@@ -60,6 +62,19 @@ def test_an_encoder_is_no_reward_model(tmp_path: Path) -> None:
     ).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="is a BertForSequenceClassification, which has no score a token"):
         load(tmp_path, "scorer")
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "mixtral", "qwen3_moe", "llama"])
+def test_saved_weights_have_the_names_of_their_family(family: str, tmp_path: Path) -> None:
+    shape = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 3,
+             "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16}  # fmt: skip
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape)).save_pretrained(tmp_path / "theirs")
+    model = load(tmp_path / "theirs")[0]
+    save_model(tmp_path / "ours", whole_tensors(model, WORLD), lm=model, tokenizer=tiny_tokenizer(), world=WORLD)
+    theirs, ours = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours"))
+    assert theirs.keys() == ours.keys() and all(torch.equal(theirs[name], ours[name]) for name in ours)
+    assert torch.equal(load(tmp_path / "ours")[0](IDS).logits, model(IDS).logits)
 
 
 @pytest.mark.parametrize(

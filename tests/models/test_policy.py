@@ -99,9 +99,7 @@ def test_a_head_that_does_something_else_is_refused(monkeypatch: pytest.MonkeyPa
     flat = build("llama")
     type(flat).base_model = property(lambda self: self)  # type: ignore[assignment]
     try:
-        with pytest.raises(
-            UserError, match="need the hidden states under the head, LlamaForCausalLM has no"
-        ):
+        with pytest.raises(UserError, match="need the hidden states under the head, LlamaForCausalLM has no"):
             require_own_logits(flat)
     finally:
         del type(flat).base_model
