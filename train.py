@@ -1,7 +1,8 @@
 """All steps from one command: `python train.py`, or some with `--steps sft,reward`, or `--steps sft,preference`.
 
 Each step runs as its own process (or processes), so that it gives its memory back; what it says is shown here and kept
-in OUTPUT/logs. Without --base_model this is the demo: an embedded model and embedded conversations.
+in OUTPUT/logs. With no --base_model and no model of a step's own this is the demo: an embedded model and embedded
+conversations.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from typing import Any, TextIO
 
 from hybrid_rlhf.configs.cli import parse_config, read_config, save_config, user_errors
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.pipeline import STEP_NAMES, PipelineConfig, has_model
-from hybrid_rlhf.configs.sections import StepConfig
+from hybrid_rlhf.configs.pipeline import FOLDERS, STEP_NAMES, PipelineConfig, has_model, start_of
+from hybrid_rlhf.configs.sections import require
 from hybrid_rlhf.runtime.host_memory import MALLOC_ENVIRONMENT
 from hybrid_rlhf.runtime.interrupts import STOPPED_EXIT_CODE, signals_passed_on
 
@@ -43,7 +44,6 @@ FREE_KEYS = re.compile(
     r"|model\.(gradient_checkpointing|activation_offload)|rollout\.(offload_.*|kv_cache_gib|keep_weights|tensor_parallel)"
 )
 """Keys that a run may go on with other values of: where things are and what is told, not what is learned."""
-FOLDERS = {"sft": "step1_sft", "reward": "step2_reward", "preference": "preference", "ppo": "step3_ppo"}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -51,10 +51,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     with user_errors():
         argv = with_bare_plan(sys.argv[1:] if argv is None else argv)
         config = parse_config(PipelineConfig, argv, prog="train.py")
-        if config.base_model is None:
+        if config.is_demo:
             config = demo_config(argv)
         steps = {name: step_config(name, config) for name in STEP_NAMES}
         check_seeds(steps)
+        check_models(steps, config)
         if config.plan:
             from hybrid_rlhf.algorithms.memory_report import report as report_memory
 
@@ -64,11 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name in config.step_names:
             run_step(name, steps[name], config)
         if config.step_names[-1] in ("ppo", "preference"):
-            from inference.compare import report
-
-            shown = {"sft", "reward", config.step_names[-1]}
-            folders = {name: step.output_dir for name, step in steps.items() if name in shown}
-            report(base_model=str(config.base_model), folders=folders, last=steps[config.step_names[-1]])
+            show_changes(steps, last=config.step_names[-1])
 
 
 def with_bare_plan(words: Sequence[str]) -> list[str]:
@@ -98,32 +95,46 @@ def check_seeds(steps: dict[str, Any]) -> None:
         raise UserError(f"steps that share data.split need one seed, got {seeds}: give --seed")
 
 
+def check_models(steps: dict[str, Any], config: PipelineConfig) -> None:
+    """Each step that runs has a model to start from, and PPO one that scores, before the first begins."""
+    for name in config.step_names:
+        if start_of(steps[name]) is None:
+            key = "actor.path" if name == "ppo" else "model.path"
+            raise UserError(f"step {name} starts from a model, got none: give --base_model, or --{name}.{key}")
+    folder, alone = config.folder("reward"), "ppo" in config.step_names and "reward" not in config.step_names
+    if alone and not config.plan and steps["ppo"].reward.path == folder:
+        require(
+            has_model(folder),
+            f"step ppo needs a reward model, {folder} holds none: add reward to --steps, or give --ppo.reward.path",
+        )
+
+
 def step_config(name: str, config: PipelineConfig) -> Any:
     """A step's own config, with the paths and data that the pipeline knows where the step names none."""
     step: Any = getattr(config, name)
-    output = Path(config.output_dir)
-    default_folder = type(step)().output_dir
     data = step.data
     if not data.sources:
         data = replace(data, sources=config.data.sources, split=data.split or config.data.split)
-    if step.output_dir == default_folder:
-        step = replace(step, output_dir=str(output / FOLDERS[name]))
-    step = replace(step, data=data, seed=step.seed if config.seed is None else config.seed)
-    sft_folder = str(output / FOLDERS["sft"]) if _is_default(config.sft) else config.sft.output_dir
-    reward_folder = str(output / FOLDERS["reward"]) if _is_default(config.reward) else config.reward.output_dir
+    seed = step.seed if config.seed is None else config.seed
+    step = replace(step, output_dir=config.folder(name), data=data, seed=seed)
+    start = start_of(step) or config.start(name)
     if name == "ppo":
-        actor = replace(step.actor, path=step.actor.path or step.model.path or sft_folder)
+        actor = replace(step.actor, path=start)
         # With an environment the reward model is one more voice, where it is trained.
-        trained = reward_folder if step.environment.path is None or "reward" in config.step_names else None
+        trained = config.folder("reward") if step.environment.path is None or "reward" in config.step_names else None
         path = None if step.reward.parts else step.reward.path or trained
         return replace(step, actor=actor, reward=replace(step.reward, path=path))
-    # InstructGPT's reward model starts from the SFT model; so does ours where there is one.
-    start = sft_folder if name != "sft" and ("sft" in config.step_names or has_model(sft_folder)) else config.base_model
-    return replace(step, model=replace(step.model, path=step.model.path or start))
+    return replace(step, model=replace(step.model, path=start))
 
 
-def _is_default(step: StepConfig) -> bool:
-    return step.output_dir == type(step)().output_dir
+def show_changes(steps: dict[str, Any], *, last: str) -> None:
+    """What the runs changed, and answers of the models from the first to the last."""
+    from inference.compare import report
+
+    folders = {name: step.output_dir for name, step in steps.items() if name in ("sft", "reward", last)}
+    sft = steps["sft"]
+    base_model = sft.model.path if start_of(steps[last]) == sft.output_dir else None
+    report(base_model=base_model, folders=folders, last=steps[last])
 
 
 def run_step(name: str, step: Any, config: PipelineConfig) -> None:
@@ -144,7 +155,7 @@ def run_step(name: str, step: Any, config: PipelineConfig) -> None:
     if finished:
         print(f"== {name}: finished already in {folder}, skipped", flush=True)
         return
-    if (folder / "config.yaml").exists():
+    if _goes_on(folder, step.resume):
         print(f"== {name}: {folder} holds a run that did not finish, going on", flush=True)
         step = replace(step, resume="auto")
     logs = Path(config.output_dir) / "logs"
@@ -166,6 +177,18 @@ def run_step(name: str, step: Any, config: PipelineConfig) -> None:
         print("".join(f"  {line}" for line in tail), end="", file=sys.stderr)
         sys.exit(code)
     print(f"== {name}: done in {time.monotonic() - start:.0f} s, model in {folder}", flush=True)
+
+
+def _goes_on(folder: Path, resume: str) -> bool:
+    """Whether a step goes on from its newest checkpoint: its folder holds a run, and the line names no other start.
+
+    What the run itself began from, outside its folder, is no other: the same command goes on.
+    """
+    if not (folder / "config.yaml").exists():
+        return False
+    outside = not Path(resume).resolve().is_relative_to(folder.resolve())
+    begun = outside and resume == read_config(folder / "config.yaml").get("resume")
+    return begun or resume in ("never", "auto")
 
 
 def _changed_keys(folder: Path, step: Any) -> list[str]:

@@ -75,6 +75,8 @@ class Session:
                 print(piece, end="", flush=True)
         except KeyboardInterrupt:
             print(" [stopped]", end="")
+        except UserError as error:  # too long, or against the template: what was said before stays
+            print(f"\nerror: {error}", end="")
         print()
 
     def _obey(self, line: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.ppo import PPOConfig
@@ -56,14 +57,22 @@ class LastStep:
         return cls(label, str(config.model.path), str(folder), config, length // 2, length // 2)
 
 
-def report(*, base_model: str, folders: Mapping[str, str], last: PPOConfig | PreferenceStepConfig) -> None:
-    """Print the figures of the runs in some folders, the answers, and the command to type next."""
+def report(*, base_model: str | None, folders: Mapping[str, str], last: PPOConfig | PreferenceStepConfig) -> None:
+    """Print the figures of the runs in some folders, the answers, and the command to type next.
+
+    Args:
+        base_model: that the last step's SFT model was made from; none: it started from another.
+        folders: of the runs, by step.
+        last: config of the last step.
+    """
     console = Console(width=None if Console().is_terminal else 120)
     step = LastStep.of(last)
     console.print(figures({name: Path(folder) for name, folder in folders.items()}, label=step.label))
     prompts = held_out_prompts(step)
-    console.print(answers({"base": base_model, "SFT": step.start, step.label: step.model}, prompts, step))
-    console.print(f"\nTalk to it:  [bold]{chat_command(Path(step.model), prompts[0])}[/bold]", soft_wrap=True)
+    before = {"start": step.start} if base_model is None else {"base": base_model, "SFT": step.start}
+    console.print(answers({**before, step.label: step.model}, prompts, step))
+    command = chat_command(Path(step.model), prompts[0])
+    console.print(Text.assemble("\nTalk to it:  ", (command, "bold")), soft_wrap=True)
 
 
 def chat_command(actor: Path, prompt: list[Message]) -> str:
@@ -126,7 +135,7 @@ def answers(models: Mapping[str, str], prompts: list[list[Message]], step: LastS
         completions = engine.generate(ids, sampling)
         said.append([tokenizer.decode(c[0].token_ids, skip_special_tokens=True).strip() for c in completions])
     for messages, *texts in zip(prompts, *said, strict=True):
-        table.add_row(messages[-1]["content"], *texts)
+        table.add_row(*(Text(text) for text in (messages[-1]["content"], *texts)))  # a plain str is read as markup
     return table
 
 

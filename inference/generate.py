@@ -12,6 +12,7 @@ from pathlib import Path
 from hybrid_rlhf.configs.cli import parse_config, user_errors
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import GenerateConfig
+from hybrid_rlhf.configs.whole_files import write_whole
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -35,19 +36,19 @@ def _generate(config: GenerateConfig) -> None:
     start = time.perf_counter()
     completions = engine.generate(prompts, sampling_params(config.sampling, n=config.n))
     seconds = time.perf_counter() - start
-    beside = output.with_name(f"{output.name}.partial")
-    with beside.open("w", encoding="utf-8") as file:
-        for (row, _), samples in zip(rows, completions, strict=True):
-            answers = [
-                {
-                    "text": tokenizer.decode(sample.token_ids, skip_special_tokens=True),
-                    "finish_reason": sample.finish_reason,
-                    "logprob": sum(sample.logprobs),
-                }
-                for sample in samples
-            ]
-            file.write(json.dumps({**row, "completions": answers}, ensure_ascii=False) + "\n")
-    os.replace(beside, output)
+    lines: list[str] = []
+    for (row, _), samples in zip(rows, completions, strict=True):
+        answers = [
+            {
+                "text": tokenizer.decode(sample.token_ids, skip_special_tokens=True),
+                "finish_reason": sample.finish_reason,
+                "logprob": sum(sample.logprobs),
+            }
+            for sample in samples
+        ]
+        # of Parquet's types some have no JSON: dates, decimals, bytes
+        lines.append(json.dumps({**row, "completions": answers}, ensure_ascii=False, default=str) + "\n")
+    write_whole(output, "".join(lines))
     tokens = sum(len(sample.token_ids) for samples in completions for sample in samples)
     print(f"{len(rows):,} prompts, {tokens:,} tokens in {seconds:.1f} s ({tokens / seconds:,.0f} a second): {output}")
 

@@ -20,11 +20,13 @@ def load_engine(config: InferenceConfig) -> tuple[GenerationEngine, PreTrainedTo
     """Load what a config names.
 
     Raises:
-        UserError: when there is no such model or device.
+        UserError: when there is no such model or device, or the device does not compute in that dtype.
     """
     if config.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device cuda needs a GPU, torch sees none: set --device cpu")
     device = default_device() if config.device == "auto" else torch.device(config.device)
+    if config.dtype == "float16" and device.type == "cpu":
+        raise UserError("dtype float16 needs a GPU, this is a CPU: set --dtype float32 or bfloat16")
     world = solo_world(device)
     warn_of_remote_code(config.trust_remote_code, world)
     path = resolve_model(config.path, world=world)

@@ -16,7 +16,7 @@ import torch
 
 from hybrid_rlhf.algorithms.memory_plan import AnyStep, Machine, Phase, Planner
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.pipeline import PipelineConfig, has_model
+from hybrid_rlhf.configs.pipeline import PipelineConfig, has_model, start_of
 from hybrid_rlhf.configs.ppo import PPOConfig
 
 Settings = dict[str, Any]
@@ -31,14 +31,13 @@ def report(config: PipelineConfig, steps: Mapping[str, AnyStep]) -> tuple[list[s
 
     Args:
         config: of the pipeline.
-        steps: all three, resolved.
+        steps: all of them, resolved, in the order of the pipeline.
 
     Returns:
         lines, and whether everything fits.
     """
     machine = this_machine(config)
-    starts = {step.output_dir: str(config.base_model) for step in steps.values() if not has_model(step.output_dir)}
-    planner = Planner(machine, starts=starts)
+    planner = Planner(machine, starts=_starts(steps))
     host = "" if machine.host_bytes is None else f", {_gib(machine.host_bytes)} of host memory"
     lines = [
         f"memory plan in GiB of a rank: {machine.ranks} x {machine.device.type} of {_gib(machine.device_bytes)}{host}",
@@ -52,6 +51,16 @@ def report(config: PipelineConfig, steps: Mapping[str, AnyStep]) -> tuple[list[s
             good = False
             lines.append(f"  {_advice(planner, name, steps[name])}")
     return lines, good
+
+
+def _starts(steps: Mapping[str, AnyStep]) -> dict[str, str]:
+    """Folders that steps will write, each with a model that is there now and has the shape of what will be in it."""
+    starts: dict[str, str] = {}
+    for step in steps.values():
+        start = start_of(step)
+        if start is not None and not has_model(step.output_dir):
+            starts[step.output_dir] = starts.get(start, start)
+    return starts
 
 
 def this_machine(config: PipelineConfig) -> Machine:

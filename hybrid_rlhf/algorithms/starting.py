@@ -47,7 +47,7 @@ def start_step(
         logger.info("warm start from the weights in %s; optimizer, schedule and data begin anew", run.warm_start)
     tokenizer = load_tokenizer(resolved, trust_remote_code=config.model.trust_remote_code)
     if run.world.is_main:
-        save_config(run.resumable_config, run.folder / CONFIG_FILE)
+        save_config(run.kept_config, run.folder / CONFIG_FILE)
     return resolved, tokenizer
 
 

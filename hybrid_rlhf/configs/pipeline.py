@@ -16,6 +16,9 @@ from hybrid_rlhf.configs.sft import SFTConfig
 
 StepName = Literal["sft", "reward", "preference", "ppo"]
 STEP_NAMES: tuple[StepName, ...] = ("sft", "reward", "preference", "ppo")
+FOLDERS = {"sft": "step1_sft", "reward": "step2_reward", "preference": "preference", "ppo": "step3_ppo"}
+_OUTPUT = "{output_dir}/"
+"""Begins a step's output_dir that lies in the pipeline's; no name that a user means is taken for the default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +71,8 @@ class PipelineConfig:
     """Supervised fine-tuning, reward model, PPO; or, in place of the last two, preferences without a reward model."""
 
     base_model: str | None = None
-    """Model that SFT and the reward model start from; none: the embedded SmolLM2-135M-Instruct and its demo."""
+    """Model that SFT starts from, and other steps where there is no SFT model; none, and none of a step's own: the
+    embedded SmolLM2-135M-Instruct and its demo."""
     output_dir: str = "output"
     """Folder that receives step1_sft, step2_reward, step3_ppo and preference."""
     seed: int | None = None
@@ -82,10 +86,12 @@ class PipelineConfig:
     plan_ranks: int | None = None
     """Plan for this many ranks; none: as many as would be started."""
     data: PipelineDataConfig = field(default_factory=PipelineDataConfig)
-    sft: SFTConfig = field(default_factory=SFTConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    preference: PreferenceStepConfig = field(default_factory=PreferenceStepConfig)
-    ppo: PPOConfig = field(default_factory=PPOConfig)
+    sft: SFTConfig = field(default_factory=lambda: SFTConfig(output_dir=_OUTPUT + FOLDERS["sft"]))
+    reward: RewardConfig = field(default_factory=lambda: RewardConfig(output_dir=_OUTPUT + FOLDERS["reward"]))
+    preference: PreferenceStepConfig = field(
+        default_factory=lambda: PreferenceStepConfig(output_dir=_OUTPUT + FOLDERS["preference"])
+    )
+    ppo: PPOConfig = field(default_factory=lambda: PPOConfig(output_dir=_OUTPUT + FOLDERS["ppo"]))
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
 
     def __post_init__(self) -> None:
@@ -105,6 +111,30 @@ class PipelineConfig:
         """The steps to run, in the order of the pipeline."""
         named = [name.strip() for name in self.steps.split(",") if name.strip()]
         return sorted(named, key=lambda name: STEP_NAMES.index(name) if name in STEP_NAMES else -1)  # type: ignore[arg-type]
+
+    @property
+    def is_demo(self) -> bool:
+        """Whether nothing names a model to start from."""
+        return self.base_model is None and not any(start_of(getattr(self, name)) for name in self.step_names)
+
+    def folder(self, name: str) -> str:
+        """The folder of a step."""
+        given = str(getattr(self, name).output_dir)
+        inside = given.removeprefix(_OUTPUT)
+        return given if inside == given else str(Path(self.output_dir) / inside)
+
+    def start(self, name: str) -> str | None:
+        """The model that a step starts from if it names none.
+
+        InstructGPT's reward model starts from the SFT model, as the actor does; so do ours where there is one.
+        """
+        sft = self.folder("sft")
+        return sft if name != "sft" and ("sft" in self.step_names or has_model(sft)) else self.base_model
+
+
+def start_of(step: SFTConfig | RewardConfig | PreferenceStepConfig | PPOConfig) -> str | None:
+    """The model that a step names to start from."""
+    return (step.actor.path if isinstance(step, PPOConfig) else None) or step.model.path
 
 
 def has_model(folder: str) -> bool:

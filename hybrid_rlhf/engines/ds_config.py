@@ -1,4 +1,4 @@
-"""Config sections to DeepSpeed's JSON. Pure: needs no DeepSpeed."""
+"""Config sections to DeepSpeed's JSON. Pure: needs no DeepSpeed, but to check what a user writes into its sections."""
 
 from __future__ import annotations
 
@@ -9,6 +9,17 @@ import torch
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.files import read_json_object
 from hybrid_rlhf.configs.sections import OptimizerConfig, ZeroConfig
+
+_OURS = {
+    **dict.fromkeys(("optimizer", "scheduler", "managed_gradient_accumulation"), "the optimizer section"),
+    **dict.fromkeys(
+        ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+        "train.micro_batch_size and the batch size of the step",
+    ),
+    "gradient_clipping": "max_grad_norm of the optimizer section",
+}
+"""Keys that a user may not set, and what says the same. DeepSpeed's clip is not asked in float32 at stage 0."""
+_SECTIONS = ("zero_optimization", "bf16", "fp16")
 
 
 def deepspeed_config(
@@ -21,6 +32,9 @@ def deepspeed_config(
         dtype: of the weights; bfloat16 and float16 keep float32 master weights where the engine trains.
         optimizer: its gradient clip; none for a frozen engine.
         overrides: the user's own DeepSpeed JSON, which wins key by key.
+
+    Raises:
+        UserError: when DeepSpeed does not take the one with the other.
     """
     config: dict[str, Any] = {
         # We accumulate and step ourselves, and divide a loss once by its global count.
@@ -47,7 +61,14 @@ def deepspeed_config(
     if zero.stage == 3:
         # Partitions of frozen and tiny parameters stay whole: gathering them costs more than they weigh.
         stage["stage3_param_persistence_threshold"] = 10_000
-    return merge(config, overrides)
+    merged = merge(config, overrides)
+    for name in (name for name in _SECTIONS if name in overrides):
+        if (fault := _fault(name, merged[name])) is not None:
+            raise UserError(
+                f"deepspeed_config must fit the zero section and the dtype of the weights, its {name}{fault[0]} does "
+                f"not with stage {zero.stage} and {dtype} ({fault[1]}): change or remove it"
+            )
+    return merged
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -68,9 +89,36 @@ def read_overrides(path: str | None) -> dict[str, Any]:
     if path is None:
         return {}
     overrides = read_json_object(path, "deepspeed_config")
-    for key in ("optimizer", "scheduler", "managed_gradient_accumulation"):
+    for key, ours in _OURS.items():
         if key in overrides:
+            raise UserError(f"deepspeed_config may not set {key!r}, {path} does: use {ours}, or leave it out")
+    for name in (name for name in _SECTIONS if name in overrides):
+        section = overrides[name]
+        if not isinstance(section, dict):
+            raise UserError(f"deepspeed_config's {name} must be an object of keys, {path} has {section!r}: mend it")
+        overrides[name] = section = {key: value for key, value in section.items() if value != "auto"}  # left to us
+        fault = _fault(name, section)
+        if fault is not None and fault[0]:  # without a key it is one of several together, of which some are ours
             raise UserError(
-                f"deepspeed_config may not set {key!r}, {path} does: use the optimizer section, or leave it out"
+                f"deepspeed_config's {name} must be as DeepSpeed takes it, {path} has {name}{fault[0]} ({fault[1]}): "
+                "mend or remove it"
             )
     return overrides
+
+
+def _fault(name: str, section: dict[str, Any]) -> tuple[str, str] | None:
+    """The place within a section that DeepSpeed does not take, "" where it is several together, and why."""
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError  # DeepSpeed's own
+
+    kinds = {"zero_optimization": DeepSpeedZeroConfig, "bf16": DeepSpeedBF16Config, "fp16": DeepSpeedFP16Config}
+    try:
+        kinds[name](**section)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = "".join(f".{part}" for part in first["loc"])
+        return place, f"{first['msg']}, got {first['input']!r}" if place else first["msg"]
+    except (AssertionError, TypeError, ValueError) as error:  # of an outdated key beside its successor; a key "self"
+        return "", str(error)
+    return None

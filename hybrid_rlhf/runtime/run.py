@@ -15,6 +15,7 @@ from pathlib import Path
 from hybrid_rlhf.configs.cli import read_config
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections import StepConfig
+from hybrid_rlhf.configs.whole_files import write_whole
 from hybrid_rlhf.runtime.checkpoint_folder import (
     CHECKPOINTS,
     MANIFEST,
@@ -23,6 +24,8 @@ from hybrid_rlhf.runtime.checkpoint_folder import (
     read_manifest,
     set_aside_newer,
 )
+from hybrid_rlhf.runtime.folder_lock import FolderLock
+from hybrid_rlhf.runtime.interrupts import saves_dropped
 from hybrid_rlhf.runtime.logs import LOGGER_NAME, close_log_file, setup_logging
 from hybrid_rlhf.runtime.metrics import METRICS_FILE, MetricsWriter, StepDisplay, format_figure, read_metrics
 from hybrid_rlhf.runtime.timers import Timers
@@ -31,6 +34,8 @@ from hybrid_rlhf.runtime.world import World, close_world, init_world, restarts, 
 
 CONFIG_FILE = "config.yaml"
 FINISHED_FILE = "finished.json"
+_WORDS = ("never", "auto")
+"""What resume takes that is no folder."""
 logger = logging.getLogger(LOGGER_NAME)
 
 
@@ -47,15 +52,24 @@ class Run:
     """The checkpoint that the run goes on from, whole; none: it starts."""
     warm_start: Path | None = None
     """A model folder whose weights the run starts from in place of its models' own."""
+    begun_from: str = "never"
+    """What the first start of the run was told to resume."""
     _metrics: MetricsWriter | None = None
+    _in_loop: bool = False
 
     @property
     def resumable_config(self) -> StepConfig:
-        """The config that is kept: it knows the warm start that the run, gone on with since, once had."""
+        """The config that a checkpoint keeps: it knows the warm start that the run, gone on with since, once had."""
         return self.config if self.warm_start is None else replace(self.config, resume=str(self.warm_start))
+
+    @property
+    def kept_config(self) -> StepConfig:
+        """The config that the folder keeps: it knows what to go on from while no checkpoint of its own is whole."""
+        return replace(self.config, resume=self.begun_from)
 
     def open_metrics(self, resumed_step: int | None) -> None:
         """Open metrics.jsonl, keeping what was written up to the step that the run goes on from; none: it starts."""
+        self._in_loop = True
         self.watchdog.begin((resumed_step or 0) + 1)
         if self.world.is_main:
             last = -1 if resumed_step is None else resumed_step
@@ -106,29 +120,48 @@ def start_run(config: StepConfig) -> Iterator[Run]:
     Raises:
         UserError: on every rank, when the folder holds a run that may not be touched.
     """
-    world = init_world(timeout_seconds=config.faults.collective_timeout_seconds)
     folder = Path(config.output_dir)
+    lock = FolderLock(folder)
+    with saves_dropped():
+        world = init_world(timeout_seconds=config.faults.collective_timeout_seconds)
+        try:
+            resume = effective_resume(config, world)
+            if restarts() and (folder / FINISHED_FILE).exists():
+                raise SystemExit(0)  # it was done when a rank died
+            failure = world.broadcast_object(_claim(folder, resume, lock) if world.is_main else None)
+            if failure is not None:
+                raise UserError(failure)
+            setup_logging(world, file=folder / "log.txt")
+            begun_from = _begun_from(folder, config.resume)
+            checkpoint = _checkpoint(folder, resume, begun_from, world)
+            warm_start = _warm_start(begun_from, checkpoint)
+            seed_all(config.seed, deterministic=config.deterministic)
+            with Watchdog(world, folder, limit_seconds=config.faults.phase_timeout_seconds) as watchdog:
+                timers = Timers(world.device, on_phase=watchdog.enter)
+                run = Run(world, folder, config, timers, watchdog, checkpoint, warm_start, begun_from)
+                try:
+                    with _config_put_back(run):
+                        yield run
+                finally:
+                    run.close()
+        finally:
+            close_log_file()
+            lock.release()
+            close_world()
+
+
+@contextlib.contextmanager
+def _config_put_back(run: Run) -> Iterator[None]:
+    """A start that a mistake ends before its loop leaves no settings behind: mended, it is the start of a run."""
+    file = run.folder / CONFIG_FILE
+    before = file.read_bytes() if run.world.is_main and file.exists() else None
     try:
-        resume = effective_resume(config, world)
-        if restarts() and (folder / FINISHED_FILE).exists():
-            raise SystemExit(0)  # it was done when a rank died
-        failure = world.broadcast_object(_claim(folder, resume) if world.is_main else None)
-        if failure is not None:
-            raise UserError(failure)
-        setup_logging(world, file=folder / "log.txt")
-        checkpoint = _checkpoint(folder, resume, world)
-        warm_start = _warm_start(folder, config.resume, checkpoint)
-        seed_all(config.seed, deterministic=config.deterministic)
-        with Watchdog(world, folder, limit_seconds=config.faults.phase_timeout_seconds) as watchdog:
-            timers = Timers(world.device, on_phase=watchdog.enter)
-            run = Run(world, folder, config, timers, watchdog, checkpoint, warm_start)
-            try:
-                yield run
-            finally:
-                run.close()
-    finally:
-        close_log_file()
-        close_world()
+        yield
+    except UserError:
+        if run.world.is_main and not run._in_loop:
+            with contextlib.suppress(OSError):  # the mistake is what to tell
+                file.unlink(missing_ok=True) if before is None else write_whole(file, before)
+        raise
 
 
 def effective_resume(config: StepConfig, world: World) -> str:
@@ -140,18 +173,26 @@ def effective_resume(config: StepConfig, world: World) -> str:
     return "auto" if restarted else config.resume
 
 
-def _claim(folder: Path, resume: str) -> str | None:
-    """Why the folder cannot be used, if so."""
-    if resume not in ("never", "auto") and not _is_checkpoint(resume) and not _is_model(resume):
+def _claim(folder: Path, resume: str, lock: FolderLock) -> str | None:
+    """Why the folder cannot be used, if so; else its lock is taken."""
+    if resume not in _WORDS and not _is_checkpoint(resume) and not _is_model(resume):
         place = f"{folder}/{CHECKPOINTS}/step_N"
         return f"resume takes never, auto, a checkpoint or a model folder, {resume} is none: give {place}"
     if (folder / FINISHED_FILE).exists():
         return f"{folder} holds a finished run: give another output_dir, or remove that folder"
+    if (failure := _make(folder)) is not None:
+        return failure
+    if (owner := lock.take()) is not None:
+        return f"a run's folder is for one process, {folder} is used by {owner}: end it, or give another output_dir"
     holds_run = any((folder / name).exists() for name in (METRICS_FILE, CONFIG_FILE))
-    is_its_own = Path(resume).resolve().parent == (folder / CHECKPOINTS).resolve()
-    if holds_run and resume != "auto" and not is_its_own:
+    if holds_run and resume != "auto" and not _is_own(resume, folder):
         return f"{folder} holds a run that did not finish: set resume to auto, or give another output_dir"
-    return _make(folder)
+    return None
+
+
+def _is_own(resume: str, folder: Path) -> bool:
+    """Whether it is a checkpoint of the run itself."""
+    return Path(resume).resolve().parent == (folder / CHECKPOINTS).resolve()
 
 
 def _is_checkpoint(resume: str) -> bool:
@@ -160,21 +201,34 @@ def _is_checkpoint(resume: str) -> bool:
 
 def _is_model(resume: str) -> bool:
     """A model that transformers reads, or the actor that step 3 left."""
-    return resume not in ("never", "auto") and any(
-        (Path(resume) / name / "config.json").is_file() for name in ("", "actor")
-    )
+    return resume not in _WORDS and any((Path(resume) / name / "config.json").is_file() for name in ("", "actor"))
 
 
-def _checkpoint(folder: Path, resume: str, world: World) -> Path | None:
+def _begun_from(folder: Path, resume: str) -> str:
+    """What the first start of a run was told to resume: what is said now, unless that is to go on with the run."""
+    if resume != "auto" and not _is_own(resume, folder):
+        return resume
+    file = folder / CONFIG_FILE
+    return str(read_config(file).get("resume", resume)) if file.exists() else resume
+
+
+def _checkpoint(folder: Path, resume: str, begun_from: str, world: World) -> Path | None:
     """The checkpoint to go on from, seen to be whole; every rank calls.
 
     Raises:
-        UserError: when the one that was named is not whole.
+        UserError: when the one that was named, now or at the run's first start, is not whole.
     """
-    starts = resume == "never" or _is_model(resume)
-    checkpoint = None if starts else newest_whole(folder, world) if resume == "auto" else Path(resume)
-    if checkpoint is not None and resume != "auto" and (fault := find_fault(checkpoint, world)) is not None:
-        raise UserError(f"resume needs a whole checkpoint, {resume} is not ({fault}): give another, or auto")
+    checkpoint = newest_whole(folder, world) if resume == "auto" else None
+    named = begun_from if resume == "auto" else resume
+    if checkpoint is None and named not in _WORDS and not _is_model(named):
+        checkpoint = Path(named)
+        if (fault := find_fault(checkpoint, world)) is not None and resume != "auto":
+            raise UserError(f"resume needs a whole checkpoint, {resume} is not ({fault}): give another, or auto")
+        if fault is not None:
+            raise UserError(
+                f"{folder} has no whole checkpoint, it goes on from what it began from, and {named} is not whole "
+                f"({fault}): bring that back, or give another output_dir"
+            )
     if world.is_main:
         if checkpoint is None and (folder / METRICS_FILE).exists():
             logger.info("%s has no whole checkpoint: the run starts from its beginning", folder)
@@ -182,15 +236,11 @@ def _checkpoint(folder: Path, resume: str, world: World) -> Path | None:
     return checkpoint
 
 
-def _warm_start(folder: Path, resume: str, checkpoint: Path | None) -> Path | None:
+def _warm_start(begun_from: str, checkpoint: Path | None) -> Path | None:
     """The model folder that a run starts from, or once did: what it froze is in no checkpoint."""
-    if _is_model(resume):
-        return Path(resume)
-    if checkpoint is not None:
-        resume = str(read_manifest(checkpoint).get("config", {}).get("resume", resume))
-    elif (folder / CONFIG_FILE).exists():
-        resume = str(read_config(folder / CONFIG_FILE).get("resume", resume))
-    return Path(resume) if _is_model(resume) else None
+    if checkpoint is not None and not _is_model(begun_from):
+        begun_from = str(read_manifest(checkpoint).get("config", {}).get("resume", begun_from))
+    return Path(begun_from) if _is_model(begun_from) else None
 
 
 def _make(folder: Path) -> str | None:

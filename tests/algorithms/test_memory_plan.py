@@ -306,3 +306,20 @@ def test_plan_says_what_fits_and_exits_so(model: str, tmp_path: Path, capsys: py
     assert not (tmp_path / "out").exists()
     with pytest.raises(UserError, match="plan_ranks 2 is for a plan"):
         parse_config(PipelineConfig, ["--plan_ranks", "2"])
+
+
+def test_a_step_is_planned_on_the_model_that_it_will_start_from(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What SFT starts from goes through all steps; without SFT they start from the base."""
+    told = []
+    data = ["--data.sources", "absent.jsonl", "--output_dir", str(tmp_path / "out")]
+    for named in (["--base_model", model], ["--base_model", "absent/x", "--sft.model.path", model],
+                  ["--sft.model.path", model], ["--base_model", model, "--steps", "reward,ppo"]):  # fmt: skip
+        with pytest.raises(SystemExit) as stopped:
+            train_main([*data, *named, "--plan", "--plan_ranks", "2", "--plan_device_gib", "80"])
+        assert stopped.value.code == 0
+        told.append(capsys.readouterr().out.splitlines())
+    whole = told[0]
+    assert told[1] == told[2] == whole
+    assert told[3] == [line for line in whole if not line.startswith("SFT")]

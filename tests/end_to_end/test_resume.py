@@ -11,9 +11,10 @@ import pytest
 
 from hybrid_rlhf.runtime.interrupts import STOPPED_EXIT_CODE
 from tests.end_to_end.test_train import ENVIRONMENT, ROOT, pipeline, run
-from tests.faults.killing import run_step
+from tests.faults.killing import Point, run_step
 from tests.faults.steps import MODULES, step_line, story, write_rows
 from tests.tiny import tiny_model, tiny_tokenizer
+from train import main as train_main
 from training.step3_ppo.main import main
 
 
@@ -48,6 +49,34 @@ def test_a_finished_model_is_a_warm_start(model_folder: Path, tmp_path: Path) ->
     assert f"warm start from the weights in {first}; optimizer, schedule and data begin anew" in log
     before = [part for part in log.splitlines() if part.startswith("ppo before training")][0]
     assert "eval/kl 0 " not in before, "the reference is what the first actor began as"
+
+
+def test_a_run_from_anothers_checkpoint_is_killed_before_its_first_and_goes_on(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    rows, first, second = write_rows(tmp_path / "rows.jsonl"), tmp_path / "first", tmp_path / "second"
+    assert run_step(MODULES["sft"], 1, step_line("sft", first, model_folder, rows, "--train.keep_last", "9")) == [0]
+    line = step_line("sft", second, model_folder, rows)
+    start = first / "checkpoints" / "step_2"
+    point = Point("hybrid_rlhf.engines.engine:ModelEngine.step", 2)
+    assert run_step(MODULES["sft"], 1, [*line, "--resume", str(start)], point) == [-signal.SIGKILL]
+    assert not (second / "checkpoints").exists()
+    assert run_step(MODULES["sft"], 1, [*line, "--resume", "auto"]) == [0]
+    assert f"goes on from {start}" in (second / "log.txt").read_text().partition("step_4")[0]
+    want, found = story(first), story(second)
+    assert found.pop("metrics") == [told for told in want.pop("metrics") if told["step"] > 2] and found == want
+
+
+def test_a_mistake_in_a_batch_size_is_mended_in_place(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows, output = write_rows(tmp_path / "rows.jsonl"), tmp_path / "out"
+    line = [*pipeline(output, model_folder, rows)[1:], "--steps", "sft", "--sft.train.micro_batch_size", "2"]
+    with pytest.raises(SystemExit):
+        train_main([*line, "--sft.train.global_batch_size", "5"])
+    assert "error: train.global_batch_size must be a multiple of" in capsys.readouterr().out
+    train_main([*line, "--sft.train.global_batch_size", "4"])
+    assert (output / "step1_sft" / "finished.json").exists()
 
 
 def test_a_checkpoint_goes_on_with_its_own_algorithm(

@@ -196,11 +196,11 @@ def test_schedules_rise_and_fall() -> None:
 
 def test_the_users_deepspeed_json_wins(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
-    file.write_text('{"zero_optimization": {"stage3_max_live_parameters": 7}, "gradient_clipping": 0.5}')
+    file.write_text('{"zero_optimization": {"stage3_max_live_parameters": 7}, "steps_per_print": 5}')
     config = deepspeed_config(
         zero=ZeroConfig(stage=3), dtype=torch.bfloat16, optimizer=OptimizerConfig(), overrides=read_overrides(str(file))
     )
-    assert config["gradient_clipping"] == 0.5
+    assert config["steps_per_print"] == 5
     assert config["zero_optimization"]["stage3_max_live_parameters"] == 7
     assert config["zero_optimization"]["stage"] == 3 and config["bf16"]["enabled"]
     assert merge({"a": {"b": 1, "c": 2}}, {"a": {"b": 3}}) == {"a": {"b": 3, "c": 2}}

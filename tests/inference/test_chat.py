@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 
 from hybrid_rlhf.configs.inference import SamplingConfig
@@ -13,16 +17,19 @@ from hybrid_rlhf.data.chat import encode_prompt
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.chat import Conversation
 from inference import chat, generate
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import CHATML, tiny_model, tiny_tokenizer
 
 
-def conversation(system: str | None = None) -> Conversation:
-    tokenizer = tiny_tokenizer()
-    return Conversation(GenerationEngine(tiny_model()), tokenizer, lambda m: encode_prompt(m, tokenizer), system=system)
+def conversation(template: str = CHATML) -> Conversation:
+    tokenizer = tiny_tokenizer(template)
+    return Conversation(GenerationEngine(tiny_model()), tokenizer, lambda m: encode_prompt(m, tokenizer))
 
 
 def drive(
-    lines: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    lines: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    template: str = CHATML,
 ) -> tuple[Conversation, str]:
     """Type lines, then Ctrl-D; what appears."""
     pending = iter(lines)
@@ -34,7 +41,7 @@ def drive(
         return line
 
     monkeypatch.setattr("builtins.input", typed)
-    talk = conversation()
+    talk = conversation(template)
     chat.Session(talk, SamplingConfig(max_new_tokens=5, seed=0)).run()
     return talk, capsys.readouterr().out
 
@@ -70,6 +77,20 @@ def test_system_and_set(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         "/quit ",
     ):
         assert text in out, text
+
+
+def test_what_cannot_be_answered_is_not_said_and_the_talk_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beyond the model's 256 positions, and against the template."""
+    monkeypatch.setattr(GenerationEngine, "max_positions", 256)
+    talk, out = drive(["hi", "long " * 60, "again"], monkeypatch, capsys)
+    assert "\nerror: the model has 256 positions" in out
+    assert [m["content"] for m in talk.messages[::2]] == ["hi", "again"] and len(talk.messages) == 4
+    template = "{{ raise_exception('no system') if messages[0]['role'] == 'system' }}{{ messages[-1]['content'] }}"
+    talk, out = drive(["/system be brief", "hi", "/system", "hi"], monkeypatch, capsys, template)
+    assert out.count("error: the chat template refuses") == 1
+    assert [m["role"] for m in talk.messages] == ["user", "assistant"]
 
 
 def test_the_pieces_of_an_answer_are_the_answer() -> None:
@@ -111,6 +132,35 @@ def test_generate_completes_a_file(model_folder: Path, tmp_path: Path, capsys: p
     assert "2 prompts, " in capsys.readouterr().out
 
 
+def test_columns_that_json_lacks_are_written_as_text(model_folder: Path, tmp_path: Path) -> None:
+    source, output = tmp_path / "in.parquet", tmp_path / "answers.jsonl"
+    row = {"prompt": "hi", "day": date(2024, 5, 1), "price": Decimal("1.50"), "raw": b"ab"}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), source)
+    generate.main([
+        str(model_folder), "--input", str(source), "--output", str(output), "--sampling.max_new_tokens", "2",
+    ])  # fmt: skip
+    (written,) = map(json.loads, output.read_text().splitlines())
+    assert (written["day"], written["price"], written["raw"]) == ("2024-05-01", "1.50", "b'ab'")
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_disk_that_fails_leaves_nothing_beside(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "answers.jsonl"
+    source.write_text('{"prompt": "hi"}\n')
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(output))
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(SystemExit):
+        generate.main([
+            str(model_folder), "--input", str(source), "--output", str(output), "--sampling.max_new_tokens", "2",
+        ])  # fmt: skip
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
 @pytest.mark.parametrize(
     ("line", "rule"),
     [
@@ -118,13 +168,17 @@ def test_generate_completes_a_file(model_folder: Path, tmp_path: Path, capsys: p
         (["absent/folder/x", "--input", "INPUT", "--output", "b"], "absent/folder/x is none: check the path"),
         (["MODEL", "--input", "absent.jsonl", "--output", "b"], "absent.jsonl does not exist"),
         (["MODEL"], "--input and --output must name files"),
+        (
+            ["MODEL", "--input", "INPUT", "--output", "OUTPUT", "--device", "cpu", "--dtype", "float16"],
+            "error: dtype float16 needs a GPU, this is a CPU: set --dtype float32 or bfloat16",
+        ),
     ],
 )
 def test_mistakes_are_one_line(
     line: list[str], rule: str, model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "in.jsonl").write_text('{"prompt": "hi"}\n')
-    places = {"MODEL": str(model_folder), "INPUT": str(tmp_path / "in.jsonl")}
+    places = {"MODEL": str(model_folder), "INPUT": str(tmp_path / "in.jsonl"), "OUTPUT": str(tmp_path / "out.jsonl")}
     with pytest.raises(SystemExit) as stopped:
         generate.main([places.get(word, word) for word in line])
     assert stopped.value.code == 2

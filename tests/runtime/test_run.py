@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybrid_rlhf.configs.cli import save_config
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections import LoggingConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.runtime.checkpoint_folder import newest_whole, write_manifest
 from hybrid_rlhf.runtime.durable import checksum
-from hybrid_rlhf.runtime.interrupts import Interrupts
+from hybrid_rlhf.runtime.interrupts import Interrupts, signals_passed_on
 from hybrid_rlhf.runtime.metrics import MetricsWriter, StepDisplay, format_figure, read_metrics
 from hybrid_rlhf.runtime.run import start_run
 from hybrid_rlhf.runtime.samples import SampleLog
@@ -153,6 +156,65 @@ def test_a_model_folder_is_a_warm_start(tmp_path: Path) -> None:
     (tmp_path / "old" / "actor" / "config.json").write_text("{}")
     with start_run(config(tmp_path / "new", str(tmp_path / "old"))) as run:
         assert run.warm_start == tmp_path / "old" and run.checkpoint is None
+
+
+def test_a_run_goes_on_from_what_it_began_from_until_it_has_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, folder, model = checkpoint(tmp_path / "a", "step_4"), tmp_path / "b", tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    write_manifest(first, {"files": {}, "figures": {}, "config": {"resume": str(model)}})
+    for resume in (str(first), "auto", "auto"):
+        with start_run(config(folder, resume)) as run:
+            assert run.checkpoint == first and run.warm_start == model
+            assert run.resumable_config.resume == str(model), "what its own checkpoints tell"
+            save_config(run.kept_config, folder / "config.yaml")
+    own = checkpoint(folder, "step_6")
+    assert claim(folder, "auto") == own
+    lose(own)
+    assert claim(folder, "auto") == first
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert claim(tmp_path / "c", str(first)) == first, "a rank died before the folder had a config"
+    lose_manifest(first)
+    with pytest.raises(UserError, match="is not whole .it has no manifest.json.*: bring that back, or give another"):
+        claim(folder, "auto")
+
+
+def test_a_mistake_before_the_loop_leaves_no_settings(tmp_path: Path) -> None:
+    def start(resume: str = "never", *, in_loop: bool = False) -> None:
+        with pytest.raises(UserError, match="a mistake"), start_run(config(tmp_path, resume)) as run:
+            (tmp_path / "config.yaml").write_text("seed: 2\n")
+            if in_loop:
+                run.open_metrics(None)
+            raise UserError("a mistake")
+
+    start()
+    start(in_loop=True)
+    assert (tmp_path / "config.yaml").read_text() == "seed: 2\n"
+    with pytest.raises(UserError, match="holds a run that did not finish"):
+        claim(tmp_path)
+    (tmp_path / "config.yaml").write_text("seed: 1\n")
+    start("auto")
+    assert (tmp_path / "config.yaml").read_text() == "seed: 1\n", "nor does one that would go on change them"
+
+
+def test_a_save_that_is_asked_for_outside_the_loop_is_dropped(tmp_path: Path) -> None:
+    with start_run(config(tmp_path)):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        with Interrupts().caught():
+            pass
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+def test_a_launcher_without_ranks_is_not_asked_to_save() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, text=True) as process:
+        with signals_passed_on(process) as asked:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        assert not asked.stop
+        process.communicate("\n")
+    assert process.returncode == 0
 
 
 def test_signals_are_remembered_and_the_second_ends_at_once() -> None:

@@ -1,0 +1,147 @@
+"""What train.py makes of its line before a step starts: folders, where models start from, and what a run resumes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import train
+from hybrid_rlhf.configs.cli import parse_config, read_config, save_config
+from hybrid_rlhf.configs.pipeline import FOLDERS, STEP_NAMES, PipelineConfig
+from hybrid_rlhf.configs.sft import SFTConfig
+
+
+def steps_of(line: Sequence[str]) -> dict[str, Any]:
+    config = parse_config(PipelineConfig, line)
+    return {name: train.step_config(name, config) for name in STEP_NAMES}
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]:
+    """The settings of each step that main starts; in a folder of its own, and nothing runs."""
+    settings: list[dict[str, Any]] = []
+
+    def tee(command: list[str], log: Path) -> tuple[int, list[str]]:
+        settings.append(read_config(Path(command[-1])))
+        return 0, []
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "_tee", tee)
+    monkeypatch.setattr(train, "show_changes", lambda steps, *, last: None)
+    return settings
+
+
+def leave_model(folder: Path) -> str:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    return str(folder)
+
+
+def test_a_folder_that_is_named_counts_though_it_is_a_steps_default() -> None:
+    steps = steps_of(["--output_dir", "run2", "--sft.output_dir", "output/step1_sft", "--base_model", "BASE"])
+    assert steps["sft"].output_dir == steps["reward"].model.path == steps["ppo"].actor.path == "output/step1_sft"
+    assert steps["ppo"].reward.path == steps["reward"].output_dir == "run2/step2_reward"
+    assert {name: step.output_dir for name, step in steps_of([]).items()} == {
+        name: f"output/{folder}" for name, folder in FOLDERS.items()
+    }
+    assert steps_of(["--sft.output_dir", "{output_dir}/other"])["sft"].output_dir == "output/other"
+    assert SFTConfig().output_dir == "output/step1_sft", "of the step's own main"
+
+
+def test_help_shows_where_a_steps_folder_lies(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        train.main(["--help"])
+    assert "default: {output_dir}/step1_sft)" in " ".join(capsys.readouterr().out.split())
+
+
+def test_without_an_sft_model_every_step_starts_from_the_base(
+    started: list[dict[str, Any]], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    line = ["--base_model", "BASE", "--data.sources", "rows.jsonl"]
+    train.main([*line, "--steps", "reward,ppo"])
+    assert [step.get("actor.path", step["model.path"]) for step in started] == ["BASE", "BASE"]
+    train.main([*line, "--steps", "preference"])
+    assert started[-1]["model.path"] == "BASE"
+    sft = Path(leave_model(tmp_path / "output" / "step1_sft")).relative_to(tmp_path)
+    train.main([*line, "--steps", "reward,ppo"])
+    assert [step.get("actor.path", step["model.path"]) for step in started[-2:]] == [str(sft)] * 2
+    train.main([*line, "--steps", "reward,ppo", "--ppo.actor.path", "MINE"])
+    assert started[-1]["actor.path"] == "MINE"
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            ["--base_model", "BASE", "--steps", "ppo"],
+            "step ppo needs a reward model, output/step2_reward holds none: add reward to --steps, or give "
+            "--ppo.reward.path",
+        ),
+        (
+            ["--steps", "sft,ppo", "--ppo.actor.path", "MINE", "--ppo.reward.path", "RM"],
+            "step sft starts from a model, got none: give --base_model, or --sft.model.path",
+        ),
+        (
+            ["--steps", "sft,ppo", "--ppo.actor.path", "MINE", "--ppo.reward.path", "RM", "--plan"],
+            "step sft starts from a model, got none: give --base_model, or --sft.model.path",
+        ),
+    ],
+)
+def test_a_model_that_is_missing_is_refused_before_the_first_step(
+    line: list[str], message: str, started: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        train.main([*line, "--data.sources", "rows.jsonl"])
+    assert stopped.value.code == 2 and not started
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
+def test_the_demos_settings_are_for_the_demos_model(started: list[dict[str, Any]]) -> None:
+    data = ["--data.sources", "rows.jsonl"]
+    train.main([*data, "--steps", "ppo", "--ppo.actor.path", "MINE", "--ppo.reward.path", "RM"])
+    train.main([*data, "--steps", "sft,reward", "--sft.model.path", "MINE"])
+    train.main([*data, "--steps", "sft", "--output_dir", "demo"])
+    ranks = [step.get("actor.lora.rank", step.get("lora.rank")) for step in started]
+    assert ranks == [0, 0, 0, 16]
+    starts = [step.get("actor.path", step["model.path"]) for step in started]
+    assert starts == ["MINE", "MINE", "output/step1_sft", "embedded"]
+
+
+@pytest.mark.parametrize(
+    ("named", "expected"),
+    [("never", "auto"), ("auto", "auto"), ("RUN/checkpoints/step_2", "RUN/checkpoints/step_2"), ("other", "other"),
+     ("begun", "auto")],
+)  # fmt: skip
+def test_a_run_resumes_from_what_the_line_names(
+    named: str, expected: str, started: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A warm start begins a run once: the same command goes on with it."""
+    run = tmp_path / "run"
+    line = ["--base_model", "BASE", "--data.sources", "rows.jsonl", "--steps", "sft", "--sft.output_dir", str(run)]
+    run.mkdir()
+    resume = named.replace("RUN", str(run))
+    begun = "begun" if named == "begun" else resume if named.startswith("RUN") else "never"
+    save_config(replace(steps_of(line)["sft"], resume=begun), run / "config.yaml")
+    train.main([*line, "--sft.resume", resume])
+    assert [step["resume"] for step in started] == [expected.replace("RUN", str(run))]
+    assert ("going on" in capsys.readouterr().out) == (expected == "auto")
+
+
+@pytest.mark.parametrize(
+    ("actor", "base"), [([], "BASE"), (["--ppo.actor.path", "MINE"], None)], ids=["from SFT", "from its own"]
+)
+def test_the_report_compares_with_where_the_last_step_started(
+    actor: list[str], base: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: dict[str, Any] = {}
+    compare = type(sys)("inference.compare")
+    monkeypatch.setattr(compare, "report", lambda **known: told.update(known), raising=False)
+    monkeypatch.setitem(sys.modules, "inference.compare", compare)
+    train.show_changes(steps_of(["--base_model", "BASE", *actor]), last="ppo")
+    assert told["base_model"] == base and told["last"].output_dir == "output/step3_ppo"
