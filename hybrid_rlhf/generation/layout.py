@@ -21,15 +21,14 @@ from hybrid_rlhf.generation.decoder import Decoder
 from hybrid_rlhf.generation.families import NotDescribed, describe
 from hybrid_rlhf.generation.sampler import gather_vocabulary
 from hybrid_rlhf.generation.weights import WeightLoader
+from hybrid_rlhf.models.head_check import agreement
 from hybrid_rlhf.runtime.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.world import World
 
 logger = logging.getLogger(LOGGER_NAME)
 PROBE_TOKENS = 24
-FLOAT32_TOLERANCE = 2e-3
-"""Nats that the worst of the probe's log-probs may be off."""
 LOW_PRECISION_TOLERANCE = 0.1
-"""Nats that they may be off on average, in bfloat16 and float16."""
+"""Nats that the probe's log-probs may be off on average, in bfloat16 and float16."""
 
 
 class InferenceLayout:
@@ -130,12 +129,9 @@ def check_layout(decoder: Decoder, expected: Tensor) -> None:
         UserError: when they differ past the tolerance.
     """
     found = probe_logprobs(decoder, probe_tokens(decoder.architecture.vocab_size))
-    difference = (found - expected.to(found)).abs()
-    exact = decoder.dtype == torch.float32
-    measured = float(difference.max() if exact else difference.mean())
-    tolerance = FLOAT32_TOLERANCE if exact else LOW_PRECISION_TOLERANCE
-    if not measured <= tolerance:  # NaN is past it
+    told = agreement(found, expected, decoder.dtype, low_precision=LOW_PRECISION_TOLERANCE)
+    if not told.holds:
         raise UserError(
-            f"the inference layout must agree with the training forward to {tolerance} nats, "
-            f"it is {measured:.3g} off: set layout to module (rollout.layout in a config), and report the model"
+            f"the inference layout must agree with the training forward to {told.tolerance} nats, "
+            f"it is {told.measured:.3g} off: set layout to module (rollout.layout in a config), and report the model"
         )

@@ -6,7 +6,10 @@ does something else would be trained on another distribution than it samples fro
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hybrid_rlhf.configs.errors import UserError
@@ -14,10 +17,32 @@ from hybrid_rlhf.functional.logprobs import token_logprobs
 from hybrid_rlhf.models.policy import Policy
 
 _PROBE_TOKENS = 16
-_FLOAT32_TOLERANCE = 2e-3
-"""Nats that the worst of the probe's log-probs may be off."""
+FLOAT32_TOLERANCE = 2e-3
+"""Nats that the worst of a probe's log-probs may be off."""
 _LOW_PRECISION_TOLERANCE = 0.25
 """Nats that they may be off on average, where a model rounds its logits to bfloat16 or float16."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far log-probs of a probe are from what they should be, in nats."""
+
+    measured: float
+    """Of the worst in float32, the mean in lower precision."""
+    tolerance: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether it is within the tolerance; NaN is not."""
+        return self.measured <= self.tolerance
+
+
+def agreement(found: Tensor, expected: Tensor, dtype: torch.dtype, *, low_precision: float) -> Agreement:
+    """Of log-probs that were computed in a dtype, which may be so far off where that is not float32."""
+    difference = (found - expected.to(found)).abs()
+    if dtype == torch.float32:
+        return Agreement(float(difference.max()), FLOAT32_TOLERANCE)
+    return Agreement(float(difference.mean()), low_precision)
 
 
 @torch.no_grad()
@@ -37,11 +62,9 @@ def require_own_logits(lm: PreTrainedModel) -> None:
     real = torch.ones_like(ids, dtype=torch.bool)
     found = Policy(lm)(ids, real, real)[0][:, 1:]
     expected = token_logprobs(lm(input_ids=ids, use_cache=False).logits[:, :-1], labels=ids[:, 1:])
-    difference = (found - expected).abs()
-    exact = lm.dtype == torch.float32
-    measured = float(difference.max() if exact else difference.mean())
-    tolerance = _FLOAT32_TOLERANCE if exact else _LOW_PRECISION_TOLERANCE
-    if not measured <= tolerance:  # NaN is past it
+    told = agreement(found, expected, lm.dtype, low_precision=_LOW_PRECISION_TOLERANCE)
+    if not told.holds:
         raise UserError(
-            f"log-probs must agree with the logits of {name} to {tolerance} nats, they are {measured:.3g} off: {report}"
+            f"log-probs must agree with the logits of {name} to {told.tolerance} nats, they are {told.measured:.3g} "
+            f"off: {report}"
         )
