@@ -342,7 +342,7 @@ class Failing(Scripted):
     [
         ("raise", 1, r"it raised ValueError: no \(test_environments.py:\d+\)"),
         ("raise", 0, "it raised ValueError: no"),
-        ("sleep", 2, "it took longer than 0.3 s"),
+        ("sleep", 2, "it took longer than 1 s"),
         ("number", 1, r"step must return \(observation, reward, done\), it returned 3.0"),
         ("number", 0, "reset must return messages, a text or None, it returned 3.0"),
         ("role", 0, "reset must return messages"),
@@ -356,7 +356,8 @@ class Failing(Scripted):
 def test_an_environment_that_fails_stops_the_run_or_ends_its_episode(
     how: str, at: int, reason: str, world: World, paths: dict[str, str], log_lines: list[str]
 ) -> None:
-    settings: dict[str, Any] = {"max_turns": 3, "max_turn_tokens": 12, "timeout_seconds": 0.3}
+    limit = 1.0 if how == "sleep" else 30.0  # a loaded machine is no fault of the others
+    settings: dict[str, Any] = {"max_turns": 3, "max_turn_tokens": 12, "timeout_seconds": limit}
     options = {"how": how, "where": "e", "at": at}
     _, rollout = build(world, paths["actor"], Failing, options=options, **settings)
     with pytest.raises(
