@@ -62,7 +62,9 @@ def test_a_worker_that_dies_is_started_again_and_goes_on(model_folder: Path, row
     assert "holds a run" not in done.stderr
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(41))
-    assert (folder / "finished.json").exists() and "exitcode: -9" in done.stderr
+    assert (folder / "finished.json").exists()
+    # whoever is the first to see the death: torchrun, or the other rank, which it then names
+    assert "exitcode: -9" in done.stderr or "died in training of step" in done.stderr
     assert done.stdout.count("sft 1/40 ") == 1, "it did not start anew"
 
 
