@@ -30,6 +30,8 @@ class OnPolicyTraits:
     """Whether it needs the reference even without a KL penalty."""
     selects: bool = False
     """Whether it learns from some completions of a prompt only."""
+    pairs: bool = False
+    """Whether it learns from pairs of completions, by a loss of its own."""
 
 
 _CRITIC_FREE = {"ppo.whiten_advantages": False, "ppo.score_clip": None}
@@ -72,7 +74,7 @@ ON_POLICY: dict[str, OnPolicyTraits] = {
         {**_GROUPS, "ppo.kl_coef": 0.0, "ppo.clip_low": 1.0, "ppo.clip_high": 4.0}, completions=2
     ),
     "online_dpo": OnPolicyTraits(
-        {**_CRITIC_FREE, "rollout.samples_per_prompt": 2, "ppo.kl_coef": 0.0}, completions=2, reference=True
+        {**_CRITIC_FREE, "rollout.samples_per_prompt": 2, "ppo.kl_coef": 0.0}, completions=2, reference=True, pairs=True
     ),
     "raft": OnPolicyTraits({**_GROUPS, "ppo.kl_coef": 0.0}, completions=2, selects=True),
 }  # fmt: skip
@@ -90,14 +92,18 @@ class PreferenceTraits:
     """Whether its loss asks what a reference thinks."""
     labels: bool = False
     """Whether it learns from single answers that are good or bad; otherwise from pairs."""
+    own_keys: tuple[str, ...] = ()
+    """Keys of `loss` that it alone reads."""
 
 
 PREFERENCE: dict[str, PreferenceTraits] = {
     "dpo": PreferenceTraits(),
-    "cdpo": PreferenceTraits({"loss.label_smoothing": 0.1}),
+    "cdpo": PreferenceTraits({"loss.label_smoothing": 0.1}, own_keys=("label_smoothing",)),
     "ipo": PreferenceTraits(),
     "hinge": PreferenceTraits(),
-    "simpo": PreferenceTraits({"loss.beta": 2.0, "loss.target_margin": 1.0}, reference=False),
+    "simpo": PreferenceTraits(
+        {"loss.beta": 2.0, "loss.target_margin": 1.0}, reference=False, own_keys=("target_margin",)
+    ),
     "orpo": PreferenceTraits({"loss.sft_coef": 1.0}, reference=False),
-    "kto": PreferenceTraits(labels=True),
+    "kto": PreferenceTraits(labels=True, own_keys=("desirable_weight", "undesirable_weight")),
 }

@@ -125,7 +125,7 @@ class PPOConfig(StepConfig):
     @property
     def corrects_stale(self) -> bool:
         """Whether older weights may sample: the loss is corrected for it, or does not ask who sampled (online DPO)."""
-        return self.ppo.sampler_correction != "none" or self.algorithm == "online_dpo"
+        return self.ppo.sampler_correction != "none" or self.traits.pairs
 
     def reads_without_adapters(self, reference_path: str | None, actor_path: str | None) -> bool:
         """Whether the actor without its adapters is the reference, which must not follow the actor then."""
@@ -139,8 +139,8 @@ class PPOConfig(StepConfig):
             f"give {least} or more",
         )
         require(
-            name != "online_dpo" or samples == 2,
-            f"algorithm online_dpo takes pairs, got rollout.samples_per_prompt {samples}: give 2",
+            not self.traits.pairs or samples == 2,
+            f"algorithm {name} takes pairs, got rollout.samples_per_prompt {samples}: give 2",
         )
         stale = self.rollout.max_staleness
         require(
@@ -175,19 +175,19 @@ class PPOConfig(StepConfig):
 
     def _check_keys(self) -> None:
         """What an algorithm would pass over in silence, or could not bear."""
-        name, ppo = self.algorithm, self.ppo
+        name, traits, ppo = self.algorithm, self.traits, self.ppo
         pairs = "learns from pairs, by DPO's loss"
         for wrong, why, key in (
-            (ppo.whiten_rewards and not self.traits.critic, "compares whole completions", "whiten_rewards"),
-            (name == "online_dpo" and ppo.mask_truncated, pairs, "mask_truncated"),
-            (name == "online_dpo" and ppo.whiten_advantages, pairs, "whiten_advantages"),
-            (name == "online_dpo" and ppo.loss_normalisation != "token", pairs, "loss_normalisation"),
-            (name == "online_dpo" and ppo.sampler_correction != "none", pairs, "sampler_correction"),
+            (ppo.whiten_rewards and not traits.critic, "compares whole completions", "whiten_rewards"),
+            (traits.pairs and ppo.mask_truncated, pairs, "mask_truncated"),
+            (traits.pairs and ppo.whiten_advantages, pairs, "whiten_advantages"),
+            (traits.pairs and ppo.loss_normalisation != "token", pairs, "loss_normalisation"),
+            (traits.pairs and ppo.sampler_correction != "none", pairs, "sampler_correction"),
         ):
             require(not wrong, f"algorithm {name} {why}, got ppo.{key} {getattr(ppo, key)}: leave it out")
         require(
-            name != "raft" or ppo.kl_coef == 0 or ppo.kl_in == "loss",
-            f"algorithm raft selects by scores, got ppo.kl_coef {ppo.kl_coef} in the reward: give ppo.kl_in loss",
+            not traits.selects or ppo.kl_coef == 0 or ppo.kl_in == "loss",
+            f"algorithm {name} selects by scores, got ppo.kl_coef {ppo.kl_coef} in the reward: give ppo.kl_in loss",
         )
 
     def _check_shared_base(self) -> None:

@@ -38,11 +38,6 @@ class PreferenceLossConfig:
             require(value >= 0, f"loss.{name} must be 0 or more, got {value}: raise it")
 
 
-_READ_BY = {
-    "label_smoothing": "cdpo", "target_margin": "simpo", "desirable_weight": "kto", "undesirable_weight": "kto",
-}  # fmt: skip
-
-
 @dataclass(frozen=True, kw_only=True)
 class ReferenceConfig:
     """What the actor is held against."""
@@ -72,7 +67,8 @@ class PreferenceStepConfig(StepConfig):
     zero: ZeroConfig = field(default_factory=ZeroConfig)
 
     def __post_init__(self) -> None:
-        for name, algorithm in _READ_BY.items():
+        own_keys = [(name, algorithm) for algorithm, traits in PREFERENCE.items() for name in traits.own_keys]
+        for name, algorithm in own_keys:
             value = getattr(self.loss, name)
             require(
                 self.algorithm == algorithm or value == getattr(PreferenceLossConfig(), name),

@@ -26,8 +26,9 @@ from hybrid_rlhf.engines.host_states import HostStates
 from hybrid_rlhf.engines.partition import WholeWeight, base_parameters, gathered, is_partitioned, whole_weights
 from hybrid_rlhf.generation.decoder import Decoder
 from hybrid_rlhf.generation.engine import GenerationEngine, default_stop_token_ids
-from hybrid_rlhf.generation.layout import check_layout, plan_layout, probe_tokens
+from hybrid_rlhf.generation.layout import check_layout, plan_layout
 from hybrid_rlhf.generation.workspace import Workspace
+from hybrid_rlhf.models.head_check import probe_tokens
 from hybrid_rlhf.models.loading import DTYPES
 from hybrid_rlhf.models.lora import has_lora, lora_merged
 from hybrid_rlhf.runtime.world import World

@@ -17,15 +17,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections import ModelConfig
-from hybrid_rlhf.functional.logprobs import token_logprobs
 from hybrid_rlhf.generation.cache import bytes_per_token
 from hybrid_rlhf.generation.continuous import ContinuousBatch
 from hybrid_rlhf.generation.decoder import Decoder
-from hybrid_rlhf.generation.layout import check_layout, decoder_of, probe_tokens
+from hybrid_rlhf.generation.layout import check_layout, decoder_of
 from hybrid_rlhf.generation.module_batch import ModuleBatch, module_batches
 from hybrid_rlhf.generation.requests import Request
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams, per_request, uniform_stream
 from hybrid_rlhf.generation.workspace import Workspace
+from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens
 from hybrid_rlhf.models.loading import load_model, position_limit
 from hybrid_rlhf.models.sources import resolve_model
 from hybrid_rlhf.models.tokenizers import load_tokenizer
@@ -93,6 +93,7 @@ class GenerationEngine:
         self._decoder = model if isinstance(model, Decoder) else None
         if self._lm is not None and layout == "auto":
             self._decoder = decoder_of(self._lm, world=solo_world(self._lm.device), dtype=self._lm.dtype)
+        self._module_positions = None if self._lm is None or self._decoder is not None else position_limit(self._lm)
         device = self._decoder.world.device if self._decoder is not None else self._lm.device  # type: ignore[union-attr]
         self._closed, self._captures = False, captures
         self._prefill_tokens = prefill_tokens or PREFILL_TOKENS[device.type]
@@ -152,9 +153,7 @@ class GenerationEngine:
     @property
     def max_positions(self) -> int | None:
         """Longest sequence that the model has positions for; none: it sets no limit."""
-        if self._decoder is not None:
-            return self._decoder.architecture.max_positions
-        return None if self._lm is None else position_limit(self._lm)
+        return self._module_positions if self._decoder is None else self._decoder.architecture.max_positions
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams]
@@ -270,13 +269,6 @@ class GenerationEngine:
         on_gpu = world.device.type == "cuda"
         free = torch.cuda.mem_get_info(world.device)[0] if on_gpu else psutil.virtual_memory().available
         return float(FREE_SHARE[world.device.type] * free / (1 if on_gpu else world.local_size))
-
-
-@torch.inference_mode()
-def module_logprobs(lm: PreTrainedModel, tokens: Sequence[int]) -> torch.Tensor:
-    """Log-probs [P - 1] of all tokens but the first under a Hugging Face model."""
-    ids = torch.tensor([tokens], device=lm.device)
-    return token_logprobs(lm(input_ids=ids).logits[:, :-1], labels=ids[:, 1:])[0]
 
 
 def default_stop_token_ids(lm: PreTrainedModel) -> tuple[int, ...]:

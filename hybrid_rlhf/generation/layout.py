@@ -21,12 +21,11 @@ from hybrid_rlhf.generation.decoder import Decoder
 from hybrid_rlhf.generation.families import NotDescribed, describe
 from hybrid_rlhf.generation.sampler import gather_vocabulary
 from hybrid_rlhf.generation.weights import WeightLoader
-from hybrid_rlhf.models.head_check import agreement
+from hybrid_rlhf.models.head_check import agreement, probe_tokens
 from hybrid_rlhf.runtime.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.world import World
 
 logger = logging.getLogger(LOGGER_NAME)
-PROBE_TOKENS = 24
 LOW_PRECISION_TOLERANCE = 0.1
 """Nats that the probe's log-probs may be off on average, in bfloat16 and float16."""
 
@@ -93,11 +92,6 @@ def decoder_of(lm: PreTrainedModel, *, world: World, dtype: torch.dtype) -> Deco
     weights = dict(lm.named_parameters())
     layout = plan_layout(lm, weights, world=world, dtype=dtype)
     return None if layout is None else layout.build((name, weight, True) for name, weight in weights.items())
-
-
-def probe_tokens(vocab_size: int) -> list[int]:
-    """The prompt that layouts are checked with."""
-    return torch.randint(vocab_size, (PROBE_TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
 @torch.inference_mode()

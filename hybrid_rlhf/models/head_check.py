@@ -6,6 +6,7 @@ does something else would be trained on another distribution than it samples fro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.functional.logprobs import token_logprobs
 from hybrid_rlhf.models.policy import Policy
 
-_PROBE_TOKENS = 16
+PROBE_TOKENS = 24
 FLOAT32_TOLERANCE = 2e-3
 """Nats that the worst of a probe's log-probs may be off."""
 _LOW_PRECISION_TOLERANCE = 0.25
@@ -45,6 +46,18 @@ def agreement(found: Tensor, expected: Tensor, dtype: torch.dtype, *, low_precis
     return Agreement(float(difference.mean()), low_precision)
 
 
+def probe_tokens(vocab_size: int) -> list[int]:
+    """The prompt that heads and layouts are checked with."""
+    return torch.randint(vocab_size, (PROBE_TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+@torch.no_grad()
+def module_logprobs(lm: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
+    """Log-probs [P - 1] of all tokens but the first under a Hugging Face model."""
+    ids = torch.tensor([tokens], device=lm.device)
+    return token_logprobs(lm(input_ids=ids, use_cache=False).logits[:, :-1], labels=ids[:, 1:])[0]
+
+
 @torch.no_grad()
 def require_own_logits(lm: PreTrainedModel) -> None:
     """Compare on a few tokens; weights are whole, and where they will be.
@@ -57,12 +70,11 @@ def require_own_logits(lm: PreTrainedModel) -> None:
         raise UserError(
             f"log-probs need the hidden states under the head, {name} has no model of its own there: {report}"
         )
-    vocabulary = lm.config.get_text_config().vocab_size
-    ids = torch.randint(vocabulary, (1, _PROBE_TOKENS), generator=torch.Generator().manual_seed(0)).to(lm.device)
+    tokens = probe_tokens(lm.config.get_text_config().vocab_size)
+    ids = torch.tensor([tokens], device=lm.device)
     real = torch.ones_like(ids, dtype=torch.bool)
-    found = Policy(lm)(ids, real, real)[0][:, 1:]
-    expected = token_logprobs(lm(input_ids=ids, use_cache=False).logits[:, :-1], labels=ids[:, 1:])
-    told = agreement(found, expected, lm.dtype, low_precision=_LOW_PRECISION_TOLERANCE)
+    found = Policy(lm)(ids, real, real)[0][0, 1:]
+    told = agreement(found, module_logprobs(lm, tokens), lm.dtype, low_precision=_LOW_PRECISION_TOLERANCE)
     if not told.holds:
         raise UserError(
             f"log-probs must agree with the logits of {name} to {told.tolerance} nats, they are {told.measured:.3g} "

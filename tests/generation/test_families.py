@@ -9,10 +9,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.decoder import Decoder
-from hybrid_rlhf.generation.engine import module_logprobs
 from hybrid_rlhf.generation.families import FAMILIES, NotDescribed, describe
-from hybrid_rlhf.generation.layout import check_layout, decoder_of, probe_logprobs, probe_tokens
+from hybrid_rlhf.generation.layout import check_layout, decoder_of, probe_logprobs
 from hybrid_rlhf.generation.split import Split
+from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens
 from hybrid_rlhf.runtime.world import solo_world
 from tests.generation.families import VARIANTS, variant
 from tests.tiny import tiny_model

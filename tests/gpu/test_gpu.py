@@ -12,8 +12,8 @@ import torch
 from hybrid_rlhf.configs.rollout import RolloutConfig
 from hybrid_rlhf.engines.builder import build_actor
 from hybrid_rlhf.generation import GenerationEngine, workspace
-from hybrid_rlhf.generation.engine import module_logprobs
-from hybrid_rlhf.generation.layout import decoder_of, probe_logprobs, probe_tokens
+from hybrid_rlhf.generation.layout import decoder_of, probe_logprobs
+from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens
 from hybrid_rlhf.runtime.world import World, solo_world
 from tests.engines.ranks import run_ranks
 from tests.engines.test_engines import life, spec, train_step
