@@ -115,6 +115,10 @@ def step_config(name: str, config: PipelineConfig) -> Any:
     data = step.data
     if not data.sources:
         data = replace(data, sources=config.data.sources, split=data.split or config.data.split)
+    data = replace(
+        data, chat_template=data.chat_template or config.data.chat_template,
+        chat_template_kwargs=data.chat_template_kwargs or config.data.chat_template_kwargs,
+    )  # fmt: skip
     seed = step.seed if config.seed is None else config.seed
     step = replace(step, output_dir=config.folder(name), data=data, seed=seed)
     start = start_of(step) or config.start(name)

@@ -23,6 +23,7 @@ from hybrid_rlhf.configs.batch_plan import BatchPlan
 from hybrid_rlhf.configs.sections import TrainConfig
 from hybrid_rlhf.configs.whole_files import write_whole
 from hybrid_rlhf.data.augmented import Rows
+from hybrid_rlhf.data.chat import stop_token_ids
 from hybrid_rlhf.data.loaders import BatchLoader
 from hybrid_rlhf.engines.checkpoints import LoopState
 from hybrid_rlhf.engines.engine import ModelEngine
@@ -217,6 +218,9 @@ def save_engine(run: Run, name: str, engine: ModelEngine, tokenizer: PreTrainedT
     run.watchdog.beat(f"save of {folder}")
     if run.world.is_main:
         folder.mkdir(exist_ok=True)
+    if engine.lm.can_generate() and (settings := engine.lm.generation_config) is not None:
+        # Whoever generates from the folder stops where rollouts do.
+        settings.eos_token_id = list(stop_token_ids(tokenizer, settings.eos_token_id))
     with full_disk_named(run.folder):
         save_model(folder, whole_tensors(engine.lm, run.world), lm=engine.lm, tokenizer=tokenizer, world=run.world)
 

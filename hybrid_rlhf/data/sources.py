@@ -138,12 +138,18 @@ def _open_table(source: DataSource, table: datasets.Dataset) -> Rows:
         with _readable(source):
             batches = table.with_format("arrow").iter(batch_size=1000)
             for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), start=1):
-                # Arrow fills columns that a row lacks with null
-                yield f"{source.path}: row {number}", {name: value for name, value in row.items() if value is not None}
+                yield f"{source.path}: row {number}", _without_nulls(row)
 
     with _readable(source):  # reads every value
         fingerprint = _table_fingerprint(table)
     return Rows(source, fingerprint, read)
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value without the keys that Arrow fills with null: those of columns, and of mappings within them."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _empty(source: DataSource) -> str:

@@ -37,7 +37,8 @@ from hybrid_rlhf.configs.on_policy import AlgorithmConfig
 from hybrid_rlhf.configs.ppo import PPOConfig
 from hybrid_rlhf.configs.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections import ModelConfig, OptimizerConfig, ZeroConfig
-from hybrid_rlhf.data.chat import encode_prompt, render
+from hybrid_rlhf.data.chat import encode_prompt
+from hybrid_rlhf.data.template import render
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor
 from hybrid_rlhf.functional.advantages import gae, shaped_rewards
 from hybrid_rlhf.generation.sampling import Completion

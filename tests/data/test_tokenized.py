@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def test_long_rows_are_cut_or_dropped_and_counted(
         {"prompt": "q" * 90, "completion": "a"},
         {"prompt": "q", "completion": "b"},
     ]
-    data = load("sft", config(rows, max_length=80, eval_fraction=0.0), tokenizer)
+    data = load("sft", config(rows, max_length=80, eval_fraction=0.0, too_long="truncate"), tokenizer)
     assert sorted(data.train["length"]) == sorted([len(r) for r in data.train["input_ids"]])
     assert max(data.train["length"]) == 80 and len(data.train) == 2  # the long prompt leaves no token with loss
     assert "2 were truncated to 80 tokens, 1 dropped" in log_lines[-1]
@@ -122,13 +123,18 @@ def test_long_rows_are_cut_or_dropped_and_counted(
 
 def test_preferences_lose_the_beginning_of_their_prompt_first(config: Any, tokenizer: PreTrainedTokenizerFast) -> None:
     rows = [{"prompt": "p" * 100, "chosen": "good", "rejected": "bad"}]
+    with pytest.raises(UserError, match="1 were dropped at 60 tokens"):
+        load("preference", config(rows, max_length=60, eval_fraction=0.0), tokenizer)
+    config = partial(config, too_long="truncate")
     data = load("preference", config(rows, max_length=60, eval_fraction=0.0), tokenizer)
     (responses,) = data.train["responses"]
     for ids, answer in zip(responses, ("good", "bad"), strict=True):
         assert len(ids) <= 60 and tokenizer.decode(ids).endswith(f"{answer}<|im_end|>\n")
+        assert tokenizer.decode(ids).startswith("<|im_start|>user\np"), "the head of the conversation stays"
     rows = [{"prompt": "p", "chosen": "1" + "x" * 90 + "1", "rejected": "2" + "x" * 90 + "2"}]
     (responses,) = load("preference", config(rows, max_length=60, eval_fraction=0.0), tokenizer).train["responses"]
-    assert [tokenizer.decode(ids) for ids in responses] == ["1" + "x" * 59, "2" + "x" * 59]
+    head = "<|im_start|>user\n"
+    assert [tokenizer.decode(ids) for ids in responses] == [f"{head}{n}{'x' * (59 - 6)}" for n in "12"]
     rows = [
         {
             "prompt": "p",
@@ -143,6 +149,7 @@ def test_preferences_lose_the_beginning_of_their_prompt_first(config: Any, token
 
 def test_prompts_keep_their_end_and_their_other_columns(config: Any, tokenizer: PreTrainedTokenizerFast) -> None:
     rows = [{"prompt": "a" * 90 + "END", "answer": 4}]
+    config = partial(config, too_long="truncate")
     data = load("prompt", config(rows, max_length=40, eval_fraction=0.0), tokenizer)
     (row,) = list(data.train)
     assert len(row["input_ids"]) == 40
@@ -156,7 +163,7 @@ def test_rows_are_tokenised_once_and_again_when_anything_changes(
 ) -> None:
     calls: list[str] = []
     encode = encoding.encode_conversation
-    monkeypatch.setattr(encoding, "encode_conversation", lambda *a: calls.append("x") or encode(*a))
+    monkeypatch.setattr(encoding, "encode_conversation", lambda *a, **k: calls.append("x") or encode(*a, **k))
 
     def tokenises(**changes: Any) -> bool:
         calls.clear()

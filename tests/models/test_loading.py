@@ -19,13 +19,14 @@ from transformers import (
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections import LoraConfig, ModelConfig
+from hybrid_rlhf.data.chat import stop_token_ids
 from hybrid_rlhf.engines.partition import whole_tensors
 from hybrid_rlhf.functional import products
 from hybrid_rlhf.models.loading import load_model, position_limit, training_dtype
 from hybrid_rlhf.models.lora import adapters_off, add_lora, choose_trained, lora_merged
 from hybrid_rlhf.models.policy import Policy
 from hybrid_rlhf.models.saving import save_model
-from hybrid_rlhf.models.tokenizers import load_tokenizer, stop_token_ids
+from hybrid_rlhf.models.tokenizers import load_tokenizer
 from hybrid_rlhf.runtime.world import solo_world
 from tests.tiny import VOCABULARY, tiny_config, tiny_model, tiny_tokenizer
 
