@@ -47,10 +47,10 @@ def read_message(place: str, message: Any) -> Message:
 
 def row_tools(place: str, row: Row) -> Tools | None:
     """The functions that a row's assistant may call: a list of JSON schemas, or the JSON text of one."""
-    tools = row.get("tools")
+    tools = _parsed(row.get("tools"))
     if tools is None or tools in ("", []):
         return None
-    tools = _listed(place, "tools", _parsed(tools))
+    tools = _listed(place, "tools", tools)
     if not all(isinstance(tool, dict) for tool in tools):
         raise UserError(f"{place}: column 'tools' holds JSON schemas of functions, got {tools!r}: fix the row")
     return tools

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -267,3 +268,81 @@ def test_faulty_labels_are_named(
     with pytest.raises(UserError) as error:
         tokenized.load_labelled_data(config([row], eval_fraction=0.0), tokenizer=tokenizer, seed=0, world=WORLD)
     assert message in str(error.value) and ":1" in str(error.value)
+
+
+def conversation(number: int) -> dict[str, Any]:
+    return {
+        "messages": [
+            {"role": "user", "content": f"question {number}<"}, {"role": "assistant", "content": "one"},
+            {"role": "user", "content": "more"}, {"role": "assistant", "content": "two", "reasoning_content": "hm"},
+        ]
+    }  # fmt: skip
+
+
+def test_a_conversation_that_makes_several_rows_is_dealt_as_one(
+    config: Any, tokenizer: PreTrainedTokenizerFast, log_lines: list[str]
+) -> None:
+    """Its turns are never on both sides of a split."""
+    tokenizer.chat_template = CHATML.replace("'<|im_end|>\n'", "('<|im_end|>\n' if loop.last else '<|endoftext|>')")
+    rows = [conversation(number) for number in range(20)]
+    seen = []
+    for kind, count in (("sft", 1), ("prompt", 1)):
+        data = load(kind, config(rows, split=[1, 0, 1], eval_fraction=0.2, max_eval_rows=100), tokenizer)
+        for part in (data.train, data.held_out):
+            names = texts(part, tokenizer)
+            assert len(part) == len(names) * (2 if kind == "sft" else count)
+            seen.append(names)
+    assert sum(map(len, seen)) == len(set.union(*seen)) == 20
+    assert any("20 conversations make 40 rows" in line for line in log_lines)
+    assert any("no place for reasoning_content (20)" in line for line in log_lines)
+    lines = len(log_lines)
+    load("sft", config(rows), tokenizer)
+    assert any("no place for" in line for line in log_lines[lines:]), "also when the rows come from the cache"
+
+
+def test_tools_and_calls_of_a_row_reach_the_template(config: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = "{{ tools | tojson }}" + CHATML.replace(
+        "message['content']", "(message.content or '') + (message.tool_calls | tojson if message.tool_calls else '')"
+    )
+    call = {"id": None, "function": {"name": "look", "arguments": '{"at": "sky"}'}}
+    row = {
+        "messages": [
+            {"role": "user", "content": "look"}, {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "blue"}, {"role": "assistant", "content": "it is blue"},
+        ],
+        "tools": json.dumps([{"type": "function", "function": {"name": "look"}}]),
+    }  # fmt: skip
+    data = load("sft", config([row], eval_fraction=0.0, max_length=900), tokenizer)
+    (ids,), (mask,) = data.train["input_ids"], data.train["loss_mask"]
+    assert '[{"type": "function", "function": {"name": "look"}}]' in tokenizer.decode(ids)
+    said = tokenizer.decode([token for token, loss in zip(ids, mask, strict=True) if loss])
+    assert '"arguments": {"at": "sky"}' in said and "it is blue" in said and "tool\nblue" not in said
+    prompts = load("prompt", config([row], eval_fraction=0.0, max_length=900), tokenizer)
+    assert '"look"' in tokenizer.decode(prompts.train["input_ids"][0])
+    pair = {"prompt": "look", "chosen": "a", "rejected": "b", "tools": row["tools"]}
+    for ids in load("preference", config([pair], eval_fraction=0.0, max_length=900), tokenizer).train["responses"][0]:
+        assert '"look"' in tokenizer.decode(ids)
+
+
+def test_nulls_of_a_table_reach_no_template(tmp_path: Path, config: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+    calls = [{"function": {"name": "a", "arguments": {"x": 1}}}, {"function": {"name": "b", "arguments": {"y": 2}}}]
+    rows = [
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [call]}]} for call in calls
+    ]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    tokenizer.chat_template = CHATML.replace("message['content']", "(message.content or (message.tool_calls | tojson))")
+    data = load("sft", config(sources=[str(tmp_path / "rows.parquet")], eval_fraction=0.0), tokenizer)
+    shown = "".join(tokenizer.decode(ids) for ids in data.train["input_ids"])
+    assert '{"x": 1}' in shown and '{"y": 2}' in shown and "null" not in shown
+
+
+def test_a_prompt_whose_head_fills_the_limit_is_dropped(config: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+    system = {"role": "system", "content": "s" * 60}
+    rows = [{"prompt": [system, {"role": "user", "content": "q" * 40}]}, {"prompt": "short"}]
+    data = load("prompt", config(rows, max_length=50, eval_fraction=0.0, too_long="truncate"), tokenizer)
+    assert len(data.train) == 1
+    data = load("prompt", config(rows, max_length=100, eval_fraction=0.0, too_long="truncate"), tokenizer)
+    longest = max(data.train["input_ids"], key=len)
+    assert len(longest) == 100
+    assert tokenizer.decode(longest).startswith("<|im_start|>system\n" + "s" * 60 + "<|im_end|>\n<|im_start|>user\nq")
+    assert tokenizer.decode(longest).endswith("q<|im_end|>\n<|im_start|>assistant\n")
