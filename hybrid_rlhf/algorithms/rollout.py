@@ -190,6 +190,7 @@ class Rollout:
         return Experience(
             scored.sequences, scored.old_logprobs, rated.penalised, rewards, advantages, scored.ref_logprobs,
             scored.old_values, estimate.returns,
+            None if config.score_clip is None else scores.abs() > config.score_clip,
         )  # fmt: skip
 
     def _greedy_scores(self, rated: Rated) -> Tensor | None:

@@ -62,8 +62,8 @@ class AlgorithmConfig:
     """Values may move this far from the old ones in one rollout; 0 does not clip."""
     score_scaling: Literal["none", "running", "initial"] = "none"
     """Scores get mean 0 and deviation 1: those of all scores so far, or of the first actor's answers (InstructGPT)."""
-    score_clip: float | None = 5.0
-    """Scores are clipped to +- this (DeepSpeed-Chat); none does not clip."""
+    score_clip: float | None = None
+    """Scores are clipped to +- this (DeepSpeed-Chat: 5); none does not clip (TRL, verl)."""
     missing_eos_penalty: float = 0.0
     """Subtracted from the score of a completion that never stops (the EOS trick of N+ details)."""
     length_penalty: float = 0.0

@@ -262,6 +262,7 @@ def test_every_algorithm_has_traits_and_defaults_that_parse() -> None:
     for name, traits in ON_POLICY.items():
         config = parse_config(PPOConfig, ["--algorithm", name, "--reward.path", "somewhere"])
         assert config.algorithm == name and config.traits is traits
+        assert config.ppo.score_clip is None, "scores are clipped only where asked"
         assert config.uses_reference == (config.ppo.kl_coef > 0 or name == "online_dpo")
     told = parse_config(PPOConfig, ["--ppo.kl_coef", "0.5", "--algorithm=grpo", "--rollout.samples_per_prompt", "3"])
     assert (told.ppo.kl_coef, told.ppo.kl_estimator, told.rollout.samples_per_prompt) == (0.5, "k3", 3)

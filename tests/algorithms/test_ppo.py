@@ -201,6 +201,9 @@ def test_rollout_metrics_have_closed_forms() -> None:
         scores=torch.tensor([1.0, 3.0]), rewards=ones * mask, advantages=ones, returns=ones * mask,
     )  # fmt: skip
     metrics = rollout_metrics(experience)
+    assert "objective/score_clipfrac" not in metrics
+    clipped = replace(experience, clipped=torch.tensor([True, False]))
+    assert rollout_metrics(clipped)["objective/score_clipfrac"] == 0.5
     assert metrics["objective/kl"] == 1.5  # 2 tokens and 1 token of 1 nat
     assert metrics["objective/entropy"] == 3.0
     assert metrics["objective/scores"] == 2.0

@@ -65,6 +65,31 @@ def test_the_score_lands_on_the_last_response_token(
         torch.testing.assert_close(rewards[row], torch.tensor(expected, dtype=torch.float64))
 
 
+CLIPPED_PARTS = {
+    "ten turns of 1": ([1.0] * 10, 10.0, [0.5] * 10),
+    "ten turns of -1": ([-1.0] * 10, -10.0, [-0.5] * 10),
+    "mixed signs keep them": ([8.0, -4.0, 2.0, 4.0], 10.0, [4.0, -2.0, 1.0, 2.0]),
+    "what was not earned before is a part too": ([4.0, 0.0, 0.0], 20.0, [1.0, 0.0, 4.0]),
+    "large parts of a small sum stay": ([30.0, -28.0], 2.0, [30.0, -28.0]),
+    "the clip itself": ([2.0, 3.0], 5.0, [2.0, 3.0]),
+    "nothing": ([0.0, 0.0], 0.0, [0.0, 0.0]),
+}
+
+
+@pytest.mark.parametrize("name", CLIPPED_PARTS)
+def test_a_clip_scales_all_parts_of_a_score_alike(name: str) -> None:
+    parts, score, expected = CLIPPED_PARTS[name]
+    steps = len(parts)
+    kl, mask = torch.full((1, steps), 0.3), torch.ones(1, steps)
+    arguments = {"kl": kl, "mask": mask, "kl_coef": 0.5, "earned": torch.tensor([parts])}
+    found = shaped_rewards(scores=torch.tensor([score]), score_clip=5.0, **arguments) + 0.5 * kl
+    torch.testing.assert_close(found, torch.tensor([expected]), atol=1e-6, rtol=1e-6)
+    assert float(found.sum()) == pytest.approx(max(-5.0, min(5.0, score)), abs=1e-5), "the sum is the clipped score"
+    whole = shaped_rewards(scores=torch.tensor([score]), **arguments) + 0.5 * kl
+    assert float(whole.sum()) == pytest.approx(score, abs=1e-5), "without a clip nothing is scaled"
+    torch.testing.assert_close(whole[0, :-1], torch.tensor(parts[:-1]))
+
+
 def test_scores_that_are_not_one_a_row_are_refused() -> None:
     with pytest.raises(ValueError, match="a score a row"):
         shaped_rewards(scores=torch.zeros(3), kl=torch.zeros(2, 4), mask=torch.ones(2, 4), kl_coef=0.1)
