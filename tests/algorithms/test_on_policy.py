@@ -185,6 +185,18 @@ def test_gspo_of_one_token_is_ppo() -> None:
     assert torch.equal(*gradients) and float(losses[0].stats["clipfrac"]) > 0
 
 
+def test_gspo_gives_a_masked_token_no_gradient_and_the_others_their_own() -> None:
+    learner = algorithm("gspo", clip_low=0.2, clip_high=0.2)
+    logprobs = torch.tensor([[-1.0, -2.0], [-0.5, -0.7]], requires_grad=True)
+    ones = torch.ones(2, 2)
+    batch = Tokens(logprobs, logprobs.detach().clone(), ones, ones.bool(), ones, None, 2.0)
+    whole = torch.autograd.grad(learner.loss(batch).total, logprobs)[0]
+    assert whole.tolist() == [[-1, -1], [-1, -1]]
+    masked = replace(batch, weights=torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
+    found = torch.autograd.grad(learner.loss(masked).total, logprobs)[0]
+    assert found.tolist() == [[-1, 0], [-1, -1]], "weights 1 and 0 gave -0.5 to both tokens before"
+
+
 def test_grpo_without_deviation_is_rloo_but_for_a_factor() -> None:
     view = judged()
     plain = algorithm("grpo", group_deviation=False).estimate(view).advantages
@@ -297,6 +309,12 @@ MISTAKES = {
     "ppo.kl_coef 0: leave it out",
     "--ppo.kl_target 3 --ppo.kl_coef 0": "ppo.kl_target 3.0 steers the coefficient by factors, got kl_coef 0: give a "
     "start, for example 0.05",
+    "--ppo.sampler_correction_low 0.5": "ppo.sampler_correction_low and ppo.masked_tokens_count belong to "
+    "ppo.sampler_correction mask, got none: leave them out",
+    "--ppo.sampler_correction truncate --ppo.masked_tokens_count false": "ppo.sampler_correction_low and "
+    "ppo.masked_tokens_count belong to ppo.sampler_correction mask, got truncate: leave them out",
+    "--ppo.sampler_correction mask --ppo.sampler_correction_low 2": "ppo.sampler_correction_low must be above 0 and at "
+    "most 1, got 2.0: give for example 0.5",
     "--ppo.overlong_fraction 2": "ppo.overlong_fraction must be in [0, 1], got 2.0: give for example 0.2",
     "--algorithm gpro": "algorithm must be one of ppo, reinforce, rloo, remax, reinforce_pp, reinforce_pp_baseline, "
     "grpo, dr_grpo, dapo, gspo, cispo, online_dpo, raft, got gpro: see --help",
