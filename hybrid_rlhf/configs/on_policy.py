@@ -19,7 +19,8 @@ class AlgorithmConfig:
     target_approxkl: float | None = None
     """The passes end once approxkl of a mini-batch is above this; none: they never end early."""
     critic_warmup_steps: int = 0
-    """Steps at the beginning in which the critic learns alone."""
+    """Steps at the beginning in which the critic learns alone; its values start at 0 (fresh head), or as the scores of
+    the reward model that it starts from."""
     kl_coef: float = 0.05
     """Weight of the per-token KL penalty against the reference (N+ details)."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
