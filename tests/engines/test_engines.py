@@ -16,8 +16,8 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections import LoraConfig, ModelConfig, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
-from hybrid_rlhf.engines.engine import Role
 from hybrid_rlhf.engines.ds_config import deepspeed_config, merge, read_overrides
+from hybrid_rlhf.engines.engine import Role
 from hybrid_rlhf.engines.partition import whole_tensors
 from hybrid_rlhf.engines.schedules import lr_factor
 from hybrid_rlhf.functional.losses import sft_loss
