@@ -50,6 +50,8 @@ class AlgorithmConfig:
     """Online DPO: strength of the pull to the reference (arXiv 2305.18290)."""
     selected_per_prompt: int = 1
     """Rejection sampling: the best completions of a prompt that are learned from (RAFT)."""
+    select_above: float | None = None
+    """Rejection sampling: of these only completions whose score, less penalties, is above this; none: any."""
     gamma: float = 1.0
     """Discount a token (InstructGPT: none)."""
     lam: float = 0.95

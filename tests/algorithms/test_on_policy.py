@@ -266,7 +266,15 @@ def test_rejection_sampling_takes_the_best(best: int) -> None:
     learner = algorithm("raft", selected_per_prompt=best)
     penalties = torch.tensor([0.9, 0, 0, 0, 0.1, 0, 0, 0])
     chosen = learner.select(SCORES, penalties=penalties, groups=GROUPS).nonzero().flatten().tolist()
-    assert chosen == ([2, 3, 7] if best == 1 else [0, 2, 3, 5, 6, 7])
+    assert chosen == ([2, 7] if best == 1 else [0, 2, 6, 7]), "nothing of the second prompt, whose scores are equal"
+    for least, left in ((0.4, [2, 7]), (0.5, [7]), (3.0, [])):
+        learner = algorithm("raft", selected_per_prompt=best, select_above=least)
+        assert learner.select(SCORES, penalties=penalties, groups=GROUPS).nonzero().flatten().tolist() == left
+    all_wrong = torch.zeros_like(SCORES)
+    assert not learner.select(all_wrong, penalties=all_wrong, groups=GROUPS).any()
+    lengths_differ = torch.arange(8).float()
+    learner = algorithm("raft", selected_per_prompt=best)
+    assert not learner.select(all_wrong, penalties=lengths_differ, groups=GROUPS).any(), "the shortest is wrong too"
 
 
 def test_every_algorithm_has_traits_and_defaults_that_parse() -> None:
@@ -297,6 +305,8 @@ MISTAKES = {
     },
     "--algorithm grpo --ppo.whiten_rewards true": "algorithm grpo compares whole completions, got ppo.whiten_rewards "
     "True: leave it out",
+    "--algorithm grpo --ppo.select_above 0.5": "algorithm grpo learns from all completions, got ppo.select_above 0.5: "
+    "leave it out",
     "--algorithm raft --ppo.kl_coef 0.1": "algorithm raft selects by scores, got ppo.kl_coef 0.1 in the reward: give "
     "ppo.kl_in loss",
     "--algorithm rloo --ppo.critic_warmup_steps 3": "algorithm rloo has no critic, got ppo.critic_warmup_steps 3: "
