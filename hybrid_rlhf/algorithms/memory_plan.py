@@ -134,7 +134,9 @@ class Planner:
         rows = -(-rollout.prompts_per_step * config.learned_per_prompt // (config.ppo.mini_batches * ranks))
         length = rollout.max_prompt_tokens + rollout.max_new_tokens
         batch = micro_batch(config.train, rows, length, head_tokens=rollout.max_new_tokens)
-        reads_actor = config.uses_reference and (own_reference or rollout.max_staleness) or not config.ppo.updates_once
+        reads_actor = (
+            config.uses_reference and (own_reference or rollout.max_staleness) or config.ppo.reads_old_logprobs
+        )
         reads = [e.reading(batch) for e in (*readers, *learners[1:], *([actor] if reads_actor else []))]
         yield generation
         yield Phase("scoring", base + max(reads, key=lambda n: n.device, default=Need()), self.machine)

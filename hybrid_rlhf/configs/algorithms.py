@@ -34,7 +34,7 @@ class OnPolicyTraits:
     """Whether it learns from pairs of completions, by a loss of its own."""
 
 
-_CRITIC_FREE = {"ppo.whiten_advantages": False, "ppo.score_clip": None}
+_CRITIC_FREE = {"ppo.whiten_advantages": False}
 _GROUPS = {**_CRITIC_FREE, "rollout.samples_per_prompt": 8}
 
 ON_POLICY: dict[str, OnPolicyTraits] = {
@@ -42,11 +42,10 @@ ON_POLICY: dict[str, OnPolicyTraits] = {
     "reinforce": OnPolicyTraits(_CRITIC_FREE),
     "rloo": OnPolicyTraits({**_CRITIC_FREE, "rollout.samples_per_prompt": 4}, completions=2),
     "remax": OnPolicyTraits(_CRITIC_FREE),
-    "reinforce_pp": OnPolicyTraits({"ppo.score_clip": None, "ppo.kl_coef": 0.01}),
+    "reinforce_pp": OnPolicyTraits({"ppo.kl_coef": 0.01}),
     "reinforce_pp_baseline": OnPolicyTraits(
         {
-            "ppo.score_clip": None, "rollout.samples_per_prompt": 8, "ppo.kl_coef": 0.01, "ppo.kl_in": "loss",
-            "ppo.kl_estimator": "k2",
+            "rollout.samples_per_prompt": 8, "ppo.kl_coef": 0.01, "ppo.kl_in": "loss", "ppo.kl_estimator": "k2",
         }, completions=2,
     ),
     "grpo": OnPolicyTraits(

@@ -37,7 +37,7 @@ class TrainedRoleConfig:
 
     path: str | None = None
     """Model to start from; none: model.path for the actor, the reward model for the critic, or where there is none the
-    actor's start with a fresh head."""
+    actor's start with a fresh head, whose values are 0."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
@@ -179,6 +179,7 @@ class PPOConfig(StepConfig):
         pairs = "learns from pairs, by DPO's loss"
         for wrong, why, key in (
             (ppo.whiten_rewards and not traits.critic, "compares whole completions", "whiten_rewards"),
+            (ppo.select_above is not None and not traits.selects, "learns from all completions", "select_above"),
             (traits.pairs and ppo.mask_truncated, pairs, "mask_truncated"),
             (traits.pairs and ppo.whiten_advantages, pairs, "whiten_advantages"),
             (traits.pairs and ppo.loss_normalisation != "token", pairs, "loss_normalisation"),

@@ -19,6 +19,7 @@ from hybrid_rlhf.configs.ppo import PromptDataConfig
 from hybrid_rlhf.configs.sections import DataConfig, DataSource
 from hybrid_rlhf.data import encoding
 from hybrid_rlhf.data.augmented import with_mismatched_answers
+from hybrid_rlhf.data.collation import collate_labelled
 from hybrid_rlhf.runtime.world import solo_world
 from tests.tiny import CHATML
 
@@ -240,12 +241,29 @@ def test_labels_stand_alone_or_come_of_pairs(config: Any, tokenizer: PreTrainedT
     for place, (row, following) in enumerate(
         zip(map(lone.__getitem__, range(len(lone))), [*list(data.train)[1:], data.train[0]], strict=True)
     ):
-        ids, mask = row["responses"][-1], row["masks"][-1]
-        other, own = following["responses"][0], following["masks"][0]
-        assert [t for t, m in zip(ids, mask, strict=True) if m] == [t for t, m in zip(other, own, strict=True) if m]
+        count = len(row["labels"])
+        assert len(row["responses"]) == len(row["masks"]) == 2 * count, "as many mismatched answers as own"
+        taken = [own_tokens(row, number) for number in range(count, 2 * count)]
+        others = [own_tokens(following, number) for number in range(len(following["labels"]))]
+        assert taken == [others[(place + number) % len(others)] for number in range(count)]
+        if count == len(others) == 2:
+            assert sorted(taken) == sorted(others), "of a pair both kinds"
         begin = data.train[place]["masks"][0].index(True)
-        assert ids[:begin] == data.train[place]["responses"][0][:begin] and not any(mask[:begin])
-    assert len(with_mismatched_answers(data.train, max_length=20)[0]["responses"][-1]) <= 20
+        for ids, mask in zip(row["responses"][count:], row["masks"][count:], strict=True):
+            assert ids[:begin] == data.train[place]["responses"][0][:begin] and not any(mask[:begin])
+        assert lone["tokens"][place] >= sum(map(len, row["responses"]))
+    pairs = [place for place in range(len(lone)) if len(data.train[place]["labels"]) == 2]
+    assert any((place + 1) % len(lone) in pairs for place in pairs), "a pair follows a pair"
+    for row in map(with_mismatched_answers(data.train, max_length=20).__getitem__, range(len(lone))):
+        assert max(map(len, row["responses"][len(row["labels"]) :])) <= 20
+    batch = collate_labelled([lone[place] for place in range(len(lone))], 2)
+    assert len(batch.labelled_index) == len(batch.mismatched_index) == len(batch.good) == 6
+    assert sorted([*batch.labelled_index.tolist(), *batch.mismatched_index.tolist()]) == list(range(12))
+
+
+def own_tokens(row: Any, number: int) -> list[int]:
+    """The tokens of one answer of a row."""
+    return [t for t, own in zip(row["responses"][number], row["masks"][number], strict=True) if own]
 
 
 @pytest.mark.parametrize(
