@@ -82,20 +82,33 @@ def test_advantages_are_the_papers(name: str, seed: int) -> None:
     assert (found.advantages[~view.mask] == 0).all()
 
 
-def test_ppo_is_gae() -> None:
+@pytest.mark.parametrize(("lam", "value_lam"), [(0.8, 0.8), (1.0, 0.5), (0.0, 1.0)])
+def test_ppo_is_gae_by_a_lambda_of_the_actor_and_one_of_the_critic(lam: float, value_lam: float) -> None:
     view = judged()
-    learner = algorithm("ppo", gamma=0.9, lam=0.8)
+    learner = ON_POLICY_ALGORITHMS["ppo"](replace(algorithm("ppo").config, gamma=0.9, lam=lam), value_lam=value_lam)
     found = learner.estimate(view)
     assert view.values is not None and found.returns is not None
     for row in range(len(view.mask)):
         places = view.mask[row].nonzero().flatten().tolist()
-        advantage, next_value = 0.0, 0.0
+        advantage, to_learn, next_value = 0.0, 0.0, 0.0
         for t in reversed(places):
             value = float(view.values[row, t])
-            advantage = float(view.rewards[row, t]) + 0.9 * next_value - value + 0.9 * 0.8 * advantage
+            error = float(view.rewards[row, t]) + 0.9 * next_value - value
+            advantage, to_learn = error + 0.9 * lam * advantage, error + 0.9 * value_lam * to_learn
             next_value = value
             assert float(found.advantages[row, t]) == pytest.approx(advantage, abs=1e-5)
-            assert float(found.returns[row, t]) == pytest.approx(advantage + value, abs=1e-5)
+            assert float(found.returns[row, t]) == pytest.approx(to_learn + value, abs=1e-5)
+
+
+def test_by_default_both_lambdas_are_1() -> None:
+    """Advantages are what was earned less the value, returns what was earned: the closed form at lambda 1."""
+    config = parse_config(PPOConfig, [])
+    view = judged()
+    found = ON_POLICY_ALGORITHMS["ppo"](config.ppo, value_lam=config.critic.lam).estimate(view)
+    assert view.values is not None and found.returns is not None
+    to_go = torch.where(view.mask, view.rewards, 0.0).flip(1).cumsum(1).flip(1)
+    torch.testing.assert_close(found.returns[view.mask], to_go[view.mask])
+    torch.testing.assert_close(found.advantages[view.mask], (to_go - view.values)[view.mask])
 
 
 def test_reinforce_takes_the_mean_of_all_before() -> None:
