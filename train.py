@@ -50,9 +50,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Parse, run the steps that are not finished, and say what changed."""
     with user_errors():
         argv = with_bare_plan(sys.argv[1:] if argv is None else argv)
-        config = parse_config(PipelineConfig, argv, prog="train.py")
-        if config.is_demo:
-            config = demo_config(argv)
+        # What is read depends on the demo's settings too, once it is the demo.
+        is_demo = parse_config(PipelineConfig, argv, prog="train.py", unread="ignore").is_demo
+        config = demo_config(argv) if is_demo else parse_config(PipelineConfig, argv, prog="train.py")
         steps = {name: step_config(name, config) for name in STEP_NAMES}
         check_seeds(steps)
         check_models(steps, config)

@@ -12,14 +12,14 @@ from hybrid_rlhf.configs.sections import require
 class RolloutConfig:
     """How completions are sampled."""
 
-    prompts_per_step: int = 64
-    """Prompts in a rollout, over all ranks."""
+    prompts_per_step: int = 256
+    """Prompts in a rollout, over all ranks; the default is that many completions, of 64 prompts or more."""
     samples_per_prompt: int = 1
     """Completions of each prompt."""
     max_prompt_tokens: int = 512
     """Longer prompts are truncated on the left or dropped, as data.too_long says."""
-    max_new_tokens: int = 128
-    """Longest completion, in tokens; with an environment all that follows the prompt, observations too."""
+    max_new_tokens: int = 512
+    """Longest completion, in tokens (TRL, verl); with an environment all that follows the prompt, observations too."""
     temperature: float = 1.0
     """Logits are divided by this, in sampling and in training (N details, no. 10)."""
     top_p: float = 1.0

@@ -115,7 +115,7 @@ class OptimizerConfig:
     """AdamW (Loshchilov and Hutter 2017, arXiv 1711.05101) and its schedule."""
 
     lr: float = 1e-5
-    """Highest learning rate."""
+    """Highest learning rate; where lora.rank is set the default is ten times higher (TRL, lora_without_regret.md)."""
     weight_decay: float = 0.0
     """Decay a step, times lr; norms and biases are spared."""
     betas: tuple[float, float] = (0.9, 0.95)
