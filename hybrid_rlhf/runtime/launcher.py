@@ -1,13 +1,13 @@
 """Stops a rank whose launcher has died, so that it does not hold its GPU and its run's folder on its own.
 
-torchrun, the DeepSpeed launcher and `train.py` end their ranks when a signal lets them. SIGKILL does not, and the kernel
-leaves the ranks running. A thread of every rank therefore looks once a second whether the processes that started it
-still live, and sends its own process SIGTERM when one does not: within the loop that saves and stops (interrupts.py).
+torchrun, the DeepSpeed launcher and `train.py` end their ranks when a signal lets them. SIGKILL does not, and the
+kernel leaves the ranks running. A thread of every rank therefore looks once a second whether the processes that started
+it still live, and sends its own process SIGTERM when one does not: in a loop that saves and stops (interrupts.py).
 All ranks of a launcher do so, and the others of the run stop with them.
 
 A process that a shell started has no launcher: `nohup python training/step1_sft/main.py &` outlives its shell.
 
-Deviation: the kernel's parent-death signal (prctl) is not used. It is Linux's alone, follows the thread that forked, and
+The kernel's parent-death signal (prctl) would not do: it exists on Linux alone, follows the thread that forked, and
 covers neither `train.py`, which may be two processes up, nor the two processes of the DeepSpeed launcher.
 """
 

@@ -1,7 +1,7 @@
 """Log lines that show that long work moves: how much of it is done, how fast, and how long the rest takes.
 
 Plain lines and no bar, so that a log file and a batch system show them too. Work of less than five seconds says
-nothing. Lines come every five seconds at first and more and more seldom later, about twenty in an hour.
+nothing. Lines come every five seconds in the first minute and every thirty seconds after five minutes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from hybrid_rlhf.runtime.logs import LOGGER_NAME
 T = TypeVar("T")
 FIRST_SECONDS = 5.0
 """Until the first line, and between the next ones."""
-_GROWTH = 0.2
-"""Later a line waits for this share of the time since the start."""
+_LONGEST_SECONDS = 30.0
+_GROWTH = 0.1
+"""In between a line waits for this share of the time since the start."""
 logger = logging.getLogger(LOGGER_NAME)
 
 
@@ -55,7 +56,7 @@ class ProgressLog:
             self._on_advance()
         if self._clock() >= self._next:
             self._speak()
-        if self._done == self._total:
+        if count and self._done == self._total:
             self.end()
 
     def over(self, items: Iterable[T]) -> Iterator[T]:
@@ -75,13 +76,11 @@ class ProgressLog:
     def _speak(self) -> None:
         now = self._clock()
         seconds = now - self._start
-        self._next = now + max(FIRST_SECONDS, _GROWTH * seconds)
+        self._next = now + min(max(FIRST_SECONDS, _GROWTH * seconds), _LONGEST_SECONDS)
         self._has_spoken = True
         speed = self._done / seconds
         of, left = "", ""
         if self._total is not None:
             of = f" of {self._total:,}"
             left = f", {(self._total - self._done) / speed:.0f} s left" if speed else ""
-        logger.info(
-            "%s: %s%s %s, %.3g %s/s%s", self._what, f"{self._done:,}", of, self._unit, speed, self._unit, left
-        )
+        logger.info("%s: %s%s %s, %.3g %s/s%s", self._what, f"{self._done:,}", of, self._unit, speed, self._unit, left)

@@ -10,6 +10,7 @@ import logging
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from hybrid_rlhf.configs.cli import read_config
@@ -30,6 +31,7 @@ from hybrid_rlhf.runtime.interrupts import saves_dropped
 from hybrid_rlhf.runtime.launcher import stop_with_launcher
 from hybrid_rlhf.runtime.logs import LOGGER_NAME, close_log_file, setup_logging
 from hybrid_rlhf.runtime.metrics import METRICS_FILE, MetricsWriter, StepDisplay, format_figure, read_metrics
+from hybrid_rlhf.runtime.progress import ProgressLog
 from hybrid_rlhf.runtime.timers import Timers
 from hybrid_rlhf.runtime.watchdog import Watchdog
 from hybrid_rlhf.runtime.world import World, close_world, init_world, restarts, seed_all
@@ -98,6 +100,11 @@ class Run:
         """One line of figures on the console."""
         if self.world.is_main and figures:
             logger.info("%s  %s", title, "  ".join(f"{name} {format_figure(value)}" for name, value in figures.items()))
+
+    def progress(self, what: str, *, total: int, unit: str = "rows") -> ProgressLog:
+        """Shows that work of the present phase moves; as long as it does, the phase is not late."""
+        beat = partial(self.watchdog.beat, self.watchdog.phase)
+        return ProgressLog(what, total=total, unit=unit, on_advance=beat)
 
     def display(self, title: str, *, total_steps: int, done_steps: int = 0) -> StepDisplay:
         """A progress display for the main rank."""
