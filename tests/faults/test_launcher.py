@@ -41,6 +41,16 @@ def command(start: str, output: Path, model: Path, rows: Path) -> list[str]:
     return [*words, *sft(output, model, rows, *LONG, "--train.max_steps", "9000")]
 
 
+def still_alive(processes: Sequence[psutil.Process], *, seconds: float) -> list[psutil.Process]:
+    """Those that have not ended after a time; they are killed. Who has ended may be a zombie: no parent waits."""
+    deadline = time.monotonic() + seconds
+    while (alive := [one for one in processes if launcher._lives(one)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for one in alive:
+        one.kill()
+    return alive
+
+
 @pytest.mark.parametrize(
     "start",
     ["torchrun", "train.py"] + [pytest.param(name, marks=pytest.mark.faults) for name in [*STARTS][2:]],
@@ -58,9 +68,7 @@ def test_ranks_save_and_stop_when_their_launcher_is_killed(start: str, model_fol
     assert below
     process.kill()
     killed_at = time.monotonic()
-    gone, alive = psutil.wait_procs(below, timeout=30)
-    for other in alive:
-        other.kill()
+    alive = still_alive(below, seconds=30)
     assert not alive, f"{alive} outlived their launcher"
     assert time.monotonic() - killed_at < 20
     said = process.communicate()[0]
@@ -94,10 +102,7 @@ def test_a_process_that_a_shell_started_outlives_it(tmp_path: Path) -> None:
         assert parent.stdout is not None
         worker = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
-        _, alive = psutil.wait_procs([worker], timeout=4)
-        lives[name] = bool(alive)
-        for process in alive:
-            process.kill()
+        lives[name] = bool(still_alive([worker], seconds=4))
         parent.communicate()
     assert lives == {"shell": True, "torchrun": False}
 
