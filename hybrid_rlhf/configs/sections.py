@@ -286,8 +286,8 @@ class StepConfig:
     seed: int = 42
     """Seed of all randomness: initial heads, data order, sampling."""
     resume: str = "never"
-    """never: refuse a folder that holds a run; auto: go on from its newest whole checkpoint; a checkpoint folder; or a
-    model folder that a run made, whose weights are the start of a new run."""
+    """never: refuse a folder that holds a run; auto: go on from its newest whole checkpoint, or exit with 0 if it is
+    finished; a checkpoint folder; or a model folder that a run made, whose weights are the start of a new run."""
     deterministic: bool = False
     """The same seed and layout give the same bits on a GPU too, with slower kernels; a CPU does so anyway."""
     deepspeed_config: str | None = None

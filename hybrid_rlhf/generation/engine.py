@@ -6,7 +6,7 @@ Usable by itself (`GenerationEngine.from_pretrained`) and over the actor of a tr
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
@@ -156,21 +156,28 @@ class GenerationEngine:
         return self._module_positions if self._decoder is None else self._decoder.architecture.max_positions
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        *,
+        on_completed: Callable[[int], None] | None = None,
     ) -> list[list[Completion]]:
         """Complete each prompt. Tensor-parallel ranks must all call, with the same prompts and seeds.
 
         Args:
             prompts: token ids, at least one a prompt, any lengths.
             sampling: for all prompts, or one for each.
+            on_completed: called with how many completions have come to their ends since the last call.
 
         Returns:
             completions[i][j]: sample j of prompt i. The result of a prompt depends on its own seed alone.
         """
         requests = self._requests(prompts, sampling)
-        for _ in self._run(requests):
+        for added in self._run(requests):
             if self._closed:
                 raise RuntimeError("the generation engine was closed while it generated")
+            if on_completed is not None:
+                on_completed(sum(request.finish_reason is not None for request, _ in added))
         results: list[list[Completion]] = [[] for _ in prompts]
         for request in requests:
             results[request.prompt_index].append(request.completion(self._weight_version))
