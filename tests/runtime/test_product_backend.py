@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,6 +126,7 @@ def test_the_measurement_times_both_and_leaves_everything_as_it_was() -> None:
 
 def both_ranks(world: World, folder: str) -> tuple[Backend, Backend]:
     """What a rank is given, where each would have measured another one."""
+    os.environ.pop(VARIABLE, None)  # of the process that this one is forked from
     own: Backend = BOTH[world.rank]
     product_backend.measure = lambda: {name: 0.1 if name == own else 0.2 for name in products.BACKENDS}
     run, cache = Path(folder) / "run", Path(folder) / "cache"
