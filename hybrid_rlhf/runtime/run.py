@@ -31,6 +31,7 @@ from hybrid_rlhf.runtime.interrupts import saves_dropped
 from hybrid_rlhf.runtime.launcher import stop_with_launcher
 from hybrid_rlhf.runtime.logs import LOGGER_NAME, close_log_file, setup_logging
 from hybrid_rlhf.runtime.metrics import METRICS_FILE, MetricsWriter, StepDisplay, format_figure, read_metrics
+from hybrid_rlhf.runtime.product_backend import choose_products
 from hybrid_rlhf.runtime.progress import ProgressLog
 from hybrid_rlhf.runtime.timers import Timers
 from hybrid_rlhf.runtime.watchdog import Watchdog
@@ -149,6 +150,7 @@ def start_run(config: StepConfig) -> Iterator[Run]:
             checkpoint = _checkpoint(folder, resume, begun_from, world)
             warm_start = _warm_start(begun_from, checkpoint)
             seed_all(config.seed, deterministic=config.deterministic)
+            choose_products(world, folder, checkpoint=checkpoint, deterministic=config.deterministic)
             with Watchdog(world, folder, limit_seconds=config.faults.phase_timeout_seconds) as watchdog:
                 timers = Timers(world.device, on_phase=watchdog.enter)
                 run = Run(world, folder, config, timers, watchdog, checkpoint, warm_start, begun_from)
