@@ -148,7 +148,7 @@ def _fetch(result: Tensor) -> Fetch:
     """Start the way to the host."""
     if result.device.type == "cpu":
         return result.tolist
-    host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
+    host = torch.empty(result.shape, dtype=result.dtype, device="cpu", pin_memory=True)
     host.copy_(result, non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record()
