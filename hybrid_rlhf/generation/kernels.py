@@ -21,7 +21,7 @@ from hybrid_rlhf.generation.architecture import Activation
 _MOST_KEYS = 64
 """Keys that a program of the attention reads at once, at most."""
 _TILE_BYTES = 16 * 2**10
-"""Of a tile of keys. Triton keeps up to four such tiles and more in shared memory: 99 KiB on sm_86, 227 KiB on sm_90."""
+"""Of a tile of keys. Triton keeps about four of them in shared memory, of 99 KiB on sm_86 and 227 KiB on sm_90."""
 _PROGRAMS = 256
 """Programs that fill a large GPU; with fewer rows than this a row is split."""
 _MOST_SPLITS = 32
