@@ -41,7 +41,7 @@ SIGNALS = {
 """What a step that a signal ends cannot say itself, by exit code."""
 FREE_KEYS = re.compile(
     r"resume|(logging|faults)\..*|train\.(save|keep|micro_batch)_.*|((actor|critic)\.)?zero\..*"
-    r"|model\.(gradient_checkpointing|activation_offload)|rollout\.(offload_.*|kv_cache_gib|keep_weights|tensor_parallel)"
+    r"|model\.(gradient_checkpointing|activation_offload)|rollout\.(offload_.*|kv_cache_gib|keep_weights|max_decode_rows|tensor_parallel)"
 )
 """Keys that a run may go on with other values of: where things are and what is told, not what is learned."""
 

@@ -11,9 +11,10 @@ import datetime
 import os
 import random
 import socket
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -214,10 +215,34 @@ def default_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
+class Closable(Protocol):
+    """What has something to release."""
+
+    def close(self) -> None:
+        """Release it; a second call does nothing."""
+
+
+_CLOSED_FIRST: weakref.WeakSet[Closable] = weakref.WeakSet()
+
+
+def close_with_world(resource: Closable) -> None:
+    """Have `close_world` close a resource before it leaves the process group, if it is still there by then.
+
+    NCCL waits for the captured graphs that hold its kernels before it ends (2.26 and later), and their owner may be in
+    a reference cycle that is collected too late.
+    """
+    _CLOSED_FIRST.add(resource)
+
+
 def close_world() -> None:
     """Leave the process group, and forget the environment if it was ours: a child process must not join it."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    try:
+        for resource in list(_CLOSED_FIRST):
+            resource.close()
+    finally:
+        _CLOSED_FIRST.clear()
+        if dist.is_initialized():
+            dist.destroy_process_group()
     if os.environ.get("HYBRID_RLHF_SOLO") == str(os.getpid()):
         for name in _SOLO_ENVIRONMENT:
             os.environ.pop(name, None)

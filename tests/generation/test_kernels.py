@@ -145,7 +145,7 @@ def test_a_step_may_be_looked_at_late(rows: int, monkeypatch: pytest.MonkeyPatch
         self.lag = 1
         batch = workspace._rung(len(live), self.cache.slots)
         sizes.append(batch)
-        result = self._step(batch, shortest=1, longest=self.cache.capacity_tokens)[:, : len(live)].clone()
+        result = self.step(batch)[:, : len(live)].clone()
         return result.tolist
 
     monkeypatch.setattr(workspace.Workspace, "decode", padded)
