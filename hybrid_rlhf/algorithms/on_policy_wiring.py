@@ -11,6 +11,7 @@ from dataclasses import replace
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.algorithms.environments import Player, load_environment
+from hybrid_rlhf.algorithms.kept_layout import with_keep_weights
 from hybrid_rlhf.algorithms.on_policy import ON_POLICY_ALGORITHMS, OnPolicyAlgorithm
 from hybrid_rlhf.algorithms.on_policy_trainer import OnPolicyTrainer
 from hybrid_rlhf.algorithms.ptx import PtxBatches
@@ -53,6 +54,7 @@ def run_on_policy(config: PPOConfig) -> None:
     with start_run(config) as run, memory_named(config, run):
         actor_path, tokenizer = start_step(config, run, config.actor.path or config.model.path, key="actor.path")
         plan = plan_step(config, run)
+        config = with_keep_weights(config, run.world)
         data = load_prompt_data(
             config.data, tokenizer=tokenizer, seed=config.seed, world=run.world,
             max_prompt_tokens=config.rollout.max_prompt_tokens,

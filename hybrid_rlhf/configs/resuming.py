@@ -14,7 +14,7 @@ from typing import Any
 _FREE_KEYS = re.compile(
     r"resume|output_dir|(logging|faults)\..*|data\.cache_dir|train\.(save|keep|micro_batch)_.*"
     r"|((actor|critic)\.)?zero\..*|model\.(gradient_checkpointing|activation_offload)"
-    r"|rollout\.(offload_.*|kv_cache_gib|keep_weights|tensor_parallel)"
+    r"|rollout\.(offload_.*|kv_cache_gib|keep_weights|max_decode_rows|tensor_parallel)"
 )
 
 
