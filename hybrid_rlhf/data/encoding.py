@@ -77,13 +77,13 @@ def _answers(
     long, on its right."""
     try:
         encoded = [encode_answer(prompt, answer, tokenizer, tools=tools) for answer in responses]
-        head = head_tokens(prompt, tokenizer, tools=tools)
+        cut = any(len(answer.input_ids) > limit for answer in encoded)
+        head = head_tokens(prompt, tokenizer, tools=tools) if cut else 0
     except UserError as error:
         raise UserError(f"{place}: {error}") from error
     answers = [answer.input_ids for answer in encoded]
     masks = [answer.loss_mask for answer in encoded]
     shared = min(_shared(answers), *(mask.index(True) if any(mask) else len(mask) for mask in masks))
-    cut = any(len(ids) > limit for ids in answers)
     if cut:
         head = min(head, shared)
         surplus = min(shared - head, max(len(ids) for ids in answers) - limit)
