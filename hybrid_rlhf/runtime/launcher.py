@@ -79,6 +79,8 @@ def _watch(launchers: Sequence[psutil.Process]) -> None:
 def _lives(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.AccessDenied:  # it is there, and hides
+        return True
     except psutil.NoSuchProcess:
         return False
 

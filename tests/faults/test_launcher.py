@@ -62,8 +62,10 @@ def test_ranks_save_and_stop_when_their_launcher_is_killed(start: str, model_fol
         env=ENVIRONMENT, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     assert process.stdout is not None
-    while "sft 2/" not in process.stdout.readline():
-        assert process.poll() is None
+    said = [""]
+    while "sft 2/" not in said[-1]:
+        said.append(process.stdout.readline())
+        assert said[-1] or process.poll() is None, "".join(said)
     below = psutil.Process(process.pid).children(recursive=True)
     assert below
     process.kill()
@@ -71,9 +73,9 @@ def test_ranks_save_and_stop_when_their_launcher_is_killed(start: str, model_fol
     alive = still_alive(below, seconds=30)
     assert not alive, f"{alive} outlived their launcher"
     assert time.monotonic() - killed_at < 20
-    said = process.communicate()[0]
+    end = process.communicate()[0]
     if not start.startswith("train.py"):  # whose pipe ended with it
-        assert "the launcher of this run has died: stopping as by SIGTERM" in said
+        assert "the launcher of this run has died: stopping as by SIGTERM" in end
     assert "stopped by SIGTERM, all is in checkpoints/step_" in (output / "log.txt").read_text()
     again = sft(output, model_folder, rows, *LONG, "--resume", "auto")[1:]
     saved = max(int(path.name.removeprefix("step_")) for path in (output / "checkpoints").iterdir())
