@@ -106,7 +106,7 @@ def step_of(
     reference = build_engine(spec("reference", None), world) if config.uses_reference else None
     reward = Reward([ModelPart(RewardPartConfig(model="judge"), judge)], world)
     roles = Roles(actor, reward, critic, reference)
-    algorithm = ON_POLICY_ALGORITHMS[name](config.ppo)
+    algorithm = ON_POLICY_ALGORITHMS[name](config.ppo, value_lam=config.critic.lam)
     tokenizer = load_tokenizer(path)
     rollout = Rollout(
         roles, sampling=config.rollout, algorithm=algorithm, reads_reference=config.uses_reference,

@@ -6,6 +6,7 @@
     python -m benchmarks.learning --task demo --demo output    # SmolLM2-135M, the demo's reward, three KL coefficients
     python -m benchmarks.learning --task reasoning             # SmolLM2-135M on checked answers (extra: bench)
     python -m benchmarks.learning --task reasoning --algorithms grpo dapo    # either of these two by other algorithms
+    python -m benchmarks.learning --task reasoning --algorithms remax --seeds 0 1    # by one unclipped update a rollout
 
 Writes to --out: a CSV a task (a row a step: mean, deviation, lowest and highest over the seeds, and each seed), a PNG
 where matplotlib is installed, and prints a table. The band in which a run counts as the same is the mean of the seeds
@@ -29,8 +30,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from benchmarks.learning_tasks import REASONING_TASK, Task, copy_task, demo_task, reasoning_task, run_step
 from hybrid_rlhf.configs.algorithms import ON_POLICY
+from hybrid_rlhf.configs.cli import parse_config, save_config
+from hybrid_rlhf.configs.ppo import PPOConfig
 
 ABLATIONS: dict[str, dict[str, Any]] = {
     "as it is": {},
@@ -38,8 +43,9 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "values not clipped": {"ppo": {"value_clip": 0.0}},
     "ratios not clipped": {"ppo": {"clip_low": 0.99, "clip_high": 1e9}},
     "one epoch, one mini-batch": {"ppo": {"epochs": 1, "mini_batches": 1}},
-    "lambda 0": {"ppo": {"lam": 0.0}},
-    "lambda 1": {"ppo": {"lam": 1.0}},
+    "lambda 0": {"ppo": {"lam": 0.0}, "critic": {"lam": 0.0}},
+    "lambda 0.95": {"ppo": {"lam": 0.95}, "critic": {"lam": 0.95}},
+    "lambda 0.95 of the actor": {"ppo": {"lam": 0.95}},
     "old log-probs off by one": {"fault": "old_logprobs_off_by_one"},
     "old log-probs renewed": {"fault": "old_logprobs_renewed"},
     "score on the last column": {"fault": "score_on_the_last_column"},
@@ -48,7 +54,6 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "ppo": {},
     "reinforce": {},
     "rloo": {"rollout": {"prompts_per_step": 32}},
-    "remax": {},
     "reinforce_pp": {"ppo": {"kl_coef": 0.0}},
     "reinforce_pp_baseline": {"rollout": {"prompts_per_step": 16}},
     "grpo": {"rollout": {"prompts_per_step": 16}},
@@ -59,10 +64,14 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "online_dpo": {"rollout": {"prompts_per_step": 64}},
     "raft": {"rollout": {"prompts_per_step": 16}},
 }
-"""128 completions a rollout for all. All answers of the task are as long as may be, so none is overlong; sequences of
-eight tokens need a wider clip than the thousands of GSPO's paper."""
+"""128 completions a rollout for all, with four epochs of two mini-batches. ReMax is left out: its algorithm 1 makes one
+unclipped update, measured on the reasoning task. All answers of the task are as long as may be, so none is overlong;
+sequences of eight tokens need a wider clip than the thousands of GSPO's paper."""
+ONE_UPDATE: dict[str, Any] = {"ppo": {"epochs": 1, "mini_batches": 1}}
 BIGGEST_GROUP = 4
 """Completions of a prompt, at most, in tasks whose rollouts are small."""
+SEVERAL_UPDATES = ("rloo", "online_dpo")
+"""These make the task's own number of updates; ReMax and the others whose papers make one unclipped update make one."""
 HIGHEST_DPO_LR = 5e-4
 """The demo's 1.5e-3 is PPO's, whose clip bounds a step; a pair's loss has none."""
 Lines = list[dict[str, float]]
@@ -74,7 +83,7 @@ Curve = dict[int, float]
 def run(task: Task, changes: Mapping[str, Any], seed: int, threads: int) -> Lines:
     """One PPO run in a process of its own."""
     folder = Path(tempfile.mkdtemp())
-    config = _merged(task.config, {name: value for name, value in changes.items() if name != "fault"})
+    config = config_of(task, changes, folder)
     config |= {
         "seed": seed, "output_dir": str(folder / "run"), "logging": {"tensorboard": False, "samples_every": 0},
     }  # fmt: skip
@@ -85,6 +94,14 @@ def run(task: Task, changes: Mapping[str, Any], seed: int, threads: int) -> Line
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     shutil.rmtree(folder)
     return lines
+
+
+def config_of(task: Task, changes: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """A variant of a task, less what its algorithm does not read of the task's keys: PPO's critic, for example."""
+    file = folder / "task.yaml"
+    file.write_text(yaml.safe_dump(merged(task.config, {k: v for k, v in changes.items() if k != "fault"})))
+    save_config(parse_config(PPOConfig, ["--config", str(file)], unread="ignore"), file)
+    return dict(yaml.safe_load(file.read_text()))
 
 
 def over_seeds(task: Task, changes: Mapping[str, Any], seeds: Sequence[int], jobs: int) -> list[Lines]:
@@ -174,7 +191,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--steps", type=int, help="none: 100 of copy, 16 of demo, 20 of reasoning")
     parser.add_argument("--ablations", action="store_true")
-    parser.add_argument("--algorithms", nargs="*", choices=ALGORITHMS, help="the task by each of these; alone: by all")
+    parser.add_argument(
+        "--algorithms", nargs="*", choices=ON_POLICY, help="the task by each of these; alone: by all but remax"
+    )
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="runs at a time")
     parser.add_argument("--demo", type=Path, default=Path("output"), help="what `make demo` wrote")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/learning"))
@@ -214,7 +233,7 @@ def variants_of(options: argparse.Namespace, folder: Path) -> dict[str, tuple[Ta
         task = copy_task(folder, steps=steps)
         if names is None:
             return {name: (task, change) for name, change in ABLATIONS.items() if options.ablations or not change}
-        return {name: (task, {"algorithm": name, **ALGORITHMS[name]}) for name in names}
+        return {name: (task, {"algorithm": name, **ALGORITHMS.get(name, ONE_UPDATE)}) for name in names}
     if options.task == "demo" and names is None:
         return {f"kl_coef {c}": (demo_task(options.demo, steps=steps, kl_coef=c), {}) for c in (0.02, 0.05, 0.2)}
     task = demo_task(options.demo, steps=steps) if options.task == "demo" else reasoning_task(folder, steps=steps)
@@ -230,11 +249,13 @@ def by_algorithm(task: Task, name: str) -> dict[str, Any]:
     prompts = task.config["rollout"]["prompts_per_step"] // group
     changes = {
         "algorithm": name, "rollout": {"prompts_per_step": prompts, "samples_per_prompt": group},
-        "ppo": {"overlong_fraction": 0.0} | ({"kl_in": "loss"} if traits.selects else {}),
+        "ppo": {"overlong_fraction": 0.0} | ({"kl_in": "loss", "kl_estimator": "k2"} if traits.selects else {}),
     }  # fmt: skip
+    if traits.once and name not in SEVERAL_UPDATES:
+        changes["ppo"] |= ONE_UPDATE["ppo"]
     if name == "online_dpo" and task.config["actor"]["optimizer"]["lr"] > HIGHEST_DPO_LR:
         changes["actor"] = {"optimizer": {"lr": HIGHEST_DPO_LR}}
-    return changes if traits.critic else changes | {"critic": {"share_base": False}}
+    return changes
 
 
 def report(name: str, curves: Sequence[Curve], rows: Sequence[Mapping[str, float]], task: Task) -> None:
@@ -266,11 +287,12 @@ def compare(metric: str, curves: Sequence[Curve], task: Task) -> None:
     print(f"  {metric:26} " + ", ".join(told), flush=True)
 
 
-def _merged(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(config)
+def merged(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with changes, section by section."""
+    whole = dict(config)
     for name, value in changes.items():
-        merged[name] = _merged(config.get(name, {}), value) if isinstance(value, Mapping) else value
-    return merged
+        whole[name] = merged(config.get(name, {}), value) if isinstance(value, Mapping) else value
+    return whole
 
 
 if __name__ == "__main__":

@@ -95,7 +95,8 @@ def copy_task(folder: Path, *, steps: int) -> Task:
         "reward": {"parts": [{"function": "benchmarks.learning_tasks:copied"}]},
         "data": {"sources": [str(folder / "prompts.jsonl")], "eval_fraction": 0.03, "cache_dir": str(folder / "cache")},
         "rollout": {"prompts_per_step": 128, "max_prompt_tokens": 16, "max_new_tokens": COPY_TOKENS},
-        "ppo": {"kl_coef": 0.0, "epochs": 4, "mini_batches": 2},
+        # All answers are as long as may be: none is punished for it.
+        "ppo": {"kl_coef": 0.0, "epochs": 4, "mini_batches": 2, "missing_eos_penalty": 0.0},
         "train": {"max_steps": steps, "epochs": 100},
     }
     return Task(config, optimum=1.0)
@@ -158,7 +159,7 @@ def reasoning_task(folder: Path, *, steps: int) -> Task:
             "cache_dir": str(folder / "cache"),
         },
         "rollout": {"prompts_per_step": 48, "max_prompt_tokens": 64, "max_new_tokens": 4},
-        "ppo": {"kl_coef": 0.005, "epochs": 1, "mini_batches": 2},
+        "ppo": {"kl_coef": 0.005, "epochs": 1, "mini_batches": 2, "missing_eos_penalty": 0.0},
         "train": {"max_steps": steps, "epochs": 100},
     }  # fmt: skip
     return Task(config, optimum=None, held_out=("eval/scores", "eval/kl"), is_accuracy=True)

@@ -133,6 +133,7 @@ def answers(models: Mapping[str, str], prompts: list[list[Message]], step: LastS
         ids = [encode_prompt(messages, tokenizer) for messages in prompts]
         sampling = SamplingParams(max_new_tokens=step.answer_tokens, greedy=True, seed=0)
         completions = engine.generate(ids, sampling)
+        engine.close()  # the next model needs its memory
         said.append([tokenizer.decode(c[0].token_ids, skip_special_tokens=True).strip() for c in completions])
     for messages, *texts in zip(prompts, *said, strict=True):
         table.add_row(

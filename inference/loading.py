@@ -44,11 +44,10 @@ def load_engine(config: InferenceConfig) -> tuple[GenerationEngine, PreTrainedTo
 
 
 def sampling_params(config: SamplingConfig, *, n: int = 1) -> SamplingParams:
-    """The engine's parameters of a config; temperature 0 is greedy."""
+    """The engine's parameters of a config."""
     return SamplingParams(
         max_new_tokens=config.max_new_tokens,
-        temperature=config.temperature or 1.0,
-        greedy=config.temperature == 0,
+        temperature=config.temperature,
         top_p=config.top_p,
         top_k=config.top_k,
         min_p=config.min_p,

@@ -24,6 +24,7 @@ from hybrid_rlhf.algorithms.rollout_metrics import evaluation_metrics, rollout_m
 from hybrid_rlhf.algorithms.sample_texts import SampleTexts
 from hybrid_rlhf.algorithms.scoring import Scored
 from hybrid_rlhf.algorithms.updater import Progress, Updater
+from hybrid_rlhf.algorithms.warning_signs import WarningSigns
 from hybrid_rlhf.configs.ppo import PPOConfig
 from hybrid_rlhf.configs.sections import require
 from hybrid_rlhf.data.loaders import RowStream
@@ -68,7 +69,7 @@ class OnPolicyTrainer:
         )  # fmt: skip
         self._ahead = self._collector.ahead
         self._total_steps, self._config, self._run = total_steps, config, run
-        self._world = run.world
+        self._world, self._signs = run.world, WarningSigns(enabled=run.world.is_main)
         self._average, self._texts = average, SampleTexts(prompts, tokenizer)
         self._kl = KLController(config.ppo)
         self._skipped = SkippedSteps(run, limit=config.faults.max_skipped_steps)
@@ -124,6 +125,7 @@ class OnPolicyTrainer:
             self._run.timers.take()
             return self._skipped.settle(step, found.what)
         metrics, skipped = self._learn(rollout)
+        self._signs.watch(step, metrics)
         return metrics | self._skipped.settle(step, skipped)
 
     def _collect(self, step: int) -> HalfUsed:
@@ -156,10 +158,9 @@ class OnPolicyTrainer:
 
     def _require_finite(self, step: int, scored: Scored, prompts: Sequence[int]) -> None:
         """Keep the rows of which a role says what is not finite, and raise NotFinite; on every rank."""
-        scores = scored.rated.scores
         told = {
             "log-probs": scored.old_logprobs, "reference log-probs": scored.ref_logprobs,
-            "values": scored.old_values, "scores": scores,
+            "values": scored.old_values, "scores": scored.rated.scores,
         }  # fmt: skip
         faulty = rows_not_finite(
             {name: values for name, values in told.items() if values is not None}, mask=scored.sequences.response_mask
@@ -167,9 +168,8 @@ class OnPolicyTrainer:
         if not faulty:
             return
         if self._world.is_main:
-            rows = sorted({row for rows in faulty.values() for row in rows})
-            penalised = scored.rated.penalised
-            self._skipped.keep(step, self._texts(prompts, scored.sequences, scores=penalised, kl=scored.kl, rows=rows))
+            rows, scores = sorted({row for rows in faulty.values() for row in rows}), scored.rated.penalised
+            self._skipped.keep(step, self._texts(prompts, scored.sequences, scores=scores, kl=scored.kl, rows=rows))
         raise NotFinite([f"{what} of {len(rows)} completions" for what, rows in faulty.items()])
 
     def _layouts(self, step: int, sequences: Sequences) -> list[Layout]:
@@ -216,7 +216,7 @@ class OnPolicyTrainer:
 
     def _scored(self, prompts: Sequence[Mapping[str, Any]]) -> Scored:
         """Answers to prompts outside the training steps, and what the roles say of them."""
-        rated = self._rollout.rate(prompts, self._rollout.sample(prompts, step=_EVAL_STEP))
+        rated = self._rollout.rate(prompts, self._rollout.sample(prompts, step=_EVAL_STEP, shown_as="evaluation"))
         return self._rollout.score(rated, self._rollout.layout(rated.sequences))
 
     def _speed(self, rollout: HalfUsed, trained_tokens: float) -> dict[str, float]:

@@ -5,11 +5,13 @@ Order matters: data is read before models are loaded, so that a mistake in a fil
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.algorithms.environments import Player, load_environment
+from hybrid_rlhf.algorithms.kept_layout import with_keep_weights
 from hybrid_rlhf.algorithms.on_policy import ON_POLICY_ALGORITHMS, OnPolicyAlgorithm
 from hybrid_rlhf.algorithms.on_policy_trainer import OnPolicyTrainer
 from hybrid_rlhf.algorithms.ptx import PtxBatches
@@ -30,6 +32,7 @@ from hybrid_rlhf.algorithms.supervised import finish, save_engine
 from hybrid_rlhf.algorithms.updater import Updater
 from hybrid_rlhf.configs.batch_plan import BatchPlan, plan_rollout
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.on_policy import AlgorithmConfig
 from hybrid_rlhf.configs.ppo import PPOConfig, TrainedRoleConfig, frozen_zero
 from hybrid_rlhf.data.chat import stop_token_ids
 from hybrid_rlhf.data.loaders import RowStream
@@ -40,7 +43,10 @@ from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.engines.engine import ModelEngine, Role
 from hybrid_rlhf.engines.partition import base_parameters
 from hybrid_rlhf.models.tokenizers import load_tokenizer
+from hybrid_rlhf.runtime.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.run import Run, start_run
+
+logger = logging.getLogger(LOGGER_NAME)
 
 
 def run_on_policy(config: PPOConfig) -> None:
@@ -48,6 +54,7 @@ def run_on_policy(config: PPOConfig) -> None:
     with start_run(config) as run, memory_named(config, run):
         actor_path, tokenizer = start_step(config, run, config.actor.path or config.model.path, key="actor.path")
         plan = plan_step(config, run)
+        config = with_keep_weights(config, run.world)
         data = load_prompt_data(
             config.data, tokenizer=tokenizer, seed=config.seed, world=run.world,
             max_prompt_tokens=config.rollout.max_prompt_tokens,
@@ -60,7 +67,7 @@ def run_on_policy(config: PPOConfig) -> None:
         stream = RowStream(len(data.train), epochs=config.train.epochs, seed=config.seed)
         steps = total_steps(config, stream)
         player = _player(config, run, tokenizer)
-        algorithm = ON_POLICY_ALGORITHMS[config.algorithm](config.ppo)
+        algorithm = ON_POLICY_ALGORITHMS[config.algorithm](config.ppo, value_lam=config.critic.lam)
         roles = build_roles(
             config, run, actor_path, tokenizer, updates=steps * config.ppo.epochs * config.ppo.mini_batches
         )
@@ -123,7 +130,25 @@ def plan_step(config: PPOConfig, run: Run) -> BatchPlan:
         micro_batches=config.train.micro_batches,
     )
     tell_plan(plan, run)
+    if run.world.is_main:
+        _tell_updates(config, completions=config.rollout.prompts_per_step * config.learned_per_prompt)
     return plan
+
+
+def _tell_updates(config: PPOConfig, *, completions: int) -> None:
+    """Log the updates from a rollout of so many completions, and warn of a clip that they leave idle."""
+    epochs, parts, usual = config.ppo.epochs, config.ppo.mini_batches, AlgorithmConfig().mini_batches
+    fewer = f"; {completions} do not divide into {usual}" if not config.traits.once and completions % usual else ""
+    logger.info(
+        "updates: %d from a rollout of %d completions, %d epoch%s x %d mini-batch%s%s",
+        epochs * parts, completions, epochs, "s" * (epochs > 1), parts, "es" * (parts > 1), fewer,
+    )  # fmt: skip
+    if config.clip_is_idle:
+        logger.warning(
+            "algorithm %s clips ratios, which one update from a rollout leaves all at 1, so that its clip never acts: "
+            "give ppo.mini_batches or ppo.epochs 2 or more%s", config.algorithm,
+            f", and rollout.prompts_per_step a multiple of {usual}" * bool(fewer),
+        )  # fmt: skip
 
 
 def build_roles(

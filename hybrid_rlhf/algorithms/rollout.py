@@ -69,10 +69,11 @@ class Rollout:
         self.scaling = ScoreScaling(algorithm.config.score_scaling)
 
     def sample(
-        self, prompts: Sequence[Mapping[str, Any]], *, step: int, first: int = 0, greedy: bool = False
-    ) -> Sequences:
+        self, prompts: Sequence[Mapping[str, Any]], *, step: int, first: int = 0, greedy: bool = False,
+        shown_as: str | None = None,
+    ) -> Sequences:  # fmt: skip
         """See PromptSampler."""
-        return self.sampler.sample(prompts, step=step, first=first, greedy=greedy)
+        return self.sampler.sample(prompts, step=step, first=first, greedy=greedy, shown_as=shown_as)
 
     def layout(
         self, sequences: Sequences, *, step: int = 0, epoch: int = 0, mini_batches: int = 1, together: int = 1

@@ -15,6 +15,7 @@ from hybrid_rlhf.configs.cli import save_config
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.ppo import frozen_zero
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
+from hybrid_rlhf.configs.presets import lora_rates
 from hybrid_rlhf.configs.sections import ModelConfig, StepConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.configs.whole_files import write_whole
@@ -57,6 +58,8 @@ def start_step(
                 "data.chat_template a file whose assistant turns end with %s", tokenizer.eos_token,
             )  # fmt: skip
         save_config(run.kept_config, run.folder / CONFIG_FILE)
+        for name, (rate, full) in lora_rates(config).items():
+            logger.info("%s is %g, the default with adapters: ten times the %g of all weights", name, rate, full)
     return resolved, tokenizer
 
 

@@ -29,7 +29,8 @@ from hybrid_rlhf.configs.credentials import redacted
 from hybrid_rlhf.configs.disk_faults import disk_fault
 from hybrid_rlhf.configs.errors import RankError, UserError
 from hybrid_rlhf.configs.files import parse_yaml, read_text
-from hybrid_rlhf.configs.presets import nested, preset_values
+from hybrid_rlhf.configs.presets import flat, nested, preset_values
+from hybrid_rlhf.configs.unread import refuse_unread, without_unread
 from hybrid_rlhf.configs.values import check_values, is_text
 from hybrid_rlhf.configs.whole_files import write_whole
 
@@ -44,6 +45,7 @@ def parse_config(
     prog: str | None = None,
     defaults: Path | None = None,
     positional: str | None = None,
+    unread: Literal["refuse", "ignore"] = "refuse",
 ) -> ConfigT:
     """A config from `--config FILE.yaml` and dotted overrides such as `--optimizer.lr 1e-5`.
 
@@ -53,9 +55,10 @@ def parse_config(
         prog: the name that --help shows.
         defaults: a YAML that lies under the user's files.
         positional: a key that the first bare word of the line may give.
+        unread: what happens to keys that the user gives and the config does not read (configs/unread.py).
 
     Raises:
-        UserError: for an unknown key, a wrong value, a file that cannot be read, or a rule of the config.
+        UserError: for an unknown or unread key, a wrong value, a file that cannot be read, or a rule of the config.
         SystemExit: after --help.
     """
     words = list(sys.argv[1:] if argv is None else argv)
@@ -63,13 +66,12 @@ def parse_config(
         words[0] = f"--{positional}={words[0]}"
     keys = dotted_keys(config_type)
     files, overrides = _sort_words(words, keys)
-    if defaults is not None:
-        files.insert(0, str(defaults))
     contents = [(file, content) for file in files if (content := _read_file(file, keys))]
+    said = [*(flat(content) for _, content in contents), _said(overrides)]
+    under = {} if defaults is None else flat(_read_file(str(defaults), keys))
+    presets = preset_values(config_type, said, under=under)
     settings = [f"--config={file}" for file, _ in contents]
-    presets = preset_values(config_type, [*(_flat(content) for _, content in contents), _said(overrides)])
-    place = 0 if defaults is None else 1  # what comes with a choice lies over the defaults of a file
-    settings[place:place] = [f"--config={json.dumps(nested(presets))}"] if presets else []
+    settings[:0] = [f"--config={json.dumps(nested(layer))}" for layer in (under, presets) if layer]
     shown = presets if {"-h", "--help"} & {*overrides} else {}
     parser = _parser(config_type, prog, tuple(shown.items()))  # type: ignore[arg-type]
     try:
@@ -80,16 +82,18 @@ def parse_config(
     values = {field.name: sections[field.name] for field in dataclasses.fields(config_type)}  # type: ignore[arg-type]
     config = config_type(**values)
     check_values(config)
+    if unread == "refuse":
+        refuse_unread(config, [key for part in said for key in part])
     return config
 
 
 def read_config(config: Any) -> dict[str, Any]:
     """A config, or the file that save_config wrote, as dotted keys and plain values."""
-    return _flat(yaml.safe_load(config.read_text()) if isinstance(config, Path) else _plain(config))
+    return flat(yaml.safe_load(config.read_text()) if isinstance(config, Path) else _plain(config))
 
 
 def save_config(config: Any, path: Path) -> None:
-    """Write a config as the YAML that parse_config reads back to an equal one."""
+    """Write what a config reads, as the YAML that parse_config reads back to one that does the same."""
     write_whole(path, yaml.safe_dump(_plain(config), sort_keys=False))
 
 
@@ -107,14 +111,7 @@ def dotted_keys(config_type: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _plain(config: Any) -> dict[str, Any]:
-    return dict(json.loads(json.dumps(dataclasses.asdict(config))))
-
-
-def _flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in content.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return flat
+    return without_unread(config, dict(json.loads(json.dumps(dataclasses.asdict(config)))))
 
 
 @contextlib.contextmanager
@@ -198,7 +195,7 @@ def _said(overrides: Sequence[str]) -> dict[str, Any]:
     said: dict[str, Any] = {}
     for word in overrides:
         name, _, value = word.removeprefix("--").partition("=")
-        said |= _flat(yaml.safe_load(value)) if name == "config" else {name: value}
+        said |= flat(yaml.safe_load(value)) if name == "config" else {name: value}
     return said
 
 

@@ -14,8 +14,8 @@ class AlgorithmConfig:
 
     epochs: int = 1
     """Passes over each rollout."""
-    mini_batches: int = 1
-    """Optimizer updates in one pass over a rollout."""
+    mini_batches: int = 4
+    """Optimizer updates in one pass over a rollout (verl); the default is at most this many, so that they divide it."""
     target_approxkl: float | None = None
     """The passes end once approxkl of a mini-batch is above this; none: they never end early."""
     critic_warmup_steps: int = 0
@@ -54,22 +54,22 @@ class AlgorithmConfig:
     """Rejection sampling: of these only completions whose score, less penalties, is above this; none: any."""
     gamma: float = 1.0
     """Discount a token (InstructGPT: none)."""
-    lam: float = 0.95
-    """Lambda of generalised advantage estimation (arXiv 1506.02438)."""
+    lam: float = 1.0
+    """Lambda of the actor's generalised advantages (arXiv 1506.02438); 1 as verl and OpenRLHF (arXiv 2503.01491)."""
     clip_low: float = 0.2
     """The ratio is clipped below 1 - clip_low."""
     clip_high: float = 0.2
     """The ratio is clipped above 1 + clip_high."""
     dual_clip: float | None = None
     """For negative advantages the loss is at most this times their size (arXiv 1912.09729: 3); none: no bound."""
-    value_clip: float = 0.2
-    """Values may move this far from the old ones in one rollout; 0 does not clip."""
+    value_clip: float = 0.5
+    """Values may move this far from the old ones in one rollout (verl, OpenRLHF); 0 does not clip."""
     score_scaling: Literal["none", "running", "initial"] = "none"
     """Scores get mean 0 and deviation 1: those of all scores so far, or of the first actor's answers (InstructGPT)."""
     score_clip: float | None = None
     """Scores are clipped to +- this (DeepSpeed-Chat: 5); none does not clip (TRL, verl)."""
-    missing_eos_penalty: float = 0.0
-    """Subtracted from the score of a completion that never stops (the EOS trick of N+ details)."""
+    missing_eos_penalty: float = 1.0
+    """Subtracted from the score of a completion that never stops (the EOS trick of N+ details; TRL's examples)."""
     length_penalty: float = 0.0
     """Subtracted from the score for each response token."""
     whiten_rewards: bool = False
@@ -140,15 +140,10 @@ class AlgorithmConfig:
             self.sampler_correction_clip >= 1,
             f"ppo.sampler_correction_clip must be 1 or more, got {self.sampler_correction_clip}: give for example 2",
         )
-        low, masks = self.sampler_correction_low, self.sampler_correction == "mask"
+        low = self.sampler_correction_low
         require(
             low is None or 0 < low <= 1,
             f"ppo.sampler_correction_low must be above 0 and at most 1, got {low}: give for example 0.5",
-        )
-        require(
-            masks or (low is None and self.masked_tokens_count),
-            "ppo.sampler_correction_low and ppo.masked_tokens_count belong to ppo.sampler_correction mask, got "
-            f"{self.sampler_correction}: leave them out",
         )
 
     @property

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from hybrid_rlhf.configs.algorithms import ON_POLICY, OnPolicyName, OnPolicyTraits
+from hybrid_rlhf.configs.algorithms import ON_POLICY, ON_POLICY_KEYS, KeyRule, OnPolicyName, OnPolicyTraits
 from hybrid_rlhf.configs.environment import EnvironmentConfig
 from hybrid_rlhf.configs.on_policy import AlgorithmConfig
+from hybrid_rlhf.configs.presets import whole_number
 from hybrid_rlhf.configs.rewards import RewardPartConfig, require_distinct_names
 from hybrid_rlhf.configs.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections import (
@@ -47,8 +48,13 @@ class TrainedRoleConfig:
 class CriticConfig(TrainedRoleConfig):
     """The critic."""
 
+    lam: float = 1.0
+    """Lambda of the returns that it learns; apart from ppo.lam, which is the actor's (VC-PPO, arXiv 2503.01491)."""
     share_base: bool = False
     """The critic starts where the actor does and has adapters of its own on the actor's weights; needs LoRA."""
+
+    def __post_init__(self) -> None:
+        require(0 <= self.lam <= 1, f"critic.lam must be in [0, 1], got {self.lam}: give for example 1.0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,12 +94,18 @@ class RewardRoleConfig:
         return self.parts if self.path is None else [RewardPartConfig(name="model", model=self.path)]
 
 
+_FEWEST_PROMPTS = 64
+"""In a rollout of several completions each, where the user does not say."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig(StepConfig):
     """Step 3: an actor learns from its own completions and their rewards, by PPO or another on-policy algorithm."""
 
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {name: traits.defaults for name, traits in ON_POLICY.items()}
     """Defaults that each algorithm brings."""
+    KEY_RULES: ClassVar[tuple[KeyRule, ...]] = ON_POLICY_KEYS
+    """Keys that some cases do not read."""
 
     algorithm: OnPolicyName = "ppo"
     """Who learns what from a rollout; brings defaults of its own (docs/algorithms.md)."""
@@ -104,7 +116,7 @@ class PPOConfig(StepConfig):
         default_factory=lambda: TrainedRoleConfig(optimizer=OptimizerConfig(lr=1e-6, schedule="constant"))
     )
     critic: CriticConfig = field(
-        default_factory=lambda: CriticConfig(optimizer=OptimizerConfig(lr=5e-6, schedule="constant"))
+        default_factory=lambda: CriticConfig(optimizer=OptimizerConfig(lr=1e-5, schedule="constant"))
     )
     reference: FrozenRoleConfig = field(default_factory=FrozenRoleConfig)
     reward: RewardRoleConfig = field(default_factory=RewardRoleConfig)
@@ -119,8 +131,29 @@ class PPOConfig(StepConfig):
             f"ppo.ptx_coef {self.ppo.ptx_coef} needs pretraining text, got no data.ptx_sources: name a source",
         )
         self._check_algorithm()
-        if self.critic.share_base:
+        if self.critic.share_base and self.traits.critic:
             self._check_shared_base()
+
+    @staticmethod
+    def following(values: Mapping[str, Any], settled: Collection[str]) -> dict[str, int]:
+        """Defaults that follow from the size of a rollout: its prompts, and the mini-batches it divides into.
+
+        Args:
+            values: dotted keys, as far as they are known.
+            settled: keys that are given.
+        """
+        prompts, samples = (
+            whole_number(values[f"rollout.{key}"]) for key in ("prompts_per_step", "samples_per_prompt")
+        )
+        found = {}
+        if samples > 1 and "rollout.prompts_per_step" not in settled:
+            prompts = found["rollout.prompts_per_step"] = max(_FEWEST_PROMPTS, prompts // samples)
+        if "ppo.mini_batches" not in settled:
+            rows, most = prompts * samples, whole_number(values["ppo.mini_batches"])
+            unit = whole_number(values["train.micro_batch_size"]) or 1
+            divisors = [count for count in range(1, most + 1) if rows and rows % (count * unit) == 0]
+            found["ppo.mini_batches"] = max(divisors, default=1)
+        return found
 
     @property
     def corrects_stale(self) -> bool:
@@ -150,14 +183,6 @@ class PPOConfig(StepConfig):
         )
         self._check_keys()
         require(
-            self.traits.critic or self.ppo.critic_warmup_steps == 0,
-            f"algorithm {name} has no critic, got ppo.critic_warmup_steps {self.ppo.critic_warmup_steps}: leave it out",
-        )
-        require(
-            self.traits.critic or not self.critic.share_base,
-            f"algorithm {name} has no critic, got critic.share_base: leave it out",
-        )
-        require(
             not self.ppo.dynamic_sampling or samples >= 2,
             f"ppo.dynamic_sampling compares completions of one prompt, got rollout.samples_per_prompt {samples}: "
             "give 2 or more",
@@ -179,7 +204,6 @@ class PPOConfig(StepConfig):
         pairs = "learns from pairs, by DPO's loss"
         for wrong, why, key in (
             (ppo.whiten_rewards and not traits.critic, "compares whole completions", "whiten_rewards"),
-            (ppo.select_above is not None and not traits.selects, "learns from all completions", "select_above"),
             (traits.pairs and ppo.mask_truncated, pairs, "mask_truncated"),
             (traits.pairs and ppo.whiten_advantages, pairs, "whiten_advantages"),
             (traits.pairs and ppo.loss_normalisation != "token", pairs, "loss_normalisation"),
@@ -212,6 +236,11 @@ class PPOConfig(StepConfig):
     def traits(self) -> OnPolicyTraits:
         """What the algorithm needs."""
         return ON_POLICY[self.algorithm]
+
+    @property
+    def clip_is_idle(self) -> bool:
+        """Whether the algorithm clips ratios, and one update from a rollout leaves them all at 1."""
+        return self.ppo.updates_once and not self.traits.once
 
     @property
     def uses_reference(self) -> bool:

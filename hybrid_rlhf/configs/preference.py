@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from hybrid_rlhf.configs.algorithms import PREFERENCE, PreferenceName, PreferenceTraits
+from hybrid_rlhf.configs.algorithms import PREFERENCE, PREFERENCE_KEYS, KeyRule, PreferenceName, PreferenceTraits
 from hybrid_rlhf.configs.sections import LoraConfig, OptimizerConfig, StepConfig, TrainConfig, ZeroConfig, require
 
 
@@ -45,7 +45,8 @@ class ReferenceConfig:
     path: str | None = None
     """Model folder or hub name; none: where the actor starts."""
     logprobs: Literal["cached", "live"] = "cached"
-    """cached: computed once before training, and no reference stays in memory; live: at each update."""
+    """cached: computed once before training, of the rows that the run uses, and no reference stays in memory; live: at
+    each update."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,8 @@ class PreferenceStepConfig(StepConfig):
 
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {name: traits.defaults for name, traits in PREFERENCE.items()}
     """Defaults that each algorithm brings."""
+    KEY_RULES: ClassVar[tuple[KeyRule, ...]] = PREFERENCE_KEYS
+    """Keys that some cases do not read."""
 
     algorithm: PreferenceName = "dpo"
     """What is learned from an answer or a pair; brings defaults of its own (docs/algorithms.md)."""
@@ -65,20 +68,6 @@ class PreferenceStepConfig(StepConfig):
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-6))
     train: TrainConfig = field(default_factory=TrainConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
-
-    def __post_init__(self) -> None:
-        own_keys = [(name, algorithm) for algorithm, traits in PREFERENCE.items() for name in traits.own_keys]
-        for name, algorithm in own_keys:
-            value = getattr(self.loss, name)
-            require(
-                self.algorithm == algorithm or value == getattr(PreferenceLossConfig(), name),
-                f"loss.{name} is read by algorithm {algorithm} alone, got {value} with {self.algorithm}: leave it "
-                f"out, or take --algorithm {algorithm}",
-            )
-        require(
-            self.traits.reference or self.reference.path is None,
-            f"algorithm {self.algorithm} asks no reference, got reference.path {self.reference.path}: leave it out",
-        )
 
     @property
     def traits(self) -> PreferenceTraits:

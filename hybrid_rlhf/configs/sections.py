@@ -117,7 +117,7 @@ class OptimizerConfig:
     """AdamW (Loshchilov and Hutter 2017, arXiv 1711.05101) and its schedule."""
 
     lr: float = 1e-5
-    """Highest learning rate."""
+    """Highest learning rate; where lora.rank is set the default is ten times higher (TRL, lora_without_regret.md)."""
     weight_decay: float = 0.0
     """Decay a step, times lr; norms and biases are spared."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -288,8 +288,8 @@ class StepConfig:
     seed: int = 42
     """Seed of all randomness: initial heads, data order, sampling."""
     resume: str = "never"
-    """never: refuse a folder that holds a run; auto: go on from its newest whole checkpoint; a checkpoint folder; or a
-    model folder that a run made, whose weights are the start of a new run."""
+    """never: refuse a folder that holds a run; auto: go on from its newest whole checkpoint, or exit with 0 if it is
+    finished; a checkpoint folder; or a model folder that a run made, whose weights are the start of a new run."""
     deterministic: bool = False
     """The same seed and layout give the same bits on a GPU too, with slower kernels; a CPU does so anyway."""
     deepspeed_config: str | None = None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
+from hybrid_rlhf.configs.algorithms import SFT_KEYS, KeyRule
 from hybrid_rlhf.configs.sections import (
     DataConfig,
     LoraConfig,
@@ -87,6 +88,9 @@ class DistillConfig:
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig(StepConfig):
     """Step 1: supervised fine-tuning on conversations, or distillation."""
+
+    KEY_RULES: ClassVar[tuple[KeyRule, ...]] = SFT_KEYS
+    """Keys that some cases do not read."""
 
     algorithm: Literal["sft", "distill"] = "sft"
     """sft: what the data's answers say; distill: what a teacher would say (docs/algorithms.md)."""

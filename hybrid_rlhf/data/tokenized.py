@@ -34,6 +34,7 @@ from hybrid_rlhf.data.rows import head_place, ptx_row, sft_row
 from hybrid_rlhf.data.sources import Row, open_source
 from hybrid_rlhf.data.stepwise import encode_stepwise_row
 from hybrid_rlhf.runtime.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.progress import ProgressLog
 from hybrid_rlhf.runtime.world import World, mistakes_shared
 
 logger = logging.getLogger(LOGGER_NAME)
@@ -221,7 +222,8 @@ def _tokenize(
         rows = open_source(source)
 
     def make() -> Iterator[dict[str, Any]]:
-        for number, (place, row) in enumerate(rows):
+        progress = ProgressLog(f"tokenising {rows.source.path}", total=rows.count())
+        for number, (place, row) in enumerate(progress.over(rows)):
             for columns in kind.encode(place, row, tokenizer, limit):
                 if config.too_long == "drop" and columns["cut"]:
                     columns["usable"] = False

@@ -19,7 +19,7 @@ from hybrid_rlhf.generation.requests import Request
 from hybrid_rlhf.generation.sampling import SamplingParams
 
 _INTEGERS = ("token", "position", "drawn", "top_k", "greedy", "min_new_tokens")
-_FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty")
+_FLOATS = ("divisor", "top_p", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Mode:
         """What requests that are generated together need."""
         each = {id(request.params): request.params for request in requests}.values()
         return cls(
-            greedy=any(p.greedy for p in each),
-            cool=any(p.temperature != 1 for p in each),
+            greedy=any(p.takes_likeliest for p in each),
+            cool=any(p.divisor != 1 for p in each),
             cut_by_rank=any(p.top_p < 1 or p.top_k > 0 for p in each),
             cut_by_share=any(p.min_p > 0 for p in each),
             penalise=any(p.repetition_penalty != 1 for p in each),
@@ -200,4 +200,4 @@ class Rows:
 def _integers(request: Request, params: SamplingParams, *, holds: bool) -> list[int]:
     """In the order of _INTEGERS: the row before its first token, which stands behind the prompt."""
     min_new_tokens = params.min_new_tokens if holds else 0
-    return [0, len(request.prompt) - 1, 0, params.top_k, int(params.greedy), min_new_tokens]
+    return [0, len(request.prompt) - 1, 0, params.top_k, int(params.takes_likeliest), min_new_tokens]

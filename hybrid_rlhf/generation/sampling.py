@@ -25,7 +25,7 @@ class SamplingParams:
     max_new_tokens: int = 128
     """Longest completion, its stop token included."""
     temperature: float = 1.0
-    """Logits are divided by it."""
+    """Logits are divided by it; 0 is greedy, with the log-probs of the model's own distribution (vLLM's rule)."""
     top_p: float = 1.0
     """Draw from the smallest set of tokens with this probability; 1 draws from all."""
     top_k: int = 0
@@ -51,7 +51,7 @@ class SamplingParams:
         rules = {
             "max_new_tokens must be 1 or more": self.max_new_tokens >= 1,
             "n must be 1 or more": self.n >= 1,
-            "temperature must be above 0 (greedy takes the likeliest token)": self.temperature > 0,
+            "temperature must be 0 (greedy) or more": self.temperature >= 0,
             "top_p must be in (0, 1]": 0 < self.top_p <= 1,
             "top_k must be 0 (all) or more": self.top_k >= 0,
             "min_p must be in [0, 1)": 0 <= self.min_p < 1,
@@ -62,6 +62,16 @@ class SamplingParams:
         for rule, holds in rules.items():
             if not holds:
                 raise UserError(f"{rule}, got {getattr(self, rule.split()[0])}: change it")
+
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether it is greedy."""
+        return self.greedy or self.temperature == 0
+
+    @property
+    def divisor(self) -> float:
+        """What logits are divided by, for what is drawn and for its log-probs."""
+        return self.temperature or 1.0
 
     @property
     def draws_from_all(self) -> bool:

@@ -55,7 +55,9 @@ STOP = tuple(range(3, 60))
 SAMPLING = RolloutConfig(
     prompts_per_step=3, samples_per_prompt=2, max_new_tokens=120, max_prompt_tokens=80, temperature=0.8
 )
-ALGORITHM = AlgorithmConfig(kl_coef=0.0, whiten_advantages=False, score_clip=None)
+ALGORITHM = AlgorithmConfig(
+    kl_coef=0.0, whiten_advantages=False, score_clip=None, missing_eos_penalty=0.0, mini_batches=1
+)
 
 
 def row(text: str, **columns: Any) -> dict[str, Any]:

@@ -196,6 +196,7 @@ def test_ppo_holds_what_was_planned(name: str, model: str, world: World) -> None
     config = PPOConfig(
         model=parts["model"], actor=role, critic=critic_role, reward=RewardRoleConfig(path=model), rollout=rollout,
         train=LoopConfig(micro_batch_tokens=240), deepspeed_config=parts["deepspeed_config"],
+        ppo=AlgorithmConfig(mini_batches=1),
     )  # fmt: skip
     planned = {phase.name: phase for phase in Planner(CPU).phases(config)}
     counter = LiveBytes("cpu")

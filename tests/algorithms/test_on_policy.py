@@ -82,20 +82,33 @@ def test_advantages_are_the_papers(name: str, seed: int) -> None:
     assert (found.advantages[~view.mask] == 0).all()
 
 
-def test_ppo_is_gae() -> None:
+@pytest.mark.parametrize(("lam", "value_lam"), [(0.8, 0.8), (1.0, 0.5), (0.0, 1.0)])
+def test_ppo_is_gae_by_a_lambda_of_the_actor_and_one_of_the_critic(lam: float, value_lam: float) -> None:
     view = judged()
-    learner = algorithm("ppo", gamma=0.9, lam=0.8)
+    learner = ON_POLICY_ALGORITHMS["ppo"](replace(algorithm("ppo").config, gamma=0.9, lam=lam), value_lam=value_lam)
     found = learner.estimate(view)
     assert view.values is not None and found.returns is not None
     for row in range(len(view.mask)):
         places = view.mask[row].nonzero().flatten().tolist()
-        advantage, next_value = 0.0, 0.0
+        advantage, to_learn, next_value = 0.0, 0.0, 0.0
         for t in reversed(places):
             value = float(view.values[row, t])
-            advantage = float(view.rewards[row, t]) + 0.9 * next_value - value + 0.9 * 0.8 * advantage
+            error = float(view.rewards[row, t]) + 0.9 * next_value - value
+            advantage, to_learn = error + 0.9 * lam * advantage, error + 0.9 * value_lam * to_learn
             next_value = value
             assert float(found.advantages[row, t]) == pytest.approx(advantage, abs=1e-5)
-            assert float(found.returns[row, t]) == pytest.approx(advantage + value, abs=1e-5)
+            assert float(found.returns[row, t]) == pytest.approx(to_learn + value, abs=1e-5)
+
+
+def test_by_default_both_lambdas_are_1() -> None:
+    """Advantages are what was earned less the value, returns what was earned: the closed form at lambda 1."""
+    config = parse_config(PPOConfig, [])
+    view = judged()
+    found = ON_POLICY_ALGORITHMS["ppo"](config.ppo, value_lam=config.critic.lam).estimate(view)
+    assert view.values is not None and found.returns is not None
+    to_go = torch.where(view.mask, view.rewards, 0.0).flip(1).cumsum(1).flip(1)
+    torch.testing.assert_close(found.returns[view.mask], to_go[view.mask])
+    torch.testing.assert_close(found.advantages[view.mask], (to_go - view.values)[view.mask])
 
 
 def test_reinforce_takes_the_mean_of_all_before() -> None:
@@ -305,8 +318,8 @@ MISTAKES = {
     },
     "--algorithm grpo --ppo.whiten_rewards true": "algorithm grpo compares whole completions, got ppo.whiten_rewards "
     "True: leave it out",
-    "--algorithm grpo --ppo.select_above 0.5": "algorithm grpo learns from all completions, got ppo.select_above 0.5: "
-    "leave it out",
+    "--algorithm grpo --ppo.select_above 0.5": "algorithm grpo selects no completions, got ppo.select_above 0.5: leave "
+    "it out",
     "--algorithm raft --ppo.kl_coef 0.1": "algorithm raft selects by scores, got ppo.kl_coef 0.1 in the reward: give "
     "ppo.kl_in loss",
     "--algorithm rloo --ppo.critic_warmup_steps 3": "algorithm rloo has no critic, got ppo.critic_warmup_steps 3: "
@@ -319,10 +332,10 @@ MISTAKES = {
     "ppo.kl_coef 0: leave it out",
     "--ppo.kl_target 3 --ppo.kl_coef 0": "ppo.kl_target 3.0 steers the coefficient by factors, got kl_coef 0: give a "
     "start, for example 0.05",
-    "--ppo.sampler_correction_low 0.5": "ppo.sampler_correction_low and ppo.masked_tokens_count belong to "
-    "ppo.sampler_correction mask, got none: leave them out",
-    "--ppo.sampler_correction truncate --ppo.masked_tokens_count false": "ppo.sampler_correction_low and "
-    "ppo.masked_tokens_count belong to ppo.sampler_correction mask, got truncate: leave them out",
+    "--ppo.sampler_correction_low 0.5": "ppo.sampler_correction masks no token, got ppo.sampler_correction_low 0.5: "
+    "leave it out",
+    "--ppo.sampler_correction truncate --ppo.masked_tokens_count false": "ppo.sampler_correction masks no token, got "
+    "ppo.masked_tokens_count False: leave it out",
     "--ppo.sampler_correction mask --ppo.sampler_correction_low 2": "ppo.sampler_correction_low must be above 0 and at "
     "most 1, got 2.0: give for example 0.5",
     "--ppo.overlong_fraction 2": "ppo.overlong_fraction must be in [0, 1], got 2.0: give for example 0.2",

@@ -32,7 +32,7 @@ from hybrid_rlhf.runtime.world import World
 from tests.tiny import tiny_tokenizer
 
 PROMPTS = [{"input_ids": [5, 6, 7]}, {"input_ids": [9, 8]}, {"input_ids": [4, 4, 4, 4]}, {"input_ids": [11, 3]}]
-ALGORITHM = AlgorithmConfig(kl_coef=0.1, missing_eos_penalty=0.5, epochs=2)
+ALGORITHM = AlgorithmConfig(kl_coef=0.1, missing_eos_penalty=0.5, epochs=2, mini_batches=1)
 ONCE = replace(ALGORITHM, epochs=1)
 SAMPLING = RolloutConfig(prompts_per_step=4, samples_per_prompt=2, max_new_tokens=10, temperature=0.8)
 WHOLE = MiniBatch(tokens=1.0, sequences=1.0)

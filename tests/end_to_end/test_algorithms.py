@@ -7,7 +7,6 @@ import math
 import re
 import shlex
 import shutil
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -15,7 +14,7 @@ import pytest
 
 import train
 from hybrid_rlhf.configs.algorithms import ON_POLICY, PREFERENCE
-from hybrid_rlhf.configs.cli import save_config
+from hybrid_rlhf.configs.cli import read_config, save_config
 from hybrid_rlhf.configs.reward import PreferenceConfig
 from tests.engines.ranks import run_main
 from tests.faults.steps import write_rows
@@ -37,7 +36,7 @@ def test_the_tables_hold_what_the_code_does() -> None:
         rows = re.findall(r"^\| `(\w+)` \|(.*)\|$", section, re.MULTILINE)
         assert [name for name, _ in rows] == [*table, *table], "each in both tables"
         for name, row in rows[len(table) :]:
-            told = dict(re.findall(r"`([\w.]+)` ([\w.]+)(?: ·| \|)", row.partition("|")[0] + "|"))
+            told = dict(re.findall(r"`([\w.]+)` ([\w.-]+)(?: ·| \|)", row.partition("|")[0] + "|"))
             assert told == {key: json.dumps(value).strip('"') for key, value in table[name].defaults.items()}, name
 
 
@@ -62,14 +61,6 @@ def _step(line: str) -> tuple[str, Any]:
     return name, train.step_config(name, config)
 
 
-def _dotted(config: Any, prefix: str = "") -> set[str]:
-    keys = set()
-    for field in fields(config):
-        value = getattr(config, field.name)
-        keys |= _dotted(value, f"{prefix}{field.name}.") if is_dataclass(value) else {prefix + field.name}
-    return keys
-
-
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl")
@@ -91,7 +82,7 @@ def test_the_commands_run(line: str, tmp_path: Path, model_folder: Path, rows: P
         "model.path": model_folder, "actor.path": model_folder, "reward.path": reward, "data.sources": rows,
         "data.cache_dir": rows.parent / "cache",
     }  # fmt: skip
-    small = [f"--{key}={own.get(key, value)}" for key, value in SMALL.items() if key in _dotted(step)]
+    small = [f"--{key}={own.get(key, value)}" for key, value in SMALL.items() if key in read_config(step)]
     folder = tmp_path / "run"
     start = ["--config", str(tmp_path / "step.yaml"), *small, "--output_dir", str(folder)]
     run_main(train.MODULES[name], 1, start)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import pytest
+import yaml
 
-from benchmarks.learning import curve, last, run
+from benchmarks.learning import ABLATIONS, ALGORITHMS, ONE_UPDATE, config_of, curve, last, run, variants_of
 from benchmarks.learning_tasks import copy_task
+from hybrid_rlhf.configs.algorithms import ON_POLICY
+from hybrid_rlhf.configs.cli import parse_config
+from hybrid_rlhf.configs.ppo import PPOConfig
 
 
 @pytest.mark.slow
@@ -16,3 +21,23 @@ def test_ppo_learns_to_copy(tmp_path: Path) -> None:
     scores = curve(run(task, {}, seed=0, threads=1), task.metric)
     assert scores[1] < 0.15, "a random policy"
     assert last([scores])[0] > 0.85, "docs/benchmarks/learning.md has the band"
+
+
+@pytest.mark.parametrize("task", ["copy", "demo"])
+def test_every_variant_of_the_benchmark_is_a_config(task: str, tmp_path: Path) -> None:
+    for step in ("step1_sft", "step2_reward"):
+        (tmp_path / step).mkdir()
+        (tmp_path / step / "config.json").write_text("{}")
+    options = argparse.Namespace(task=task, steps=2, ablations=False, algorithms=[*ON_POLICY], demo=tmp_path)
+    variants = variants_of(options, tmp_path)
+    if task == "copy":
+        assert {*ON_POLICY} - {*ALGORITHMS} == {"remax"}
+        variants |= variants_of(argparse.Namespace(**vars(options) | {"algorithms": None, "ablations": True}), tmp_path)
+        assert {*variants} == {*ON_POLICY, *ABLATIONS}
+    for name, (run_of, changes) in variants.items():
+        file = tmp_path / "c.yaml"
+        file.write_text(yaml.safe_dump(config_of(run_of, changes, tmp_path)))
+        config = parse_config(PPOConfig, ["--config", str(file)])
+        assert config.algorithm == (name if name in ON_POLICY else "ppo")
+        if name == "remax":
+            assert config.ppo.updates_once and ONE_UPDATE["ppo"]["epochs"] == 1

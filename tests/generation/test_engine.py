@@ -38,6 +38,30 @@ def test_greedy_tokens_through_the_module_are_those_of_hugging_face(family: str)
         assert completion.finish_reason == ("stop" if stopped else "length")
 
 
+@pytest.mark.parametrize("layout", ["auto", "module"])
+def test_temperature_0_is_greedy_with_the_models_own_log_probs(layout: Layout) -> None:
+    """Beside requests that are drawn, and whatever else is asked for; the log-probs are those of temperature 1."""
+    model = tiny_model()
+    engine = GenerationEngine(model, layout=layout, stop_token_ids=())
+    cold = SamplingParams(max_new_tokens=12, temperature=0)
+    each = [replace(cold, seed=number, top_p=0.9 if number == 1 else 1.0) for number in range(4)] + [SAMPLED]
+    for prompt, params, (completion, *_) in zip(PROMPTS, each, engine.generate(PROMPTS, each), strict=True):
+        ids = torch.tensor([prompt])
+        whole = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0,
+            eos_token_id=None,
+        )  # fmt: skip
+        if params is SAMPLED:
+            continue
+        assert completion.token_ids == whole[0, len(prompt) :].tolist()
+        with torch.no_grad():
+            logprobs = torch.log_softmax(model(whole).logits[0, len(prompt) - 1 : -1], dim=-1)
+        expected = logprobs.gather(1, whole[0, len(prompt) :, None]).squeeze(1)
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
+        if params.draws_from_all:
+            assert completion.sampling_logprobs == pytest.approx(completion.logprobs, abs=1e-5)
+
+
 RECURRENT = {
     "qwen3_5_text": {**GQA, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
                      "linear_key_head_dim": 8, "linear_value_head_dim": 8,
@@ -168,7 +192,7 @@ def test_bad_requests_are_refused() -> None:
     engine = GenerationEngine(tiny_model())
     with pytest.raises(UserError, match="prompt 1 has none"):
         engine.generate([[4], []], GREEDY)
-    for wrong in ({"temperature": 0.0}, {"top_p": 0.0}, {"top_k": -1}, {"n": 0}, {"max_new_tokens": 0}):
+    for wrong in ({"temperature": -0.5}, {"top_p": 0.0}, {"top_k": -1}, {"n": 0}, {"max_new_tokens": 0}):
         with pytest.raises(UserError, match=next(iter(wrong))):
             SamplingParams(**wrong)  # type: ignore[arg-type]
 

@@ -84,8 +84,9 @@ class OnPolicyAlgorithm:
     together: ClassVar[int] = 1
     """Completions, neighbours in a rollout, that pass through the actor in one micro-batch."""
 
-    def __init__(self, config: AlgorithmConfig) -> None:
-        self.config = config
+    def __init__(self, config: AlgorithmConfig, *, value_lam: float = 1.0) -> None:
+        """Args: the keys of `ppo`, and the lambda of the returns that a critic learns."""
+        self.config, self.value_lam = config, value_lam
 
     def select(self, scores: Tensor, *, penalties: Tensor, groups: Tensor) -> Tensor:
         """[N] bool, the completions to learn from, by their scores [N], what is subtracted [N] and prompts [N]."""

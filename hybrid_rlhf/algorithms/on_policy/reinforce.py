@@ -20,8 +20,8 @@ from hybrid_rlhf.configs.on_policy import AlgorithmConfig
 class Reinforce(OnPolicyAlgorithm):
     """Outcomes less their moving average."""
 
-    def __init__(self, config: AlgorithmConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: AlgorithmConfig, *, value_lam: float = 1.0) -> None:
+        super().__init__(config, value_lam=value_lam)
         self._count, self._sum = 0, 0.0
 
     def estimate(self, judged: Judged) -> Estimate:

@@ -1,0 +1,69 @@
+"""What lasts over rollouts is reported once, in one line with its fix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hybrid_rlhf.algorithms.on_policy_wiring import plan_step
+from hybrid_rlhf.algorithms.warning_signs import WarningSigns
+from hybrid_rlhf.configs.cli import parse_config
+from hybrid_rlhf.configs.ppo import PPOConfig
+from hybrid_rlhf.runtime.run import start_run
+
+
+def watched(values: list[float], metric: str, log_lines: list[str], *, enabled: bool = True) -> list[str]:
+    log_lines.clear()
+    signs = WarningSigns(enabled=enabled)
+    for step, value in enumerate(values, start=1):
+        signs.watch(step, {metric: value, "objective/scores_std": 5.25, "critic/lr": 1e-5})
+    return list(log_lines)
+
+
+def test_a_critic_that_never_helps_is_reported_after_ten_rollouts(log_lines: list[str]) -> None:
+    name = "val/explained_variance"
+    (line,) = watched([-0.4] * 15, name, log_lines)
+    assert line.startswith(
+        "step 10: val/explained_variance is -0.4, wrong for 10 rollouts in a row: the critic predicts"
+    )
+    for part in ("critic.optimizer.lr (1e-05)", "ppo.critic_warmup_steps", "deviation is 5.25", "ppo.score_scaling"):
+        assert part in line
+    assert "\n" not in line
+    assert not watched([-0.4] * 9 + [0.1] + [-0.4] * 9, name, log_lines)
+    assert len(watched([-1.0] * 10 + [0.1] + [-1.0] * 10, name, log_lines)) == 2, "again, after it had gone away"
+    assert not watched([-0.4] * 15, name, log_lines, enabled=False), "on one rank"
+    assert not watched([-0.4] * 15, "loss/value", log_lines), "without a critic there is none"
+
+
+def test_answers_that_all_run_into_the_limit_are_reported(log_lines: list[str]) -> None:
+    (line,) = watched([0.5] + [0.95] * 8, "completions/clipped_ratio", log_lines)
+    assert line.startswith(
+        "step 6: completions/clipped_ratio is 0.95, wrong for 5 rollouts in a row: almost no completion"
+    )
+    for part in ("rollout.max_new_tokens", "ppo.missing_eos_penalty beyond the deviation of scores, 5.25"):
+        assert part in line
+    assert not watched([0.95] * 4 + [0.9] * 4, "completions/clipped_ratio", log_lines)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("--rollout.prompts_per_step 25", "give ppo.mini_batches or ppo.epochs 2 or more, and rollout.prompts_per_step "
+         "a multiple of 4"),
+        ("--algorithm grpo --ppo.mini_batches 1", "give ppo.mini_batches or ppo.epochs 2 or more"),
+        ("--algorithm remax", None),
+        ("--algorithm grpo", None),
+    ],
+)  # fmt: skip
+def test_a_clip_that_never_acts_is_reported(
+    line: str, expected: str | None, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = parse_config(PPOConfig, [*line.split(), "--output_dir", str(tmp_path / "run")])
+    with start_run(config) as run:
+        plan_step(config, run)
+    lines = "".join(capfd.readouterr()).splitlines()
+    warned = [text for text in lines if "its clip never acts" in text]
+    assert len(warned) == (expected is not None)
+    assert expected is None or warned[0].endswith(f"clip never acts: {expected}")
+    assert any(f"updates: {config.ppo.mini_batches} from a rollout of " in text for text in lines)
