@@ -29,6 +29,8 @@ class ModelConfig:
     """Hugging Face folder, hub name or .gguf file of the model to start from."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the weights in training; auto: bfloat16 on a GPU, float32 on a CPU."""
+    head_dtype: Literal["float32", "model"] = "float32"
+    """Type of the logits in training and sampling: float32, whatever dtype (ScaleRL, arXiv 2510.13786), or dtype."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "auto"
     """Attention kernel, by its transformers name; auto: sdpa where the model has it, else eager."""
     gradient_checkpointing: bool = False

@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from hybrid_rlhf.functional.masking import at_least_float32
+from hybrid_rlhf.functional.wide_products import add_wide_product, wide_linear
 
 DivergenceName = Literal["forward", "reverse", "jensen_shannon"]
 
@@ -35,10 +36,14 @@ class Head:
     bias: Tensor | None = None
     """[V]"""
     softcap: float | None = None
+    float32_logits: bool = True
+    """Products are summed and stay in float32; false rounds them to the weight's dtype."""
 
     def logits(self, hidden: Tensor, rows: int) -> Tensor:
         """[n, rows] before the cap, of the first rows of the vocabulary; in float32 or better."""
         bias = None if self.bias is None else self.bias[:rows]
+        if self.float32_logits and hidden.dtype in (torch.bfloat16, torch.float16):
+            return wide_linear(hidden, self.weight[:rows], bias)
         return at_least_float32(linear(hidden, self.weight[:rows], bias))
 
     def capped(self, logits: Tensor) -> Tensor:
@@ -187,6 +192,6 @@ def _add_gradients(grads: list[Tensor | None], grad: Tensor, hidden: Tensor, wei
     if of_hidden is not None:
         of_hidden[part] = low @ weight[:rows]
     if of_weight is not None:
-        of_weight[:rows] += low.t() @ hidden
+        add_wide_product(of_weight[:rows], low.t(), hidden)
     if of_bias is not None:
         of_bias[:rows] += grad.sum(dim=0)

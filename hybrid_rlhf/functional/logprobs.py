@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from hybrid_rlhf.functional.masking import at_least_float32
 from hybrid_rlhf.functional.products import linear
+from hybrid_rlhf.functional.wide_products import add_wide_product, wide_linear
 
 
 def token_logprobs(logits: Tensor, *, labels: Tensor, temperature: float = 1.0) -> Tensor:
@@ -41,18 +42,21 @@ def logprobs_from_hidden(
     chunk_tokens: int = 1024,
     bias: Tensor | None = None,
     softcap: float | None = None,
+    float32_logits: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropy of labels under the head, without its logits in memory.
 
     Args:
         hidden: [..., H].
-        weight: [V, H] of the head, in hidden's dtype: the product is taken in it, the softmax in float32 or better.
-            ZeRO-3 may release and gather its memory between forward and backward.
+        weight: [V, H] of the head, in hidden's dtype. ZeRO-3 may release and gather its memory between forward and
+            backward.
         labels: [...] int64.
         temperature: logits are divided by it.
         chunk_tokens: tokens whose logits are held at a time.
         bias: [V] or none.
         softcap: logits become softcap * tanh(logits / softcap) (Gemma 2), before the temperature.
+        float32_logits: logits are summed and stay in float32; false rounds them to the dtype of hidden. The gradient of
+            the logits is rounded to that dtype in either case, before its products. No difference in float32.
 
     Returns:
         logprobs and entropy (nats), [...] float32 or better, differentiable in hidden, weight and bias.
@@ -62,7 +66,9 @@ def logprobs_from_hidden(
     """
     _check_labels(labels, hidden)
     flat = hidden.reshape(-1, hidden.shape[-1])
-    logprobs, entropy = _ChunkedHead.apply(flat, weight, bias, labels.reshape(-1), temperature, chunk_tokens, softcap)
+    logprobs, entropy = _ChunkedHead.apply(
+        flat, weight, bias, labels.reshape(-1), temperature, chunk_tokens, softcap, float32_logits
+    )
     return logprobs.view(labels.shape), entropy.view(labels.shape)
 
 
@@ -79,11 +85,12 @@ class _ChunkedHead(torch.autograd.Function):
         temperature: float,
         chunk_tokens: int,
         softcap: float | None,
+        float32_logits: bool,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logprobs = torch.empty(len(labels), dtype=dtype, device=hidden.device)
         entropy, normaliser = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        memory = _ChunkMemory(hidden, weight, chunk_tokens)
+        memory = _ChunkMemory(hidden, weight, chunk_tokens, float32_logits)
         for start in range(0, len(labels), chunk_tokens):
             part = slice(start, start + chunk_tokens)
             logits, probs = memory.logits(hidden[part], weight, bias, temperature, softcap)
@@ -96,7 +103,7 @@ class _ChunkedHead(torch.autograd.Function):
             mean = probs.mul_(logits.clamp_(min=torch.finfo(dtype).min)).sum(dim=-1) / total
             entropy[part] = total.log() - mean
         ctx.save_for_backward(hidden, weight, bias, labels, normaliser, entropy)
-        ctx.settings = (temperature, chunk_tokens, softcap)
+        ctx.settings = (temperature, chunk_tokens, softcap, float32_logits)
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -104,12 +111,12 @@ class _ChunkedHead(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, normaliser, entropy = ctx.saved_tensors
-        temperature, chunk_tokens, softcap = ctx.settings
+        temperature, chunk_tokens, softcap, float32_logits = ctx.settings
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=normaliser.dtype) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=normaliser.dtype) if needs_bias else None
-        memory = _ChunkMemory(hidden, weight, chunk_tokens)
+        memory = _ChunkMemory(hidden, weight, chunk_tokens, float32_logits)
         for start in range(0, len(labels), chunk_tokens):
             part = slice(start, start + chunk_tokens)
             logits, other = memory.logits(hidden[part], weight, bias, temperature, softcap)
@@ -128,21 +135,22 @@ class _ChunkedHead(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden[part] = linear(low, weight.t())
             if grad_weight is not None:
-                _add_product(grad_weight, low.t(), hidden[part])
+                add_wide_product(grad_weight, low.t(), hidden[part])
             if grad_bias is not None:
                 grad_bias += grad.sum(dim=0)
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            None, None, None, None,
+            None, None, None, None, None,
         )  # fmt: skip
 
 
 class _ChunkMemory:
     """Two tensors [n, V] for all chunks: memory that is taken again and again is touched again and again."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, chunk_tokens: int) -> None:
+    def __init__(self, hidden: Tensor, weight: Tensor, chunk_tokens: int, float32_logits: bool) -> None:
+        self._wide = float32_logits
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         shape = (min(chunk_tokens, len(hidden)), len(weight))
         self._logits, self._other = (torch.empty(shape, dtype=dtype, device=hidden.device) for _ in range(2))
@@ -152,7 +160,9 @@ class _ChunkMemory:
     ) -> tuple[Tensor, Tensor]:
         """A chunk's logits [n, V], capped and at the temperature, and another tensor of their shape."""
         out, other = self._logits[: len(hidden)], self._other[: len(hidden)]
-        if out.dtype != hidden.dtype or out.device.type == "cpu":
+        if self._wide and out.dtype != hidden.dtype:
+            wide_linear(hidden, weight, bias, out=out)
+        elif out.dtype != hidden.dtype or out.device.type == "cpu":
             out.copy_(linear(hidden, weight, bias))
         elif bias is None:
             torch.mm(hidden, weight.t(), out=out)
@@ -163,14 +173,6 @@ class _ChunkMemory:
         if temperature != 1.0:
             out.div_(temperature)
         return out, other
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, whose dtype may be lower."""
-    if total.dtype == left.dtype:
-        torch.addmm(total, left, right, out=total)
-    else:
-        total += left @ right
 
 
 def _check_labels(labels: Tensor, states: Tensor) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hybrid_rlhf.functional.products import onednn_linear
+from hybrid_rlhf.functional.wide_products import wide_linear
 from hybrid_rlhf.generation.architecture import Activation, Architecture
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -32,17 +33,23 @@ PACKED_ROWS = 32
 class Linear:
     """x W^T + b."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, *, pack: bool) -> None:
-        """Take a weight [N, K] and a bias [N]; packing copies the weight into oneDNN's form."""
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, pack: bool, wide: bool = False) -> None:
+        """Take a weight [N, K] and a bias [N]; packing copies the weight into oneDNN's form. A wide product of lower
+        precision is summed and stays in float32; packed, its weight is a copy in float32."""
+        self._wide = wide and weight.dtype in (torch.bfloat16, torch.float16)
+        if self._wide and pack:
+            weight, bias = weight.float(), None if bias is None else bias.float()
         self.bias = bias
         self.outputs = len(weight)
         self.packed = pack
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS) if pack else weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, K] to [T, N]."""
+        """[T, K] to [T, N]; in float32 where the product is wide."""
         if self.packed:
-            return onednn_linear(x, self.weight, self.bias)
+            return onednn_linear(x.float() if self._wide else x, self.weight, self.bias)
+        if self._wide:
+            return wide_linear(x, self.weight, self.bias)
         return functional.linear(x, self.weight, self.bias)
 
 

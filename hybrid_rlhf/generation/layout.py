@@ -21,6 +21,7 @@ from hybrid_rlhf.generation.decoder import Decoder
 from hybrid_rlhf.generation.families import NotDescribed, describe
 from hybrid_rlhf.generation.sampler import gather_vocabulary
 from hybrid_rlhf.generation.weights import WeightLoader
+from hybrid_rlhf.models.families import has_float32_logits
 from hybrid_rlhf.models.head_check import agreement, probe_tokens
 from hybrid_rlhf.runtime.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.world import World
@@ -50,7 +51,9 @@ class InferenceLayout:
             UserError: when its heads cannot be shared out over the ranks.
         """
         self._world = world
-        self._loader = WeightLoader(*describe(lm), names, world=world, dtype=dtype, in_place=in_place)
+        self._loader = WeightLoader(
+            *describe(lm), names, world=world, dtype=dtype, in_place=in_place, float32_logits=has_float32_logits(lm)
+        )
         self._decoder: Decoder | None = None
 
     def build(self, weights: Iterable[tuple[str, Tensor, bool]]) -> Decoder:

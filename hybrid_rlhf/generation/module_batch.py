@@ -19,6 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 from hybrid_rlhf.generation.requests import Request
 from hybrid_rlhf.generation.rows import Mode, Rows
 from hybrid_rlhf.generation.sampler import Sampler
+from hybrid_rlhf.models.policy import wide_logits
 from hybrid_rlhf.runtime.world import solo_world
 
 
@@ -84,7 +85,8 @@ class ModuleBatch:
             extra["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         if self._takes_logits_to_keep:
             extra["logits_to_keep"] = 1
-        output = self._lm(input_ids=ids, use_cache=True, **extra)
+        with wide_logits(self._lm):
+            output = self._lm(input_ids=ids, use_cache=True, **extra)
         logits: Tensor = output.logits[:, -1]
         return logits
 

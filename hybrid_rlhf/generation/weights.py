@@ -114,6 +114,7 @@ class WeightLoader:
         world: World,
         dtype: torch.dtype,
         in_place: bool = False,
+        float32_logits: bool = True,
     ) -> None:
         """Plan.
 
@@ -124,6 +125,7 @@ class WeightLoader:
             world: the tensor-parallel ranks, and the device of this one.
             dtype: of the layout.
             in_place: what is loaded after `assemble` is written into its weights, where they are not packed.
+            float32_logits: whether the head's products stay in float32, whatever the dtype.
 
         Raises:
             NotDescribed: when the model has a weight that the decoder does not use.
@@ -131,7 +133,7 @@ class WeightLoader:
         self.architecture, self._world, self._dtype = architecture, world, dtype
         self.split = Split.of(architecture, world.rank, world.size)
         self._names, self._parameters = names, frozenset(parameters)
-        self._packs = can_pack(world.device, dtype)
+        self._packs, self._float32_logits = can_pack(world.device, dtype), float32_logits
         self.in_place = in_place and not self._packs
         self._homes: dict[str, Sequence[Tensor]] = {}
         self._parts: dict[str, list[Tensor | None]] = {}
@@ -173,7 +175,9 @@ class WeightLoader:
             embed_out=self._take("embed_out.weight"),
             layers=[self._layer(layer) for layer in range(self.architecture.layers)],
             final_norm=self._norm("final_norm"),
-            head=self._linear(embed if head is None else head, self._take("head.bias")),
+            head=Linear(
+                embed if head is None else head, self._take("head.bias"), pack=self._packs, wide=self._float32_logits
+            ),
         )
 
     def _layer(self, layer: int) -> LayerWeights:

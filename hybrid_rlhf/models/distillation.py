@@ -82,4 +82,4 @@ class Student(Policy):
 def _scaled(head: HeadLogprobs, hidden: Tensor) -> tuple[Tensor, Head]:
     """What the head's convention makes of states and bias."""
     states, bias = head.scaled(hidden)
-    return states, Head(head.weight, bias, head.convention.softcap)
+    return states, Head(head.weight, bias, head.convention.softcap, head.float32_logits)

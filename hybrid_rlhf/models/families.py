@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 _MULTIPLIED_BY_SCALING = ("hyperclovax",)
 
@@ -33,3 +33,14 @@ def head_convention(config: PreTrainedConfig) -> HeadConvention:
         scale *= float(getattr(text, name, None) or 1.0)
     softcap = getattr(text, "final_logit_softcapping", None) or getattr(text, "logits_soft_cap", None)
     return HeadConvention(scale=scale, softcap=float(softcap) if softcap else None)
+
+
+def keep_float32_logits(lm: PreTrainedModel, wanted: bool) -> None:
+    """Note on a causal LM whether its logits are summed and stay in float32 (model.head_dtype), for all that compute
+    them: training, distillation and generation."""
+    vars(lm)["float32_logits"] = wanted
+
+
+def has_float32_logits(lm: PreTrainedModel) -> bool:
+    """What `keep_float32_logits` noted; true where it was not asked."""
+    return bool(vars(lm).get("float32_logits", True))

@@ -28,6 +28,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections import ModelConfig
 from hybrid_rlhf.functional.products import linear
+from hybrid_rlhf.models.families import keep_float32_logits
 from hybrid_rlhf.models.folders import load_config, reading, stored_elements
 from hybrid_rlhf.models.packing import use_packing
 from hybrid_rlhf.models.sources import quiet_transformers
@@ -110,6 +111,7 @@ def load_model(
     _require_weights(path, model, architecture, missing)
     _require_all_layers(path, hf_config, info["unexpected_keys"])
     adapt_model(model, config)
+    keep_float32_logits(model, config.head_dtype == "float32")
     return model, architecture == "scorer" and any(key.startswith("score.") for key in missing)
 
 

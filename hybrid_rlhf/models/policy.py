@@ -9,7 +9,9 @@ Shapes: B batch, T time, N real tokens of a batch, H hidden, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +19,8 @@ from transformers import PreTrainedModel
 
 from hybrid_rlhf.functional.logprobs import logprobs_from_hidden
 from hybrid_rlhf.functional.masking import last_index, position_ids
-from hybrid_rlhf.models.families import head_convention
+from hybrid_rlhf.functional.wide_products import wide_linear
+from hybrid_rlhf.models.families import has_float32_logits, head_convention
 from hybrid_rlhf.models.packing import pack, packs
 
 HEAD_CHUNK_TOKENS = 512
@@ -33,18 +36,21 @@ class HeadLogprobs(nn.Module):
         self.weight = head.weight
         self.bias = getattr(head, "bias", None)
         self.convention = head_convention(lm.config)
+        self.float32_logits = has_float32_logits(lm)
 
     def forward(self, hidden: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probs and entropy [N] of labels [N] after hidden [N, H], float32."""
-        states, bias = self.scaled(hidden)
+        softcap, scale = self.convention.softcap, self.convention.scale
+        states, bias = (hidden, self.bias) if softcap is None else self.scaled(hidden)
         return logprobs_from_hidden(
             states,
             weight=self.weight,
             bias=bias,
             labels=labels,
-            temperature=temperature,
-            softcap=self.convention.softcap,
+            temperature=temperature / scale if softcap is None else temperature,  # states * scale would be rounded
+            softcap=softcap,
             chunk_tokens=HEAD_CHUNK_TOKENS,
+            float32_logits=self.float32_logits,
         )
 
     def scaled(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -93,6 +99,27 @@ class Scorer(nn.Module):
         """The head's output after each real token, [B, T] float32, 0 elsewhere; of several heads [B, T, heads]."""
         real = attention_mask.bool()
         return _scatter(self.lm.score(backbone_hidden(self.lm, input_ids, real)).squeeze(-1).float(), real)
+
+
+@contextlib.contextmanager
+def wide_logits(lm: PreTrainedModel) -> Iterator[None]:
+    """Within it a Hugging Face model's own forward keeps its head's products in float32, where `has_float32_logits`.
+
+    For generation through the module; no gradient passes its head.
+    """
+    head = lm.get_output_embeddings()
+    if not has_float32_logits(lm) or not isinstance(head, nn.Linear) or head.weight.dtype == torch.float32:
+        yield
+        return
+
+    def forward(hidden: Tensor) -> Tensor:
+        return wide_linear(hidden.flatten(0, -2), head.weight, head.bias).unflatten(0, hidden.shape[:-1])
+
+    vars(head)["forward"] = forward
+    try:
+        yield
+    finally:
+        del vars(head)["forward"]
 
 
 def scores_at_end(outputs: Tensor, attention_mask: Tensor) -> Tensor:

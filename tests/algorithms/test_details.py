@@ -15,7 +15,9 @@ from hybrid_rlhf.algorithms.score_scaling import ScoreScaling
 from hybrid_rlhf.algorithms.updater import Updater
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.on_policy import AlgorithmConfig
+from hybrid_rlhf.configs.sections import ModelConfig, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engines.averaging import WeightAverage
+from hybrid_rlhf.engines.builder import EngineSpec, build_engine
 from hybrid_rlhf.engines.partition import copy_weights
 from hybrid_rlhf.functional.divergences import kl_k2, kl_k3
 from hybrid_rlhf.functional.masking import masked_sum
@@ -130,6 +132,38 @@ def test_the_loss_may_be_a_mean_over_the_tokens_that_a_correction_keeps(
         )
     kept = 1 - float(dropped.sum()) / float(mask.sum())
     assert 0.3 < kept < 0.9 and found == pytest.approx([-kept, -1.0], abs=1e-4)
+
+
+def test_the_entropy_bonus_is_the_entropy_of_the_whole_distribution(world: World, paths: dict[str, str]) -> None:
+    roles, rollout = build(world, paths)
+    experience, layout = collect(rollout)
+    indices, mini_batch = layout.mini_batches[0][0], MiniBatch(layout.counts[0], layout.sizes[0])
+    totals = [
+        PolicyLoss(roles.actor, PPO(replace(ALGORITHM, entropy_coef=coef)), temperature=0.8, max_tokens=10)(
+            experience, indices, mini_batch
+        )[0].total
+        for coef in (0.0, 0.25)
+    ]
+    rows = experience.sequences.rows(indices)
+    logits = roles.actor.lm(input_ids=rows.input_ids, attention_mask=rows.attention_mask.long()).logits / 0.8
+    entropy = torch.distributions.Categorical(logits=logits[:, :-1]).entropy()
+    expected = 0.25 * masked_sum(entropy.detach(), mask=rows.response_mask[:, 1:])
+    assert float(expected) > 1
+    torch.testing.assert_close((totals[0] - totals[1]).detach(), expected, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.01])
+def test_a_gradient_is_scaled_down_to_its_limit(limit: float, world: World, paths: dict[str, str]) -> None:
+    """AdamW with lr and eps of 10^6 each subtracts the gradient."""
+    optimizer = OptimizerConfig(lr=1e6, eps=1e6, schedule="constant", warmup_fraction=0.0, max_grad_norm=limit)
+    critic = build_engine(EngineSpec("critic", paths["reward"], ModelConfig(), ZeroConfig(), 0, optimizer), world)
+    before = torch.cat([p.detach().double().flatten() for p in critic.lm.parameters()])
+    ids = torch.tensor([[5, 6, 7, 8]])
+    critic.backward(critic(ids, torch.ones_like(ids, dtype=torch.bool)).square().sum(), count=1.0)
+    norm = critic.step().grad_norm
+    moved = before - torch.cat([p.detach().double().flatten() for p in critic.lm.parameters()])
+    assert norm is not None and norm > 0.1
+    assert float(moved.norm()) == pytest.approx(limit or norm, rel=1e-2)
 
 
 def test_the_log_ratio_is_no_loss() -> None:

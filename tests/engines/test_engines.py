@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections import LoraConfig, ModelConfig, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engines.averaging import WeightAverage
-from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
+from hybrid_rlhf.engines.builder import EngineSpec, _adamw, build_actor, build_engine
 from hybrid_rlhf.engines.ds_config import deepspeed_config, merge, read_overrides
 from hybrid_rlhf.engines.engine import Role
 from hybrid_rlhf.engines.partition import whole_tensors
@@ -186,6 +186,15 @@ def test_the_average_is_the_recurrence_and_leaves_the_weights(
     found, slow, untouched = run_ranks(averaged, ranks, tmp_path, model_folder, stage)[0]
     assert found == pytest.approx(slow, abs=1e-6)
     assert untouched
+
+
+def test_adam_adds_eps_after_the_bias_correction() -> None:
+    """As torch; TensorFlow's Adam adds it before, which for the first step is eps / sqrt(1 - beta2)."""
+    layer = torch.nn.Linear(1, 3, bias=False, dtype=torch.float64)
+    before = layer.weight.detach().clone()
+    layer.weight.grad = gradient = torch.tensor([[1e-4], [-1e-3], [0.5]], dtype=torch.float64)
+    _adamw(layer, OptimizerConfig(lr=0.1, eps=1e-3, betas=(0.9, 0.95))).step()
+    torch.testing.assert_close(before - layer.weight.detach(), 0.1 * gradient / (gradient.abs() + 1e-3))
 
 
 def test_schedules_rise_and_fall() -> None:

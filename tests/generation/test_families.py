@@ -16,6 +16,7 @@ from hybrid_rlhf.generation.families import FAMILIES, NotDescribed, describe
 from hybrid_rlhf.generation.layers import ACTIVATIONS
 from hybrid_rlhf.generation.layout import check_layout, decoder_of, probe_logprobs
 from hybrid_rlhf.generation.split import Split
+from hybrid_rlhf.models.families import keep_float32_logits
 from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens
 from hybrid_rlhf.runtime.world import solo_world
 from tests.generation.families import VARIANTS, variant
@@ -75,6 +76,28 @@ def test_bfloat16_stays_near_the_module(name: str) -> None:
     assert (found - expected).abs().mean() < 0.05
     exact = module_logprobs(model.float(), tokens)
     assert (found - exact).abs().mean() < 1.5 * (expected - exact).abs().mean() + 0.01, "no further from the truth"
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
+@torch.no_grad()
+def test_logits_of_a_bfloat16_layout_stay_in_float32(name: str, packed: bool) -> None:
+    model = variant(name).to(torch.bfloat16)  # type: ignore[arg-type]
+    hidden = torch.randn(5, model.config.hidden_size).bfloat16()
+    for wanted in (True, False):
+        keep_float32_logits(model, wanted)
+        with torch.backends.mkldnn.flags(enabled=packed):
+            decoder = layout(model, torch.bfloat16)
+            found = decoder.logits(hidden)
+        x = decoder._weights.final_norm(hidden)  # type: ignore[misc]
+        if decoder._weights.embed_out is not None:
+            x = torch.nn.functional.linear(x, decoder._weights.embed_out)
+        head = model.get_output_embeddings()
+        assert head.bias is None
+        exact = torch.log_softmax(x.float() @ head.weight.float().t(), dim=-1)
+        error = float((torch.log_softmax(found, dim=-1) - exact).abs().max())
+        assert found.dtype is torch.float32
+        assert error < 1e-5 if wanted else error > 1e-4
 
 
 @pytest.mark.parametrize(

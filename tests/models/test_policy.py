@@ -10,9 +10,9 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.functional.logprobs import token_entropy, token_logprobs
 from hybrid_rlhf.functional.masking import last_index
 from hybrid_rlhf.models import policy as policy_module
-from hybrid_rlhf.models.families import HeadConvention
+from hybrid_rlhf.models.families import HeadConvention, head_convention, keep_float32_logits
 from hybrid_rlhf.models.head_check import require_own_logits
-from hybrid_rlhf.models.policy import Policy, Scorer, scores_at_end, values_before
+from hybrid_rlhf.models.policy import Policy, Scorer, hidden_before, scores_at_end, values_before, wide_logits
 from tests.tiny import VOCABULARY, tiny_config
 
 COMMON = {"vocab_size": VOCABULARY, "pad_token_id": 2, "eos_token_id": 2, "bos_token_id": 1}
@@ -91,6 +91,30 @@ def test_every_head_of_the_table_passes_the_check(family: str, dtype: torch.dtyp
     require_own_logits(build(family).to(dtype))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_logits_of_a_bfloat16_model_stay_in_float32(family: str) -> None:
+    model = build(family).to(torch.bfloat16)
+    ids, mask = ragged([9, 5, 7])
+    convention = head_convention(model.config)
+    for wanted, error in ((True, 1e-5), (False, None)):
+        keep_float32_logits(model, wanted)
+        found, _ = Policy(model)(ids, mask, mask, 0.7)
+        hidden, places = hidden_before(model, ids, mask, mask)
+        head = model.get_output_embeddings()
+        bias = getattr(head, "bias", None)
+        states = hidden.float() if convention.softcap is None else (hidden * convention.scale).float()
+        logits = torch.nn.functional.linear(states, head.weight.float(), None if bias is None else bias.float())
+        logits = logits * (convention.scale if convention.softcap is None else 1.0)
+        if convention.softcap is not None:
+            logits = convention.softcap * torch.tanh(logits / convention.softcap)
+        expected = token_logprobs(logits[None], labels=ids[places][None], temperature=0.7)[0]
+        if error is None:
+            assert float((found[places] - expected).abs().max()) > 1e-4, "rounded to bfloat16"
+        else:
+            torch.testing.assert_close(found[places], expected, atol=error, rtol=error)
+
+
 def test_a_head_that_does_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy_module, "head_convention", lambda config: HeadConvention())
     for dtype in (torch.float32, torch.bfloat16):
@@ -156,3 +180,18 @@ def test_the_largest_tensor_is_not_the_logits() -> None:
     with LargestTensor() as largest:
         policy(ids, mask, mask)[0].sum().backward()
     assert largest.elements < 8 * 199 * 5000
+
+
+@torch.no_grad()
+def test_a_module_that_generates_keeps_its_logits_in_float32() -> None:
+    model = build("granite").to(torch.bfloat16)
+    ids, mask = ragged([9])
+    with wide_logits(model):
+        found = model(input_ids=ids).logits
+    hidden, places = hidden_before(model, ids, mask, mask)
+    exact = hidden.float() @ model.get_output_embeddings().weight.float().t() / 4.0
+    torch.testing.assert_close(found[0, :-1], exact, atol=1e-5, rtol=1e-5)
+    assert model(input_ids=ids).logits.dtype is torch.bfloat16, "outside it the model is as it was"
+    keep_float32_logits(model, False)
+    with wide_logits(model):
+        assert model(input_ids=ids).logits.dtype is torch.bfloat16
