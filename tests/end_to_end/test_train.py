@@ -51,8 +51,9 @@ def pipeline(output: Path, model: Path, rows: Path) -> list[str]:
     line = ["train.py", "--base_model", str(model), "--output_dir", str(output), "--data.sources", str(rows)]
     for step in ("sft", "reward"):
         line += [f"--{step}.train.global_batch_size", "4", f"--{step}.train.max_steps", "2"]
+        line += [f"--{step}.data.max_length", "64"]
     for step in ("sft", "reward", "ppo"):
-        line += [f"--{step}.data.max_length", "64", f"--{step}.data.cache_dir", str(output.parent / "cache")]
+        line += [f"--{step}.data.cache_dir", str(output.parent / "cache")]
     return [
         *line, "--ppo.rollout.prompts_per_step", "4", "--ppo.rollout.max_new_tokens", "6", "--ppo.train.max_steps", "2",
         "--ppo.rollout.max_prompt_tokens", "48", "--ppo.ppo.ema_decay", "0.9", "--ppo.logging.samples_every", "1",
