@@ -132,6 +132,7 @@ def test_a_function_and_a_model_make_a_reward(
         "--data.sources", str(rows), "--output_dir", str(tmp_path / "out"), "--rollout.prompts_per_step", "4",
         "--rollout.max_new_tokens", "6", "--train.max_steps", "2", "--data.eval_fraction", "0",
         "--data.cache_dir", str(tmp_path / "cache"), "--ppo.score_scaling", "initial", "--logging.profile_steps", "[2]",
+        "--ppo.missing_eos_penalty", "0",
     ])  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     metrics = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()][-1]
