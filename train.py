@@ -8,7 +8,6 @@ conversations.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
 import subprocess  # starts this project's own modules  # nosec B404
@@ -23,9 +22,11 @@ from typing import Any, TextIO
 from hybrid_rlhf.configs.cli import parse_config, read_config, save_config, user_errors
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.pipeline import FOLDERS, STEP_NAMES, PipelineConfig, has_model, start_of
+from hybrid_rlhf.configs.resuming import changed_keys
 from hybrid_rlhf.configs.sections import require
 from hybrid_rlhf.runtime.host_memory import MALLOC_ENVIRONMENT
 from hybrid_rlhf.runtime.interrupts import STOPPED_EXIT_CODE, signals_passed_on
+from hybrid_rlhf.runtime.launcher import STARTED_BY
 
 DEMO = Path(__file__).parent / "hybrid_rlhf" / "configs" / "demo.yaml"
 MODULES = {
@@ -39,11 +40,6 @@ SIGNALS = {
     -signal.SIGBUS: "a file that it reads in place was cut short, or its disk fails: see dmesg, and data.cache_dir",
 }
 """What a step that a signal ends cannot say itself, by exit code."""
-FREE_KEYS = re.compile(
-    r"resume|(logging|faults)\..*|train\.(save|keep|micro_batch)_.*|((actor|critic)\.)?zero\..*"
-    r"|model\.(gradient_checkpointing|activation_offload)|rollout\.(offload_.*|kv_cache_gib|keep_weights|tensor_parallel)"
-)
-"""Keys that a run may go on with other values of: where things are and what is told, not what is learned."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -115,6 +111,10 @@ def step_config(name: str, config: PipelineConfig) -> Any:
     data = step.data
     if not data.sources:
         data = replace(data, sources=config.data.sources, split=data.split or config.data.split)
+    data = replace(
+        data, chat_template=data.chat_template or config.data.chat_template,
+        chat_template_kwargs=data.chat_template_kwargs or config.data.chat_template_kwargs,
+    )  # fmt: skip
     seed = step.seed if config.seed is None else config.seed
     step = replace(step, output_dir=config.folder(name), data=data, seed=seed)
     start = start_of(step) or config.start(name)
@@ -195,9 +195,7 @@ def _changed_keys(folder: Path, step: Any) -> list[str]:
     """Keys in which a step differs from the run that its folder holds; those that change no result do not count."""
     if not (folder / "config.yaml").exists():
         return []
-    before, now = read_config(folder / "config.yaml"), read_config(step)
-    changed = sorted(key for key in {*before, *now} if before.get(key) != now.get(key))
-    return [key for key in changed if not FREE_KEYS.fullmatch(key)]
+    return changed_keys(read_config(folder / "config.yaml"), read_config(step))
 
 
 def launcher(config: PipelineConfig) -> list[str]:
@@ -226,7 +224,7 @@ def _tee(command: list[str], log: Path) -> tuple[int, list[str]]:
     """Run a command, its output to the console and a file; the exit code and the last lines."""
     tail: deque[str] = deque(maxlen=20)
     root = str(Path(__file__).parent)
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", STARTED_BY: str(os.getpid())}
     if not _gpus():
         environment = {**MALLOC_ENVIRONMENT, **environment}
     environment["PYTHONPATH"] = os.pathsep.join(part for part in (root, environment.get("PYTHONPATH")) if part)

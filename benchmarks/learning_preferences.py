@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from benchmarks.learning_tasks import run_step, write_rows
 from hybrid_rlhf.configs.algorithms import PREFERENCE
-from hybrid_rlhf.data.chat import encode_conversation
+from hybrid_rlhf.data.chat import encode_answer
 from hybrid_rlhf.data.embedded import write_demo_data
 from hybrid_rlhf.models.sources import quiet_transformers, resolve_model
 from hybrid_rlhf.runtime.world import solo_world
@@ -92,7 +92,7 @@ def logprobs(path: str, pairs: Sequence[dict[str, Any]]) -> Tensor:
 
 def _read(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: Sequence[dict[str, Any]]) -> Tensor:
     encoded = [
-        encode_conversation([*pair["prompt"], {"role": "assistant", "content": pair[side]}], tokenizer)
+        encode_answer(pair["prompt"], [{"role": "assistant", "content": pair[side]}], tokenizer)
         for pair in pairs
         for side in ("chosen", "rejected")
     ]

@@ -3,12 +3,13 @@
     python -m benchmarks.supervised_step                                # this project and the limit
     python -m benchmarks.supervised_step --trl_python ENV/bin/python    # TRL 1.16 too, see peers/trl_supervised.py
 
-SmolLM2-135M in float32 on the CPU, all of it trained, updates of 8 rows or pairs. Lengths are even from 16 tokens to
---longest, so that about half of a padded batch is real; a quarter of each is the prompt. Both sides make the same
-updates: the same token ids in the same order, the same start (the scorer's head too), AdamW at a constant rate. This
-project, TRL and the limit take turns, an update each, while the others' processes rest. The first updates warm up;
-medians over the others are printed, of real tokens a second and of the ratios of updates, and the largest difference of
-the two losses over all updates. A step's seconds are those of the whole loop.
+SmolLM2-135M in float32 on the CPU, all of it trained, updates of 8 rows or pairs. Lengths are even from --shortest to
+--longest tokens, by default so that about half of a padded batch is real; a quarter of each is the prompt. Both sides
+make the same updates: the same token ids in the same order, the same start (the scorer's head too), AdamW at a constant
+rate. This project, TRL and the limit take turns, an update each, while the others' processes rest. The first updates
+warm up; medians over the others are printed, of real tokens a second and of the ratios of updates, and the largest
+difference of the two losses over all updates. A step's seconds are those of the whole loop. HYBRID_RLHF_PRODUCTS
+chooses this project's products (`runtime/product_backend.py`).
 
 The reference of DPO is read live on both sides, which is TRL's default. Where this project reads it once (its default)
 a step costs a third less, and the pass before training as much as the first epoch saves.
@@ -138,7 +139,7 @@ def write_texts(folder: Path, tokenizer: PreTrainedTokenizerBase, options: argpa
         return " ".join(words[place] for place in places)
 
     def length() -> int:
-        return int(torch.randint(16, options.longest + 1, (), generator=generator))
+        return int(torch.randint(options.shortest, options.longest + 1, (), generator=generator))
 
     rows, pairs = [], []
     for _ in range(options.batch * options.steps):
@@ -306,6 +307,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--batch", type=int, default=8, help="rows or pairs of an update")
+    parser.add_argument("--shortest", type=int, default=16, help="tokens of a sequence, about: words are whole")
     parser.add_argument("--longest", type=int, default=128, help="tokens of a sequence")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3, help="updates that are not measured")

@@ -20,7 +20,7 @@ from hybrid_rlhf.configs.ppo import PPOConfig
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.sections import StepConfig
 from hybrid_rlhf.data.chat import encode_prompt
-from hybrid_rlhf.data.rows import Message
+from hybrid_rlhf.data.messages import Message
 from hybrid_rlhf.data.tokenized import load_prompt_data
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.models.sources import resolve_model
@@ -133,16 +133,22 @@ def answers(models: Mapping[str, str], prompts: list[list[Message]], step: LastS
         ids = [encode_prompt(messages, tokenizer) for messages in prompts]
         sampling = SamplingParams(max_new_tokens=step.answer_tokens, greedy=True, seed=0)
         completions = engine.generate(ids, sampling)
+        engine.close()  # the next model needs its memory
         said.append([tokenizer.decode(c[0].token_ids, skip_special_tokens=True).strip() for c in completions])
     for messages, *texts in zip(prompts, *said, strict=True):
-        table.add_row(*(Text(text) for text in (messages[-1]["content"], *texts)))  # a plain str is read as markup
+        table.add_row(
+            *(Text(text) for text in (messages[-1].get("content", ""), *texts))
+        )  # a plain str is read as markup
     return table
 
 
 def _tokenizer(step: LastStep, world: World) -> PreTrainedTokenizerBase:
     """The actor's."""
     path = resolve_model(step.start, world=world)
-    return load_tokenizer(path, trust_remote_code=step.config.model.trust_remote_code)
+    return load_tokenizer(
+        path, trust_remote_code=step.config.model.trust_remote_code, chat_template=step.config.data.chat_template,
+        chat_template_kwargs=step.config.data.chat_template_kwargs,
+    )  # fmt: skip
 
 
 def _held_out(folder: Path, name: str) -> tuple[float, float] | None:

@@ -32,7 +32,7 @@ def _generate(config: GenerateConfig) -> None:
     output = _writable(config.output)
     rows = [(row, prompt_row(place, row)) for place, row in open_source(config.input)]
     engine, tokenizer = load_engine(config)
-    prompts = [encode_prompt(prompt.messages, tokenizer) for _, prompt in rows]
+    prompts = [encode_prompt(prompt.messages, tokenizer, tools=prompt.tools) for _, prompt in rows]
     start = time.perf_counter()
     completions = engine.generate(prompts, sampling_params(config.sampling, n=config.n))
     seconds = time.perf_counter() - start

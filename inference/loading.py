@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import InferenceConfig, SamplingConfig
 from hybrid_rlhf.configs.sections import ModelConfig
+from hybrid_rlhf.data.chat import stop_token_ids
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.models.folders import warn_of_remote_code
 from hybrid_rlhf.models.loading import training_dtype
@@ -30,12 +31,15 @@ def load_engine(config: InferenceConfig) -> tuple[GenerationEngine, PreTrainedTo
     world = solo_world(device)
     warn_of_remote_code(config.trust_remote_code, world)
     path = resolve_model(config.path, world=world)
-    tokenizer = load_tokenizer(path, trust_remote_code=config.trust_remote_code)
+    tokenizer = load_tokenizer(
+        path, trust_remote_code=config.trust_remote_code, chat_template=config.chat_template,
+        chat_template_kwargs=config.chat_template_kwargs,
+    )  # fmt: skip
     dtype = training_dtype(ModelConfig(dtype=config.dtype), device)
     engine = GenerationEngine.from_pretrained(
         path, dtype=dtype, device=device, trust_remote_code=config.trust_remote_code
     )
-    engine.stop_token_ids |= {int(tokenizer.eos_token_id)}  # type: ignore[arg-type]
+    engine.stop_token_ids |= {*stop_token_ids(tokenizer, None)}
     return engine, tokenizer
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HYBRID_RLHF_PRODUCTS", "onednn")  # the same bits in every test, whatever a measurement says
 
 import pytest
 import torch

@@ -23,7 +23,7 @@ from hybrid_rlhf.data.augmented import Rows
 from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.functional.calibration import TEMPERATURES, calibration_error, fit_temperature
 from hybrid_rlhf.runtime.logs import LOGGER_NAME
-from hybrid_rlhf.runtime.world import World
+from hybrid_rlhf.runtime.run import Run
 
 logger = logging.getLogger(LOGGER_NAME)
 
@@ -44,17 +44,18 @@ def require_held_out(rows: Rows, heads: Sequence[str]) -> None:
 
 @torch.no_grad()
 def read_judgements(
-    objective: ScoreObjective[Any], engine: ModelEngine, rows: Rows, plan: BatchPlan, world: World
+    objective: ScoreObjective[Any], engine: ModelEngine, rows: Rows, plan: BatchPlan, run: Run
 ) -> Judgements:
     """What the model says of rows, of all ranks; every rank calls."""
+    progress = run.progress("calibration", total=len(rows))
     told = [
         objective.judgements(engine, objective.collate(micro))
-        for batches in each_once(rows, plan, world, padded=not engine.packs)
+        for batches in each_once(rows, plan, run.world, padded=not engine.packs, progress=progress)
         for micro in batches
     ]
     names = [field.name for field in fields(Judgements)]
     mine = {name: torch.cat([getattr(part, name) for part in told]).cpu() for name in names}
-    everyones = world.all_gather_objects(mine)
+    everyones = run.world.all_gather_objects(mine)
     return Judgements(**{name: torch.cat([part[name] for part in everyones]) for name in names})
 
 

@@ -88,8 +88,10 @@ class Collector:
         metrics, tokens = self._metrics(whole, mask), whole.sequences
         sampled = float(tokens.response_mask.sum()), float(tokens.lengths.sum())
         if not bool(mask.any()):
+            least = "" if config.select_above is None else f", or none is above ppo.select_above {config.select_above}"
             raise NothingToLearn(
-                f"the algorithm chose none of {len(mask)} completions, the scores of a prompt's are all alike", metrics
+                f"the algorithm chose none of {len(mask)} completions, the scores of a prompt's are all alike{least}",
+                metrics,
             )
         chosen = whole.select(mask)
         return Collected(chosen, [taken[place] for place in chosen.prompts.tolist()], metrics, sampled)

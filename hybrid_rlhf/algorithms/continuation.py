@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_rlhf.configs.cli import read_config
+from hybrid_rlhf.configs.resuming import changed_keys
 from hybrid_rlhf.configs.sections import CheckpointConfig
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.checkpoints import CheckpointWriter, LoopState, load_checkpoint
@@ -75,10 +76,7 @@ class Continuation:
             ranks, before = self._world.size, manifest["world_size"]
             other = f", on {ranks} ranks in place of {before}" if ranks != before else ""
             logger.info("goes on from %s%s", checkpoint, other)
-            now = read_config(self._run.config)
-            changed = sorted(key for key, value in manifest["config"].items() if now.get(key, value) != value)
-            changed = [key for key in changed if key not in ("resume", "output_dir")]
-            if changed:
+            if changed := changed_keys(manifest["config"], read_config(self._run.config)):
                 logger.warning("settings differ from the checkpoint's: %s", ", ".join(changed))
         return loop
 

@@ -22,6 +22,7 @@ from hybrid_rlhf.algorithms.supervised import Objective
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.data.augmented import AugmentedRows, Rows
 from hybrid_rlhf.data.bins import sequences
+from hybrid_rlhf.data.chat import stop_token_ids
 from hybrid_rlhf.data.collation import TokenBatch, collate_tokens
 from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.engines.hybrid import HybridEngine
@@ -30,7 +31,6 @@ from hybrid_rlhf.functional.distillation import DistillationRule
 from hybrid_rlhf.functional.losses import LossSum
 from hybrid_rlhf.generation.sampling import SamplingParams, derive_seed
 from hybrid_rlhf.models.distillation import Lesson, Teacher
-from hybrid_rlhf.models.tokenizers import stop_token_ids
 from hybrid_rlhf.runtime.run import Run
 
 

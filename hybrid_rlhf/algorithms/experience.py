@@ -99,6 +99,8 @@ class Experience:
     """[N, T] float32, of the critic at the time, where there is one."""
     returns: Tensor | None = None
     """[N, T] float32, where there is a critic."""
+    clipped: Tensor | None = None
+    """[N] bool, whether ppo.score_clip changed the score; none: it is not set."""
 
     @property
     def kl(self) -> Tensor | None:

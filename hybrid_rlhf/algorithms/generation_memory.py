@@ -1,6 +1,6 @@
 """What generation takes on one rank beside the training weights: copies of weights, the KV cache, temporaries. Bytes.
 
-It follows the inference layout (generation/weights.py) and the engine's batches (generation/engine.py) by their rules;
+It follows the inference layout (generation/weights.py) and the engine's slots (generation/slots.py) by their rules;
 neither needs weights.
 """
 
@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from hybrid_rlhf.configs.rollout import RolloutConfig
-from hybrid_rlhf.generation.engine import FREE_SHARE, MAX_BATCH_ROWS, PREFILL_TOKENS, slot_tokens
+from hybrid_rlhf.generation.engine import PREFILL_TOKENS
 from hybrid_rlhf.generation.families import FAMILIES
+from hybrid_rlhf.generation.slots import FREE_SHARE, Working, slot_tokens, slots_within
 from hybrid_rlhf.models.shapes import Elements, ShapedModel
 
 _FLOAT32 = 4
@@ -94,24 +95,38 @@ def slot_bytes(model: ShapedModel, rollout: RolloutConfig, *, dtype: torch.dtype
 
 
 def decoded_rows(
-    rollout: RolloutConfig, *, ranks: int, room_bytes: float, slot: float, device: torch.device
-) -> tuple[int, int]:
+    model: ShapedModel, rollout: RolloutConfig, *, ranks: int, room_bytes: float, dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[int, int]:  # fmt: skip
     """Completions decoded at once, and as many as there would be had memory no end."""
     groups = max(1, ranks // rollout.tensor_parallel)
-    wanted = min(-(-rollout.prompts_per_step // groups) * rollout.samples_per_prompt, MAX_BATCH_ROWS)
-    budget = FREE_SHARE[device.type] * room_bytes if rollout.kv_cache_gib is None else rollout.kv_cache_gib * 2**30
-    return max(1, min(wanted, int(budget // slot))), wanted
+    wanted = -(-rollout.prompts_per_step // groups) * rollout.samples_per_prompt
+    if rollout.max_decode_rows is not None:
+        wanted = min(wanted, rollout.max_decode_rows)
+    slot = slot_bytes(model, rollout, dtype=dtype, device=device)
+    if rollout.kv_cache_gib is not None:
+        return max(1, min(wanted, slots_within(rollout.kv_cache_gib * 2**30, slot, Working()))), wanted
+    working = working_bytes(model, rollout, rows=wanted, dtype=dtype, device=device)
+    return max(1, min(wanted, slots_within(FREE_SHARE[device.type] * room_bytes, slot, working))), wanted
+
+
+def working_bytes(
+    model: ShapedModel, rollout: RolloutConfig, *, rows: int, dtype: torch.dtype, device: torch.device
+) -> Working:
+    """The largest temporaries of generation: a prefill's layer, and for each row its logits, or its scores on a CPU."""
+    s, size = _sizes(model, rollout.tensor_parallel), dtype.itemsize
+    tokens = min(PREFILL_TOKENS[device.type], rows * rollout.max_prompt_tokens)
+    qkv = (s.heads + 2 * s.kv_heads) * s.head_dim
+    prefill = tokens * size * (3 * s.hidden + max(4 * qkv, 4 * s.mlp))
+    cuts = rollout.top_p < 1 or rollout.top_k > 0
+    logits = s.vocabulary * _FLOAT32 * (8 if cuts else 2 + (rollout.temperature != 1) + size / _FLOAT32)
+    scores = s.heads * _capacity(rollout, device) * _FLOAT32 * 2 if device.type == "cpu" else 0.0
+    return Working(prefill, max(logits, scores), captured=device.type == "cuda" and not rollout.max_staleness)
 
 
 def decoding_bytes(
     model: ShapedModel, rollout: RolloutConfig, *, slots: int, dtype: torch.dtype, device: torch.device
 ) -> float:
-    """The largest temporaries of generation: a prefill's layer, the logits of all rows, or their scores on a CPU."""
-    s, size = _sizes(model, rollout.tensor_parallel), dtype.itemsize
-    tokens = min(PREFILL_TOKENS[device.type], slots * rollout.max_prompt_tokens)
-    qkv = (s.heads + 2 * s.kv_heads) * s.head_dim
-    prefill = tokens * size * (3 * s.hidden + max(4 * qkv, 4 * s.mlp))
-    cuts = rollout.top_p < 1 or rollout.top_k > 0
-    logits = slots * s.vocabulary * _FLOAT32 * (8 if cuts else 2 + (rollout.temperature != 1) + size / _FLOAT32)
-    scores = slots * s.heads * _capacity(rollout, device) * _FLOAT32 * 2 if device.type == "cpu" else 0.0
-    return max(prefill, logits, scores)
+    """Those of so many slots; the pool of captured steps keeps its own beside a prefill."""
+    working = working_bytes(model, rollout, rows=slots, dtype=dtype, device=device)
+    return max(working.prefill, slots * working.row) + (slots * working.row if working.captured else 0.0)

@@ -129,12 +129,14 @@ class Planner:
             shards = ranks if config.actor.zero.stage == 3 else 1
             base += Need(host=FLOAT32 * actor.model.elements.trained / shards)
         generation, kept = self._generation(rollout, config, config.actor.zero, actor, base)
-        if rollout.keep_weights or rollout.max_staleness:
+        if rollout.keep_weights is True or rollout.max_staleness:
             base += kept
         rows = -(-rollout.prompts_per_step * config.learned_per_prompt // (config.ppo.mini_batches * ranks))
         length = rollout.max_prompt_tokens + rollout.max_new_tokens
         batch = micro_batch(config.train, rows, length, head_tokens=rollout.max_new_tokens)
-        reads_actor = config.uses_reference and (own_reference or rollout.max_staleness) or not config.ppo.updates_once
+        reads_actor = (
+            config.uses_reference and (own_reference or rollout.max_staleness) or config.ppo.reads_old_logprobs
+        )
         reads = [e.reading(batch) for e in (*readers, *learners[1:], *([actor] if reads_actor else []))]
         yield generation
         yield Phase("scoring", base + max(reads, key=lambda n: n.device, default=Need()), self.machine)
@@ -182,7 +184,9 @@ class Planner:
             base += Need(optimizer=-actor.movable, host=actor.movable)
         slot = slot_bytes(actor.model, rollout, dtype=dtype, device=device)
         room = self.machine.device_bytes - (base + Need(layout=layout)).device
-        slots, wanted = decoded_rows(rollout, ranks=self.machine.ranks, room_bytes=room, slot=slot, device=device)
+        slots, wanted = decoded_rows(
+            actor.model, rollout, ranks=self.machine.ranks, room_bytes=room, dtype=dtype, device=device
+        )
         cache = Need(cache=slots * slot)
         run = decoding_bytes(actor.model, rollout, slots=slots, dtype=dtype, device=device)
         note = "" if slots == wanted else f"{slots} of {wanted} completions at once"

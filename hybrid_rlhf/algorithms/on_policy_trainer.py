@@ -216,7 +216,7 @@ class OnPolicyTrainer:
 
     def _scored(self, prompts: Sequence[Mapping[str, Any]]) -> Scored:
         """Answers to prompts outside the training steps, and what the roles say of them."""
-        rated = self._rollout.rate(prompts, self._rollout.sample(prompts, step=_EVAL_STEP))
+        rated = self._rollout.rate(prompts, self._rollout.sample(prompts, step=_EVAL_STEP, shown_as="evaluation"))
         return self._rollout.score(rated, self._rollout.layout(rated.sequences))
 
     def _speed(self, rollout: HalfUsed, trained_tokens: float) -> dict[str, float]:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.algorithms.environments import Player, load_environment
+from hybrid_rlhf.algorithms.kept_layout import with_keep_weights
 from hybrid_rlhf.algorithms.on_policy import ON_POLICY_ALGORITHMS, OnPolicyAlgorithm
 from hybrid_rlhf.algorithms.on_policy_trainer import OnPolicyTrainer
 from hybrid_rlhf.algorithms.ptx import PtxBatches
@@ -33,6 +34,7 @@ from hybrid_rlhf.configs.batch_plan import BatchPlan, plan_rollout
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.on_policy import AlgorithmConfig
 from hybrid_rlhf.configs.ppo import PPOConfig, TrainedRoleConfig, frozen_zero
+from hybrid_rlhf.data.chat import stop_token_ids
 from hybrid_rlhf.data.loaders import RowStream
 from hybrid_rlhf.data.tokenized import load_prompt_data, load_ptx_data
 from hybrid_rlhf.engines.averaging import WeightAverage
@@ -40,7 +42,7 @@ from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
 from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.engines.engine import ModelEngine, Role
 from hybrid_rlhf.engines.partition import base_parameters
-from hybrid_rlhf.models.tokenizers import load_tokenizer, stop_token_ids
+from hybrid_rlhf.models.tokenizers import load_tokenizer
 from hybrid_rlhf.runtime.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.run import Run, start_run
 
@@ -52,6 +54,7 @@ def run_on_policy(config: PPOConfig) -> None:
     with start_run(config) as run, memory_named(config, run):
         actor_path, tokenizer = start_step(config, run, config.actor.path or config.model.path, key="actor.path")
         plan = plan_step(config, run)
+        config = with_keep_weights(config, run.world)
         data = load_prompt_data(
             config.data, tokenizer=tokenizer, seed=config.seed, world=run.world,
             max_prompt_tokens=config.rollout.max_prompt_tokens,
@@ -187,7 +190,10 @@ def build_roles(
     reward = build_reward(
         config.reward.named_parts, run.world, tokenizer=tokenizer,
         resolve=lambda path: resolve(config, run, path, key="reward.path"),
-        load_tokenizer=lambda path: load_tokenizer(path, trust_remote_code=config.model.trust_remote_code),
+        load_tokenizer=lambda path: load_tokenizer(
+            path, trust_remote_code=config.model.trust_remote_code,
+            chat_template_kwargs=config.data.chat_template_kwargs,
+        ),
         build_engine=lambda path: frozen_engine(config, run, "reward", path),
     )  # fmt: skip
     if reference_path is not None and not config.reads_without_adapters(reference_path, actor_path):

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.algorithms.experience import Experience
+from hybrid_rlhf.algorithms.experience import Experience, Sequences
 from hybrid_rlhf.algorithms.on_policy import OnPolicyAlgorithm, Tokens
 from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.functional.aggregation import correction_weights, length_weights
-from hybrid_rlhf.functional.divergences import KL_ESTIMATORS
+from hybrid_rlhf.functional.divergences import kl_loss
 from hybrid_rlhf.functional.losses import LossSum
 from hybrid_rlhf.functional.masking import masked_sum
 
@@ -29,6 +29,8 @@ class MiniBatch:
     """Over all ranks."""
     kl_coef: float = 0.0
     """Of the KL in the loss."""
+    kept_tokens: float | None = None
+    """Of the tokens those that a correction keeps, where the loss is divided by these."""
 
 
 class PolicyLoss:
@@ -49,17 +51,15 @@ class PolicyLoss:
         mask = batch.response_mask
         logprobs, entropy = self._actor(batch.input_ids, batch.attention_mask, mask, self._temperature)
         current = logprobs.detach()
-        old = current if config.updates_once else rows_like(experience.old_logprobs, indices, mask)
+        old = rows_like(experience.old_logprobs, indices, mask) if config.reads_old_logprobs else current
+        correction = self._correction(old, batch)
         weights = length_weights(
             mask, normalisation=config.loss_normalisation, tokens=mini_batch.tokens, sequences=mini_batch.sequences,
-            max_tokens=self._max_tokens,
+            max_tokens=self._max_tokens, kept=None if correction is None or config.masked_tokens_count else correction,
+            kept_tokens=mini_batch.kept_tokens,
         )  # fmt: skip
         stats: dict[str, Tensor] = {}
-        if config.sampler_correction != "none":
-            correction = correction_weights(
-                old, sampler_logprobs=batch.drawn_logprobs, mask=mask, how=config.sampler_correction,
-                clip=config.sampler_correction_clip,
-            )  # fmt: skip
+        if correction is not None:
             weights = weights * correction
             stats["correction"] = masked_sum(correction, mask=mask)
         ref = None if experience.ref_logprobs is None else rows_like(experience.ref_logprobs, indices, mask)
@@ -70,11 +70,28 @@ class PolicyLoss:
         if config.entropy_coef:
             total = total - config.entropy_coef * masked_sum(weights * entropy, mask=mask)
         if config.kl_in == "loss" and ref is not None:
-            kl = KL_ESTIMATORS[config.kl_estimator](logprobs, ref_logprobs=ref)
+            assert config.kl_estimator != "k1"
+            kl = kl_loss(logprobs, old_logprobs=old, ref_logprobs=ref, estimator=config.kl_estimator)
             total = total + mini_batch.kl_coef * masked_sum(weights * kl, mask=mask)
             stats["kl"] = masked_sum(kl.detach(), mask=mask)
         stats["entropy"] = masked_sum(entropy.detach(), mask=mask)
         return LossSum(total, loss.count, {**loss.stats, **stats}), current
+
+    def kept(self, experience: Experience) -> Tensor:
+        """[N, T] bool, the response tokens that ppo.sampler_correction does not leave out."""
+        sequences = experience.sequences
+        correction = self._correction(experience.old_logprobs, sequences)
+        return sequences.response_mask if correction is None else sequences.response_mask & (correction > 0)
+
+    def _correction(self, old: Tensor, sequences: Sequences) -> Tensor | None:
+        """[n, t] weights of tokens for who sampled them, by log-probs of the actor then; none: ppo has no such."""
+        config = self._config
+        if config.sampler_correction == "none":
+            return None
+        return correction_weights(
+            old, sampler_logprobs=sequences.drawn_logprobs, mask=sequences.response_mask,
+            how=config.sampler_correction, clip=config.sampler_correction_clip, low=config.sampler_correction_low,
+        )  # fmt: skip
 
 
 def rows_like(tensor: Tensor, indices: list[int | None], mask: Tensor) -> Tensor:

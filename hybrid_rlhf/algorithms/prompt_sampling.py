@@ -26,6 +26,7 @@ from hybrid_rlhf.configs.rollout import RolloutConfig
 from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.sampling import SamplingParams, derive_seed
+from hybrid_rlhf.runtime.progress import ProgressLog
 from hybrid_rlhf.runtime.timers import Timers
 from hybrid_rlhf.runtime.world import mistakes_shared
 
@@ -96,8 +97,9 @@ class PromptSampler:
         self._stream: torch.cuda.Stream | None = None
 
     def sample(
-        self, prompts: Sequence[Mapping[str, Any]], *, step: int, first: int = 0, greedy: bool = False
-    ) -> Sequences:
+        self, prompts: Sequence[Mapping[str, Any]], *, step: int, first: int = 0, greedy: bool = False,
+        shown_as: str | None = None,
+    ) -> Sequences:  # fmt: skip
         """Completions of all prompts, by the current weights; every rank calls.
 
         Args:
@@ -105,10 +107,11 @@ class PromptSampler:
             step: key of the random streams: prompt i of a step samples alike on any number of ranks.
             first: place in the step of the first prompt.
             greedy: after the completions of each prompt that the config asks for, one greedy one.
+            shown_as: name in the log of generation that takes longer; none: nothing is shown.
         """
         share = self._share(prompts, step, first, greedy)
         with self._one_at_a_time, self.actor.inference(**self._stop) as generation:
-            episodes = self._play(generation, share, self._timers)
+            episodes = self._play(generation, share, self._timers, shown_as)
         return self._whole(share, episodes)
 
     def begin(self, prompts: Sequence[Mapping[str, Any]], *, step: int, greedy: bool = False) -> Pending:
@@ -155,12 +158,19 @@ class PromptSampler:
         places = mine * (2 if greedy else 1)
         return _Share(len(prompts), places, [prompts[place] for place in places], drawn + greedily)
 
-    def _play(self, generation: GenerationEngine, share: _Share, timers: Timers) -> Episodes:
+    def _play(
+        self, generation: GenerationEngine, share: _Share, timers: Timers, shown_as: str | None = None
+    ) -> Episodes:
         """The completions of this rank's prompts, or their episodes where there is an environment."""
         if self._player is not None:
             return self._player.play(generation, share.rows, share.requests, self.actor.generation_world, timers)
+        unit = "completions" if self.actor.world.size == 1 else "completions on rank 0"
+        progress = ProgressLog(shown_as or "", total=sum(params.n for params in share.requests), unit=unit)
         with timers("generation"):
-            completions = generation.generate([prompt["input_ids"] for prompt in share.rows], share.requests)
+            completions = generation.generate(
+                [prompt["input_ids"] for prompt in share.rows], share.requests,
+                on_completed=None if shown_as is None else progress.advance,
+            )  # fmt: skip
         return [
             [Episode.of_turn(prompt["input_ids"], sample) for sample in samples]
             for prompt, samples in zip(share.rows, completions, strict=True)

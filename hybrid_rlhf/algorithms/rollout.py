@@ -69,10 +69,11 @@ class Rollout:
         self.scaling = ScoreScaling(algorithm.config.score_scaling)
 
     def sample(
-        self, prompts: Sequence[Mapping[str, Any]], *, step: int, first: int = 0, greedy: bool = False
-    ) -> Sequences:
+        self, prompts: Sequence[Mapping[str, Any]], *, step: int, first: int = 0, greedy: bool = False,
+        shown_as: str | None = None,
+    ) -> Sequences:  # fmt: skip
         """See PromptSampler."""
-        return self.sampler.sample(prompts, step=step, first=first, greedy=greedy)
+        return self.sampler.sample(prompts, step=step, first=first, greedy=greedy, shown_as=shown_as)
 
     def layout(
         self, sequences: Sequences, *, step: int = 0, epoch: int = 0, mini_batches: int = 1, together: int = 1
@@ -134,7 +135,7 @@ class Rollout:
 
         The actor does not where a rollout makes one update: its log-probs come with that update's own forward, and
         until then the generator's stand for them, unless older weights sampled and a KL to the reference needs the
-        actor's own.
+        actor's own, or a loss divides by the tokens that a correction keeps.
         """
         sequences, roles, temperature = rated.sequences, self._roles, self._config.temperature
         micro_batches = [micro for mini in layout.mini_batches for micro in mini]
@@ -145,7 +146,7 @@ class Rollout:
                 with self._reference() as reference:
                     ref = self._read(batches, sequences, lambda batch: _logprobs(reference, batch, temperature))
             stale = bool(sequences.stale_updates(roles.actor.weight_version))
-            if (stale and self._reads_reference) or not self._algorithm.config.updates_once:
+            if (stale and self._reads_reference) or self._algorithm.config.reads_old_logprobs:
                 old = self._read(batches, sequences, lambda batch: _logprobs(roles.actor, batch, temperature))
             if (critic := roles.critic) is not None:
                 values = self._read(
@@ -190,6 +191,7 @@ class Rollout:
         return Experience(
             scored.sequences, scored.old_logprobs, rated.penalised, rewards, advantages, scored.ref_logprobs,
             scored.old_values, estimate.returns,
+            None if config.score_clip is None else scores.abs() > config.score_clip,
         )  # fmt: skip
 
     def _greedy_scores(self, rated: Rated) -> Tensor | None:

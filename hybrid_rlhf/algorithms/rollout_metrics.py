@@ -19,13 +19,14 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
     sequences = experience.sequences
     mask = sequences.response_mask
     difference = torch.where(mask, (sequences.sampled_logprobs - experience.old_logprobs).abs(), 0.0)
-    kl, explained = experience.kl, experience.explained_variance
+    kl, explained, clipped = experience.kl, experience.explained_variance, experience.clipped
     return {
         **({} if kl is None else {"objective/kl": float(kl.mean())}),
         **({} if explained is None else {"val/explained_variance": explained}),
         "objective/entropy": float(masked_sum(-experience.old_logprobs, mask=mask, dim=1).mean()),
         "objective/scores": float(experience.scores.mean()),
         "objective/scores_std": float(experience.scores.std(correction=0)),
+        **({} if clipped is None else {"objective/score_clipfrac": float(clipped.float().mean())}),
         "objective/rlhf_reward": float(experience.rewards.sum(dim=1).mean()),
         "completions/mean_length": float(mask.sum(dim=1).float().mean()),
         "completions/clipped_ratio": float((~sequences.stopped).float().mean()),

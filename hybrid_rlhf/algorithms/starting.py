@@ -19,6 +19,7 @@ from hybrid_rlhf.configs.presets import lora_rates
 from hybrid_rlhf.configs.sections import ModelConfig, StepConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.configs.whole_files import write_whole
+from hybrid_rlhf.data.chat import turn_end
 from hybrid_rlhf.data.conditional import CONDITION_FILE, Condition
 from hybrid_rlhf.engines.builder import EngineSpec, build_engine
 from hybrid_rlhf.engines.ds_config import read_overrides
@@ -46,8 +47,16 @@ def start_step(
     resolved = resolve(config, run, warm_folder(run, "actor") or path, key=key)
     if run.warm_start is not None and run.checkpoint is None and run.world.is_main:
         logger.info("warm start from the weights in %s; optimizer, schedule and data begin anew", run.warm_start)
-    tokenizer = load_tokenizer(resolved, trust_remote_code=config.model.trust_remote_code)
+    tokenizer = load_tokenizer(
+        resolved, trust_remote_code=config.model.trust_remote_code, chat_template=config.data.chat_template,
+        chat_template_kwargs=config.data.chat_template_kwargs,
+    )  # fmt: skip
     if run.world.is_main:
+        if turn_end(tokenizer) is None:
+            logger.warning(
+                "answers in this chat template end with no special token, so a model does not learn to stop: give "
+                "data.chat_template a file whose assistant turns end with %s", tokenizer.eos_token,
+            )  # fmt: skip
         save_config(run.kept_config, run.folder / CONFIG_FILE)
         for name, (rate, full) in lora_rates(config).items():
             logger.info("%s is %g, the default with adapters: ten times the %g of all weights", name, rate, full)

@@ -23,6 +23,7 @@ from hybrid_rlhf.configs.batch_plan import BatchPlan
 from hybrid_rlhf.configs.sections import TrainConfig
 from hybrid_rlhf.configs.whole_files import write_whole
 from hybrid_rlhf.data.augmented import Rows
+from hybrid_rlhf.data.chat import stop_token_ids
 from hybrid_rlhf.data.loaders import BatchLoader
 from hybrid_rlhf.engines.checkpoints import LoopState
 from hybrid_rlhf.engines.engine import ModelEngine
@@ -31,6 +32,7 @@ from hybrid_rlhf.functional.losses import LossSum
 from hybrid_rlhf.models.saving import save_model
 from hybrid_rlhf.runtime.disk import full_disk_named
 from hybrid_rlhf.runtime.profiling import model_flops_utilisation, profiled
+from hybrid_rlhf.runtime.progress import ProgressLog
 from hybrid_rlhf.runtime.run import FINISHED_FILE, Run
 from hybrid_rlhf.runtime.timers import peak_memory_gib
 from hybrid_rlhf.runtime.world import World
@@ -110,10 +112,8 @@ class SupervisedTrainer(Generic[BatchT]):
             run.say(f"{self._objective.name} before training", before)
         display = run.display(self._objective.name, total_steps=self._total_steps, done_steps=step)
         with self._continuation.running(), display:
-            for micro_batches in self._loader.iterate(self._config.epochs):
-                if step >= self._total_steps:
-                    break
-                step += 1
+            steps = range(step + 1, self._total_steps + 1)  # first: no rows are read for a step past the last
+            for step, micro_batches in zip(steps, self._loader.iterate(self._config.epochs), strict=False):
                 with profiled(step, run.config.logging.profile_steps, run.folder, self._world):
                     metrics = self._update(step, micro_batches)
                 if step == self._total_steps or due(step, self._config.eval_every):
@@ -172,7 +172,8 @@ class SupervisedTrainer(Generic[BatchT]):
             return {}
         self._run.watchdog.enter("evaluation")
         sums = RunningSums(self._world.device)
-        for micro_batches in each_once(self._held_out, self._plan, self._world, padded=self._padded):
+        progress = self._run.progress("evaluation", total=len(self._held_out))
+        for micro_batches in each_once(self._held_out, self._plan, self._world, padded=self._padded, progress=progress):
             batches = [self._objective.collate(rows) for rows in micro_batches]
             for batch in self._objective.prepare(self._engine, batches):
                 sums.add(self._objective.loss(self._engine, batch))
@@ -196,13 +197,20 @@ def train_loader(rows: Rows, plan: BatchPlan, run: Run) -> BatchLoader:
 
 
 def each_once(
-    rows: Rows, plan: BatchPlan, world: World, *, padded: bool
+    rows: Rows, plan: BatchPlan, world: World, *, padded: bool, progress: ProgressLog
 ) -> Iterator[list[list[dict[str, Any] | None]]]:
-    """This rank's micro-batches of all rows, in their order, padded or not; a last batch is filled up."""
-    return BatchLoader(
-        rows, global_batch_size=plan.global_batch_size, world_rank=world.rank, world_size=world.size,
+    """This rank's micro-batches of all rows, in their order, padded or not; a last batch is filled up.
+
+    The progress, whose total is the rows, advances when a batch is done.
+    """
+    size = plan.global_batch_size
+    batches = BatchLoader(
+        rows, global_batch_size=size, world_rank=world.rank, world_size=world.size,
         micro_batches=replace(plan.micro_batches, padded=padded), seed=0, shuffle=False, drop_last=False,
     ).iterate(1)  # fmt: skip
+    for start, micro_batches in zip(range(0, len(rows), size), batches, strict=True):
+        yield micro_batches
+        progress.advance(min(size, len(rows) - start))
 
 
 def total_steps(loader: BatchLoader, config: TrainConfig) -> int:
@@ -217,6 +225,9 @@ def save_engine(run: Run, name: str, engine: ModelEngine, tokenizer: PreTrainedT
     run.watchdog.beat(f"save of {folder}")
     if run.world.is_main:
         folder.mkdir(exist_ok=True)
+    if engine.lm.can_generate() and (settings := engine.lm.generation_config) is not None:
+        # Whoever generates from the folder stops where rollouts do.
+        settings.eos_token_id = list(stop_token_ids(tokenizer, settings.eos_token_id))
     with full_disk_named(run.folder):
         save_model(folder, whole_tensors(engine.lm, run.world), lm=engine.lm, tokenizer=tokenizer, world=run.world)
 

@@ -35,6 +35,7 @@ from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.data.augmented import Rows, with_mismatched_answers
 from hybrid_rlhf.data.bins import packed
+from hybrid_rlhf.data.loaders import BatchLoader
 from hybrid_rlhf.data.stepwise import SEPARATOR_KEY
 from hybrid_rlhf.data.tokenized import (
     load_labelled_data,
@@ -45,6 +46,7 @@ from hybrid_rlhf.data.tokenized import (
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
 from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.engines.engine import ModelEngine, Role
+from hybrid_rlhf.runtime.checkpoint_folder import read_manifest
 from hybrid_rlhf.runtime.run import Run, start_run
 
 OneEngineConfig = SFTConfig | RewardConfig | PreferenceStepConfig
@@ -86,7 +88,7 @@ def run_reward(config: RewardConfig) -> None:
             if not said.calibrate:
                 return
             run.watchdog.enter("calibration")
-            judgements = read_judgements(objective, engine, data.held_out, plan, run.world)
+            judgements = read_judgements(objective, engine, data.held_out, plan, run)
             engine.lm.config.calibration, metrics = calibrate(judgements, said.heads, is_main=run.world.is_main)
             run.log(steps, metrics)
             run.say("calibration", metrics)
@@ -105,7 +107,9 @@ def run_preference(config: PreferenceStepConfig) -> None:
             for rows in (data.train, data.held_out)
         )
         plan = _plan(config, run)
-        engine = _learner(config, run, "actor", path, steps=total_steps(train_loader(train, plan, run), config.train))
+        loader = train_loader(train, plan, run)
+        steps = total_steps(loader, config.train)
+        engine = _learner(config, run, "actor", path, steps=steps)
         reading = ReferenceReader(config, run, engine, path, tokenizer) if config.traits.reference else None
         live = reading if config.reference.logprobs == "live" else None
         settings: Any = {"pad_token_id": pad_token(tokenizer), "device": run.world.device, "reading": live}
@@ -115,8 +119,19 @@ def run_preference(config: PreferenceStepConfig) -> None:
         else:
             objective = PairObjective(PAIR_LOSSES[config.algorithm](config.loss), **settings)
         if reading is not None and live is None:
-            train, held_out = reading.kept(train, held_out, collate=objective.collate, plan=plan)
+            used = _rows_ahead(loader, run, steps)
+            train, held_out = reading.kept(train, held_out, used=used, collate=objective.collate, plan=plan)
         _train(config, run, engine, tokenizer, train, held_out, plan, objective)
+
+
+def _rows_ahead(loader: BatchLoader, run: Run, steps: int) -> list[int]:
+    """The places of the training rows that a run of so many steps will still use, in the order of their first use."""
+    done = 0
+    if run.checkpoint is not None:
+        manifest = read_manifest(run.checkpoint)
+        done = manifest["step"]
+        loader.load_state_dict(manifest["loop"]["loader"])
+    return loader.batches.upcoming(max(0, steps - done))
 
 
 def _supervise(

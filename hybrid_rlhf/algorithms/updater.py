@@ -138,8 +138,9 @@ class Updater:
         """
         progress = progress or Progress(self._world.device)
         sums, stats = progress.sums, progress.stats
-        logprobs = torch.zeros_like(experience.old_logprobs) if self._config.updates_once and train_actor else None
-        for number, (micro_batches, mini_batch) in enumerate(self._mini_batches(layouts, kl_coef)):
+        comes = train_actor and not self._config.reads_old_logprobs
+        logprobs = torch.zeros_like(experience.old_logprobs) if comes else None
+        for number, (micro_batches, mini_batch) in enumerate(self._mini_batches(experience, layouts, kl_coef)):
             if number < progress.updates:
                 continue
             between(progress)
@@ -172,11 +173,14 @@ class Updater:
         )
 
     def _mini_batches(
-        self, layouts: list[Layout], kl_coef: float
+        self, experience: Experience, layouts: list[Layout], kl_coef: float
     ) -> Iterator[tuple[list[list[int | None]], MiniBatch]]:
+        kept = None if self._config.masked_tokens_count else self.policy_loss.kept(experience).sum(dim=1)
         for layout in layouts:
             for micro_batches, count, size in zip(layout.mini_batches, layout.counts, layout.sizes, strict=True):
-                yield micro_batches, MiniBatch(count, size, kl_coef)
+                rows = [row for micro in micro_batches for row in micro if row is not None]
+                kept_tokens = None if kept is None else global_count(float(kept[rows].sum()), self._world)
+                yield micro_batches, MiniBatch(count, size, kl_coef, kept_tokens)
 
     def _is_too_far(self, approxkl: torch.Tensor, tokens: float) -> bool:
         """Whether the mini-batch ends the passes over the rollout; the same on every rank."""

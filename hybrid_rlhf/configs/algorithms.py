@@ -44,7 +44,7 @@ class OnPolicyTraits:
     """Whether advantages may be in units of their group's deviation (ppo.group_deviation)."""
 
 
-_CRITIC_FREE = {"ppo.whiten_advantages": False, "ppo.score_clip": None}
+_CRITIC_FREE = {"ppo.whiten_advantages": False}
 _ONCE = {"ppo.mini_batches": 1}
 _CHECKED = {"ppo.missing_eos_penalty": 0.0}
 """Of algorithms for answers that a program checks: one that never stops is wrong already."""
@@ -55,10 +55,10 @@ ON_POLICY: dict[str, OnPolicyTraits] = {
     "reinforce": OnPolicyTraits({**_CRITIC_FREE, **_ONCE}, once=True),
     "rloo": OnPolicyTraits({**_CRITIC_FREE, **_ONCE, "rollout.samples_per_prompt": 4}, completions=2, once=True),
     "remax": OnPolicyTraits({**_CRITIC_FREE, **_ONCE}, once=True),
-    "reinforce_pp": OnPolicyTraits({"ppo.score_clip": None, "ppo.kl_coef": 0.01}, discounts=True),
+    "reinforce_pp": OnPolicyTraits({"ppo.kl_coef": 0.01}, discounts=True),
     "reinforce_pp_baseline": OnPolicyTraits(
         {
-            "ppo.score_clip": None, **_CHECKED, "rollout.samples_per_prompt": 8, "ppo.kl_coef": 0.01,
+            **_CHECKED, "rollout.samples_per_prompt": 8, "ppo.kl_coef": 0.01,
             "ppo.kl_in": "loss", "ppo.kl_estimator": "k2",
         }, completions=2, discounts=True,
     ),
@@ -160,7 +160,10 @@ ON_POLICY_KEYS: tuple[KeyRule, ...] = (
     _unless(lambda c: c.traits.discounts, "algorithm {algorithm} does not discount", "ppo.gamma"),
     _unless(lambda c: c.traits.deviation, "algorithm {algorithm} has no groups' deviation", "ppo.group_deviation"),
     _unless(lambda c: c.traits.pairs, "algorithm {algorithm} does not learn from pairs", "ppo.beta"),
-    _unless(lambda c: c.traits.selects, "algorithm {algorithm} selects no completions", "ppo.selected_per_prompt"),
+    _unless(
+        lambda c: c.traits.selects, "algorithm {algorithm} selects no completions",
+        "ppo.selected_per_prompt", "ppo.select_above",
+    ),
     *(
         _unless(_among("clips", key), "the loss of algorithm {algorithm} has no such bound", f"ppo.{key}")
         for key in ("clip_low", "clip_high", "dual_clip")
@@ -191,6 +194,10 @@ ON_POLICY_KEYS: tuple[KeyRule, ...] = (
     _unless(lambda c: c.ppo.overlong_fraction > 0, "ppo.overlong_fraction is 0", "ppo.overlong_penalty"),
     _unless(
         lambda c: c.ppo.sampler_correction != "none", "ppo.sampler_correction is none", "ppo.sampler_correction_clip"
+    ),
+    _unless(
+        lambda c: c.ppo.sampler_correction == "mask", "ppo.sampler_correction masks no token",
+        "ppo.sampler_correction_low", "ppo.masked_tokens_count",
     ),
     _unless(
         lambda c: c.ppo.ptx_coef > 0, "there is no pretraining loss (ppo.ptx_coef 0)",

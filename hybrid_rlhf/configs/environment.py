@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hybrid_rlhf.configs.sections import require
+from hybrid_rlhf.configs.rules import is_plain, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +42,7 @@ class EnvironmentConfig:
             f"environment.timeout_seconds must be above 0, got {self.timeout_seconds}: raise it",
         )
         require(
-            _is_plain(self.options),
+            is_plain(self.options),
             f"environment.options are names with texts, numbers, lists and mappings, got {self.options}: quote the "
             "others",
         )
@@ -51,11 +50,3 @@ class EnvironmentConfig:
             self.path is not None or not self.options,
             f"environment.options are arguments of a class, got {self.options} and no environment.path: give the path",
         )
-
-
-def _is_plain(options: dict[str, Any]) -> bool:
-    """Whether the run's config.yaml can hold them."""
-    try:
-        return bool(json.loads(json.dumps(options, allow_nan=False)) == options)
-    except (TypeError, ValueError):  # a date, a number that is not finite
-        return False

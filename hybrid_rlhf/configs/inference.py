@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from hybrid_rlhf.configs.sections import require
+from hybrid_rlhf.configs.rules import require, require_template_variables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +59,14 @@ class InferenceConfig:
     """Type of the weights; auto: bfloat16 on a GPU, float32 on a CPU."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""
+    chat_template: str | None = None
+    """Jinja file that replaces the tokenizer's chat template; none: the tokenizer's."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, such as {enable_thinking: false}; those of training come with the model."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
     def __post_init__(self) -> None:
+        require_template_variables(self.chat_template_kwargs)
         require(bool(self.path), "a model must be named, got none: give its folder, for example output/step3_ppo/actor")
 
 

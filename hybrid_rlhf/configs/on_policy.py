@@ -19,11 +19,13 @@ class AlgorithmConfig:
     target_approxkl: float | None = None
     """The passes end once approxkl of a mini-batch is above this; none: they never end early."""
     critic_warmup_steps: int = 0
-    """Steps at the beginning in which the critic learns alone."""
+    """Steps at the beginning in which the critic learns alone; its values start at 0 (fresh head), or as the scores of
+    the reward model that it starts from."""
     kl_coef: float = 0.05
     """Weight of the per-token KL penalty against the reference (N+ details)."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """log-ratio, half its square, or r - 1 - log r (joschu.net/blog/kl-approx.html)."""
+    """log-ratio, half its square, or r - 1 - log r, at most 10 nats (joschu.net/blog/kl-approx.html); with kl_in loss
+    of the value only, the gradient is the KL's in any case."""
     kl_in: Literal["reward", "loss"] = "reward"
     """reward: a penalty on each token's reward (InstructGPT); loss: a term of the actor's loss (GRPO)."""
     kl_target: float | None = None
@@ -48,6 +50,8 @@ class AlgorithmConfig:
     """Online DPO: strength of the pull to the reference (arXiv 2305.18290)."""
     selected_per_prompt: int = 1
     """Rejection sampling: the best completions of a prompt that are learned from (RAFT)."""
+    select_above: float | None = None
+    """Rejection sampling: of these only completions whose score, less penalties, is above this; none: any."""
     gamma: float = 1.0
     """Discount a token (InstructGPT: none)."""
     lam: float = 1.0
@@ -62,8 +66,8 @@ class AlgorithmConfig:
     """Values may move this far from the old ones in one rollout (verl, OpenRLHF); 0 does not clip."""
     score_scaling: Literal["none", "running", "initial"] = "none"
     """Scores get mean 0 and deviation 1: those of all scores so far, or of the first actor's answers (InstructGPT)."""
-    score_clip: float | None = 5.0
-    """Scores are clipped to +- this (DeepSpeed-Chat); none does not clip."""
+    score_clip: float | None = None
+    """Scores are clipped to +- this (DeepSpeed-Chat: 5); none does not clip (TRL, verl)."""
     missing_eos_penalty: float = 1.0
     """Subtracted from the score of a completion that never stops (the EOS trick of N+ details; TRL's examples)."""
     length_penalty: float = 0.0
@@ -81,7 +85,11 @@ class AlgorithmConfig:
     sampler_correction: Literal["none", "truncate", "mask"] = "none"
     """Tokens weigh p(training) / p(sampler): cut off at sampler_correction_clip, or left out where further off."""
     sampler_correction_clip: float = 2.0
-    """Largest such weight (truncate); or the largest and, inverted, the smallest (mask)."""
+    """Largest such weight."""
+    sampler_correction_low: float | None = None
+    """Smallest such weight of mask; none: 1 / sampler_correction_clip."""
+    masked_tokens_count: bool = True
+    """Tokens that mask leaves out stay in the denominator of the loss (IcePop), or not (slime, verl)."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     ptx_coef: float = 0.0
@@ -132,8 +140,18 @@ class AlgorithmConfig:
             self.sampler_correction_clip >= 1,
             f"ppo.sampler_correction_clip must be 1 or more, got {self.sampler_correction_clip}: give for example 2",
         )
+        low = self.sampler_correction_low
+        require(
+            low is None or 0 < low <= 1,
+            f"ppo.sampler_correction_low must be above 0 and at most 1, got {low}: give for example 0.5",
+        )
 
     @property
     def updates_once(self) -> bool:
         """Whether a rollout makes one update, before which the actor is still the one that sampled."""
         return self.epochs * self.mini_batches == 1
+
+    @property
+    def reads_old_logprobs(self) -> bool:
+        """Whether the actor reads a rollout before it learns from it: for several updates, or to count kept tokens."""
+        return not self.updates_once or not self.masked_tokens_count

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from hybrid_rlhf.configs.files import read_text
 from hybrid_rlhf.configs.ppo import PPOConfig
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
-from hybrid_rlhf.configs.sections import DataSource, require, require_shares
+from hybrid_rlhf.configs.rules import require, require_template_variables
+from hybrid_rlhf.configs.sections import DataSource, require_shares
 from hybrid_rlhf.configs.sft import SFTConfig
 
 StepName = Literal["sft", "reward", "preference", "ppo"]
@@ -61,9 +62,14 @@ class PipelineDataConfig:
     """Paths, or {path, weight, split_name}, for every step that names no data.sources of its own."""
     split: list[float] = field(default_factory=lambda: [2.0, 4.0, 4.0])
     """Shares dealt to the three steps without overlap (DeepSpeed-Chat)."""
+    chat_template: str | None = None
+    """Jinja file that replaces the tokenizer's chat template, for every step that names no data.chat_template."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, for every step that gives no data.chat_template_kwargs."""
 
     def __post_init__(self) -> None:
         require_shares(self.split)
+        require_template_variables(self.chat_template_kwargs)
 
 
 @dataclass(frozen=True, kw_only=True)

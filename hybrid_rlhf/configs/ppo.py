@@ -38,7 +38,7 @@ class TrainedRoleConfig:
 
     path: str | None = None
     """Model to start from; none: model.path for the actor, the reward model for the critic, or where there is none the
-    actor's start with a fresh head."""
+    actor's start with a fresh head, whose values are 0."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)

@@ -45,7 +45,8 @@ class ReferenceConfig:
     path: str | None = None
     """Model folder or hub name; none: where the actor starts."""
     logprobs: Literal["cached", "live"] = "cached"
-    """cached: computed once before training, and no reference stays in memory; live: at each update."""
+    """cached: computed once before training, of the rows that the run uses, and no reference stays in memory; live: at
+    each update."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,13 +33,17 @@ class RolloutConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of the inference layout; auto: as in training."""
     kv_cache_gib: float | None = None
-    """Memory of a rank for keys and values; none: half of what is free on a CPU, 0.9 of it on a GPU."""
+    """Memory of a rank for keys and values; none: half of what is free on a CPU, 0.9 of it on a GPU less what a prefill
+    and captured steps take."""
+    max_decode_rows: int | None = None
+    """Completions that a rank decodes together, at most; none: as many as memory has room for."""
     offload_states: bool = False
     """Optimizer states, master weights and gradients go to host memory while generating."""
     offload_frozen: bool = False
     """Reward models and reference live in host memory, and each is on the device only while it scores."""
-    keep_weights: bool = False
-    """The inference layout, its cache and captured steps stay in memory after a rollout, and are updated in place."""
+    keep_weights: bool | Literal["auto"] = "auto"
+    """The inference layout, its cache and captured steps stay in memory after a rollout, and are updated in place;
+    auto: on a GPU where the memory plan of the run has room for them in every phase, on a CPU never."""
     max_staleness: int = 0
     """Steps that the weights which sample a rollout lie behind; above 0 it is sampled while earlier ones are learned
     from (docs/async.md)."""
@@ -59,18 +63,23 @@ class RolloutConfig:
             self.kv_cache_gib is None or self.kv_cache_gib > 0,
             f"rollout.kv_cache_gib must be above 0, got {self.kv_cache_gib}: leave it out to take what is free",
         )
+        require(
+            self.max_decode_rows is None or self.max_decode_rows >= 1,
+            f"rollout.max_decode_rows must be 1 or more, got {self.max_decode_rows}: leave it out to follow memory",
+        )
         self._check_staleness()
 
     def _check_staleness(self) -> None:
         ahead = self.max_staleness
         require(ahead >= 0, f"rollout.max_staleness must be 0 or more, got {ahead}: give 0 to sample between updates")
-        for name, needed in (("tensor_parallel", 1), ("layout", "auto"), ("keep_weights", False),
-                             ("offload_states", False)):  # fmt: skip
-            value = getattr(self, name)
+        for name, barred, needed in (
+            ("tensor_parallel", self.tensor_parallel > 1, 1), ("layout", self.layout != "auto", "auto"),
+            ("keep_weights", self.keep_weights is True, False), ("offload_states", self.offload_states, False),
+        ):  # fmt: skip
             require(
-                not ahead or value == needed,
+                not ahead or not barred,
                 f"rollout.max_staleness {ahead} samples from a copy of the weights beside training, got rollout.{name} "
-                f"{value}: give {needed}",
+                f"{getattr(self, name)}: give {needed}",
             )
         require(
             not ahead or self.kv_cache_gib is not None,

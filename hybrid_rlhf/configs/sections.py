@@ -6,17 +6,11 @@ Each field says its meaning, its unit and where its default comes from. The docs
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from hybrid_rlhf.configs.batch_plan import MicroBatches
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.faults import FaultsConfig
-
-
-def require(condition: bool, message: str) -> None:
-    """Raise UserError(message) unless the condition holds."""
-    if not condition:
-        raise UserError(message)
+from hybrid_rlhf.configs.rules import require, require_template_variables
 
 
 def require_shares(split: list[float]) -> None:
@@ -94,10 +88,15 @@ class DataConfig:
     """Shares of one data set dealt to the three steps without overlap, e.g. [2, 4, 4] (DeepSpeed-Chat)."""
     max_length: int = 1024
     """Longest row in tokens, prompt and completion together (TRL's SFT default)."""
-    too_long: Literal["truncate", "drop"] = "truncate"
-    """What happens to longer rows; they are counted and reported either way."""
+    too_long: Literal["truncate", "drop"] = "drop"
+    """What happens to longer rows; they are counted and reported either way. A truncated prompt keeps BOS and the
+    system's turn."""
     cache_dir: str | None = None
     """Folder for tokenised rows; none: ~/.cache/hybrid_rlhf."""
+    chat_template: str | None = None
+    """Jinja file that replaces the tokenizer's chat template, and is saved with the model; none: the tokenizer's."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, such as {enable_thinking: false}; they become its defaults, and are saved."""
 
     def __post_init__(self) -> None:
         require(
@@ -106,6 +105,7 @@ class DataConfig:
         )
         require(self.max_eval_rows >= 1, f"data.max_eval_rows must be 1 or more, got {self.max_eval_rows}: raise it")
         require(self.max_length >= 2, f"data.max_length must be 2 tokens or more, got {self.max_length}: raise it")
+        require_template_variables(self.chat_template_kwargs)
         if self.split is not None:
             require_shares(self.split)
 
@@ -286,8 +286,8 @@ class StepConfig:
     seed: int = 42
     """Seed of all randomness: initial heads, data order, sampling."""
     resume: str = "never"
-    """never: refuse a folder that holds a run; auto: go on from its newest whole checkpoint; a checkpoint folder; or a
-    model folder that a run made, whose weights are the start of a new run."""
+    """never: refuse a folder that holds a run; auto: go on from its newest whole checkpoint, or exit with 0 if it is
+    finished; a checkpoint folder; or a model folder that a run made, whose weights are the start of a new run."""
     deterministic: bool = False
     """The same seed and layout give the same bits on a GPU too, with slower kernels; a CPU does so anyway."""
     deepspeed_config: str | None = None

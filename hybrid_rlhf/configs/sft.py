@@ -21,6 +21,8 @@ from hybrid_rlhf.configs.sections import (
 class SFTDataConfig(DataConfig):
     """Where the conversations come from, how they are put together and what they are told of their score."""
 
+    too_long: Literal["truncate", "drop"] = "truncate"
+    """What happens to longer rows: cut on their right (TRL's default), or left out; they are counted either way."""
     packing: Literal["none", "best_fit"] = "none"
     """best_fit: several conversations make one row of at most max_length tokens, none sees another; global_batch_size
     then counts packed rows."""

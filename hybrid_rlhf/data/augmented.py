@@ -54,24 +54,34 @@ class AugmentedRows:
 
 
 def with_mismatched_answers(rows: Dataset, *, max_length: int) -> AugmentedRows:
-    """Each row's `responses` and `masks` with one more: its prompt, answered by the next row's first answer.
+    """Each row's `responses` and `masks` with as many more: its prompt, answered by the answers of the next row.
 
-    Of a prompt that is too long with it the beginning goes.
+    A pair takes the chosen and the rejected answer of the next pair, so that both kinds count alike, as in TRL's
+    unpaired data (kto_trainer.py). A row that takes one answer of a pair takes either kind, by its place. The answers
+    belong to the row and not to the update that it is drawn into, so that the reference reads them once.
+
+    The beginning of a prompt that is too long with an answer is cut off.
     """
 
     def add(place: int, row: Mapping[str, Any]) -> Mapping[str, Any]:
         following = rows[(place + 1) % len(rows)]
-        begin, end = row["masks"][0].index(True), following["masks"][0].index(True)
-        answer, mask = following["responses"][0][end:], following["masks"][0][end:]
-        answer, mask = answer[: max_length - 1], mask[: max_length - 1]
-        prompt = row["responses"][0][:begin][max(0, begin + len(answer) - max_length) :]
-        return {
-            "responses": [*row["responses"], prompt + answer],
-            "masks": [*row["masks"], [False] * len(prompt) + mask],
-        }
+        begin, count = row["masks"][0].index(True), len(following["responses"])
+        responses, masks = list(row["responses"]), list(row["masks"])
+        for number in range(len(row["responses"])):
+            other = (place + number) % count
+            end = following["masks"][other].index(True)
+            answer, mask = following["responses"][other][end:], following["masks"][other][end:]
+            answer, mask = answer[: max_length - 1], mask[: max_length - 1]
+            prompt = row["responses"][0][:begin][max(0, begin + len(answer) - max_length) :]
+            responses.append(prompt + answer)
+            masks.append([False] * len(prompt) + mask)
+        return {"responses": responses, "masks": masks}
 
-    # As many tokens as the mismatched answer may have, for the size of micro-batches.
-    lengths = list(rows["length"])
-    more = [min(max_length, mine + other) for mine, other in zip(lengths, lengths[1:] + lengths[:1], strict=True)]
+    # As many tokens as the mismatched answers may have, for the size of micro-batches.
+    lengths, answers = list(rows["length"]), [len(labels) for labels in rows["labels"]]
+    more = [
+        count * min(max_length, mine + other)
+        for count, mine, other in zip(answers, lengths, lengths[1:] + lengths[:1], strict=True)
+    ]
     tokens = [own + extra for own, extra in zip(rows["tokens"], more, strict=True)]
     return AugmentedRows(rows, add, columns={"tokens": tokens})

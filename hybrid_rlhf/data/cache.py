@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import uuid
@@ -19,9 +20,13 @@ import datasets
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.runtime.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.world import World, once_a_host
 
 DEFAULT_CACHE = "~/.cache/hybrid_rlhf"
+_MANY_ROWS = 20_000
+"""More take seconds to write."""
+logger = logging.getLogger(LOGGER_NAME)
 
 
 def cached_rows(
@@ -70,6 +75,8 @@ def _write(folder: Path, make: Callable[[], Iterator[dict[str, Any]]]) -> str | 
     datasets.disable_progress_bars()
     try:
         rows = list(make())
+        if len(rows) > _MANY_ROWS:
+            logger.info("writing %s tokenised rows to %s", f"{len(rows):,}", folder)
         beside.parent.mkdir(parents=True, exist_ok=True)
         datasets.Dataset.from_list(rows).save_to_disk(str(beside))
         for file in beside.iterdir():

@@ -1,27 +1,31 @@
-"""Conversations to token ids, with a mask that puts the loss on assistant tokens and their end-of-turn token.
+"""Conversations to token ids, with a mask that puts the loss on what the assistant generates and nothing else.
 
-The tokenizer's own chat template is used where there is one; without one, turns are `Human:` and `Assistant:`
-paragraphs, as in DeepSpeed-Chat, and an answer ends with eos. Assistant spans are found by rendering the conversation
-turn by turn, which needs no marks in the template; a template for which that cannot work is refused.
+Where the chat template marks what is generated (`{% generation %}`), its marks are taken. Otherwise each answer is put
+behind the prompt that generation would give the model, so that training and rollouts see the same tokens: templates
+drop earlier reasoning, end the last turn otherwise, or open one for thinking. Turns stay in one row as long as the text
+only grows; where it does not, the next turn begins a row of its own.
+
+An answer ends with its end-of-turn token: the first special token that the template puts behind the text of an answer,
+or, of a template that puts none there (GLM-4), the one that opens the next turn.
 """
 
 from __future__ import annotations
 
 import os.path
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
-import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.data.rows import Message
+from hybrid_rlhf.data.messages import REASONING_KEYS, Message, Tools
+from hybrid_rlhf.data.template import ChatTemplate, leading_bos, render, special_tokens, token_ids
 
 # Part of the cache key of tokenised rows: change it when the rules here change.
-RULES_VERSION = 4
-_PLAIN_NAMES = {"system": "System", "user": "Human", "assistant": "Assistant", "tool": "Tool"}
+RULES_VERSION = 5
+_OPEN, _CLOSE = "<think>", "</think>"
 
 
 @dataclass(frozen=True)
@@ -32,52 +36,62 @@ class Encoded:
     loss_mask: list[bool]
 
 
-@dataclass(frozen=True)
-class _Span:
-    """Where in a text an assistant's turn is; the end-of-turn token begins at `said` or after it."""
+@dataclass
+class _Row:
+    """Text, and where in it the assistant speaks; what follows `end` is a part of the row but of no later turn."""
 
-    begin: int
-    said: int
+    text: str
+    spans: list[tuple[int, int]]
     end: int
 
 
 def encode_conversation(
-    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, *, learn_from: int = 0
-) -> Encoded:
-    """A whole conversation; loss on what the assistant says, its end-of-turn token included, and on nothing else.
+    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, *, tools: Tools | None = None, learn_from: int = 0
+) -> list[Encoded]:
+    """A conversation as one row, or as one a turn from where the template renders what was before anew.
 
     Args:
         messages: the turns.
         tokenizer: whose template renders them.
+        tools: JSON schemas of the functions that the assistant may call.
         learn_from: turns before this one carry no loss.
 
     Raises:
-        UserError: for a template that renders a conversation differently once it goes on.
+        UserError: when the template refuses the messages.
     """
-    text = render(messages, tokenizer)
-    spans = []
-    for turn, message in enumerate(messages):
-        if message["role"] != "assistant" or turn < learn_from:
-            continue
-        before = render(messages[:turn], tokenizer, add_generation_prompt=True)
-        through = render(messages[: turn + 1], tokenizer)
-        if not text.startswith(through) or not through.startswith(before):
-            start = len(os.path.commonprefix([before, text]))
-            raise UserError(
-                f"the chat template renders a turn anew once the next is there, at {text[start : start + 20]!r}: "
-                "give the tokenizer a template whose text only grows"
-            )
-        spans.append(_span(text, len(before), len(through), message["content"].strip(), tokenizer))
-    return _encode(text, spans, tokenizer)
+    template = ChatTemplate.of(tokenizer, tools)
+    if template is not None and template.marks_generation:
+        text, spans = template.generated(messages, tools)
+        before = render(messages[:learn_from], tokenizer, tools=tools, add_generation_prompt=True) if learn_from else ""
+        shared = len(os.path.commonprefix([before, text]))
+        rows = [_Row(text, [span for span in spans if span[0] >= shared], len(text))]
+    else:
+        rows = _rows(messages, tokenizer, tools, learn_from)
+    return [_encode(row.text, row.spans, tokenizer) for row in rows]
 
 
-def _span(text: str, begin: int, end: int, content: str, tokenizer: PreTrainedTokenizerBase) -> _Span:
-    """A turn. Its last special token ends it, unless the content has that too; a template may change the content."""
-    last = max((text.rfind(token, begin, end) for token in tokenizer.all_special_tokens), default=-1)
-    for limit in (last, end):
-        if limit >= 0 and (place := text.rfind(content, begin, limit)) >= 0:
-            return _Span(begin, place + len(content), end)
-    return _Span(begin, end if last < 0 else last, end)
+def encode_answer(
+    prompt: Sequence[Message], answer: Sequence[Message], tokenizer: PreTrainedTokenizerBase, *,
+    tools: Tools | None = None,
+) -> Encoded:  # fmt: skip
+    """A prompt and its answer as one row; of an answer whose turns need several, the last.
+
+    Raises:
+        UserError: when the template refuses the messages.
+    """
+    return encode_conversation([*prompt, *answer], tokenizer, tools=tools, learn_from=len(prompt))[-1]
+
+
+def answer_parts(
+    prompt: Sequence[Message], answer: Message, tokenizer: PreTrainedTokenizerBase, *, tools: Tools | None = None
+) -> tuple[str, str]:
+    """The text that generation begins from, and what it would then have to say for an answer, to the end of the row.
+
+    Raises:
+        UserError: when the template refuses the messages.
+    """
+    before, generated, _ = _turn([*prompt, answer], len(prompt), tokenizer, tools)
+    return before, generated
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> tuple[int, list[int]] | None:
@@ -85,21 +99,46 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> tuple[int, list[int]] | None
 
     None for a template whose answers have no such token, or that does not show a question and its answer.
     """
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     try:
-        encoded = encode_conversation(
-            [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], tokenizer
-        )
+        (encoded,) = encode_conversation(turns, tokenizer)
     except UserError:
         return None
-    own = [place for place, learned in enumerate(encoded.loss_mask) if learned]
-    if not own or encoded.input_ids[own[-1]] not in tokenizer.all_special_ids:
+    template = ChatTemplate.of(tokenizer)
+    token = tokenizer.eos_token if template is None else template.end_token
+    end = None if token is None else tokenizer.convert_tokens_to_ids(token)
+    own = [place for place, learned in enumerate(encoded.loss_mask) if learned and encoded.input_ids[place] == end]
+    if not own:
         return None
     return encoded.input_ids[own[-1]], encoded.input_ids[own[-1] + 1 :]
 
 
-def encode_prompt(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase, generation_eos: int | list[int] | None) -> tuple[int, ...]:
+    """Every token that ends a completion: eos, those of the model's generation config, the template's end of turn."""
+    ids = [generation_eos] if isinstance(generation_eos, int) else list(generation_eos or [])
+    end = turn_end(tokenizer)
+    return tuple(dict.fromkeys([int(tokenizer.eos_token_id), *ids, *([] if end is None else [end[0]])]))
+
+
+def encode_prompt(
+    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, *, tools: Tools | None = None
+) -> list[int]:
     """A conversation up to where the assistant speaks next."""
-    return _ids(render(messages, tokenizer, add_generation_prompt=True), tokenizer)
+    return token_ids(render(messages, tokenizer, tools=tools, add_generation_prompt=True), tokenizer)
+
+
+def head_tokens(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, *, tools: Tools | None = None) -> int:
+    """How many tokens come before the first user's text: BOS, system prompt, tools, the turn's header; 0 where the
+    first turn behind the system's is another's."""
+    first = next((place for place, m in enumerate(messages) if m["role"] not in ("system", "developer")), len(messages))
+    if first == len(messages) or messages[first]["role"] != "user":
+        return 0
+    texts = [
+        render([*messages[:first], {"role": "user", "content": content}], tokenizer, tools=tools)
+        for content in ("q7asked", "w8said")
+    ]
+    head = os.path.commonprefix([*texts, render(messages, tokenizer, tools=tools)])
+    return len(token_ids(head, tokenizer))
 
 
 def answer_text(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
@@ -112,82 +151,135 @@ def answer_text(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, *, context: str = "") -> Encoded:
-    """Plain text and eos, loss on all of it but not on a context before it."""
-    before = _ids(context, tokenizer) if context else []
-    ids = [*_ids(text, tokenizer), int(tokenizer.eos_token_id)]
+    """Plain text and eos, loss on all of it but not on a context before it, or BOS, where the tokenizer adds it."""
+    before = leading_bos(context or text, tokenizer, plain=True)
+    before += tokenizer(context, add_special_tokens=False)["input_ids"] if context else []
+    ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], int(tokenizer.eos_token_id)]
     return Encoded(before + ids, [False] * len(before) + [True] * len(ids))
 
 
-def render(
-    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, *, add_generation_prompt: bool = False
-) -> str:
-    """A conversation as text, special tokens spelt out."""
-    if not messages and not add_generation_prompt:
-        return ""
-    if tokenizer.chat_template is None:
-        return _render_plain(messages, tokenizer, add_generation_prompt)
-    try:
-        return str(
-            tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt)
-        )
-    except jinja2.TemplateSyntaxError as error:
-        raise UserError(
-            f"the chat template does not compile (line {error.lineno}: {error.message}): mend it beside the tokenizer"
-        ) from error
-    except Exception as error:  # noqa: BLE001 - templates raise jinja's errors and whatever they like
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(
-            f"the chat template refuses the roles {[m['role'] for m in messages]} ({reason}): reorder the turns"
-        ) from error
+def _rows(
+    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, tools: Tools | None, learn_from: int
+) -> list[_Row]:
+    """Each answer behind its own prompt, those that grow from one another in one row.
+
+    A greeting, which answers nothing, is learned where the template can prompt for it.
+    """
+    rows: list[_Row] = []
+    for turn, message in enumerate(messages):
+        if message["role"] != "assistant" or turn < learn_from:
+            continue
+        try:
+            before, generated, stop = _turn(messages, turn, tokenizer, tools)
+        except UserError:
+            if turn == 0 and len(messages) > 1:
+                continue
+            raise
+        spans = [(len(before), len(before) + stop)] if stop else []
+        row = _Row(before + generated, spans, len(before) + stop)
+        if rows and before.startswith(rows[-1].text[: rows[-1].end]):
+            row.spans = rows.pop().spans + row.spans
+        rows.append(row)
+    return rows
 
 
-def _render_plain(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, add_generation_prompt: bool) -> str:
-    parts = []
-    for message in messages:
-        end = tokenizer.eos_token if message["role"] == "assistant" else ""
-        parts.append(f"{_PLAIN_NAMES[message['role']]}: {message['content']}{end}\n\n")
-    return "".join(parts) + (f"{_PLAIN_NAMES['assistant']}:" if add_generation_prompt else "")
+def _turn(
+    messages: Sequence[Message], turn: int, tokenizer: PreTrainedTokenizerBase, tools: Tools | None
+) -> tuple[str, str, int]:
+    """The prompt of an answer, the answer to the end of the row, and how much of it is the assistant's."""
+    message, history = messages[turn], messages[:turn]
+    before = render(history, tokenizer, tools=tools, add_generation_prompt=True)
+    through = render(messages[: turn + 1], tokenizer, tools=tools)
+    if through.startswith(before):
+        generated = through[len(before) :]
+    else:
+        before, generated = _as_prompted(before, through, render(history, tokenizer, tools=tools), message, tokenizer)
+    template = ChatTemplate.of(tokenizer, tools)
+    if template is None:
+        return before, generated, len(generated.removesuffix("\n\n"))
+    said = _said(generated, template.answer_end, str(message.get("content", "")).strip(), template.special)
+    if (found := template.special.search(generated, said)) is not None:
+        return before, generated, found.end()
+    answering = "tool" if "tool_calls" in message else "user"
+    generated += template.opening(messages[turn + 1]["role"] if turn + 1 < len(messages) else answering)
+    return before, generated, len(generated)
 
 
-def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+def _said(generated: str, end: str | None, content: str, special: re.Pattern[str]) -> int:
+    """Where the text of an answer ends: before what the template puts behind it, or its last special token.
+
+    A call of tools may end otherwise than a text, and a template may change the text.
+    """
+    if end is not None and generated.endswith(end):
+        return len(generated) - len(end)
+    last = max((found.start() for found in special.finditer(generated)), default=-1)
+    for limit in (last, len(generated)):
+        if content and limit >= 0 and (place := generated.rfind(content, 0, limit)) >= 0:
+            return place + len(content)
+    return len(generated) if last < 0 else last
 
 
-def _encode(text: str, spans: Sequence[_Span], tokenizer: PreTrainedTokenizerBase) -> Encoded:
-    """Tokenise once; tokens that begin inside a span carry loss, up to the first special token behind what was said.
+def _as_prompted(
+    before: str, through: str, history: str, message: Message, tokenizer: PreTrainedTokenizerBase
+) -> tuple[str, str]:
+    """Prompt and answer where the template shows an answer otherwise than it prompts for it.
 
-    What was said may have special tokens of its own, as a reasoner's `<think>`. A byte-level token may reach back over
-    the space before a span; it counts as the span's if it ends inside.
+    The prompt may open a block of thoughts that the answer is shown without, or close one that the answer is shown
+    with. What is generated then is the message's own reasoning and the end of the block, or the answer alone.
+    """
+    shared = len(os.path.commonprefix([before, through]))
+    shared -= _torn(through, shared, (*special_tokens(tokenizer), _OPEN, _CLOSE))
+    opening = before[len(os.path.commonprefix([history, before])) :]
+    content = str(message.get("content", ""))
+    thought, closed, answer = content.rpartition(_CLOSE)
+    reasoning = next((str(message[key]) for key in REASONING_KEYS if key in message), thought.rpartition(_OPEN)[2])
+    answer = (answer if closed else content).strip()
+    place = through.rfind(answer, shared) if answer else -1
+    if place >= 0:
+        rest = through[place:]
+    elif _CLOSE in through[shared:]:
+        rest = through[shared:].rpartition(_CLOSE)[2].lstrip()
+    elif _OPEN in opening:
+        rest = through[shared:]
+    else:  # nothing of the answer is found again: it is learned as it is shown
+        return through[:shared], through[shared:]
+    if opening.rfind(_OPEN) > opening.rfind(_CLOSE):
+        rest = f"{reasoning.strip()}\n{_CLOSE}\n\n{rest}"
+    return before, rest
+
+
+def _torn(text: str, place: int, tokens: Sequence[str]) -> int:
+    """How far back a token begins that a place in a text lies within; 0: it lies within none."""
+    back = [n for token in tokens for n in range(1, len(token)) if text.startswith(token, place - n)]
+    return max(back, default=0)
+
+
+def _encode(text: str, spans: Sequence[tuple[int, int]], tokenizer: PreTrainedTokenizerBase) -> Encoded:
+    """Tokenise once; tokens that begin inside a span carry loss.
+
+    A byte-level token may reach back over the space before a span; it counts as the span's if it ends inside.
     """
     if not tokenizer.is_fast:
         return _encode_in_parts(text, spans, tokenizer)
     encoding: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids, offsets = list(encoding["input_ids"]), encoding["offset_mapping"]
-    special = set(tokenizer.all_special_ids)
-    mask = [False] * len(ids)
-    for span in spans:
-        for index, (start, stop) in enumerate(offsets):
-            if stop <= span.begin or start >= span.end or start == stop:
-                continue
-            mask[index] = True
-            if ids[index] in special and start >= span.said:
-                break  # the end of the turn; what the template adds after it is not the assistant's
-    return Encoded(ids, mask)
+    mask = [False] * len(encoding["input_ids"])
+    for begin, end in spans:
+        for index, (start, stop) in enumerate(encoding["offset_mapping"]):
+            if stop > begin and start < end and start != stop:
+                mask[index] = True
+    bos = leading_bos(text, tokenizer)
+    return Encoded([*bos, *encoding["input_ids"]], [False] * len(bos) + mask)
 
 
-def _encode_in_parts(text: str, spans: Sequence[_Span], tokenizer: PreTrainedTokenizerBase) -> Encoded:
+def _encode_in_parts(text: str, spans: Sequence[tuple[int, int]], tokenizer: PreTrainedTokenizerBase) -> Encoded:
     """For tokenizers without offsets: the text is cut at the spans' edges and each piece tokenised alone."""
-    special = set(tokenizer.all_special_ids)
-    ids: list[int] = []
-    mask: list[bool] = []
+    ids = leading_bos(text, tokenizer)
+    mask = [False] * len(ids)
     place = 0
-    for span in [*spans, _Span(len(text), len(text), len(text))]:
-        edges = (place, span.begin, span.said, span.end)
-        outside, said, behind = (
-            _ids(text[start:end], tokenizer) if end > start else [] for start, end in pairwise(edges)
-        )
-        stop = next((i + 1 for i, token in enumerate(behind) if token in special), len(behind))
-        ids += outside + said + behind
-        mask += [False] * len(outside) + [True] * (len(said) + stop) + [False] * (len(behind) - stop)
-        place = span.end
+    for begin, end in [*spans, (len(text), len(text))]:
+        for piece, own in ((text[place:begin], False), (text[begin:end], True)):
+            tokens = tokenizer(piece, add_special_tokens=False)["input_ids"] if piece else []
+            ids += tokens
+            mask += [own] * len(tokens)
+        place = end
     return Encoded(ids, mask)

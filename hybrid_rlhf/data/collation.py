@@ -157,7 +157,8 @@ def collate_judged(rows: Sequence[Mapping[str, Any] | None], pad_token_id: int) 
 
 
 def collate_labelled(rows: Sequence[Mapping[str, Any] | None], pad_token_id: int) -> LabelledBatch:
-    """Rows with `responses`, `masks` and `labels`, the last response another prompt's; None as for preferences."""
+    """Rows with `responses`, `masks` and `labels`, the responses without a label another prompt's; None as for
+    preferences."""
     answers = _Answers(pad_token_id)
     labelled: list[int] = []
     mismatched: list[int] = []
@@ -165,8 +166,9 @@ def collate_labelled(rows: Sequence[Mapping[str, Any] | None], pad_token_id: int
     for row in rows:
         first = answers.add(row)
         if row is not None:
-            labelled += range(first, first + len(row["labels"]))
-            mismatched.append(first + len(row["labels"]))
+            others = first + len(row["labels"])
+            labelled += range(first, others)
+            mismatched += range(others, first + len(row["responses"]))
             good += row["labels"]
     ids, attention = answers.tensors()
     return LabelledBatch(

@@ -20,6 +20,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sft import SFTDataConfig
 from hybrid_rlhf.data.rows import Conversation, is_number
 from hybrid_rlhf.data.sources import Row, missing, open_source
+from hybrid_rlhf.runtime.progress import ProgressLog
 from hybrid_rlhf.runtime.world import World, mistakes_shared
 
 CONDITION_FILE = "condition.json"
@@ -110,7 +111,9 @@ def find_condition(config: SFTDataConfig, training: Callable[[int], Sequence[int
         if world.is_main:
             scores: list[float] = []
             for source in config.sources:
-                found = [score_of(place, row) for place, row in open_source(source)]
+                rows = open_source(source)
+                progress = ProgressLog(f"scores of {rows.source.path}", total=rows.count())
+                found = [score_of(place, row) for place, row in progress.over(rows)]
                 scores += [found[place] for place in training(len(found))]
             edges = cut(scores, buckets=config.condition_buckets)
     return Condition(world.broadcast_object(edges), config.condition_template)

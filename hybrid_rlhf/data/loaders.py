@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
+from copy import copy
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -96,6 +98,15 @@ class GlobalBatches:
                 yield order[start : start + self._size].tolist()
             self.epoch, self.position = self.epoch + 1, 0
 
+    def upcoming(self, batches: int) -> list[int]:
+        """The rows of so many batches from the position on, each once, in the order of their first use."""
+        ahead, found = copy(self), dict[int, None]()
+        for rows in islice(ahead.iterate(), batches):
+            found |= dict.fromkeys(rows)
+            if len(found) == self._rows:
+                break
+        return list(found)
+
     def state_dict(self) -> dict[str, int]:
         """The position, for a checkpoint."""
         return {"epoch": self.epoch, "position": self.position}
@@ -103,6 +114,29 @@ class GlobalBatches:
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on from a checkpoint."""
         self.epoch, self.position = state["epoch"], state["position"]
+
+
+class ChosenRows:
+    """Some rows of a data set, by their places and in that order."""
+
+    def __init__(self, rows: Rows, places: Sequence[int]) -> None:
+        self._rows, self._places = rows, places
+
+    @property
+    def column_names(self) -> list[str]:
+        """Of the data set."""
+        return self._rows.column_names
+
+    def __len__(self) -> int:
+        """Chosen rows."""
+        return len(self._places)
+
+    def __getitem__(self, key: Any) -> Any:
+        """A row by its place among the chosen ones, or a column of them by its name."""
+        if isinstance(key, str):
+            column = list(self._rows[key])
+            return [column[place] for place in self._places]
+        return self._rows[self._places[key]]
 
 
 class RowStream:

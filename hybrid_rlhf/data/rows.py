@@ -7,6 +7,8 @@
 | KTO, reward of labels | prompt + completion + label; or what the reward step takes, the better good, the worse bad |
 | reward of steps | prompt + completions (the steps of one answer) + labels |
 | PPO | prompt; or messages, whose last assistant turn is dropped; other columns go to reward functions |
+
+Beside any of them `tools`: JSON schemas of the functions that the assistant may call. A message keeps all its keys.
 """
 
 from __future__ import annotations
@@ -18,10 +20,8 @@ from itertools import combinations
 from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.data.messages import Message, Tools, read_message, row_tools
 from hybrid_rlhf.data.sources import Row, missing
-
-Message = dict[str, str]
-ROLES = ("system", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Conversation:
     text: str | None = None
     context: str = ""
     """Before the text, without loss."""
+    tools: Tools | None = None
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Preference:
     """(better, worse), indices of responses."""
     margins: list[float]
     """A pair's margin, 0 where none is given."""
+    tools: Tools | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Labelled:
     prompt: list[Message]
     responses: list[list[Message]]
     labels: list[bool]
+    tools: Tools | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class Stepwise:
     steps: list[str]
     labels: list[float]
     """In [0, 1], 1 is right."""
+    tools: Tools | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,8 @@ class Prompt:
 
     messages: list[Message]
     columns: dict[str, Any]
+    """`tools` among them, as the row has it."""
+    tools: Tools | None = None
 
 
 def sft_row(place: str, row: Row) -> Conversation:
@@ -91,7 +97,7 @@ def sft_row(place: str, row: Row) -> Conversation:
         raise UserError(
             f"{place}: SFT learns from assistant turns, this conversation has none: add one or drop the row"
         )
-    return Conversation(messages)
+    return Conversation(messages, tools=row_tools(place, row))
 
 
 def preference_row(place: str, row: Row) -> Preference:
@@ -118,7 +124,7 @@ def preference_row(place: str, row: Row) -> Preference:
     margin = row.get("margin", 0.0)
     if not is_number(margin):
         raise UserError(f"{place}: column 'margin' is a number, got {margin!r}: mend the row")
-    return Preference(prompt, [chosen, rejected], [(0, 1)], [float(margin)])
+    return Preference(prompt, [chosen, rejected], [(0, 1)], [float(margin)], row_tools(place, row))
 
 
 def labelled_row(place: str, row: Row) -> Labelled:
@@ -127,7 +133,8 @@ def labelled_row(place: str, row: Row) -> Labelled:
         record = preference_row(place, row)
         better, worse = ({pair[side] for pair in record.pairs} for side in (0, 1))
         places = sorted(better ^ worse)  # one that is above some and below others is neither
-        return Labelled(record.prompt, [record.responses[i] for i in places], [i in better for i in places])
+        responses = [record.responses[i] for i in places]
+        return Labelled(record.prompt, responses, [i in better for i in places], record.tools)
     if "prompt" not in row or "completion" not in row:
         raise missing(place, row, ["prompt + completion + label", "prompt + chosen + rejected"])
     label = row["label"]
@@ -137,7 +144,7 @@ def labelled_row(place: str, row: Row) -> Labelled:
     answer = _after(prompt, _turns(place, row, "completion", role="assistant"))
     if not answer or answer[-1]["role"] != "assistant":
         raise UserError(f"{place}: column 'completion' has no answer after the prompt: add it or drop the row")
-    return Labelled(prompt, [answer], [bool(label)])
+    return Labelled(prompt, [answer], [bool(label)], row_tools(place, row))
 
 
 def stepwise_row(place: str, row: Row) -> Stepwise:
@@ -151,7 +158,8 @@ def stepwise_row(place: str, row: Row) -> Stepwise:
     wrong = [label for label in labels if not (isinstance(label, bool) or is_number(label)) or not 0 <= label <= 1]
     if wrong:
         raise UserError(f"{place}: column 'labels' holds true, false or numbers in [0, 1], got {wrong[0]!r}: mend it")
-    return Stepwise(_turns(place, row, "prompt", role="user"), texts, [float(label) for label in labels])
+    prompt = _turns(place, row, "prompt", role="user")
+    return Stepwise(prompt, texts, [float(label) for label in labels], row_tools(place, row))
 
 
 def head_place(place: str, row: Row, heads: Sequence[str]) -> int:
@@ -174,7 +182,8 @@ def prompt_row(place: str, row: Row) -> Prompt:
             raise UserError(f"{place}: column 'messages' has only an answer: add the prompt or drop the row")
     else:
         raise missing(place, row, ["prompt", "messages"])
-    return Prompt(messages, {name: value for name, value in row.items() if name != used})
+    columns = {name: value for name, value in row.items() if name != used}
+    return Prompt(messages, columns, row_tools(place, row))
 
 
 def ptx_row(place: str, row: Row) -> Conversation:
@@ -204,7 +213,7 @@ def _ranked(place: str, row: Row) -> Preference:
         raise UserError(f"{place}: column 'ranks' makes no pair, all are equal: drop the row")
     if any(answers[better] == answers[worse] for better, worse in pairs):
         raise UserError(f"{place}: column 'responses' ranks one answer above itself: drop the double")
-    return Preference(prompt, answers, pairs, [0.0] * len(pairs))
+    return Preference(prompt, answers, pairs, [0.0] * len(pairs), row_tools(place, row))
 
 
 def _turns(place: str, row: Row, column: str, *, role: str) -> list[Message]:
@@ -230,21 +239,7 @@ def _messages(place: str, row: Row, column: str) -> list[Message]:
             f"{place}: column {column!r} is text or a list of messages, got "
             f"{'an empty list' if value == [] else 'a ' + type(value).__name__}: mend the row"
         )
-    for message in value:
-        if not isinstance(message, dict) or not isinstance(message.get("content"), str) or "role" not in message:
-            raise UserError(
-                f"{place}: column {column!r}: a message is {{'role', 'content'}}, got {message!r}: mend the row"
-            )
-        if message["role"] not in ROLES:
-            raise UserError(
-                f"{place}: column {column!r}: a role is {', '.join(ROLES)}, got {message['role']!r}: mend the row"
-            )
-        if message["role"] in ("user", "assistant") and not message["content"].strip():
-            raise UserError(
-                f"{place}: column {column!r}: the content of a turn of the {message['role']} is empty: "
-                "fill it or drop the row"
-            )
-    return [{"role": message["role"], "content": message["content"]} for message in value]
+    return [read_message(f"{place}: column {column!r}", message) for message in value]
 
 
 def _after(prompt: Sequence[Message], answer: list[Message]) -> list[Message]:

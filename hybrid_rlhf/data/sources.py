@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import importlib.util
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from hybrid_rlhf.configs.credentials import redacted
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.files import NotJSON, not_text, parse_json, read_text, regular_file
 from hybrid_rlhf.configs.sections import DataSource
+from hybrid_rlhf.runtime.progress import ProgressLog
 
 Row = dict[str, Any]
 _FILE_TYPES = (".jsonl", ".json", ".parquet")
@@ -35,6 +36,8 @@ class Rows:
     fingerprint: str
     """Changes whenever the content does."""
     _read: Any
+    count: Callable[[], int | None] = lambda: None
+    """How many there are, if that is quicker to find than the rows; none: unknown."""
 
     def __iter__(self) -> Iterator[tuple[str, Row]]:
         """(place, row); the place is FILE:LINE, or the number of the row in a table."""
@@ -71,8 +74,9 @@ def _open_file(source: DataSource, path: Path) -> Rows:
             return _open_table(source, datasets.Dataset(pyarrow.parquet.read_table(path, memory_map=True)))
         with path.open("rb") as file:
             fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
-    read = _read_lines if path.suffix == ".jsonl" else _read_list
-    return Rows(source, fingerprint, lambda: _some(source, read(path)))
+    if path.suffix == ".jsonl":
+        return Rows(source, fingerprint, lambda: _some(source, _read_lines(path)), lambda: _count_lines(path))
+    return Rows(source, fingerprint, lambda: _some(source, _read_list(path)))
 
 
 @contextlib.contextmanager
@@ -107,6 +111,12 @@ def _read_lines(path: Path) -> Iterator[tuple[str, Row]]:
         raise not_text(path) from error
 
 
+def _count_lines(path: Path) -> int:
+    """Lines of a file that are not blank."""
+    with path.open("rb") as file:
+        return sum(not line.isspace() for line in file)
+
+
 def _parsed(line: str, place: str) -> tuple[str, Row]:
     try:
         row = parse_json(line)
@@ -138,24 +148,32 @@ def _open_table(source: DataSource, table: datasets.Dataset) -> Rows:
         with _readable(source):
             batches = table.with_format("arrow").iter(batch_size=1000)
             for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), start=1):
-                # Arrow fills columns that a row lacks with null
-                yield f"{source.path}: row {number}", {name: value for name, value in row.items() if value is not None}
+                yield f"{source.path}: row {number}", _without_nulls(row)
 
     with _readable(source):  # reads every value
-        fingerprint = _table_fingerprint(table)
-    return Rows(source, fingerprint, read)
+        fingerprint = _table_fingerprint(table, source.path)
+    return Rows(source, fingerprint, read, lambda: len(table))
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value without the keys that Arrow fills with null: those of columns, and of mappings within them."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _empty(source: DataSource) -> str:
     return f"a data source has rows, {source.path} is empty: check the path"
 
 
-def _table_fingerprint(table: datasets.Dataset) -> str:
+def _table_fingerprint(table: datasets.Dataset, name: str) -> str:
     """Of the content, not of the path that datasets cached it under."""
     digest = hashlib.sha256(repr(table.features).encode())
+    progress = ProgressLog(f"reading {name}", total=len(table))
     for batch in table.with_format("arrow").iter(batch_size=1000):
         for column in batch.columns:
             digest.update(repr(column.to_pylist()).encode())
+        progress.advance(len(batch))
     return digest.hexdigest()
 
 

@@ -13,9 +13,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.data.chat import render
-from hybrid_rlhf.data.rows import Message, stepwise_row
+from hybrid_rlhf.data.chat import answer_parts
+from hybrid_rlhf.data.messages import Message, Tools
+from hybrid_rlhf.data.rows import stepwise_row
 from hybrid_rlhf.data.sources import Row
+from hybrid_rlhf.data.template import leading_bos, without_place
 
 SEPARATOR_KEY = "step_separator"
 """Of config.json of a process reward model."""
@@ -36,7 +38,7 @@ class Steps:
 
 def encode_stepwise_row(
     place: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int, *, separator: str
-) -> dict[str, Any]:
+) -> list[dict[str, Any]]:
     """Columns `responses` (one, with its prompt), `masks`, `ends` (places of the tokens that end a step), `labels`.
 
     What is too long loses the beginning of its prompt, then its last steps.
@@ -51,7 +53,7 @@ def encode_stepwise_row(
             "scored: take another separator"
         )
     try:
-        found = _encode(record.prompt, record.steps, tokenizer, separator)
+        found = _encode(record.prompt, record.steps, tokenizer, separator, record.tools)
         if found.overlap is not None:
             raise UserError(
                 f"a token reaches from step {found.overlap} over preference.step_separator {separator!r} into the "
@@ -63,7 +65,7 @@ def encode_stepwise_row(
     cut = len(ids) > limit
     surplus = max(0, min(first, len(ids) - limit))
     ids, ends = ids[surplus:][:limit], [end - surplus for end in ends if end - surplus < limit]
-    return {
+    columns = {
         "responses": [ids],
         "masks": [[i >= first - surplus for i in range(len(ids))]],
         "ends": ends,
@@ -72,32 +74,40 @@ def encode_stepwise_row(
         "tokens": len(ids),
         "cut": cut,
         "usable": bool(ends),
+        "ignored": ",".join(without_place(record.prompt, tokenizer, record.tools)),
     }
+    return [columns]
 
 
-def answer_steps(prompt: list[Message], answer: str, tokenizer: PreTrainedTokenizerBase, separator: str) -> Steps:
+def answer_steps(
+    prompt: list[Message], answer: str, tokenizer: PreTrainedTokenizerBase, separator: str, tools: Tools | None = None
+) -> Steps:
     """Any answer, as a model gave it: parted at separators, parts that are blank end no step.
 
     Raises:
         UserError: when the tokenizer or the chat template hides where steps end.
     """
     steps = answer.split(separator)
-    found = _encode(prompt, steps, tokenizer, separator)
+    found = _encode(prompt, steps, tokenizer, separator, tools)
     shown = [end for step, end in zip(steps, found.ends, strict=True) if step.strip()]
     return Steps(found.input_ids, [*shown[:-1], found.ends[-1]], found.first)
 
 
-def _encode(prompt: list[Message], steps: Sequence[str], tokenizer: PreTrainedTokenizerBase, separator: str) -> Steps:
+def _encode(
+    prompt: list[Message], steps: Sequence[str], tokenizer: PreTrainedTokenizerBase, separator: str,
+    tools: Tools | None,
+) -> Steps:  # fmt: skip
     if not tokenizer.is_fast:
         raise UserError("steps need a tokenizer that tells where its tokens lie: take a fast one")
     answer = separator.join(steps)
-    text = render([*prompt, {"role": "assistant", "content": answer}], tokenizer)
-    before = render(prompt, tokenizer, add_generation_prompt=True)
-    start = text.find(answer, len(before)) if text.startswith(before) else -1
+    before, generated = answer_parts(prompt, {"role": "assistant", "content": answer}, tokenizer, tools=tools)
+    text = before + generated
+    start = text.find(answer, len(before))
     if start < 0:
         raise UserError("the chat template does not show an answer as it is, its steps cannot be found: strip them")
     encoding: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    offsets = encoding["offset_mapping"]
+    bos = leading_bos(text, tokenizer)
+    offsets = [*[(0, 0)] * len(bos), *encoding["offset_mapping"]]
     ends, overlap, token = [], None, 0
     for number, step in enumerate(steps, start=1):
         stop = start + len(step)
@@ -109,4 +119,4 @@ def _encode(prompt: list[Message], steps: Sequence[str], tokenizer: PreTrainedTo
         ends.append(token)
     ends[-1] = len(offsets) - 1
     first = next((place for place, (_, stop) in enumerate(offsets) if stop > len(before)), len(offsets))
-    return Steps(list(encoding["input_ids"]), ends, first, overlap)
+    return Steps([*bos, *encoding["input_ids"]], ends, first, overlap)

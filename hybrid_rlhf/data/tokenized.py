@@ -7,6 +7,7 @@ row is seen by two steps, or by training and evaluation, whatever their limits d
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,10 +34,11 @@ from hybrid_rlhf.data.rows import head_place, ptx_row, sft_row
 from hybrid_rlhf.data.sources import Row, open_source
 from hybrid_rlhf.data.stepwise import encode_stepwise_row
 from hybrid_rlhf.runtime.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.progress import ProgressLog
 from hybrid_rlhf.runtime.world import World, mistakes_shared
 
 logger = logging.getLogger(LOGGER_NAME)
-Encode = Callable[[str, Row, PreTrainedTokenizerBase, int], dict[str, Any]]
+Encode = Callable[[str, Row, PreTrainedTokenizerBase, int], list[dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ class Kind:
 
     name: str
     encode: Encode
-    """Row to columns; `length` is in tokens before any cut, `cut` whether it was cut, `usable` whether any is left."""
+    """A row of a source to the rows that are learned from: `cut`, whether a row was cut to the limit, `usable`, whether
+    it can teach, `ignored`, what the chat template has no place for."""
     step_index: int
     """The step's share of data.split."""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -69,7 +72,7 @@ def load_sft_data(config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, see
         return _load(kind, config, tokenizer, config.max_length, seed, world)
     condition = find_condition(config, lambda rows: _dealt(rows, config, 0, seed)[0].tolist(), world)
 
-    def encode(place: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int) -> dict[str, Any]:
+    def encode(place: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int) -> list[dict[str, Any]]:
         return encode_conversation_row(place, condition.applied(place, row, sft_row(place, row)), tokenizer, limit)
 
     kind = Kind("sft", encode, 0, {"condition": condition.settings()})
@@ -111,8 +114,9 @@ def _reward_kind(preference: PreferenceConfig) -> Kind:
     if not heads:
         return Kind(name, encode, 1)
 
-    def with_head(place: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int) -> dict[str, Any]:
-        return encode(place, row, tokenizer, limit) | {"head": head_place(place, row, heads)}
+    def with_head(place: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int) -> list[dict[str, Any]]:
+        head = {"head": head_place(place, row, heads)}
+        return [columns | head for columns in encode(place, row, tokenizer, limit)]
 
     return Kind(f"{name} with heads {', '.join(heads)}", with_head, 1)
 
@@ -143,9 +147,10 @@ def _load(
     parts = [_tokenize(kind, source, config, tokenizer, limit, world) for source in config.sources]
     train, held_out = [], []
     for part in parts:
-        mine, held = _dealt(len(part), config, kind.step_index, seed)
-        train.append(part.select(mine))
-        held_out.append(part.select(held))
+        places = np.asarray(part["source_row"])
+        mine, held = _dealt(int(places[-1]) + 1, config, kind.step_index, seed)
+        train.append(part.select(_made_of(mine, places)))
+        held_out.append(part.select(_made_of(held, places)))
     if config.eval_sources:
         held_out = [_tokenize(kind, source, config, tokenizer, limit, world) for source in config.eval_sources]
         parts = parts + held_out
@@ -159,6 +164,14 @@ def _dealt(rows: int, config: DataConfig, step_index: int, seed: int) -> tuple[n
     mine = _share(rows, config.split, step_index, seed)
     count = 0 if config.eval_sources else _held_out_count(len(mine), config)
     return mine[count:], mine[:count]
+
+
+def _made_of(source_rows: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """The indices of the rows that were made of some source rows, in their order; `places` ascends."""
+    first, last = (np.searchsorted(places, source_rows, side=side) for side in ("left", "right"))
+    if len(places) == int(places[-1]) + 1:
+        return first
+    return np.concatenate([np.arange(start, stop) for start, stop in zip(first, last, strict=True)] or [first])
 
 
 def _share(rows: int, split: list[float] | None, step_index: int, seed: int) -> np.ndarray:
@@ -193,7 +206,7 @@ def _blend(parts: list[datasets.Dataset], sources: list[str | DataSource], seed:
 def _usable(part: datasets.Dataset) -> datasets.Dataset:
     """The rows that limits left, without the columns that say so."""
     usable = np.flatnonzero(np.asarray(part["usable"], dtype=bool))
-    return part.select(usable).remove_columns(["usable", "cut"])
+    return part.select(usable).remove_columns(["usable", "cut", "ignored", "source_row"])
 
 
 def _tokenize(
@@ -209,11 +222,12 @@ def _tokenize(
         rows = open_source(source)
 
     def make() -> Iterator[dict[str, Any]]:
-        for place, row in rows:
-            columns = kind.encode(place, row, tokenizer, limit)
-            if config.too_long == "drop" and columns["cut"]:
-                columns["usable"] = False
-            yield columns
+        progress = ProgressLog(f"tokenising {rows.source.path}", total=rows.count())
+        for number, (place, row) in enumerate(progress.over(rows)):
+            for columns in kind.encode(place, row, tokenizer, limit):
+                if config.too_long == "drop" and columns["cut"]:
+                    columns["usable"] = False
+                yield columns | {"source_row": number}
 
     key = {
         "kind": kind.name,
@@ -252,8 +266,27 @@ def _report(
     if held_out is None:
         held_out = train.select([])
     if world.is_main:
+        _report_templates(parts)
         logger.info(
             "%s data: %s rows to train on, %s held out; of all rows %s were truncated to %s tokens, %s dropped",
             kind.name, f"{len(train):,}", f"{len(held_out):,}", f"{truncated:,}", f"{limit:,}", f"{dropped:,}",
         )  # fmt: skip
     return TokenizedData(train, held_out)
+
+
+def _report_templates(parts: list[datasets.Dataset]) -> None:
+    """Log what the chat template did to conversations: turns in rows of their own, keys that it does not read."""
+    made, sources = sum(map(len, parts)), sum(len(np.unique(part["source_row"])) for part in parts)
+    if made > sources:
+        logger.info(
+            "the chat template renders earlier turns anew: %s conversations make %s rows, each with the loss on turns "
+            "as generation sees them",
+            f"{sources:,}", f"{made:,}",
+        )  # fmt: skip
+    ignored = Counter(key for part in parts for keys in part["ignored"] if keys for key in keys.split(","))
+    if ignored:
+        counts = ", ".join(f"{key} ({count:,})" for key, count in ignored.most_common())
+        logger.warning(
+            "the chat template has no place for %s: roles are shown as the nearest, tool calls as JSON text, others "
+            "are left out", counts,
+        )  # fmt: skip

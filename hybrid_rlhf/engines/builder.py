@@ -101,7 +101,7 @@ def _build(engine_type: Callable[..., EngineT], spec: EngineSpec, world: World) 
         for name in ("calibration", "step_separator"):  # of the scores before training
             vars(lm.config).pop(name, None)
     if fresh_head:
-        _init_head(lm, seed=spec.seed)
+        _init_head(lm, role=spec.role, seed=spec.seed)
     choose_trained(lm, None if spec.optimizer is None else spec.lora, architecture, seed=spec.seed)
     if spec.base is not None:
         share_weights(spec.base, lm)
@@ -135,13 +135,18 @@ def _adamw(module: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
-def _init_head(lm: PreTrainedModel, *, seed: int) -> None:
-    """A fresh score head: normal with deviation 1 / sqrt(d + 1), no bias (N details, no. 8)."""
+def _init_head(lm: PreTrainedModel, *, role: Role, seed: int) -> None:
+    """A fresh score head, without bias.
+
+    A reward model's is normal with deviation 1 / sqrt(d + 1) (N details, no. 8). A critic's is 0, so that the first
+    values are 0 and no bias of the values stands in the first advantages (lm-human-preference-details,
+    train_policy_accelerate.py; VC-PPO, arXiv 2503.01491, section 3.1, on the bias).
+    """
     weight: nn.Parameter = lm.score.weight  # type: ignore[assignment, union-attr]
     shape = tuple(getattr(weight, "ds_shape", weight.shape))
     generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(shape, generator=generator) / math.sqrt(shape[-1] + 1)
-    set_weights(weight, values)
+    scale = 0.0 if role == "critic" else 1 / math.sqrt(shape[-1] + 1)
+    set_weights(weight, scale * torch.randn(shape, generator=generator))
 
 
 def _prepare_deepspeed(world: World) -> None:

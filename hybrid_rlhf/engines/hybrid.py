@@ -45,6 +45,11 @@ class _Kept:
     decoder: Decoder
     workspace: Workspace | None
 
+    def close(self) -> None:
+        """Release what decoding captured."""
+        if self.workspace is not None:
+            self.workspace.close()
+
 
 class HybridEngine(ModelEngine):
     """A ModelEngine of an actor that can also generate."""
@@ -72,6 +77,7 @@ class HybridEngine(ModelEngine):
         """
         super().__init__(role, engine, world, options)
         self._rollout = rollout or RolloutConfig()
+        self._keeps = self._rollout.keep_weights is True  # auto is for who knows the memory of the whole run
         self.generation_world = world.split(self._rollout.tensor_parallel)
         """The ranks that generate together, from the same prompts."""
         self.switch_seconds = 0.0
@@ -88,7 +94,7 @@ class HybridEngine(ModelEngine):
                 [name for name, _ in base_parameters(self.lm)],
                 world=self.generation_world,
                 dtype=DTYPES.get(self._rollout.dtype, next(self.lm.parameters()).dtype),
-                in_place=self._rollout.keep_weights,
+                in_place=self._keeps,
             )
         if self._layout is None and self._rollout.max_staleness:
             raise UserError(
@@ -125,6 +131,7 @@ class HybridEngine(ModelEngine):
                 tokenizer=tokenizer,
                 layout="module",
                 kv_cache_gib=self._rollout.kv_cache_gib,
+                max_batch_rows=self._rollout.max_decode_rows,
                 weight_version=self.weight_version,
                 workspace=None if self._kept is None else self._kept.workspace,
             )
@@ -136,9 +143,7 @@ class HybridEngine(ModelEngine):
                 left = time.perf_counter()
                 self.decode_bytes = generation.decode_bytes
                 if self._kept is not None:
-                    self._kept = replace(self._kept, workspace=generation.workspace)
-                elif generation.workspace is not None:
-                    generation.workspace.close()
+                    self._kept = replace(self._kept, workspace=generation.detach_workspace())
                 generation.close()
                 self.module.train(was_training)
         self.switch_seconds += time.perf_counter() - left
@@ -160,6 +165,7 @@ class HybridEngine(ModelEngine):
             stop_token_ids=stop_token_ids,
             tokenizer=tokenizer,
             kv_cache_gib=self._rollout.kv_cache_gib,
+            max_batch_rows=self._rollout.max_decode_rows,
             weight_version=self.weight_version,
             captures=False,
         )
@@ -175,6 +181,8 @@ class HybridEngine(ModelEngine):
         try:
             yield
         finally:
+            if self._kept is not None:
+                self._kept.close()
             self._kept = None if self._layout is None or kept is None else replace(kept, weight_version=-1)
 
     def _decoder(self) -> Decoder:
@@ -184,9 +192,11 @@ class HybridEngine(ModelEngine):
             return kept.decoder
         self._kept = None
         decoder = self._built(lasts=lambda weight: weight.is_lasting)
-        if self._rollout.keep_weights:
+        if self._keeps:
             same = kept is not None and kept.decoder is decoder  # what was captured still holds
             self._kept = _Kept(self.weight_version, decoder, kept.workspace if kept is not None and same else None)
+            if kept is not None and not same:
+                kept.close()
         return decoder
 
     def _built(self, *, lasts: Callable[[WholeWeight], bool]) -> Decoder:

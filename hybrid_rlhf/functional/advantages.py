@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.functional.masking import at_least_float32, keep, last_index, masked_sum
+from hybrid_rlhf.functional.masking import at_least_float32, keep, last_index
 
 
 def shaped_rewards(
@@ -20,12 +20,16 @@ def shaped_rewards(
 ) -> Tensor:  # fmt: skip
     """-kl_coef * kl on each response token, and on the last what of the score was not earned before.
 
+    A clip scales all parts of a score by clip / |score|, so that they keep their signs and proportions and sum to the
+    clipped score. Parts whose sum is within the clip stay as they are, whatever the size of each: the clip is of the
+    score, and cutting single parts would change a sum that needs no clip.
+
     Args:
         scores: [B], of whole completions.
         kl: [B, T], per token.
         mask: [B, T], 1 on response tokens.
         kl_coef: weight of the penalty.
-        score_clip: scores are clipped to +- this first; none does not clip.
+        score_clip: scores are clipped to +- this; none does not clip.
         earned: [B, T], the part of the score that a token earned; none: the last earns it all.
 
     Returns:
@@ -37,13 +41,13 @@ def shaped_rewards(
     if scores.shape != kl.shape[:1]:
         raise ValueError(f"a score a row: scores {tuple(scores.shape)} for kl {tuple(kl.shape)}")
     rewards = keep(-kl_coef * at_least_float32(kl), mask)
-    clipped = at_least_float32(scores)
+    scores = at_least_float32(scores)
+    parts = torch.zeros_like(rewards) if earned is None else keep(earned, mask)
+    at_end = scores - parts.sum(dim=1)
+    parts = parts.scatter_add(1, last_index(mask)[:, None], at_end.to(parts)[:, None])
     if score_clip is not None:
-        clipped = clipped.clamp(-score_clip, score_clip)
-    if earned is not None:
-        rewards, clipped = rewards + keep(earned, mask), clipped - masked_sum(earned, mask=mask, dim=1)
-    at_end = clipped.new_zeros(rewards.shape).scatter(1, last_index(mask)[:, None], clipped[:, None])
-    return rewards + keep(at_end, mask)
+        parts = parts * (score_clip / scores.abs().clamp(min=score_clip))[:, None]
+    return rewards + keep(parts, mask)
 
 
 def gae(rewards: Tensor, *, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:

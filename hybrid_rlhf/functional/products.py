@@ -1,14 +1,15 @@
-"""The matrix products of linear layers in float32 on a CPU, forward and backward, by oneDNN.
+"""The matrix products of linear layers in float32 on a CPU, forward and backward, by oneDNN or by torch's own library.
 
-Why: torch hands them to MKL, which passes over the AVX-512 of AMD's processors: oneDNN takes half the time there, and
-about as long elsewhere (docs/benchmarks/training.md). Anything else is torch's own.
+Why: torch calls MKL, which does not use the AVX-512 of AMD's processors: oneDNN takes half the time there. On Intel's
+processors MKL is the faster one. The switch is process-wide; `runtime/product_backend.py` measures and sets it.
+Products in another dtype or on another device, and small ones, are always torch's own.
 
 Shapes: T tokens, N outputs, K inputs.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,12 +17,26 @@ from torch.autograd.function import once_differentiable
 
 _LEAST_PRODUCTS = 2**22
 """Multiplications below which the time goes elsewhere."""
+Backend = Literal["onednn", "torch"]
+BACKENDS: tuple[Backend, ...] = ("onednn", "torch")
+_backend: Backend = "onednn"
+
+
+def use_backend(name: Backend) -> None:
+    """Choose what computes the products of this process from now on; a backward follows the forward it belongs to."""
+    global _backend
+    _backend = name
+
+
+def backend() -> Backend:
+    """What computes the products of this process."""
+    return _backend
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b, [..., N], of x [..., K], weight [N, K] and bias [N].
 
-    Differentiable once where oneDNN computes it. ZeRO-3 may release and gather the weight's memory before backward.
+    Differentiable once if oneDNN computes it. ZeRO-3 may release and gather the weight's memory before backward.
     """
     if not _by_onednn(x, weight):
         return torch.nn.functional.linear(x, weight, bias)
@@ -56,7 +71,8 @@ class _Linear(torch.autograd.Function):
 
 def _by_onednn(x: Tensor, weight: Tensor) -> bool:
     return bool(
-        x.device.type == "cpu"
+        _backend == "onednn"
+        and x.device.type == "cpu"
         and x.dtype == weight.dtype == torch.float32
         and x.numel() * len(weight) >= _LEAST_PRODUCTS
         and torch.backends.mkldnn.is_available()

@@ -1,7 +1,8 @@
 """Attention of new tokens over the KV cache: for a prefill of many prompts, and for one token of every live row.
 
 Both first rotate queries and keys, and write the new keys and values into the cache. Query heads that share a KV head
-are one matrix in decoding, so that keys are read once for all of them.
+are one matrix in decoding, so that keys are read once for all of them. A prefill is one call of a varlen kernel where
+there is one (models/varlen.py), else a call for each length.
 
 Shapes: T tokens, B rows, A heads and K KV heads of this rank, G = A / K, D head size, R rotated dimensions, L new
 tokens, S tokens in all.
@@ -22,6 +23,7 @@ from hybrid_rlhf.generation.architecture import Architecture
 from hybrid_rlhf.generation.cache import KVCache
 from hybrid_rlhf.generation.layers import rotate
 from hybrid_rlhf.generation.split import Split
+from hybrid_rlhf.models.varlen import boundaries, varlen_attention
 
 Table = tuple[Tensor, Tensor] | None
 """Cosines and signed sines [T, 1, R] of the new tokens; none: positions are not rotated in."""
@@ -67,9 +69,14 @@ class Attention:
             places = torch.arange(cache.capacity_tokens)
             self.alibi = ((slopes * places).float() * architecture.alibi_scale).to(self._dtype).float().to(device)
 
-    def prefill(self, spans: Sequence[Span]) -> PrefillAttention:
+        self.varlen = None
+        """Kernel for a prefill of several lengths; none where there is none, or it cannot cap or bias scores."""
+        if self.alibi is None and architecture.attention_softcap is None:
+            self.varlen = varlen_attention(device, self._dtype, architecture.head_dim)
+
+    def prefill(self, spans: Sequence[Span]) -> Attend:
         """Attention of the tokens of spans, one span behind the other."""
-        return PrefillAttention(self, spans)
+        return PrefillAttention(self, spans) if self.varlen is None else VarlenPrefill(self, spans)
 
     def decode(self, positions: Tensor, *, shortest: int, longest: int) -> Attend:
         """Attention of one token for each of the first slots.
@@ -174,6 +181,47 @@ class PrefillAttention:
             return None
         queries = torch.arange(span.start, end, device=attention._cache.keys.device)
         return attention.bias(kind, queries, end).transpose(0, 1)[None]
+
+
+class VarlenPrefill:
+    """Prompts, or parts of them, in one call of a kernel."""
+
+    def __init__(self, attention: Attention, spans: Sequence[Span]) -> None:
+        self._attention, device = attention, attention._cache.keys.device
+        starts = [span.start for span in spans for _ in span.slots]
+        lengths = [span.length for span in spans for _ in span.slots]
+        ends = [start + length for start, length in zip(starts, lengths, strict=True)]
+        slots = torch.tensor([slot for span in spans for slot in span.slots], device=device)
+
+        def where(firsts: Sequence[int], sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+            """Slot and place of each token, and the boundaries of the sequences."""
+            counts = torch.tensor(sizes, device=device)
+            limits = boundaries(counts)
+            shift = torch.tensor(firsts, device=device) - limits[:-1]
+            places = torch.arange(sum(sizes), device=device) + shift.repeat_interleave(counts, output_size=sum(sizes))
+            return slots.repeat_interleave(counts, output_size=sum(sizes)), places, limits
+
+        self._slots, self._places, new_ends = where(starts, lengths)
+        self._read: tuple[Tensor, Tensor] | None = None
+        """Slots and places of all keys; none where the new ones are all."""
+        key_ends = new_ends
+        if any(starts):
+            *self._read, key_ends = where([0] * len(ends), ends)  # type: ignore[assignment]
+        self._ends, self._longest = (new_ends, key_ends), (max(lengths), max(ends))
+
+    def __call__(self, layer: int, qkv: Tensor, table: Table) -> Tensor:
+        """See Attend."""
+        attention, cache = self._attention, self._attention._cache
+        assert attention.varlen is not None
+        kind = attention._architecture.kinds[attention._architecture.layer_kinds[layer]]
+        q, k, v = attention.rotated(qkv, table)
+        keys, values = cache.keys[layer], cache.values[layer]
+        keys[self._slots, :, self._places] = k
+        values[self._slots, :, self._places] = v
+        if self._read is not None:
+            slots, places = self._read
+            k, v = keys[slots, :, places], values[slots, :, places]
+        return attention.varlen(q, k, v, self._ends, self._longest, scale=kind.scale, window=kind.window)
 
 
 class DecodeAttention:

@@ -6,11 +6,10 @@ Usable by itself (`GenerationEngine.from_pretrained`) and over the actor of a tr
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-import psutil
 import torch
 from torch import distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -24,6 +23,7 @@ from hybrid_rlhf.generation.layout import check_layout, decoder_of
 from hybrid_rlhf.generation.module_batch import ModuleBatch, module_batches
 from hybrid_rlhf.generation.requests import Request
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams, per_request, uniform_stream
+from hybrid_rlhf.generation.slots import Working, available_bytes, slot_tokens, slots_within, working_memory
 from hybrid_rlhf.generation.workspace import Workspace
 from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens
 from hybrid_rlhf.models.loading import load_model, position_limit
@@ -35,20 +35,10 @@ if TYPE_CHECKING:
     from typing import Self
 
 Layout = Literal["auto", "module"]
-FREE_SHARE = {"cpu": 0.5, "cuda": 0.9}
-"""Of the memory that is free, what the KV cache takes at most unless told."""
 PREFILL_TOKENS = {"cpu": 2048, "cuda": 16384}
 """Tokens of prompts read at once."""
-MAX_BATCH_ROWS = 256
-"""Completions decoded together, at most."""
-_CAPACITY_GRANULE = {"cpu": 1, "cuda": 128}
-"""Slots are rounded up to it, so that the next rollout finds room in the same ones."""
-
-
-def slot_tokens(needed: int, device: torch.device) -> int:
-    """Tokens of a slot for sequences of up to so many."""
-    granule = _CAPACITY_GRANULE[device.type]
-    return -(-needed // granule) * granule
+_MODULE_ROWS = 256
+"""Completions decoded together through the module, at most unless told: its cache is not planned."""
 
 
 class GenerationEngine:
@@ -61,7 +51,7 @@ class GenerationEngine:
         stop_token_ids: Iterable[int] | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         layout: Layout = "auto",
-        max_batch_rows: int = MAX_BATCH_ROWS,
+        max_batch_rows: int | None = None,
         kv_cache_gib: float | None = None,
         prefill_tokens: int | None = None,
         weight_version: int = 0,
@@ -76,8 +66,9 @@ class GenerationEngine:
                 of a decoder.
             tokenizer: for stop strings.
             layout: auto computes with the inference layout where it describes the model; module never does.
-            max_batch_rows: completions decoded together, at most.
-            kv_cache_gib: memory for keys and values; none: half of what is free on a CPU, 0.9 on a GPU.
+            max_batch_rows: completions decoded together, at most; none: as many as memory has room for, 256 where the
+                module generates.
+            kv_cache_gib: memory for keys and values; none: what is free on the device, as generation/slots.py plans.
             prefill_tokens: tokens of prompts read at once; none: 2048 on a CPU, 16384 on a GPU.
             weight_version: stamped on every completion.
             workspace: of an earlier engine over the same decoder, to go on with.
@@ -113,6 +104,7 @@ class GenerationEngine:
         trust_remote_code: bool = False,
         layout: Layout = "auto",
         kv_cache_gib: float | None = None,
+        max_batch_rows: int | None = None,
     ) -> Self:
         """Load a folder, hub name or GGUF file for generation, and check its layout on a prompt.
 
@@ -148,6 +140,7 @@ class GenerationEngine:
             tokenizer=load_tokenizer(resolved, trust_remote_code=trust_remote_code),
             layout="module",  # what has a layout is a decoder by now
             kv_cache_gib=kv_cache_gib,
+            max_batch_rows=max_batch_rows,
         )
 
     @property
@@ -156,21 +149,28 @@ class GenerationEngine:
         return self._module_positions if self._decoder is None else self._decoder.architecture.max_positions
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        *,
+        on_completed: Callable[[int], None] | None = None,
     ) -> list[list[Completion]]:
         """Complete each prompt. Tensor-parallel ranks must all call, with the same prompts and seeds.
 
         Args:
             prompts: token ids, at least one a prompt, any lengths.
             sampling: for all prompts, or one for each.
+            on_completed: called with how many completions have come to their ends since the last call.
 
         Returns:
             completions[i][j]: sample j of prompt i. The result of a prompt depends on its own seed alone.
         """
         requests = self._requests(prompts, sampling)
-        for _ in self._run(requests):
+        for added in self._run(requests):
             if self._closed:
                 raise RuntimeError("the generation engine was closed while it generated")
+            if on_completed is not None:
+                on_completed(sum(request.finish_reason is not None for request, _ in added))
         results: list[list[Completion]] = [[] for _ in prompts]
         for request in requests:
             results[request.prompt_index].append(request.completion(self._weight_version))
@@ -182,9 +182,17 @@ class GenerationEngine:
             yield from (token for _, token in added)
 
     def close(self) -> None:
-        """Let go of the weights; a `generate` under way in another thread raises RuntimeError."""
+        """Let go of weights, cache and captured steps; a `generate` under way in another thread raises RuntimeError."""
         self._closed = True
-        self._decoder = self._lm = self.workspace = None
+        workspace = self.detach_workspace()
+        if workspace is not None:
+            workspace.close()
+        self._decoder = self._lm = None
+
+    def detach_workspace(self) -> Workspace | None:
+        """Give away what decoding worked in, for a later engine over the same decoder; `close` leaves it alone then."""
+        workspace, self.workspace = self.workspace, None
+        return workspace
 
     def _requests(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams]
@@ -234,13 +242,13 @@ class GenerationEngine:
             return
         if self._lm is None:
             raise RuntimeError("a generation engine is used inside `inference()`, this one was closed")
-        for rows in module_batches(self._lm, requests, max_rows=self._max_batch_rows):
+        for rows in module_batches(self._lm, requests, max_rows=self._max_batch_rows or _MODULE_ROWS):
             yield from ModuleBatch(self._lm, rows).steps()
 
     def _workspace_for(self, decoder: Decoder, requests: Sequence[Request]) -> Workspace:
         """As many slots as there are requests, rows in a batch, or room."""
         a, needed = decoder.architecture, max(len(request.prompt) + len(request.uniforms) for request in requests)
-        wanted_slots = min(len(requests), self._max_batch_rows)
+        wanted_slots = min(len(requests), self._max_batch_rows or sys.maxsize)
         if self.workspace is not None and self.workspace.serves(
             requests, wanted_slots=wanted_slots, capacity_tokens=needed
         ):
@@ -248,27 +256,27 @@ class GenerationEngine:
         if self.workspace is not None:
             self.workspace.close()
         self.workspace = None  # its memory counts as free
-        capacity = min(slot_tokens(needed, decoder.world.device), a.max_positions or sys.maxsize)
+        world = decoder.world
+        capacity = min(slot_tokens(needed, world.device), a.max_positions or sys.maxsize)
         slot_bytes = capacity * bytes_per_token(a, decoder.split, decoder.dtype)
-        budget = self._kv_budget_bytes(decoder.world)
-        slots = min(wanted_slots, int(budget // slot_bytes))
+        if self._kv_cache_gib is not None:
+            budget, working = self._kv_cache_gib * 2**30, Working()
+        else:
+            working = working_memory(
+                decoder, requests, rows=wanted_slots, prefill_tokens=self._prefill_tokens, captures=self._captures
+            )
+            budget = available_bytes(world)
+        slots = min(wanted_slots, slots_within(budget, slot_bytes, working))
         # Ranks must come to the same number; free memory and heads may be unequal.
-        slots = int(decoder.world.all_reduce(torch.tensor(slots, device=decoder.world.device), dist.ReduceOp.MIN))
+        slots = int(world.all_reduce(torch.tensor(slots, device=world.device), dist.ReduceOp.MIN))
         if slots < 1:
             raise UserError(
-                f"the KV cache must hold one completion of {capacity} tokens, {slot_bytes / 2**30:.2f} GiB, "
-                f"its budget is {budget / 2**30:.2f} GiB: lower max_new_tokens or raise kv_cache_gib"
+                f"the KV cache must hold one completion of {capacity} tokens, {slot_bytes / 2**30:.2f} GiB, its budget "
+                f"is {max(0.0, budget - working.prefill) / 2**30:.2f} GiB: lower max_new_tokens or raise kv_cache_gib"
             )
         return Workspace(
             decoder, requests, slots=slots, wanted_slots=wanted_slots, capacity_tokens=capacity, captures=self._captures
         )
-
-    def _kv_budget_bytes(self, world: World) -> float:
-        if self._kv_cache_gib is not None:
-            return self._kv_cache_gib * 2**30
-        on_gpu = world.device.type == "cuda"
-        free = torch.cuda.mem_get_info(world.device)[0] if on_gpu else psutil.virtual_memory().available
-        return float(FREE_SHARE[world.device.type] * free / (1 if on_gpu else world.local_size))
 
 
 def default_stop_token_ids(lm: PreTrainedModel) -> tuple[int, ...]:

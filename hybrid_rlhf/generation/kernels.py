@@ -18,8 +18,10 @@ from torch import Tensor
 
 from hybrid_rlhf.generation.architecture import Activation
 
-_KEYS = 64
-"""Keys that a program of the attention reads at once."""
+_MOST_KEYS = 64
+"""Keys that a program of the attention reads at once, at most."""
+_TILE_BYTES = 16 * 2**10
+"""Of a tile of keys. Triton keeps about four of them in shared memory, of 99 KiB on sm_86 and 227 KiB on sm_90."""
 _PROGRAMS = 256
 """Programs that fill a large GPU; with fewer rows than this a row is split."""
 _MOST_SPLITS = 32
@@ -209,14 +211,14 @@ def decode_attention(
     batch, heads, d = queries.shape
     kv_heads, capacity = keys.shape[1:3]
     group, d_pad = heads // kv_heads, max(16, triton.next_power_of_2(d))
-    splits = _splits(batch * kv_heads, capacity)
+    splits, block = _splits(batch * kv_heads, capacity), keys_at_once(d_pad, keys.dtype)
     mixed = torch.empty_like(queries)
     parts = mixed if splits == 1 else queries.new_empty(batch, heads, splits, d, dtype=torch.float32)
     tops, sums = queries.new_empty(2, batch, heads, splits, dtype=torch.float32)
     _decode_attention_kernel[batch, kv_heads, splits](
         queries, keys, values, positions, tops if bias is None else bias, parts, tops, sums,
         scale, softcap or 1.0, window or 0, kv_heads, capacity,
-        G=group, G_PAD=max(16, triton.next_power_of_2(group)), D=d, D_PAD=d_pad, KEYS=_KEYS, SPLITS=splits,
+        G=group, G_PAD=max(16, triton.next_power_of_2(group)), D=d, D_PAD=d_pad, KEYS=block, SPLITS=splits,
         CAP=softcap is not None, BIAS=bias is not None, WINDOW=window is not None,
     )  # fmt: skip
     if splits > 1:
@@ -224,9 +226,14 @@ def decode_attention(
     return mixed
 
 
+def keys_at_once(padded_head_dim: int, dtype: torch.dtype) -> int:
+    """Keys of a tile: as many as its bytes allow, a power of two from 16 (the least of a product) to 64."""
+    return max(16, min(_MOST_KEYS, _TILE_BYTES // (padded_head_dim * dtype.itemsize)))
+
+
 def _splits(programs: int, capacity: int) -> int:
     """Parts of a row: as many as fill the GPU, none shorter than two blocks of a full slot; a power of two."""
-    useful = min(_PROGRAMS // programs, capacity // (2 * _KEYS), _MOST_SPLITS)
+    useful = min(_PROGRAMS // programs, capacity // (2 * _MOST_KEYS), _MOST_SPLITS)
     return 1 if useful < 2 else 1 << (useful.bit_length() - 1)
 
 

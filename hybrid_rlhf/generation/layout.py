@@ -27,7 +27,7 @@ from hybrid_rlhf.runtime.world import World
 
 logger = logging.getLogger(LOGGER_NAME)
 LOW_PRECISION_TOLERANCE = 0.1
-"""Nats that the probe's log-probs may be off on average, in bfloat16 and float16."""
+"""Nats that the probe's log-probs may be off on average, in bfloat16 and float16; more where logits are large."""
 
 
 class InferenceLayout:
@@ -94,9 +94,15 @@ def decoder_of(lm: PreTrainedModel, *, world: World, dtype: torch.dtype) -> Deco
     return None if layout is None else layout.build((name, weight, True) for name, weight in weights.items())
 
 
-@torch.inference_mode()
 def probe_logprobs(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
-    """Log-probs [P - 1] float32 of all tokens but the first: half of them read at once, the others one by one."""
+    """Log-probs [P - 1] float32 of all tokens but the first."""
+    logits = probe_logits(decoder, tokens)
+    return token_logprobs(logits, labels=torch.tensor(tokens[1:], device=logits.device))
+
+
+@torch.inference_mode()
+def probe_logits(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
+    """Logits [P - 1, V] float32 after all tokens but the last: half of them read at once, the others one by one."""
     a, device, world = decoder.architecture, decoder.world.device, decoder.world
     cache = KVCache(a, decoder.split, slots=1, capacity_tokens=len(tokens), dtype=decoder.dtype, device=device)
     attention = Attention(a, decoder.split, cache, decoder.kernels)
@@ -108,8 +114,7 @@ def probe_logprobs(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
         one = slice(place, place + 1)
         attend = attention.decode(places[one], shortest=place + 1, longest=place + 1)
         hidden.append(decoder.hidden(ids[one], places[one], attend))
-    logits = gather_vocabulary(decoder.logits(torch.cat(hidden)), a.vocab_size, world)
-    return token_logprobs(logits, labels=ids[1:])
+    return gather_vocabulary(decoder.logits(torch.cat(hidden)), a.vocab_size, world)
 
 
 def check_layout(decoder: Decoder, expected: Tensor) -> None:
@@ -122,10 +127,14 @@ def check_layout(decoder: Decoder, expected: Tensor) -> None:
     Raises:
         UserError: when they differ past the tolerance.
     """
-    found = probe_logprobs(decoder, probe_tokens(decoder.architecture.vocab_size))
-    told = agreement(found, expected, decoder.dtype, low_precision=LOW_PRECISION_TOLERANCE)
+    tokens = probe_tokens(decoder.architecture.vocab_size)
+    logits = probe_logits(decoder, tokens)
+    told = agreement(
+        token_logprobs(logits, labels=torch.tensor(tokens[1:], device=logits.device)), expected, decoder.dtype,
+        low_precision=LOW_PRECISION_TOLERANCE, magnitude=float(logits.abs().amax(dim=-1).mean()),
+    )  # fmt: skip
     if not told.holds:
         raise UserError(
-            f"the inference layout must agree with the training forward to {told.tolerance} nats, "
+            f"the inference layout must agree with the training forward to {told.tolerance:.3g} nats, "
             f"it is {told.measured:.3g} off: set layout to module (rollout.layout in a config), and report the model"
         )

@@ -5,6 +5,10 @@ vocabulary, then the token in it. So a row costs one exponential an entry, and n
 exchange two numbers a row and then the token, never the logits; only what cuts the distribution (top_p, top_k, min_p,
 penalties) gathers them. Nothing waits for the device.
 
+Running sums are taken over integers: a float `cumsum` has no deterministic kernel on CUDA (pytorch issue 75240), and
+torch refuses it under `deterministic: true`. Integer sums do not depend on their order, so a draw is the same on every
+device and in every batch.
+
 Shapes: B rows, V vocabulary, R ranks; logits are [B, V / R] float32.
 """
 
@@ -20,6 +24,8 @@ from hybrid_rlhf.generation.split import share
 from hybrid_rlhf.runtime.world import World, solo_world
 
 _BLOCK = 128
+_UNIT = 2.0**52
+"""Units in a probability of 1 where probabilities are summed as integers; a sum near 1 is exact in a float64."""
 
 
 @dataclass(frozen=True)
@@ -96,12 +102,12 @@ def draw(
         tokens [B] int64 and their log-probs [B] float32, the same on every rank.
     """
     probs, mass = torch.softmax(logits, dim=-1), _log_mass(logits, world)
-    cumulative = _block_sums(probs).double().cumsum(dim=-1)
+    cumulative = running_sums(_block_sums(probs))
     # Each rank's share of the whole, and where this rank's begins.
     shares = cumulative[:, -1:] if mass is None else mass.softmax(dim=0).transpose(0, 1)
     before = shares[:, : world.rank].sum(dim=-1)
     target = uniforms * shares.sum(dim=-1)
-    rank_of = (shares.cumsum(dim=-1) <= target[:, None]).sum(dim=-1).clamp_(max=world.size - 1)
+    rank_of = (running_sums(shares) <= target[:, None]).sum(dim=-1).clamp_(max=world.size - 1)
     index = _invert(probs, cumulative, (target - before) / shares[:, world.rank] * cumulative[:, -1])
     if greedy is not None:
         index, rank_of = _likeliest(logits, index, rank_of, greedy, world)
@@ -113,6 +119,15 @@ def draw(
     told = torch.stack([(index + vocabulary.start).double(), logprob]).where(mine, 0.0)
     tokens, logprobs = world.all_reduce(told)
     return tokens.long(), logprobs.float()
+
+
+def running_sums(probs: Tensor) -> Tensor:
+    """Sums [..., n] float64 of each probability and those before it, to 2^-52; a row sums to 1 at most, but rounding.
+
+    The bits do not depend on the order of summation.
+    """
+    units = (probs * _UNIT).long()  # a power of two: exact
+    return torch.cumsum(units, dim=-1, out=units).double().div_(_UNIT)
 
 
 def _log_mass(logits: Tensor, world: World) -> Tensor | None:
@@ -149,7 +164,7 @@ def _invert(probs: Tensor, cumulative: Tensor, wanted: Tensor) -> Tensor:
     inside = torch.arange(_BLOCK, device=probs.device)
     places = block * _BLOCK + inside
     weights = probs.gather(1, places.clamp(max=probs.shape[-1] - 1)).masked_fill(places >= probs.shape[-1], 0.0)
-    place = torch.searchsorted(weights.double().cumsum(dim=1), wanted - before, right=True)
+    place = torch.searchsorted(running_sums(weights), wanted - before, right=True)
     # Sums of a block in another order may differ in the last digit: do not step past what has weight.
     last = ((weights > 0) * (inside + 1)).argmax(dim=1, keepdim=True)
     return (block * _BLOCK + torch.minimum(place, last)).squeeze(1)
@@ -163,7 +178,7 @@ def _cut(logits: Tensor, rows: Rows, mode: Mode) -> Tensor:
         beyond = (rows.top_k > 0) & (place >= rows.top_k)
         probs = ordered.masked_fill(beyond, -torch.inf).softmax(dim=-1)
         # The smallest set that reaches top_p: a token goes if those before it reach it already.
-        beyond |= (rows.top_p < 1) & (probs.cumsum(dim=-1) - probs >= rows.top_p)
+        beyond |= (rows.top_p < 1) & (running_sums(probs) - probs >= rows.top_p)
         beyond[:, 0] = False
         logits = logits.masked_fill(beyond.scatter(1, index, beyond), -torch.inf)
     if mode.cut_by_share:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import torch
@@ -21,10 +22,14 @@ from hybrid_rlhf.generation.requests import Request
 from hybrid_rlhf.generation.rows import Mode, Rows
 from hybrid_rlhf.generation.sampler import Drawn, Sampler
 from hybrid_rlhf.runtime.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.world import close_with_world
 
 logger = logging.getLogger(LOGGER_NAME)
 _LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
-"""Sizes of batch that are captured; above the last one, multiples of a quarter of it."""
+"""Sizes of batch that are captured; above the last one, multiples of a quarter of it, then eight for each doubling."""
+_IDLE_STREAMS: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
+"""Streams of graphs that are gone."""
+Step = Callable[[int], Tensor]
 Fetch = Callable[[], list[list[float]]]
 """Tokens, log-probs and sampling log-probs of a step; waits until they are there."""
 
@@ -60,11 +65,14 @@ class Workspace:
         self._sampler = Sampler(decoder.architecture.vocab_size, self._mode, decoder.world)
         self._graphs = None
         if device.type == "cuda" and captures:
-            self._graphs = _Graphs(lambda batch: self._step(batch, shortest=1, longest=capacity_tokens), self.rows)
+            self._graphs = _Graphs(self.rows, device)
+        close_with_world(self)
 
     def close(self) -> None:
-        """Let go of captured steps, which hold on to the rest."""
-        self._graphs = None
+        """Release captured steps and their memory; the rest goes with the last reference. More than once is fine."""
+        graphs, self._graphs = self._graphs, None
+        if graphs is not None:
+            graphs.close()
 
     def serves(self, requests: Sequence[Request], *, wanted_slots: int, capacity_tokens: int) -> bool:
         """Whether requests can be generated here as well as in one made for them."""
@@ -83,50 +91,65 @@ class Workspace:
     def decode(self, live: Sequence[Request]) -> Fetch:
         """One token for each of the rows, which are in the first slots."""
         if self._graphs is not None:
-            return _fetch(self._graphs(_rung(len(live), self.cache.slots))[:, : len(live)])
+            return _fetch(self._graphs(self.step, _rung(len(live), self.cache.slots))[:, : len(live)])
         lengths = [request.tokens for request in live]
-        return _fetch(self._step(len(live), shortest=min(lengths), longest=max(lengths)))
+        return _fetch(self.step(len(live), shortest=min(lengths), longest=max(lengths)))
 
-    def _step(self, batch: int, *, shortest: int, longest: int) -> Tensor:
-        """[3, B]: a step of the first rows. Kernels do not look at the lengths."""
+    def step(self, batch: int, *, shortest: int = 1, longest: int | None = None) -> Tensor:
+        """[3, B]: a step of the first rows, of lengths in that range; by default any. Kernels do not look at them."""
         rows = self.rows.part(0, batch)
         # A row that has ended, or never was, may run on in a captured step: it stays in its slot.
         positions = rows.position.clamp(max=self.cache.capacity_tokens - 1)
-        attend = self.attention.decode(positions, shortest=shortest, longest=longest)
+        attend = self.attention.decode(positions, shortest=shortest, longest=longest or self.cache.capacity_tokens)
         hidden = self.decoder.hidden(rows.token, positions, attend)
         return _stacked(self._sampler(self.decoder.logits(hidden), rows))
 
 
 class _Graphs:
-    """CUDA graphs of a step, one for each size of batch, captured when it first comes."""
+    """CUDA graphs of a step, one for each size of batch, captured when it first comes.
 
-    def __init__(self, step: Callable[[int], Tensor], rows: Rows) -> None:
-        self._step, self._rows = step, rows
+    All are captured on one stream of their own: cuBLAS keeps a workspace for each stream that it sees (32 MiB on
+    Hopper), and torch clears that of a graph's stream when the graph goes (pytorch issue 193402), so graphs that live
+    on must not share it. A step is handed in at each call rather than kept: what it belongs to keeps these graphs.
+    """
+
+    def __init__(self, rows: Rows, device: torch.device) -> None:
+        self._rows, self._idle = rows, _IDLE_STREAMS[device]
+        self._stream = self._idle.pop() if self._idle else torch.cuda.Stream(device)
         self._captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
-    def __call__(self, batch: int) -> Tensor:
+    def __call__(self, step: Step, batch: int) -> Tensor:
         """What the step gives; its memory is written again by the next."""
         if batch not in self._captured:
-            self._captured[batch] = self._capture(batch)
+            self._captured[batch] = self._capture(step, batch)
         graph, result = self._captured[batch]
         graph.replay()
         return result
 
-    def _capture(self, batch: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def close(self) -> None:
+        """Destroy the graphs, which gives their memory back, and leave the stream to the next."""
+        self._stream.synchronize()
+        torch.cuda.current_stream().synchronize()  # a replay may be under way
+        for graph, _ in self._captured.values():
+            graph.reset()
+        self._captured.clear()
+        self._idle.append(self._stream)
+
+    def _capture(self, step: Step, batch: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         pool = None
         if self._captured:
             pool = next(iter(self._captured.values()))[0].pool()
         else:
             logger.info("decoding is captured in CUDA graphs: a moment for each size of batch, once")
-        saved, main, side = self._rows.save(), torch.cuda.current_stream(), torch.cuda.Stream()
-        side.wait_stream(main)
-        with torch.cuda.stream(side):  # kernels are compiled and libraries allocate outside the graph
-            self._step(batch)
-        main.wait_stream(side)
+        saved, main = self._rows.save(), torch.cuda.current_stream()
+        self._stream.wait_stream(main)
+        with torch.cuda.stream(self._stream):  # kernels are compiled and libraries allocate outside the graph
+            step(batch)
+        main.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # Threads of the process group may call CUDA meanwhile.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            result = self._step(batch)
+        with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+            result = step(batch)
         self._rows.restore(saved)
         return graph, result
 
@@ -134,7 +157,7 @@ class _Graphs:
 def _rung(rows: int, slots: int) -> int:
     """The size of batch that rows are rounded up to."""
     if rows > _LADDER[-1]:
-        step = _LADDER[-1] // 4
+        step = max(_LADDER[-1] // 4, 1 << ((rows - 1).bit_length() - 4))
         return min(slots, -(-rows // step) * step)
     return min(slots, _LADDER[bisect.bisect_left(_LADDER, rows)])
 
@@ -148,7 +171,7 @@ def _fetch(result: Tensor) -> Fetch:
     """Start the way to the host."""
     if result.device.type == "cpu":
         return result.tolist
-    host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
+    host = torch.empty(result.shape, dtype=result.dtype, device="cpu", pin_memory=True)
     host.copy_(result, non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record()

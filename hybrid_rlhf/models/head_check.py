@@ -22,6 +22,8 @@ FLOAT32_TOLERANCE = 2e-3
 """Nats that the worst of a probe's log-probs may be off."""
 _LOW_PRECISION_TOLERANCE = 0.25
 """Nats that they may be off on average, where a model rounds its logits to bfloat16 or float16."""
+_STEPS = 2.0
+"""Of a dtype at the logits' magnitude. Tiny models that compute the same in two orders are 0.2 to 0.9 of one off."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,22 @@ class Agreement:
         return self.measured <= self.tolerance
 
 
-def agreement(found: Tensor, expected: Tensor, dtype: torch.dtype, *, low_precision: float) -> Agreement:
-    """Of log-probs that were computed in a dtype, which may be so far off where that is not float32."""
+def agreement(
+    found: Tensor, expected: Tensor, dtype: torch.dtype, *, low_precision: float, magnitude: float = 0.0
+) -> Agreement:
+    """How far log-probs are from what they should be.
+
+    Args:
+        found: [P - 1].
+        expected: likewise.
+        dtype: that they were computed in.
+        low_precision: nats that they may be off on average where that is not float32, at least.
+        magnitude: of the logits; there they may also be off by two of the dtype's steps at it.
+    """
     difference = (found - expected.to(found)).abs()
     if dtype == torch.float32:
         return Agreement(float(difference.max()), FLOAT32_TOLERANCE)
-    return Agreement(float(difference.mean()), low_precision)
+    return Agreement(float(difference.mean()), max(low_precision, _STEPS * torch.finfo(dtype).eps * magnitude))
 
 
 def probe_tokens(vocab_size: int) -> list[int]:

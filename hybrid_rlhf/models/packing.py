@@ -1,9 +1,10 @@
 """Padding removed: the rows of a batch pass through the model as one row of real tokens, their attention kept apart.
 
 Why: responses end early, so a padded batch is half padding, and everything but attention costs as much for padding as
-for text. Position ids begin again at each row. A varlen kernel (flash attention) keeps rows apart by them; any other
-gets an attention function of ours, which spreads queries, keys and values over padded rows for the attention alone:
-rows of like lengths together, so that little of it is padding.
+for text. Position ids begin again at each row, and transformers' flash attention keeps rows apart by them. With any
+other kernel the attention is a function of ours: on a GPU in bfloat16 and float16 one call of a varlen kernel
+(varlen.py); elsewhere, and for soft-capped scores, queries, keys and values are spread over padded rows for the
+attention alone, rows of like lengths together, so that little of it is padding.
 
 It reaches the layers in place of a mask: a 4D mask is handed through by transformers as it is, also when activation
 checkpointing runs a layer again in backward.
@@ -24,6 +25,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from hybrid_rlhf.functional.masking import position_ids
+from hybrid_rlhf.models.varlen import boundaries, head_size, varlen_attention
 
 PACKED_ATTENTION = "hybrid_rlhf_packed"
 """Name of our function among transformers' attention implementations."""
@@ -70,6 +72,10 @@ def pack(lm: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Pack
     real = attention_mask.bool()
     if lm.config._attn_implementation != PACKED_ATTENTION:
         return Packed({"input_ids": input_ids[real][None], "position_ids": position_ids(real)[real][None]}, None)
+    ends = _ends(lm, real)
+    if ends is not None:
+        positions = position_ids(real)[real][None]
+        return Packed({"input_ids": input_ids[real][None], "position_ids": positions, "attention_mask": ends}, None)
     sizes = real.sum(dim=1).tolist()
     rows = sorted(range(len(sizes)), key=lambda row: -sizes[row])
     longest_first = [sizes[row] for row in rows]
@@ -84,6 +90,17 @@ def pack(lm: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Pack
     places = _places(sizes, groups, device=real.device)
     arguments = {"input_ids": input_ids[real][None], "position_ids": position_ids(real)[real][None]}
     return Packed({**arguments, "attention_mask": places}, order)
+
+
+def _ends(lm: PreTrainedModel, real: Tensor) -> Tensor | None:
+    """Boundaries of rows [B, T] for a varlen kernel: int32 [1, 1, 1, B + 1], and the longest; none without one."""
+    size = head_size(lm.config.get_text_config())
+    if _softcap(lm) is not None or varlen_attention(real.device, lm.dtype, size) is None:
+        return None
+    sizes = real.sum(dim=1)
+    mask: Any = boundaries(sizes)[None, None, None]
+    mask.longest = int(sizes.max())
+    return mask  # type: ignore[no-any-return]
 
 
 def _groups(lengths: Sequence[int], *, least_saving: int) -> list[int]:
@@ -158,7 +175,8 @@ def packed_attention(
         query: [1, A, N, D].
         key: [1, K, N, D].
         value: as key.
-        attention_mask: the places of the tokens (see `_places`); anything else is a mask for padded rows.
+        attention_mask: the boundaries of the rows (see `_ends`) or the places of the tokens (see `_places`); anything
+            else is a mask for padded rows.
         scaling: scores are multiplied by it; none: 1 / sqrt(D).
         sliding_window: tokens that a query sees, itself included; none: all before it.
         softcap: scores s become softcap * tanh(s / softcap).
@@ -167,6 +185,8 @@ def packed_attention(
     Returns:
         [1, N, A, D], and no weights.
     """
+    if attention_mask is not None and attention_mask.dtype == torch.int32:
+        return _attend_varlen(query, key, value, attention_mask, scaling, sliding_window), None
     if attention_mask is None or attention_mask.dtype != torch.int64:
         if softcap is None:
             return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **other)  # type: ignore[no-any-return]
@@ -183,6 +203,17 @@ def packed_attention(
         mixed = _attend(q, k, v, _window(longest, sliding_window, query.device), scaling, softcap)
         outputs.append(_Collect.apply(mixed.transpose(1, 2).flatten(0, 1), places))
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None], None
+
+
+def _attend_varlen(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, window: int | None
+) -> Tensor:
+    """[1, N, A, D] of queries [1, A, N, D]; the mask is of `_ends`."""
+    attend = varlen_attention(query.device, query.dtype, query.shape[-1])
+    assert attend is not None, f"rows were packed for a varlen kernel, which has no {query.dtype}"
+    ends, longest = mask.flatten(), mask.longest  # type: ignore[attr-defined]
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return attend(q, k, v, (ends, ends), (longest, longest), scale=scaling, window=window)[None]
 
 
 def _window(length: int, size: int | None, device: torch.device) -> Tensor | None:

@@ -5,22 +5,37 @@ pad may equal eos: lengths come from masks, never from token ids.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.files import read_text
 from hybrid_rlhf.models.folders import load_config, reading
 from hybrid_rlhf.models.sources import quiet_transformers
 
 
-def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    path: str,
+    *,
+    trust_remote_code: bool = False,
+    chat_template: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> PreTrainedTokenizerBase:
     """The tokenizer of a resolved model, with eos and pad set and special tokens never split.
+
+    Args:
+        path: of a resolved model.
+        trust_remote_code: whether its own code may run.
+        chat_template: Jinja file in place of its template; none: its own.
+        chat_template_kwargs: variables of the template; they become its defaults, so that whoever renders with this
+            tokenizer, or with one that was saved from it, sees them.
 
     Raises:
         UserError: when there is no tokenizer, one without an eos token, or one with tokens that the model beside it
-            has no embedding of.
+            has no embedding of; when the template's file cannot be read.
     """
     alone = Path(path).is_dir() and not (Path(path) / "config.json").is_file()
     config = None if alone else load_config(path, trust_remote_code=trust_remote_code)
@@ -35,10 +50,32 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if not isinstance(tokenizer.chat_template, str | dict | None):
-        raise UserError(f"a chat template is text, that of {path} is {tokenizer.chat_template!r}: mend it")
+        raise UserError(f"a chat template is text, that of {path} is {tokenizer.chat_template!r}: fix it")
+    if chat_template is not None:
+        tokenizer.chat_template = read_text(chat_template, "chat_template must name a Jinja file")
+    if chat_template_kwargs:
+        _set_defaults(tokenizer, path, chat_template_kwargs)
     if config is not None:
         _check_size(tokenizer, path, config.get_text_config())
     return tokenizer  # type: ignore[no-any-return]
+
+
+def _set_defaults(tokenizer: Any, path: str, values: Mapping[str, Any]) -> None:
+    """Let a template begin with values of its variables, for renderers that give none."""
+    template = tokenizer.chat_template
+    if template is None:
+        raise UserError(
+            f"chat_template_kwargs {dict(values)} are variables of a chat template, {path} has none: give chat_template"
+        )
+    defaults = "".join(
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {value!r} %}}{{%- endif %}}"
+        for name, value in values.items()
+    )
+    defaults += "{{- '' }}"  # a line break behind a block would be the block's
+    if isinstance(template, dict):
+        tokenizer.chat_template = {name: defaults + text.removeprefix(defaults) for name, text in template.items()}
+    else:
+        tokenizer.chat_template = defaults + template.removeprefix(defaults)
 
 
 def _check_size(tokenizer: Any, path: str, config: Any) -> None:
@@ -57,9 +94,3 @@ def _check_size(tokenizer: Any, path: str, config: Any) -> None:
             f"the embedding of {path} has {rows} tokens, its tokenizer has {token!r} with id {i}: "
             "save the tokenizer that belongs to it, or resize_token_embeddings"
         )
-
-
-def stop_token_ids(tokenizer: PreTrainedTokenizerBase, generation_eos: int | list[int] | None) -> tuple[int, ...]:
-    """Every token that ends a completion: the tokenizer's eos and those of the model's generation config."""
-    ids = [generation_eos] if isinstance(generation_eos, int) else list(generation_eos or [])
-    return tuple(dict.fromkeys([int(tokenizer.eos_token_id), *ids]))

@@ -7,6 +7,7 @@ to save: SIGUSR1 is dropped there, and SIGTERM ends it.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess  # for a type alone  # nosec B404
 import threading
@@ -19,6 +20,8 @@ import psutil
 
 STOPPED_EXIT_CODE = 128 + signal.SIGTERM
 """What a shell calls the exit code of a process that SIGTERM ended."""
+_stopping = threading.Event()
+"""Set once SIGTERM has asked the loop of this process to save and stop."""
 
 
 class Interrupts:
@@ -37,7 +40,14 @@ class Interrupts:
         self.saves += 1
         if number == signal.SIGTERM:
             self.stop = True
+            _stopping.set()
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def ask_to_stop() -> None:
+    """Send this process SIGTERM, unless one has asked it to save and stop already: a second would end it at once."""
+    if not _stopping.is_set():
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def saves_dropped() -> AbstractContextManager[None]:

@@ -10,10 +10,12 @@ import logging
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from hybrid_rlhf.configs.cli import read_config
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.resuming import changed_keys
 from hybrid_rlhf.configs.sections import StepConfig
 from hybrid_rlhf.configs.whole_files import write_whole
 from hybrid_rlhf.runtime.checkpoint_folder import (
@@ -26,8 +28,11 @@ from hybrid_rlhf.runtime.checkpoint_folder import (
 )
 from hybrid_rlhf.runtime.folder_lock import FolderLock
 from hybrid_rlhf.runtime.interrupts import saves_dropped
+from hybrid_rlhf.runtime.launcher import stop_with_launcher
 from hybrid_rlhf.runtime.logs import LOGGER_NAME, close_log_file, setup_logging
 from hybrid_rlhf.runtime.metrics import METRICS_FILE, MetricsWriter, StepDisplay, format_figure, read_metrics
+from hybrid_rlhf.runtime.product_backend import choose_products
+from hybrid_rlhf.runtime.progress import ProgressLog
 from hybrid_rlhf.runtime.timers import Timers
 from hybrid_rlhf.runtime.watchdog import Watchdog
 from hybrid_rlhf.runtime.world import World, close_world, init_world, restarts, seed_all
@@ -97,6 +102,11 @@ class Run:
         if self.world.is_main and figures:
             logger.info("%s  %s", title, "  ".join(f"{name} {format_figure(value)}" for name, value in figures.items()))
 
+    def progress(self, what: str, *, total: int, unit: str = "rows") -> ProgressLog:
+        """Shows that work of the present phase moves; as long as it does, the phase is not late."""
+        beat = partial(self.watchdog.beat, self.watchdog.phase)
+        return ProgressLog(what, total=total, unit=unit, on_advance=beat)
+
     def display(self, title: str, *, total_steps: int, done_steps: int = 0) -> StepDisplay:
         """A progress display for the main rank."""
         return StepDisplay(
@@ -119,16 +129,20 @@ def start_run(config: StepConfig) -> Iterator[Run]:
 
     Raises:
         UserError: on every rank, when the folder holds a run that may not be touched.
+        SystemExit: on every rank, with code 0, when the run that is to be resumed is finished.
     """
     folder = Path(config.output_dir)
     lock = FolderLock(folder)
+    stop_with_launcher()
     with saves_dropped():
         world = init_world(timeout_seconds=config.faults.collective_timeout_seconds)
         try:
             resume = effective_resume(config, world)
-            if restarts() and (folder / FINISHED_FILE).exists():
-                raise SystemExit(0)  # it was done when a rank died
-            failure = world.broadcast_object(_claim(folder, resume, lock) if world.is_main else None)
+            changed = _changed_if_finished(folder, config) if world.is_main else None
+            if world.broadcast_object(resume == "auto" and changed == []):
+                setup_logging(world).info("%s holds a finished run: nothing is left to do", folder)
+                raise SystemExit(0)
+            failure = world.broadcast_object(_claim(folder, resume, lock, changed) if world.is_main else None)
             if failure is not None:
                 raise UserError(failure)
             setup_logging(world, file=folder / "log.txt")
@@ -136,6 +150,7 @@ def start_run(config: StepConfig) -> Iterator[Run]:
             checkpoint = _checkpoint(folder, resume, begun_from, world)
             warm_start = _warm_start(begun_from, checkpoint)
             seed_all(config.seed, deterministic=config.deterministic)
+            choose_products(world, folder, checkpoint=checkpoint, deterministic=config.deterministic)
             with Watchdog(world, folder, limit_seconds=config.faults.phase_timeout_seconds) as watchdog:
                 timers = Timers(world.device, on_phase=watchdog.enter)
                 run = Run(world, folder, config, timers, watchdog, checkpoint, warm_start, begun_from)
@@ -173,13 +188,22 @@ def effective_resume(config: StepConfig, world: World) -> str:
     return "auto" if restarted else config.resume
 
 
-def _claim(folder: Path, resume: str, lock: FolderLock) -> str | None:
-    """Why the folder cannot be used, if so; else its lock is taken."""
+def _changed_if_finished(folder: Path, config: StepConfig) -> list[str] | None:
+    """The settings in which a finished run in the folder differs; none: the folder holds no finished run."""
+    if not (folder / FINISHED_FILE).exists():
+        return None
+    file = folder / CONFIG_FILE
+    return changed_keys(read_config(file), read_config(config)) if file.exists() else []
+
+
+def _claim(folder: Path, resume: str, lock: FolderLock, changed: list[str] | None) -> str | None:
+    """Why the folder cannot be used, if so; else its lock is taken. Of a finished run `changed` settings are named."""
     if resume not in _WORDS and not _is_checkpoint(resume) and not _is_model(resume):
         place = f"{folder}/{CHECKPOINTS}/step_N"
         return f"resume takes never, auto, a checkpoint or a model folder, {resume} is none: give {place}"
-    if (folder / FINISHED_FILE).exists():
-        return f"{folder} holds a finished run: give another output_dir, or remove that folder"
+    if changed is not None:
+        other = f" with other settings ({', '.join(changed[:3])}{', ...' * (len(changed) > 3)})" if changed else ""
+        return f"{folder} holds a finished run{other}: give another output_dir, or remove that folder"
     if (failure := _make(folder)) is not None:
         return failure
     if (owner := lock.take()) is not None:

@@ -42,7 +42,7 @@ class SampleLog:
         samples = rows()
         self._lines.append({"step": step, **row} for row in samples)
         for row in samples[:_SHOWN]:
-            asked = row["prompt"][-1]["content"]
+            asked = row["prompt"][-1].get("content", "")
             logger.info(
                 "  sample  %s  ->  %s  (score %.2f)",
                 shortened(asked, 100),

@@ -50,5 +50,18 @@ class Timers:
 def peak_memory_gib(device: torch.device) -> float:
     """The most memory this process has held: allocated on its GPU, or resident on the host without one."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
+        return max(_EARLIER_PEAKS[device], torch.cuda.max_memory_allocated(device)) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+_EARLIER_PEAKS: defaultdict[torch.device, int] = defaultdict(int)
+"""Bytes, from before torch's own record was set back."""
+
+
+def peak_bytes(device: torch.device, run: Callable[[], object]) -> int:
+    """The most that a call allocates on a GPU beyond what is allocated before it."""
+    _EARLIER_PEAKS[device] = max(_EARLIER_PEAKS[device], torch.cuda.max_memory_allocated(device))
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run()
+    return torch.cuda.max_memory_allocated(device) - before

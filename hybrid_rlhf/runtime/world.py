@@ -11,9 +11,10 @@ import datetime
 import os
 import random
 import socket
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -159,6 +160,7 @@ def init_world(*, timeout_seconds: float = 1800.0) -> World:
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
+        choose_kernels(device)
     else:
         device = torch.device("cpu")
         keep_freed_memory()
@@ -187,8 +189,19 @@ def _store_of_attempt(rank: int, size: int, timeout: datetime.timedelta) -> dict
     return {"store": dist.PrefixStore(f"attempt_{restarts()}", store), "rank": rank, "world_size": size}
 
 
+def choose_kernels(device: torch.device) -> None:
+    """Keep torch's attention away from cuDNN on a GPU.
+
+    From cuDNN 9.15 on torch prefers it on Hopper, and it builds a plan for every new shape of rows, of which training
+    and prefill have a new one each time (0.4 s forward and 0.6 s backward on a B200, FunASR issue 3704).
+    """
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def solo_world(device: torch.device) -> World:
     """A world of one without a process group, for what runs beside training: generation, chat."""
+    choose_kernels(device)
     return World(rank=0, size=1, local_rank=0, local_size=1, device=device)
 
 
@@ -202,10 +215,34 @@ def default_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
+class Closable(Protocol):
+    """What has something to release."""
+
+    def close(self) -> None:
+        """Release it; a second call does nothing."""
+
+
+_CLOSED_FIRST: weakref.WeakSet[Closable] = weakref.WeakSet()
+
+
+def close_with_world(resource: Closable) -> None:
+    """Have `close_world` close a resource before it leaves the process group, if it is still there by then.
+
+    NCCL waits for the captured graphs that hold its kernels before it ends (2.26 and later), and their owner may be in
+    a reference cycle that is collected too late.
+    """
+    _CLOSED_FIRST.add(resource)
+
+
 def close_world() -> None:
     """Leave the process group, and forget the environment if it was ours: a child process must not join it."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    try:
+        for resource in list(_CLOSED_FIRST):
+            resource.close()
+    finally:
+        _CLOSED_FIRST.clear()
+        if dist.is_initialized():
+            dist.destroy_process_group()
     if os.environ.get("HYBRID_RLHF_SOLO") == str(os.getpid()):
         for name in _SOLO_ENVIRONMENT:
             os.environ.pop(name, None)

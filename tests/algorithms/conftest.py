@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
 
 from hybrid_rlhf.runtime.world import World, close_world, init_world
-from tests.tiny import tiny_model
+from tests.tiny import tiny_config, tiny_model
 
 
 @pytest.fixture(scope="package")
@@ -18,8 +20,10 @@ def world() -> Iterator[World]:
 
 @pytest.fixture(scope="package")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Actor and reward model; the reference is another model, so that the KL is not zero."""
+    """Actor and reward model, which has a head; the reference is another model, so that the KL is not zero."""
     folder = tmp_path_factory.mktemp("roles")
-    for seed, name in enumerate(("actor", "reward", "reference")):
+    for seed, name in ((0, "actor"), (2, "reference")):
         tiny_model(seed).save_pretrained(folder / name)
+    torch.manual_seed(1)
+    AutoModelForSequenceClassification.from_config(tiny_config(num_labels=1)).save_pretrained(folder / "reward")
     return {name: str(folder / name) for name in ("actor", "reward", "reference")}

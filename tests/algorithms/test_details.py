@@ -108,6 +108,30 @@ def test_the_kl_may_be_a_term_of_the_loss(
     assert float(kl) > 0.01
 
 
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_the_loss_may_be_a_mean_over_the_tokens_that_a_correction_keeps(
+    epochs: int, world: World, paths: dict[str, str]
+) -> None:
+    config = replace(ALGORITHM, epochs=epochs, sampler_correction="mask", kl_in="loss", kl_estimator="k2")
+    found = []
+    for counts in (True, False):
+        learned = replace(config, masked_tokens_count=counts)
+        roles, rollout = build(world, paths, algorithm=learned)
+        experience, layout = collect(rollout, mini_batches=1)
+        mask = experience.sequences.response_mask
+        dropped = mask & (torch.arange(mask.shape[1]) % 3 == 0)
+        drawn = experience.sequences.drawn_logprobs - 5.0 * dropped  # ratios of exp(5), and of 1
+        sequences = replace(experience.sequences, drawn_logprobs=drawn)
+        experience = replace(experience, sequences=sequences, advantages=1.0 * mask)
+        report = Updater(roles, PPO(learned), rollout=SAMPLING).update(experience, [layout])
+        found.append(report.metrics["loss/policy"])
+        assert report.metrics["rollout/correction_mean"] == pytest.approx(
+            1 - float(dropped.sum() / mask.sum()), abs=1e-4
+        )
+    kept = 1 - float(dropped.sum()) / float(mask.sum())
+    assert 0.3 < kept < 0.9 and found == pytest.approx([-kept, -1.0], abs=1e-4)
+
+
 def test_the_log_ratio_is_no_loss() -> None:
     with pytest.raises(UserError, match="take k2 or k3"):
         AlgorithmConfig(kl_in="loss")

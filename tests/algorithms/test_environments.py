@@ -27,6 +27,7 @@ from hybrid_rlhf.algorithms.on_policy.grpo import GRPO
 from hybrid_rlhf.algorithms.rewards import Answers, Reward
 from hybrid_rlhf.algorithms.roles import Roles
 from hybrid_rlhf.algorithms.rollout import Rollout
+from hybrid_rlhf.algorithms.rollout_metrics import rollout_metrics
 from hybrid_rlhf.algorithms.scoring import score_penalties
 from hybrid_rlhf.algorithms.updater import Updater
 from hybrid_rlhf.configs.batch_plan import MicroBatches
@@ -37,7 +38,8 @@ from hybrid_rlhf.configs.on_policy import AlgorithmConfig
 from hybrid_rlhf.configs.ppo import PPOConfig
 from hybrid_rlhf.configs.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections import ModelConfig, OptimizerConfig, ZeroConfig
-from hybrid_rlhf.data.chat import encode_prompt, render
+from hybrid_rlhf.data.chat import encode_prompt
+from hybrid_rlhf.data.template import render
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor
 from hybrid_rlhf.functional.advantages import gae, shaped_rewards
 from hybrid_rlhf.generation.sampling import Completion
@@ -220,7 +222,10 @@ def test_scores_are_the_environments_and_rewards_lie_where_they_were_earned(
         world, paths["actor"], max_turns=3, max_turn_tokens=12, algorithm=replace(ALGORITHM, score_clip=5.0)
     )
     experience = clipped[1].experience(scored, kl_coef=0.0)
-    assert experience.rewards.sum(dim=1).tolist() == [5, 5, 1, 1, 5, 5], "a clip takes from the end"
+    assert experience.rewards.sum(dim=1).tolist() == pytest.approx([5, 5, 1, 1, 5, 5], abs=1e-5)
+    factor = torch.tensor([5 / 6, 5 / 6, 1, 1, 5 / 6, 5 / 6])[:, None]
+    torch.testing.assert_close(experience.rewards, rated.sequences.turn_rewards * factor)  # a clip scales every turn
+    assert rollout_metrics(experience)["objective/score_clipfrac"] == pytest.approx(4 / 6)
     assert clipped[1]._greedy_scores(rated).tolist() == [5, 5, 1, 1, 5, 5], "and from a baseline"
     scaled = build(
         world, paths["actor"], max_turns=3, max_turn_tokens=12, algorithm=replace(ALGORITHM, score_scaling="running")

@@ -198,6 +198,18 @@ def test_gspo_of_one_token_is_ppo() -> None:
     assert torch.equal(*gradients) and float(losses[0].stats["clipfrac"]) > 0
 
 
+def test_gspo_gives_a_masked_token_no_gradient_and_the_others_their_own() -> None:
+    learner = algorithm("gspo", clip_low=0.2, clip_high=0.2)
+    logprobs = torch.tensor([[-1.0, -2.0], [-0.5, -0.7]], requires_grad=True)
+    ones = torch.ones(2, 2)
+    batch = Tokens(logprobs, logprobs.detach().clone(), ones, ones.bool(), ones, None, 2.0)
+    whole = torch.autograd.grad(learner.loss(batch).total, logprobs)[0]
+    assert whole.tolist() == [[-1, -1], [-1, -1]]
+    masked = replace(batch, weights=torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
+    found = torch.autograd.grad(learner.loss(masked).total, logprobs)[0]
+    assert found.tolist() == [[-1, 0], [-1, -1]], "weights 1 and 0 gave -0.5 to both tokens before"
+
+
 def test_grpo_without_deviation_is_rloo_but_for_a_factor() -> None:
     view = judged()
     plain = algorithm("grpo", group_deviation=False).estimate(view).advantages
@@ -267,7 +279,15 @@ def test_rejection_sampling_takes_the_best(best: int) -> None:
     learner = algorithm("raft", selected_per_prompt=best)
     penalties = torch.tensor([0.9, 0, 0, 0, 0.1, 0, 0, 0])
     chosen = learner.select(SCORES, penalties=penalties, groups=GROUPS).nonzero().flatten().tolist()
-    assert chosen == ([2, 3, 7] if best == 1 else [0, 2, 3, 5, 6, 7])
+    assert chosen == ([2, 7] if best == 1 else [0, 2, 6, 7]), "nothing of the second prompt, whose scores are equal"
+    for least, left in ((0.4, [2, 7]), (0.5, [7]), (3.0, [])):
+        learner = algorithm("raft", selected_per_prompt=best, select_above=least)
+        assert learner.select(SCORES, penalties=penalties, groups=GROUPS).nonzero().flatten().tolist() == left
+    all_wrong = torch.zeros_like(SCORES)
+    assert not learner.select(all_wrong, penalties=all_wrong, groups=GROUPS).any()
+    lengths_differ = torch.arange(8).float()
+    learner = algorithm("raft", selected_per_prompt=best)
+    assert not learner.select(all_wrong, penalties=lengths_differ, groups=GROUPS).any(), "the shortest is wrong too"
 
 
 def test_every_algorithm_has_traits_and_defaults_that_parse() -> None:
@@ -275,6 +295,7 @@ def test_every_algorithm_has_traits_and_defaults_that_parse() -> None:
     for name, traits in ON_POLICY.items():
         config = parse_config(PPOConfig, ["--algorithm", name, "--reward.path", "somewhere"])
         assert config.algorithm == name and config.traits is traits
+        assert config.ppo.score_clip is None, "scores are clipped only where asked"
         assert config.uses_reference == (config.ppo.kl_coef > 0 or name == "online_dpo")
     told = parse_config(PPOConfig, ["--ppo.kl_coef", "0.5", "--algorithm=grpo", "--rollout.samples_per_prompt", "3"])
     assert (told.ppo.kl_coef, told.ppo.kl_estimator, told.rollout.samples_per_prompt) == (0.5, "k3", 3)
@@ -297,6 +318,8 @@ MISTAKES = {
     },
     "--algorithm grpo --ppo.whiten_rewards true": "algorithm grpo compares whole completions, got ppo.whiten_rewards "
     "True: leave it out",
+    "--algorithm grpo --ppo.select_above 0.5": "algorithm grpo selects no completions, got ppo.select_above 0.5: leave "
+    "it out",
     "--algorithm raft --ppo.kl_coef 0.1": "algorithm raft selects by scores, got ppo.kl_coef 0.1 in the reward: give "
     "ppo.kl_in loss",
     "--algorithm rloo --ppo.critic_warmup_steps 3": "algorithm rloo has no critic, got ppo.critic_warmup_steps 3: "
@@ -309,6 +332,12 @@ MISTAKES = {
     "ppo.kl_coef 0: leave it out",
     "--ppo.kl_target 3 --ppo.kl_coef 0": "ppo.kl_target 3.0 steers the coefficient by factors, got kl_coef 0: give a "
     "start, for example 0.05",
+    "--ppo.sampler_correction_low 0.5": "ppo.sampler_correction masks no token, got ppo.sampler_correction_low 0.5: "
+    "leave it out",
+    "--ppo.sampler_correction truncate --ppo.masked_tokens_count false": "ppo.sampler_correction masks no token, got "
+    "ppo.masked_tokens_count False: leave it out",
+    "--ppo.sampler_correction mask --ppo.sampler_correction_low 2": "ppo.sampler_correction_low must be above 0 and at "
+    "most 1, got 2.0: give for example 0.5",
     "--ppo.overlong_fraction 2": "ppo.overlong_fraction must be in [0, 1], got 2.0: give for example 0.2",
     "--algorithm gpro": "algorithm must be one of ppo, reinforce, rloo, remax, reinforce_pp, reinforce_pp_baseline, "
     "grpo, dr_grpo, dapo, gspo, cispo, online_dpo, raft, got gpro: see --help",

@@ -201,6 +201,9 @@ def test_rollout_metrics_have_closed_forms() -> None:
         scores=torch.tensor([1.0, 3.0]), rewards=ones * mask, advantages=ones, returns=ones * mask,
     )  # fmt: skip
     metrics = rollout_metrics(experience)
+    assert "objective/score_clipfrac" not in metrics
+    clipped = replace(experience, clipped=torch.tensor([True, False]))
+    assert rollout_metrics(clipped)["objective/score_clipfrac"] == 0.5
     assert metrics["objective/kl"] == 1.5  # 2 tokens and 1 token of 1 nat
     assert metrics["objective/entropy"] == 3.0
     assert metrics["objective/scores"] == 2.0
@@ -208,6 +211,20 @@ def test_rollout_metrics_have_closed_forms() -> None:
     assert metrics["completions/mean_length"] == 1.5
     assert metrics["completions/clipped_ratio"] == 0.5
     assert metrics["rollout/logprob_abs_diff_mean"] == metrics["rollout/logprob_abs_diff_max"] == 0.5
+
+
+def test_the_first_values_are_0_of_a_critic_without_a_head_and_the_rewards_of_one_with(
+    world: World, paths: dict[str, str]
+) -> None:
+    ids = torch.tensor([[5, 6, 7, 8]])
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    found = []
+    for start in ("actor", "reward"):
+        critic = build_engine(EngineSpec("critic", paths[start], ModelConfig(), ZeroConfig(), 0), world)
+        reward = build_engine(EngineSpec("reward", paths[start], ModelConfig(), ZeroConfig(), 0), world)
+        found.append((critic(ids, mask), reward(ids, mask)))
+    assert (found[0][0] == 0).all() and (found[0][1] != 0).all(), "a fresh head: 0 of values, not of scores"
+    assert torch.equal(*found[1]) and (found[1][0] != 0).all(), "a reward model brings its own"
 
 
 def test_explained_variance_is_1_for_a_perfect_critic() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from dataclasses import replace
@@ -187,6 +188,28 @@ def start(workspace: Path, model: Path, output: Path, *line: str) -> None:
          "--data.cache_dir", str(workspace / "cache"), "--logging.tensorboard", "false", "--train.max_steps", "1",
          "--train.global_batch_size", "8", "--data.max_eval_rows", "4", "--output_dir", str(output), *line]
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("more", [(), ("--lora.rank", "2"), ("--algorithm", "kto")], ids=["dpo", "lora", "kto"])
+def test_the_reference_reads_only_the_rows_that_the_run_uses(
+    more: tuple[str, ...], tmp_path: Path, model_folder: Path
+) -> None:
+    """16 steps need no epoch's rows; a run that is resumed for longer adds what is missing, by the first actor."""
+    rows = [{"prompt": f"say {i}", "chosen": str(i), "rejected": "x" * (i % 5 + 1)} for i in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    line = ["--train.global_batch_size", "4", "--optimizer.lr", "1e-2", *more]
+    kept = {}
+    for folder, steps, resume in (("run", 2, "never"), ("run", 9, "auto"), ("fresh", 9, "never")):
+        (tmp_path / folder / "finished.json").unlink(missing_ok=True)
+        start(tmp_path, model_folder, tmp_path / folder, *line, "--train.max_steps", str(steps), "--resume", resume,
+              "--train.save_every", "2" if steps == 2 else "0")  # fmt: skip
+        kept[folder, steps] = json.loads((tmp_path / folder / "reference_logprobs.json").read_text())["logprobs"]
+    short, resumed, fresh = kept.values()
+    assert len(short) == 2 * 4 + 2 and len(resumed) == len(fresh) == 9 * 4 + 2, "and two rows are held out"
+    assert {key: resumed[key] for key in short} == short, "not read again"
+    assert resumed.keys() == fresh.keys()
+    for key, values in fresh.items():
+        assert resumed[key] == pytest.approx(values, abs=1e-4)
 
 
 @pytest.mark.parametrize("line", [("--algorithm", "kto"), ("--seed", "5"), ()])

@@ -113,7 +113,7 @@ def test_the_loss_of_steps_is_read_at_their_ends(tmp_path: Path, model_folder: P
     model = build_engine(spec, world).lm
     total, count = 0.0, 0
     for row in rows:
-        columns = encode_stepwise_row("", row, tokenizer, 64, separator="\n")
+        (columns,) = encode_stepwise_row("", row, tokenizer, 64, separator="\n")
         with torch.no_grad():
             hidden = model.model(input_ids=torch.tensor(columns["responses"])).last_hidden_state
             outputs = model.score(hidden)[0, :, 0].tolist()

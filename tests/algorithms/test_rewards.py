@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import math
+import subprocess
+import sys
 import textwrap
 import threading
 import time
@@ -520,3 +522,22 @@ def test_wrong_parts_are_refused(settings: dict[str, Any], rule: str) -> None:
 def test_names_are_distinct() -> None:
     with pytest.raises(UserError, match="'m' is there twice"):
         require_distinct_names([RewardPartConfig(model="a/m"), RewardPartConfig(model="b/m")])
+
+
+def test_step_3_without_an_endpoint_needs_no_http_client() -> None:
+    """None of our modules imports it; huggingface_hub may, as its version wants."""
+    script = """
+import builtins
+real, asked = builtins.__import__, set()
+
+def watched(name, globals=None, *rest, **more):
+    if name.startswith("httpx2"):
+        asked.add((globals or {}).get("__name__", ""))
+    return real(name, globals, *rest, **more)
+
+builtins.__import__ = watched
+import hybrid_rlhf.algorithms.on_policy_wiring, training.step3_ppo.main
+assert not [name for name in asked if name.startswith(("hybrid_rlhf", "training"))], asked
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr

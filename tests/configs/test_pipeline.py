@@ -134,6 +134,22 @@ def test_a_run_resumes_from_what_the_line_names(
     assert ("going on" in capsys.readouterr().out) == (expected == "auto")
 
 
+def test_where_things_lie_may_change_between_starts(
+    started: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    line = ["--base_model", "BASE", "--data.sources", "rows.jsonl", "--steps", "sft", "--sft.output_dir", str(run)]
+    run.mkdir()
+    save_config(steps_of(line)["sft"], run / "config.yaml")
+    train.main([*line, "--sft.data.cache_dir", "elsewhere"])
+    relative = ["run" if word == str(run) else word for word in line]
+    train.main(relative)
+    assert [step["resume"] for step in started] == ["auto"] * 2 and started[0]["data.cache_dir"] == "elsewhere"
+    with pytest.raises(SystemExit):
+        train.main([*line, "--sft.data.max_length", "7"])
+    assert "with other settings (data.max_length)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("actor", "base"), [([], "BASE"), (["--ppo.actor.path", "MINE"], None)], ids=["from SFT", "from its own"]
 )

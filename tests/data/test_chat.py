@@ -24,7 +24,7 @@ def with_loss(encoded: Encoded, tokenizer: PreTrainedTokenizerFast) -> str:
 
 @pytest.mark.parametrize("turns", [3, 5])
 def test_loss_is_on_answers_and_their_end(turns: int, tokenizer: PreTrainedTokenizerFast) -> None:
-    encoded = encode_conversation(TURNS[:turns], tokenizer)
+    (encoded,) = encode_conversation(TURNS[:turns], tokenizer)
     assert with_loss(encoded, tokenizer) == "hello<|im_end|>" + "bye é<|im_end|>" * (turns == 5)
     assert tokenizer.decode(encoded.input_ids).endswith("<|im_end|>\n")
     assert not encoded.loss_mask[-1], "what the template adds after the end of the turn is not the assistant's"
@@ -32,7 +32,7 @@ def test_loss_is_on_answers_and_their_end(turns: int, tokenizer: PreTrainedToken
 
 def test_pad_equal_to_eos_hides_no_end_of_turn(tokenizer: PreTrainedTokenizerFast) -> None:
     assert tokenizer.pad_token_id == tokenizer.eos_token_id
-    encoded = encode_conversation(TURNS, tokenizer)
+    (encoded,) = encode_conversation(TURNS, tokenizer)
     ends = [i for i, token in enumerate(encoded.input_ids) if token == tokenizer.eos_token_id]
     assert [encoded.loss_mask[i] for i in ends] == [False, False, True, False, True]
 
@@ -41,7 +41,7 @@ def test_a_prompt_is_the_beginning_of_its_conversation(tokenizer: PreTrainedToke
     for template in (CHATML, None):
         tokenizer.chat_template = template
         prompt = encode_prompt(TURNS[:2], tokenizer)
-        whole = encode_conversation(TURNS[:3], tokenizer)
+        (whole,) = encode_conversation(TURNS[:3], tokenizer)
         assert whole.input_ids[: len(prompt)] == prompt
         assert whole.loss_mask.index(True) == len(prompt)
 
@@ -50,7 +50,7 @@ def test_a_prompt_is_the_beginning_of_its_conversation(tokenizer: PreTrainedToke
 def test_an_answer_its_end_of_turn_and_the_tail_end_a_conversation(template: str | None) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
-    whole = encode_conversation(
+    (whole,) = encode_conversation(
         [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "me"}], tokenizer
     )
     last = max(place for place, own in enumerate(whole.loss_mask) if own)
@@ -83,7 +83,7 @@ def test_special_tokens_within_an_answer_do_not_end_it(
     monkeypatch.setattr(type(tokenizer), "is_fast", fast)
     for turns in (2, 4):
         messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": said}] * (turns // 2)
-        encoded = encode_conversation(messages, tokenizer)
+        (encoded,) = encode_conversation(messages, tokenizer)
         assert with_loss(encoded, tokenizer) == learned * (turns // 2)
 
 
@@ -92,7 +92,7 @@ def test_an_answer_without_an_end_of_turn_is_learned_whole() -> None:
                                "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}")  # fmt: skip
     tokenizer.add_special_tokens({"additional_special_tokens": ["<think>"]})
     for said in ("42", "<think>42", "4<think>2", "42<think>"):
-        encoded = encode_conversation(
+        (encoded,) = encode_conversation(
             [{"role": "user", "content": "q"}, {"role": "assistant", "content": said}], tokenizer
         )
         assert with_loss(encoded, tokenizer) == said + "\n"
@@ -100,7 +100,7 @@ def test_an_answer_without_an_end_of_turn_is_learned_whole() -> None:
 
 def test_without_a_template_answers_end_with_eos() -> None:
     tokenizer = tiny_tokenizer(template=None)
-    encoded = encode_conversation(TURNS, tokenizer)
+    (encoded,) = encode_conversation(TURNS, tokenizer)
     text = tokenizer.decode(encoded.input_ids)
     assert text.startswith("System: be kind\n\nHuman: hi <b>\n\nAssistant: hello<|im_end|>\n\nHuman: more")
     assert with_loss(encoded, tokenizer) == " hello<|im_end|> bye é<|im_end|>"
@@ -114,12 +114,14 @@ def test_a_slow_tokenizer_gives_the_same_masks(
     assert encode_conversation(TURNS, tokenizer) == fast
 
 
-def test_a_template_that_rewrites_the_past_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_template_that_rewrites_the_past_gives_a_row_a_turn(tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer.chat_template = (
         "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}[{{ m.content }}]{% endif %}{% endfor %}"
     )
-    with pytest.raises(UserError, match="renders a turn anew"):
-        encode_conversation(TURNS, tokenizer)
+    rows = encode_conversation(TURNS, tokenizer)
+    texts = [tokenizer.decode(row.input_ids) for row in rows]
+    assert texts == ["[be kind][hi <b>][hello]", "[be kind][hi <b>][more][bye é]"]
+    assert [with_loss(row, tokenizer) for row in rows] == ["[hello]", "[bye é]"]
 
 
 def test_a_template_that_refuses_the_roles_is_named(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hybrid_rlhf.configs.batch_plan import MicroBatches
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.collation import collate_preferences, collate_tokens
-from hybrid_rlhf.data.loaders import BatchLoader, GlobalBatches, deal
+from hybrid_rlhf.data.loaders import BatchLoader, ChosenRows, GlobalBatches, deal
 
 
 @settings(max_examples=60, deadline=None)
@@ -137,3 +137,23 @@ def test_preferences_keep_each_answer_once_and_all_pairs() -> None:
     empty = collate_preferences([None], 0)
     assert len(empty.chosen_index) == 0 and empty.attention_mask.any()
     assert empty.chosen_index.dtype is torch.long
+
+
+@given(st.integers(1, 30), st.integers(1, 8), st.integers(0, 3), st.integers(0, 12))
+def test_upcoming_rows_are_those_of_the_next_batches(rows: int, size: int, done: int, batches: int) -> None:
+    size = min(rows, size)
+    loader = GlobalBatches(rows, global_batch_size=size, seed=3)
+    coming = loader.iterate()
+    for _ in range(done):
+        next(coming)
+    before = loader.state_dict()
+    told = loader.upcoming(batches)
+    assert loader.state_dict() == before
+    assert told == list(dict.fromkeys(row for _ in range(batches) for row in next(coming)))
+
+
+def test_chosen_rows_are_rows_and_columns_of_the_data() -> None:
+    data = datasets.Dataset.from_dict({"length": [3, 4, 5], "name": ["a", "b", "c"]})
+    chosen = ChosenRows(data, [2, 0])
+    assert chosen.column_names == ["length", "name"] and len(chosen) == 2
+    assert chosen["length"] == [5, 3] and chosen[0] == {"length": 5, "name": "c"}

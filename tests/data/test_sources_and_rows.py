@@ -36,12 +36,14 @@ ROW_MISTAKES = [
     (
         sft_row,
         {"messages": [{"role": "bot", "content": "x"}, ANSWER]},
-        "column 'messages': a role is system, user, assistant, tool, got 'bot': mend the row",
+        "column 'messages': a role is system, developer, user, assistant, tool, function, ipython, observation, "
+        "got 'bot': fix the row",
     ),
     (
         sft_row,
         {"prompt": "q", "completion": [{"role": "assistant", "content": 3}]},
-        "column 'completion': a message is {'role', 'content'}, got {'role': 'assistant', 'content': 3}: mend the row",
+        "column 'completion': the content of a message is text, or a list of {'type': 'text', 'text'}, "
+        "got 3: fix the row",
     ),
     (sft_row, {"text": " \n"}, "column 'text' is empty: fill it or drop the row"),
     (

@@ -35,7 +35,8 @@ def merging_tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
 
 
 def encode(tokenizer: Any, row: dict[str, Any] = ROW, limit: int = 256, separator: str = "\n") -> dict[str, Any]:
-    return encode_stepwise_row("rows.jsonl:1", row, tokenizer, limit, separator=separator)
+    (columns,) = encode_stepwise_row("rows.jsonl:1", row, tokenizer, limit, separator=separator)
+    return columns
 
 
 @pytest.mark.parametrize("make", [tiny_tokenizer, merging_tokenizer, lambda: tiny_tokenizer(None)])

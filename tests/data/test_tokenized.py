@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -17,6 +19,7 @@ from hybrid_rlhf.configs.ppo import PromptDataConfig
 from hybrid_rlhf.configs.sections import DataConfig, DataSource
 from hybrid_rlhf.data import encoding
 from hybrid_rlhf.data.augmented import with_mismatched_answers
+from hybrid_rlhf.data.collation import collate_labelled
 from hybrid_rlhf.runtime.world import solo_world
 from tests.tiny import CHATML
 
@@ -111,7 +114,7 @@ def test_long_rows_are_cut_or_dropped_and_counted(
         {"prompt": "q" * 90, "completion": "a"},
         {"prompt": "q", "completion": "b"},
     ]
-    data = load("sft", config(rows, max_length=80, eval_fraction=0.0), tokenizer)
+    data = load("sft", config(rows, max_length=80, eval_fraction=0.0, too_long="truncate"), tokenizer)
     assert sorted(data.train["length"]) == sorted([len(r) for r in data.train["input_ids"]])
     assert max(data.train["length"]) == 80 and len(data.train) == 2  # the long prompt leaves no token with loss
     assert "2 were truncated to 80 tokens, 1 dropped" in log_lines[-1]
@@ -122,13 +125,18 @@ def test_long_rows_are_cut_or_dropped_and_counted(
 
 def test_preferences_lose_the_beginning_of_their_prompt_first(config: Any, tokenizer: PreTrainedTokenizerFast) -> None:
     rows = [{"prompt": "p" * 100, "chosen": "good", "rejected": "bad"}]
+    with pytest.raises(UserError, match="1 were dropped at 60 tokens"):
+        load("preference", config(rows, max_length=60, eval_fraction=0.0), tokenizer)
+    config = partial(config, too_long="truncate")
     data = load("preference", config(rows, max_length=60, eval_fraction=0.0), tokenizer)
     (responses,) = data.train["responses"]
     for ids, answer in zip(responses, ("good", "bad"), strict=True):
         assert len(ids) <= 60 and tokenizer.decode(ids).endswith(f"{answer}<|im_end|>\n")
+        assert tokenizer.decode(ids).startswith("<|im_start|>user\np"), "the head of the conversation stays"
     rows = [{"prompt": "p", "chosen": "1" + "x" * 90 + "1", "rejected": "2" + "x" * 90 + "2"}]
     (responses,) = load("preference", config(rows, max_length=60, eval_fraction=0.0), tokenizer).train["responses"]
-    assert [tokenizer.decode(ids) for ids in responses] == ["1" + "x" * 59, "2" + "x" * 59]
+    head = "<|im_start|>user\n"
+    assert [tokenizer.decode(ids) for ids in responses] == [f"{head}{n}{'x' * (59 - 6)}" for n in "12"]
     rows = [
         {
             "prompt": "p",
@@ -143,6 +151,7 @@ def test_preferences_lose_the_beginning_of_their_prompt_first(config: Any, token
 
 def test_prompts_keep_their_end_and_their_other_columns(config: Any, tokenizer: PreTrainedTokenizerFast) -> None:
     rows = [{"prompt": "a" * 90 + "END", "answer": 4}]
+    config = partial(config, too_long="truncate")
     data = load("prompt", config(rows, max_length=40, eval_fraction=0.0), tokenizer)
     (row,) = list(data.train)
     assert len(row["input_ids"]) == 40
@@ -156,7 +165,7 @@ def test_rows_are_tokenised_once_and_again_when_anything_changes(
 ) -> None:
     calls: list[str] = []
     encode = encoding.encode_conversation
-    monkeypatch.setattr(encoding, "encode_conversation", lambda *a: calls.append("x") or encode(*a))
+    monkeypatch.setattr(encoding, "encode_conversation", lambda *a, **k: calls.append("x") or encode(*a, **k))
 
     def tokenises(**changes: Any) -> bool:
         calls.clear()
@@ -232,12 +241,29 @@ def test_labels_stand_alone_or_come_of_pairs(config: Any, tokenizer: PreTrainedT
     for place, (row, following) in enumerate(
         zip(map(lone.__getitem__, range(len(lone))), [*list(data.train)[1:], data.train[0]], strict=True)
     ):
-        ids, mask = row["responses"][-1], row["masks"][-1]
-        other, own = following["responses"][0], following["masks"][0]
-        assert [t for t, m in zip(ids, mask, strict=True) if m] == [t for t, m in zip(other, own, strict=True) if m]
+        count = len(row["labels"])
+        assert len(row["responses"]) == len(row["masks"]) == 2 * count, "as many mismatched answers as own"
+        taken = [own_tokens(row, number) for number in range(count, 2 * count)]
+        others = [own_tokens(following, number) for number in range(len(following["labels"]))]
+        assert taken == [others[(place + number) % len(others)] for number in range(count)]
+        if count == len(others) == 2:
+            assert sorted(taken) == sorted(others), "of a pair both kinds"
         begin = data.train[place]["masks"][0].index(True)
-        assert ids[:begin] == data.train[place]["responses"][0][:begin] and not any(mask[:begin])
-    assert len(with_mismatched_answers(data.train, max_length=20)[0]["responses"][-1]) <= 20
+        for ids, mask in zip(row["responses"][count:], row["masks"][count:], strict=True):
+            assert ids[:begin] == data.train[place]["responses"][0][:begin] and not any(mask[:begin])
+        assert lone["tokens"][place] >= sum(map(len, row["responses"]))
+    pairs = [place for place in range(len(lone)) if len(data.train[place]["labels"]) == 2]
+    assert any((place + 1) % len(lone) in pairs for place in pairs), "a pair follows a pair"
+    for row in map(with_mismatched_answers(data.train, max_length=20).__getitem__, range(len(lone))):
+        assert max(map(len, row["responses"][len(row["labels"]) :])) <= 20
+    batch = collate_labelled([lone[place] for place in range(len(lone))], 2)
+    assert len(batch.labelled_index) == len(batch.mismatched_index) == len(batch.good) == 6
+    assert sorted([*batch.labelled_index.tolist(), *batch.mismatched_index.tolist()]) == list(range(12))
+
+
+def own_tokens(row: Any, number: int) -> list[int]:
+    """The tokens of one answer of a row."""
+    return [t for t, own in zip(row["responses"][number], row["masks"][number], strict=True) if own]
 
 
 @pytest.mark.parametrize(
@@ -260,3 +286,81 @@ def test_faulty_labels_are_named(
     with pytest.raises(UserError) as error:
         tokenized.load_labelled_data(config([row], eval_fraction=0.0), tokenizer=tokenizer, seed=0, world=WORLD)
     assert message in str(error.value) and ":1" in str(error.value)
+
+
+def conversation(number: int) -> dict[str, Any]:
+    return {
+        "messages": [
+            {"role": "user", "content": f"question {number}<"}, {"role": "assistant", "content": "one"},
+            {"role": "user", "content": "more"}, {"role": "assistant", "content": "two", "reasoning_content": "hm"},
+        ]
+    }  # fmt: skip
+
+
+def test_a_conversation_that_makes_several_rows_is_dealt_as_one(
+    config: Any, tokenizer: PreTrainedTokenizerFast, log_lines: list[str]
+) -> None:
+    """Its turns are never on both sides of a split."""
+    tokenizer.chat_template = CHATML.replace("'<|im_end|>\n'", "('<|im_end|>\n' if loop.last else '<|endoftext|>')")
+    rows = [conversation(number) for number in range(20)]
+    seen = []
+    for kind, count in (("sft", 1), ("prompt", 1)):
+        data = load(kind, config(rows, split=[1, 0, 1], eval_fraction=0.2, max_eval_rows=100), tokenizer)
+        for part in (data.train, data.held_out):
+            names = texts(part, tokenizer)
+            assert len(part) == len(names) * (2 if kind == "sft" else count)
+            seen.append(names)
+    assert sum(map(len, seen)) == len(set.union(*seen)) == 20
+    assert any("20 conversations make 40 rows" in line for line in log_lines)
+    assert any("no place for reasoning_content (20)" in line for line in log_lines)
+    lines = len(log_lines)
+    load("sft", config(rows), tokenizer)
+    assert any("no place for" in line for line in log_lines[lines:]), "also when the rows come from the cache"
+
+
+def test_tools_and_calls_of_a_row_reach_the_template(config: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = "{{ tools | tojson }}" + CHATML.replace(
+        "message['content']", "(message.content or '') + (message.tool_calls | tojson if message.tool_calls else '')"
+    )
+    call = {"id": None, "function": {"name": "look", "arguments": '{"at": "sky"}'}}
+    row = {
+        "messages": [
+            {"role": "user", "content": "look"}, {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "blue"}, {"role": "assistant", "content": "it is blue"},
+        ],
+        "tools": json.dumps([{"type": "function", "function": {"name": "look"}}]),
+    }  # fmt: skip
+    data = load("sft", config([row], eval_fraction=0.0, max_length=900), tokenizer)
+    (ids,), (mask,) = data.train["input_ids"], data.train["loss_mask"]
+    assert '[{"type": "function", "function": {"name": "look"}}]' in tokenizer.decode(ids)
+    said = tokenizer.decode([token for token, loss in zip(ids, mask, strict=True) if loss])
+    assert '"arguments": {"at": "sky"}' in said and "it is blue" in said and "tool\nblue" not in said
+    prompts = load("prompt", config([row], eval_fraction=0.0, max_length=900), tokenizer)
+    assert '"look"' in tokenizer.decode(prompts.train["input_ids"][0])
+    pair = {"prompt": "look", "chosen": "a", "rejected": "b", "tools": row["tools"]}
+    for ids in load("preference", config([pair], eval_fraction=0.0, max_length=900), tokenizer).train["responses"][0]:
+        assert '"look"' in tokenizer.decode(ids)
+
+
+def test_nulls_of_a_table_reach_no_template(tmp_path: Path, config: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+    calls = [{"function": {"name": "a", "arguments": {"x": 1}}}, {"function": {"name": "b", "arguments": {"y": 2}}}]
+    rows = [
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [call]}]} for call in calls
+    ]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    tokenizer.chat_template = CHATML.replace("message['content']", "(message.content or (message.tool_calls | tojson))")
+    data = load("sft", config(sources=[str(tmp_path / "rows.parquet")], eval_fraction=0.0), tokenizer)
+    shown = "".join(tokenizer.decode(ids) for ids in data.train["input_ids"])
+    assert '{"x": 1}' in shown and '{"y": 2}' in shown and "null" not in shown
+
+
+def test_a_prompt_whose_head_fills_the_limit_is_dropped(config: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+    system = {"role": "system", "content": "s" * 60}
+    rows = [{"prompt": [system, {"role": "user", "content": "q" * 40}]}, {"prompt": "short"}]
+    data = load("prompt", config(rows, max_length=50, eval_fraction=0.0, too_long="truncate"), tokenizer)
+    assert len(data.train) == 1
+    data = load("prompt", config(rows, max_length=100, eval_fraction=0.0, too_long="truncate"), tokenizer)
+    longest = max(data.train["input_ids"], key=len)
+    assert len(longest) == 100
+    assert tokenizer.decode(longest).startswith("<|im_start|>system\n" + "s" * 60 + "<|im_end|>\n<|im_start|>user\nq")
+    assert tokenizer.decode(longest).endswith("q<|im_end|>\n<|im_start|>assistant\n")

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification
 
 from hybrid_rlhf.algorithms.experience import Experience, Layout, Sequences
 from hybrid_rlhf.algorithms.on_policy import ON_POLICY_ALGORITHMS
@@ -29,6 +30,7 @@ from hybrid_rlhf.engines.partition import whole_tensors
 from hybrid_rlhf.functional import products
 from hybrid_rlhf.runtime.world import World
 from tests.engines.ranks import run_ranks
+from tests.tiny import tiny_config
 
 SEEDS = (0, 1, 2)
 TOLERANCE = 1e-5
@@ -46,8 +48,10 @@ CASES: list[Case] = [
 OTHERS = [name for name in ON_POLICY_ALGORITHMS if name not in ("ppo", "dr_grpo", "dapo")]
 """Those two are GRPO with other settings."""
 ALGORITHM = AlgorithmConfig(
-    epochs=2, kl_in="loss", kl_estimator="k3", entropy_coef=0.1, clip_low=0.9, clip_high=20.0, value_clip=0.5
-)
+    epochs=2, kl_in="loss", kl_estimator="k3", entropy_coef=0.1, clip_low=0.9, clip_high=20.0, value_clip=0.5,
+    sampler_correction="mask", sampler_correction_clip=1.5, masked_tokens_count=False,
+)  # fmt: skip
+"""The loss is divided by the tokens that the correction keeps, whose number the ranks have to add up."""
 
 
 def experience(seed: int) -> Experience:
@@ -66,12 +70,13 @@ def experience(seed: int) -> Experience:
 
     values = normal(1.0)
     old, reference = normal(0.5, -5.5), normal(0.5, -5.5)
+    drawn = old + normal(0.4)
     sequences = Sequences(
         torch.randint(3, 200, attention.shape, generator=chance),
         attention,
         answered,
         old,
-        old,
+        drawn,
         lengths[:, 0] > 3,
         torch.zeros_like(attention, dtype=torch.long),
     )
@@ -80,7 +85,7 @@ def experience(seed: int) -> Experience:
     )
 
 
-def gradients(world: World, path: str, tasks: list[Task]) -> dict[Task, torch.Tensor]:
+def gradients(world: World, path: str, critic_path: str, tasks: list[Task]) -> dict[Task, torch.Tensor]:
     """For each task the gradients of all that learns in a row, on rank 0."""
     optimizer = OptimizerConfig(lr=1e6, eps=1e6, schedule="constant", warmup_fraction=0.0, max_grad_norm=0.0)
     found = {}
@@ -88,7 +93,7 @@ def gradients(world: World, path: str, tasks: list[Task]) -> dict[Task, torch.Te
         products._LEAST_PRODUCTS = 1 if attention == PACKED else 2**62  # oneDNN against torch's own
         spec = EngineSpec("actor", path, ModelConfig(attention=attention), ZeroConfig(stage=stage), 0, optimizer)  # type: ignore[arg-type]
         actor, algorithm = build_actor(spec, world), ON_POLICY_ALGORITHMS[name](ALGORITHM)
-        critic = build_engine(replace(spec, role="critic"), world) if name == "ppo" else None
+        critic = build_engine(replace(spec, role="critic", path=critic_path), world) if name == "ppo" else None
         roles: Any = Roles(actor, None, critic)  # type: ignore[arg-type]
         rows = experience(seed)
         layout = Layout.plan(
@@ -106,21 +111,35 @@ def gradients(world: World, path: str, tasks: list[Task]) -> dict[Task, torch.Te
 
 
 @pytest.fixture(scope="module")
-def expected(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], torch.Tensor]:
+def critic_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A scorer with a head: a fresh value head is 0, and lets no gradient through to the model below."""
+    folder = tmp_path_factory.mktemp("critic")
+    torch.manual_seed(1)
+    scorer = AutoModelForSequenceClassification.from_config(tiny_config(num_labels=1))
+    assert float(scorer.score.weight.detach().abs().max()) > 0.1
+    scorer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(
+    model_folder: Path, critic_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, int], torch.Tensor]:
     """One rank, no ZeRO, padded rows in one micro-batch."""
     tasks: list[Task] = [("ppo", seed, PLAIN) for seed in SEEDS] + [(name, 0, PLAIN) for name in OTHERS]
-    found = run_ranks(gradients, 1, tmp_path_factory.mktemp("plain"), str(model_folder), tasks)[0]
+    paths = str(model_folder), str(critic_folder)
+    found = run_ranks(gradients, 1, tmp_path_factory.mktemp("plain"), *paths, tasks)[0]
     return {(name, seed): gradient for (name, seed, _), gradient in found.items()}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_an_update_does_not_depend_on_how_it_is_cut(
-    ranks: int, model_folder: Path, tmp_path: Path, expected: dict[tuple[str, int], torch.Tensor]
+    ranks: int, model_folder: Path, critic_folder: Path, tmp_path: Path, expected: dict[tuple[str, int], torch.Tensor]
 ) -> None:
     cases = CASES if ranks < 4 else CASES[ranks % 3 :: 3]
     tasks: list[Task] = [("ppo", SEEDS[(place + ranks) % len(SEEDS)], case) for place, case in enumerate(cases)]
     tasks += [(name, 0, cases[(place + ranks) % len(cases)]) for place, name in enumerate(OTHERS)]
-    found = run_ranks(gradients, ranks, tmp_path, str(model_folder), tasks)[0]
+    found = run_ranks(gradients, ranks, tmp_path, str(model_folder), str(critic_folder), tasks)[0]
     assert len(found) == len(tasks)
     for (name, seed, case), gradient in found.items():
         size = float(expected[name, seed].norm())

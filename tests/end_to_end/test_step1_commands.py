@@ -6,8 +6,10 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 import train
 from hybrid_rlhf.configs.cli import save_config
@@ -49,3 +51,36 @@ def test_the_commands_run(line: str, tmp_path: Path, model_folder: Path) -> None
     assert [told["step"] for told in lines] == [0, 1, 2]
     assert all(math.isfinite(value) for told in lines for value in told.values())
     assert (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_a_template_of_the_config_is_trained_with_saved_and_stops_answers(
+    tmp_path: Path, model_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": f"say {i}", "completion": str(i)} for i in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "chat.jinja").write_text(
+        "{% for m in messages %}{{ m.role + '|' + m.content + '<|endoftext|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant|' + mood }}{% endif %}"
+    )
+    own = {
+        "model.path": model_folder, "data.sources": tmp_path / "rows.jsonl", "data.cache_dir": tmp_path / "cache",
+        "data.chat_template": tmp_path / "chat.jinja", "data.chat_template_kwargs": '{"mood": "glad "}',
+        "train.max_steps": 1, "train.global_batch_size": 4, "logging.tensorboard": False,
+    }  # fmt: skip
+
+    def run(folder: str, **changes: Any) -> None:
+        words = {**own, "output_dir": tmp_path / folder, **changes}
+        run_main(train.MODULES["sft"], 1, [f"--{key}={value}" for key, value in words.items()])
+
+    run("run")
+    saved = AutoTokenizer.from_pretrained(tmp_path / "run")
+    prompt = [{"role": "user", "content": "q"}]
+    assert saved.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True).endswith("assistant|glad ")
+    ends = json.loads((tmp_path / "run" / "generation_config.json").read_text())["eos_token_id"]
+    assert set(ends) == {0, 2}, "the template's end of turn beside the tokenizer's eos"
+    assert "does not learn to stop" not in capfd.readouterr().err
+    endless = (tmp_path / "chat.jinja").read_text().replace("<|endoftext|>", "\\n")
+    (tmp_path / "endless.jinja").write_text(endless)
+    run("endless", **{"data.chat_template": tmp_path / "endless.jinja"})
+    told = capfd.readouterr()
+    assert "does not learn to stop: give data.chat_template" in " ".join((told.out + told.err).split())

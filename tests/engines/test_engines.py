@@ -17,6 +17,7 @@ from hybrid_rlhf.configs.sections import LoraConfig, ModelConfig, OptimizerConfi
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
 from hybrid_rlhf.engines.ds_config import deepspeed_config, merge, read_overrides
+from hybrid_rlhf.engines.engine import Role
 from hybrid_rlhf.engines.partition import whole_tensors
 from hybrid_rlhf.engines.schedules import lr_factor
 from hybrid_rlhf.functional.losses import sft_loss
@@ -138,18 +139,23 @@ def test_bfloat16_learns(ranks: int, stage: int, model_folder: Path, tmp_path: P
     assert load_file(tmp_path / "m" / "model.safetensors")["model.norm.weight"].dtype is torch.bfloat16
 
 
-def scorer_heads(world: World, path: Path, stage: int) -> list[float]:
+def scorer_heads(world: World, path: Path, stage: int, role: Role) -> list[float]:
     section = spec(path, stage=stage)
-    engine = build_engine(EngineSpec("critic", section.path, section.model, section.zero, 5, section.optimizer), world)
+    engine = build_engine(EngineSpec(role, section.path, section.model, section.zero, 5, section.optimizer), world)
     tensors = {name: tensor for name, tensor in whole_tensors(engine.lm, world) if name == "score.weight"}
     return tensors["score.weight"].flatten().tolist() if world.is_main else []
 
 
 def test_a_fresh_score_head_is_the_same_however_the_model_is_loaded(model_folder: Path, tmp_path: Path) -> None:
-    plain = run_ranks(scorer_heads, 1, tmp_path / "a", model_folder, 0)[0]
-    assert run_ranks(scorer_heads, 2, tmp_path / "b", model_folder, 3)[0] == plain
+    plain = run_ranks(scorer_heads, 1, tmp_path / "a", model_folder, 0, "reward")[0]
+    assert run_ranks(scorer_heads, 2, tmp_path / "b", model_folder, 3, "reward")[0] == plain
     deviation = torch.tensor(plain).std().item()
     assert deviation == pytest.approx(1 / math.sqrt(33), rel=0.4), "N details, no. 8"
+
+
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 3)])
+def test_a_fresh_value_head_is_zero(ranks: int, stage: int, model_folder: Path, tmp_path: Path) -> None:
+    assert run_ranks(scorer_heads, ranks, tmp_path, model_folder, stage, "critic")[0] == [0.0] * 32
 
 
 def averaged(world: World, path: Path, stage: int) -> tuple[float, float, bool]:

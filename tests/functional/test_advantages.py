@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybrid_rlhf.functional.advantages import gae, shaped_rewards
-from hybrid_rlhf.functional.divergences import kl_k1, kl_k2, kl_k3
+from hybrid_rlhf.functional.divergences import kl_k1, kl_k2, kl_k3, kl_loss
 from tests.functional.strategies import masked_batch, poisoned
 
 fast = settings(max_examples=60, deadline=None)
@@ -65,6 +65,31 @@ def test_the_score_lands_on_the_last_response_token(
         torch.testing.assert_close(rewards[row], torch.tensor(expected, dtype=torch.float64))
 
 
+CLIPPED_PARTS = {
+    "ten turns of 1": ([1.0] * 10, 10.0, [0.5] * 10),
+    "ten turns of -1": ([-1.0] * 10, -10.0, [-0.5] * 10),
+    "mixed signs keep them": ([8.0, -4.0, 2.0, 4.0], 10.0, [4.0, -2.0, 1.0, 2.0]),
+    "what was not earned before is a part too": ([4.0, 0.0, 0.0], 20.0, [1.0, 0.0, 4.0]),
+    "large parts of a small sum stay": ([30.0, -28.0], 2.0, [30.0, -28.0]),
+    "the clip itself": ([2.0, 3.0], 5.0, [2.0, 3.0]),
+    "nothing": ([0.0, 0.0], 0.0, [0.0, 0.0]),
+}
+
+
+@pytest.mark.parametrize("name", CLIPPED_PARTS)
+def test_a_clip_scales_all_parts_of_a_score_alike(name: str) -> None:
+    parts, score, expected = CLIPPED_PARTS[name]
+    steps = len(parts)
+    kl, mask = torch.full((1, steps), 0.3), torch.ones(1, steps)
+    arguments = {"kl": kl, "mask": mask, "kl_coef": 0.5, "earned": torch.tensor([parts])}
+    found = shaped_rewards(scores=torch.tensor([score]), score_clip=5.0, **arguments) + 0.5 * kl
+    torch.testing.assert_close(found, torch.tensor([expected]), atol=1e-6, rtol=1e-6)
+    assert float(found.sum()) == pytest.approx(max(-5.0, min(5.0, score)), abs=1e-5), "the sum is the clipped score"
+    whole = shaped_rewards(scores=torch.tensor([score]), **arguments) + 0.5 * kl
+    assert float(whole.sum()) == pytest.approx(score, abs=1e-5), "without a clip nothing is scaled"
+    torch.testing.assert_close(whole[0, :-1], torch.tensor(parts[:-1]))
+
+
 def test_scores_that_are_not_one_a_row_are_refused() -> None:
     with pytest.raises(ValueError, match="a score a row"):
         shaped_rewards(scores=torch.zeros(3), kl=torch.zeros(2, 4), mask=torch.ones(2, 4), kl_coef=0.1)
@@ -81,3 +106,57 @@ def test_kl_estimators_agree_with_the_exact_divergence_in_expectation() -> None:
         assert (estimator(policy, ref_logprobs=reference) >= 0).all()
     assert (kl_k3(policy, ref_logprobs=policy) == 0).all()
     torch.testing.assert_close(kl_k2(policy, ref_logprobs=reference), 0.5 * (policy - reference) ** 2)
+
+
+def distributions(*, seed: int, old_is_policy: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Logits of a policy over 6 tokens, and log-probs of it, of the policy that sampled and of a reference."""
+    torch.manual_seed(seed)
+    logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    policy = torch.log_softmax(logits, 0)
+    old, reference = (torch.log_softmax(torch.randn(6, dtype=torch.float64), 0) for _ in range(2))
+    return logits, policy, policy.detach() if old_is_policy else old, reference
+
+
+@pytest.mark.parametrize("old_is_policy", [True, False])
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_the_gradient_of_the_kl_in_the_loss_is_that_of_the_exact_kl(estimator: str, old_is_policy: bool) -> None:
+    """Every token counts with its probability under the policy that sampled, so that nothing is left to chance."""
+    logits, policy, old, reference = distributions(seed=1, old_is_policy=old_is_policy)
+    exact = (policy.exp() * (policy - reference)).sum()
+    term = kl_loss(policy, old_logprobs=old, ref_logprobs=reference, estimator=estimator)  # type: ignore[arg-type]
+    found = (old.exp() * term).sum()
+    expected = torch.autograd.grad(exact, logits, retain_graph=True)[0]
+    assert float(expected.abs().max()) > 0.1
+    torch.testing.assert_close(torch.autograd.grad(found, logits)[0], expected)
+    if estimator == "k3":
+        torch.testing.assert_close(found, exact)
+
+
+def test_differentiating_k3_itself_would_give_the_gradient_of_the_other_divergence() -> None:
+    logits, policy, _, reference = distributions(seed=2, old_is_policy=True)
+    wrong = (policy.detach().exp() * kl_k3(policy, ref_logprobs=reference)).sum()
+    other_way = (reference.exp() * (reference - policy)).sum()
+    gradients = [torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (wrong, other_way)]
+    torch.testing.assert_close(*gradients)
+
+
+def test_k3_is_bounded_and_its_gradient_goes_on() -> None:
+    """As verl: log-ratios end at +-20, values at 10; unbounded, 19.9 would give 4.4e8."""
+    apart = torch.tensor([-200.0, -19.9, -3.0, 2.0, 8.0, 19.9, 200.0], requires_grad=True)
+    reference = torch.zeros_like(apart)
+    values = kl_k3(apart, ref_logprobs=reference)
+    exact = (-apart).exp() - 1 + apart
+    torch.testing.assert_close(values[3:5], exact[3:5])
+    assert values.tolist()[:3] == [10.0] * 3 and values.tolist()[5:] == [10.0] * 2
+    old = apart.detach()
+    term = kl_loss(apart, old_logprobs=old, ref_logprobs=reference, estimator="k3")
+    assert torch.equal(term, values)
+    torch.testing.assert_close(torch.autograd.grad(term.sum(), apart)[0], old)
+
+
+def test_the_weight_of_the_kl_in_the_loss_ends_with_that_of_the_policy_loss() -> None:
+    logprobs = torch.zeros(3, requires_grad=True)
+    old = torch.tensor([0.0, -1.0, -300.0])
+    term = kl_loss(logprobs, old_logprobs=old, ref_logprobs=torch.full((3,), -2.0), estimator="k2")
+    torch.testing.assert_close(term, 2.0 * torch.tensor([0.0, 1.0, 20.0]).exp())
+    assert torch.isfinite(torch.autograd.grad(term.sum(), logprobs)[0]).all()

@@ -93,6 +93,11 @@ def test_what_onednn_is_no_help_with_stays_torchs_own(counted: list[int]) -> Non
     assert torch.equal(linear(large[:8], weight), alike(large[:8], weight)), "too small"
     assert torch.equal(linear(large.double(), weight.double()), alike(large.double(), weight.double()))
     assert torch.equal(linear(large.bfloat16(), weight.bfloat16()), alike(large.bfloat16(), weight.bfloat16()))
+    products.use_backend("torch")
+    try:
+        assert torch.equal(linear(large, weight), alike(large, weight)), "switched off"
+    finally:
+        products.use_backend("onednn")
     with torch.backends.mkldnn.flags(enabled=False):
         assert torch.equal(linear(large, weight), alike(large, weight))
     with torch.autocast("cpu", dtype=torch.bfloat16):

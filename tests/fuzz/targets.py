@@ -101,13 +101,14 @@ def rows(file: Path) -> None:
         for adapter in (sft_row, ptx_row):
             record = refused(adapter, place, row)
             encoded = record and refused(encoding.encode_conversation_row, place, record, model()[1], 64)
-            assert not encoded or len(encoded["input_ids"]) == len(encoded["loss_mask"]) > 0
+            for made in encoded or ():
+                assert len(made["input_ids"]) == len(made["loss_mask"]) >= made["usable"]
         pair = refused(preference_row, place, row)
         assert pair is None or all(math.isfinite(margin) for margin in pair.margins)
-        columns = refused(encoding.encode_preference_row, place, row, model()[1], 64)
-        assert columns is None or columns["pairs"]
-        answers = refused(encoding.encode_labelled_row, place, row, model()[1], 64)
-        assert answers is None or len(answers["labels"]) == len(answers["responses"]) > 0
+        pairs = refused(encoding.encode_preference_row, place, row, model()[1], 64)
+        assert pairs is None or pairs[0]["pairs"]
+        labelled = refused(encoding.encode_labelled_row, place, row, model()[1], 64)
+        assert labelled is None or len(labelled[0]["labels"]) == len(labelled[0]["responses"]) > 0
         prompt = refused(encoding.encode_prompt_row, place, row, model()[1], 64)
         assert prompt is None or (prompt["input_ids"] and prompt["columns"].encode())
 

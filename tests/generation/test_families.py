@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -10,6 +13,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.decoder import Decoder
 from hybrid_rlhf.generation.families import FAMILIES, NotDescribed, describe
+from hybrid_rlhf.generation.layers import ACTIVATIONS
 from hybrid_rlhf.generation.layout import check_layout, decoder_of, probe_logprobs
 from hybrid_rlhf.generation.split import Split
 from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens
@@ -135,3 +139,30 @@ def test_ranks_share_out_every_part_of_a_model_once(size: int) -> None:
         assert [unit for split in splits for unit in getattr(split, part)] == list(range(total))
     for split in splits:
         assert {head // 2 for head in split.heads} == set(split.kv_heads)
+
+
+def loud(name: str, magnitude: float, dtype: torch.dtype) -> PreTrainedModel:
+    """A variant whose largest logits are of a magnitude."""
+    model = copy.deepcopy(variant(name))
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    ids = torch.tensor([probe_tokens(model.config.vocab_size)])
+    with torch.no_grad():
+        model.lm_head.weight *= magnitude / model(ids).logits.abs().amax(dim=-1).mean()
+    return model.to(dtype)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("magnitude", [5, 20, 40])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral"])
+def test_large_logits_of_low_precision_are_no_fault_and_a_wrong_layout_is_one(
+    name: str, magnitude: float, dtype: torch.dtype
+) -> None:
+    model = loud(name, magnitude, dtype)
+    expected = module_logprobs(model, probe_tokens(model.config.vocab_size))
+    check_layout(layout(model, dtype), expected)
+    for fault in ({"activation": "relu"}, {"kinds": tuple(replace(k, rotary=None) for k in describe(model)[0].kinds)}):
+        wrong = layout(model, dtype)
+        wrong.architecture = replace(wrong.architecture, **fault)
+        wrong._activation = ACTIVATIONS[wrong.architecture.activation]
+        with pytest.raises(UserError, match="must agree with the training forward"):
+            check_layout(wrong, expected)

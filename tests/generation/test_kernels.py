@@ -1,16 +1,20 @@
-"""Triton kernels under the interpreter, each against its twin in torch, and the engine on them against itself without.
+"""Triton kernels, each against its twin in torch, and the engine on them against itself without.
 
-Where there is no GPU, TRITON_INTERPRET is set before triton is imported (conftest.py). That they compile for a GPU is
-a test of its own. The interpreter truncates to bfloat16: float16 stands for it here.
+On a GPU they run compiled. Where there is none, TRITON_INTERPRET is set before triton is imported (conftest.py), and
+that they compile for a GPU is a test of its own. The interpreter truncates to bfloat16: float16 stands for it here,
+and tests/gpu compares bfloat16.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -22,13 +26,21 @@ from hybrid_rlhf.generation.cache import KVCache
 from hybrid_rlhf.generation.families import describe
 from hybrid_rlhf.generation.layers import ACTIVATIONS, Norm
 from hybrid_rlhf.generation.split import Split
+from hybrid_rlhf.runtime.world import default_device
 from tests.generation.families import variant
 from tests.generation.test_continuous import PROMPTS, SAMPLED, STOP, alone, texts
 from tests.tiny import tiny_model
 
 pytest.importorskip("triton")
 kernels = importlib.import_module("hybrid_rlhf.generation.kernels")
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has these on a GPU")
+DEVICE = default_device()
+
+
+@pytest.fixture
+def on_the_device() -> Iterator[None]:
+    """Tensors of a test are made where the kernels run."""
+    with DEVICE:
+        yield
 
 
 @pytest.fixture
@@ -43,12 +55,12 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     "name", ["llama with biases", "mistral", "gemma2", "bloom", "falcon rw", "gpt2", "pythia", "phi3"]
 )
 @pytest.mark.parametrize("capacity", [40, 300])
-def test_a_step_attends_and_writes_as_torch_does(name: str, capacity: int) -> None:
+def test_a_step_attends_and_writes_as_torch_does(name: str, capacity: int, on_the_device: None) -> None:
     architecture, _ = describe(variant(name))
     split = Split.of(architecture, 0, 1)
     torch.manual_seed(0)
     caches = [
-        KVCache(architecture, split, slots=4, capacity_tokens=capacity, dtype=torch.float32, device=torch.device("cpu"))
+        KVCache(architecture, split, slots=4, capacity_tokens=capacity, dtype=torch.float32, device=DEVICE)
         for _ in "ab"
     ]
     for store in ("keys", "values"):
@@ -60,7 +72,7 @@ def test_a_step_attends_and_writes_as_torch_does(name: str, capacity: int) -> No
     rotary = architecture.kinds[0].rotary
     table = None
     if rotary is not None:
-        angles = torch.cat([positions[:, None, None] * rotary.inv_freq] * 2, dim=-1)
+        angles = torch.cat([positions[:, None, None] * rotary.inv_freq.to(DEVICE)] * 2, dim=-1)
         signs = torch.ones(angles.shape[-1])
         signs[: len(signs) // 2] = -1
         table = (angles.cos(), angles.sin() * signs)
@@ -75,7 +87,9 @@ def test_a_step_attends_and_writes_as_torch_does(name: str, capacity: int) -> No
 
 @pytest.mark.parametrize("splits", [1, 2, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_parts_of_a_row_combine_to_the_whole(splits: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_a_row_combine_to_the_whole(
+    splits: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, on_the_device: None
+) -> None:
     monkeypatch.setattr(kernels, "_splits", lambda programs, capacity: splits)
     torch.manual_seed(0)
     queries, (keys, values) = torch.randn(3, 6, 24).to(dtype), torch.randn(2, 4, 2, 700, 24).to(dtype)
@@ -89,15 +103,16 @@ def test_parts_of_a_row_combine_to_the_whole(splits: int, dtype: torch.dtype, mo
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_a_gate_is_activated_and_multiplied(activation: str) -> None:
-    both = torch.randn(5, 2 * 1100, generator=torch.Generator().manual_seed(0))
+def test_a_gate_is_activated_and_multiplied(activation: str, on_the_device: None) -> None:
+    torch.manual_seed(0)
+    both = torch.randn(5, 2 * 1100)
     gate, up = both.chunk(2, dim=-1)
     torch.testing.assert_close(kernels.gated(both, activation), ACTIVATIONS[activation](gate) * up)  # type: ignore[index]
 
 
 @pytest.mark.parametrize("name", ["llama with biases", "gemma2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_a_residual_is_added_in_the_norm(name: str, dtype: torch.dtype, everywhere: None) -> None:
+def test_a_residual_is_added_in_the_norm(name: str, dtype: torch.dtype, everywhere: None, on_the_device: None) -> None:
     architecture, _ = describe(variant(name))
     torch.manual_seed(0)
     x, delta = torch.randn(2, 7, 50).to(dtype)
@@ -114,9 +129,10 @@ def test_a_residual_is_added_in_the_norm(name: str, dtype: torch.dtype, everywhe
 def test_a_family_samples_with_kernels_what_it_does_without(
     name: str, everywhere: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, sampling = variant(name), replace(SAMPLED, max_new_tokens=3)
+    model, sampling = variant(name).to(DEVICE), replace(SAMPLED, max_new_tokens=3)
     found = texts(GenerationEngine(model, stop_token_ids=STOP).generate(PROMPTS[:3], sampling))
-    monkeypatch.undo()
+    for module in (decoder, layers):
+        monkeypatch.setattr(module, "kernels_for", lambda device: None)
     assert found == texts(GenerationEngine(model, stop_token_ids=STOP).generate(PROMPTS[:3], sampling))
 
 
@@ -129,7 +145,7 @@ def test_a_step_may_be_looked_at_late(rows: int, monkeypatch: pytest.MonkeyPatch
         self.lag = 1
         batch = workspace._rung(len(live), self.cache.slots)
         sizes.append(batch)
-        result = self._step(batch, shortest=1, longest=self.cache.capacity_tokens)[:, : len(live)].clone()
+        result = self.step(batch)[:, : len(live)].clone()
         return result.tolist
 
     monkeypatch.setattr(workspace.Workspace, "decode", padded)
@@ -146,12 +162,14 @@ def test_sizes_of_batch_are_few_and_never_too_small() -> None:
 
 
 _COMPILE = """
-import inspect, triton
+import json, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from hybrid_rlhf.generation import kernels
 
-def check(kernel, constants, floats=()):
+TYPES = {"*bf16": torch.bfloat16, "*fp32": torch.float32}
+
+def shared_bytes(kernel, constants, floats=(), model="*bf16"):
     pointers = {"positions": "*i64", "tops": "*fp32", "sums": "*fp32", "bias": "*fp32"}
     scalars = {"scale", "cap", "eps"}
     counts = {"window", "kv_heads", "capacity", "width"}
@@ -160,32 +178,75 @@ def check(kernel, constants, floats=()):
         if name in constants: signature[name] = "constexpr"
         elif name in scalars: signature[name] = "fp32"
         elif name in counts: signature[name] = "i32"
-        else: signature[name] = "*fp32" if name in floats else pointers.get(name, "*bf16")
-    triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32))
+        else: signature[name] = "*fp32" if name in floats else pointers.get(name, model)
+    # as at run time: what is a multiple of 16 is loaded ahead into shared memory
+    aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names)
+               if signature[name].startswith("*") or name == "capacity"}
+    source = ASTSource(kernel, signature, constants, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32)).metadata.shared
 
-heads = dict(HEADS=14, D=64, D_PAD=64)
+def attention(d, model, splits=8, cap=False, bias=False, window=False):
+    pad = max(16, triton.next_power_of_2(d))
+    constants = dict(G=7, G_PAD=16, D=d, D_PAD=pad, KEYS=kernels.keys_at_once(pad, TYPES[model]), SPLITS=splits,
+                     CAP=cap, BIAS=bias, WINDOW=window)
+    floats = ("out",) if splits > 1 else ()
+    return shared_bytes(kernels._decode_attention_kernel, constants, floats, model)
+"""
+
+_ALL = """
 for width in (0, 64, 16):
-    check(kernels._rotate_and_write_kernel, dict(**heads, WIDTH=width))
-shape = dict(G=7, G_PAD=16, D=80, D_PAD=128, KEYS=64)
+    shared_bytes(kernels._rotate_and_write_kernel, dict(HEADS=14, D=64, D_PAD=64, WIDTH=width))
 for splits in (1, 8):
     for flags in ((0, 0, 0), (1, 0, 1), (0, 1, 0)):
-        cap, bias, window = map(bool, flags)
-        check(kernels._decode_attention_kernel,
-              dict(**shape, SPLITS=splits, CAP=cap, BIAS=bias, WINDOW=window),
-              floats=("out",) if splits > 1 else ())
-check(kernels._combine_kernel, dict(D=80, D_PAD=128, SPLITS=8), floats=("parts",))
+        attention(80, "*bf16", splits, *map(bool, flags))
+shared_bytes(kernels._combine_kernel, dict(D=80, D_PAD=128, SPLITS=8), floats=("parts",))
 for in_float32 in (False, True):
-    check(kernels._add_rms_norm_kernel, dict(WIDTH=896, PAD=1024, IN_FLOAT32=in_float32))
+    shared_bytes(kernels._add_rms_norm_kernel, dict(WIDTH=896, PAD=1024, IN_FLOAT32=in_float32))
 for activation in range(4):
-    check(kernels._gated_kernel, dict(ACTIVATION=activation, BLOCK=1024))
-print("compiled")
+    shared_bytes(kernels._gated_kernel, dict(ACTIVATION=activation, BLOCK=1024))
+print(json.dumps("compiled"))
 """
+
+
+def compiled(script: str) -> Any:
+    """What a script prints as JSON, in a process without the interpreter; no GPU is needed to compile for one."""
+    run = subprocess.run(
+        [sys.executable, "-c", _COMPILE + script], capture_output=True, text=True,
+        env={"PATH": "/usr/bin:/bin", "HOME": os.environ.get("HOME", "/tmp"), "PYTHONPATH": os.getcwd()},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow
 def test_the_kernels_compile_for_a_gpu() -> None:
-    """For sm_90, all the way to machine code, in a process without the interpreter."""
-    run = subprocess.run(
-        [sys.executable, "-c", _COMPILE], capture_output=True, text=True, env={"PATH": "/usr/bin:/bin", "HOME": "/tmp"}
-    )
-    assert run.stdout.strip() == "compiled", run.stderr[-3000:]
+    """For sm_90, all the way to machine code."""
+    assert compiled(_ALL) == "compiled"
+
+
+HEAD_DIMS = {
+    64: "Llama 3.2 1B, Qwen2.5 0.5B, SmolLM2, GPT-2, OPT 125M, Pythia 160M, BLOOM 560M, Falcon 7B",
+    80: "OPT 2.7B, Pythia 2.8B, BLOOM 3B",
+    96: "Phi-3 mini, GPT-NeoX 20B, BLOOM 1.1B",
+    128: "Llama 3, Mistral, Qwen2.5 and Qwen3, Gemma 2 27B, OPT 6.7B, Pythia 6.9B, BLOOM 7B, Falcon 11B",
+    256: "Gemma 2 2B and 9B, Gemma 3, Pythia 1B",
+}
+"""Of the models in the family table."""
+LEAST_SHARED_BYTES = 101_376
+"""What a program may take on sm_86 and sm_89; sm_80 has 166,912, sm_90 has 232,448."""
+
+
+@pytest.mark.slow
+def test_attention_of_every_head_size_fits_into_shared_memory() -> None:
+    pairs = [(d, model) for d in HEAD_DIMS for model in ("*bf16", "*fp32")]
+    found = compiled(f"print(json.dumps([attention(d, model) for d, model in {pairs}]))")
+    taken = dict(zip(pairs, found, strict=True))
+    assert all(0 < taken[pair] <= LEAST_SHARED_BYTES for pair in pairs), taken
+
+
+@pytest.mark.parametrize("d", HEAD_DIMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tiles_of_keys_have_a_size_that_triton_multiplies(d: int, dtype: torch.dtype) -> None:
+    keys = kernels.keys_at_once(1 << (d - 1).bit_length(), dtype)
+    assert keys in (16, 32, 64)
+    assert keys == 16 or keys * (1 << (d - 1).bit_length()) * dtype.itemsize <= 16 * 1024

@@ -15,10 +15,11 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybrid_rlhf.generation.requests import Request
 from hybrid_rlhf.generation.rows import Mode, Rows
-from hybrid_rlhf.generation.sampler import Drawn, Sampler
+from hybrid_rlhf.generation.sampler import Drawn, Sampler, running_sums
 from hybrid_rlhf.generation.sampling import SamplingParams, uniform_stream
 from hybrid_rlhf.generation.split import share
 from hybrid_rlhf.runtime.world import World, solo_world
@@ -106,6 +107,37 @@ def test_only_the_cut_set_is_drawn_and_both_logprobs_are_known(
         torch.testing.assert_close(found.logprobs[at], raw[token].expand(int(at.sum())), atol=1e-5, rtol=1e-5)
         expected = torch.tensor(allowed[token]).log().expand(int(at.sum()))
         torch.testing.assert_close(found.sampling_logprobs[at], expected, atol=1e-4, rtol=1e-4)
+
+
+class FloatCumsums(TorchDispatchMode):
+    """Counts what torch refuses on CUDA under deterministic algorithms."""
+
+    found = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found += func.overloadpacket == torch.ops.aten.cumsum and args[0].is_floating_point()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("cut", [{}, {"top_p": 0.8}, {"top_k": 5, "min_p": 0.01}])
+def test_draws_take_no_running_sum_of_floats(cut: dict[str, Any]) -> None:
+    """Such a sum has no deterministic kernel on CUDA."""
+    with FloatCumsums() as mode:
+        drawn(torch.randn(3, 300), SamplingParams(**cut))
+        assert mode.found == 0
+        torch.ones(2).cumsum(0)
+        assert mode.found == 1, "the mode sees them"
+
+
+def test_running_sums_are_those_of_floats_in_any_order() -> None:
+    generator = torch.Generator().manual_seed(0)
+    probs = (4 * torch.randn(200, 1000, generator=generator)).softmax(dim=-1)
+    exact = probs.double().cumsum(dim=-1)
+    torch.testing.assert_close(running_sums(probs), exact, atol=1000 * 2**-52, rtol=0)
+    assert torch.equal(running_sums(probs)[:, -1], running_sums(probs.flip(1))[:, -1])
+    uniforms = torch.rand(200, 1, dtype=torch.float64, generator=generator) * exact[:, -1:]
+    places = [torch.searchsorted(sums, uniforms, right=True) for sums in (running_sums(probs), exact)]
+    assert torch.equal(*places)
 
 
 def test_rows_keep_their_own_settings_and_their_own_numbers() -> None:

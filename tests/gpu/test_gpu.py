@@ -71,7 +71,7 @@ def test_batches_and_chunks_on_a_gpu_sample_what_one_row_at_a_time_does() -> Non
 def test_captured_steps_sample_what_launched_ones_do(name: str, cut: dict[str, Any], monkeypatch: Any) -> None:
     model, sampling = variant(name).cuda(), replace(SAMPLED, max_new_tokens=40, **cut)
     captured = GenerationEngine(model, stop_token_ids=range(3, 30)).generate(PROMPTS, sampling)
-    monkeypatch.setattr(workspace._Graphs, "__call__", lambda self, batch: self._step(batch).clone())
+    monkeypatch.setattr(workspace._Graphs, "__call__", lambda self, step, batch: step(batch).clone())
     launched = GenerationEngine(model, stop_token_ids=range(3, 30)).generate(PROMPTS, sampling)
     assert [[c.token_ids for c in samples] for samples in captured] == [
         [c.token_ids for c in samples] for samples in launched

@@ -90,8 +90,8 @@ def test_what_cannot_be_answered_is_not_said_and_the_talk_goes_on(
     talk, out = drive(["hi", "long " * 60, "again"], monkeypatch, capsys)
     assert "\nerror: the model has 256 positions" in out
     assert [m["content"] for m in talk.messages[::2]] == ["hi", "again"] and len(talk.messages) == 4
-    template = "{{ raise_exception('no system') if messages[0]['role'] == 'system' }}{{ messages[-1]['content'] }}"
-    talk, out = drive(["/system be brief", "hi", "/system", "hi"], monkeypatch, capsys, template)
+    template = "{{ raise_exception('not that') if messages[-1]['content'] == 'that' }}{{ messages[-1]['content'] }}"
+    talk, out = drive(["that", "hi"], monkeypatch, capsys, template)
     assert out.count("error: the chat template refuses") == 1
     assert [m["role"] for m in talk.messages] == ["user", "assistant"]
 

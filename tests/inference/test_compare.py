@@ -27,7 +27,7 @@ class Engine:
 class Tokenizer:
     """Says the same of any tokens."""
 
-    chat_template, eos_token = None, ""
+    chat_template, eos_token, bos_token_id = None, "", None
 
     def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
         return {"input_ids": [1]}

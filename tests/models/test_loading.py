@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,13 +20,14 @@ from transformers import (
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections import LoraConfig, ModelConfig
+from hybrid_rlhf.data.chat import stop_token_ids
 from hybrid_rlhf.engines.partition import whole_tensors
 from hybrid_rlhf.functional import products
 from hybrid_rlhf.models.loading import load_model, position_limit, training_dtype
 from hybrid_rlhf.models.lora import adapters_off, add_lora, choose_trained, lora_merged
 from hybrid_rlhf.models.policy import Policy
 from hybrid_rlhf.models.saving import save_model
-from hybrid_rlhf.models.tokenizers import load_tokenizer, stop_token_ids
+from hybrid_rlhf.models.tokenizers import load_tokenizer
 from hybrid_rlhf.runtime.world import solo_world
 from tests.tiny import VOCABULARY, tiny_config, tiny_model, tiny_tokenizer
 
@@ -251,3 +253,49 @@ def test_float16_is_refused_on_a_cpu() -> None:
         training_dtype(ModelConfig(dtype="float16"), CPU)
     assert training_dtype(ModelConfig(), CPU) is torch.float32
     assert training_dtype(ModelConfig(), torch.device("cuda")) is torch.bfloat16
+
+
+THINKING = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' + ('<think>' if thinking else '') + (style or '') }}"
+    "{% endif %}"
+)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_variables_of_a_template_become_its_defaults(tmp_path: Path, several: bool) -> None:
+    tokenizer = tiny_tokenizer({"default": THINKING, "tool_use": THINKING} if several else THINKING)  # type: ignore[arg-type]
+    tokenizer.save_pretrained(tmp_path / "first")
+    prompt = [{"role": "user", "content": "q"}]
+
+    def opening(tokenizer: Any, **variables: Any) -> str:
+        text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **variables)
+        return text.rpartition("assistant\n")[2]
+
+    values = {"thinking": True, "style": 'it\'s "so"\n{{ x }}'}
+    for _ in range(2):  # the same again changes nothing
+        tokenizer = load_tokenizer(str(tmp_path / "first"), chat_template_kwargs=values)
+        assert opening(tokenizer) == '<think>it\'s "so"\n{{ x }}'
+        template = tokenizer.chat_template
+        tokenizer.save_pretrained(tmp_path / "first")
+    assert load_tokenizer(str(tmp_path / "first")).chat_template == template, "saved with the model"
+    assert opening(tokenizer, thinking=False, style="") == "", "a renderer that gives its own is heard"
+    again = load_tokenizer(str(tmp_path / "first"), chat_template_kwargs={"thinking": False})
+    assert opening(again).startswith("it's"), "the newest settings win"
+
+
+def test_a_template_may_come_from_a_file(tmp_path: Path) -> None:
+    tiny_tokenizer(None).save_pretrained(tmp_path / "base")
+    (tmp_path / "chat.jinja").write_text(THINKING)
+    tokenizer = load_tokenizer(str(tmp_path / "base"), chat_template=str(tmp_path / "chat.jinja"))
+    assert tokenizer.chat_template == THINKING
+    with pytest.raises(UserError, match="chat_template must name a Jinja file, .* does not exist"):
+        load_tokenizer(str(tmp_path / "base"), chat_template=str(tmp_path / "none.jinja"))
+    with pytest.raises(UserError, match="has none: give chat_template"):
+        load_tokenizer(str(tmp_path / "base"), chat_template_kwargs={"thinking": True})
+
+
+def test_the_end_of_the_template_s_turn_stops_answers_too() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = "<|endoftext|>"
+    assert stop_token_ids(tokenizer, None) == (0, 2), "a base model's eos is not what its template ends turns with"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import signal
@@ -25,7 +27,8 @@ from hybrid_rlhf.runtime.metrics import MetricsWriter, StepDisplay, format_figur
 from hybrid_rlhf.runtime.run import start_run
 from hybrid_rlhf.runtime.samples import SampleLog
 from hybrid_rlhf.runtime.timers import Timers, peak_memory_gib
-from hybrid_rlhf.runtime.world import solo_world
+from hybrid_rlhf.runtime.world import World, solo_world
+from tests.engines.ranks import run_ranks
 
 
 def config(folder: Path, resume: str = "never") -> SFTConfig:
@@ -55,9 +58,51 @@ def test_a_folder_is_never_written_over_silently(tmp_path: Path) -> None:
         claim(used)
     assert claim(used, "auto") is None
     (used / "finished.json").write_text("{}")
-    for resume in ("never", "auto"):
+    for resume in ("never", "auto"):  # its settings are other ones
         with pytest.raises(UserError, match="holds a finished run"):
             claim(used, resume)
+
+
+def finished(folder: Path) -> SFTConfig:
+    folder.mkdir()
+    (folder / "finished.json").write_text("{}")
+    settings = config(folder, "auto")
+    save_config(replace(settings, resume="never"), folder / "config.yaml")
+    return settings
+
+
+def claim_finished(world: World, settings: SFTConfig) -> tuple[int | str | None, str]:
+    del world
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        try:
+            with start_run(settings):
+                return "started", ""
+        except SystemExit as ended:
+            return ended.code, said.getvalue()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_resuming_a_finished_run_succeeds_on_every_rank(ranks: int, tmp_path: Path) -> None:
+    settings = finished(tmp_path / "run")
+    told = run_ranks(claim_finished, ranks, tmp_path / "ranks", settings)
+    assert [code for code, _ in told] == [0] * ranks
+    assert told[0][1] == f"{tmp_path}/run holds a finished run: nothing is left to do\n"
+    assert not any(text for _, text in told[1:])
+
+
+def test_a_finished_run_is_finished_for_its_own_settings_alone(tmp_path: Path) -> None:
+    settings = finished(tmp_path / "run")
+    moved = replace(settings, data=replace(settings.data, cache_dir="elsewhere"))
+    with pytest.raises(SystemExit) as ended, start_run(moved):
+        pass
+    assert ended.value.code == 0
+    longer = replace(settings, train=replace(settings.train, max_steps=99))
+    with pytest.raises(UserError, match=r"holds a finished run with other settings \(train.max_steps\): give another"):
+        with start_run(longer):
+            pass
+    with pytest.raises(UserError, match="holds a finished run: give another output_dir"):
+        claim(tmp_path / "run")
 
 
 def names(folder: Path) -> list[str]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hybrid_rlhf.algorithms.environments.environment import Step, with_instruction
-from hybrid_rlhf.data.rows import Message
+from hybrid_rlhf.data.messages import Message
 
 INSTRUCTION = "Write <calc>expression</calc> to be told its value. Give the result as <answer>number</answer>."
 _LONGEST, _LARGEST = 200, 1e15

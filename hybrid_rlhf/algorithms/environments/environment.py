@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, cast
 from hybrid_rlhf.algorithms.user_code import import_named, told
 from hybrid_rlhf.configs.environment import EnvironmentConfig
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.data.rows import Message
+from hybrid_rlhf.data.messages import Message
 from hybrid_rlhf.runtime.world import World, mistakes_shared
 
 Opening = str | list[Message] | None
@@ -103,4 +103,4 @@ def _load(config: EnvironmentConfig) -> MakeEnvironment:
 def with_instruction(prompt: Sequence[Message], instruction: str) -> list[Message]:
     """A conversation whose last message also says how to answer; not every template has a place for a system's."""
     last = prompt[-1]
-    return [*prompt[:-1], {"role": last["role"], "content": f"{last['content']}\n\n{instruction}"}]
+    return [*prompt[:-1], {**last, "content": f"{last['content']}\n\n{instruction}"}]

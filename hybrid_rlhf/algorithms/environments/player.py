@@ -29,7 +29,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rollout import RolloutConfig
 from hybrid_rlhf.configs.values import is_text
 from hybrid_rlhf.data.chat import answer_text, encode_prompt
-from hybrid_rlhf.data.rows import ROLES, Message
+from hybrid_rlhf.data.messages import ROLES, Message, read_message, row_tools
 from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams, derive_seed
 from hybrid_rlhf.runtime.logs import LOGGER_NAME, shortened
@@ -134,7 +134,12 @@ class Player:
 
     def _begin(self, games: Sequence[_Game], together: World, timers: Timers) -> None:
         """Make the environments, and take the prompts that they begin with."""
-        openings = self._asked(lambda: [self._opening(game) for game in games], self._read_opening, together, timers)
+        openings = self._asked(
+            lambda: [self._opening(game) for game in games],
+            lambda place, opening: self._read_opening(opening, games[place].row),
+            together,
+            timers,
+        )
         for game, prompt in zip(games, openings, strict=True):
             if isinstance(prompt, Failed):
                 game.episode.failure = prompt.reason
@@ -155,7 +160,9 @@ class Player:
             game.episode.say(completion)
             game.live = game.episode.failure is None
         playing = [pair for pair in zip(games, completions, strict=True) if pair[0].live]
-        steps = self._asked(lambda: [self._turn(*pair) for pair in playing], _read_step, together, timers)
+        steps = self._asked(
+            lambda: [self._turn(*pair) for pair in playing], lambda _, answer: _read_step(answer), together, timers
+        )
         for (game, completion), step in zip(playing, steps, strict=True):
             if isinstance(step, Failed):
                 game.episode.failure, game.live = step.reason, False
@@ -170,23 +177,30 @@ class Player:
         return partial(game.environment.step, answer_text(completion.token_ids, self._tokenizer))
 
     def _asked(
-        self, calls: Callable[[], list[Callable[[], Any]]], read: Callable[[Any], Any], together: World, timers: Timers
+        self,
+        calls: Callable[[], list[Callable[[], Any]]],
+        read: Callable[[int, Any], Any],
+        together: World,
+        timers: Timers,
     ) -> list[Any]:
-        """What calls return, or Failed, as read; made on the first of the ranks that generate together."""
+        """What calls return, or Failed, as read by place; made on the first of the ranks that generate together."""
         answers = []
         if together.is_main:
             with timers("environment"):
-                answers = [x if isinstance(x, Failed) else read(x) for x in self._calls(calls())]
+                found = self._calls(calls())
+                answers = [x if isinstance(x, Failed) else read(place, x) for place, x in enumerate(found)]
         return together.all_gather_objects(answers)[0]
 
-    def _read_opening(self, opening: object) -> list[int] | None | Failed:
+    def _read_opening(self, opening: object, row: Mapping[str, Any]) -> list[int] | None | Failed:
+        """What reset returned for a row, as a prompt's tokens."""
         if opening is None:
             return None
         messages = [{"role": "user", "content": opening}] if isinstance(opening, str) else opening
         if not _are_messages(messages):
             return Failed(f"reset must return messages, a text or None, it returned {shortened(repr(opening))}")
         try:
-            ids = encode_prompt(cast(list[Message], messages), self._tokenizer)
+            read = [read_message("reset", message) for message in cast(list[Message], messages)]
+            ids = encode_prompt(read, self._tokenizer, tools=row_tools("the row", dict(row)))
         except UserError as error:
             return Failed(str(error))
         longest = self._rollout.max_prompt_tokens
@@ -239,7 +253,10 @@ def _are_messages(opening: object) -> bool:
         isinstance(opening, list)
         and bool(opening)
         and all(
-            isinstance(turn, dict) and turn.get("role") in ROLES and _is_said(turn.get("content")) for turn in opening
+            isinstance(turn, dict)
+            and turn.get("role") in ROLES
+            and (_is_said(turn.get("content")) or "tool_calls" in turn)
+            for turn in opening
         )
     )
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from hybrid_rlhf.algorithms.environments.environment import Step, with_instruction
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.data.rows import Message
+from hybrid_rlhf.data.messages import Message
 
 try:
     import reasoning_gym

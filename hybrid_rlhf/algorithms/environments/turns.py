@@ -9,7 +9,7 @@ from __future__ import annotations
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.data.chat import render
+from hybrid_rlhf.data.template import render
 
 _ROLES = ("tool", "user")
 _STAND_IN, _PROBE = "q7turnq7", "q7toldq7"

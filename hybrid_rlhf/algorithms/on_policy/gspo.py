@@ -4,7 +4,9 @@ Source: Zheng et al. 2025 (arXiv 2507.18071), eq. 5 to 7.
 
     s_i = (p(y_i) / p_old(y_i))^(1 / |y_i|),  loss = -1/G sum_i min(s_i A_i, clip(s_i) A_i)
 
-Advantages are GRPO's.
+Advantages are GRPO's. Each token carries its own part of the gradient, by s_it = sg[s_i] p_it / sg[p_it] (section 4.3;
+verl's compute_policy_loss_gspo): the same loss and gradient where all tokens of a sequence weigh alike, and none for a
+token of weight 0 (ppo.sampler_correction mask), which the mean log-ratio in s_i still counts.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ class GSPO(GRPO):
         """See OnPolicyAlgorithm."""
         mask = tokens.mask
         log_ratio = keep(tokens.logprobs, mask) - keep(tokens.old_logprobs, mask)
-        of_sequence = masked_mean(log_ratio, mask=mask, dim=1)[:, None].expand_as(log_ratio)
+        of_sequence = masked_mean(log_ratio.detach(), mask=mask, dim=1)[:, None]
+        of_tokens = of_sequence + (log_ratio - log_ratio.detach())
         return clipped_surrogate(
-            of_sequence, advantages=tokens.advantages, mask=mask, weights=tokens.weights,
+            of_tokens, advantages=tokens.advantages, mask=mask, weights=tokens.weights,
             clip_low=self.config.clip_low, clip_high=self.config.clip_high, dual_clip=self.config.dual_clip,
         )  # fmt: skip

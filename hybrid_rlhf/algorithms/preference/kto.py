@@ -6,8 +6,9 @@ Source: Ethayarajh et al. 2024 (arXiv 2402.01306), eq. 8, and section 4.1 on the
     loss = desirable_weight (1 - sigmoid(beta (r - z)))    of a good answer
            undesirable_weight (1 - sigmoid(beta (z - r)))  of a bad one
 
-The mismatched answer of a row is that of the next row of the data, so that z, a mean over the whole update without
-gradient, does not depend on ranks or micro-batches; the paper shifts within a micro-batch.
+The mismatched answers of a row are those of the next row of the data, as many as it has itself, good and bad ones of
+pairs alike. z, a mean over the whole update without gradient, therefore does not depend on ranks or micro-batches; the
+paper shifts the answers within a micro-batch, TRL within a stored chunk of the data.
 
 Shapes: R rows.
 """

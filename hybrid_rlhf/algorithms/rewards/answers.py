@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_rlhf.algorithms.experience import Sequences
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat import answer_text
-from hybrid_rlhf.data.rows import Message
+from hybrid_rlhf.data.messages import Message, Tools, row_tools
 
 _RESERVED = ("prompts", "completions")
 
@@ -63,6 +63,10 @@ class Answers:
             [_said(row, kept, tokenizer) for row, kept in zip(ids, mask, strict=True)],
             {name: [other.get(name) for other in others] for name in names},
         )
+
+    def tools(self, place: int) -> Tools | None:
+        """The functions that a completion's assistant may call."""
+        return row_tools("the row", {"tools": self.columns["tools"][place]}) if "tools" in self.columns else None
 
     def select(self, indices: Sequence[int]) -> Self:
         """Some rows, in the order given."""

@@ -1,5 +1,8 @@
 """An HTTP endpoint as a part of the reward: requests to its replicas, with retries, a time-out and a key.
 
+The client, httpx2, is imported by the first part that needs it: without an endpoint step 3 runs where it is not
+installed.
+
 A request is a POST of {"prompts": [...], "completions": [...], "columns": {...}}, its answer {"scores": [...]} with a
 number or null for each completion.
 """
@@ -7,6 +10,7 @@ number or null for each completion.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import logging
 import os
@@ -14,8 +18,8 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import httpx2
 import torch
 
 from hybrid_rlhf.algorithms.rewards.answers import Answers
@@ -26,6 +30,9 @@ from hybrid_rlhf.algorithms.rewards.waits import wait_seconds
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rewards import RewardPartConfig, expanded_url
 from hybrid_rlhf.models.folders import first_line
+
+if TYPE_CHECKING:
+    import httpx2
 
 logging.getLogger("httpx2").setLevel(logging.WARNING)  # at INFO it tells whole URLs
 REQUESTS_PER_REPLICA = 8
@@ -41,6 +48,7 @@ class EndpointPart(RewardPart):
         Raises:
             UserError: when the environment has none, or one that no header can carry.
         """
+        importlib.import_module("httpx2")  # not first in the thread of a rollout
         super().__init__(config)
         self._config = config
         self._device = device
@@ -56,6 +64,8 @@ class EndpointPart(RewardPart):
         return Background(lambda: asyncio.run(self._ask_all(answers)), device=self._device).result
 
     async def _ask_all(self, answers: Answers) -> Ratings:
+        import httpx2
+
         size = self._config.batch_size
         batches = [answers.select(range(len(answers))[start : start + size]) for start in range(0, len(answers), size)]
         replicas = _Replicas(self._addresses)

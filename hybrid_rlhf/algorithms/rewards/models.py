@@ -19,8 +19,8 @@ from hybrid_rlhf.algorithms.experience import Sequences
 from hybrid_rlhf.algorithms.rewards.parts import Ratings, RewardPart, Share
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rewards import RewardPartConfig
-from hybrid_rlhf.data.chat import render
-from hybrid_rlhf.data.rows import Message
+from hybrid_rlhf.data.chat import encode_answer
+from hybrid_rlhf.data.messages import Message, Tools
 from hybrid_rlhf.data.stepwise import SEPARATOR_KEY, Steps, answer_steps
 from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.models.loading import stored_heads
@@ -113,7 +113,7 @@ class RetokenizingModelPart(RewardPart):
         tokenized: dict[int | None, Steps] = {None: empty}
         failures = {}
         for place, row in enumerate(share.rows):
-            tokens = self._tokenize(answers.prompts[place], answers.completions[place])
+            tokens = self._tokenize(answers.prompts[place], answers.completions[place], answers.tools(place))
             if isinstance(tokens, str):
                 failures[place] = tokens
             tokenized[row] = empty if isinstance(tokens, str) else tokens
@@ -126,14 +126,14 @@ class RetokenizingModelPart(RewardPart):
         ratings = Ratings.read([None if place in failures else v for place, v in enumerate(values)], len(values))
         return Ratings(ratings.values, ratings.failures | failures)
 
-    def _tokenize(self, prompt: list[Message], completion: str) -> Steps | str:
-        """Token ids of a conversation, or why there are none that the model reads."""
+    def _tokenize(self, prompt: list[Message], completion: str, tools: Tools | None) -> Steps | str:
+        """Token ids of a conversation, as the model was trained on, or why there are none that it reads."""
         try:
             if self._steps != "last":
-                found = answer_steps(prompt, completion, self._tokenizer, self._separator)
+                found = answer_steps(prompt, completion, self._tokenizer, self._separator, tools)
             else:
-                text = render([*prompt, {"role": "assistant", "content": completion}], self._tokenizer)
-                ids = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+                answer = [{"role": "assistant", "content": completion}]
+                ids = encode_answer(prompt, answer, self._tokenizer, tools=tools).input_ids
                 found = Steps(ids, [len(ids) - 1], 0)
         except UserError as error:
             return str(error)

@@ -8,15 +8,17 @@ from __future__ import annotations
 import base64
 import json
 from dataclasses import dataclass
-from typing import Self
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Self
 from urllib.parse import parse_qsl, unquote, urlsplit
-
-import httpx2
 
 from hybrid_rlhf.algorithms.rewards.parts import Ratings
 from hybrid_rlhf.configs.rewards import shown_url
 from hybrid_rlhf.models.folders import first_line
 from hybrid_rlhf.runtime.logs import shortened
+
+if TYPE_CHECKING:
+    import httpx2  # endpoint.py imports it where there is an endpoint
 
 MOST_ANSWER_BYTES = 16 * 2**20
 """Unpacked. A score takes some twenty bytes, so this is plenty; what is longer is no answer."""
@@ -86,7 +88,7 @@ async def read_reply(response: httpx2.Response, count: int, address: Address) ->
     if response.is_redirect:
         # Not followed: the key would go to a host that the user did not name.
         return failed(count, f"{address.shown} answered HTTP {status}, a redirect: give the final URL", again=False)
-    if status != httpx2.codes.OK:
+    if status != HTTPStatus.OK:
         return failed(count, f"{address.shown} answered HTTP {status}", again=status >= 500 or status in _LATER)
     content = bytearray()
     async for chunk in response.aiter_bytes():

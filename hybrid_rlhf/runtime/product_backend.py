@@ -1,0 +1,165 @@
+"""Which library computes the matrix products of a CPU: the faster of oneDNN and torch's own, measured at start.
+
+Why: which one is faster depends on the processor (`functional/products.py`). The two differ in the last bits, so a run
+keeps the choice that it started with: the run's folder records it, and a run that resumes on the same kind of machine
+reads it from there. A new run takes the choice from ~/.cache/hybrid_rlhf, or measures and writes it there. Rank 0
+chooses for all ranks.
+
+HYBRID_RLHF_PRODUCTS=onednn or =torch forces one. `deterministic: true` always takes oneDNN, so that no measurement
+decides about bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import os
+import platform
+import time
+from pathlib import Path
+
+import torch
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.whole_files import write_whole
+from hybrid_rlhf.functional.products import BACKENDS, Backend, backend, linear, use_backend
+from hybrid_rlhf.runtime.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.world import World
+
+VARIABLE = "HYBRID_RLHF_PRODUCTS"
+RECORD = "products.json"
+"""In a run's folder and in the cache: the choice for each machine, see `machine_key`."""
+CACHE = "~/.cache/hybrid_rlhf"
+_DETERMINISTIC: Backend = "onednn"
+_SHAPES = ((512, 576, 1536), (512, 1536, 576))
+"""Tokens, inputs and outputs."""
+_ROUNDS = 6
+_LIMIT_SECONDS = 0.3
+"""No further round begins after this long."""
+logger = logging.getLogger(LOGGER_NAME)
+
+
+def choose_products(
+    world: World, folder: Path, *, checkpoint: Path | None, deterministic: bool, cache: Path | None = None
+) -> Backend:
+    """Choose the library for this run, on every rank alike, and record it in the run's folder.
+
+    Args:
+        world: its rank 0 chooses; on GPUs there is nothing to choose.
+        folder: of the run.
+        checkpoint: that the run resumes from, in its own folder or another run's; none: it starts.
+        deterministic: take a fixed one.
+        cache: folder of the machine's choice; none: ~/.cache/hybrid_rlhf.
+
+    Returns:
+        the choice.
+
+    Raises:
+        UserError: the variable names neither.
+    """
+    forced = os.environ.get(VARIABLE)
+    if forced is not None and forced not in BACKENDS:
+        raise UserError(f"{VARIABLE} must be onednn or torch, got {forced!r}: unset it to take the faster of the two")
+    if world.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return backend()
+    if world.is_main:
+        cache = cache or Path(CACHE).expanduser()
+        choice, reason = _decided(forced, deterministic) or _found(folder, checkpoint, cache) or _measured(cache)
+        logger.info("matrix products: %s (%s)", {"onednn": "oneDNN", "torch": "torch's own"}[choice], reason)
+        _write(folder, choice)
+    choice = world.broadcast_object(choice if world.is_main else backend())
+    use_backend(choice)
+    return choice
+
+
+def machine_key() -> str:
+    """What a choice depends on: processor, instruction set, torch and its number of threads."""
+    return "; ".join(
+        (_processor(), torch.backends.cpu.get_cpu_capability(), f"torch {torch.__version__}",
+         f"{torch.get_num_threads()} threads")
+    )  # fmt: skip
+
+
+def measure() -> dict[Backend, float]:
+    """Seconds of a forward and backward of a few shapes by each library: the fastest of several rounds, in turn."""
+    generator = torch.Generator().manual_seed(0)
+    cases = [
+        [torch.randn(shape, generator=generator) for shape in ((tokens, inputs), (outputs, inputs), (tokens, outputs))]
+        for tokens, inputs, outputs in _SHAPES
+    ]
+    fastest: dict[tuple[Backend, int], float] = {}
+    before, start = backend(), time.perf_counter()
+    try:
+        for number in range(_ROUNDS):
+            if number > 1 and time.perf_counter() - start > _LIMIT_SECONDS:
+                break
+            for name, (place, case) in itertools.product(BACKENDS, enumerate(cases)):
+                use_backend(name)
+                seconds = _seconds(*case)
+                if number:  # the first round prepares the kernels
+                    fastest[name, place] = min(seconds, fastest.get((name, place), seconds))
+    finally:
+        use_backend(before)
+    return {name: sum(fastest[name, place] for place in range(len(cases))) for name in BACKENDS}
+
+
+def _seconds(x: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor) -> float:
+    x.requires_grad_(), weight.requires_grad_()
+    start = time.perf_counter()
+    with torch.enable_grad():
+        torch.autograd.grad(linear(x, weight), (x, weight), gradient)
+    return time.perf_counter() - start
+
+
+def _decided(forced: str | None, deterministic: bool) -> tuple[Backend, str] | None:
+    for name in BACKENDS:
+        if name == forced:
+            return name, f"{VARIABLE} is set"
+    return (_DETERMINISTIC, "deterministic") if deterministic else None
+
+
+def _found(folder: Path, checkpoint: Path | None, cache: Path) -> tuple[Backend, str] | None:
+    """A choice made before: by the run that is resumed, else on this machine."""
+    places: list[Path] = [] if checkpoint is None else [checkpoint.parent.parent, folder]
+    for place in (*places, cache):
+        for name in BACKENDS:
+            if _read(place).get(machine_key()) == name:
+                return name, "measured before on this machine" if place == cache else "as the run started"
+    return None
+
+
+def _measured(cache: Path) -> tuple[Backend, str]:
+    seconds = measure()
+    choice = min(BACKENDS, key=lambda name: seconds[name])
+    with contextlib.suppress(OSError):  # the next run measures again
+        cache.mkdir(parents=True, exist_ok=True)
+        _write(cache, choice)
+    times = f"oneDNN {1e3 * seconds['onednn']:.0f} ms, torch's own {1e3 * seconds['torch']:.0f} ms"
+    return choice, f"measured: {times}"
+
+
+def _read(folder: Path) -> dict[str, str]:
+    """The choices recorded in a folder; a file that somebody else broke holds none."""
+    try:
+        content = json.loads((folder / RECORD).read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _write(folder: Path, choice: Backend) -> None:
+    write_whole(folder / RECORD, json.dumps(_read(folder) | {machine_key(): choice}, indent=1) + "\n")
+
+
+def _processor() -> str:
+    """Its name and model: virtual machines often give only the maker's name."""
+    try:
+        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+    except OSError:
+        return platform.processor() or platform.machine()
+    pairs = (line.partition(":") for line in first.splitlines())
+    fields = {name.strip(): value.strip() for name, _, value in pairs}
+    known = [fields[name] for name in ("model name", "cpu family", "model", "stepping") if name in fields]
+    return " ".join(known) or platform.machine()

@@ -1,0 +1,36 @@
+"""Whatever may take long says that it moves: tokenising, the reference, evaluation, calibration."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from hybrid_rlhf.runtime import progress
+from tests.faults.steps import MODULES, step_line, write_rows
+
+LINES = {
+    "preference": ["tokenising ROWS: 1 of 60 rows, ", "answers of the run: 1 of ", "reference log-probs: 4 of ",
+                   "evaluation: 3 of 3 rows, "],
+    "reward": ["tokenising ROWS: 1 of 60 rows, ", "evaluation: 3 of 3 rows, ", "calibration: 3 of 3 rows, "],
+    "ppo": ["tokenising ROWS: 1 of 60 rows, ", "evaluation: 3 of 3 completions, "],
+}  # fmt: skip
+MORE = {
+    "reward": ["--preference.calibrate", "true"],
+    "ppo": ["--ppo.reference_refresh_every", "0", "--ppo.ptx_coef", "0"],
+}
+
+
+@pytest.mark.parametrize("step", LINES)
+def test_long_work_shows_that_it_moves(
+    step: str, tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "_GROWTH", 0.0)
+    rows, output = write_rows(tmp_path / "rows.jsonl"), tmp_path / "out"
+    line = step_line(step, output, model_folder, rows, *MORE.get(step, ()), "--train.max_steps", "1")
+    import_module(MODULES.get(step, f"training.{step}.main")).main(line)
+    log = (output / "log.txt").read_text()
+    for text in LINES[step]:
+        assert f"\n{text.replace('ROWS', str(rows))}" in f"\n{log}", log

@@ -1,0 +1,200 @@
+"""What decides how many completions are decoded at once, and that what decoding captured is released."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.generation import GenerationEngine, engine, slots, workspace
+from hybrid_rlhf.generation.cache import bytes_per_token
+from hybrid_rlhf.generation.slots import DeviceMemory, Working, slots_within
+from hybrid_rlhf.generation.workspace import Workspace, _Graphs
+from hybrid_rlhf.runtime import timers
+from tests.generation.test_continuous import PROMPTS, SAMPLED, STOP, alone, texts
+from tests.tiny import tiny_model
+
+CPU = torch.device("cpu")
+
+
+def test_what_the_allocator_holds_without_using_it_is_available() -> None:
+    """After a training step the driver has little left, and torch's cache is empty but not given back."""
+    assert DeviceMemory(free=10, reserved=100, allocated=30).available == 80
+
+
+@given(
+    budget=st.floats(0, 1e6), slot=st.floats(1, 1e4), prefill=st.floats(0, 1e6), row=st.floats(0, 1e3),
+    captured=st.booleans(),
+)  # fmt: skip
+def test_slots_and_all_that_runs_beside_them_fit(
+    budget: float, slot: float, prefill: float, row: float, captured: bool
+) -> None:
+    def taken(count: int) -> float:
+        return count * slot + max(prefill, count * row) + (count * row if captured else 0.0)
+
+    found = slots_within(budget, slot, Working(prefill, row, captured))
+    assert found >= 0
+    assert found == 0 or taken(found) <= budget * (1 + 1e-9)
+    assert taken(found + 1) > budget * (1 - 1e-9), "one more would not fit"
+
+
+@pytest.mark.parametrize(
+    "memory", [DeviceMemory(free=100_000), DeviceMemory(free=20_000, reserved=90_000, allocated=10_000)]
+)
+def test_the_cache_takes_what_memory_leaves_beside_a_prefill(
+    memory: DeviceMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """100,000 bytes in both cases, half of them for generation; of these 10,000 for a prefill."""
+    monkeypatch.setattr(slots, "device_memory", lambda device: memory)
+    monkeypatch.setattr(engine, "working_memory", lambda *_, **__: Working(prefill=10_000))
+    generation = GenerationEngine(tiny_model(), stop_token_ids=STOP)
+    decoder = generation._decoder
+    assert decoder is not None
+    longest = max(map(len, PROMPTS)) + SAMPLED.max_new_tokens
+    slot = longest * bytes_per_token(decoder.architecture, decoder.split, decoder.dtype)
+    assert slot < 40_000
+    assert texts(generation.generate(PROMPTS, SAMPLED)) == alone()
+    assert generation.workspace is not None and generation.workspace.cache.slots == 40_000 // slot
+    monkeypatch.setattr(engine, "working_memory", lambda *_, **__: Working(prefill=50_000 - slot / 2))
+    with pytest.raises(UserError, match="KV cache must hold one completion"):
+        GenerationEngine(tiny_model(), stop_token_ids=STOP).generate(PROMPTS, SAMPLED)
+
+
+def test_the_memory_of_a_prefill_and_of_a_step_is_measured_by_running_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an answer of our own in the place of the allocator's."""
+    generation = GenerationEngine(tiny_model(), stop_token_ids=STOP)
+    decoder = generation._decoder
+    assert decoder is not None
+    requests = generation._requests(PROMPTS, SAMPLED)
+    read: list[int] = []
+    hidden = decoder.hidden
+    monkeypatch.setattr(decoder, "hidden", lambda tokens, *rest: read.append(len(tokens)) or hidden(tokens, *rest))
+    monkeypatch.setattr(slots, "peak_bytes", lambda device, run: (run(), 1000 * read[-1])[1])
+    real = slots.slot_tokens
+    monkeypatch.setattr(slots, "slot_tokens", lambda needed, device: real(needed, CPU))
+    found = slots.measured_memory(decoder, requests, rows=5, prefill_tokens=100, captures=True)
+    longest = max(map(len, PROMPTS))
+    rows = min(5, 100 // longest)
+    assert read == [rows * longest, rows * longest, rows, rows], "each once to warm up"
+    assert found == Working(prefill=1000 * rows * longest, row=1000, captured=True)
+
+
+def test_a_measurement_keeps_the_peak_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = {"peak": 70, "allocated": 30}
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: now["peak"])
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: now["allocated"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: now.update(peak=30))
+    monkeypatch.setattr(timers, "_EARLIER_PEAKS", timers.defaultdict(int))
+    gpu = torch.device("cuda", 0)
+    assert timers.peak_bytes(gpu, lambda: now.update(peak=45)) == 15
+    assert timers.peak_memory_gib(gpu) == 70 / 2**30
+
+
+def test_as_many_rows_as_are_asked_for_are_decoded_together() -> None:
+    prompts = [[5, 6, 7]] * 300
+    generation = GenerationEngine(tiny_model(), stop_token_ids=())
+    generation.generate(prompts, replace(SAMPLED, n=1, max_new_tokens=2))
+    assert generation.workspace is not None and generation.workspace.cache.slots == 300
+    bound = GenerationEngine(tiny_model(), stop_token_ids=(), max_batch_rows=70)
+    bound.generate(prompts, replace(SAMPLED, n=1, max_new_tokens=2))
+    assert bound.workspace is not None and bound.workspace.cache.slots == 70
+
+
+class FakeGraph:
+    """A captured step that runs again when it is replayed."""
+
+    alive = 0
+
+    def __init__(self) -> None:
+        FakeGraph.alive += 1
+
+    def pool(self) -> tuple[int, int]:
+        return (0, 1)
+
+    def replay(self) -> None: ...
+
+    def reset(self) -> None:
+        FakeGraph.alive -= 1
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Streams that graphs were captured on."""
+    captured_on: list[Any] = []
+
+    class FakeStream:
+        def __init__(self, device: Any = None) -> None: ...
+
+        def wait_stream(self, other: Any) -> None: ...
+
+        def synchronize(self) -> None: ...
+
+    @contextlib.contextmanager
+    def graph(graph: Any, pool: Any = None, stream: Any = None, capture_error_mode: str = "") -> Iterator[None]:
+        captured_on.append(stream)
+        yield
+
+    main = FakeStream()
+    FakeGraph.alive = 0
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: main)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(workspace, "_IDLE_STREAMS", workspace.defaultdict(list))
+    yield captured_on
+
+
+def capturing(rows: int = 4) -> Workspace:
+    """A workspace that has captured steps of two sizes."""
+    generation = GenerationEngine(tiny_model(), stop_token_ids=STOP, max_batch_rows=rows)
+    generation.generate(PROMPTS[:2], replace(SAMPLED, max_new_tokens=2))
+    found = generation.detach_workspace()
+    assert found is not None
+    found._graphs = _Graphs(found.rows, CPU)
+    for batch in (1, 2, 1):
+        found._graphs(found.step, batch)
+    return found
+
+
+def test_steps_of_a_workspace_are_captured_on_one_stream_which_the_next_takes_over(fake_cuda: list[Any]) -> None:
+    first, second = capturing(), capturing()
+    assert fake_cuda[0] is fake_cuda[1] is not fake_cuda[2] is fake_cuda[3] and FakeGraph.alive == 4
+    first.close()
+    first.close()
+    assert FakeGraph.alive == 2 and first._graphs is None
+    third = capturing()
+    assert fake_cuda[4] is fake_cuda[0], "cuBLAS keeps a workspace for each stream that it has seen"
+    third.close(), second.close()
+    assert FakeGraph.alive == 0
+
+
+def test_a_workspace_that_nobody_holds_is_freed_at_once(fake_cuda: list[Any]) -> None:
+    """Not by the garbage collector, some time later: captured steps must not lead back to what holds them."""
+    gc.disable()
+    try:
+        found = capturing()
+        dropped = weakref.ref(found)
+        del found
+        assert dropped() is None
+    finally:
+        gc.enable()
+
+
+def test_an_engine_closes_its_workspace_unless_that_was_taken(fake_cuda: list[Any]) -> None:
+    for taken in (False, True):
+        held = capturing()
+        generation = GenerationEngine(tiny_model(), stop_token_ids=STOP, workspace=held)
+        if taken:
+            assert generation.detach_workspace() is held
+        generation.close()
+        assert (held._graphs is None) != taken

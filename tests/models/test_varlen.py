@@ -1,0 +1,149 @@
+"""The varlen path with a slow kernel in the place of the GPU's: packed rows, prefills, and who chooses it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hybrid_rlhf.generation import GenerationEngine, attention
+from hybrid_rlhf.models import packing, varlen
+from hybrid_rlhf.models.policy import Policy
+from hybrid_rlhf.runtime import world
+from tests.generation.families import variant
+from tests.generation.test_continuous import PROMPTS, SAMPLED, STOP, texts
+from tests.models.test_packing import compare, twins
+from tests.models.test_policy import ragged
+from tests.tiny import tiny_model
+
+CALLS: list[int] = []
+"""Sequences of each call of the kernel."""
+
+
+def slow_varlen(
+    query: Tensor, key: Tensor, value: Tensor, ends: tuple[Tensor, Tensor], longest: tuple[int, int], *,
+    scale: float | None, window: int | None,
+) -> Tensor:  # fmt: skip
+    """The contract of varlen.VarlenAttention, a sequence at a time."""
+    assert all(end.dtype == torch.int32 and end[0] == 0 and end.dim() == 1 for end in ends)
+    assert ends[0][-1] == len(query) and ends[1][-1] == len(key) == len(value) and len(ends[0]) == len(ends[1])
+    assert longest == tuple(int(end.diff().max()) for end in ends)
+    CALLS.append(len(ends[0]) - 1)
+    parts = []
+    for (q_from, q_to), (k_from, k_to) in zip(*(pairwise(end.tolist()) for end in ends), strict=True):
+        q, k, v = (x.transpose(0, 1) for x in (query[q_from:q_to], key[k_from:k_to], value[k_from:k_to]))
+        place = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1]
+        distance = place - torch.arange(k.shape[1])
+        seen = (distance >= 0) & (distance < (window or k.shape[1]))
+        group = q.shape[0] // k.shape[0]
+        k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
+        parts.append(functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale).transpose(0, 1))
+    return torch.cat(parts)
+
+
+@pytest.fixture
+def on_varlen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel is taken everywhere."""
+    CALLS.clear()
+    modules: tuple[ModuleType, ...] = (packing, attention)
+    for module in modules:
+        monkeypatch.setattr(module, "varlen_attention", lambda device, dtype, head_dim: slow_varlen)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma3", "phi3", "opt", "gpt2", "pythia"])
+def test_rows_packed_for_a_varlen_kernel_learn_as_padded_ones(
+    family: str, checkpointing: bool, on_varlen: None
+) -> None:
+    packed, padded = twins({"gemma3": "gemma3_text", "pythia": "gpt_neox"}.get(family, family))
+    if checkpointing:
+        packed.gradient_checkpointing_enable({"use_reentrant": False})
+        packed.train()
+        for module in packed.modules():
+            for name in ("p", "dropout", "attention_dropout"):
+                if isinstance(getattr(module, name, None), float):
+                    setattr(module, name, 0.0)
+    for left in (False, True):
+        ids, mask = ragged([9, 1, 5, 7], left=left)
+        wanted = mask.clone()
+        wanted[:, 3] = False
+        compare(Policy(packed), Policy(padded), ids, mask, wanted, 0.7)
+    assert set(CALLS) == {4}, "all rows in each call"
+
+
+def test_capped_scores_are_not_given_to_a_varlen_kernel(on_varlen: None) -> None:
+    packed, padded = twins("gemma2")
+    ids, mask = ragged([9, 1, 5, 7], left=False)
+    compare(Policy(packed), Policy(padded), ids, mask, mask, 1.0)
+    assert not CALLS
+
+
+@pytest.mark.parametrize("name", ["llama with biases", "mistral", "gemma3", "opt", "phi3"])
+@pytest.mark.parametrize("chunk", [5, 1000])
+def test_a_prefill_in_one_call_samples_what_one_of_each_length_does(name: str, chunk: int, on_varlen: None) -> None:
+    """Prompts of many lengths, prefixes that are shared, and chunks."""
+    model = variant(name)
+    found = GenerationEngine(model, stop_token_ids=STOP, prefill_tokens=chunk).generate(PROMPTS, SAMPLED)
+    assert max(CALLS) > 1
+    CALLS.clear()
+    expected = GenerationEngine(model, stop_token_ids=STOP, layout="module").generate(PROMPTS, SAMPLED)
+    assert texts(found) == texts(expected) and not CALLS
+
+
+def test_a_prefill_costs_one_call_a_layer(on_varlen: None) -> None:
+    prompts = [list(range(3, 3 + length)) for length in (4, 7, 9, 4)]
+    GenerationEngine(tiny_model(), stop_token_ids=()).generate(prompts, replace(SAMPLED, max_new_tokens=1, n=1))
+    assert CALLS == [4] * tiny_model().config.num_hidden_layers
+
+
+def test_the_kernel_is_for_half_precision_on_newer_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, capability = torch.device("cuda", 0), [(9, 0)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(varlen, "_torch_has_varlen", lambda: True)
+    assert varlen.varlen_attention(gpu, torch.bfloat16, 128) is varlen._torch_varlen
+    for device, dtype, size in (
+        (torch.device("cpu"), torch.bfloat16, 128), (gpu, torch.float32, 128), (gpu, torch.float16, 60),
+        (gpu, torch.float16, 512),
+    ):  # fmt: skip
+        assert varlen.varlen_attention(device, dtype, size) is None
+    monkeypatch.setattr(varlen, "_torch_has_varlen", lambda: False)
+    monkeypatch.setattr(varlen.importlib.util, "find_spec", lambda name: object())
+    assert varlen.varlen_attention(gpu, torch.float16, 64) is varlen._flash_attn_varlen
+    capability[0] = (7, 5)
+    assert varlen.varlen_attention(gpu, torch.float16, 64) is None
+
+
+def test_the_call_of_torch_names_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel needs a GPU; its signature does not."""
+    module = pytest.importorskip("torch.nn.attention.varlen")
+    if not varlen._torch_has_varlen():
+        pytest.skip("this torch has an older one")
+    calls: list[tuple[Any, ...]] = []
+
+    def kernel(*arguments: Any) -> tuple[Tensor, None, None]:
+        calls.append(arguments)
+        return arguments[0], None, None
+
+    monkeypatch.setattr(module.torch.ops.torch_attn, "_varlen_attn", kernel)
+    q, k, ends = torch.zeros(5, 4, 8), torch.zeros(7, 2, 8), torch.tensor([0, 5], dtype=torch.int32)
+    for window, expected in ((None, [-1, 0]), (3, [2, 0])):
+        varlen._torch_varlen(q, k, k, (ends, ends), (5, 7), scale=0.5, window=window)
+        *_, max_q, max_k, causal, scale, given, gqa = calls[-1][:11]
+        assert (max_q, max_k, scale, given, gqa) == (5, 7, 0.5, expected, True)
+        assert causal == (window is None)
+
+
+def test_cudnn_attention_is_off_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[bool] = []
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", told.append)
+    world.solo_world(torch.device("cpu"))
+    assert told == []
+    world.solo_world(torch.device("cuda", 0))
+    assert told == [False]

@@ -1,0 +1,62 @@
+"""What is released before the ranks leave their process group."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybrid_rlhf.generation import GenerationEngine
+from hybrid_rlhf.runtime.world import close_with_world, close_world, init_world
+from tests.generation.test_continuous import PROMPTS, SAMPLED
+from tests.tiny import tiny_model
+
+
+class Held:
+    """Stands for captured steps, which hold kernels of the process group."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.group_was_there: list[bool] = []
+        self._fails = fails
+
+    def close(self) -> None:
+        self.group_was_there.append(dist.is_initialized())
+        if self._fails:
+            raise RuntimeError("a broken device")
+
+
+def test_what_holds_the_process_group_is_closed_before_it() -> None:
+    init_world()
+    held, dropped = Held(), Held()
+    close_with_world(held)
+    close_with_world(dropped)
+    seen = dropped.group_was_there
+    del dropped
+    close_world()
+    assert held.group_was_there == [True] and not dist.is_initialized()
+    assert seen == [], "it is not kept alive for this"
+    init_world()
+    close_world()
+    assert held.group_was_there == [True], "once"
+
+
+def test_the_group_is_left_though_closing_fails() -> None:
+    init_world()
+    held = Held(fails=True)
+    close_with_world(held)
+    with pytest.raises(RuntimeError, match="a broken device"):
+        close_world()
+    assert not dist.is_initialized()
+
+
+def test_captured_steps_of_a_workspace_that_is_still_held_are_released() -> None:
+    """As a run with rollout.keep_weights ends, whose engine is in a reference cycle."""
+    init_world()
+    generation = GenerationEngine(tiny_model(), stop_token_ids=())
+    generation.generate(PROMPTS[:1], SAMPLED)
+    workspace, captured = generation.workspace, Held()
+    assert workspace is not None
+    workspace._graphs = captured  # type: ignore[assignment]
+    close_world()
+    assert captured.group_was_there == [True] and workspace._graphs is None
+    assert torch.is_tensor(workspace.cache.keys)
