@@ -18,7 +18,7 @@ LINES = {
 }  # fmt: skip
 MORE = {
     "reward": ["--preference.calibrate", "true"],
-    "ppo": ["--ppo.reference_refresh_every", "0", "--ppo.ptx_coef", "0"],
+    "ppo": ["--ppo.reference_refresh_every", "0"],
 }
 
 
