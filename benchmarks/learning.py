@@ -73,7 +73,7 @@ BIGGEST_GROUP = 4
 SEVERAL_UPDATES = ("rloo", "online_dpo")
 """These make the task's own number of updates; ReMax and the others whose papers make one unclipped update make one."""
 HIGHEST_DPO_LR = 5e-4
-"""The demo's 1.5e-3 is PPO's, whose clip bounds a step; a pair's loss has none."""
+"""Rates above it are PPO's, whose clip bounds a step; the loss of a pair has none."""
 Lines = list[dict[str, float]]
 """metrics.jsonl of a run."""
 Curve = dict[int, float]

@@ -138,7 +138,8 @@ def plan_step(config: PPOConfig, run: Run) -> BatchPlan:
 def _tell_updates(config: PPOConfig, *, completions: int) -> None:
     """Log the updates from a rollout of so many completions, and warn of a clip that they leave idle."""
     epochs, parts, usual = config.ppo.epochs, config.ppo.mini_batches, AlgorithmConfig().mini_batches
-    fewer = f"; {completions} do not divide into {usual}" if not config.traits.once and completions % usual else ""
+    uneven = not config.traits.once and parts < usual and completions % usual > 0
+    fewer = f"; {completions} do not divide into {usual}" if uneven else ""
     logger.info(
         "updates: %d from a rollout of %d completions, %d epoch%s x %d mini-batch%s%s",
         epochs * parts, completions, epochs, "s" * (epochs > 1), parts, "es" * (parts > 1), fewer,
@@ -147,7 +148,7 @@ def _tell_updates(config: PPOConfig, *, completions: int) -> None:
         logger.warning(
             "algorithm %s clips ratios, which one update from a rollout leaves all at 1, so that its clip never acts: "
             "give ppo.mini_batches or ppo.epochs 2 or more%s", config.algorithm,
-            f", and rollout.prompts_per_step a multiple of {usual}" * bool(fewer),
+            f", and rollout.prompts_per_step a multiple of {usual}" * uneven,
         )  # fmt: skip
 
 

@@ -84,7 +84,7 @@ def plan_rollout(
             parts += f" x {ranks} ranks x {size} rows = {unit}"
         raise UserError(
             f"rollout.prompts_per_step x samples_per_prompt must be a multiple of {parts}, got "
-            f"{prompts_per_step} x {samples_per_prompt}: "
+            f"{prompts_per_step} x {samples_per_prompt}: give fewer ppo.mini_batches or other prompts, "
             f"{nearest(prompts_per_step, unit // math.gcd(unit, samples_per_prompt))}"
         )
     return BatchPlan(rows // mini_batches, ranks, micro_batches)

@@ -171,7 +171,8 @@ def line(folder: Path, model: Path, rows: Path, *more: str) -> list[str]:
         "--actor.path", str(model), "--data.sources", str(rows), "--data.max_eval_rows", "2", "--output_dir",
         str(folder), "--reward.parts", json.dumps([{"function": f"{__file__}:favours_short"}]),
         "--rollout.prompts_per_step", "2", "--rollout.max_new_tokens", "8", "--rollout.kv_cache_gib", "0.1",
-        "--ppo.sampler_correction", "truncate", "--train.max_steps", "4", "--train.save_every", "1",
+        "--ppo.sampler_correction", "truncate", "--ppo.mini_batches", "1", "--train.max_steps", "4",
+        "--train.save_every", "1",
         "--train.keep_last", "9", "--actor.optimizer.lr", "1e-3", "--logging.tensorboard", "false",
         "--data.cache_dir", str(rows.parent / "cache"), "--train.eval_every", "1", *more,
     ]  # fmt: skip

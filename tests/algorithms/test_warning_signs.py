@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from hybrid_rlhf.algorithms.on_policy_wiring import plan_step
+from hybrid_rlhf.algorithms.starting import start_step
 from hybrid_rlhf.algorithms.warning_signs import WarningSigns
 from hybrid_rlhf.configs.cli import parse_config
 from hybrid_rlhf.configs.ppo import PPOConfig
+from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.runtime.run import start_run
 
 
@@ -67,3 +69,20 @@ def test_a_clip_that_never_acts_is_reported(
     assert len(warned) == (expected is not None)
     assert expected is None or warned[0].endswith(f"clip never acts: {expected}")
     assert any(f"updates: {config.ppo.mini_batches} from a rollout of " in text for text in lines)
+
+
+def test_the_log_tells_the_rate_of_adapters(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, model_folder: Path
+) -> None:
+    def told(*line: str) -> list[str]:
+        kind = PPOConfig if any("actor" in word for word in line) else SFTConfig
+        config = parse_config(kind, [*line, "--output_dir", str(tmp_path / str(len(line) + len(str(line))))])
+        with start_run(config) as run:
+            start_step(config, run, str(model_folder))
+        return [text for text in "".join(capfd.readouterr()).splitlines() if "with adapters" in text]
+
+    (line,) = told("--lora.rank", "16")
+    assert line.endswith("optimizer.lr is 0.0002, the default with adapters: ten times the 2e-05 of all weights")
+    assert not told("--lora.rank", "16", "--optimizer.lr", "1e-4") and not told()
+    both = told("--actor.lora.rank", "4", "--critic.lora.rank", "4")
+    assert [text.split(" is ")[0].split()[-1] for text in both] == ["actor.optimizer.lr", "critic.optimizer.lr"]

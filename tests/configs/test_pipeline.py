@@ -13,6 +13,7 @@ import pytest
 import train
 from hybrid_rlhf.configs.cli import parse_config, read_config, save_config
 from hybrid_rlhf.configs.pipeline import FOLDERS, STEP_NAMES, PipelineConfig
+from hybrid_rlhf.configs.ppo import PPOConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 
 
@@ -161,3 +162,39 @@ def test_the_report_compares_with_where_the_last_step_started(
     monkeypatch.setitem(sys.modules, "inference.compare", compare)
     train.show_changes(steps_of(["--base_model", "BASE", *actor]), last="ppo")
     assert told["base_model"] == base and told["last"].output_dir == "output/step3_ppo"
+
+
+def test_a_key_that_a_step_does_not_read_ends_the_pipeline_before_it_starts(
+    started: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["--base_model", "BASE", "--data.sources", "rows.jsonl", "--steps", "reward,ppo", "--ppo.algorithm", "grpo"]
+    with pytest.raises(SystemExit) as stopped:
+        train.main([*line, "--ppo.ppo.lam", "0.9"])
+    assert stopped.value.code == 2 and not started
+    assert capsys.readouterr().err == "error: algorithm grpo has no critic, got ppo.lam 0.9: leave it out\n"
+    with pytest.raises(SystemExit):
+        train.main(["--data.sources", "rows.jsonl", "--ppo.algorithm", "grpo", "--ppo.critic.lam", "1"])
+    assert capsys.readouterr().err == "error: algorithm grpo has no critic, got critic.lam 1.0: leave it out\n"
+
+
+def test_the_settings_that_train_hands_to_a_step_are_read_by_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The demo's too, whose critic GRPO has none of, and the rate of adapters."""
+    handed: list[Any] = []
+
+    def tee(command: list[str], log: Path) -> tuple[int, list[str]]:
+        handed.append(parse_config(PPOConfig, command[command.index("--config") :]))
+        return 0, []
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "_tee", tee)
+    monkeypatch.setattr(train, "show_changes", lambda steps, *, last: None)
+    leave_model(tmp_path / "output" / "step2_reward")
+    demo = ["--data.sources", "rows.jsonl", "--steps", "ppo", "--ppo.algorithm", "grpo"]
+    train.main(demo)
+    train.main([*demo, "--output_dir", "other", "--base_model", "BASE", "--ppo.actor.lora.rank", "4",
+                "--ppo.reward.path", "RM"])  # fmt: skip
+    first, second = handed
+    assert (first.algorithm, first.actor.optimizer.lr, first.rollout.prompts_per_step) == ("grpo", 4e-4, 24)
+    assert (second.actor.optimizer.lr, second.ppo.mini_batches, second.rollout.prompts_per_step) == (1e-5, 4, 64)

@@ -179,7 +179,7 @@ def test_adapters_learn_ten_times_faster_unless_the_user_says(tmp_path: Path) ->
         3e-5, 1e-4, 1e-6,
     )  # fmt: skip
     demo = rates(PipelineConfig, defaults=train.DEMO)
-    assert (demo["sft.optimizer.lr"], demo["ppo.actor.optimizer.lr"]) == (1e-3, 1.5e-3), "it names its own"
+    assert (demo["sft.optimizer.lr"], demo["ppo.actor.optimizer.lr"]) == (1e-3, 4e-4), "it names its own"
     other = rates(PipelineConfig, "--sft.lora.rank", "4", "--ppo.algorithm", "raft", defaults=train.DEMO)
     assert (other["sft.optimizer.lr"], other["ppo.actor.optimizer.lr"]) == (1e-3, 2e-4)
 

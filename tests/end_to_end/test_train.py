@@ -51,8 +51,9 @@ def pipeline(output: Path, model: Path, rows: Path) -> list[str]:
     line = ["train.py", "--base_model", str(model), "--output_dir", str(output), "--data.sources", str(rows)]
     for step in ("sft", "reward"):
         line += [f"--{step}.train.global_batch_size", "4", f"--{step}.train.max_steps", "2"]
+        line += [f"--{step}.data.max_length", "64"]
     for step in ("sft", "reward", "ppo"):
-        line += [f"--{step}.data.max_length", "64", f"--{step}.data.cache_dir", str(output.parent / "cache")]
+        line += [f"--{step}.data.cache_dir", str(output.parent / "cache")]
     return [
         *line, "--ppo.rollout.prompts_per_step", "4", "--ppo.rollout.max_new_tokens", "6", "--ppo.train.max_steps", "2",
         "--ppo.rollout.max_prompt_tokens", "48", "--ppo.ppo.ema_decay", "0.9", "--ppo.logging.samples_every", "1",
@@ -131,6 +132,7 @@ def test_a_function_and_a_model_make_a_reward(
         "--data.sources", str(rows), "--output_dir", str(tmp_path / "out"), "--rollout.prompts_per_step", "4",
         "--rollout.max_new_tokens", "6", "--train.max_steps", "2", "--data.eval_fraction", "0",
         "--data.cache_dir", str(tmp_path / "cache"), "--ppo.score_scaling", "initial", "--logging.profile_steps", "[2]",
+        "--ppo.missing_eos_penalty", "0",
     ])  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     metrics = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()][-1]

@@ -22,8 +22,9 @@ def test_a_run_goes_on_without_the_completions_that_are_dropped(
     output = tmp_path / "out"
     line = [
         "--actor.path", str(model_folder), "--data.sources", str(rows), "--data.cache_dir", str(tmp_path / "cache"),
-        "--data.max_length", "64", "--rollout.prompts_per_step", "8", "--rollout.max_new_tokens", "6",
+        "--rollout.prompts_per_step", "8", "--rollout.max_new_tokens", "6",
         "--rollout.max_prompt_tokens", "48", "--train.max_steps", "2", "--ppo.mini_batches", "4", "--ppo.epochs", "2",
+        "--ppo.missing_eos_penalty", "0",
         "--logging.samples_every", "1", "--logging.tensorboard", "false", "--output_dir", str(output),
         "--reward.parts", f"[{{function: '{function}:f', on_failure: drop, retries: 0}}]",
     ]  # fmt: skip

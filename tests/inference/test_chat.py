@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pyarrow.parquet
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from hybrid_rlhf.configs.inference import SamplingConfig
 from hybrid_rlhf.data.chat import encode_prompt
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.chat import Conversation
+from hybrid_rlhf.models.tokenizers import load_tokenizer
 from inference import chat, generate
 from tests.tiny import CHATML, tiny_model, tiny_tokenizer
 
@@ -108,6 +111,17 @@ def test_an_interrupted_answer_keeps_what_was_said() -> None:
     assert talk.messages[-1]["role"] == "assistant"
 
 
+def greedily(folder: Path, text: str) -> str:
+    """What Hugging Face's generate answers in four tokens at most."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), load_tokenizer(str(folder))
+    prompt = encode_prompt([{"role": "user", "content": text}], tokenizer)
+    whole = model.generate(
+        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), max_new_tokens=4,
+        do_sample=False, pad_token_id=0, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    return str(tokenizer.decode(whole[0, len(prompt) :], skip_special_tokens=True))
+
+
 def test_generate_completes_a_file(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out" / "answers.jsonl"
     source.write_text('{"prompt": "hi", "id": 7}\n{"messages": [{"role": "user", "content": "yo"}]}\n')
@@ -129,6 +143,7 @@ def test_generate_completes_a_file(model_folder: Path, tmp_path: Path, capsys: p
     assert rows[0]["id"] == 7 and [len(row["completions"]) for row in rows] == [2, 2]
     first, second = rows[0]["completions"]
     assert first == second and first["finish_reason"] in ("stop", "length") and first["logprob"] < 0
+    assert [row["completions"][0]["text"] for row in rows] == [greedily(model_folder, text) for text in ("hi", "yo")]
     assert "2 prompts, " in capsys.readouterr().out
 
 
