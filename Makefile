@@ -4,7 +4,7 @@ VENV := .venv
 PIP := $(VENV)/bin/pip install --quiet --constraint constraints.txt
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test faults lint audit bench venv clean
+.PHONY: demo test faults lint audit bench gpu venv clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/python train.py $(ARGS)
@@ -36,6 +36,10 @@ bench: $(VENV)/.test
 	$(VENV)/bin/python benchmarks/head_memory.py
 	$(VENV)/bin/python -m benchmarks.generation
 	$(VENV)/bin/python -m benchmarks.switch
+
+# On a machine with a GPU: all that is worth measuring in its first half hour, into docs/benchmarks/gpu.md.
+gpu: $(VENV)/.test
+	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m benchmarks.gpu_hour $(ARGS)
 
 venv: $(VENV)/.test
 

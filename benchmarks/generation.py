@@ -180,7 +180,7 @@ import json, sys, time
 if __name__ == "__main__":
     from vllm import LLM, SamplingParams
     work = json.load(open(sys.argv[1]))
-    llm = LLM(work["model"], dtype="float32", max_model_len=work["context"], skip_tokenizer_init=True,
+    llm = LLM(work["model"], dtype=work["dtype"], max_model_len=work["context"], skip_tokenizer_init=True,
               enable_prefix_caching=False, max_num_seqs=256)
     params = [SamplingParams(temperature=1.0, max_tokens=length, min_tokens=length, ignore_eos=True, detokenize=False,
                              n=work["n"]) for length in work["lengths"]]
@@ -202,6 +202,7 @@ class VLLM:
         lm.save_pretrained(folder / "model")
         content = {
             "model": str(folder / "model"), "prompts": work.prompts, "lengths": work.lengths, "n": work.n,
+            "dtype": str(DTYPE).removeprefix("torch."),
             "context": max(map(len, work.prompts)) + max(work.lengths) + 8,
         }  # fmt: skip
         (folder / "work.json").write_text(json.dumps(content))

@@ -109,21 +109,26 @@ def working_memory(
 def measured_memory(
     decoder: Decoder, requests: Sequence[Request], *, rows: int, prefill_tokens: int, captures: bool
 ) -> Working:
-    """As `working_memory`, by running a prefill and a step, each twice."""
+    """As `working_memory`, by running a prefill, and steps of two sizes: what both take is no row's."""
     device = decoder.world.device
-    longest = max(len(request.prompt) for request in requests)
-    length = min(longest, prefill_tokens)
-    slots = max(1, min(rows, prefill_tokens // length))
-    workspace = Workspace(
-        decoder, requests, slots=slots, wanted_slots=slots, capacity_tokens=slot_tokens(length + 1, device),
-        captures=False,
+    length = min(max(len(request.prompt) for request in requests), prefill_tokens)
+    prompts = max(1, min(rows, prefill_tokens // length))
+    workspace = _small_workspace(decoder, requests, slots=prompts, tokens=length)
+    prefill = _peak(device, lambda: _read(workspace, prompts, length))
+    most = min(rows, _MEASURED_ROWS)
+    workspace = _small_workspace(decoder, requests, slots=most, tokens=1)
+    step = _peak(device, lambda: workspace.step(most))
+    smaller = _peak(device, lambda: workspace.step(most // 2)) if most > 1 else 0
+    row = max(0.0, (step - smaller) / (most - most // 2))
+    return Working(prefill=max(prefill, step - most * row), row=row, captured=captures)
+
+
+def _small_workspace(decoder: Decoder, requests: Sequence[Request], *, slots: int, tokens: int) -> Workspace:
+    """For so many rows of a few tokens."""
+    capacity = slot_tokens(tokens, decoder.world.device)
+    return Workspace(
+        decoder, requests, slots=slots, wanted_slots=slots, capacity_tokens=capacity, captures=False
     )  # fmt: skip
-    measured = min(slots, _MEASURED_ROWS)
-    return Working(
-        prefill=_peak(device, lambda: _read(workspace, slots, length)),
-        row=_peak(device, lambda: workspace.step(measured)) / measured,
-        captured=captures,
-    )
 
 
 def _read(workspace: Workspace, slots: int, length: int) -> None:

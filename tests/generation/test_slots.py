@@ -78,14 +78,13 @@ def test_the_memory_of_a_prefill_and_of_a_step_is_measured_by_running_them(monke
     read: list[int] = []
     hidden = decoder.hidden
     monkeypatch.setattr(decoder, "hidden", lambda tokens, *rest: read.append(len(tokens)) or hidden(tokens, *rest))
-    monkeypatch.setattr(slots, "peak_bytes", lambda device, run: (run(), 1000 * read[-1])[1])
-    real = slots.slot_tokens
-    monkeypatch.setattr(slots, "slot_tokens", lambda needed, device: real(needed, CPU))
+    monkeypatch.setattr(slots, "peak_bytes", lambda device, run: (run(), 5000 + 1000 * read[-1])[1])
     found = slots.measured_memory(decoder, requests, rows=5, prefill_tokens=100, captures=True)
     longest = max(map(len, PROMPTS))
-    rows = min(5, 100 // longest)
-    assert read == [rows * longest, rows * longest, rows, rows], "each once to warm up"
-    assert found == Working(prefill=1000 * rows * longest, row=1000, captured=True)
+    prompts = min(5, 100 // longest)
+    assert read == [prompts * longest] * 2 + [5, 5, 2, 2], "each once to warm up"
+    assert found == Working(prefill=5000 + 1000 * prompts * longest, row=1000, captured=True)
+    assert slots.measured_memory(decoder, requests, rows=1, prefill_tokens=1, captures=False).row == 6000
 
 
 def test_a_measurement_keeps_the_peak_of_before(monkeypatch: pytest.MonkeyPatch) -> None:

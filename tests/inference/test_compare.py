@@ -16,9 +16,16 @@ ODD = "[x] [/INST] :smile:"
 class Engine:
     """Answers nothing, to as many prompts as there are."""
 
+    opened, closed = 0, 0
+
     @classmethod
     def from_pretrained(cls, path: str, **_: Any) -> Engine:
+        assert cls.opened == cls.closed, "the memory of the one before is given back first"
+        cls.opened += 1
         return cls()
+
+    def close(self) -> None:
+        Engine.closed += 1
 
     def generate(self, prompts: list[list[int]], sampling: Any) -> list[list[Any]]:
         return [[type("Completion", (), {"token_ids": []})] for _ in prompts]
@@ -46,6 +53,7 @@ def test_brackets_are_no_markup(
     monkeypatch.setattr(compare, "_tokenizer", lambda step, world: Tokenizer())
     last = PPOConfig(actor=TrainedRoleConfig(path="SFT"), output_dir=str(tmp_path))
     compare.report(base_model=base, folders={"ppo": str(tmp_path)}, last=last)
+    assert Engine.opened == Engine.closed
     said = capsys.readouterr().out
     assert f"say {ODD}" in said and f"--system 'be {ODD}'" in said
     columns = ["base", "SFT", "PPO"] if base else ["start", "PPO"]

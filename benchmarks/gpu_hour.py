@@ -1,0 +1,212 @@
+"""What is worth measuring in the first half hour on one GPU, the most valuable first: `make gpu`.
+
+    python -m benchmarks.gpu_hour                     # all parts that are not done yet
+    python -m benchmarks.gpu_hour --minutes 9         # as many as fit; the next call goes on
+    python -m benchmarks.gpu_hour --part kernels --redo
+    python -m benchmarks.gpu_hour --small --output DIR  # tiny shapes, also on a CPU: that the parts work, no speed
+
+Each part is a process of its own with at most nine minutes, so that one that crashes or hangs costs no other. Figures
+go to OUTPUT/raw/gpu_PART.json as they come; a part that is done is skipped, one that was cut goes on after its last
+figure. OUTPUT/gpu.md is written anew after each part. GPU_HOUR_VLLM_PYTHON names the python of an environment with
+vLLM, to be a peer of generation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import gpu_kernels, gpu_steps
+from benchmarks.gpu_record import ON_GPU, Record
+
+PART_SECONDS = 540
+ROOT = Path(__file__).parents[1]
+
+
+def gpu_tests(record: Record, *, small: bool) -> None:
+    """Tests marked gpu, and those of the kernels, compiled; in small one of them under the interpreter."""
+    words = ["tests/gpu", "tests/generation/test_kernels.py", "-m", "gpu or not gpu"]
+    if small:
+        words = ["tests/generation/test_kernels.py", "-k", "gate"]
+    record.measure("tests", lambda: _pytest(words))
+
+
+def _pytest(words: list[str]) -> dict[str, Any]:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    counts = [line for line in done.stdout.splitlines() if re.search(r"\d+ (passed|failed|skipped|error)", line)]
+    failed = re.findall(r"^(?:FAILED|ERROR) (.*)$", done.stdout, re.MULTILINE)
+    if done.returncode not in (0, 1):
+        raise RuntimeError((done.stdout + done.stderr)[-1500:])
+    return {
+        "summary": counts[-1] if counts else done.stdout[-500:],
+        "failed": failed,
+        "output": done.stdout[-6000:] if failed else "",
+    }
+
+
+def _steps(part: str) -> Callable[..., None]:
+    return lambda record, *, small: gpu_steps.steps(record, part, small=small)
+
+
+PARTS: dict[str, tuple[str, Callable[..., None]]] = {
+    "kernels": ("Kernels against float64, and their share of a copy's bandwidth", gpu_kernels.kernels),
+    "tests": ("tests/gpu", gpu_tests),
+    "attention": ("Attention at 20 shapes that were never seen, forward and backward", gpu_kernels.attention),
+    "generation": ("Generation beside its peers", gpu_steps.generation),
+    "grpo": ("Three steps of GRPO: memory at each switch, and the plan", _steps("grpo")),
+    "ppo": ("Three steps of PPO: memory at each switch, and the plan", _steps("ppo")),
+    "deterministic": ("GRPO, deterministic", _steps("deterministic")),
+    "async": ("GRPO, max_staleness 1", _steps("async")),
+    "offload": ("GRPO, states, frozen models and activations on the host", _steps("offload")),
+    "lora": ("GRPO, LoRA of rank 16", _steps("lora")),
+}
+
+
+def main() -> None:
+    """Run the parts that are not done, each in a process, and write the report after each."""
+    options = parse()
+    if options.inside:
+        return run_part(options)
+    if not ON_GPU and not options.small:
+        raise SystemExit("error: benchmarks.gpu_hour measures a GPU, torch sees none: give --small to try the parts")
+    raw = Path(options.output) / "raw"
+    raw.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + 60 * options.minutes
+    failed = False
+    for part in options.part or PARTS:
+        file = raw / f"gpu_{part}.json"
+        if options.redo:
+            file.unlink(missing_ok=True)
+        if file.exists() and json.loads(file.read_text())["done"]:
+            print(f"== {part}: done already, {file}", flush=True)
+            continue
+        left = min(PART_SECONDS, deadline - time.monotonic())
+        if left < 20:
+            print(f"== {part}: no time left, the next call goes on here", flush=True)
+            break
+        print(f"== {part}", flush=True)
+        command = [sys.executable, "-m", "benchmarks.gpu_hour", "--inside", "--part", part, "--output", options.output]
+        code = bounded(command + ["--small"] * options.small, seconds=left)
+        failed |= code != 0
+        if code:
+            why = "cut after its time" if code == -signal.SIGKILL else f"ended with {code}"
+            Record(file).write(failure=f"{why} ({left:.0f} s)")
+            print(f"== {part}: {why}", flush=True)
+        write_report(Path(options.output))
+    write_report(Path(options.output))
+    print(f"report: {Path(options.output) / 'gpu.md'}")
+    sys.exit(1 if failed else 0)
+
+
+def run_part(options: argparse.Namespace) -> None:
+    """One part, in this process."""
+    (part,) = options.part
+    record = Record(Path(options.output) / "raw" / f"gpu_{part}.json")
+    record.content.pop("failure", None)
+    start = time.monotonic()
+    record.write(versions=versions(), small=options.small)
+    PARTS[part][1](record, small=options.small)
+    spent = record.content.get("seconds", 0.0) + time.monotonic() - start
+    good = not any("error" in (value or {}) for value in record.figures.values())
+    record.write(done=good, seconds=spent)  # an error is tried again by the next call
+    sys.exit(0 if good else 3)
+
+
+def bounded(command: list[str], *, seconds: float) -> int:
+    """Run a command and what it starts, at most so long; its exit code."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    if not ON_GPU:
+        environment["TRITON_INTERPRET"] = "1"
+    process = subprocess.Popen(command, env=environment, cwd=ROOT, start_new_session=True)
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.wait()
+
+
+def versions() -> dict[str, str]:
+    """Of what the figures depend on."""
+    names = ("torch", "triton", "transformers", "deepspeed")
+    found = {name: importlib.metadata.version(name) for name in names}
+    found |= {"python": platform.python_version(), "platform": platform.platform()}
+    if ON_GPU:
+        capability = ".".join(map(str, torch.cuda.get_device_capability()))
+        found |= {"gpu": torch.cuda.get_device_name(), "capability": capability, "cuda": str(torch.version.cuda),
+                  "cudnn": str(torch.backends.cudnn.version())}  # fmt: skip
+    return found
+
+
+def write_report(folder: Path) -> None:
+    """OUTPUT/gpu.md from the figures that there are."""
+    records = {part: json.loads(file.read_text()) for part in PARTS
+               if (file := folder / "raw" / f"gpu_{part}.json").exists()}  # fmt: skip
+    if not records:
+        return
+    lines = ["# A GPU, measured", "", "`python -m benchmarks.gpu_hour`; random weights. Written by that command.", ""]
+    told = {json.dumps(record.get("versions", {}), sort_keys=True) for record in records.values()}
+    lines += [", ".join(f"{name} {value}" for name, value in json.loads(text).items()) + "." for text in sorted(told)]
+    if any(record.get("small") for record in records.values()):
+        lines += ["", "**Tiny shapes (`--small`): these figures show that the parts work, and no speed.**"]
+    for part, record in records.items():
+        state = "" if record["done"] else " (not finished)"
+        lines += ["", f"## {PARTS[part][0]}{state}", "", f"[raw](raw/gpu_{part}.json)"]
+        lines += [f"\nLast call: {record['failure']}."] if "failure" in record else []
+        lines += table(record["figures"])
+    (folder / "gpu.md").write_text("\n".join(lines) + "\n")
+
+
+def table(figures: dict[str, Any]) -> list[str]:
+    """Rows of figures; what is nested stands by its path."""
+    rows = [(name, path, value) for name, item in figures.items() for path, value in leaves(item)]
+    return [
+        "",
+        "| | figure | |",
+        "|---|---|---|",
+        *(f"| {name} | {path} | {shown(value)} |" for name, path, value in rows),
+    ]
+
+
+def leaves(item: Any, path: str = "") -> list[tuple[str, Any]]:
+    """Values of nested dicts and lists with their paths."""
+    if isinstance(item, dict):
+        return [leaf for key, value in item.items() for leaf in leaves(value, f"{path} {key}".strip())]
+    if isinstance(item, list) and item and isinstance(item[0], dict):
+        return [leaf for place, value in enumerate(item, 1) for leaf in leaves(value, f"{path} {place}".strip())]
+    return [(path, item)]
+
+
+def shown(value: Any) -> str:
+    """On one line of a table."""
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text.replace("|", "/").replace("\n", " ")[:300]
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", nargs="*", choices=list(PARTS), help="these only")
+    parser.add_argument("--redo", action="store_true", help="measure again what is done")
+    parser.add_argument("--minutes", type=float, default=60.0, help="begin no part after them, and cut the last")
+    parser.add_argument("--small", action="store_true", help="tiny shapes")
+    parser.add_argument("--output", default=str(ROOT / "docs" / "benchmarks"), help="folder of the report")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""What a part of `benchmarks.gpu_hour` has measured so far, in a file that grows with every figure.
+
+A figure that is there is not measured again, so a part that was cut goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybrid_rlhf.configs.whole_files import write_whole
+from hybrid_rlhf.runtime.world import default_device
+
+DEVICE = default_device()
+ON_GPU = DEVICE.type == "cuda"
+
+
+class Record:
+    """Figures of a part by name."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self.content: dict[str, Any] = {"done": False, "figures": {}}
+        if file.exists():
+            self.content = json.loads(file.read_text())
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """All so far."""
+        return self.content["figures"]  # type: ignore[no-any-return]
+
+    def measure(self, name: str, function: Callable[[], Any]) -> None:
+        """Take a figure unless it is there. An error is recorded in its place, and does not end the part."""
+        if name in self.figures and "error" not in (self.figures[name] or {}):
+            return
+        start = time.perf_counter()
+        try:
+            value = function()
+        except Exception as error:  # noqa: BLE001 - the next figure may work, and this one is told
+            value = {"error": f"{type(error).__name__}: {error}"[:2000]}
+        self.figures[name] = value
+        self.write()
+        print(f"{name}: {json.dumps(value)[:300]}  ({time.perf_counter() - start:.1f} s)", flush=True)
+
+    def write(self, **more: Any) -> None:
+        """Keep what there is."""
+        self.content.update(more)
+        write_whole(self._file, json.dumps(self.content, indent=1) + "\n")
+
+
+def synchronize() -> None:
+    """Wait for the device."""
+    if ON_GPU:
+        torch.cuda.synchronize()
+
+
+def seconds(function: Callable[[], Any], *, runs: int = 20, calls: int = 1) -> float:
+    """Median seconds of a call after two to warm up; `calls` are timed together."""
+    times = []
+    for run in range(runs + 2):
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            function()
+        synchronize()
+        if run >= 2:
+            times.append((time.perf_counter() - start) / calls)
+    return statistics.median(times)
+
+
+def limits(*, small: bool) -> dict[str, float]:
+    """What this device does at most: bytes read and written by a copy, and operations of a large bfloat16 product."""
+    elements, width = (2**22, 256) if small else (2**30, 8192)
+    source = torch.ones(elements, dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    copy = seconds(lambda: target.copy_(source), runs=10)
+    a = torch.ones(width, width, dtype=torch.bfloat16, device=DEVICE)
+    product = seconds(lambda: a @ a, runs=10)
+    return {"copy_gb_per_second": 2 * elements / copy / 1e9, "bf16_tflop_per_second": 2 * width**3 / product / 1e12}

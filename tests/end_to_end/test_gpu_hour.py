@@ -1,0 +1,62 @@
+"""The parts of the GPU's first half hour, on tiny shapes and a CPU: they run, are recorded, and are not run twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PARTS = ["kernels", "tests", "attention", "generation", "grpo", "ppo", "deterministic", "async", "offload", "lora"]
+
+
+def run(output: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks.gpu_hour", "--small", "--output", str(output), *more]
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    )
+
+
+@pytest.mark.slow
+def test_all_parts_run_and_are_recorded(tmp_path: Path) -> None:
+    done = run(tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    records = {part: json.loads((tmp_path / "raw" / f"gpu_{part}.json").read_text()) for part in PARTS}
+    assert all(record["done"] and record["small"] and record["figures"] for record in records.values())
+    errors = [item["relative_error"] for item in records["kernels"]["figures"].values() if "relative_error" in item]
+    assert len(errors) == 4 and all(error < 1e-5 for error in errors)
+    assert "passed" in records["tests"]["figures"]["tests"]["summary"]
+    for part in ("grpo", "ppo"):
+        figures = records[part]["figures"][part]
+        assert len(figures["steps"]) == 3 and "generation" in figures["plan_gib"] and figures["switches_gib"]
+    page = (tmp_path / "gpu.md").read_text()
+    assert "these figures show that the parts work, and no speed" in page and "## Three steps of PPO" in page
+    assert run(tmp_path).stdout.count("done already") == len(PARTS)
+
+
+def test_a_part_that_was_cut_goes_on_after_its_last_figure(tmp_path: Path) -> None:
+    file = tmp_path / "raw" / "gpu_attention.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps({"done": False, "figures": {"SDPA, cuDNN off": {"kept": 1}}, "failure": "cut"}))
+    done = run(tmp_path, "--part", "attention")
+    assert done.returncode == 0, done.stderr[-3000:]
+    record = json.loads(file.read_text())
+    assert record["figures"]["SDPA, cuDNN off"] == {"kept": 1} and "SDPA, cuDNN on" in record["figures"]
+    assert record["done"] and "failure" not in record
+
+
+def test_a_part_without_time_is_left_to_the_next_call(tmp_path: Path) -> None:
+    done = run(tmp_path, "--minutes", "0.1", "--part", "kernels")
+    assert "no time left" in done.stdout and not (tmp_path / "raw" / "gpu_kernels.json").exists()
+
+
+def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu_hour", "--output", str(tmp_path)], capture_output=True, text=True,
+        cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert done.returncode == 1 and "measures a GPU, torch sees none" in done.stderr

@@ -1,0 +1,191 @@
+"""Compiled kernels against float64 at the shapes of real models: bfloat16, several splits, more than 2^31 elements."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hybrid_rlhf.functional.masking import position_ids
+from hybrid_rlhf.generation import GenerationEngine
+from hybrid_rlhf.generation.layers import ACTIVATIONS
+from hybrid_rlhf.generation.slots import DeviceMemory, device_memory
+from hybrid_rlhf.models.packing import pack, use_packing
+from hybrid_rlhf.models.policy import Policy
+from hybrid_rlhf.models.varlen import boundaries, varlen_attention
+from hybrid_rlhf.runtime.world import solo_world
+from tests.generation.families import variant
+from tests.generation.test_engine import PROMPTS, SAMPLED
+from tests.models.test_varlen import slow_varlen
+from tests.tiny import tiny_model
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+GPU = torch.device("cuda", 0)
+SHAPES = [(7, 128), (7, 64), (4, 80), (1, 96), (2, 256)]
+"""Queries of a KV head, and head size: Qwen2.5 7B and 0.5B, and those of Pythia, Phi-3 and Gemma 2."""
+CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+def random(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape, device=GPU, dtype=dtype)
+
+
+def exact_row(queries: Tensor, keys: Tensor, values: Tensor, row: int, position: int, scale: float) -> Tensor:
+    """[A, D] float64 attention of one row over its slot."""
+    group = queries.shape[1] // keys.shape[1]
+    k, v = (x[row, :, : position + 1].double().repeat_interleave(group, dim=0) for x in (keys, values))
+    scores = (queries[row, :, None].double() @ k.transpose(1, 2)) * scale
+    return (scores.softmax(dim=-1) @ v)[:, 0]
+
+
+@pytest.mark.parametrize("splits", [1, 8, 32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("group", "d"), SHAPES)
+def test_attention_of_a_step(
+    group: int, d: int, dtype: torch.dtype, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hybrid_rlhf.generation import kernels
+
+    monkeypatch.setattr(kernels, "_splits", lambda programs, capacity: splits)
+    torch.manual_seed(0)
+    rows, kv_heads, capacity = 16, 4, 4224
+    keys, values = random(2, rows, kv_heads, capacity, d, dtype=dtype)
+    queries = random(rows, group * kv_heads, d, dtype=dtype)
+    positions = torch.randint(capacity, (rows,), device=GPU)
+    positions[:3] = torch.tensor([0, 63, capacity - 1], device=GPU)
+    found = kernels.decode_attention(queries, keys, values, positions, scale=d**-0.5)
+    for row in range(rows):
+        expected = exact_row(queries, keys, values, row, int(positions[row]), d**-0.5)
+        torch.testing.assert_close(found[row].double(), expected, atol=CLOSE[dtype], rtol=CLOSE[dtype])
+
+
+@pytest.mark.parametrize("splits", [1, 32])
+def test_a_cache_of_more_than_two_to_the_31_elements(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hybrid_rlhf.generation import kernels
+
+    slots, kv_heads, capacity, d = 80, 8, 32768, 128
+    if device_memory(GPU).available < 16 * 2**30:
+        pytest.skip("needs 16 GiB")
+    monkeypatch.setattr(kernels, "_splits", lambda programs, capacity: splits)
+    torch.manual_seed(0)
+    keys, values = (random(slots, kv_heads, capacity, d, dtype=torch.bfloat16) for _ in "kv")
+    assert keys.numel() > 2**31
+    qkv = random(slots, 32 + 2 * kv_heads, d, dtype=torch.bfloat16)
+    positions = torch.full((slots,), capacity - 1, device=GPU)
+    queries = kernels.rotate_and_write(qkv, None, positions, keys, values)
+    assert torch.equal(queries, qkv[:, :32])
+    assert torch.equal(keys[:, :, -1], qkv[:, 32 : 32 + kv_heads])
+    assert torch.equal(values[:, :, -1], qkv[:, 32 + kv_heads :])
+    found = kernels.decode_attention(queries, keys, values, positions, scale=d**-0.5)
+    for row in (0, slots - 1):
+        expected = exact_row(queries, keys, values, row, capacity - 1, d**-0.5)
+        torch.testing.assert_close(found[row].double(), expected, atol=2e-3, rtol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("width", [896, 3584, 5120])
+def test_a_residual_and_its_norm(width: int, dtype: torch.dtype) -> None:
+    from hybrid_rlhf.generation import kernels
+
+    x, delta, weight = random(300, width, dtype=dtype), random(300, width, dtype=dtype), random(width, dtype=dtype)
+    added, normed = kernels.add_rms_norm(x, delta, weight, 1e-6, in_float32=False)
+    assert torch.equal(added, x + delta)
+    expected = functional.rms_norm(added.double(), (width,), weight.double(), 1e-6)
+    torch.testing.assert_close(normed.double(), expected, atol=2 * CLOSE[dtype], rtol=2 * CLOSE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_gate_and_its_product(activation: str, dtype: torch.dtype) -> None:
+    from hybrid_rlhf.generation import kernels
+
+    both = random(257, 2 * 18944, dtype=dtype)
+    gate, up = both.double().chunk(2, dim=-1)
+    expected = ACTIVATIONS[activation](gate) * up  # type: ignore[index]
+    found = kernels.gated(both, activation)  # type: ignore[arg-type]
+    torch.testing.assert_close(found.double(), expected, atol=2 * CLOSE[dtype], rtol=2 * CLOSE[dtype])
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(("group", "d"), SHAPES)
+def test_varlen_attention_forward_and_backward(group: int, d: int, window: int | None) -> None:
+    kernel = varlen_attention(GPU, torch.bfloat16, d)
+    assert kernel is not None
+    torch.manual_seed(0)
+    lengths, more = torch.tensor([300, 1, 77, 512]), torch.tensor([0, 30, 100, 0])
+    ends = boundaries(lengths).to(GPU), boundaries(lengths + more).to(GPU)
+    longest = int(lengths.max()), int((lengths + more).max())
+    q = random(int(lengths.sum()), 4 * group, d, dtype=torch.bfloat16)
+    k, v = random(2, int((lengths + more).sum()), 4, d, dtype=torch.bfloat16)
+    found, expected = [], []
+    for kept, attend, dtype in ((found, kernel, torch.bfloat16), (expected, slow_varlen, torch.float64)):
+        with torch.device(GPU):
+            leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+            mixed = attend(*leaves, ends, longest, scale=d**-0.5, window=window)
+            kept.append(mixed.detach())
+            kept += torch.autograd.grad(mixed, leaves, torch.linspace(-1, 1, mixed.numel()).view_as(mixed).to(dtype))
+    for one, exact in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.double(), exact, atol=4e-2, rtol=4e-2)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gemma2"])
+def test_packed_rows_in_bfloat16_are_padded_ones(name: str) -> None:
+    packed, padded = (variant(name).to(GPU, torch.bfloat16) for _ in "ab")
+    use_packing(packed)
+    ids = torch.randint(3, 200, (5, 40), device=GPU)
+    mask = torch.arange(40, device=GPU) < torch.tensor([40, 3, 17, 1, 25], device=GPU)[:, None]
+    handed = pack(packed, ids, mask).arguments["attention_mask"].dtype
+    assert handed == (torch.int64 if name == "gemma2" else torch.int32), "by a varlen kernel unless scores are capped"
+    outputs = [Policy(model)(ids, mask, mask, 1.0)[0] for model in (packed, padded)]
+    real = mask & (position_ids(mask) > 0)
+    assert (outputs[0] - outputs[1])[real].abs().mean() < 0.05
+
+
+def test_cudnn_attention_is_off() -> None:
+    solo_world(GPU)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_draws_work_under_deterministic_algorithms() -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        for cut in ({}, {"top_p": 0.9, "repetition_penalty": 1.2, "min_new_tokens": 3}):
+            sampling = replace(SAMPLED, max_new_tokens=10, **cut)
+            engines = [GenerationEngine(tiny_model().cuda(), stop_token_ids=range(3, 30)) for _ in "ab"]
+            first, second = (engine.generate(PROMPTS, sampling) for engine in engines)
+            assert [[c.token_ids for c in s] for s in first] == [[c.token_ids for c in s] for s in second]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_memory_that_torch_has_cached_is_available() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = device_memory(GPU)
+    held = torch.empty(2**30, dtype=torch.uint8, device=GPU)
+    assert before.available - device_memory(GPU).available >= 2**30
+    del held
+    after = device_memory(GPU)
+    assert isinstance(after, DeviceMemory) and after.free <= before.free - 2**30
+    assert abs(after.available - before.available) < 2**26
+
+
+def test_engines_in_a_loop_give_everything_back() -> None:
+    """Without the garbage collector: captured steps are in no reference cycle."""
+    model, used = tiny_model().cuda(), []
+    gc.disable()
+    try:
+        for _ in range(6):
+            engine = GenerationEngine(model, stop_token_ids=())
+            engine.generate(PROMPTS, SAMPLED)
+            engine.close()
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            used.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+    finally:
+        gc.enable()
+    assert used[-1] == used[2], used
