@@ -158,6 +158,6 @@ class ModelEngine:
             self._engine.skipped_steps += 1
             self._engine.global_steps += 1
             return
-        if self._options.max_grad_norm:
+        if 0.0 < self._options.max_grad_norm < float(norm):  # below it all gradients would be multiplied by 1
             torch.nn.utils.clip_grads_with_norm_(parameters, self._options.max_grad_norm, norm)
         DeepSpeedEngine._take_model_step(self._engine, lr_kwargs)

@@ -30,6 +30,7 @@ from hybrid_rlhf.configs.sections import ModelConfig
 from hybrid_rlhf.functional.products import linear
 from hybrid_rlhf.models.families import keep_float32_logits
 from hybrid_rlhf.models.folders import load_config, reading, stored_elements
+from hybrid_rlhf.models.fused_layers import fuse_layers
 from hybrid_rlhf.models.packing import use_packing
 from hybrid_rlhf.models.sources import quiet_transformers
 from hybrid_rlhf.runtime.world import default_device, default_dtype
@@ -204,13 +205,15 @@ def adapt_config(config: PreTrainedConfig, architecture: Architecture, *, heads:
 
 
 def adapt_model(model: PreTrainedModel, config: ModelConfig) -> None:
-    """Dropout that no config names, products of a CPU, packed attention, activation checkpointing."""
+    """Dropout that no config names, products and fused layers of a CPU, packed attention, activation checkpointing."""
     on_cpu = default_device().type == "cpu"
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         if on_cpu and type(module) is nn.Linear:
             module.__class__ = _Linear
+    if on_cpu:
+        fuse_layers(model)
     if config.attention in ("auto", "sdpa"):
         use_packing(model)
     if config.gradient_checkpointing:

@@ -115,46 +115,79 @@ def _groups(lengths: Sequence[int], *, least_saving: int) -> list[int]:
     return [*groups, len(lengths) - start]
 
 
-def _places(lengths: Sequence[int], groups: Sequence[int], *, device: torch.device) -> Tensor:
-    """Where each token lies among the padded rows of its group: int64 [1, 1, 1, N], with the groups' shapes."""
-    places, shapes, start = [], [], 0
-    for size in groups:
-        rows = torch.tensor(lengths[start : start + size])
-        longest = int(rows.max())
-        places.append((torch.arange(longest) < rows[:, None]).flatten().nonzero().squeeze(1))
-        shapes.append((len(places[-1]), size, longest))
+@dataclass(frozen=True)
+class _Group:
+    """Rows that are attended to together, padded to the longest of them."""
+
+    rows: int
+    longest: int
+    places: Tensor
+    """[n]: where each token lies in [rows * longest]."""
+    tokens: Tensor
+    """[rows * longest]: the token at each place; at padding the last of its row, so that a NaN stays in its row."""
+    padding: Tensor
+    """Places of padding."""
+
+    @staticmethod
+    def of(lengths: Sequence[int], *, device: torch.device) -> _Group:
+        """Rows of these lengths, one after the other."""
+        sizes, longest = torch.tensor(lengths), max(lengths)
+        time = torch.arange(longest)
+        real = time < sizes[:, None]
+        tokens = (sizes.cumsum(0) - sizes)[:, None] + torch.minimum(time, sizes[:, None] - 1)
+        tokens.clamp_(min=0)  # of an empty first row
+        flat = real.flatten()
+        return _Group(
+            len(lengths), longest, flat.nonzero().squeeze(1).to(device), tokens.flatten().to(device),
+            (~flat).nonzero().squeeze(1).to(device),
+        )  # fmt: skip
+
+    def spread(self, x: Tensor) -> Tensor:
+        """[n, A, D] to [rows, A, longest, D]."""
+        padded = _Spread.apply(x, self) if len(self.padding) else x
+        return padded.unflatten(0, (self.rows, self.longest)).transpose(1, 2)
+
+    def collect(self, x: Tensor) -> Tensor:
+        """The way back."""
+        flat = x.transpose(1, 2).flatten(0, 1)
+        return _Collect.apply(flat, self) if len(self.padding) else flat  # type: ignore[no-any-return]
+
+
+def _places(lengths: Sequence[int], sizes: Sequence[int], *, device: torch.device) -> Tensor:
+    """Where each token lies among the padded rows of its group: int64 [1, 1, 1, N], with the groups."""
+    groups, start = [], 0
+    for size in sizes:
+        groups.append(_Group.of(lengths[start : start + size], device=device))
         start += size
-    mask: Any = torch.cat(places).to(device)[None, None, None]
-    mask.groups = shapes
+    mask: Any = torch.cat([group.places for group in groups])[None, None, None]
+    mask.groups = groups
     return mask  # type: ignore[no-any-return]
 
 
 class _Spread(torch.autograd.Function):
-    """[N, ...] to [B * L, ...] by place, zero elsewhere."""
+    """[N, ...] to [B * L, ...]; padding holds a token of its own row."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, places: Tensor, total: int) -> Tensor:
-        ctx.save_for_backward(places)
-        return x.new_zeros(total, *x.shape[1:]).index_copy_(0, places, x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.index_select(0, ctx.saved_tensors[0]), None, None
-
-
-class _Collect(torch.autograd.Function):
-    """The way back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
-        ctx.total = len(x)
-        return x.index_select(0, places)
+    def forward(ctx: Any, x: Tensor, group: _Group) -> Tensor:
+        ctx.group = group
+        return x.index_select(0, group.tokens)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        places = ctx.saved_tensors[0]
-        return grad.new_zeros(ctx.total, *grad.shape[1:]).index_copy_(0, places, grad.contiguous()), None
+        return grad.index_select(0, ctx.group.places), None  # that of padding is 0, see _Collect
+
+
+class _Collect(torch.autograd.Function):
+    """The way back; nothing is learned from padding."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: _Group) -> Tensor:
+        ctx.group = group
+        return x.index_select(0, group.places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.index_select(0, ctx.group.tokens).index_fill_(0, ctx.group.padding, 0.0), None
 
 
 def packed_attention(
@@ -192,16 +225,14 @@ def packed_attention(
             return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **other)  # type: ignore[no-any-return]
         mixed = _attend(query, key, value, attention_mask, scaling, softcap)
         return mixed.transpose(1, 2).contiguous(), None
-    groups: list[tuple[int, int, int]] = attention_mask.groups  # type: ignore[attr-defined]
-    counts = [count for count, _, _ in groups]
+    groups: list[_Group] = attention_mask.groups  # type: ignore[attr-defined]
+    counts = [len(group.places) for group in groups]
     parts = zip(*(x[0].transpose(0, 1).split(counts) for x in (query, key, value)), strict=True)
     outputs = []
-    for tokens, places, (_, rows, longest) in zip(parts, attention_mask.flatten().split(counts), groups, strict=True):
-        q, k, v = (
-            _Spread.apply(x, places, rows * longest).unflatten(0, (rows, longest)).transpose(1, 2) for x in tokens
-        )
-        mixed = _attend(q, k, v, _window(longest, sliding_window, query.device), scaling, softcap)
-        outputs.append(_Collect.apply(mixed.transpose(1, 2).flatten(0, 1), places))
+    for tokens, group in zip(parts, groups, strict=True):
+        q, k, v = (group.spread(x) for x in tokens)
+        mixed = _attend(q, k, v, _window(group.longest, sliding_window, query.device), scaling, softcap)
+        outputs.append(group.collect(mixed))
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None], None
 
 

@@ -300,8 +300,8 @@ MODELS = [
     ),
     (
         template("{% for %}"),
-        "the chat template does not compile (line 1: Expected an expression, got 'end of statement block'): mend it "
-        "beside the tokenizer",
+        "the chat template does not compile (line 1: Expected an expression, got 'end of statement block'): fix it "
+        "beside the tokenizer, or give data.chat_template",
     ),
     (template("{{ raise_exception('no\nuser') }}"), f"{REFUSES} (no user): reorder the turns"),
     (

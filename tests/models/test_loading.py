@@ -113,7 +113,9 @@ def test_saved_models_load_with_the_auto_classes_and_are_equal(model_folder: Pat
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1, "a small limit gives several shards"
     assert not list(tmp_path.glob(".*"))
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(again(IDS).logits, model.eval()(IDS).logits)
+    weights = again.state_dict()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
+    torch.testing.assert_close(again(IDS).logits, model.eval()(IDS).logits)  # fused layers round otherwise
     assert load_tokenizer(str(tmp_path)).chat_template == tiny_tokenizer().chat_template
     scorer, _ = load(model_folder, "scorer")
     save_model(tmp_path / "s", whole_tensors(scorer, WORLD), lm=scorer, tokenizer=tiny_tokenizer(), world=WORLD)
@@ -139,7 +141,7 @@ def test_merged_adapters_compute_what_unmerged_ones_do_and_leave_no_trace(model_
     model = lora_model(model_folder)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     unmerged = model(IDS).logits
-    base = AutoModelForCausalLM.from_pretrained(model_folder)(IDS).logits
+    base = load(model_folder)[0](IDS).logits
     assert (unmerged - base).abs().max() > 1e-2
     with lora_merged(model):
         torch.testing.assert_close(model(IDS).logits, unmerged, atol=1e-5, rtol=1e-5)

@@ -68,7 +68,8 @@ def test_rows_of_like_lengths_are_attended_to_together(family: str, monkeypatch:
     packed, padded = twins(family)
     ids, mask = ragged([3, 9, 1, 7, 9, 4], left=False)
     groups = packing.pack(packed, ids, mask).arguments["attention_mask"].groups
-    assert groups == [(25, 3, 9), (4, 1, 4), (3, 1, 3), (1, 1, 1)], "tokens, rows, length of the longest"
+    shapes = [(len(group.places), group.rows, group.longest) for group in groups]
+    assert shapes == [(25, 3, 9), (4, 1, 4), (3, 1, 3), (1, 1, 1)], "tokens, rows, length of the longest"
     compare(Policy(packed), Policy(padded), ids, mask, mask, 0.7)
     torch.testing.assert_close(
         Policy(packed)(ids[:1], mask[:1], mask[:1])[0][:, :3], Policy(packed)(ids, mask, mask)[0][:1, :3]
@@ -92,6 +93,29 @@ def test_packed_rows_give_the_scores_of_padded_ones(family: str) -> None:
     use_packing(packed)
     ids, mask = ragged([9, 1, 5, 7])
     compare(Scorer(packed), Scorer(padded), ids, mask)
+
+
+def test_rows_of_equal_lengths_need_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed, padded = twins("llama")
+    ids, mask = ragged([7, 7, 7])
+    for name in ("_Spread", "_Collect"):
+        monkeypatch.delattr(packing, name)
+    compare(Policy(packed), Policy(padded), ids, mask, mask)
+
+
+@pytest.mark.parametrize("lengths", [[9, 1, 5, 7], [4, 9, 0, 6], [0, 3, 9]])
+def test_a_nan_stays_in_its_row(lengths: list[int]) -> None:
+    """Padding among keys holds a token: its own row's."""
+    packed, _ = twins("llama")
+    ids, mask = ragged(lengths)
+    bad = max(range(len(lengths)), key=lengths.__getitem__)
+    packed.get_input_embeddings().weight.requires_grad_(False)[0] = float("nan")
+    ids[ids == 0] = 3
+    clean = Policy(packed)(ids, mask, mask)[0].detach()
+    ids[bad, lengths[bad] - 1] = 0
+    found = Policy(packed)(ids, mask, mask)[0].detach()
+    others = [row for row in range(len(lengths)) if row != bad]
+    assert found.isfinite()[others].all() and torch.equal(found[others], clean[others])
 
 
 def test_only_real_tokens_pass_through_the_model() -> None:

@@ -1,0 +1,76 @@
+"""A model's RMS norms and rotary positions by `functional/fused.py`, on a CPU in float32.
+
+Why: fewer passes over memory and fewer starts of all threads than transformers' modules need, worth 2 to 3% of a layer
+(docs/benchmarks/training.md). Other dtypes and devices are computed by transformers as before. The module keeps its
+weights, names and ancestors; only this model's modules change, transformers' own classes do not.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybrid_rlhf.functional.fused import rms_norm, rotate
+
+RMS_NORMS = frozenset({"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Phi3RMSNorm"})
+"""Norms of the form x / rms(x) * weight; Gemma's add 1 to the weight."""
+ROTARY_ATTENTIONS = frozenset({"LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention"})
+"""Attentions that rotate whole heads, half against half."""
+_ROTARY = "apply_rotary_pos_emb"
+"""What transformers calls by this name in an attention's forward."""
+
+
+def fuse_layers(model: nn.Module) -> None:
+    """Give norms and attentions of known families their faster form; a test compares each with transformers'."""
+    for module in model.modules():
+        kind: Any = type(module)
+        if kind.__name__ in RMS_NORMS:
+            module.__class__ = _norm(kind)
+        elif kind.__name__ in ROTARY_ATTENTIONS and _rotates(kind):
+            module.__class__ = _attention(kind)
+
+
+def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """Queries and keys [B, A, T, D] at their positions, cos and sin [B, T, D]; the signature is transformers'."""
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return rotate(q, cos, sin), rotate(k, cos, sin)
+
+
+@functools.cache
+def _norm(kind: Any) -> Any:
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        if _fits(hidden_states) and self.weight.dtype == torch.float32:
+            return rms_norm(hidden_states, self.weight, eps=self.variance_epsilon)
+        return kind.forward(self, hidden_states)  # type: ignore[no-any-return]
+
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+@functools.cache
+def _attention(kind: Any) -> Any:
+    """A forward of the same code that finds our function under the name of transformers'."""
+    own: Any = kind.forward
+    theirs = own.__globals__[_ROTARY]
+
+    def either(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+        whole = q.shape[-1] == k.shape[-1] == cos.shape[-1]
+        rotation = rotary if whole and all(map(_fits, (q, k, cos, sin))) else theirs
+        return rotation(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+
+    forward = FunctionType(own.__code__, {**own.__globals__, _ROTARY: either}, own.__name__, own.__defaults__)
+    forward.__kwdefaults__ = own.__kwdefaults__
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+def _rotates(kind: type[nn.Module]) -> bool:
+    """Whether its forward is a plain function that calls transformers' rotary function."""
+    forward: Any = kind.forward
+    return isinstance(forward, FunctionType) and not forward.__closure__ and _ROTARY in forward.__code__.co_names
+
+
+def _fits(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype == torch.float32
