@@ -87,9 +87,9 @@ def pack(lm: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Pack
         place[rows] = real[rows].flatten().cumsum(dim=0).view(real.shape) - 1
         order = place[real]
         input_ids, real = input_ids[rows], real[rows]
-    places = _places(sizes, groups, device=real.device)
+    mask = places(sizes, groups, device=real.device)
     arguments = {"input_ids": input_ids[real][None], "position_ids": position_ids(real)[real][None]}
-    return Packed({**arguments, "attention_mask": places}, order)
+    return Packed({**arguments, "attention_mask": mask}, order)
 
 
 def _ends(lm: PreTrainedModel, real: Tensor) -> Tensor | None:
@@ -153,7 +153,7 @@ class _Group:
         return _Collect.apply(flat, self) if len(self.padding) else flat  # type: ignore[no-any-return]
 
 
-def _places(lengths: Sequence[int], sizes: Sequence[int], *, device: torch.device) -> Tensor:
+def places(lengths: Sequence[int], sizes: Sequence[int], *, device: torch.device) -> Tensor:
     """Where each token lies among the padded rows of its group: int64 [1, 1, 1, N], with the groups."""
     groups, start = [], 0
     for size in sizes:
@@ -208,7 +208,7 @@ def packed_attention(
         query: [1, A, N, D].
         key: [1, K, N, D].
         value: as key.
-        attention_mask: the boundaries of the rows (see `_ends`) or the places of the tokens (see `_places`); anything
+        attention_mask: the boundaries of the rows (see `_ends`) or the places of the tokens (see `places`); anything
             else is a mask for padded rows.
         scaling: scores are multiplied by it; none: 1 / sqrt(D).
         sliding_window: tokens that a query sees, itself included; none: all before it.

@@ -26,7 +26,7 @@ from hybrid_rlhf.models.activation_offload import ActivationOffload
 from hybrid_rlhf.models.folders import load_config, reading
 from hybrid_rlhf.models.loading import AUTO_CLASS, Architecture, adapt_config, adapt_model
 from hybrid_rlhf.models.lora import choose_trained, lora_layers
-from hybrid_rlhf.models.packing import packs
+from hybrid_rlhf.models.packing import packs, places
 from hybrid_rlhf.models.policy import HeadLogprobs
 from hybrid_rlhf.models.sources import EMBEDDED_MODEL, embedded_gguf, quiet_transformers
 from hybrid_rlhf.runtime.live_bytes import LiveBytes
@@ -246,9 +246,8 @@ def _forward(lm: PreTrainedModel, batch: Batch) -> Tensor:
     ids = torch.zeros(shape, dtype=torch.long, device="meta")
     arguments = {}
     if packs(lm):
-        places: Any = torch.zeros(1, 1, 1, batch.rows * batch.length, dtype=torch.long, device="meta")
-        places.groups = [(batch.rows * batch.length, batch.rows, batch.length)]
-        arguments = {"position_ids": ids, "attention_mask": places}
+        mask = places([batch.length] * batch.rows, [batch.rows], device=ids.device)
+        arguments = {"position_ids": ids, "attention_mask": mask}
     hidden = lm.base_model(input_ids=ids, use_cache=False, **arguments).last_hidden_state.flatten(0, 1)
     if lm.get_output_embeddings() is None:
         return lm.score(hidden).float().sum()  # type: ignore[operator, union-attr]

@@ -53,9 +53,7 @@ def test_the_commands_run(line: str, tmp_path: Path, model_folder: Path) -> None
     assert (tmp_path / "run" / "model.safetensors").exists()
 
 
-def test_a_template_of_the_config_is_trained_with_saved_and_stops_answers(
-    tmp_path: Path, model_folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_template_of_the_config_is_trained_with_saved_and_stops_answers(tmp_path: Path, model_folder: Path) -> None:
     rows = [{"prompt": f"say {i}", "completion": str(i)} for i in range(20)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "chat.jinja").write_text(
@@ -78,9 +76,8 @@ def test_a_template_of_the_config_is_trained_with_saved_and_stops_answers(
     assert saved.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True).endswith("assistant|glad ")
     ends = json.loads((tmp_path / "run" / "generation_config.json").read_text())["eos_token_id"]
     assert set(ends) == {0, 2}, "the template's end of turn beside the tokenizer's eos"
-    assert "does not learn to stop" not in capfd.readouterr().err
+    assert "does not learn to stop" not in (tmp_path / "run" / "log.txt").read_text()
     endless = (tmp_path / "chat.jinja").read_text().replace("<|endoftext|>", "\\n")
     (tmp_path / "endless.jinja").write_text(endless)
     run("endless", **{"data.chat_template": tmp_path / "endless.jinja"})
-    told = capfd.readouterr()
-    assert "does not learn to stop: give data.chat_template" in " ".join((told.out + told.err).split())
+    assert "does not learn to stop: give data.chat_template" in (tmp_path / "endless" / "log.txt").read_text()

@@ -109,8 +109,8 @@ def rows(file: Path) -> None:
         assert pairs is None or pairs[0]["pairs"]
         labelled = refused(encoding.encode_labelled_row, place, row, model()[1], 64)
         assert labelled is None or len(labelled[0]["labels"]) == len(labelled[0]["responses"]) > 0
-        prompt = refused(encoding.encode_prompt_row, place, row, model()[1], 64)
-        assert prompt is None or (prompt["input_ids"] and prompt["columns"].encode())
+        prompts = refused(encoding.encode_prompt_row, place, row, model()[1], 64)
+        assert prompts is None or (prompts[0]["input_ids"] and prompts[0]["columns"].encode())
 
 
 def safetensors_header(data: bytes) -> None:
