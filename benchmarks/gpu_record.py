@@ -42,7 +42,7 @@ class Record:
         start = time.perf_counter()
         try:
             value = function()
-        except Exception as error:  # noqa: BLE001 - the next figure may work, and this one is told
+        except Exception as error:  # noqa: BLE001 - the next figure may work; the error is recorded
             value = {"error": f"{type(error).__name__}: {error}"[:2000]}
         self.figures[name] = value
         self.write()
