@@ -21,11 +21,14 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.messages import REASONING_KEYS, Message, Tools
-from hybrid_rlhf.data.template import ChatTemplate, leading_bos, render, special_tokens, token_ids
+from hybrid_rlhf.data.template import ChatTemplate, leading_bos, render, token_ids
 
 # Part of the cache key of tokenised rows: change it when the rules here change.
 RULES_VERSION = 5
 _OPEN, _CLOSE = "<think>", "</think>"
+_THOUGHT = re.compile(f"{_OPEN}|{_CLOSE}")
+_Spans = list[tuple[int, int]]
+"""Where in a text the assistant speaks."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +37,6 @@ class Encoded:
 
     input_ids: list[int]
     loss_mask: list[bool]
-
-
-@dataclass
-class _Row:
-    """Text, and where in it the assistant speaks; what follows `end` is a part of the row but of no later turn."""
-
-    text: str
-    spans: list[tuple[int, int]]
-    end: int
 
 
 def encode_conversation(
@@ -64,10 +58,10 @@ def encode_conversation(
         text, spans = template.generated(messages, tools)
         before = render(messages[:learn_from], tokenizer, tools=tools, add_generation_prompt=True) if learn_from else ""
         shared = len(os.path.commonprefix([before, text]))
-        rows = [_Row(text, [span for span in spans if span[0] >= shared], len(text))]
+        rows = [(text, [span for span in spans if span[0] >= shared])]
     else:
         rows = _rows(messages, tokenizer, tools, learn_from)
-    return [_encode(row.text, row.spans, tokenizer) for row in rows]
+    return [_encode(text, spans, tokenizer) for text, spans in rows]
 
 
 def encode_answer(
@@ -160,12 +154,13 @@ def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, *, context: str =
 
 def _rows(
     messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, tools: Tools | None, learn_from: int
-) -> list[_Row]:
+) -> list[tuple[str, _Spans]]:
     """Each answer behind its own prompt, those that grow from one another in one row.
 
+    What follows the last span of a row is a part of that row and of no later turn.
     A greeting, which answers nothing, is learned where the template can prompt for it.
     """
-    rows: list[_Row] = []
+    rows: list[tuple[str, _Spans]] = []
     for turn, message in enumerate(messages):
         if message["role"] != "assistant" or turn < learn_from:
             continue
@@ -175,11 +170,13 @@ def _rows(
             if turn == 0 and len(messages) > 1:
                 continue
             raise
-        spans = [(len(before), len(before) + stop)] if stop else []
-        row = _Row(before + generated, spans, len(before) + stop)
-        if rows and before.startswith(rows[-1].text[: rows[-1].end]):
-            row.spans = rows.pop().spans + row.spans
-        rows.append(row)
+        spans = [(len(before), len(before) + stop)]
+        if rows:
+            text, earlier = rows[-1]
+            if before.startswith(text[: earlier[-1][1]]):
+                spans = earlier + spans
+                rows.pop()
+        rows.append((before + generated, spans))
     return rows
 
 
@@ -190,13 +187,16 @@ def _turn(
     message, history = messages[turn], messages[:turn]
     before = render(history, tokenizer, tools=tools, add_generation_prompt=True)
     through = render(messages[: turn + 1], tokenizer, tools=tools)
+    template = ChatTemplate.of(tokenizer, tools)
+    if template is None:
+        generated = through[len(before) :]
+        return before, generated, len(generated.removesuffix("\n\n"))
     if through.startswith(before):
         generated = through[len(before) :]
     else:
-        before, generated = _as_prompted(before, through, render(history, tokenizer, tools=tools), message, tokenizer)
-    template = ChatTemplate.of(tokenizer, tools)
-    if template is None:
-        return before, generated, len(generated.removesuffix("\n\n"))
+        before, generated = _as_prompted(
+            before, through, render(history, tokenizer, tools=tools), message, template.special
+        )
     said = _said(generated, template.answer_end, str(message.get("content", "")).strip(), template.special)
     if (found := template.special.search(generated, said)) is not None:
         return before, generated, found.end()
@@ -220,7 +220,7 @@ def _said(generated: str, end: str | None, content: str, special: re.Pattern[str
 
 
 def _as_prompted(
-    before: str, through: str, history: str, message: Message, tokenizer: PreTrainedTokenizerBase
+    before: str, through: str, history: str, message: Message, special: re.Pattern[str]
 ) -> tuple[str, str]:
     """Prompt and answer where the template shows an answer otherwise than it prompts for it.
 
@@ -228,7 +228,8 @@ def _as_prompted(
     with. What is generated then is the message's own reasoning and the end of the block, or the answer alone.
     """
     shared = len(os.path.commonprefix([before, through]))
-    shared -= _torn(through, shared, (*special_tokens(tokenizer), _OPEN, _CLOSE))
+    marks = [found for pattern in (special, _THOUGHT) for found in pattern.finditer(through)]
+    shared = min([shared, *(found.start() for found in marks if found.start() < shared < found.end())])
     opening = before[len(os.path.commonprefix([history, before])) :]
     content = str(message.get("content", ""))
     thought, closed, answer = content.rpartition(_CLOSE)
@@ -246,12 +247,6 @@ def _as_prompted(
     if opening.rfind(_OPEN) > opening.rfind(_CLOSE):
         rest = f"{reasoning.strip()}\n{_CLOSE}\n\n{rest}"
     return before, rest
-
-
-def _torn(text: str, place: int, tokens: Sequence[str]) -> int:
-    """How far back a token begins that a place in a text lies within; 0: it lies within none."""
-    back = [n for token in tokens for n in range(1, len(token)) if text.startswith(token, place - n)]
-    return max(back, default=0)
 
 
 def _encode(text: str, spans: Sequence[tuple[int, int]], tokenizer: PreTrainedTokenizerBase) -> Encoded:
