@@ -7,6 +7,7 @@
     python -m benchmarks.learning --task reasoning             # SmolLM2-135M on checked answers (extra: bench)
     python -m benchmarks.learning --task reasoning --algorithms grpo dapo    # either of these two by other algorithms
     python -m benchmarks.learning --task reasoning --algorithms remax --seeds 0 1    # by one unclipped update a rollout
+    python -m benchmarks.learning --task sharp --seeds 0 1     # SmolLM2-135M, defaults, a sharp reward of long answers
 
 Writes to --out: a CSV a task (a row a step: mean, deviation, lowest and highest over the seeds, and each seed), a PNG
 where matplotlib is installed, and prints a table. The band in which a run counts as the same is the mean of the seeds
@@ -32,7 +33,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.learning_tasks import REASONING_TASK, Task, copy_task, demo_task, reasoning_task, run_step
+from benchmarks.learning_tasks import REASONING_TASK, Task, copy_task, demo_task, reasoning_task, run_step, sharp_task
 from hybrid_rlhf.configs.algorithms import ON_POLICY
 from hybrid_rlhf.configs.cli import parse_config, save_config
 from hybrid_rlhf.configs.ppo import PPOConfig
@@ -40,7 +41,7 @@ from hybrid_rlhf.configs.ppo import PPOConfig
 ABLATIONS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "advantages not whitened": {"ppo": {"whiten_advantages": False}},
-    "values not clipped": {"ppo": {"value_clip": 0.0}},
+    "values clipped at 0.5": {"ppo": {"value_clip": 0.5}},
     "ratios not clipped": {"ppo": {"clip_low": 0.99, "clip_high": 1e9}},
     "one epoch, one mini-batch": {"ppo": {"epochs": 1, "mini_batches": 1}},
     "lambda 0": {"ppo": {"lam": 0.0}, "critic": {"lam": 0.0}},
@@ -80,35 +81,35 @@ Curve = dict[int, float]
 """Step to figure."""
 
 
-def run(task: Task, changes: Mapping[str, Any], seed: int, threads: int) -> Lines:
-    """One PPO run in a process of its own."""
+def run(config: Mapping[str, Any], seed: int, threads: int, *, fault: str | None = None) -> Lines:
+    """One run of step 3 in a process of its own."""
     folder = Path(tempfile.mkdtemp())
-    config = config_of(task, changes, folder)
-    config |= {
-        "seed": seed, "output_dir": str(folder / "run"), "logging": {"tensorboard": False, "samples_every": 0},
+    config = {
+        **config, "seed": seed, "output_dir": str(folder / "run"),
+        "logging": {"tensorboard": False, "samples_every": 0},
     }  # fmt: skip
-    entry = ["training/step3_ppo/main.py"]
-    if "fault" in changes:
-        entry = ["-m", "benchmarks.learning_faults", str(changes["fault"])]
+    entry = ["training/step3_ppo/main.py"] if fault is None else ["-m", "benchmarks.learning_faults", fault]
     run_step(entry, config, folder / "ppo.yaml", threads=threads)
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     shutil.rmtree(folder)
     return lines
 
 
-def config_of(task: Task, changes: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def config_of(task: Task, changes: Mapping[str, Any]) -> dict[str, Any]:
     """A variant of a task, less what its algorithm does not read of the task's keys: PPO's critic, for example."""
-    file = folder / "task.yaml"
-    file.write_text(yaml.safe_dump(merged(task.config, {k: v for k, v in changes.items() if k != "fault"})))
-    save_config(parse_config(PPOConfig, ["--config", str(file)], unread="ignore"), file)
-    return dict(yaml.safe_load(file.read_text()))
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "task.yaml"
+        file.write_text(yaml.safe_dump(merged(task.config, {k: v for k, v in changes.items() if k != "fault"})))
+        save_config(parse_config(PPOConfig, ["--config", str(file)], unread="ignore"), file)
+        return dict(yaml.safe_load(file.read_text()))
 
 
 def over_seeds(task: Task, changes: Mapping[str, Any], seeds: Sequence[int], jobs: int) -> list[Lines]:
     """A run for each seed, some at a time."""
     threads = max(1, (os.cpu_count() or 1) // jobs)
+    config = config_of(task, changes)  # the parser changes directories, so not in a thread
     with ThreadPoolExecutor(jobs) as pool:
-        return list(pool.map(lambda seed: run(task, changes, seed, threads), seeds))
+        return list(pool.map(lambda seed: run(config, seed, threads, fault=changes.get("fault")), seeds))
 
 
 def curve(lines: Lines, metric: str) -> Curve:
@@ -187,9 +188,9 @@ def last(curves: Sequence[Curve], steps: int = 10) -> list[float]:
 def main() -> None:
     """Run, write, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", choices=("copy", "demo", "reasoning"), default="copy")
+    parser.add_argument("--task", choices=("copy", "demo", "reasoning", "sharp"), default="copy")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--steps", type=int, help="none: 100 of copy, 16 of demo, 20 of reasoning")
+    parser.add_argument("--steps", type=int, help="none: 100 of copy, 16 of demo, 20 of reasoning, 12 of sharp")
     parser.add_argument("--ablations", action="store_true")
     parser.add_argument(
         "--algorithms", nargs="*", choices=ON_POLICY, help="the task by each of these; alone: by all but remax"
@@ -201,19 +202,21 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         variants = variants_of(options, Path(folder))
-        found = {}
+        found, others = {}, {}
         held_out: list[dict[str, Any]] = []
         for name, (task, changes) in variants.items():
             runs = over_seeds(task, changes, options.seeds, options.jobs)
             curves = [curve(lines, task.metric) for lines in runs]
             found[name] = band(curves)
             report(name, curves, found[name], task)
+            for metric in task.also:
+                others[f"{name}_{metric.rpartition('/')[2]}"] = band([curve(lines, metric) for lines in runs])
             for metric in task.held_out:
                 compare(metric, [curve(lines, metric) for lines in runs], task)
                 held_out += [{"variant": name, "metric": metric, "seed": seed, **ends(curve(lines, metric))}
                              for seed, lines in zip(options.seeds, runs, strict=True)]  # fmt: skip
     title = options.task + ("_ablations" if options.ablations else "_by" if options.algorithms is not None else "")
-    for name, rows in found.items():
+    for name, rows in (found | others).items():
         write(rows, options.out / f"{title}_{name.replace(' ', '_').replace(',', '')}.csv")
     if held_out:
         write(held_out, options.out / f"{title}_held_out.csv")
@@ -227,7 +230,7 @@ def main() -> None:
 
 def variants_of(options: argparse.Namespace, folder: Path) -> dict[str, tuple[Task, dict[str, Any]]]:
     """What is run: a task and what is changed of its config, by name."""
-    steps = options.steps or {"copy": 100, "demo": 16, "reasoning": 20}[options.task]
+    steps = options.steps or {"copy": 100, "demo": 16, "reasoning": 20, "sharp": 12}[options.task]
     names = None if options.algorithms is None else options.algorithms or list(ALGORITHMS)
     if options.task == "copy":
         task = copy_task(folder, steps=steps)
@@ -236,9 +239,12 @@ def variants_of(options: argparse.Namespace, folder: Path) -> dict[str, tuple[Ta
         return {name: (task, {"algorithm": name, **ALGORITHMS.get(name, ONE_UPDATE)}) for name in names}
     if options.task == "demo" and names is None:
         return {f"kl_coef {c}": (demo_task(options.demo, steps=steps, kl_coef=c), {}) for c in (0.02, 0.05, 0.2)}
-    task = demo_task(options.demo, steps=steps) if options.task == "demo" else reasoning_task(folder, steps=steps)
+    if options.task == "demo":
+        task = demo_task(options.demo, steps=steps)
+    else:
+        task = (sharp_task if options.task == "sharp" else reasoning_task)(folder, steps=steps)
     if names is None:
-        return {REASONING_TASK: (task, {})}
+        return {"ppo" if options.task == "sharp" else REASONING_TASK: (task, {})}
     return {name: (task, by_algorithm(task, name)) for name in names}
 
 

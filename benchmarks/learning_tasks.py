@@ -4,6 +4,8 @@
 of its eight tokens that repeat the first of them. The best score is 1; a random policy has about 0.1.
 `demo` is SmolLM2-135M on the demo's learned reward; it takes the folders that `make demo` leaves.
 `reasoning` is SmolLM2-135M on family relations of reasoning-gym (extra `bench`): right answers to fresh questions.
+`sharp` is SmolLM2-135M, with the library's defaults, against a reward model whose scores are large and which prefers
+long answers: does the critic explain anything, and do answers still end?
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 from benchmarks.ppo_step import TEMPLATE
+from hybrid_rlhf.data.embedded import write_demo_data
 from hybrid_rlhf.models.sources import resolve_model
 from hybrid_rlhf.runtime.world import solo_world
 
@@ -46,6 +49,8 @@ class Task:
     metric: str = "objective/scores"
     held_out: tuple[str, ...] = ()
     """Metrics of held-out prompts, compared before and after; the first is the score."""
+    also: tuple[str, ...] = ()
+    """Other metrics of rollouts whose curves are kept."""
     is_accuracy: bool = False
     """Whether the held-out score is a share of right answers."""
 
@@ -163,6 +168,59 @@ def reasoning_task(folder: Path, *, steps: int) -> Task:
         "train": {"max_steps": steps, "epochs": 100},
     }  # fmt: skip
     return Task(config, optimum=None, held_out=("eval/scores", "eval/kl"), is_accuracy=True)
+
+
+def sharp_task(folder: Path, *, steps: int) -> Task:
+    """PPO with defaults against a sharp reward model that prefers long answers.
+
+    An answer is the corpus's own, followed by up to three of other questions; of a pair the worse one is shorter, and
+    its words are shuffled.
+    """
+    path = resolve_model("embedded", world=solo_world(torch.device("cpu")))
+    file = write_demo_data(folder / "corpus", seed=0)
+    corpus = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    corpus = [row for row in corpus if len(row["chosen"].split()) <= 24 and len(row["prompt"][-1]["content"]) <= 120]
+    chance = random.Random(0)
+    chance.shuffle(corpus)
+
+    def answer(first: str, count: int) -> str:
+        return " ".join([first, *(row["chosen"] for row in chance.sample(corpus, count - 1))])
+
+    def shuffled(text: str) -> str:
+        words = text.split()
+        return " ".join(chance.sample(words, len(words)))
+
+    def pair(row: dict[str, Any]) -> dict[str, Any]:
+        worse = shuffled(answer(row["chosen"], chance.randint(1, 2)))
+        return {"prompt": row["prompt"], "chosen": answer(row["chosen"], chance.randint(2, 4)), "rejected": worse}
+
+    shown, judged, asked = corpus[:200], corpus[200:500], corpus[500:]
+    write_rows(
+        folder / "sft.jsonl",
+        [{"prompt": row["prompt"], "completion": answer(row["chosen"], chance.randint(1, 4))} for row in shown],
+    )
+    write_rows(folder / "pairs.jsonl", [pair(row) for row in judged])
+    write_rows(folder / "prompts.jsonl", [{"prompt": row["prompt"]} for row in asked])
+    adapters = {"rank": 16, "alpha": 32}
+    for entry, name, section in (
+        ("step1_sft", "sft", {"model": {"path": path}, "optimizer": {"lr": 1e-3}}),
+        ("step2_reward", "pairs", {"model": {"path": str(folder / "step1_sft")}, "optimizer": {"lr": 1e-3}}),
+    ):
+        config = {
+            **section, "output_dir": str(folder / entry), "lora": adapters, "logging": {"tensorboard": False},
+            "data": {"sources": [str(folder / f"{name}.jsonl")], "max_length": 160, "eval_fraction": 0.2},
+            "train": {"global_batch_size": 8},
+        }  # fmt: skip
+        run_step([f"training/{entry}/main.py"], config, folder / f"{entry}.yaml")
+    config = {
+        "actor": {"path": str(folder / "step1_sft"), "optimizer": {"lr": 1e-5}},
+        "reward": {"path": str(folder / "step2_reward")},
+        "data": {"sources": [str(folder / "prompts.jsonl")], "eval_fraction": 0.15, "cache_dir": str(folder / "cache")},
+        "rollout": {"prompts_per_step": 32, "max_prompt_tokens": 64, "max_new_tokens": 64},
+        "train": {"max_steps": steps, "epochs": 100},
+    }  # fmt: skip
+    held_out = ("eval/scores", "eval/kl", "eval/clipped_ratio", "eval/mean_length")
+    return Task(config, optimum=None, held_out=held_out, also=("val/explained_variance", "completions/clipped_ratio"))
 
 
 def run_step(entry: Sequence[str], config: Mapping[str, Any], file: Path, *, threads: int | None = None) -> None:

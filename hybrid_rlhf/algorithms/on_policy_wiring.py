@@ -186,7 +186,12 @@ def build_roles(
     critic, reference = None, None
     if critic_path is not None:
         base = actor.lm if config.critic.share_base else None
-        critic = build_engine(replace(trained("critic", critic_path, config.critic), base=base), run.world)
+        # a reward model's head reads whole answers; before their end its scores explain less than a constant
+        fresh_head = config.critic.path is None and warm_folder(run, "critic") is None
+        spec = trained("critic", critic_path, config.critic)
+        critic = build_engine(
+            replace(spec, base=base, fresh_head=fresh_head, head_lr=config.critic.head_lr), run.world
+        )  # fmt: skip
     reward = build_reward(
         config.reward.named_parts, run.world, tokenizer=tokenizer,
         resolve=lambda path: resolve(config, run, path, key="reward.path"),

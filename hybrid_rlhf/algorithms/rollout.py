@@ -117,10 +117,13 @@ class Rollout:
         kept = torch.ones(count, dtype=torch.bool, device=device)
         kept[report.dropped] = False
         each, row = count // len(prompts), torch.arange(count, device=device)
-        penalties = score_penalties(sequences, self._algorithm.config, max_new_tokens=self._config.max_new_tokens)
         scores = report.scores
         if sequences.turn_rewards is not None:
             scores = scores + sequences.turn_rewards.sum(dim=1)
+        algorithm = self._algorithm.config
+        scores_std = float(scores[kept].std(correction=0)) if algorithm.score_scaling == "none" else 1.0
+        limit = self._config.max_new_tokens
+        penalties = score_penalties(sequences, algorithm, max_new_tokens=limit, scores_std=scores_std)
         metrics = {**report.metrics, **episode_metrics(sequences)}
         whole = Rated(sequences, first + row // each, scores, penalties, metrics)
         if not greedy:

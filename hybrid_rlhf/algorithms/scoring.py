@@ -87,13 +87,20 @@ class Scored:
         return completion_kl(self.old_logprobs, self.ref_logprobs, self.sequences.response_mask)
 
 
-def score_penalties(sequences: Sequences, config: AlgorithmConfig, *, max_new_tokens: int) -> Tensor:
+def score_penalties(sequences: Sequences, config: AlgorithmConfig, *, max_new_tokens: int, scores_std: float) -> Tensor:
     """[N] float32, what is subtracted from scores: for want of an end, and for length.
 
-    Source: the EOS trick of N+ details; overlong shaping, DAPO (arXiv 2503.14476, eq. 13).
+    Source: the EOS trick of N+ details, for scores of deviation 1; overlong shaping, DAPO (arXiv 2503.14476, eq. 13).
+
+    Args:
+        sequences: the N completions.
+        config: of the penalties.
+        max_new_tokens: longest completion.
+        scores_std: standard deviation of the rollout's scores, the penalty for want of an end where it is "auto".
     """
     lengths = sequences.response_mask.sum(dim=1)
-    penalties = config.missing_eos_penalty * (~sequences.stopped) + config.length_penalty * lengths
+    missing_eos = scores_std if config.missing_eos_penalty == "auto" else config.missing_eos_penalty
+    penalties = missing_eos * (~sequences.stopped) + config.length_penalty * lengths
     last_part = config.overlong_fraction * max_new_tokens
     if last_part:
         begins = sequences.response_mask.int().argmax(dim=1)

@@ -19,8 +19,7 @@ class AlgorithmConfig:
     target_approxkl: float | None = None
     """The passes end once approxkl of a mini-batch is above this; none: they never end early."""
     critic_warmup_steps: int = 0
-    """Steps at the beginning in which the critic learns alone; its values start at 0 (fresh head), or as the scores of
-    the reward model that it starts from."""
+    """Steps at the beginning in which the critic learns alone; its values start at 0, see critic.path."""
     kl_coef: float = 0.05
     """Weight of the per-token KL penalty against the reference (N+ details)."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
@@ -62,14 +61,15 @@ class AlgorithmConfig:
     """The ratio is clipped above 1 + clip_high."""
     dual_clip: float | None = None
     """For negative advantages the loss is at most this times their size (arXiv 1912.09729: 3); none: no bound."""
-    value_clip: float = 0.5
-    """Values may move this far from the old ones in one rollout (verl, OpenRLHF); 0 does not clip."""
+    value_clip: float = 0.0
+    """Values may move this far from the old ones in one rollout (verl, OpenRLHF: 0.5); 0 does not clip."""
     score_scaling: Literal["none", "running", "initial"] = "none"
     """Scores get mean 0 and deviation 1: those of all scores so far, or of the first actor's answers (InstructGPT)."""
     score_clip: float | None = None
     """Scores are clipped to +- this (DeepSpeed-Chat: 5); none does not clip (TRL, verl)."""
-    missing_eos_penalty: float = 1.0
-    """Subtracted from the score of a completion that never stops (the EOS trick of N+ details; TRL's examples)."""
+    missing_eos_penalty: float | Literal["auto"] = "auto"
+    """Subtracted from the score of a completion that never stops (the EOS trick of N+ details; TRL's examples: 1);
+    auto: the standard deviation of the rollout's scores, 1 where they are scaled."""
     length_penalty: float = 0.0
     """Subtracted from the score for each response token."""
     whiten_rewards: bool = False
@@ -105,10 +105,14 @@ class AlgorithmConfig:
             value = getattr(self, name)
             require(0 <= value <= 1, f"ppo.{name} must be in [0, 1], got {value}: give for example 0.95")
         for name in (
-            "kl_coef", "clip_low", "clip_high", "value_clip", "ptx_coef", "missing_eos_penalty", "critic_warmup_steps",
+            "kl_coef", "clip_low", "clip_high", "value_clip", "ptx_coef", "critic_warmup_steps",
             "reference_refresh_every", "max_refills", "overlong_penalty",
         ):  # fmt: skip
             require(getattr(self, name) >= 0, f"ppo.{name} must be 0 or more, got {getattr(self, name)}: raise it")
+        require(
+            self.missing_eos_penalty == "auto" or self.missing_eos_penalty >= 0,
+            f"ppo.missing_eos_penalty must be auto or 0 or more, got {self.missing_eos_penalty}: give for example 1",
+        )
         for name in ("kl_target", "target_approxkl"):
             value = getattr(self, name)
             require(value is None or value > 0, f"ppo.{name} must be above 0 nats, got {value}: leave it out for none")

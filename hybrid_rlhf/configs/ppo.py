@@ -37,8 +37,8 @@ class TrainedRoleConfig:
     """A role that learns: actor or critic."""
 
     path: str | None = None
-    """Model to start from; none: model.path for the actor, the reward model for the critic, or where there is none the
-    actor's start with a fresh head, whose values are 0."""
+    """Model to start from; none: model.path for the actor; for the critic the reward model's layers, or where there is
+    none the actor's, with a head of zeros. A critic's path keeps the head of the model that it names."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
@@ -50,11 +50,17 @@ class CriticConfig(TrainedRoleConfig):
 
     lam: float = 1.0
     """Lambda of the returns that it learns; apart from ppo.lam, which is the actor's (VC-PPO, arXiv 2503.01491)."""
+    head_lr: float | None = None
+    """Highest learning rate of its head; none: optimizer.lr, of a head of zeros at least 0.1 / hidden size."""
     share_base: bool = False
     """The critic starts where the actor does and has adapters of its own on the actor's weights; needs LoRA."""
 
     def __post_init__(self) -> None:
         require(0 <= self.lam <= 1, f"critic.lam must be in [0, 1], got {self.lam}: give for example 1.0")
+        rate = self.head_lr
+        require(
+            rate is None or rate >= 0, f"critic.head_lr must be 0 or more, got {rate}: leave it out for the default"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,6 +43,9 @@ MODULES: dict[Role, type[Policy] | type[Scorer] | type[Teacher]] = {
     "actor": Policy, "reference": Policy, "critic": Scorer, "reward": Scorer, "student": Student, "teacher": Teacher,
 }  # fmt: skip
 EngineT = TypeVar("EngineT", bound=ModelEngine)
+FRESH_HEAD_STEP = 0.1
+"""Learning rate of a critic's head of zeros, times the hidden size: hidden states are of size 1 or so, and an update
+then moves a value by a tenth at most."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,10 @@ class EngineSpec:
     """Frozen, and not sharded by ZeRO-3: its weights are on the device only inside `on_device`."""
     heads: tuple[str, ...] | None = ()
     """Names of a scorer's several scores; empty: one score; none: as it is stored."""
+    fresh_head: bool = False
+    """A scorer's head is started anew even where the model has one."""
+    head_lr: float | None = None
+    """Of a critic; none: the optimizer's, at least FRESH_HEAD_STEP / hidden size of a fresh head."""
     base: PreTrainedModel | None = None
     """A model of the same start, on the device: its frozen weights are this one's too; both have adapters."""
 
@@ -100,6 +107,7 @@ def _build(engine_type: Callable[..., EngineT], spec: EngineSpec, world: World) 
     if spec.optimizer is not None:
         for name in ("calibration", "step_separator"):  # of the scores before training
             vars(lm.config).pop(name, None)
+    fresh_head |= spec.fresh_head
     if fresh_head:
         _init_head(lm, role=spec.role, seed=spec.seed)
     choose_trained(lm, None if spec.optimizer is None else spec.lora, architecture, seed=spec.seed)
@@ -112,7 +120,8 @@ def _build(engine_type: Callable[..., EngineT], spec: EngineSpec, world: World) 
         engine, *_ = deepspeed.initialize(model=module, config=config)
         module.eval()
         return engine_type(spec.role, engine, world, EngineOptions(offload_weights=spec.offload_weights))
-    optimizer = _adamw(module, spec.optimizer)
+    head_lr = _head_lr(spec, lm, fresh=fresh_head) if spec.role == "critic" else spec.optimizer.lr
+    optimizer = _adamw(module, spec.optimizer, head=lm.score if architecture == "scorer" else None, head_lr=head_lr)
     section, total = spec.optimizer, spec.total_updates
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: lr_factor(step, config=section, total_steps=total)
@@ -123,13 +132,27 @@ def _build(engine_type: Callable[..., EngineT], spec: EngineSpec, world: World) 
     return engine_type(spec.role, engine, world, options)
 
 
-def _adamw(module: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW whose decay spares norms and biases, the vectors among the parameters."""
+def _head_lr(spec: EngineSpec, critic: PreTrainedModel, *, fresh: bool) -> float:
+    """See EngineSpec. Weights of 0 must reach the scale of the scores, which the rate of trained layers takes thousands
+    of updates for; of an output layer it goes with 1 / width (muP, arXiv 2203.03466, table 3)."""
+    assert spec.optimizer is not None
+    lr = spec.optimizer.lr
+    if spec.head_lr is not None:
+        return spec.head_lr
+    return max(lr, FRESH_HEAD_STEP / critic.config.get_text_config().hidden_size) if fresh and lr else lr
+
+
+def _adamw(
+    module: nn.Module, config: OptimizerConfig, *, head: nn.Module | None = None, head_lr: float = 0.0
+) -> torch.optim.Optimizer:
+    """AdamW whose decay spares norms and biases, the vectors among the parameters; a score head is the last group."""
+    heads = {id(p) for p in head.parameters()} if head is not None and head_lr != config.lr else set[int]()
     trained = [p for p in module.parameters() if p.requires_grad]
-    rank = [len(getattr(p, "ds_shape", p.shape)) for p in trained]
-    groups = [
-        {"params": [p for p, r in zip(trained, rank, strict=True) if r >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p, r in zip(trained, rank, strict=True) if r < 2], "weight_decay": 0.0},
+    layers = [(p, len(getattr(p, "ds_shape", p.shape))) for p in trained if id(p) not in heads]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p, rank in layers if rank >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p, rank in layers if rank < 2], "weight_decay": 0.0},
+        {"params": [p for p in trained if id(p) in heads], "weight_decay": config.weight_decay, "lr": head_lr},
     ]
     groups = [group for group in groups if group["params"]]
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)

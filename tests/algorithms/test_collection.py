@@ -155,12 +155,19 @@ def test_rated_rows_join_at_their_longest() -> None:
 def test_overlong_completions_are_punished_as_in_the_paper() -> None:
     lengths = [1, 6, 7, 8, 9, 10]
     config = AlgorithmConfig(overlong_fraction=0.4, overlong_penalty=2.0)
-    found = score_penalties(sequences(lengths), config, max_new_tokens=10)
+    found = score_penalties(sequences(lengths), config, max_new_tokens=10, scores_std=3.0)
     paper = [0 if n <= 6 else ((10 - 4) - n) / 4 for n in lengths]  # eq. 13
     torch.testing.assert_close(found, -2.0 * torch.tensor(paper))
     both = AlgorithmConfig(missing_eos_penalty=0.5, length_penalty=0.25)
-    found = score_penalties(sequences([2, 4], stopped=False), both, max_new_tokens=10)
+    found = score_penalties(sequences([2, 4], stopped=False), both, max_new_tokens=10, scores_std=3.0)
     assert found.tolist() == [1.0, 1.5]
+
+
+def test_a_completion_without_an_end_loses_a_deviation_of_the_scores() -> None:
+    found = score_penalties(sequences([2, 4], stopped=False), AlgorithmConfig(), max_new_tokens=10, scores_std=3.0)
+    assert found.tolist() == [3.0, 3.0]
+    found = score_penalties(sequences([2, 4]), AlgorithmConfig(), max_new_tokens=10, scores_std=3.0)
+    assert found.tolist() == [0.0, 0.0]
 
 
 def test_a_stream_gives_each_row_once_an_epoch_and_goes_on_where_it_was() -> None:

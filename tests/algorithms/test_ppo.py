@@ -26,6 +26,7 @@ from hybrid_rlhf.configs.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections import LoraConfig, ModelConfig, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.data.collation import collate_tokens
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
+from hybrid_rlhf.engines.engine import Role
 from hybrid_rlhf.models.policy import scores_at_end
 from hybrid_rlhf.runtime.timers import Timers
 from hybrid_rlhf.runtime.world import World
@@ -213,9 +214,7 @@ def test_rollout_metrics_have_closed_forms() -> None:
     assert metrics["rollout/logprob_abs_diff_mean"] == metrics["rollout/logprob_abs_diff_max"] == 0.5
 
 
-def test_the_first_values_are_0_of_a_critic_without_a_head_and_the_rewards_of_one_with(
-    world: World, paths: dict[str, str]
-) -> None:
+def test_the_first_values_are_0_unless_critic_path_names_a_scorer(world: World, paths: dict[str, str]) -> None:
     ids = torch.tensor([[5, 6, 7, 8]])
     mask = torch.ones_like(ids, dtype=torch.bool)
     found = []
@@ -225,6 +224,31 @@ def test_the_first_values_are_0_of_a_critic_without_a_head_and_the_rewards_of_on
         found.append((critic(ids, mask), reward(ids, mask)))
     assert (found[0][0] == 0).all() and (found[0][1] != 0).all(), "a fresh head: 0 of values, not of scores"
     assert torch.equal(*found[1]) and (found[1][0] != 0).all(), "a reward model brings its own"
+    spec = EngineSpec("critic", paths["reward"], ModelConfig(), ZeroConfig(), 0, fresh_head=True)
+    assert (build_engine(spec, world)(ids, mask) == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("role", "head_lr", "fresh", "expected"),
+    [
+        ("critic", None, True, [1e-3, 1e-3, 0.1 / 32]),
+        ("critic", 0.5, True, [1e-3, 1e-3, 0.5]),
+        ("critic", None, False, [1e-3, 1e-3]),
+        ("critic", 0.5, False, [1e-3, 1e-3, 0.5]),
+        ("reward", None, True, [1e-3, 1e-3]),
+    ],
+)
+def test_a_value_head_of_zeros_learns_faster_than_trained_layers(
+    role: Role, head_lr: float | None, fresh: bool, expected: list[float], world: World, paths: dict[str, str]
+) -> None:
+    optimizer = OptimizerConfig(lr=1e-3, warmup_fraction=0.0)
+    made = EngineSpec(
+        role, paths["reward"], ModelConfig(), ZeroConfig(), 0, optimizer, fresh_head=fresh, head_lr=head_lr
+    )  # fmt: skip
+    groups = build_engine(made, world).deepspeed_engine.optimizer.param_groups
+    assert [group["lr"] for group in groups] == pytest.approx(expected)
+    if len(groups) == 3:
+        assert [tuple(weight.shape) for weight in groups[2]["params"]] == [(1, 32)]
 
 
 def test_explained_variance_is_1_for_a_perfect_critic() -> None:

@@ -196,5 +196,5 @@ def test_the_settings_that_train_hands_to_a_step_are_read_by_it(
     train.main([*demo, "--output_dir", "other", "--base_model", "BASE", "--ppo.actor.lora.rank", "4",
                 "--ppo.reward.path", "RM"])  # fmt: skip
     first, second = handed
-    assert (first.algorithm, first.actor.optimizer.lr, first.rollout.prompts_per_step) == ("grpo", 4e-4, 24)
+    assert (first.algorithm, first.actor.optimizer.lr, first.rollout.prompts_per_step) == ("grpo", 4e-4, 48)
     assert (second.actor.optimizer.lr, second.ppo.mini_batches, second.rollout.prompts_per_step) == (1e-5, 4, 64)

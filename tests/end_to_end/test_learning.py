@@ -18,7 +18,7 @@ from hybrid_rlhf.configs.ppo import PPOConfig
 @pytest.mark.slow
 def test_ppo_learns_to_copy(tmp_path: Path) -> None:
     task = copy_task(tmp_path, steps=40)
-    scores = curve(run(task, {}, seed=0, threads=1), task.metric)
+    scores = curve(run(config_of(task, {}), seed=0, threads=1), task.metric)
     assert scores[1] < 0.15, "a random policy"
     assert last([scores])[0] > 0.85, "docs/benchmarks/learning.md has the band"
 
@@ -36,7 +36,7 @@ def test_every_variant_of_the_benchmark_is_a_config(task: str, tmp_path: Path) -
         assert {*variants} == {*ON_POLICY, *ABLATIONS}
     for name, (run_of, changes) in variants.items():
         file = tmp_path / "c.yaml"
-        file.write_text(yaml.safe_dump(config_of(run_of, changes, tmp_path)))
+        file.write_text(yaml.safe_dump(config_of(run_of, changes)))
         config = parse_config(PPOConfig, ["--config", str(file)])
         assert config.algorithm == (name if name in ON_POLICY else "ppo")
         if name == "remax":
