@@ -67,6 +67,7 @@ PARTS: dict[str, tuple[str, Callable[..., None]]] = {
     "tests": ("tests/gpu", gpu_tests),
     "attention": ("Attention at 20 shapes that were never seen, forward and backward", gpu_kernels.attention),
     "generation": ("Generation beside its peers", gpu_steps.generation),
+    "head": ("Logits in float32 against the model's bfloat16", gpu_steps.head_dtype),
     "grpo": ("Three steps of GRPO: memory at each switch, and the plan", _steps("grpo")),
     "ppo": ("Three steps of PPO: memory at each switch, and the plan", _steps("ppo")),
     "deterministic": ("GRPO, deterministic", _steps("deterministic")),

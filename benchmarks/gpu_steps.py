@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from benchmarks.generation import SHAPES
 from benchmarks.gpu_record import DEVICE, ON_GPU, Record, limits
+from benchmarks.head_dtype import measured
 from tests.tiny import tiny_tokenizer
 
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -72,6 +73,21 @@ def _generation(settings: list[str], more: list[str]) -> dict[str, Any]:
         name: result["useful_tokens"] / sorted(times)[len(times) // 2] for name, times in result["seconds"].items()
     }
     return {"useful_tokens_per_second": speeds, "share_of_products": speeds["this engine"] / speeds["matrix products"]}
+
+
+def head_dtype(record: Record, *, small: bool) -> None:
+    """`benchmarks.head_dtype` on random weights in bfloat16, with 151,936 words."""
+    settings = {"rows": 2, "length": 16, "new_tokens": 4, "runs": 1} if small else {
+        "rows": 32, "length": 512, "new_tokens": 128, "runs": 7,
+    }  # fmt: skip
+    record.measure("head_dtype float32 against model", lambda: measured(_random_model(small=small), **settings))
+
+
+def _random_model(*, small: bool) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = LlamaConfig(**(TINY if small else SHAPES[MODEL]), max_position_embeddings=4096)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return model.to(DEVICE)  # type: ignore[arg-type]
 
 
 def steps(record: Record, part: str, *, small: bool) -> None:

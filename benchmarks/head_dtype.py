@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from transformers import PreTrainedModel
 
 from benchmarks.training import batch, step
 from hybrid_rlhf.configs.sections import ModelConfig
@@ -40,24 +41,32 @@ def main() -> None:
     torch.set_num_threads(1)
     path = resolve_model(given.model, world=solo_world(DEVICE))
     lm, _ = load_model(path, "causal_lm", config=ModelConfig(path=given.model), dtype=torch.bfloat16)
-    lm.to(DEVICE).train()  # type: ignore[arg-type]
-    ids, mask = batch(ROWS, LENGTH, full=True)
+    lm.to(DEVICE)  # type: ignore[arg-type]
+    print(f"{given.model}, {ROWS} x {LENGTH} tokens, {torch.get_num_threads()} threads, {DEVICE}, {torch.__version__}")
+    for name, value in measured(lm, rows=ROWS, length=LENGTH, new_tokens=NEW_TOKENS, runs=given.runs).items():
+        print(f"{name}: {value:.4f}")
+
+
+def measured(lm: PreTrainedModel, *, rows: int, length: int, new_tokens: int, runs: int) -> dict[str, float]:
+    """Medians of both sides in seconds, medians of their paired ratios, and how far apart their log-probs are."""
+    lm.train()
+    ids, mask = batch(rows, length, full=True)
+    ids %= lm.get_input_embeddings().num_embeddings
     policies, engines = {}, {}
     for name in ("float32", "model"):
         keep_float32_logits(lm, name == "float32")
         policies[name], engines[name] = Policy(lm), GenerationEngine(lm, stop_token_ids=())
-    prompts, sampling = ids[:, :16].tolist(), SamplingParams(max_new_tokens=NEW_TOKENS)
-    print(f"{given.model}, {ROWS} x {LENGTH} tokens, {torch.get_num_threads()} threads, {DEVICE}, {torch.__version__}")
-    compare("training step", lambda name: step(policies[name], ids, mask), given.runs)
-    compare(f"decoding {NEW_TOKENS} tokens", lambda name: engines[name].generate(prompts, sampling), given.runs)
+    prompts, sampling = ids[:, :16].tolist(), SamplingParams(max_new_tokens=new_tokens)
+    figures = compare("training step", lambda name: step(policies[name], ids, mask), runs)
+    figures |= compare(f"decoding {new_tokens} tokens", lambda name: engines[name].generate(prompts, sampling), runs)
     with torch.no_grad():
         found = {name: policy(ids, mask, mask)[0] for name, policy in policies.items()}
     apart = (found["float32"] - found["model"]).abs()[:, 1:]
-    print(f"log-probs of the two are {float(apart.mean()):.4f} nats apart on average, {float(apart.max()):.3f} at most")
+    return figures | {"log-probs apart, mean nats": float(apart.mean()), "at most": float(apart.max())}
 
 
-def compare(what: str, run: Callable[[str], object], runs: int) -> None:
-    """Print the medians of both, and of their paired ratios."""
+def compare(what: str, run: Callable[[str], object], runs: int) -> dict[str, float]:
+    """The medians of both, and of their paired ratios."""
     seconds: dict[str, list[float]] = {"float32": [], "model": []}
     for number in range(runs + 1):
         for name in ("float32", "model") if number % 2 else ("model", "float32"):
@@ -66,7 +75,8 @@ def compare(what: str, run: Callable[[str], object], runs: int) -> None:
                 seconds[name].append(taken)
     ratio = statistics.median(a / b for a, b in zip(seconds["float32"], seconds["model"], strict=True))
     medians = {name: statistics.median(taken) for name, taken in seconds.items()}
-    print(f"{what}: float32 {medians['float32']:.3f} s, model {medians['model']:.3f} s, paired ratio {ratio:.3f}")
+    sides = {f"{what}, {name}, seconds": median for name, median in medians.items()}
+    return {**sides, f"{what}, paired ratio": ratio}
 
 
 def timed(run: Callable[[], object]) -> float:

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PARTS = ["kernels", "tests", "attention", "generation", "grpo", "ppo", "deterministic", "async", "offload", "lora"]
+PARTS = [
+    "kernels", "tests", "attention", "generation", "head", "grpo", "ppo", "deterministic", "async", "offload", "lora",
+]  # fmt: skip
 
 
 def run(output: Path, *more: str) -> subprocess.CompletedProcess[str]:
