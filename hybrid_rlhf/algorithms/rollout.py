@@ -121,7 +121,9 @@ class Rollout:
         if sequences.turn_rewards is not None:
             scores = scores + sequences.turn_rewards.sum(dim=1)
         algorithm = self._algorithm.config
-        scores_std = float(scores[kept].std(correction=0)) if algorithm.score_scaling == "none" else 1.0
+        scores_std = 1.0
+        if algorithm.score_scaling == "none":
+            scores_std = float(scores[kept].std(correction=0)) if bool(kept.any()) else 0.0
         limit = self._config.max_new_tokens
         penalties = score_penalties(sequences, algorithm, max_new_tokens=limit, scores_std=scores_std)
         metrics = {**report.metrics, **episode_metrics(sequences)}

@@ -12,7 +12,7 @@ from hybrid_rlhf.runtime.world import World, close_world, init_world
 from tests.tiny import tiny_config, tiny_model
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")  # a main that a test of another module calls in this process closes its own
 def world() -> Iterator[World]:
     yield init_world()
     close_world()
