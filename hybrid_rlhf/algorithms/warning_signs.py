@@ -31,7 +31,8 @@ def _critic_advice(metrics: Metrics) -> str:
     return (
         "the critic predicts returns worse than a constant: raise critic.optimizer.lr "
         f"({metrics.get('critic/lr', 0.0):.3g}) or critic.head_lr, let it learn alone first (ppo.critic_warmup_steps "
-        f"10), or bring scores, whose deviation is {metrics.get('objective/scores_std', 0.0):.3g}, to 1 (ppo.score_scaling running)"
+        f"10), or bring scores, whose deviation is {metrics.get('objective/scores_std', 0.0):.3g}, to 1 "
+        "(ppo.score_scaling running)"
     )
 
 
