@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from benchmarks.generation import SHAPES
 from benchmarks.gpu_record import DEVICE, ON_GPU, Record, limits
-from benchmarks.head_dtype import measured
+from benchmarks.head_dtype import SIZES, HeadSizes, measured
 from tests.tiny import tiny_tokenizer
 
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -77,17 +77,19 @@ def _generation(settings: list[str], more: list[str]) -> dict[str, Any]:
 
 def head_dtype(record: Record, *, small: bool) -> None:
     """`benchmarks.head_dtype` on random weights in bfloat16, with 151,936 words."""
-    settings = {"rows": 2, "length": 16, "new_tokens": 4, "runs": 1} if small else {
-        "rows": 32, "length": 512, "new_tokens": 128, "runs": 7,
-    }  # fmt: skip
-    record.measure("head_dtype float32 against model", lambda: measured(_random_model(small=small), **settings))
+    sizes, runs = (HeadSizes(2, 16, 4), 1) if small else (SIZES, 7)
+    record.measure(
+        "head_dtype float32 against model",
+        lambda: measured(_random_model(torch.bfloat16, small=small).to(DEVICE), sizes, runs=runs),  # type: ignore[arg-type]
+    )
 
 
-def _random_model(*, small: bool) -> PreTrainedModel:
+def _random_model(dtype: torch.dtype, *, small: bool) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = LlamaConfig(**(TINY if small else SHAPES[MODEL]), max_position_embeddings=4096)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    return model.to(DEVICE)  # type: ignore[arg-type]
+    config = LlamaConfig(**(TINY if small else SHAPES[MODEL]), max_position_embeddings=4096, bos_token_id=1,
+                         eos_token_id=2, pad_token_id=2)  # fmt: skip
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model
 
 
 def steps(record: Record, part: str, *, small: bool) -> None:
@@ -125,11 +127,7 @@ def _three_steps(words: list[str], *, small: bool) -> dict[str, Any]:
 
 def _line(folder: Path, *, small: bool) -> list[str]:
     """A random model, prompts, and the words that both algorithms share."""
-    torch.manual_seed(0)
-    config = LlamaConfig(**(TINY if small else SHAPES[MODEL]), max_position_embeddings=4096, bos_token_id=1,
-                         eos_token_id=2, pad_token_id=2)  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if ON_GPU else torch.float32)
-    model.save_pretrained(folder / "model")
+    _random_model(torch.bfloat16 if ON_GPU else torch.float32, small=small).save_pretrained(folder / "model")
     tiny_tokenizer().save_pretrained(folder / "model")
     prompts, prompt, new = (2, 40, 8) if small else (64, 256, 256)
     rows = ({"prompt": f"{i}: " + "say it again, " * (prompt // 28)} for i in range(6 * prompts))

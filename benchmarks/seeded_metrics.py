@@ -13,38 +13,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.learning_tasks import run_step, write_rows
 from tests.tiny import tiny_model, tiny_tokenizer
 
-ROOT = Path(__file__).parents[1]
 NOT_COMPUTED = ("time", "perf/", "memory/")
 """Beginnings of metrics that differ between runs of the same code."""
-COMMON = ["--data.sources", "{rows}", "--data.cache_dir", "{folder}/cache", "--logging.tensorboard", "false",
-          "--train.max_steps", "3", "--seed", "3"]  # fmt: skip
-SUPERVISED = [*COMMON, "--data.max_length", "64", "--train.global_batch_size", "8", "--train.eval_every", "2"]
-RL = [*COMMON, "--actor.path", "{model}", "--rollout.prompts_per_step", "8", "--rollout.max_prompt_tokens", "48",
-      "--rollout.max_new_tokens", "8", "--actor.optimizer.lr", "1e-3", "--train.eval_every", "2"]  # fmt: skip
-LEARNED = ["--reward.path", "{folder}/reward"]
-CHECKED = ["--reward.parts", '[{"function": "benchmarks.seeded_metrics:even"}]']
-RUNS: dict[str, tuple[str, list[str]]] = {
-    "sft": ("training.step1_sft.main", [*SUPERVISED, "--model.path", "{model}"]),
-    "sft_lora": ("training.step1_sft.main", [*SUPERVISED, "--model.path", "{model}", "--lora.rank", "4"]),
-    "reward": ("training.step2_reward.main", [*SUPERVISED, "--model.path", "{model}"]),
-    "dpo": ("training.preference.main", [*SUPERVISED, "--model.path", "{model}"]),
-    "kto": ("training.preference.main", [*SUPERVISED, "--model.path", "{model}", "--algorithm", "kto"]),
-    "ppo": ("training.step3_ppo.main", [*RL, *LEARNED]),
-    "ppo_lora": ("training.step3_ppo.main", [*RL, *LEARNED, "--actor.lora.rank", "4", "--critic.lora.rank", "4",
-                                             "--critic.share_base", "true", "--ppo.epochs", "2"]),
-    "grpo": ("training.step3_ppo.main", [*RL, *LEARNED, "--algorithm", "grpo"]),
-    "rloo": ("training.step3_ppo.main", [*RL, *CHECKED, "--algorithm", "rloo", "--ppo.kl_coef", "0.1"]),
-    "dapo": ("training.step3_ppo.main", [*RL, *CHECKED, "--algorithm", "dapo", "--ppo.max_refills", "2"]),
-}  # fmt: skip
-"""Module and words of each run; `reward` comes before those that read its model."""
 
 
 def even(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:
@@ -58,8 +36,9 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--against", type=Path)
     options = parser.parse_args()
+    os.environ["HYBRID_RLHF_PRODUCTS"] = "torch"
     with tempfile.TemporaryDirectory() as folder:
-        found = {name: metrics(name, Path(folder)) for name in prepared(Path(folder))}
+        found = {name: metrics(*run, Path(folder), name) for name, run in runs(Path(folder)).items()}
     options.output.write_text(json.dumps(found, indent=1) + "\n")
     if options.against is None:
         return
@@ -74,30 +53,54 @@ def main() -> None:
     sys.exit(1 if differing else 0)
 
 
-def prepared(folder: Path) -> list[str]:
-    """Write the model and the rows; the names of the runs."""
+def runs(folder: Path) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Module and config of each run, after its model and rows are written; `reward` comes before its readers."""
     for part in (tiny_model(seed=0), tiny_tokenizer()):
         part.save_pretrained(folder / "model")
-    rows = [
+    write_rows(folder / "rows.jsonl", [
         {"prompt": f"say {i % 9} and {i}", "chosen": str(i % 9) * (i % 4 + 1), "rejected": "x" * (i % 5 + 1)}
         for i in range(80)
-    ]  # fmt: skip
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return list(RUNS)
+    ])  # fmt: skip
+    common = {
+        "seed": 3, "logging": {"tensorboard": False}, "train": {"max_steps": 3, "eval_every": 2},
+        "data": {"sources": [str(folder / "rows.jsonl")], "cache_dir": str(folder / "cache")},
+    }  # fmt: skip
+    supervised = merged(common, {
+        "model": {"path": str(folder / "model")}, "data": {"max_length": 64}, "train": {"global_batch_size": 8},
+    })  # fmt: skip
+    rl = merged(common, {
+        "actor": {"path": str(folder / "model"), "optimizer": {"lr": 1e-3}},
+        "rollout": {"prompts_per_step": 8, "max_prompt_tokens": 48, "max_new_tokens": 8},
+    })  # fmt: skip
+    learned = merged(rl, {"reward": {"path": str(folder / "reward")}})
+    checked = merged(rl, {"reward": {"parts": [{"function": "benchmarks.seeded_metrics:even"}]}})
+    lora = {
+        "actor": {"lora": {"rank": 4}}, "critic": {"lora": {"rank": 4}, "share_base": True}, "ppo": {"epochs": 2},
+    }  # fmt: skip
+    return {
+        "sft": ("training.step1_sft.main", supervised),
+        "sft_lora": ("training.step1_sft.main", merged(supervised, {"lora": {"rank": 4}})),
+        "reward": ("training.step2_reward.main", supervised),
+        "dpo": ("training.preference.main", supervised),
+        "kto": ("training.preference.main", merged(supervised, {"algorithm": "kto"})),
+        "ppo": ("training.step3_ppo.main", learned),
+        "ppo_lora": ("training.step3_ppo.main", merged(learned, lora)),
+        "grpo": ("training.step3_ppo.main", merged(learned, {"algorithm": "grpo"})),
+        "rloo": ("training.step3_ppo.main", merged(checked, {"algorithm": "rloo", "ppo": {"kl_coef": 0.1}})),
+        "dapo": ("training.step3_ppo.main", merged(checked, {"algorithm": "dapo", "ppo": {"max_refills": 2}})),
+    }
 
 
-def metrics(name: str, folder: Path) -> list[dict[str, float]]:
+def merged(config: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """The config with the sections of another one laid over its own."""
+    return config | {
+        key: merged(config.get(key, {}), value) if isinstance(value, dict) else value for key, value in more.items()
+    }
+
+
+def metrics(module: str, config: dict[str, Any], folder: Path, name: str) -> list[dict[str, float]]:
     """What a run computes, a dict a line."""
-    module, words = RUNS[name]
-    places = {"rows": folder / "rows.jsonl", "model": folder / "model", "folder": folder}
-    line = [word.format(**places) if word.startswith("{") and word[1] != '"' else word for word in words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HYBRID_RLHF_PRODUCTS": "torch"}
-    done = subprocess.run(
-        [sys.executable, "-m", module, *line, "--output_dir", str(folder / name)],
-        cwd=ROOT, env=environment, capture_output=True, text=True,
-    )  # fmt: skip
-    if done.returncode:
-        raise SystemExit(f"{name} ended with {done.returncode}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+    run_step(["-m", module], config | {"output_dir": str(folder / name)}, folder / f"{name}.yaml", threads=1)
     print(name, flush=True)
     lines = [json.loads(text) for text in (folder / name / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in told.items() if not key.startswith(NOT_COMPUTED)} for told in lines]

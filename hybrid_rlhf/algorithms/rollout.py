@@ -120,12 +120,10 @@ class Rollout:
         scores = report.scores
         if sequences.turn_rewards is not None:
             scores = scores + sequences.turn_rewards.sum(dim=1)
-        algorithm = self._algorithm.config
-        scores_std = 1.0
-        if algorithm.score_scaling == "none":
-            scores_std = float(scores[kept].std(correction=0)) if bool(kept.any()) else 0.0
-        limit = self._config.max_new_tokens
-        penalties = score_penalties(sequences, algorithm, max_new_tokens=limit, scores_std=scores_std)
+        penalties = score_penalties(
+            sequences, self._algorithm.config, max_new_tokens=self._config.max_new_tokens,
+            scores_std=self.scaling.scaled_std(scores[kept]),
+        )  # fmt: skip
         metrics = {**report.metrics, **episode_metrics(sequences)}
         whole = Rated(sequences, first + row // each, scores, penalties, metrics)
         if not greedy:

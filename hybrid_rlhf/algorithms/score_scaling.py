@@ -49,6 +49,12 @@ class ScoreScaling:
         centred = scores - self._mean
         return centred / self._deviation if self._deviation else centred
 
+    def scaled_std(self, scores: Tensor) -> float:
+        """Standard deviation of scores [N] after scaling: about 1 where they are scaled; 0 for none."""
+        if self._how != "none":
+            return 1.0
+        return float(scores.std(correction=0)) if len(scores) else 0.0
+
     def share(self, parts: Tensor) -> Tensor:
         """Parts of scores, divided as these are."""
         return parts if self._how == "none" or not self._deviation else parts / self._deviation

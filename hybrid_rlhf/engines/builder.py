@@ -120,8 +120,8 @@ def _build(engine_type: Callable[..., EngineT], spec: EngineSpec, world: World) 
         engine, *_ = deepspeed.initialize(model=module, config=config)
         module.eval()
         return engine_type(spec.role, engine, world, EngineOptions(offload_weights=spec.offload_weights))
-    head_lr = _head_lr(spec, lm, fresh=fresh_head) if spec.role == "critic" else spec.optimizer.lr
-    optimizer = _adamw(module, spec.optimizer, head=lm.score if architecture == "scorer" else None, head_lr=head_lr)
+    head = (lm.score, _head_lr(spec, lm, fresh=fresh_head)) if spec.role == "critic" else None
+    optimizer = _adamw(module, spec.optimizer, head=head)
     section, total = spec.optimizer, spec.total_updates
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: lr_factor(step, config=section, total_steps=total)
@@ -143,10 +143,12 @@ def _head_lr(spec: EngineSpec, critic: PreTrainedModel, *, fresh: bool) -> float
 
 
 def _adamw(
-    module: nn.Module, config: OptimizerConfig, *, head: nn.Module | None = None, head_lr: float = 0.0
+    module: nn.Module, config: OptimizerConfig, *, head: tuple[nn.Module, float] | None = None
 ) -> torch.optim.Optimizer:
-    """AdamW whose decay spares norms and biases, the vectors among the parameters; a score head is the last group."""
-    heads = {id(p) for p in head.parameters()} if head is not None and head_lr != config.lr else set[int]()
+    """AdamW whose decay spares norms and biases, the vectors among the parameters; a head with a learning rate of its
+    own is the last group."""
+    score, head_lr = head or (nn.Module(), config.lr)
+    heads = {id(p) for p in score.parameters()} if head_lr != config.lr else set[int]()
     trained = [p for p in module.parameters() if p.requires_grad]
     layers = [(p, len(getattr(p, "ds_shape", p.shape))) for p in trained if id(p) not in heads]
     groups: list[dict[str, Any]] = [
