@@ -22,7 +22,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.generation import SHAPES, load
-from hybrid_rlhf.configs.sections import CheckpointConfig, ModelConfig, OptimizerConfig, ZeroConfig
+from hybrid_rlhf.configs.sections.model import ModelConfig
+from hybrid_rlhf.configs.sections.training import CheckpointConfig, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
 from hybrid_rlhf.engines.checkpoints import CheckpointWriter, LoopState
 from hybrid_rlhf.engines.training_state import TrainingState
@@ -68,8 +69,13 @@ def engines(model: Path, world: object) -> dict[str, object]:
 
     def spec(role: str) -> EngineSpec:
         return EngineSpec(
-            role, str(model), ModelConfig(), ZeroConfig(), 0, OptimizerConfig()  # type: ignore[arg-type]
-        )  # fmt: skip
+            role,
+            str(model),
+            ModelConfig(),
+            ZeroConfig(),
+            0,
+            OptimizerConfig(),  # type: ignore[arg-type]
+        )
 
     return {"actor": build_actor(spec("actor"), world), "critic": build_engine(spec("critic"), world)}  # type: ignore[arg-type]
 

@@ -6,7 +6,7 @@
 All roles are SmolLM2-135M, trained whole, in one process: actor, critic, reward model and reference for PPO; actor and
 reward model, and a reference where the algorithm's KL has a coefficient, for the other. Learning rates are 0, so that
 both go on sampling the very same tokens from the same prompts; an update does all of its work. Steps alternate; medians
-after a warm-up are printed, and the ratio. Memory is that of live tensors (runtime/live_bytes.py): what is held after a
+after a warm-up are printed, and the ratio. Memory is that of live tensors (memory/live_bytes.py): what is held after a
 step, and the most in a step, each side built and counted alone.
 """
 
@@ -24,22 +24,22 @@ from typing import Any
 import torch
 import transformers
 
-from hybrid_rlhf.algorithms.on_policy import ON_POLICY_ALGORITHMS
-from hybrid_rlhf.algorithms.rewards import Reward
-from hybrid_rlhf.algorithms.rewards.models import ModelPart
-from hybrid_rlhf.algorithms.roles import Roles
-from hybrid_rlhf.algorithms.rollout import Rollout
-from hybrid_rlhf.algorithms.updater import Updater
-from hybrid_rlhf.configs.batch_plan import MicroBatches
-from hybrid_rlhf.configs.cli import parse_config
-from hybrid_rlhf.configs.ppo import PPOConfig
-from hybrid_rlhf.configs.rewards import RewardPartConfig
-from hybrid_rlhf.configs.sections import ModelConfig, OptimizerConfig, ZeroConfig
+from hybrid_rlhf.configs.parsing.command_line import parse_config
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
+from hybrid_rlhf.configs.sections.model import ModelConfig
+from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
+from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
-from hybrid_rlhf.models.sources import resolve_model
-from hybrid_rlhf.models.tokenizers import load_tokenizer
-from hybrid_rlhf.runtime.live_bytes import LiveBytes
-from hybrid_rlhf.runtime.timers import Timers
+from hybrid_rlhf.memory.live_bytes import LiveBytes
+from hybrid_rlhf.models.pretrained.sources import resolve_model
+from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
+from hybrid_rlhf.rl.algorithms import ALGORITHMS
+from hybrid_rlhf.rl.parts import RLParts
+from hybrid_rlhf.rl.rewards import Reward
+from hybrid_rlhf.rl.rewards.models import ModelReward
+from hybrid_rlhf.rl.roles import Roles
+from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World, init_world
 
 GIB = 2**30
@@ -62,18 +62,33 @@ def main() -> None:
                 seconds[name].append(time.perf_counter() - start)
     assert len(set(tokens.values())) == 1, f"both sides learn from the same tokens: {tokens}"
     medians = {name: statistics.median(times) for name, times in seconds.items()}
-    print(f"{options.prompts} prompts x {options.samples} completions, {tokens['ppo']} real tokens in the last step; "
-          f"{options.steps} steps after {options.warmup}, in turn")  # fmt: skip
+    print(
+        f"{options.prompts} prompts x {options.samples} completions, {tokens['ppo']} real tokens in the last step; "
+        f"{options.steps} steps after {options.warmup}, in turn"
+    )
     for name in steps:
         held, peak = memory[name]
-        print(f"{name:24} {medians[name]:7.2f} s a step ({min(seconds[name]):.2f} to {max(seconds[name]):.2f}), "
-              f"{held / GIB:.2f} GiB held, {peak / GIB:.2f} GiB at most")  # fmt: skip
+        print(
+            f"{name:24} {medians[name]:7.2f} s a step ({min(seconds[name]):.2f} to {max(seconds[name]):.2f}), "
+            f"{held / GIB:.2f} GiB held, {peak / GIB:.2f} GiB at most"
+        )
     own = options.algorithm
-    print(f"{own} / ppo: time {medians[own] / medians['ppo']:.2f}, held {memory[own][0] / memory['ppo'][0]:.2f}, "
-          f"peak {memory[own][1] / memory['ppo'][1]:.2f}")  # fmt: skip
-    print(json.dumps({"torch": torch.__version__, "transformers": transformers.__version__,
-                      "machine": platform.processor() or platform.machine(), "threads": torch.get_num_threads(),
-                      "seconds": seconds, **vars(options)}))  # fmt: skip
+    print(
+        f"{own} / ppo: time {medians[own] / medians['ppo']:.2f}, held {memory[own][0] / memory['ppo'][0]:.2f}, "
+        f"peak {memory[own][1] / memory['ppo'][1]:.2f}"
+    )
+    print(
+        json.dumps(
+            {
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "machine": platform.processor() or platform.machine(),
+                "threads": torch.get_num_threads(),
+                "seconds": seconds,
+                **vars(options),
+            }
+        )
+    )
 
 
 def step_of(
@@ -81,13 +96,21 @@ def step_of(
 ) -> tuple[Callable[[int], float], list[torch.nn.Module]]:
     """A function that runs a step and gives its real tokens, and the modules of the side."""
     config = parse_config(
-        PPOConfig,
+        RLConfig,
         [
-            "--algorithm", name, "--rollout.samples_per_prompt", str(options.samples), "--rollout.prompts_per_step",
-            str(options.prompts), "--rollout.max_new_tokens", str(options.new_tokens), "--reward.path", path,
-            *([] if options.keep_kl or name == "ppo" else ["--ppo.kl_coef", "0"]),
+            "--algorithm",
+            name,
+            "--rollout.sampling.n",
+            str(options.samples),
+            "--rollout.prompts_per_step",
+            str(options.prompts),
+            "--rollout.sampling.max_new_tokens",
+            str(options.new_tokens),
+            "--reward.components",
+            path,
+            *([] if options.keep_kl or name == "ppo" else ["--algorithm.kl", "null"]),
         ],
-    )  # fmt: skip
+    )
     still = OptimizerConfig(lr=0.0, schedule="constant", warmup_fraction=0.0)
 
     def spec(role: Any, optimizer: OptimizerConfig | None) -> EngineSpec:
@@ -101,30 +124,36 @@ def step_of(
         )
 
     actor = build_actor(spec("actor", still), world, rollout=config.rollout)
-    critic = build_engine(spec("critic", still), world) if config.traits.critic else None
+    critic = build_engine(spec("critic", still), world) if config.critic is not None else None
     judge = build_engine(spec("reward", None), world)
     reference = build_engine(spec("reference", None), world) if config.uses_reference else None
-    reward = Reward([ModelPart(RewardPartConfig(model="judge"), judge)], world)
+    reward = Reward([ModelReward(RewardComponentConfig(model="judge"), judge)], world)
     roles = Roles(actor, reward, critic, reference)
-    algorithm = ON_POLICY_ALGORITHMS[name](config.ppo, value_lam=config.critic.lam)
+    algorithm = ALGORITHMS[name](config.algorithm, value_lam=config.critic.gae_lambda if config.critic else 1.0)
     tokenizer = load_tokenizer(path)
-    rollout = Rollout(
-        roles, sampling=config.rollout, algorithm=algorithm, reads_reference=config.uses_reference,
-        tokenizer=tokenizer, stop_token_ids=(int(tokenizer.eos_token_id),),  # type: ignore[arg-type]
-        micro_batches=MicroBatches(None, options.micro_batch_tokens), seed=0, timers=Timers(world.device),
-    )  # fmt: skip
-    updater = Updater(roles, algorithm, rollout=config.rollout)
+    parts = RLParts.of(
+        roles,
+        algorithm,
+        sampling=config.rollout,
+        reads_reference=config.uses_reference,
+        tokenizer=tokenizer,
+        stop_token_ids=(int(tokenizer.eos_token_id),),  # type: ignore[arg-type]
+        micro_batches=MicroBatches(None, options.micro_batch_tokens),
+        seed=0,
+        timers=Timers(world.device),
+    )
 
     def step(number: int) -> float:
         generator = torch.Generator().manual_seed(number)
         shape = (options.prompts, options.prompt_tokens)
         ids = torch.randint(100, len(tokenizer), shape, generator=generator)
         prompts = [{"input_ids": row} for row in ids.tolist()]
-        rated = rollout.rate(prompts, rollout.sample(prompts, step=number))
-        layout = rollout.layout(rated.sequences, step=number)
-        experience = rollout.experience(rollout.score(rated, layout), kl_coef=config.ppo.kl_coef)
-        updater.update(experience, [layout], kl_coef=config.ppo.kl_coef)
-        return float(rated.sequences.lengths.sum())
+        kl_coef = 0.0 if config.algorithm.kl is None else config.algorithm.kl.coef
+        rollout = parts.scorer.score(prompts, parts.sampler.sample(prompts, step=number))
+        plan = parts.planner.plan(rollout, step=number)
+        batch = parts.estimate(parts.scorer.compute_logprobs(rollout, plan), kl_coef=kl_coef)
+        parts.updater.update(batch, [plan], kl_coef=kl_coef)
+        return float(rollout.lengths.sum())
 
     engines = [engine for engine in (actor, critic, judge, reference) if engine is not None]
     return step, [engine.module for engine in engines]
@@ -149,7 +178,7 @@ def memory_of(name: str, path: str, world: World, options: argparse.Namespace) -
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--algorithm", default="rloo", choices=[name for name in ON_POLICY_ALGORITHMS if name != "ppo"])
+    parser.add_argument("--algorithm", default="rloo", choices=[name for name in ALGORITHMS if name != "ppo"])
     parser.add_argument("--keep_kl", action="store_true", help="the algorithm's own KL coefficient, and a reference")
     parser.add_argument("--model", default="embedded")
     parser.add_argument("--dtype", default="float32")

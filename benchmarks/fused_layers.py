@@ -18,24 +18,28 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from hybrid_rlhf.functional.products import BACKENDS, linear, use_backend
 from hybrid_rlhf.models.fused_layers import fuse_layers
-from hybrid_rlhf.models.loading import _Linear
 from hybrid_rlhf.models.packing import use_packing
 from hybrid_rlhf.models.policy import backbone_hidden
+from hybrid_rlhf.models.pretrained.loading import _BackendLinear
 from hybrid_rlhf.runtime.host_memory import keep_freed_memory
 
 TURNS = 8
 
 
 def model(*, fused: bool) -> PreTrainedModel:
-    """As models/loading.py leaves one, but for the fused layers."""
+    """As models/pretrained/loading.py leaves one, but for the fused layers."""
     config = LlamaConfig(
-        vocab_size=512, hidden_size=576, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=9,
+        vocab_size=512,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=4,
+        num_attention_heads=9,
         num_key_value_heads=3,
-    )  # fmt: skip
+    )
     made = AutoModelForCausalLM.from_config(config)
     for module in made.modules():
         if type(module) is nn.Linear:
-            module.__class__ = _Linear
+            module.__class__ = _BackendLinear
     if fused:
         fuse_layers(made)
     use_packing(made)
@@ -85,8 +89,10 @@ def main() -> None:
             for name in ("plain", "fused")
         }
         gain = statistics.median(a / b for a, b in zip(seconds["plain"], seconds["fused"], strict=True))
-        print(f"{backend:7} products {statistics.median(alone):.3f} s; layers take {ratios['plain']:.3f} plain, "
-              f"{ratios['fused']:.3f} fused: {gain:.3f} times as fast")  # fmt: skip
+        print(
+            f"{backend:7} products {statistics.median(alone):.3f} s; layers take {ratios['plain']:.3f} plain, "
+            f"{ratios['fused']:.3f} fused: {gain:.3f} times as fast"
+        )
 
 
 if __name__ == "__main__":

@@ -32,28 +32,55 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, PreTrainedModel
 
-from hybrid_rlhf.configs.sections import ModelConfig
+from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
-from hybrid_rlhf.generation.decoder import Decoder
-from hybrid_rlhf.generation.layout import decoder_of
+from hybrid_rlhf.generation.backends.native import NativeBackend
+from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.sampling import derive_seed
-from hybrid_rlhf.models.loading import load_model
-from hybrid_rlhf.models.sources import resolve_model
+from hybrid_rlhf.generation.weights.conversion import decoder_of
+from hybrid_rlhf.models.pretrained.loading import load_model
+from hybrid_rlhf.models.pretrained.sources import resolve_model
 from hybrid_rlhf.runtime.world import default_device, default_dtype, solo_world
 
 DEVICE = default_device()
 DTYPE = default_dtype(DEVICE)
 SHAPES: dict[str, dict[str, Any]] = {
-    "small": {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 6,
-              "num_key_value_heads": 2, "vocab_size": 32000},
-    "qwen2.5-0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
-                     "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
-    "llama-3.2-1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-                     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256,
-                     "tie_word_embeddings": True},
-    "qwen2.5-7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-                   "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064},
-}  # fmt: skip
+    "small": {
+        "hidden_size": 384,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "vocab_size": 32000,
+    },
+    "qwen2.5-0.5b": {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "llama-3.2-1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 128256,
+        "tie_word_embeddings": True,
+    },
+    "qwen2.5-7b": {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -91,7 +118,7 @@ def ours(decoder: Decoder, work: Work) -> Callable[[], None]:
         SamplingParams(max_new_tokens=length, n=work.n, seed=derive_seed(0, index))
         for index, length in enumerate(work.lengths)
     ]
-    engine = GenerationEngine(decoder, stop_token_ids=())
+    engine = GenerationEngine(NativeBackend(decoder))
     return lambda: _expect(sum(len(c.token_ids) for s in engine.generate(work.prompts, params) for c in s), work)
 
 
@@ -108,9 +135,16 @@ def hf_generate(lm: PreTrainedModel, work: Work) -> Callable[[], None]:
         ids[row, width - len(prompt) :] = torch.tensor(prompt)
         mask[row, width - len(prompt) :] = 1
     config = GenerationConfig(
-        max_new_tokens=max(work.lengths), min_new_tokens=max(work.lengths), do_sample=True, top_k=0, top_p=1.0,
-        temperature=1.0, pad_token_id=0, eos_token_id=None, num_return_sequences=work.n,
-    )  # fmt: skip
+        max_new_tokens=max(work.lengths),
+        min_new_tokens=max(work.lengths),
+        do_sample=True,
+        top_k=0,
+        top_p=1.0,
+        temperature=1.0,
+        pad_token_id=0,
+        eos_token_id=None,
+        num_return_sequences=work.n,
+    )
     ids, mask = ids.to(DEVICE), mask.to(DEVICE)
 
     def run() -> None:
@@ -201,18 +235,25 @@ class VLLM:
     def __init__(self, python: str, lm: PreTrainedModel, work: Work, folder: Path) -> None:
         lm.save_pretrained(folder / "model")
         content = {
-            "model": str(folder / "model"), "prompts": work.prompts, "lengths": work.lengths, "n": work.n,
+            "model": str(folder / "model"),
+            "prompts": work.prompts,
+            "lengths": work.lengths,
+            "n": work.n,
             "dtype": str(DTYPE).removeprefix("torch."),
             "context": max(map(len, work.prompts)) + max(work.lengths) + 8,
-        }  # fmt: skip
+        }
         (folder / "work.json").write_text(json.dumps(content))
         (folder / "run.py").write_text(VLLM_SCRIPT)
         settings = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "0-1", "VLLM_LOGGING_LEVEL": "ERROR"}
         self._process = subprocess.Popen(
-            [python, str(folder / "run.py"), str(folder / "work.json")], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=(folder / "stderr").open("w"), text=True, env={**os.environ, **settings, "HF_HUB_OFFLINE": "1"},
+            [python, str(folder / "run.py"), str(folder / "work.json")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=(folder / "stderr").open("w"),
+            text=True,
+            env={**os.environ, **settings, "HF_HUB_OFFLINE": "1"},
             start_new_session=True,
-        )  # fmt: skip
+        )
         self._read("ready")
 
     def _read(self, word: str) -> str:
@@ -252,12 +293,18 @@ def main() -> None:
     options = parse()
     lm = load(options.model)
     work = make_work(
-        options.scenario, requests=options.requests, prompt_tokens=options.prompt_tokens,
-        new_tokens=options.new_tokens, n=options.n, vocabulary=lm.config.vocab_size,
-    )  # fmt: skip
+        options.scenario,
+        requests=options.requests,
+        prompt_tokens=options.prompt_tokens,
+        new_tokens=options.new_tokens,
+        n=options.n,
+        vocabulary=lm.config.vocab_size,
+    )
     decoder = decoder_of(lm, world=solo_world(DEVICE), dtype=DTYPE)
     if decoder is None:
-        raise SystemExit(f"{options.model} has no inference layout: nothing to measure")
+        raise SystemExit(
+            f"{options.model} has no inference weights, so there is nothing to measure: give another --model"
+        )
     peers: dict[str, Callable[[], float]] = {
         "matrix products": partial(timed, matrix_products(decoder, work)),
         "this engine": partial(timed, ours(decoder, work)),
@@ -298,8 +345,13 @@ def report(options: argparse.Namespace, work: Work, seconds: dict[str, list[floa
             f"this engine is {median / medians['this engine']:.2f} x as fast"
         )
     if options.json:
-        result = {"options": vars(options), "useful_tokens": work.useful_tokens, "seconds": seconds,
-                  "platform": platform.platform(), "torch": torch.__version__}  # fmt: skip
+        result = {
+            "options": vars(options),
+            "useful_tokens": work.useful_tokens,
+            "seconds": seconds,
+            "platform": platform.platform(),
+            "torch": torch.__version__,
+        }
         Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -68,10 +68,10 @@ PARTS: dict[str, tuple[str, Callable[..., None]]] = {
     "attention": ("Attention at 20 shapes that were never seen, forward and backward", gpu_kernels.attention),
     "generation": ("Generation beside its peers", gpu_steps.generation),
     "head": ("Logits in float32 against the model's bfloat16", gpu_steps.head_dtype),
-    "grpo": ("Three steps of GRPO: memory at each switch, and the plan", _steps("grpo")),
-    "ppo": ("Three steps of PPO: memory at each switch, and the plan", _steps("ppo")),
+    "grpo": ("Three steps of GRPO: memory at each weight sync, and the plan", _steps("grpo")),
+    "ppo": ("Three steps of PPO: memory at each weight sync, and the plan", _steps("ppo")),
     "deterministic": ("GRPO, deterministic", _steps("deterministic")),
-    "async": ("GRPO, max_staleness 1", _steps("async")),
+    "async": ("GRPO, policy lag 1", _steps("async")),
     "offload": ("GRPO, states, frozen models and activations on the host", _steps("offload")),
     "lora": ("GRPO, LoRA of rank 16", _steps("lora")),
 }
@@ -147,15 +147,20 @@ def versions() -> dict[str, str]:
     found |= {"python": platform.python_version(), "platform": platform.platform()}
     if ON_GPU:
         capability = ".".join(map(str, torch.cuda.get_device_capability()))
-        found |= {"gpu": torch.cuda.get_device_name(), "capability": capability, "cuda": str(torch.version.cuda),
-                  "cudnn": str(torch.backends.cudnn.version())}  # fmt: skip
+        found |= {
+            "gpu": torch.cuda.get_device_name(),
+            "capability": capability,
+            "cuda": str(torch.version.cuda),
+            "cudnn": str(torch.backends.cudnn.version()),
+        }
     return found
 
 
 def write_report(folder: Path) -> None:
     """OUTPUT/gpu.md from the figures that there are."""
-    records = {part: json.loads(file.read_text()) for part in PARTS
-               if (file := folder / "raw" / f"gpu_{part}.json").exists()}  # fmt: skip
+    records = {
+        part: json.loads(file.read_text()) for part in PARTS if (file := folder / "raw" / f"gpu_{part}.json").exists()
+    }
     if not records:
         return
     lines = ["# A GPU, measured", "", "`python -m benchmarks.gpu_hour`; random weights. Written by that command.", ""]

@@ -24,7 +24,7 @@ DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 
 def kernels(record: Record, *, small: bool) -> None:
     """Error against float64, microseconds, and bytes a second beside a copy's."""
-    from hybrid_rlhf.generation import kernels as triton_kernels
+    from hybrid_rlhf.generation.model import kernels as triton_kernels
 
     record.measure("limits", lambda: limits(small=small))
     copy = record.figures["limits"]["copy_gb_per_second"]
@@ -80,8 +80,11 @@ def _figures(run: Callable[[], Any], found: Tensor, exact: Tensor, moved: int, c
     speed = moved / took / 1e9
     error = float((found.double() - exact).abs().max() / exact.abs().max())
     return {
-        "relative_error": error, "microseconds": took * 1e6, "gb_per_second": speed, "share_of_copy": speed / copy,
-    }  # fmt: skip
+        "relative_error": error,
+        "microseconds": took * 1e6,
+        "gb_per_second": speed,
+        "share_of_copy": speed / copy,
+    }
 
 
 def attention(record: Record, *, small: bool) -> None:

@@ -1,6 +1,6 @@
 """Parts of `benchmarks.gpu_hour` on whole steps: generation beside its peers, and three steps of GRPO and PPO.
 
-A step runs as users start it (`training.step3_ppo.main`), on a random model; the memory at each switch to generation
+A step runs as users start it (`hybrid_rlhf.cli.rl`), on a random model; the memory at each switch to generation
 and back is noted, and what `train.py --plan` estimates of the same config.
 """
 
@@ -22,10 +22,17 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from benchmarks.generation import SHAPES
 from benchmarks.gpu_record import DEVICE, ON_GPU, Record, limits
 from benchmarks.head_dtype import SIZES, HeadSizes, measured
-from tests.tiny import tiny_tokenizer
+from tests.support.tiny import tiny_tokenizer
 
-TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": True}  # fmt: skip
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "tie_word_embeddings": True,
+}
 MODEL = "qwen2.5-0.5b"
 GIB = 2**30
 GENERATION = {
@@ -42,12 +49,30 @@ VARIANTS: dict[str, list[str]] = {
     "grpo": ["--algorithm", "grpo"],
     "ppo": ["--algorithm", "ppo"],
     "deterministic": ["--algorithm", "grpo", "--deterministic", "true"],
-    "async": ["--algorithm", "grpo", "--rollout.max_staleness", "1", "--ppo.sampler_correction", "truncate",
-              "--rollout.kv_cache_gib", "8" if ON_GPU else "0.1"],
-    "offload": ["--algorithm", "grpo", "--rollout.offload_states", "true", "--rollout.offload_frozen", "true",
-                "--model.gradient_checkpointing", "true", "--model.activation_offload", "true"],
+    "async": [
+        "--algorithm",
+        "grpo",
+        "--rollout.async_sampling.policy_lag",
+        "1",
+        "--algorithm.correction.method",
+        "truncate",
+        "--rollout.kv_cache_gib",
+        "8" if ON_GPU else "0.1",
+    ],
+    "offload": [
+        "--algorithm",
+        "grpo",
+        "--rollout.offload_states",
+        "true",
+        "--rollout.offload_frozen",
+        "true",
+        "--model.gradient_checkpointing",
+        "true",
+        "--model.activation_offload",
+        "true",
+    ],
     "lora": ["--algorithm", "grpo", "--actor.lora.rank", "16"],
-}  # fmt: skip
+}
 """Words of step 3 for each part."""
 
 
@@ -86,8 +111,13 @@ def head_dtype(record: Record, *, small: bool) -> None:
 
 def _random_model(dtype: torch.dtype, *, small: bool) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = LlamaConfig(**(TINY if small else SHAPES[MODEL]), max_position_embeddings=4096, bos_token_id=1,
-                         eos_token_id=2, pad_token_id=2)  # fmt: skip
+    config = LlamaConfig(
+        **(TINY if small else SHAPES[MODEL]),
+        max_position_embeddings=4096,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+    )
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model
 
@@ -98,20 +128,19 @@ def steps(record: Record, part: str, *, small: bool) -> None:
 
 
 def _three_steps(words: list[str], *, small: bool) -> dict[str, Any]:
-    from hybrid_rlhf.algorithms.memory_plan import Machine, Planner
-    from hybrid_rlhf.algorithms.memory_report import GPU_RESERVE_GIB
-    from hybrid_rlhf.configs.cli import parse_config
-    from hybrid_rlhf.configs.ppo import PPOConfig
-    from hybrid_rlhf.runtime.metrics import read_metrics
-    from training.step3_ppo.main import main
+    from hybrid_rlhf.cli.rl import main
+    from hybrid_rlhf.configs.parsing.command_line import parse_config
+    from hybrid_rlhf.configs.rl import RLConfig
+    from hybrid_rlhf.memory.plan import GPU_RESERVE_GIB, Device, Planner
+    from hybrid_rlhf.runtime.observability.metrics import read_metrics
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         line = _line(folder, small=small) + words
         total = torch.cuda.get_device_properties(0).total_memory if ON_GPU else 16 * GIB
-        machine = Machine(DEVICE, 1, total - GPU_RESERVE_GIB * GIB)
-        plan = {phase.name: phase.total / GIB for phase in Planner(machine).phases(parse_config(PPOConfig, line))}
-        with _watched() as switches:
+        machine = Device(DEVICE, 1, total - GPU_RESERVE_GIB * GIB)
+        plan = {phase.name: phase.total / GIB for phase in Planner(machine).phases(parse_config(RLConfig, line))}
+        with _watched() as syncs:
             try:
                 main(line)
             except SystemExit as stop:
@@ -120,9 +149,10 @@ def _three_steps(words: list[str], *, small: bool) -> dict[str, Any]:
         told = [line for line in read_metrics(folder / "run") if "time/step_seconds" in line]
     keys = ("time/", "memory/", "rollout/logprob_abs_diff_mean", "rollout/tokens_per_second", "kl")
     return {
-        "plan_gib": plan, "switches_gib": switches,
+        "plan_gib": plan,
+        "weight_syncs_gib": syncs,
         "steps": [{key: value for key, value in line.items() if key.startswith(keys)} for line in told],
-    }  # fmt: skip
+    }
 
 
 def _line(folder: Path, *, small: bool) -> list[str]:
@@ -133,12 +163,29 @@ def _line(folder: Path, *, small: bool) -> list[str]:
     rows = ({"prompt": f"{i}: " + "say it again, " * (prompt // 28)} for i in range(6 * prompts))
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return [
-        "--actor.path", str(folder / "model"), "--data.sources", str(folder / "rows.jsonl"), "--data.cache_dir",
-        str(folder / "cache"), "--output_dir", str(folder / "run"), "--logging.tensorboard", "false",
-        "--reward.parts", json.dumps([{"function": f"{__file__}:favours_short"}]), "--train.max_steps", "3",
-        "--rollout.prompts_per_step", str(prompts), "--rollout.samples_per_prompt", "4" if small else "8",
-        "--rollout.max_prompt_tokens", str(prompt * 2), "--rollout.max_new_tokens", str(new),
-    ]  # fmt: skip
+        "--model.path",
+        str(folder / "model"),
+        "--data.sources",
+        str(folder / "rows.jsonl"),
+        "--data.cache_dir",
+        str(folder / "cache"),
+        "--output_dir",
+        str(folder / "run"),
+        "--logging.tensorboard",
+        "false",
+        "--reward.components",
+        json.dumps([{"function": f"{__file__}:favours_short"}]),
+        "--train.max_steps",
+        "3",
+        "--rollout.prompts_per_step",
+        str(prompts),
+        "--rollout.sampling.n",
+        "4" if small else "8",
+        "--rollout.max_prompt_tokens",
+        str(prompt * 2),
+        "--rollout.sampling.max_new_tokens",
+        str(new),
+    ]
 
 
 def favours_short(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
@@ -148,10 +195,10 @@ def favours_short(prompts: list[str], completions: list[str], **columns: Any) ->
 
 @contextlib.contextmanager
 def _watched() -> Iterator[list[dict[str, float]]]:
-    """Memory before, inside and after each switch to generation."""
+    """Memory before, inside and after each weight sync."""
     from hybrid_rlhf.engines.hybrid import HybridEngine
 
-    switches: list[dict[str, float]] = []
+    syncs: list[dict[str, float]] = []
     own = HybridEngine.inference
 
     def now(name: str) -> dict[str, float]:
@@ -159,21 +206,22 @@ def _watched() -> Iterator[list[dict[str, float]]]:
             return {}
         free, total = torch.cuda.mem_get_info()
         return {
-            f"{name}: allocated": torch.cuda.memory_allocated() / GIB, f"{name}: reserved":
-            torch.cuda.memory_reserved() / GIB, f"{name}: used": (total - free) / GIB,
-        }  # fmt: skip
+            f"{name}: allocated": torch.cuda.memory_allocated() / GIB,
+            f"{name}: reserved": torch.cuda.memory_reserved() / GIB,
+            f"{name}: used": (total - free) / GIB,
+        }
 
     @contextlib.contextmanager
     def watched(self: HybridEngine, **options: Any) -> Iterator[Any]:
-        told = now("before")
+        found = now("before")
         with own(self, **options) as engine:
-            told |= now("entered")
+            found |= now("entered")
             yield engine
-            told |= now("generated")
-        switches.append({**told, **now("left"), "switch_seconds": self.switch_seconds})
+            found |= now("generated")
+        syncs.append({**found, **now("left"), "weight_sync_seconds": self.weight_sync_seconds})
 
     HybridEngine.inference = watched  # type: ignore[method-assign]
     try:
-        yield switches
+        yield syncs
     finally:
         HybridEngine.inference = own  # type: ignore[method-assign]

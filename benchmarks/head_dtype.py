@@ -21,12 +21,12 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.training import batch, step
-from hybrid_rlhf.configs.sections import ModelConfig
+from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.models.families import keep_float32_logits
-from hybrid_rlhf.models.loading import load_model
 from hybrid_rlhf.models.policy import Policy
-from hybrid_rlhf.models.sources import resolve_model
+from hybrid_rlhf.models.pretrained.loading import load_model
+from hybrid_rlhf.models.pretrained.sources import resolve_model
 from hybrid_rlhf.runtime.world import default_device, solo_world
 
 DEVICE = default_device()
@@ -53,8 +53,10 @@ def main() -> None:
     path = resolve_model(given.model, world=solo_world(DEVICE))
     lm, _ = load_model(path, "causal_lm", config=ModelConfig(path=given.model), dtype=torch.bfloat16)
     lm.to(DEVICE)  # type: ignore[arg-type]
-    threads = torch.get_num_threads()
-    print(f"{given.model}, {SIZES.rows} x {SIZES.length} tokens, {threads} threads, {DEVICE}, {torch.__version__}")
+    print(
+        f"{given.model}, {SIZES.rows} x {SIZES.length} tokens, {torch.get_num_threads()} threads, {DEVICE}, "
+        f"{torch.__version__}"
+    )
     for name, value in measured(lm, SIZES, runs=given.runs).items():
         print(f"{name}: {value:.4f}")
 
@@ -67,11 +69,12 @@ def measured(lm: PreTrainedModel, sizes: HeadSizes, *, runs: int) -> dict[str, f
     policies, engines = {}, {}
     for name in ("float32", "model"):
         keep_float32_logits(lm, name == "float32")
-        policies[name], engines[name] = Policy(lm), GenerationEngine(lm, stop_token_ids=())
+        policies[name], engines[name] = Policy(lm), GenerationEngine.from_model(lm, stop_token_ids=())
     prompts, sampling = ids[:, :16].tolist(), SamplingParams(max_new_tokens=sizes.new_tokens)
     figures = compare("training step", lambda name: step(policies[name], ids, mask), runs)
-    decoding = f"decoding {sizes.new_tokens} tokens"
-    figures |= compare(decoding, lambda name: engines[name].generate(prompts, sampling), runs)
+    figures |= compare(
+        f"decoding {sizes.new_tokens} tokens", lambda name: engines[name].generate(prompts, sampling), runs
+    )
     with torch.no_grad():
         found = {name: policy(ids, mask, mask)[0] for name, policy in policies.items()}
     apart = (found["float32"] - found["model"]).abs()[:, 1:]

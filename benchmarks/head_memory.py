@@ -42,8 +42,10 @@ def main() -> None:
                 peaks[name] = torch.cuda.max_memory_allocated() / 2**30
     medians = {name: statistics.median(seconds[1:]) for name, seconds in times.items()}
     print(f"{TOKENS} tokens, hidden {HIDDEN}, vocabulary {VOCABULARY}, {DTYPE}, {DEVICE}, torch {torch.__version__}")
-    print(f"forward and backward: chunked {medians['chunked']:.3f} s, whole {medians['whole']:.3f} s, "
-          f"ratio {medians['chunked'] / medians['whole']:.2f}")  # fmt: skip
+    print(
+        f"forward and backward: chunked {medians['chunked']:.3f} s, whole {medians['whole']:.3f} s, "
+        f"ratio {medians['chunked'] / medians['whole']:.2f}"
+    )
     logits_gib = TOKENS * VOCABULARY * 4 / 2**30
     print(
         f"whole logits in float32: {logits_gib:.2f} GiB; a chunk: {min(1024, TOKENS) * VOCABULARY * 4 / 2**30:.2f} GiB"

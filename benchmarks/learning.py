@@ -28,25 +28,26 @@ import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from benchmarks.learning_tasks import REASONING_TASK, Task, copy_task, demo_task, reasoning_task, run_step, sharp_task
-from hybrid_rlhf.configs.algorithms import ON_POLICY
-from hybrid_rlhf.configs.cli import parse_config, save_config
-from hybrid_rlhf.configs.ppo import PPOConfig
+from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS
+from hybrid_rlhf.configs.parsing.command_line import parse_config, save_config
+from hybrid_rlhf.configs.rl import RLConfig
 
 ABLATIONS: dict[str, dict[str, Any]] = {
     "as it is": {},
-    "advantages not whitened": {"ppo": {"whiten_advantages": False}},
-    "values clipped at 0.5": {"ppo": {"value_clip": 0.5}},
-    "ratios not clipped": {"ppo": {"clip_low": 0.99, "clip_high": 1e9}},
-    "one epoch, one mini-batch": {"ppo": {"epochs": 1, "mini_batches": 1}},
-    "lambda 0": {"ppo": {"lam": 0.0}, "critic": {"lam": 0.0}},
-    "lambda 0.95": {"ppo": {"lam": 0.95}, "critic": {"lam": 0.95}},
-    "lambda 0.95 of the actor": {"ppo": {"lam": 0.95}},
+    "advantages not whitened": {"algorithm": {"whiten_advantages": False}},
+    "values clipped at 0.5": {"algorithm": {"value_clip": 0.5}},
+    "ratios not clipped": {"algorithm": {"clip": [0.99, 1e9]}},
+    "one epoch, one mini-batch": {"algorithm": {"epochs": 1, "mini_batches": 1}},
+    "lambda 0": {"algorithm": {"gae_lambda": 0.0}, "critic": {"gae_lambda": 0.0}},
+    "lambda 0.95": {"algorithm": {"gae_lambda": 0.95}, "critic": {"gae_lambda": 0.95}},
+    "lambda 0.95 of the actor": {"algorithm": {"gae_lambda": 0.95}},
     "old log-probs off by one": {"fault": "old_logprobs_off_by_one"},
     "old log-probs renewed": {"fault": "old_logprobs_renewed"},
     "score on the last column": {"fault": "score_on_the_last_column"},
@@ -55,12 +56,12 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "ppo": {},
     "reinforce": {},
     "rloo": {"rollout": {"prompts_per_step": 32}},
-    "reinforce_pp": {"ppo": {"kl_coef": 0.0}},
+    "reinforce_pp": {"algorithm": {"kl": None}},
     "reinforce_pp_baseline": {"rollout": {"prompts_per_step": 16}},
     "grpo": {"rollout": {"prompts_per_step": 16}},
     "dr_grpo": {"rollout": {"prompts_per_step": 16}},
-    "dapo": {"rollout": {"prompts_per_step": 16}, "ppo": {"overlong_fraction": 0.0}},
-    "gspo": {"rollout": {"prompts_per_step": 16}, "ppo": {"clip_low": 0.02, "clip_high": 0.03}},
+    "dapo": {"rollout": {"prompts_per_step": 16}, "algorithm": {"penalties": None}},
+    "gspo": {"rollout": {"prompts_per_step": 16}, "algorithm": {"clip": [0.02, 0.03]}},
     "cispo": {"rollout": {"prompts_per_step": 16}},
     "online_dpo": {"rollout": {"prompts_per_step": 64}},
     "raft": {"rollout": {"prompts_per_step": 16}},
@@ -68,7 +69,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 """128 completions a rollout for all, with four epochs of two mini-batches. ReMax is left out: its algorithm 1 makes one
 unclipped update, measured on the reasoning task. All answers of the task are as long as may be, so none is overlong;
 sequences of eight tokens need a wider clip than the thousands of GSPO's paper."""
-ONE_UPDATE: dict[str, Any] = {"ppo": {"epochs": 1, "mini_batches": 1}}
+ONE_UPDATE: dict[str, Any] = {"algorithm": {"epochs": 1, "mini_batches": 1}}
 BIGGEST_GROUP = 4
 """Completions of a prompt, at most, in tasks whose rollouts are small."""
 SEVERAL_UPDATES = ("rloo", "online_dpo")
@@ -85,9 +86,11 @@ def run(config: Mapping[str, Any], seed: int, threads: int, *, fault: str | None
     """One run of step 3 in a process of its own."""
     folder = Path(tempfile.mkdtemp())
     config = {
-        **config, "seed": seed, "output_dir": str(folder / "run"),
+        **config,
+        "seed": seed,
+        "output_dir": str(folder / "run"),
         "logging": {"tensorboard": False, "samples_every": 0},
-    }  # fmt: skip
+    }
     entry = ["training/step3_ppo/main.py"] if fault is None else ["-m", "benchmarks.learning_faults", fault]
     run_step(entry, config, folder / "ppo.yaml", threads=threads)
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -97,10 +100,17 @@ def run(config: Mapping[str, Any], seed: int, threads: int, *, fault: str | None
 
 def config_of(task: Task, changes: Mapping[str, Any]) -> dict[str, Any]:
     """A variant of a task, less what its algorithm does not read of the task's keys: PPO's critic, for example."""
+    whole = merged(task.config, {key: value for key, value in changes.items() if key != "fault"})
+    given = whole.get("algorithm", {})
+    kind = RL_ALGORITHMS[given.get("name", "ppo")]
+    known = {declared.name for declared in fields(kind)}
+    whole["algorithm"] = {key: value for key, value in given.items() if key in known}
+    if not kind.needs_critic:
+        whole.pop("critic", None)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "task.yaml"
-        file.write_text(yaml.safe_dump(merged(task.config, {k: v for k, v in changes.items() if k != "fault"})))
-        save_config(parse_config(PPOConfig, ["--config", str(file)], unread="ignore"), file)
+        file.write_text(yaml.safe_dump(whole))
+        save_config(parse_config(RLConfig, ["--config", str(file)]), file)
         return dict(yaml.safe_load(file.read_text()))
 
 
@@ -125,10 +135,14 @@ def band(curves: Sequence[Curve]) -> list[dict[str, float]]:
         spread = statistics.stdev(values) if len(values) > 1 else 0.0
         rows.append(
             {
-                "step": step, "mean": statistics.fmean(values), "std": spread, "lowest": min(values),
-                "highest": max(values), **{f"run_{number}": value for number, value in enumerate(values)},
+                "step": step,
+                "mean": statistics.fmean(values),
+                "std": spread,
+                "lowest": min(values),
+                "highest": max(values),
+                **{f"run_{number}": value for number, value in enumerate(values)},
             }
-        )  # fmt: skip
+        )
     return rows
 
 
@@ -193,7 +207,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="none: 100 of copy, 16 of demo, 20 of reasoning, 12 of sharp")
     parser.add_argument("--ablations", action="store_true")
     parser.add_argument(
-        "--algorithms", nargs="*", choices=ON_POLICY, help="the task by each of these; alone: by all but remax"
+        "--algorithms", nargs="*", choices=RL_ALGORITHMS, help="the task by each of these; alone: by all but remax"
     )
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="runs at a time")
     parser.add_argument("--demo", type=Path, default=Path("output"), help="what `make demo` wrote")
@@ -213,8 +227,10 @@ def main() -> None:
                 others[f"{name}_{metric.rpartition('/')[2]}"] = band([curve(lines, metric) for lines in runs])
             for metric in task.held_out:
                 compare(metric, [curve(lines, metric) for lines in runs], task)
-                held_out += [{"variant": name, "metric": metric, "seed": seed, **ends(curve(lines, metric))}
-                             for seed, lines in zip(options.seeds, runs, strict=True)]  # fmt: skip
+                held_out += [
+                    {"variant": name, "metric": metric, "seed": seed, **ends(curve(lines, metric))}
+                    for seed, lines in zip(options.seeds, runs, strict=True)
+                ]
     title = options.task + ("_ablations" if options.ablations else "_by" if options.algorithms is not None else "")
     for name, rows in (found | others).items():
         write(rows, options.out / f"{title}_{name.replace(' ', '_').replace(',', '')}.csv")
@@ -236,7 +252,7 @@ def variants_of(options: argparse.Namespace, folder: Path) -> dict[str, tuple[Ta
         task = copy_task(folder, steps=steps)
         if names is None:
             return {name: (task, change) for name, change in ABLATIONS.items() if options.ablations or not change}
-        return {name: (task, {"algorithm": name, **ALGORITHMS.get(name, ONE_UPDATE)}) for name in names}
+        return {name: (task, merged({"algorithm": {"name": name}}, ALGORITHMS.get(name, ONE_UPDATE))) for name in names}
     if options.task == "demo" and names is None:
         return {f"kl_coef {c}": (demo_task(options.demo, steps=steps, kl_coef=c), {}) for c in (0.02, 0.05, 0.2)}
     if options.task == "demo":
@@ -250,15 +266,16 @@ def variants_of(options: argparse.Namespace, folder: Path) -> dict[str, tuple[Ta
 
 def by_algorithm(task: Task, name: str) -> dict[str, Any]:
     """As many completions as PPO's rollout has, in groups where the algorithm wants them; the task's own KL."""
-    traits = ON_POLICY[name]
-    group = min(BIGGEST_GROUP, traits.defaults.get("rollout.samples_per_prompt", 1))
+    kind = RL_ALGORITHMS[name]
+    group = min(BIGGEST_GROUP, kind.defaults_elsewhere.get("rollout.sampling.n", 1))
     prompts = task.config["rollout"]["prompts_per_step"] // group
     changes = {
-        "algorithm": name, "rollout": {"prompts_per_step": prompts, "samples_per_prompt": group},
-        "ppo": {"overlong_fraction": 0.0} | ({"kl_in": "loss", "kl_estimator": "k2"} if traits.selects else {}),
-    }  # fmt: skip
-    if traits.once and name not in SEVERAL_UPDATES:
-        changes["ppo"] |= ONE_UPDATE["ppo"]
+        "algorithm": {"name": name, "penalties": {"overlong_fraction": 0.0}}
+        | ({"kl": {"where": "loss", "estimator": "k2"}} if kind.selects else {}),
+        "rollout": {"prompts_per_step": prompts, "sampling": {"n": group}},
+    }
+    if kind.single_update and name not in SEVERAL_UPDATES:
+        changes["algorithm"] |= ONE_UPDATE["algorithm"]
     if name == "online_dpo" and task.config["actor"]["optimizer"]["lr"] > HIGHEST_DPO_LR:
         changes["actor"] = {"optimizer": {"lr": HIGHEST_DPO_LR}}
     return changes
@@ -297,7 +314,7 @@ def merged(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
     """A config with changes, section by section."""
     whole = dict(config)
     for name, value in changes.items():
-        whole[name] = merged(config.get(name, {}), value) if isinstance(value, Mapping) else value
+        whole[name] = merged(config.get(name) or {}, value) if isinstance(value, Mapping) else value
     return whole
 
 

@@ -12,25 +12,27 @@ from typing import Any
 
 import torch
 
-from hybrid_rlhf.algorithms import rollout
-from hybrid_rlhf.algorithms.scoring import Scored
-from training.step3_ppo.main import main
+from hybrid_rlhf.cli.rl import main
+from hybrid_rlhf.rl.batch import MiniBatchPlan, Rollout
+from hybrid_rlhf.rl.rollouts import advantages
+from hybrid_rlhf.rl.rollouts.scoring import RolloutScorer
 
 
 def old_logprobs_off_by_one() -> None:
     """Old log-probs of the token before."""
-    score = rollout.Rollout.score
+    compute_logprobs = RolloutScorer.compute_logprobs
 
-    def wrong(self: rollout.Rollout, *arguments: Any) -> Scored:
-        scored = score(self, *arguments)
-        return replace(scored, old_logprobs=scored.old_logprobs.roll(1, dims=1))
+    def wrong(self: RolloutScorer, rollout: Rollout, plan: MiniBatchPlan) -> Rollout:
+        found = compute_logprobs(self, rollout, plan)
+        assert found.old_logprobs is not None
+        return replace(found, old_logprobs=found.old_logprobs.roll(1, dims=1))
 
-    rollout.Rollout.score = wrong  # type: ignore[method-assign]
+    RolloutScorer.compute_logprobs = wrong  # type: ignore[method-assign]
 
 
 def old_logprobs_renewed() -> None:
     """Old log-probs are always the current ones, so that nothing holds the policy near the one that sampled."""
-    from hybrid_rlhf.algorithms.on_policy import algorithm
+    from hybrid_rlhf.rl.algorithms import algorithm
 
     loss = algorithm.ppo_policy_loss
     algorithm.ppo_policy_loss = lambda logprobs, **others: loss(  # type: ignore[assignment]
@@ -40,14 +42,14 @@ def old_logprobs_renewed() -> None:
 
 def score_on_the_last_column() -> None:
     """The score on a row's last column, which is padding where a completion stopped early."""
-    shaped = rollout.shaped_rewards
+    shaped = advantages.shaped_rewards
 
     def wrong(*, scores: torch.Tensor, mask: torch.Tensor, **others: Any) -> torch.Tensor:
         rewards = shaped(scores=torch.zeros_like(scores), mask=mask, **others)
         rewards[:, -1] += scores * mask[:, -1]
         return rewards
 
-    rollout.shaped_rewards = wrong  # type: ignore[assignment]
+    advantages.shaped_rewards = wrong  # type: ignore[assignment]
 
 
 FAULTS: dict[str, Callable[[], None]] = {

@@ -27,10 +27,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.learning_tasks import run_step, write_rows
-from hybrid_rlhf.configs.algorithms import PREFERENCE
-from hybrid_rlhf.data.chat import encode_answer
-from hybrid_rlhf.data.embedded import write_demo_data
-from hybrid_rlhf.models.sources import quiet_transformers, resolve_model
+from hybrid_rlhf.configs.preference import PREFERENCE_LOSSES
+from hybrid_rlhf.data.chat.conversation import encode_completion
+from hybrid_rlhf.data.rows.embedded import write_demo_data
+from hybrid_rlhf.models.pretrained.sources import quiet_transformers, resolve_model
 from hybrid_rlhf.runtime.world import solo_world
 
 AT_ONCE = 16
@@ -53,17 +53,24 @@ def main() -> None:
             before = logprobs(path, fresh)
             for algorithm in options.algorithms:
                 run = folder / f"{algorithm}_{seed}"
-                run_step(["training/preference/main.py"], config(algorithm, path, folder, run, seed, options),
-                         run.with_suffix(".yaml"))  # fmt: skip
+                run_step(
+                    ["training/preference/main.py"],
+                    config(algorithm, path, folder, run, seed, options),
+                    run.with_suffix(".yaml"),
+                )
                 after = logprobs(str(run), fresh)
                 told = {
-                    "algorithm": algorithm, "seed": seed, "likelier_before": share(before[:, 0] > before[:, 1]),
+                    "algorithm": algorithm,
+                    "seed": seed,
+                    "likelier_before": share(before[:, 0] > before[:, 1]),
                     "likelier_after": share(after[:, 0] > after[:, 1]),
                     "risen_by_more": share((after - before)[:, 0] > (after - before)[:, 1]),
-                }  # fmt: skip
+                }
                 rows.append(told)
-                print("  ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in told.items()),
-                      flush=True)  # fmt: skip
+                print(
+                    "  ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in told.items()),
+                    flush=True,
+                )
     report(rows, options)
 
 
@@ -72,12 +79,21 @@ def config(
 ) -> dict[str, Any]:
     """As the demo's preference step, for some steps."""
     return {
-        "algorithm": algorithm, "output_dir": str(run), "seed": seed, "model": {"path": path},
-        "data": {"sources": [str(folder / "shown.jsonl")], "max_length": 96, "eval_fraction": 0.0,
-                 "cache_dir": str(folder / f"cache_{seed}")},
-        "lora": {"rank": 16, "alpha": 32}, "optimizer": {"lr": 5e-4},
-        "train": {"global_batch_size": 8, "max_steps": options.steps}, "logging": {"tensorboard": False},
-    }  # fmt: skip
+        "algorithm": algorithm,
+        "output_dir": str(run),
+        "seed": seed,
+        "model": {"path": path},
+        "data": {
+            "sources": [str(folder / "shown.jsonl")],
+            "max_length": 96,
+            "eval_fraction": 0.0,
+            "cache_dir": str(folder / f"cache_{seed}"),
+        },
+        "lora": {"rank": 16, "alpha": 32},
+        "optimizer": {"lr": 5e-4},
+        "train": {"global_batch_size": 8, "max_steps": options.steps},
+        "logging": {"tensorboard": False},
+    }
 
 
 @torch.inference_mode()
@@ -92,7 +108,7 @@ def logprobs(path: str, pairs: Sequence[dict[str, Any]]) -> Tensor:
 
 def _read(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: Sequence[dict[str, Any]]) -> Tensor:
     encoded = [
-        encode_answer(pair["prompt"], [{"role": "assistant", "content": pair[side]}], tokenizer)
+        encode_completion(pair["prompt"], [{"role": "assistant", "content": pair[side]}], tokenizer)
         for pair in pairs
         for side in ("chosen", "rejected")
     ]
@@ -119,9 +135,11 @@ def report(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
     )
     for algorithm in options.algorithms:
         mine = [row for row in rows if row["algorithm"] == algorithm]
-        told = [f"{name.replace('_', ' ')} {statistics.fmean(row[name] for row in mine):.3f} "
-                f"({min(row[name] for row in mine):.3f} to {max(row[name] for row in mine):.3f})"
-                for name in ("likelier_before", "likelier_after", "risen_by_more")]  # fmt: skip
+        told = [
+            f"{name.replace('_', ' ')} {statistics.fmean(row[name] for row in mine):.3f} "
+            f"({min(row[name] for row in mine):.3f} to {max(row[name] for row in mine):.3f})"
+            for name in ("likelier_before", "likelier_after", "risen_by_more")
+        ]
         print(f"{algorithm:6} " + ", ".join(told))
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with options.out.open("w", newline="") as stream:
@@ -133,7 +151,7 @@ def report(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--algorithms", nargs="+", default=["dpo", "ipo", "kto"], choices=list(PREFERENCE))
+    parser.add_argument("--algorithms", nargs="+", default=["dpo", "ipo", "kto"], choices=list(PREFERENCE_LOSSES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--held_out", type=int, default=144)

@@ -27,8 +27,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 from benchmarks.ppo_step import TEMPLATE
-from hybrid_rlhf.data.embedded import write_demo_data
-from hybrid_rlhf.models.sources import resolve_model
+from hybrid_rlhf.data.rows.embedded import write_demo_data
+from hybrid_rlhf.models.pretrained.sources import resolve_model
 from hybrid_rlhf.runtime.world import solo_world
 
 ROOT = Path(__file__).parents[1]
@@ -84,24 +84,33 @@ def copy_task(folder: Path, *, steps: int) -> Task:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
         LlamaConfig(
-            vocab_size=len(vocabulary), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=64, eos_token_id=1, pad_token_id=0,
-            bos_token_id=None, tie_word_embeddings=False,
+            vocab_size=len(vocabulary),
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            max_position_embeddings=64,
+            eos_token_id=1,
+            pad_token_id=0,
+            bos_token_id=None,
+            tie_word_embeddings=False,
         )
-    )  # fmt: skip
+    )
     for part in (model, tokenizer):
         part.save_pretrained(folder / "model")
     chance = random.Random(0)
     rows = [{"prompt": " ".join(chance.choices(LETTERS, k=4))} for _ in range(4096)]
     write_rows(folder / "prompts.jsonl", rows)
     config = {
-        "actor": {"path": str(folder / "model"), "optimizer": _optimizer(7e-4)},
+        "model": {"path": str(folder / "model")},
+        "actor": {"optimizer": _optimizer(7e-4)},
         "critic": {"optimizer": _optimizer(2e-3)},
-        "reward": {"parts": [{"function": "benchmarks.learning_tasks:copied"}]},
+        "reward": {"components": [{"function": "benchmarks.learning_tasks:copied"}]},
         "data": {"sources": [str(folder / "prompts.jsonl")], "eval_fraction": 0.03, "cache_dir": str(folder / "cache")},
-        "rollout": {"prompts_per_step": 128, "max_prompt_tokens": 16, "max_new_tokens": COPY_TOKENS},
+        "rollout": {"prompts_per_step": 128, "max_prompt_tokens": 16, "sampling": {"max_new_tokens": COPY_TOKENS}},
         # All answers are as long as may be: none is punished for it.
-        "ppo": {"kl_coef": 0.0, "epochs": 4, "mini_batches": 2, "missing_eos_penalty": 0.0},
+        "algorithm": {"name": "ppo", "kl": None, "epochs": 4, "mini_batches": 2, "penalties": None},
         "train": {"max_steps": steps, "epochs": 100},
     }
     return Task(config, optimum=1.0)
@@ -115,12 +124,12 @@ def demo_task(folder: Path, *, steps: int, kl_coef: float | None = None) -> Task
                 f"{folder}/{step} holds no model: run `make demo` first, and give --demo its output folder"
             )
     demo = yaml.safe_load(DEMO.read_text())
-    config = demo["ppo"]
-    config["actor"]["path"] = str(folder / "step1_sft")
-    config["reward"] = {"path": str(folder / "step2_reward")}
+    config = demo["rl"]
+    config["model"] = {"path": str(folder / "step1_sft")}
+    config["reward"] = {"components": [str(folder / "step2_reward")]}
     config["data"] |= {"sources": [str(folder / "demo_data" / "pairs.jsonl")], "split": demo["data"]["split"]}
     if kl_coef is not None:
-        config["ppo"]["kl_coef"] = kl_coef
+        config["algorithm"]["kl"] = {"coef": kl_coef}
     config["train"] |= {"max_steps": steps, "epochs": 100}
     return Task(config, optimum=None, held_out=("eval/scores", "eval/kl"))
 
@@ -150,23 +159,30 @@ def reasoning_task(folder: Path, *, steps: int) -> Task:
     write_rows(folder / "prompts.jsonl", fresh)
     adapters = {"rank": 16, "alpha": 32}
     first = {
-        "output_dir": str(folder / "sft"), "model": {"path": str(folder / "model")}, "lora": adapters,
-        "optimizer": {"lr": 1e-3}, "data": {"sources": [str(folder / "first.jsonl")], "eval_fraction": 0.0},
-        "train": {"global_batch_size": 16}, "logging": {"tensorboard": False},
-    }  # fmt: skip
+        "output_dir": str(folder / "sft"),
+        "model": {"path": str(folder / "model")},
+        "lora": adapters,
+        "optimizer": {"lr": 1e-3},
+        "data": {"sources": [str(folder / "first.jsonl")], "eval_fraction": 0.0},
+        "train": {"global_batch_size": 16},
+        "logging": {"tensorboard": False},
+    }
     run_step(["training/step1_sft/main.py"], first, folder / "sft.yaml")
     config = {
-        "actor": {"path": str(folder / "sft"), "lora": adapters, "optimizer": _optimizer(5e-4)},
-        "critic": {"share_base": True, "lora": adapters, "optimizer": _optimizer(1e-3)},
-        "reward": {"parts": [{"function": "benchmarks.learning_tasks:checked"}]},
+        "model": {"path": str(folder / "sft")},
+        "actor": {"lora": adapters, "optimizer": _optimizer(5e-4)},
+        "critic": {"share_base": True, "optimizer": _optimizer(1e-3)},
+        "reward": {"components": [{"function": "benchmarks.learning_tasks:checked"}]},
         "data": {
-            "sources": [str(folder / "prompts.jsonl")], "eval_fraction": 144 / len(fresh), "max_eval_rows": 144,
+            "sources": [str(folder / "prompts.jsonl")],
+            "eval_fraction": 144 / len(fresh),
+            "max_eval_rows": 144,
             "cache_dir": str(folder / "cache"),
         },
-        "rollout": {"prompts_per_step": 48, "max_prompt_tokens": 64, "max_new_tokens": 4},
-        "ppo": {"kl_coef": 0.005, "epochs": 1, "mini_batches": 2, "missing_eos_penalty": 0.0},
+        "rollout": {"prompts_per_step": 48, "max_prompt_tokens": 64, "sampling": {"max_new_tokens": 4}},
+        "algorithm": {"name": "ppo", "kl": {"coef": 0.005}, "epochs": 1, "mini_batches": 2, "penalties": None},
         "train": {"max_steps": steps, "epochs": 100},
-    }  # fmt: skip
+    }
     return Task(config, optimum=None, held_out=("eval/scores", "eval/kl"), is_accuracy=True)
 
 
@@ -207,18 +223,22 @@ def sharp_task(folder: Path, *, steps: int) -> Task:
         ("step2_reward", "pairs", {"model": {"path": str(folder / "step1_sft")}, "optimizer": {"lr": 1e-3}}),
     ):
         config = {
-            **section, "output_dir": str(folder / entry), "lora": adapters, "logging": {"tensorboard": False},
+            **section,
+            "output_dir": str(folder / entry),
+            "lora": adapters,
+            "logging": {"tensorboard": False},
             "data": {"sources": [str(folder / f"{name}.jsonl")], "max_length": 160, "eval_fraction": 0.2},
             "train": {"global_batch_size": 8},
-        }  # fmt: skip
+        }
         run_step([f"training/{entry}/main.py"], config, folder / f"{entry}.yaml")
     config = {
-        "actor": {"path": str(folder / "step1_sft"), "optimizer": {"lr": 1e-5}},
-        "reward": {"path": str(folder / "step2_reward")},
+        "model": {"path": str(folder / "step1_sft")},
+        "actor": {"optimizer": {"lr": 1e-5}},
+        "reward": {"components": [str(folder / "step2_reward")]},
         "data": {"sources": [str(folder / "prompts.jsonl")], "eval_fraction": 0.15, "cache_dir": str(folder / "cache")},
-        "rollout": {"prompts_per_step": 32, "max_prompt_tokens": 64, "max_new_tokens": 64},
+        "rollout": {"prompts_per_step": 32, "max_prompt_tokens": 64, "sampling": {"max_new_tokens": 64}},
         "train": {"max_steps": steps, "epochs": 100},
-    }  # fmt: skip
+    }
     held_out = ("eval/scores", "eval/kl", "eval/clipped_ratio", "eval/mean_length")
     return Task(config, optimum=None, held_out=held_out, also=("val/explained_variance", "completions/clipped_ratio"))
 

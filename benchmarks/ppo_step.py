@@ -57,10 +57,10 @@ from transformers import (
 )
 
 from benchmarks.matrix_products import Products
-from hybrid_rlhf.data.chat import encode_prompt
+from hybrid_rlhf.data.chat.conversation import encode_prompt
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
-from hybrid_rlhf.models.sources import quiet_transformers, resolve_model
-from hybrid_rlhf.models.tokenizers import load_tokenizer
+from hybrid_rlhf.models.pretrained.sources import quiet_transformers, resolve_model
+from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.runtime.world import solo_world
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -130,9 +130,11 @@ def prepare(folder: Path, options: argparse.Namespace) -> LengthLaw:
     tokenizer.eos_token, tokenizer.pad_token = STOP_TOKEN, PAD_TOKEN
     generator = torch.Generator().manual_seed(options.seed)
     rows = make_prompts(
-        tokenizer, options.prompts_per_step * (options.warmup + options.steps) + options.calibration,
-        tokens=options.prompt_tokens, generator=generator,
-    )  # fmt: skip
+        tokenizer,
+        options.prompts_per_step * (options.warmup + options.steps) + options.calibration,
+        tokens=options.prompt_tokens,
+        generator=generator,
+    )
     samples, rows = rows[: options.calibration], rows[options.calibration :]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with quiet_transformers():
@@ -181,7 +183,7 @@ def set_stop_row(lm: PreTrainedModel, stop: int, prompts: list[list[int]], *, ne
 
     The rows are sampled without stopping: half of them to fit, the others to set the mean and to tell the law.
     """
-    engine = GenerationEngine(lm, stop_token_ids=())
+    engine = GenerationEngine.from_model(lm, stop_token_ids=())
     completions = engine.generate(prompts, SamplingParams(max_new_tokens=new_tokens, seed=0))
     ids = torch.tensor([p + c.token_ids for p, (c,) in zip(prompts, completions, strict=True)])
     head = lm.get_output_embeddings().weight
@@ -233,16 +235,22 @@ def measure_ours(side: Side, output: Path, folder: Path, options: argparse.Names
     total = options.warmup + options.steps
     learning = {"optimizer": {"lr": LEARNING_RATE, "schedule": "constant"}}
     config = {
-        "output_dir": str(output), "seed": options.seed,
+        "output_dir": str(output),
+        "seed": options.seed,
         "model": {"path": str(folder / "actor"), "dtype": "float32"},
         "data": {"sources": [str(folder / "prompts.jsonl")], "eval_fraction": 0.0, "cache_dir": str(folder / "cache")},
-        "actor": learning, "critic": learning, "reward": {"path": str(folder / "reward")},
-        "rollout": {"prompts_per_step": options.prompts_per_step, "max_prompt_tokens": options.prompt_tokens,
-                    "max_new_tokens": options.new_tokens, "temperature": 1.0},
-        "ppo": {"epochs": 1, "mini_batches": 1, "kl_coef": 0.05},
+        "actor": learning,
+        "critic": learning,
+        "reward": {"components": [str(folder / "reward")]},
+        "rollout": {
+            "prompts_per_step": options.prompts_per_step,
+            "max_prompt_tokens": options.prompt_tokens,
+            "sampling": {"max_new_tokens": options.new_tokens, "temperature": 1.0},
+        },
+        "algorithm": {"name": "ppo", "epochs": 1, "mini_batches": 1, "kl": {"coef": 0.05}},
         "train": {"max_steps": total, "micro_batch_size": options.prompts_per_step},
         "logging": {"tensorboard": False, "samples_every": 0},
-    }  # fmt: skip
+    }
     file, metrics = output.with_suffix(".yaml"), output / "metrics.jsonl"
     file.write_text(json.dumps(config))  # JSON is YAML
 
@@ -295,19 +303,31 @@ def environment(options: argparse.Namespace) -> dict[str, str]:
     """Of the measured processes: the CPU, and as many threads for each."""
     threads = str(options.threads)
     return {
-        **os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": "",
-        "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
-    }  # fmt: skip
+        **os.environ,
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
 
 
 def measure_trl(side: Side, folder: Path, options: argparse.Namespace) -> dict[str, str]:
     """TRL on the same folders, in its own environment; the versions of what ran."""
     sizes = ("prompts_per_step", "new_tokens", "warmup", "steps", "threads", "seed")
     command = [
-        options.trl_python, str(ROOT / "benchmarks/peers/trl_ppo.py"), "--actor", str(folder / "actor_older"),
-        "--reward", str(folder / "reward_older"), "--prompts", str(folder / "prompts.jsonl"),
-        "--lr", str(LEARNING_RATE), *(part for name in sizes for part in (f"--{name}", str(getattr(options, name)))),
-    ]  # fmt: skip
+        options.trl_python,
+        str(ROOT / "benchmarks/peers/trl_ppo.py"),
+        "--actor",
+        str(folder / "actor_older"),
+        "--reward",
+        str(folder / "reward_older"),
+        "--prompts",
+        str(folder / "prompts.jsonl"),
+        "--lr",
+        str(LEARNING_RATE),
+        *(part for name in sizes for part in (f"--{name}", str(getattr(options, name)))),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(options), cwd=folder)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
@@ -378,10 +398,16 @@ def report(
         print(f"  {name:10s} {part:8.2f} s  {part / whole:4.0%} of this project's step{products}")
     if options.json:
         result = {
-            "options": vars(options), "law": asdict(law), "limit": asdict(limit), "ours": asdict(ours),
-            "trl": asdict(trl) if trl else None, "platform": platform.platform(), "torch": torch.__version__,
-            "transformers": transformers.__version__, "trl_versions": versions,
-        }  # fmt: skip
+            "options": vars(options),
+            "law": asdict(law),
+            "limit": asdict(limit),
+            "ours": asdict(ours),
+            "trl": asdict(trl) if trl else None,
+            "platform": platform.platform(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "trl_versions": versions,
+        }
         Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
 
 

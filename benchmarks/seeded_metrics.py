@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.learning_tasks import run_step, write_rows
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 NOT_COMPUTED = ("time", "perf/", "memory/")
 """Beginnings of metrics that differ between runs of the same code."""
@@ -57,26 +57,42 @@ def runs(folder: Path) -> dict[str, tuple[str, dict[str, Any]]]:
     """Module and config of each run, after its model and rows are written; `reward` comes before its readers."""
     for part in (tiny_model(seed=0), tiny_tokenizer()):
         part.save_pretrained(folder / "model")
-    write_rows(folder / "rows.jsonl", [
-        {"prompt": f"say {i % 9} and {i}", "chosen": str(i % 9) * (i % 4 + 1), "rejected": "x" * (i % 5 + 1)}
-        for i in range(80)
-    ])  # fmt: skip
+    write_rows(
+        folder / "rows.jsonl",
+        [
+            {"prompt": f"say {i % 9} and {i}", "chosen": str(i % 9) * (i % 4 + 1), "rejected": "x" * (i % 5 + 1)}
+            for i in range(80)
+        ],
+    )
     common = {
-        "seed": 3, "logging": {"tensorboard": False}, "train": {"max_steps": 3, "eval_every": 2},
+        "seed": 3,
+        "logging": {"tensorboard": False},
+        "train": {"max_steps": 3, "eval_every": 2},
         "data": {"sources": [str(folder / "rows.jsonl")], "cache_dir": str(folder / "cache")},
-    }  # fmt: skip
-    supervised = merged(common, {
-        "model": {"path": str(folder / "model")}, "data": {"max_length": 64}, "train": {"global_batch_size": 8},
-    })  # fmt: skip
-    rl = merged(common, {
-        "actor": {"path": str(folder / "model"), "optimizer": {"lr": 1e-3}},
-        "rollout": {"prompts_per_step": 8, "max_prompt_tokens": 48, "max_new_tokens": 8},
-    })  # fmt: skip
-    learned = merged(rl, {"reward": {"path": str(folder / "reward")}})
-    checked = merged(rl, {"reward": {"parts": [{"function": "benchmarks.seeded_metrics:even"}]}})
+    }
+    supervised = merged(
+        common,
+        {
+            "model": {"path": str(folder / "model")},
+            "data": {"max_length": 64},
+            "train": {"global_batch_size": 8},
+        },
+    )
+    rl = merged(
+        common,
+        {
+            "model": {"path": str(folder / "model")},
+            "actor": {"optimizer": {"lr": 1e-3}},
+            "rollout": {"prompts_per_step": 8, "max_prompt_tokens": 48, "sampling": {"max_new_tokens": 8}},
+        },
+    )
+    learned = merged(rl, {"reward": {"components": [str(folder / "reward")]}})
+    checked = merged(rl, {"reward": {"components": [{"function": "benchmarks.seeded_metrics:even"}]}})
     lora = {
-        "actor": {"lora": {"rank": 4}}, "critic": {"lora": {"rank": 4}, "share_base": True}, "ppo": {"epochs": 2},
-    }  # fmt: skip
+        "actor": {"lora": {"rank": 4}},
+        "critic": {"share_base": True},
+        "algorithm": {"epochs": 2},
+    }
     return {
         "sft": ("training.step1_sft.main", supervised),
         "sft_lora": ("training.step1_sft.main", merged(supervised, {"lora": {"rank": 4}})),
@@ -86,8 +102,11 @@ def runs(folder: Path) -> dict[str, tuple[str, dict[str, Any]]]:
         "ppo": ("training.step3_ppo.main", learned),
         "ppo_lora": ("training.step3_ppo.main", merged(learned, lora)),
         "grpo": ("training.step3_ppo.main", merged(learned, {"algorithm": "grpo"})),
-        "rloo": ("training.step3_ppo.main", merged(checked, {"algorithm": "rloo", "ppo": {"kl_coef": 0.1}})),
-        "dapo": ("training.step3_ppo.main", merged(checked, {"algorithm": "dapo", "ppo": {"max_refills": 2}})),
+        "rloo": ("training.step3_ppo.main", merged(checked, {"algorithm": {"name": "rloo", "kl": {"coef": 0.1}}})),
+        "dapo": (
+            "training.step3_ppo.main",
+            merged(checked, {"algorithm": {"name": "dapo", "dynamic_sampling": {"max_refills": 2}}}),
+        ),
     }
 
 

@@ -40,14 +40,14 @@ from benchmarks.in_turn import InTurn
 from benchmarks.learning_tasks import ROOT, write_rows
 from benchmarks.matrix_products import Products, Times
 from benchmarks.ppo_step import CPU, PAD_TOKEN, environment, plain_words
-from hybrid_rlhf.configs.cli import parse_config
+from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.data.loaders import BatchLoader
 from hybrid_rlhf.data.tokenized import TokenizedData, load_preference_data, load_sft_data
-from hybrid_rlhf.models.sources import quiet_transformers, resolve_model
-from hybrid_rlhf.models.tokenizers import load_tokenizer
+from hybrid_rlhf.models.pretrained.sources import quiet_transformers, resolve_model
+from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.runtime.host_memory import MALLOC_ENVIRONMENT
 from hybrid_rlhf.runtime.world import solo_world
 
@@ -75,9 +75,14 @@ class Task:
 TASKS = {
     "sft": Task("training/step1_sft/main.py", SFTConfig, "lm", load_sft_data),
     "reward": Task("training/step2_reward/main.py", RewardConfig, "scorer", load_preference_data),
-    "dpo": Task("training/preference/main.py", PreferenceStepConfig, "lm", load_preference_data,
-                {"algorithm": "dpo", "reference": {"logprobs": "live"}}),
-}  # fmt: skip
+    "dpo": Task(
+        "training/preference/main.py",
+        PreferenceStepConfig,
+        "lm",
+        load_preference_data,
+        {"algorithm": "dpo", "reference": {"logprobs": "live"}},
+    ),
+}
 
 
 @dataclass
@@ -103,8 +108,14 @@ def main() -> None:
             sides, versions = measure(task, batches, folder, options)
             results[task] = report(task, batches, sides, options)
     if options.json:
-        told = {"options": vars(options), "platform": platform.platform(), "torch": torch.__version__,
-                "transformers": transformers.__version__, "trl_versions": versions, "tasks": results}  # fmt: skip
+        told = {
+            "options": vars(options),
+            "platform": platform.platform(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "trl_versions": versions,
+            "tasks": results,
+        }
         Path(options.json).write_text(json.dumps(told, indent=1) + "\n")
 
 
@@ -156,15 +167,28 @@ def config_of(task: str, output: Path, folder: Path, options: argparse.Namespace
     """The file that the step is started with."""
     source = folder / ("sft.jsonl" if task == "sft" else "pairs.jsonl")
     config = {
-        "output_dir": str(output), "seed": options.seed,
+        "output_dir": str(output),
+        "seed": options.seed,
         "model": {"path": str(folder / TASKS[task].model), "dtype": "float32"},
-        "data": {"sources": [str(source)], "eval_fraction": 0.0, "cache_dir": str(folder / "cache"),
-                 "max_length": 2 * options.longest},
-        "optimizer": {"lr": LEARNING_RATE, "schedule": "constant", "warmup_fraction": 0.0, "weight_decay": 0.0,
-                      "betas": [0.9, 0.999], "eps": 1e-8, "max_grad_norm": 1.0},
+        "data": {
+            "sources": [str(source)],
+            "eval_fraction": 0.0,
+            "cache_dir": str(folder / "cache"),
+            "max_length": 2 * options.longest,
+        },
+        "optimizer": {
+            "lr": LEARNING_RATE,
+            "schedule": "constant",
+            "warmup_fraction": 0.0,
+            "weight_decay": 0.0,
+            "betas": [0.9, 0.999],
+            "eps": 1e-8,
+            "max_grad_norm": 1.0,
+        },
         "train": {"max_steps": options.steps, "global_batch_size": options.batch},
-        "logging": {"tensorboard": False}, **TASKS[task].own,
-    }  # fmt: skip
+        "logging": {"tensorboard": False},
+        **TASKS[task].own,
+    }
     file = output.with_suffix(".yaml")
     file.write_text(json.dumps(config))  # JSON is YAML
     return file
@@ -178,9 +202,13 @@ def peer_rows(
     world = solo_world(CPU)
     data = TASKS[task].load(config.data, tokenizer=tokenizer, seed=config.seed, world=world)
     loader = BatchLoader(
-        data.train, global_batch_size=options.batch, world_rank=0, world_size=1,
-        micro_batches=config.train.micro_batches, seed=config.seed,
-    )  # fmt: skip
+        data.train,
+        global_batch_size=options.batch,
+        world_rank=0,
+        world_size=1,
+        micro_batches=config.train.micro_batches,
+        seed=config.seed,
+    )
     batches = [[peer_row(row) for micro in batch for row in micro if row is not None] for batch in loader.iterate(1)]
     assert len(batches) == options.steps, f"{len(batches)} updates of {options.steps}"
     lines = [json.dumps(row) for batch in batches for row in batch]
@@ -221,9 +249,12 @@ def measure(
     try:
         line = [sys.executable, str(ROOT / TASKS[task].main), "--config", str(config)]
         runs[OURS] = InTurn(
-            line, log=folder / f"{task}.log", progress=metrics, mark=f'"{loss}"',
+            line,
+            log=folder / f"{task}.log",
+            progress=metrics,
+            mark=f'"{loss}"',
             environment={**plain, **MALLOC_ENVIRONMENT},  # as train.py starts its steps
-        )  # fmt: skip
+        )
         if options.trl_python:
             line = peer_line(task, progress, folder, options)
             runs[TRL] = InTurn(line, log=folder / f"{task}_trl.log", progress=progress, mark="\n", environment=plain)
@@ -268,11 +299,27 @@ def products_of(
 def peer_line(task: str, progress: Path, folder: Path, options: argparse.Namespace) -> list[str]:
     """TRL on the same rows."""
     return [
-        options.trl_python, str(ROOT / "benchmarks/peers/trl_supervised.py"), "--task", task, "--model",
-        str(folder / TASKS[task].model), "--rows", str(folder / f"{task}_ids.jsonl"), "--lr", str(LEARNING_RATE),
-        "--progress", str(progress), "--steps", str(options.steps), "--batch", str(options.batch), "--max_length",
-        str(2 * options.longest), "--threads", str(options.threads),
-    ]  # fmt: skip
+        options.trl_python,
+        str(ROOT / "benchmarks/peers/trl_supervised.py"),
+        "--task",
+        task,
+        "--model",
+        str(folder / TASKS[task].model),
+        "--rows",
+        str(folder / f"{task}_ids.jsonl"),
+        "--lr",
+        str(LEARNING_RATE),
+        "--progress",
+        str(progress),
+        "--steps",
+        str(options.steps),
+        "--batch",
+        str(options.batch),
+        "--max_length",
+        str(2 * options.longest),
+        "--threads",
+        str(options.threads),
+    ]
 
 
 def report(
@@ -280,25 +327,31 @@ def report(
 ) -> dict[str, Any]:
     """A table on the screen, and what goes into the JSON."""
     tokens = [float(sizes_of(batch)[0]) for batch in batches]
-    print(f"\n{task}: {options.steps} updates of {options.batch} rows, {statistics.mean(tokens):.0f} real tokens each; "
-          f"medians of {options.steps - options.warmup}, {options.threads} threads")  # fmt: skip
+    print(
+        f"\n{task}: {options.steps} updates of {options.batch} rows, {statistics.mean(tokens):.0f} real tokens each; "
+        f"medians of {options.steps - options.warmup}, {options.threads} threads"
+    )
     measured = {name: side.seconds[options.warmup :] for name, side in sides.items()}
     ratios = {}
     for name, seconds in measured.items():
         speed = statistics.median(t / s for t, s in zip(tokens[options.warmup :], seconds, strict=True))
         peak = sides[name].peak_gib
         ratios[name] = statistics.median(s / own for s, own in zip(seconds, measured[OURS], strict=True))
-        print(f"{name:24s} {speed:7.1f} real tokens/s  {statistics.median(seconds):6.2f} s an update "
-              f"({min(seconds):.2f} to {max(seconds):.2f}), {ratios[name]:.2f} of this project's"
-              f"{'' if peak is None else f'  peak {peak:.2f} GiB'}")  # fmt: skip
+        print(
+            f"{name:24s} {speed:7.1f} real tokens/s  {statistics.median(seconds):6.2f} s an update "
+            f"({min(seconds):.2f} to {max(seconds):.2f}), {ratios[name]:.2f} of this project's"
+            f"{'' if peak is None else f'  peak {peak:.2f} GiB'}"
+        )
     told: dict[str, Any] = {"seconds_over_ours": ratios, "tokens": tokens}
     if TRL in sides:
         ours, trl = sides[OURS], sides[TRL]
         assert ours.peak_gib and trl.peak_gib, "both were looked at"
         told["memory_over_trl"] = ours.peak_gib / trl.peak_gib
         told["largest_loss_difference"] = max(abs(a - b) for a, b in zip(ours.losses, trl.losses, strict=True))
-        print(f"{told['memory_over_trl']:.2f} x TRL's memory; losses, {ours.losses[0]:.4f} to {ours.losses[-1]:.4f}, "
-              f"differ by at most {told['largest_loss_difference']:.1e}")  # fmt: skip
+        print(
+            f"{told['memory_over_trl']:.2f} x TRL's memory; losses, {ours.losses[0]:.4f} to {ours.losses[-1]:.4f}, "
+            f"differ by at most {told['largest_loss_difference']:.1e}"
+        )
     return told | {"sides": {name: asdict(side) for name, side in sides.items()}}
 
 

@@ -28,12 +28,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from hybrid_rlhf.configs.sections import ModelConfig
-from hybrid_rlhf.models.loading import load_model
+from hybrid_rlhf.configs.sections.model import ModelConfig
+from hybrid_rlhf.memory.live_bytes import LiveBytes
 from hybrid_rlhf.models.policy import Policy
-from hybrid_rlhf.models.sources import resolve_model
+from hybrid_rlhf.models.pretrained.loading import load_model
+from hybrid_rlhf.models.pretrained.sources import resolve_model
 from hybrid_rlhf.runtime.host_memory import MALLOC_ENVIRONMENT, keep_freed_memory
-from hybrid_rlhf.runtime.live_bytes import LiveBytes
 from hybrid_rlhf.runtime.world import default_device, default_dtype, solo_world
 
 DEVICE = default_device()
@@ -171,24 +171,37 @@ def main() -> None:
                 seconds[name].append(took)
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     report = {
-        "model": options.model, "rows": options.rows, "longest": options.longest, "real_tokens": tokens,
-        "share_real": tokens / mask.numel(), "torch": torch.__version__, "device": str(DEVICE), "seconds": seconds,
+        "model": options.model,
+        "rows": options.rows,
+        "longest": options.longest,
+        "real_tokens": tokens,
+        "share_real": tokens / mask.numel(),
+        "torch": torch.__version__,
+        "device": str(DEVICE),
+        "seconds": seconds,
         "packed_over_padded": medians["padded"] / medians["packed"],
-        "share_of_products": medians["matrix products"] / medians["packed"], "memory": memory,
+        "share_of_products": medians["matrix products"] / medians["packed"],
+        "memory": memory,
         "memory_ratio": memory["chunked"]["peak_gib"] / memory["naive"]["peak_gib"],
         "own_memory_ratio": memory["chunked"]["own_gib"] / memory["naive"]["own_gib"],
         "tensors_ratio": memory["chunked"]["tensors_gib"] / memory["naive"]["tensors_gib"],
-    }  # fmt: skip
-    print(f"{options.rows} rows up to {options.longest}, {tokens} real tokens ({report['share_real']:.0%} of padded), "
-          f"{DTYPE}, {DEVICE.type}, {torch.get_num_threads()} threads, torch {torch.__version__}")  # fmt: skip
+    }
+    print(
+        f"{options.rows} rows up to {options.longest}, {tokens} real tokens ({report['share_real']:.0%} of padded), "
+        f"{DTYPE}, {DEVICE.type}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    )
     for name, median in medians.items():
         print(f"{name:16} {tokens / median:8.1f} real tokens/s  {median:7.3f} s")
     print(f"packed is {report['packed_over_padded']:.2f} x padded, {report['share_of_products']:.0%} of the products")
     for path, told in memory.items():
-        print(f"32 x 256, {path:8} tensors {told['tensors_gib']:5.2f} GiB, resident {told['peak_gib']:5.2f} GiB, "
-              f"of it the step's own {told['own_gib']:5.2f} GiB")  # fmt: skip
-    print(f"chunked takes {report['tensors_ratio']:.2f} of naive in tensors, {report['memory_ratio']:.2f} resident, "
-          f"{report['own_memory_ratio']:.2f} of the step's own")  # fmt: skip
+        print(
+            f"32 x 256, {path:8} tensors {told['tensors_gib']:5.2f} GiB, resident {told['peak_gib']:5.2f} GiB, "
+            f"of it the step's own {told['own_gib']:5.2f} GiB"
+        )
+    print(
+        f"chunked takes {report['tensors_ratio']:.2f} of naive in tensors, {report['memory_ratio']:.2f} resident, "
+        f"{report['own_memory_ratio']:.2f} of the step's own"
+    )
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
 

@@ -19,9 +19,11 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: kernels.py then runs on a CPU
 
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
-from tests.tiny import tiny_model, tiny_tokenizer
+from hybrid_rlhf.runtime.world import World, close_world, init_world
+from tests.support.steps import write_rows
+from tests.support.tiny import tiny_config, tiny_model, tiny_tokenizer
 
 torch.set_num_threads(1)
 
@@ -42,7 +44,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def log_lines() -> Iterator[list[str]]:
-    """What the project's logger says."""
+    """Messages of the library's logger."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -65,3 +67,26 @@ def write_jsonl(tmp_path: Path) -> Callable[..., Path]:
         return file
 
     return write
+
+
+@pytest.fixture(scope="module")  # a main that a test of another module calls in this process closes its own
+def world() -> Iterator[World]:
+    yield init_world()
+    close_world()
+
+
+@pytest.fixture(scope="session")
+def pair_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of preference pairs that every step reads."""
+    return write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl")
+
+
+@pytest.fixture(scope="session")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Actor and reward model, which has a head; the reference is another model, so that the KL is not zero."""
+    folder = tmp_path_factory.mktemp("roles")
+    for seed, name in ((0, "actor"), (2, "reference")):
+        tiny_model(seed).save_pretrained(folder / name)
+    torch.manual_seed(1)
+    AutoModelForSequenceClassification.from_config(tiny_config(num_labels=1)).save_pretrained(folder / "reward")
+    return {name: str(folder / name) for name in ("actor", "reward", "reference")}

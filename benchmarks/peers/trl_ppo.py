@@ -91,13 +91,28 @@ def main() -> None:
 def arguments(options: argparse.Namespace) -> PPOConfig:
     """One epoch, one mini-batch and one micro-batch a rollout; nothing evaluated, nothing saved."""
     return PPOConfig(
-        output_dir=tempfile.mkdtemp(), total_episodes=options.prompts_per_step * (options.warmup + options.steps),
-        per_device_train_batch_size=options.prompts_per_step, gradient_accumulation_steps=1, num_ppo_epochs=1,
-        num_mini_batches=1, local_rollout_forward_batch_size=options.prompts_per_step,
-        response_length=options.new_tokens, temperature=1.0, learning_rate=options.lr, lr_scheduler_type="constant",
-        kl_coef=0.05, stop_token="eos", missing_eos_penalty=None, num_sample_generations=0, report_to="none",
-        use_cpu=True, bf16=False, seed=options.seed, save_strategy="no", gradient_checkpointing=False,
-    )  # fmt: skip
+        output_dir=tempfile.mkdtemp(),
+        total_episodes=options.prompts_per_step * (options.warmup + options.steps),
+        per_device_train_batch_size=options.prompts_per_step,
+        gradient_accumulation_steps=1,
+        num_ppo_epochs=1,
+        num_mini_batches=1,
+        local_rollout_forward_batch_size=options.prompts_per_step,
+        response_length=options.new_tokens,
+        temperature=1.0,
+        learning_rate=options.lr,
+        lr_scheduler_type="constant",
+        kl_coef=0.05,
+        stop_token="eos",
+        missing_eos_penalty=None,
+        num_sample_generations=0,
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+        seed=options.seed,
+        save_strategy="no",
+        gradient_checkpointing=False,
+    )
 
 
 def scorer(folder: str) -> Any:
@@ -109,9 +124,11 @@ def tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """From its file: the class that a newer transformers names in the folder is not known here."""
     names = json.loads((folder / "tokenizer_config.json").read_text())
     return PreTrainedTokenizerFast(
-        tokenizer_file=str(folder / "tokenizer.json"), eos_token=names["eos_token"], pad_token=names["pad_token"],
+        tokenizer_file=str(folder / "tokenizer.json"),
+        eos_token=names["eos_token"],
+        pad_token=names["pad_token"],
         padding_side="left",
-    )  # fmt: skip
+    )
 
 
 def result(options: argparse.Namespace, clock: Clock, lengths: Lengths, *, prompt_tokens: int) -> dict[str, Any]:
@@ -128,10 +145,12 @@ def result(options: argparse.Namespace, clock: Clock, lengths: Lengths, *, promp
         "unfinished": [sum(lengths.unfinished[rows * i : rows * (i + 1)]) / rows for i in updates],
         "peak_gib": peak_gib(),
         "versions": {
-            "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
             "trl": trl.__version__,
         },
-    }  # fmt: skip
+    }
 
 
 def peak_gib() -> float:

@@ -58,18 +58,33 @@ def main() -> None:
     trainer = kind(
         model=architecture.from_pretrained(options.model, dtype=torch.float32, **extra),
         args=config_class(
-            output_dir=tempfile.mkdtemp(), max_steps=options.steps, per_device_train_batch_size=options.batch,
-            learning_rate=options.lr, lr_scheduler_type="constant", max_length=options.max_length, logging_steps=1,
-            report_to="none", use_cpu=True, bf16=False, seed=0, save_strategy="no", gradient_checkpointing=False,
-            weight_decay=0.0, **({"completion_only_loss": True} if options.task == "sft" else {}),
+            output_dir=tempfile.mkdtemp(),
+            max_steps=options.steps,
+            per_device_train_batch_size=options.batch,
+            learning_rate=options.lr,
+            lr_scheduler_type="constant",
+            max_length=options.max_length,
+            logging_steps=1,
+            report_to="none",
+            use_cpu=True,
+            bf16=False,
+            seed=0,
+            save_strategy="no",
+            gradient_checkpointing=False,
+            weight_decay=0.0,
+            **({"completion_only_loss": True} if options.task == "sft" else {}),
         ),
         train_dataset=datasets.Dataset.from_list(rows),
         processing_class=PreTrainedTokenizerFast.from_pretrained(options.model),
         callbacks=[Progress(options.progress)],
-    )  # fmt: skip
+    )
     trainer.train()
-    versions = {"python": platform.python_version(), "torch": torch.__version__,
-                "transformers": transformers.__version__, "trl": trl.__version__}  # fmt: skip
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "trl": trl.__version__,
+    }
     print(json.dumps(versions))
 
 

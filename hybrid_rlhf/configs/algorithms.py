@@ -1,225 +1,266 @@
-"""What the algorithms are, as far as a config must know it: the roles they need, the defaults they bring, and the keys
-that they read.
+"""Settings of the RL algorithms: one dataclass per algorithm, with the keys that it reads and its own defaults.
 
-A name that `algorithm` gives lays its defaults under the user's files and overrides. The algorithms themselves are in
-algorithms/, a file each; docs/algorithms.md shows this table. A key that a step would not read is refused where it is
-given (configs/unread.py).
+`algorithm.name` selects the dataclass, so a key that an algorithm does not read cannot be given. Class attributes say
+what an algorithm needs from the loop (a critic, a reference, several completions per prompt). The algorithms are in
+rl/algorithms/, one file each; docs/algorithms.md compares them.
+
+A new algorithm takes a dataclass in `RL_ALGORITHMS`, a file in rl/algorithms/ and a line in the registry there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-OnPolicyName = Literal[
-    "ppo", "reinforce", "rloo", "remax", "reinforce_pp", "reinforce_pp_baseline", "grpo", "dr_grpo", "dapo", "gspo",
-    "cispo", "online_dpo", "raft",
-]  # fmt: skip
-
-
-@dataclass(frozen=True)
-class OnPolicyTraits:
-    """What step 3 builds and samples for an algorithm."""
-
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values of step 3's keys that differ from PPO's."""
-    critic: bool = False
-    """Whether it learns a critic."""
-    completions: int = 1
-    """Fewest completions of a prompt that it can learn from."""
-    reference: bool = False
-    """Whether it needs the reference even without a KL penalty."""
-    selects: bool = False
-    """Whether it learns from some completions of a prompt only."""
-    pairs: bool = False
-    """Whether it learns from pairs of completions, by a loss of its own."""
-    once: bool = False
-    """Whether its paper makes one update from a rollout, without a clip; the clip of others needs several to act."""
-    clips: tuple[str, ...] = ("clip_low", "clip_high", "dual_clip")
-    """Keys of `ppo` that bound the ratio in its loss."""
-    discounts: bool = False
-    """Whether a reward counts less for tokens long before it (ppo.gamma)."""
-    deviation: bool = False
-    """Whether advantages may be in units of their group's deviation (ppo.group_deviation)."""
-
-
-_CRITIC_FREE = {"ppo.whiten_advantages": False}
-_ONCE = {"ppo.mini_batches": 1}
-_CHECKED = {"ppo.missing_eos_penalty": 0.0}
-"""Of algorithms for answers that a program checks: one that never stops is wrong already."""
-_GROUPS = {**_CRITIC_FREE, **_CHECKED, "rollout.samples_per_prompt": 8}
-
-ON_POLICY: dict[str, OnPolicyTraits] = {
-    "ppo": OnPolicyTraits(critic=True, discounts=True),
-    "reinforce": OnPolicyTraits({**_CRITIC_FREE, **_ONCE}, once=True),
-    "rloo": OnPolicyTraits({**_CRITIC_FREE, **_ONCE, "rollout.samples_per_prompt": 4}, completions=2, once=True),
-    "remax": OnPolicyTraits({**_CRITIC_FREE, **_ONCE}, once=True),
-    "reinforce_pp": OnPolicyTraits({"ppo.kl_coef": 0.01}, discounts=True),
-    "reinforce_pp_baseline": OnPolicyTraits(
-        {
-            **_CHECKED, "rollout.samples_per_prompt": 8, "ppo.kl_coef": 0.01,
-            "ppo.kl_in": "loss", "ppo.kl_estimator": "k2",
-        }, completions=2, discounts=True,
-    ),
-    "grpo": OnPolicyTraits(
-        {
-            **_GROUPS, "ppo.kl_coef": 0.04, "ppo.kl_in": "loss", "ppo.kl_estimator": "k3",
-            "ppo.loss_normalisation": "sequence",
-        }, completions=2, deviation=True,
-    ),
-    "dr_grpo": OnPolicyTraits(
-        {**_GROUPS, "ppo.kl_coef": 0.0, "ppo.group_deviation": False, "ppo.loss_normalisation": "fixed"},
-        completions=2, deviation=True,
-    ),
-    "dapo": OnPolicyTraits(
-        {
-            **_GROUPS, "ppo.kl_coef": 0.0, "ppo.clip_high": 0.28, "ppo.dynamic_sampling": True,
-            "ppo.overlong_fraction": 0.2,
-        }, completions=2, deviation=True,
-    ),
-    "gspo": OnPolicyTraits(
-        {
-            **_GROUPS, "ppo.kl_coef": 0.0, "ppo.clip_low": 3e-4, "ppo.clip_high": 4e-4,
-            "ppo.loss_normalisation": "sequence",
-        }, completions=2, deviation=True,
-    ),
-    "cispo": OnPolicyTraits(
-        {**_GROUPS, "ppo.kl_coef": 0.0, "ppo.clip_low": 1.0, "ppo.clip_high": 4.0}, completions=2, deviation=True,
-        clips=("clip_low", "clip_high"),
-    ),
-    "online_dpo": OnPolicyTraits(
-        {**_CRITIC_FREE, **_ONCE, "rollout.samples_per_prompt": 2, "ppo.kl_coef": 0.0}, completions=2, reference=True,
-        pairs=True, once=True, clips=(),
-    ),
-    "raft": OnPolicyTraits(
-        {
-            **_CRITIC_FREE, **_ONCE, "rollout.samples_per_prompt": 8, "ppo.kl_coef": 0.0, "actor.optimizer.lr": 2e-5,
-        }, completions=2, selects=True, once=True, clips=(),
-    ),
-}  # fmt: skip
-
-PreferenceName = Literal["dpo", "cdpo", "ipo", "hinge", "simpo", "orpo", "kto"]
-
-
-@dataclass(frozen=True)
-class PreferenceTraits:
-    """What preference training loads for an algorithm."""
-
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values of its keys that differ from DPO's."""
-    reference: bool = True
-    """Whether its loss asks what a reference thinks."""
-    labels: bool = False
-    """Whether it learns from single answers that are good or bad; otherwise from pairs."""
-    own_keys: tuple[str, ...] = ()
-    """Keys of `loss` that it alone reads."""
-
-
-PREFERENCE: dict[str, PreferenceTraits] = {
-    "dpo": PreferenceTraits(),
-    "cdpo": PreferenceTraits({"loss.label_smoothing": 0.1}, own_keys=("label_smoothing",)),
-    "ipo": PreferenceTraits(),
-    "hinge": PreferenceTraits(),
-    "simpo": PreferenceTraits(
-        {"loss.beta": 2.0, "loss.target_margin": 1.0}, reference=False, own_keys=("target_margin",)
-    ),
-    "orpo": PreferenceTraits({"loss.sft_coef": 1.0}, reference=False),
-    "kto": PreferenceTraits(labels=True, own_keys=("desirable_weight", "undesirable_weight")),
-}
-
-
-@dataclass(frozen=True)
-class KeyRule:
-    """Keys that a step reads in some cases only. In others they are refused where given, and left out where saved."""
-
-    keys: tuple[str, ...]
-    """Dotted; one that ends in a point stands for a whole section."""
-    read: Callable[[Any], bool]
-    """Whether a config reads them."""
-    otherwise: str
-    """The error: {key} and {value} are what was given, {algorithm} the config's."""
-
-
-def _unless(read: Callable[[Any], bool], why: str, *keys: str) -> KeyRule:
-    return KeyRule(keys, read, why + ", got {key} {value}: leave it out")
-
-
-def _among(trait: str, key: str) -> Callable[[Any], bool]:
-    return lambda config: key in getattr(config.traits, trait)
-
-
-_PAIRS = "algorithm {algorithm} learns from pairs, by DPO's loss"
-_ENVIRONMENT = ("options", "max_turns", "max_turn_tokens", "max_observation_tokens", "timeout_seconds", "on_failure")
-ON_POLICY_KEYS: tuple[KeyRule, ...] = (
-    _unless(
-        lambda c: c.traits.critic, "algorithm {algorithm} has no critic",
-        "critic.", "ppo.lam", "ppo.value_clip", "ppo.critic_warmup_steps",
-    ),
-    _unless(lambda c: c.traits.critic, "algorithm {algorithm} compares whole completions", "ppo.whiten_rewards"),
-    _unless(lambda c: c.traits.discounts, "algorithm {algorithm} does not discount", "ppo.gamma"),
-    _unless(lambda c: c.traits.deviation, "algorithm {algorithm} has no groups' deviation", "ppo.group_deviation"),
-    _unless(lambda c: c.traits.pairs, "algorithm {algorithm} does not learn from pairs", "ppo.beta"),
-    _unless(
-        lambda c: c.traits.selects, "algorithm {algorithm} selects no completions",
-        "ppo.selected_per_prompt", "ppo.select_above",
-    ),
-    *(
-        _unless(_among("clips", key), "the loss of algorithm {algorithm} has no such bound", f"ppo.{key}")
-        for key in ("clip_low", "clip_high", "dual_clip")
-    ),
-    _unless(
-        lambda c: not c.traits.pairs, _PAIRS,
-        "ppo.mask_truncated", "ppo.whiten_advantages", "ppo.loss_normalisation", "ppo.sampler_correction",
-    ),
-    _unless(
-        lambda c: not c.traits.selects, "algorithm {algorithm} learns alike from all that it selects",
-        "ppo.whiten_advantages", "ppo.score_clip",
-    ),
-    _unless(lambda c: c.ppo.whiten_advantages, "ppo.whiten_advantages is off", "ppo.whiten_shift_mean"),
-    _unless(
-        lambda c: c.ppo.whiten_advantages or c.ppo.whiten_rewards,
-        "ppo.whiten_advantages and ppo.whiten_rewards are off", "ppo.whiten_unbiased",
-    ),
-    _unless(
-        lambda c: c.ppo.kl_coef > 0, "there is no KL penalty (ppo.kl_coef 0)",
-        "ppo.kl_estimator", "ppo.kl_in", "ppo.kl_target", "ppo.kl_horizon",
-    ),
-    _unless(lambda c: c.ppo.kl_target is not None, "ppo.kl_coef stays (no ppo.kl_target)", "ppo.kl_horizon"),
-    _unless(
-        lambda c: c.uses_reference, "nothing asks for a reference (ppo.kl_coef 0)",
-        "reference.", "ppo.reference_refresh_every",
-    ),
-    _unless(lambda c: c.ppo.dynamic_sampling, "ppo.dynamic_sampling is off", "ppo.max_refills"),
-    _unless(lambda c: c.ppo.overlong_fraction > 0, "ppo.overlong_fraction is 0", "ppo.overlong_penalty"),
-    _unless(
-        lambda c: c.ppo.sampler_correction != "none", "ppo.sampler_correction is none", "ppo.sampler_correction_clip"
-    ),
-    _unless(
-        lambda c: c.ppo.sampler_correction == "mask", "ppo.sampler_correction masks no token",
-        "ppo.sampler_correction_low", "ppo.masked_tokens_count",
-    ),
-    _unless(
-        lambda c: c.ppo.ptx_coef > 0, "there is no pretraining loss (ppo.ptx_coef 0)",
-        "data.max_length", "data.ptx_sources",
-    ),
-    _unless(
-        lambda c: c.environment.path is not None, "there is no environment (environment.path)",
-        *(f"environment.{key}" for key in _ENVIRONMENT),
-    ),
-)  # fmt: skip
-PREFERENCE_KEYS: tuple[KeyRule, ...] = (
-    *(
-        KeyRule(
-            (f"loss.{key}",), _among("own_keys", key),
-            f"{{key}} is read by algorithm {name} alone, got {{value}} with {{algorithm}}: leave it out, or take "
-            f"--algorithm {name}",
-        )
-        for name, traits in PREFERENCE.items() for key in traits.own_keys
-    ),
-    _unless(lambda c: c.traits.reference, "algorithm {algorithm} asks no reference", "reference."),
-)  # fmt: skip
-SFT_KEYS: tuple[KeyRule, ...] = (
-    _unless(lambda c: c.algorithm == "distill", "algorithm {algorithm} has no teacher", "distill."),
-    _unless(lambda c: c.data.condition_buckets > 0, "data.condition_buckets is 0", "data.condition_template"),
+from hybrid_rlhf.configs.sections.algorithm import (
+    AlgorithmConfig,
+    ClippedConfig,
+    DynamicSamplingConfig,
+    GroupConfig,
+    KLConfig,
+    PenaltiesConfig,
+    PolicyGradientConfig,
+    SurrogateConfig,
 )
+from hybrid_rlhf.configs.sections.rules import require
+from hybrid_rlhf.configs.sections.setting import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOConfig(SurrogateConfig):
+    """PPO (Schulman et al. 2017, arXiv 1707.06347) with a critic, as in InstructGPT (arXiv 2203.02155).
+
+    Discount and lambda of 1 follow verl, OpenRLHF and arXiv 2503.01491; whitened advantages N details, no. 18.
+    """
+
+    needs_critic = True
+
+    name: Literal["ppo"] = field(default="ppo", init=False)
+    gamma: float = 1.0
+    """Discount per token (1: InstructGPT)."""
+    gae_lambda: float = 1.0
+    """Lambda of the actor's advantages (GAE, arXiv 1506.02438; 1: verl, OpenRLHF, arXiv 2503.01491)."""
+    value_clip: float = 0.0
+    """Largest change of values per rollout (verl, OpenRLHF: 0.5); 0: not clipped."""
+    whiten_advantages: bool = True
+    """Advantages of a rollout get mean 0 and variance 1, over all ranks (N details, no. 18)."""
+    whiten_rewards: bool = setting(False, advanced=True)
+    """Rewards of a rollout get variance 1 and keep their mean, over all ranks (N details, no. 18)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("gamma", "gae_lambda"):
+            _require_share(name, getattr(self, name))
+        require(
+            self.value_clip >= 0,
+            f"algorithm.value_clip must be 0 (none) or more, got {self.value_clip}: give for example 0.5",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReinforceConfig(SurrogateConfig):
+    """REINFORCE with a moving average as baseline (Ahmadian et al. 2024, arXiv 2402.14740, eq. 4 and 5)."""
+
+    single_update = True
+
+    name: Literal["reinforce"] = field(default="reinforce", init=False)
+    mini_batches: int = 1
+    """Optimizer updates per pass over a rollout (1: the paper)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLOOConfig(SurrogateConfig):
+    """RLOO (Ahmadian et al. 2024, arXiv 2402.14740, section 3.2)."""
+
+    single_update = True
+    fewest_completions = 2
+    defaults_elsewhere: ClassVar[Mapping[str, Any]] = {"rollout.sampling.n": 4}
+
+    name: Literal["rloo"] = field(default="rloo", init=False)
+    mini_batches: int = 1
+    """Optimizer updates per pass over a rollout (1: the paper)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReMaxConfig(SurrogateConfig):
+    """ReMax (Li et al. 2023, arXiv 2310.10505): the greedy completion's score is the baseline."""
+
+    single_update = True
+
+    name: Literal["remax"] = field(default="remax", init=False)
+    mini_batches: int = 1
+    """Optimizer updates per pass over a rollout (1: the paper)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReinforcePPConfig(SurrogateConfig):
+    """REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): returns to go, whitened over the rollout; KL coefficient 0.01."""
+
+    name: Literal["reinforce_pp"] = field(default="reinforce_pp", init=False)
+    gamma: float = 1.0
+    """Discount per token (1: the paper)."""
+    whiten_advantages: bool = True
+    """Advantages of a rollout get mean 0 and variance 1, over all ranks (the paper, eq. 9)."""
+    kl: KLConfig | None = KLConfig(coef=0.01)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_share("gamma", self.gamma)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReinforcePPBaselineConfig(ReinforcePPConfig):
+    """REINFORCE++ with the mean of a prompt's completions as baseline (arXiv 2501.03262, section 3.2), KL in the
+    loss."""
+
+    fewest_completions = 2
+    defaults_elsewhere: ClassVar[Mapping[str, Any]] = {"rollout.sampling.n": 8}
+
+    name: Literal["reinforce_pp_baseline"] = field(default="reinforce_pp_baseline", init=False)  # type: ignore[assignment]
+    kl: KLConfig | None = KLConfig(coef=0.01, where="loss", estimator="k2")
+    penalties: PenaltiesConfig | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOConfig(GroupConfig, SurrogateConfig):
+    """GRPO (Shao et al. 2024, arXiv 2402.03300, section 4.1): KL 0.04 in the loss, a mean over sequences."""
+
+    name: Literal["grpo"] = field(default="grpo", init=False)
+    kl: KLConfig | None = KLConfig(coef=0.04, where="loss", estimator="k3")
+    loss_normalization: Literal["token", "sequence", "fixed"] = "sequence"
+    """The actor's loss is a mean over tokens (DAPO), over sequences of their means (GRPO), or a sum divided by
+    max_new_tokens per sequence (fixed; Dr. GRPO)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrGRPOConfig(GroupConfig, SurrogateConfig):
+    """Dr. GRPO (Liu et al. 2025, arXiv 2503.20783, section 3.2): no division by standard deviation or length, no KL."""
+
+    name: Literal["dr_grpo"] = field(default="dr_grpo", init=False)
+    kl: KLConfig | None = None
+    divide_by_std: bool = False
+    """Advantages are divided by the standard deviation of a prompt's scores (GRPO), or not (Dr. GRPO)."""
+    loss_normalization: Literal["token", "sequence", "fixed"] = "fixed"
+    """The actor's loss is a mean over tokens (DAPO), over sequences of their means (GRPO), or a sum divided by
+    max_new_tokens per sequence (fixed; Dr. GRPO)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DAPOConfig(GroupConfig, SurrogateConfig):
+    """DAPO (Yu et al. 2025, arXiv 2503.14476): higher upper clip (eq. 8 and 10), dynamic sampling (eq. 11), a mean over
+    tokens (eq. 12), overlong penalty (eq. 13), no KL.
+    """
+
+    name: Literal["dapo"] = field(default="dapo", init=False)
+    kl: KLConfig | None = None
+    clip: tuple[float, float] = (0.2, 0.28)
+    """The policy ratio is clipped to [1 - low, 1 + high] ([0.2, 0.28]: the paper)."""
+    penalties: PenaltiesConfig | None = PenaltiesConfig(overlong_fraction=0.2)
+    dynamic_sampling: DynamicSamplingConfig | None = DynamicSamplingConfig()
+
+
+@dataclass(frozen=True, kw_only=True)
+class GSPOConfig(GroupConfig, SurrogateConfig):
+    """GSPO (Zheng et al. 2025, arXiv 2507.18071): one ratio per sequence; clip bounds of section 5.1, no KL."""
+
+    name: Literal["gspo"] = field(default="gspo", init=False)
+    kl: KLConfig | None = None
+    clip: tuple[float, float] = (3e-4, 4e-4)
+    """The ratio of a sequence is clipped to [1 - low, 1 + high] ([3e-4, 4e-4]: the paper)."""
+    loss_normalization: Literal["token", "sequence", "fixed"] = "sequence"
+    """The actor's loss is a mean over tokens (DAPO), over sequences of their means (GRPO), or a sum divided by
+    max_new_tokens per sequence (fixed; Dr. GRPO)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CISPOConfig(GroupConfig, ClippedConfig):
+    """CISPO (MiniMax-M1 2025, arXiv 2506.13585, eq. 4 and 5); upper bound of 5 as in arXiv 2510.13786, no KL."""
+
+    name: Literal["cispo"] = field(default="cispo", init=False)
+    kl: KLConfig | None = None
+    clip: tuple[float, float] = (1.0, 4.0)
+    """The weight of a token is clipped to [1 - low, 1 + high] ([1, 4]: no lower bound, ScaleRL, arXiv 2510.13786)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnlineDPOConfig(AlgorithmConfig):
+    """Online DPO (Guo et al. 2024, arXiv 2402.04792): pairs of completions, compared by the reward."""
+
+    needs_reference = True
+    learns_pairs = True
+    single_update = True
+    fewest_completions = 2
+    defaults_elsewhere: ClassVar[Mapping[str, Any]] = {"rollout.sampling.n": 2}
+
+    name: Literal["online_dpo"] = field(default="online_dpo", init=False)
+    mini_batches: int = 1
+    """Optimizer updates per pass over a rollout (1: the paper)."""
+    beta: float = 0.1
+    """Strength of the regularization to the reference (0.1: DPO, arXiv 2305.18290)."""
+    kl: KLConfig | None = None
+    score_clip: float | None = setting(None, advanced=True)
+    """Scores are clipped to [-score_clip, score_clip] (DeepSpeed-Chat: 5); null: not clipped (TRL, verl)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.beta > 0, f"algorithm.beta must be above 0, got {self.beta}: give for example 0.1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RAFTConfig(PolicyGradientConfig):
+    """RAFT (Dong et al. 2023, arXiv 2304.06767): supervised learning on the best completions of each prompt.
+
+    The learning rate is that of SFT, for the loss is SFT's.
+    """
+
+    selects = True
+    single_update = True
+    fewest_completions = 2
+    defaults_elsewhere: ClassVar[Mapping[str, Any]] = {"rollout.sampling.n": 8, "actor.optimizer.lr": 2e-5}
+
+    name: Literal["raft"] = field(default="raft", init=False)
+    mini_batches: int = 1
+    """Optimizer updates per pass over a rollout (1: the paper)."""
+    kl: KLConfig | None = None
+    selected_per_prompt: int = 1
+    """Completions per prompt that are trained on, the best first (1: the paper)."""
+    select_above: float | None = None
+    """Only completions whose score, less penalties, exceeds this are trained on; null: any."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.selected_per_prompt >= 1,
+            f"algorithm.selected_per_prompt must be 1 or more, got {self.selected_per_prompt}: raise it",
+        )
+        require(
+            self.kl is None or self.kl.where == "loss",
+            "algorithm raft selects by scores, got algorithm.kl.where reward: give --algorithm.kl.where loss and "
+            "--algorithm.kl.estimator k3",
+        )
+
+
+def _require_share(name: str, value: float) -> None:
+    require(0 <= value <= 1, f"algorithm.{name} must be in [0, 1], got {value}: give for example 0.95")
+
+
+RL_ALGORITHMS: dict[str, type[AlgorithmConfig]] = {
+    str(kind.name): kind
+    for kind in (
+        PPOConfig,
+        ReinforceConfig,
+        RLOOConfig,
+        ReMaxConfig,
+        ReinforcePPConfig,
+        ReinforcePPBaselineConfig,
+        GRPOConfig,
+        DrGRPOConfig,
+        DAPOConfig,
+        GSPOConfig,
+        CISPOConfig,
+        OnlineDPOConfig,
+        RAFTConfig,
+    )
+}
+"""Every RL algorithm by its name."""

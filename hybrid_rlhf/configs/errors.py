@@ -1,7 +1,7 @@
-"""The one exception for what a user can mend.
+"""The exception for errors that a user can fix.
 
-Why here: every floor above may raise it; every entry point turns it into one line on stderr and exit code 2.
-A message says the rule, the value received and the fix. Anything else that is raised is a bug of ours.
+Every floor above may raise it, and every command turns it into one line on stderr and exit code 2. A message states the
+rule, the value received and the fix. Any other exception is a bug of this project.
 """
 
 _LONGEST, _SHOWN = 1000, 400
@@ -10,8 +10,8 @@ _LONGEST, _SHOWN = 1000, 400
 class UserError(Exception):
     """A mistake in a config, a data file, a model folder or a command line.
 
-    It is one line whatever the user's values are: control characters are spelt out, and the middle of what no one
-    would read is left out.
+    The message is one line whatever the user's values are: control characters are escaped, and the middle of long
+    messages is left out.
     """
 
     def __init__(self, message: str) -> None:
@@ -20,4 +20,4 @@ class UserError(Exception):
 
 
 class RankError(UserError):
-    """What the user can mend but this rank alone may have met, a full disk or memory: each that meets it says so."""
+    """An error that may concern this rank alone, such as a full disk; every rank that meets it reports it."""

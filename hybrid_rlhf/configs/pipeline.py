@@ -1,4 +1,4 @@
-"""Config of train.py: the steps on one data set, one after the other."""
+"""Settings of train.py: several steps on one data set, one after the other."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from hybrid_rlhf.configs.files import read_text
-from hybrid_rlhf.configs.ppo import PPOConfig
+from hybrid_rlhf.configs.files.reading import read_text
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
-from hybrid_rlhf.configs.rules import require, require_template_variables
-from hybrid_rlhf.configs.sections import DataSource, require_shares
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.data import DataSource, require_shares
+from hybrid_rlhf.configs.sections.rules import require, require_template_variables
+from hybrid_rlhf.configs.sections.setting import setting
 from hybrid_rlhf.configs.sft import SFTConfig
 
-StepName = Literal["sft", "reward", "preference", "ppo"]
-STEP_NAMES: tuple[StepName, ...] = ("sft", "reward", "preference", "ppo")
-FOLDERS = {"sft": "step1_sft", "reward": "step2_reward", "preference": "preference", "ppo": "step3_ppo"}
+StepName = Literal["sft", "reward", "preference", "rl"]
+STEP_NAMES: tuple[StepName, ...] = ("sft", "reward", "preference", "rl")
+FOLDERS = {"sft": "step1_sft", "reward": "step2_reward", "preference": "preference", "rl": "step3_ppo"}
 _OUTPUT = "{output_dir}/"
 """Begins a step's output_dir that lies in the pipeline's; no name that a user means is taken for the default."""
 
@@ -27,14 +28,14 @@ class LauncherConfig:
     """How many processes run a step, and where."""
 
     num_processes: int | None = None
-    """Processes on this machine; none: one a GPU, or one."""
+    """Processes on this machine; null: one per GPU, or one."""
     hostfile: str | None = None
-    """DeepSpeed hostfile (`host slots=8` a line) for several machines."""
+    """DeepSpeed hostfile for several machines, with lines `host slots=8`."""
 
     def __post_init__(self) -> None:
         require(
             self.num_processes is None or self.num_processes >= 1,
-            f"launcher.num_processes must be 1 or more, got {self.num_processes}: leave it out for one a GPU",
+            f"launcher.num_processes must be 1 or more, got {self.num_processes}: leave it out for one per GPU",
         )
         if self.hostfile is not None:
             _check_hostfile(self.hostfile)
@@ -47,7 +48,7 @@ def _check_hostfile(path: str) -> None:
         words = line.partition("#")[0].split()
         require(
             not words or (len(words) == 2 and re.fullmatch(r"slots=[1-9]\d{0,4}", words[1]) is not None),
-            f"{path}:{number}: a line of a hostfile is `HOST slots=N`, got {line!r}: mend it",
+            f"{path}:{number}: a line of a hostfile is `HOST slots=N`, got {line!r}: fix it",
         )
         require(not hosts & set(words[:1]), f"{path}:{number}: a host is given once, {line!r} repeats one: keep one")
         hosts.update(words[:1])
@@ -59,13 +60,13 @@ class PipelineDataConfig:
     """One data set for all steps."""
 
     sources: list[str | DataSource] = field(default_factory=list)
-    """Paths, or {path, weight, split_name}, for every step that names no data.sources of its own."""
+    """Paths, or {path, weight, split_name}, for every step without its own data.sources."""
     split: list[float] = field(default_factory=lambda: [2.0, 4.0, 4.0])
-    """Shares dealt to the three steps without overlap (DeepSpeed-Chat)."""
+    """Shares of the three steps in the data, without overlap (DeepSpeed-Chat)."""
     chat_template: str | None = None
-    """Jinja file that replaces the tokenizer's chat template, for every step that names no data.chat_template."""
+    """Jinja file that replaces the tokenizer's chat template, for every step without its own data.chat_template."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Variables of the chat template, for every step that gives no data.chat_template_kwargs."""
+    """Variables of the chat template, for every step without its own data.chat_template_kwargs."""
 
     def __post_init__(self) -> None:
         require_shares(self.split)
@@ -74,37 +75,38 @@ class PipelineDataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """Supervised fine-tuning, reward model, PPO; or, in place of the last two, preferences without a reward model."""
+    """Supervised fine-tuning, reward model, RL; or, instead of the last two, preferences without a reward model."""
 
     base_model: str | None = None
-    """Model that SFT starts from, and other steps where there is no SFT model; none, and none of a step's own: the
-    embedded SmolLM2-135M-Instruct and its demo."""
+    """Model that SFT starts from, and other steps if there is no SFT model; null, and no step's model.path: the demo
+    with the embedded SmolLM2-135M-Instruct."""
     output_dir: str = "output"
-    """Folder that receives step1_sft, step2_reward, step3_ppo and preference."""
+    """Folder of step1_sft, step2_reward, step3_ppo and preference."""
     seed: int | None = None
-    """Seed of all steps; none: each step's own."""
-    steps: str = "sft,reward,ppo"
-    """Steps to run, comma-separated, of sft, reward, preference and ppo; a finished step is skipped."""
+    """Seed of all steps; null: each step's own."""
+    steps: str = "sft,reward,rl"
+    """Steps to run, comma-separated: sft, reward, preference, rl; a finished step is skipped."""
     plan: bool = False
-    """Say what each phase will need in memory and stop; loads no weights. Exits with 1 if something does not fit."""
-    plan_device_gib: float | None = None
-    """Plan for GPUs of this memory instead of this machine's, in GiB; needs plan."""
-    plan_ranks: int | None = None
-    """Plan for this many ranks; none: as many as would be started."""
+    """Print the memory that each phase needs, without loading weights, and stop; exit code 1 if a phase does not
+    fit."""
+    plan_device_gib: float | None = setting(None, advanced=True)
+    """Memory of the GPUs that plan assumes, in GiB; null: this machine's."""
+    plan_ranks: int | None = setting(None, advanced=True)
+    """Ranks that plan assumes; null: as many as would be started."""
     data: PipelineDataConfig = field(default_factory=PipelineDataConfig)
     sft: SFTConfig = field(default_factory=lambda: SFTConfig(output_dir=_OUTPUT + FOLDERS["sft"]))
     reward: RewardConfig = field(default_factory=lambda: RewardConfig(output_dir=_OUTPUT + FOLDERS["reward"]))
     preference: PreferenceStepConfig = field(
         default_factory=lambda: PreferenceStepConfig(output_dir=_OUTPUT + FOLDERS["preference"])
     )
-    ppo: PPOConfig = field(default_factory=lambda: PPOConfig(output_dir=_OUTPUT + FOLDERS["ppo"]))
+    rl: RLConfig = field(default_factory=lambda: RLConfig(output_dir=_OUTPUT + FOLDERS["rl"]))
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.step_names if name not in STEP_NAMES]
         require(
             not unknown and bool(self.step_names),
-            f"--steps takes sft, reward, preference and ppo, comma-separated, got {self.steps!r}: for example "
+            f"--steps takes sft, reward, preference and rl, comma-separated, got {self.steps!r}: for example "
             "--steps sft,reward",
         )
         for name in ("plan_device_gib", "plan_ranks"):
@@ -138,9 +140,9 @@ class PipelineConfig:
         return sft if name != "sft" and ("sft" in self.step_names or has_model(sft)) else self.base_model
 
 
-def start_of(step: SFTConfig | RewardConfig | PreferenceStepConfig | PPOConfig) -> str | None:
+def start_of(step: SFTConfig | RewardConfig | PreferenceStepConfig | RLConfig) -> str | None:
     """The model that a step names to start from."""
-    return (step.actor.path if isinstance(step, PPOConfig) else None) or step.model.path
+    return step.model.path
 
 
 def has_model(folder: str) -> bool:

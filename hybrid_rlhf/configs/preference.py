@@ -1,81 +1,161 @@
-"""Config of learning from preferences without a reward model."""
+"""Settings of learning from preferences without a reward model: one dataclass per loss, selected by `algorithm.name`.
+
+The losses are in supervised/preference/, one file each; docs/algorithms.md compares them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from hybrid_rlhf.configs.algorithms import PREFERENCE, PREFERENCE_KEYS, KeyRule, PreferenceName, PreferenceTraits
-from hybrid_rlhf.configs.sections import LoraConfig, OptimizerConfig, StepConfig, TrainConfig, ZeroConfig, require
+from hybrid_rlhf.configs.sections.data import RowDataConfig
+from hybrid_rlhf.configs.sections.model import LoraConfig
+from hybrid_rlhf.configs.sections.rules import require
+from hybrid_rlhf.configs.sections.run import StepConfig
+from hybrid_rlhf.configs.sections.setting import setting
+from hybrid_rlhf.configs.sections.training import OptimizerConfig, TrainConfig, ZeroConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceLossConfig:
-    """What is learned from a preference. Defaults are DPO's; other algorithms bring their own (docs/algorithms.md)."""
+    """What all preference losses read."""
 
+    needs_reference: ClassVar[bool] = True
+    """Whether the loss needs a reference's log-probs."""
+    learns_labels: ClassVar[bool] = False
+    """Whether it learns from single completions labelled good or bad; otherwise from pairs."""
+
+    name: str = field(default="", init=False)
+    """Preference loss; it selects the keys of this section and their defaults (docs/algorithms.md)."""
     beta: float = 0.1
-    """Strength of the pull to the reference (DPO); scale of the implicit reward (SimPO); weight of the odds (ORPO)."""
-    label_smoothing: float = 0.0
-    """Chance that a label is wrong (cDPO)."""
-    target_margin: float = 0.0
-    """By how much the better answer's reward should lead (SimPO's gamma)."""
+    """Strength of the regularization to the reference (0.1: DPO, arXiv 2305.18290)."""
     sft_coef: float = 0.0
-    """Weight of the negative log-likelihood a token of the better answer, beside the preference (RPO, ORPO)."""
-    desirable_weight: float = 1.0
-    """Weight of good answers (KTO); those of both kinds should sum up alike, within a third."""
-    undesirable_weight: float = 1.0
-    """Weight of bad answers (KTO)."""
+    """Weight of the negative log-likelihood per token of the chosen completion (RPO, arXiv 2404.19733; ORPO)."""
 
     def __post_init__(self) -> None:
-        require(self.beta > 0, f"loss.beta must be above 0, got {self.beta}: give for example 0.1")
-        require(
-            0 <= self.label_smoothing < 0.5,
-            f"loss.label_smoothing must be in [0, 0.5), got {self.label_smoothing}: give for example 0.1",
-        )
-        for name in ("target_margin", "sft_coef", "desirable_weight", "undesirable_weight"):
-            value = getattr(self, name)
-            require(value >= 0, f"loss.{name} must be 0 or more, got {value}: raise it")
+        require(self.beta > 0, f"algorithm.beta must be above 0, got {self.beta}: give for example 0.1")
+        for name in ("sft_coef", "target_margin", "desirable_weight", "undesirable_weight"):
+            value = getattr(self, name, 0.0)
+            require(value >= 0, f"algorithm.{name} must be 0 or more, got {value}: raise it")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReferenceConfig:
-    """What the actor is held against."""
+class DPOConfig(PreferenceLossConfig):
+    """DPO (Rafailov et al. 2023, arXiv 2305.18290)."""
+
+    name: Literal["dpo"] = field(default="dpo", init=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CDPOConfig(PreferenceLossConfig):
+    """Conservative DPO (Mitchell 2023), for noisy labels."""
+
+    name: Literal["cdpo"] = field(default="cdpo", init=False)
+    label_smoothing: float = 0.1
+    """Probability that a label is wrong (0.1: Mitchell 2023)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            0 <= self.label_smoothing < 0.5,
+            f"algorithm.label_smoothing must be in [0, 0.5), got {self.label_smoothing}: give for example 0.1",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class IPOConfig(PreferenceLossConfig):
+    """IPO (Azar et al. 2023, arXiv 2310.12036)."""
+
+    name: Literal["ipo"] = field(default="ipo", init=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HingeConfig(PreferenceLossConfig):
+    """Hinge loss on log-ratios (SLiC-HF, arXiv 2305.10425; RSO, arXiv 2309.06657)."""
+
+    name: Literal["hinge"] = field(default="hinge", init=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimPOConfig(PreferenceLossConfig):
+    """SimPO (Meng et al. 2024, arXiv 2405.14734); no reference."""
+
+    needs_reference = False
+
+    name: Literal["simpo"] = field(default="simpo", init=False)
+    beta: float = 2.0
+    """Scale of the implicit reward, the mean log-prob per token (2.0: the paper)."""
+    target_margin: float = 1.0
+    """Margin by which the chosen completion's reward should lead (gamma of the paper; 1.0 of its range)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ORPOConfig(PreferenceLossConfig):
+    """ORPO (Hong et al. 2024, arXiv 2403.07691): SFT on the chosen completion and its odds ratio; no reference."""
+
+    needs_reference = False
+
+    name: Literal["orpo"] = field(default="orpo", init=False)
+    beta: float = 0.1
+    """Weight of the odds ratio (0.1: the paper)."""
+    sft_coef: float = 1.0
+    """Weight of the negative log-likelihood per token of the chosen completion (1.0: the paper)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KTOConfig(PreferenceLossConfig):
+    """KTO (Ethayarajh et al. 2024, arXiv 2402.01306): single completions labelled good or bad."""
+
+    learns_labels = True
+
+    name: Literal["kto"] = field(default="kto", init=False)
+    desirable_weight: float = 1.0
+    """Weight of good completions; the sums of both kinds should be within a third of each other (the paper)."""
+    undesirable_weight: float = 1.0
+    """Weight of bad completions."""
+
+
+PREFERENCE_LOSSES: dict[str, type[PreferenceLossConfig]] = {
+    str(kind.name): kind for kind in (DPOConfig, CDPOConfig, IPOConfig, HingeConfig, SimPOConfig, ORPOConfig, KTOConfig)
+}
+"""Every preference loss by its name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceReferenceConfig:
+    """The frozen reference of the loss."""
 
     path: str | None = None
-    """Model folder or hub name; none: where the actor starts."""
+    """Model folder or hub name; null: the actor's start."""
     logprobs: Literal["cached", "live"] = "cached"
-    """cached: computed once before training, of the rows that the run uses, and no reference stays in memory; live: at
-    each update."""
+    """cached: computed once before training, and no reference stays in memory; live: computed in each update."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceStepConfig(StepConfig):
-    """An actor learns from preferred and rejected answers, by DPO or another algorithm, without a reward model."""
+    """Learning from preferences without a reward model, by DPO or another loss."""
 
-    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {name: traits.defaults for name, traits in PREFERENCE.items()}
-    """Defaults that each algorithm brings."""
-    KEY_RULES: ClassVar[tuple[KeyRule, ...]] = PREFERENCE_KEYS
-    """Keys that some cases do not read."""
-
-    algorithm: PreferenceName = "dpo"
-    """What is learned from an answer or a pair; brings defaults of its own (docs/algorithms.md)."""
-    output_dir: str = "output/preference"
+    output_dir: str = setting("output/preference", mutable=True)
     """Folder of the run: model, config.yaml, metrics.jsonl, checkpoints."""
-    loss: PreferenceLossConfig = field(default_factory=PreferenceLossConfig)
-    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
-    lora: LoraConfig = field(default_factory=LoraConfig)
+    algorithm: PreferenceLossConfig = setting(DPOConfig(), variants=PREFERENCE_LOSSES)
+    data: RowDataConfig = field(default_factory=RowDataConfig)
+    reference: PreferenceReferenceConfig | None = setting(None, needs="needs_reference")
+    lora: LoraConfig | None = None
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-6))
     train: TrainConfig = field(default_factory=TrainConfig)
-    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    zero: ZeroConfig = setting(default_factory=ZeroConfig, mutable=True)
 
-    @property
-    def traits(self) -> PreferenceTraits:
-        """What the algorithm needs."""
-        return PREFERENCE[self.algorithm]
+    def __post_init__(self) -> None:
+        if self.algorithm.needs_reference and self.reference is None:
+            object.__setattr__(self, "reference", PreferenceReferenceConfig())
+        require(
+            self.algorithm.needs_reference or self.reference is None,
+            f"algorithm {self.algorithm.name} has no reference, got the section reference: leave it out",
+        )
 
     @property
     def holds_reference(self) -> bool:
         """Whether a second model stays in memory while the actor learns."""
-        own = self.lora.rank > 0 and self.reference.path in (None, self.model.path)
-        return self.traits.reference and self.reference.logprobs == "live" and not own
+        if self.reference is None or self.reference.logprobs != "live":
+            return False
+        return self.lora is None or self.reference.path not in (None, self.model.path)

@@ -1,7 +1,7 @@
-"""Tokenised rows on disk, memory-mapped, written once and by one rank.
+"""Cache of tokenised rows on disk, memory-mapped, written once by one rank.
 
-An entry's key is made of content, tokenizer, chat template and settings; an entry is written beside and renamed, so
-that one that was cut off is never read.
+The key of an entry covers content, tokenizer, chat template and settings. An entry is written to a temporary folder and
+renamed, so that a partial one is never read.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import datasets
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.runtime.logs import LOGGER_NAME
-from hybrid_rlhf.runtime.world import World, once_a_host
+from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.world import World, run_once_per_host
 
 DEFAULT_CACHE = "~/.cache/hybrid_rlhf"
 _MANY_ROWS = 20_000
-"""More take seconds to write."""
+"""From here on writing takes seconds, and the log announces it."""
 logger = logging.getLogger(LOGGER_NAME)
 
 
@@ -36,25 +36,25 @@ def cached_rows(
     cache_dir: str | None,
     world: World,
 ) -> datasets.Dataset:
-    """The rows of a key, made if they are not there yet.
+    """The rows of a key, created if they are not in the cache.
 
     Args:
-        key: JSON of all that the rows depend on.
-        make: yields the rows; called on one rank (and on one of each host that does not see what it wrote).
-        cache_dir: where entries are kept; none: ~/.cache/hybrid_rlhf.
+        key: everything the rows depend on, as JSON.
+        make: yields the rows; called on one rank, and on one rank of each host that does not share its file system.
+        cache_dir: folder of the cache; None: ~/.cache/hybrid_rlhf.
         world: every rank calls.
 
     Raises:
-        UserError: what `make` raised, on every rank.
+        UserError: raised by `make`, on every rank.
     """
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
     folder = Path(cache_dir or DEFAULT_CACHE).expanduser() / "tokens" / digest
-    once_a_host(world, lambda: _write(folder, make))
+    run_once_per_host(world, lambda: _write(folder, make))
     return datasets.load_from_disk(str(folder))
 
 
 def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """What tokens depend on in a tokenizer: its rules, special tokens and chat template."""
+    """The properties of a tokenizer that tokens depend on: rules, special tokens and chat template."""
     rules = (
         tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     )
@@ -67,29 +67,31 @@ def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 
 def _write(folder: Path, make: Callable[[], Iterator[dict[str, Any]]]) -> str | None:
-    """Make an entry unless it is there; the text of the user's mistake if there is one."""
+    """Create an entry unless it exists; returns the text of a user's error, or None."""
     if folder.exists():
         return None
-    beside = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}.partial")
-    quiet = datasets.utils.logging.is_progress_bar_enabled()
+    partial = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}.partial")
+    has_progress_bars = datasets.utils.logging.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:
         rows = list(make())
         if len(rows) > _MANY_ROWS:
             logger.info("writing %s tokenised rows to %s", f"{len(rows):,}", folder)
-        beside.parent.mkdir(parents=True, exist_ok=True)
-        datasets.Dataset.from_list(rows).save_to_disk(str(beside))
-        for file in beside.iterdir():
-            file.chmod(0o444)  # runs read them in place: one that is cut short ends them with SIGBUS
-        os.rename(beside, folder)
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        datasets.Dataset.from_list(rows).save_to_disk(str(partial))
+        for file in partial.iterdir():
+            file.chmod(0o444)  # runs map these files: truncating one would end them with SIGBUS
+        os.rename(partial, folder)
     except UserError as error:
         return str(error)
     except OSError as error:
         if folder.exists():
-            return None  # another run was quicker
-        return f"tokenised rows cannot be written to {folder.parent} ({error.strerror or error}): set data.cache_dir"
+            return None  # another run has created it meanwhile
+        return (
+            f"data.cache_dir must be a writable folder, {folder.parent} is not ({error.strerror or error}): set another"
+        )
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
-        if quiet:
+        shutil.rmtree(partial, ignore_errors=True)
+        if has_progress_bars:
             datasets.enable_progress_bars()
     return None

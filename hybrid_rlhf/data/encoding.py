@@ -1,36 +1,46 @@
-"""Rows of the contract to columns of tokens, cut to a length, one encoder a kind of row.
+"""Encodes rows as columns of tokens, truncated to a length limit; one encoder per row format.
 
-Each gives `length`, in tokens, `cut`, whether anything was cut away, and `usable`, whether what is left can teach.
+All encoders return the columns `length`, in tokens, `cut`, whether the row was truncated, `usable`, whether the rest
+can be trained on, and `ignored`, what the chat template does not render.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.data.chat import Encoded, encode_answer, encode_conversation, encode_prompt, encode_text, head_tokens
-from hybrid_rlhf.data.messages import Message, Tools
-from hybrid_rlhf.data.rows import Conversation, labelled_row, preference_row, prompt_row
-from hybrid_rlhf.data.sources import Row
-from hybrid_rlhf.data.template import without_place
+from hybrid_rlhf.data.chat.conversation import (
+    EncodedSequence,
+    encode_completion,
+    encode_conversation,
+    encode_prompt,
+    encode_text,
+    head_tokens,
+)
+from hybrid_rlhf.data.chat.messages import Message, Tools
+from hybrid_rlhf.data.chat.template import unrendered
+from hybrid_rlhf.data.rows.formats import ConversationRow, read_labelled_row, read_preference_row, read_prompt_row
+from hybrid_rlhf.data.rows.sources import Row
 
 
 def encode_conversation_row(
-    place: str, record: Conversation, tokenizer: PreTrainedTokenizerBase, limit: int
+    location: str, record: ConversationRow, tokenizer: PreTrainedTokenizerBase, limit: int
 ) -> list[dict[str, Any]]:
-    """Cut on the right; of no use once no token with loss is left. Several rows where turns cannot share one."""
+    """Encode a conversation, truncated on the right; several rows if its turns cannot share one. A row is unusable if
+    no token with loss remains."""
     try:
         if record.text is not None:
             encoded = [encode_text(record.text, tokenizer, context=record.context)]
         else:
-            # A source row makes one row at least: rows are dealt to the steps by their place in the source.
-            encoded = encode_conversation(record.messages, tokenizer, tools=record.tools) or [Encoded([], [])]
+            # A source row makes at least one row: rows are split between the steps by their index in the source.
+            encoded = encode_conversation(record.messages, tokenizer, tools=record.tools) or [EncodedSequence([], [])]
     except UserError as error:
-        raise UserError(f"{place}: {error}") from error
+        raise UserError(f"{location}: {error}") from error
     return [
         {
             "input_ids": row.input_ids[:limit],
@@ -40,75 +50,79 @@ def encode_conversation_row(
             "cut": len(row.input_ids) > limit,
             # The first token has no predecessor and cannot carry loss.
             "usable": any(row.loss_mask[1:limit]),
-            # Of the conversation as a whole, so once.
+            # It describes the whole conversation, so only its first row has it.
             "ignored": _ignored(record.messages, tokenizer, record.tools) if number == 0 else "",
         }
         for number, row in enumerate(encoded)
     ]
 
 
-def encode_preference_row(place: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int) -> list[dict[str, Any]]:
-    """Answers to one prompt and which is better than which."""
-    record = preference_row(place, row)
-    columns = _answers(place, record.prompt, record.responses, tokenizer, limit, record.tools)
-    answers = columns["responses"]
-    # Answers that differ only in what was cut away can teach nothing.
-    usable = all(answers[better] != answers[worse] for better, worse in record.pairs)
-    taught = {"pairs": [list(pair) for pair in record.pairs], "margins": record.margins}
-    return [columns | taught | {"usable": usable and columns["usable"]}]
+def encode_preference_row(
+    location: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int
+) -> list[dict[str, Any]]:
+    """Encode completions of one prompt and the preferences between them."""
+    record = read_preference_row(location, row)
+    columns = _encode_completions(location, record.prompt, record.completions, tokenizer, limit, record.tools)
+    sequences = columns["responses"]
+    # Completions that differ only in truncated tokens carry no preference.
+    usable = all(sequences[chosen] != sequences[rejected] for chosen, rejected in record.pairs)
+    pairs = {"pairs": [list(pair) for pair in record.pairs], "margins": record.margins}
+    return [columns | pairs | {"usable": usable and columns["usable"]}]
 
 
-def encode_labelled_row(place: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int) -> list[dict[str, Any]]:
-    """Answers to one prompt, each good or bad."""
-    record = labelled_row(place, row)
-    columns = _answers(place, record.prompt, record.responses, tokenizer, limit, record.tools)
+def encode_labelled_row(
+    location: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int
+) -> list[dict[str, Any]]:
+    """Encode completions of one prompt, each labelled as desirable or not."""
+    record = read_labelled_row(location, row)
+    columns = _encode_completions(location, record.prompt, record.completions, tokenizer, limit, record.tools)
     return [columns | {"labels": record.labels}]
 
 
-def _answers(
-    place: str,
+def _encode_completions(
+    location: str,
     prompt: list[Message],
-    responses: list[list[Message]],
+    completions: list[list[Message]],
     tokenizer: PreTrainedTokenizerBase,
     limit: int,
     tools: Tools | None,
 ) -> dict[str, Any]:
-    """Cut what the answers share, behind BOS and the system's turn, so that they stay whole; one that alone is too
-    long, on its right."""
+    """Truncate the shared prompt after its head (BOS and the system turn), so that completions stay complete; truncate
+    a completion that exceeds the limit by itself on the right."""
     try:
-        encoded = [encode_answer(prompt, answer, tokenizer, tools=tools) for answer in responses]
-        cut = any(len(answer.input_ids) > limit for answer in encoded)
+        encoded = [encode_completion(prompt, completion, tokenizer, tools=tools) for completion in completions]
+        cut = any(len(sequence.input_ids) > limit for sequence in encoded)
         head = head_tokens(prompt, tokenizer, tools=tools) if cut else 0
     except UserError as error:
-        raise UserError(f"{place}: {error}") from error
-    answers = [answer.input_ids for answer in encoded]
-    masks = [answer.loss_mask for answer in encoded]
-    shared = min(_shared(answers), *(mask.index(True) if any(mask) else len(mask) for mask in masks))
+        raise UserError(f"{location}: {error}") from error
+    sequences = [sequence.input_ids for sequence in encoded]
+    masks = [sequence.loss_mask for sequence in encoded]
+    shared = min(_shared_prefix(sequences), *(mask.index(True) if any(mask) else len(mask) for mask in masks))
     if cut:
         head = min(head, shared)
-        surplus = min(shared - head, max(len(ids) for ids in answers) - limit)
-        answers = [(ids[:head] + ids[head + surplus :])[:limit] for ids in answers]
+        surplus = min(shared - head, max(len(ids) for ids in sequences) - limit)
+        sequences = [(ids[:head] + ids[head + surplus :])[:limit] for ids in sequences]
         masks = [(mask[:head] + mask[head + surplus :])[:limit] for mask in masks]
     return {
-        "responses": answers,
+        "responses": sequences,
         "masks": masks,
-        "length": max(len(ids) for ids in answers),
-        "tokens": sum(len(ids) for ids in answers),
+        "length": max(len(ids) for ids in sequences),
+        "tokens": sum(len(ids) for ids in sequences),
         "cut": cut,
         "usable": all(any(mask[1:]) for mask in masks),
-        "ignored": _ignored([*prompt, *(message for answer in responses for message in answer)], tokenizer, tools),
+        "ignored": _ignored([*prompt, *chain.from_iterable(completions)], tokenizer, tools),
     }
 
 
-def encode_prompt_row(place: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int) -> list[dict[str, Any]]:
-    """Cut between the head (BOS, the system's turn) and the end of a prompt, which is what is asked; of no use where
-    the head alone is as long as the limit."""
-    record = prompt_row(place, row)
+def encode_prompt_row(location: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int) -> list[dict[str, Any]]:
+    """Encode a prompt, truncated between its head (BOS and the system turn) and its end, which has the user's request.
+    It is unusable if the head alone reaches the limit."""
+    record = read_prompt_row(location, row)
     try:
         ids = encode_prompt(record.messages, tokenizer, tools=record.tools)
         head = head_tokens(record.messages, tokenizer, tools=record.tools) if len(ids) > limit else 0
     except UserError as error:
-        raise UserError(f"{place}: {error}") from error
+        raise UserError(f"{location}: {error}") from error
     return [
         {
             "input_ids": ids[:head] + ids[max(head, head + len(ids) - limit) :],
@@ -123,13 +137,13 @@ def encode_prompt_row(place: str, row: Row, tokenizer: PreTrainedTokenizerBase, 
 
 
 def _ignored(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, tools: Tools | None) -> str:
-    """What the chat template has no place for, an entry a message, parted by commas: a column of one type."""
-    return ",".join(without_place(messages, tokenizer, tools))
+    """What the chat template does not render, one entry per message, comma-separated: Arrow columns have one type."""
+    return ",".join(unrendered(messages, tokenizer, tools))
 
 
-def _shared(answers: list[list[int]]) -> int:
-    """Tokens that all answers begin with."""
+def _shared_prefix(sequences: list[list[int]]) -> int:
+    """The number of leading tokens that all sequences share."""
     shared = 0
-    while all(shared < len(ids) and ids[shared] == answers[0][shared] for ids in answers):
+    while all(shared < len(ids) and ids[shared] == sequences[0][shared] for ids in sequences):
         shared += 1
     return shared

@@ -1,7 +1,7 @@
-"""Which rows make an update, in which order, and whose they are.
+"""Batches: the rows of each update, their order, and how they are sharded over ranks.
 
-A global batch is the same whatever the number of ranks. Within it rows are dealt by length: every rank gets as many
-micro-batches (ZeRO-3 gathers weights in each, and would wait for ever), of nearly equal tokens.
+A global batch does not depend on the number of ranks. Its rows are sharded by length: every rank gets the same number
+of micro-batches, with nearly equal tokens. The number must be equal because ZeRO-3 gathers weights in each of them.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Any
 
 import numpy as np
 
-from hybrid_rlhf.configs.batch_plan import MicroBatches
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.data.augmented import Rows
+from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
+from hybrid_rlhf.data.row_views import RowSequence
 
 
-def deal(
+def shard_batch(
     rows: Sequence[int], lengths: Sequence[int], *, rank: int, ranks: int, micro_batches: MicroBatches
 ) -> list[list[int | None]]:
-    """One rank's micro-batches of a global batch.
+    """The micro-batches of one rank in a global batch.
 
     Args:
-        rows: of the global batch.
-        lengths: of each row, in tokens.
-        rank: whose share to give.
-        ranks: every one gets as many micro-batches; one without rows holds None, an empty row.
-        micro_batches: how large they are.
+        rows: row indices of the global batch.
+        lengths: tokens of each row.
+        rank: the rank.
+        ranks: number of ranks. All get the same number of micro-batches; one without rows contains None, an empty row.
+        micro_batches: size of the micro-batches.
     """
     order = sorted(range(len(rows)), key=lambda i: (-lengths[i], i))
     size = micro_batches.rows
@@ -38,23 +38,28 @@ def deal(
         fitting = max(1, micro_batches.tokens // max(lengths))
         size = -(-per_rank // -(-per_rank // fitting))
     if size is not None:
-        return _deal_rows([rows[i] for i in order], rank=rank, ranks=ranks, size=size)
-    return _deal_tokens(
+        return _shard_by_rows([rows[i] for i in order], rank=rank, ranks=ranks, size=size)
+    return _shard_by_tokens(
         [rows[i] for i in order], [lengths[i] for i in order], rank=rank, ranks=ranks, limit=micro_batches.tokens
     )
 
 
-def _deal_rows(rows: list[int], *, rank: int, ranks: int, size: int) -> list[list[int | None]]:
-    """Rows, longest first, in micro-batches of a size, filled up with None."""
+def _shard_by_rows(rows: list[int], *, rank: int, ranks: int, size: int) -> list[list[int | None]]:
+    """Shard rows, longest first, into micro-batches of `size` rows, padded with None."""
     ordered: list[int | None] = rows + [None] * (-len(rows) % (ranks * size))  # type: ignore[operator]
-    # Snake: rank 0 gets the longest of the first round and the shortest of the second.
+    # In alternating order: rank 0 gets the longest row of the first round and the shortest of the second.
     rounds = [ordered[start : start + ranks] for start in range(0, len(ordered), ranks)]
     mine = [chunk[rank] if number % 2 == 0 else chunk[ranks - 1 - rank] for number, chunk in enumerate(rounds)]
     return [mine[start : start + size] for start in range(0, len(mine), size)]
 
 
-def _deal_tokens(rows: list[int], lengths: list[int], *, rank: int, ranks: int, limit: int) -> list[list[int | None]]:
-    """Rows, longest first, each to the micro-batch with the fewest tokens; as few micro-batches as keep the limit."""
+def _shard_by_tokens(
+    rows: list[int], lengths: list[int], *, rank: int, ranks: int, limit: int
+) -> list[list[int | None]]:
+    """Assign rows, longest first, to the micro-batch with the fewest tokens; as few micro-batches as the limit allows.
+
+    This is longest-processing-time-first scheduling (Graham 1969, "Bounds on multiprocessing timing anomalies").
+    """
     rounds = max(1, -(-sum(lengths) // (ranks * limit)))
     while True:
         loads = [(0, number) for number in range(ranks * rounds)]
@@ -63,7 +68,7 @@ def _deal_tokens(rows: list[int], lengths: list[int], *, rank: int, ranks: int, 
             load, number = heapq.heappop(loads)
             members[number].append(row)
             heapq.heappush(loads, (load + length, number))
-        # A row that alone is too long gets a micro-batch of its own before long.
+        # A row that exceeds the limit by itself eventually gets its own micro-batch.
         if max(load for load, _ in loads) <= max(limit, lengths[0]) or ranks * rounds >= len(rows):
             break
         rounds += 1
@@ -71,23 +76,25 @@ def _deal_tokens(rows: list[int], lengths: list[int], *, rank: int, ranks: int, 
     return [list(heaviest_first[start + rank]) or [None] for start in range(0, len(loads), ranks)]
 
 
-class GlobalBatches:
-    """The row indices of each global batch, seeded, with a position that can be saved."""
+class GlobalBatchSampler:
+    """Yields the row indices of each global batch in a seeded order; its position can be saved and restored."""
 
     def __init__(
         self, rows: int, *, global_batch_size: int, seed: int, shuffle: bool = True, drop_last: bool = True
     ) -> None:
         if drop_last and rows < global_batch_size:
-            fix = f"add rows or set the batch size to {rows} or less"
-            raise UserError(f"an update takes {global_batch_size} rows, the training data has {rows}: {fix}")
+            raise UserError(
+                f"the training data must have at least one batch of {global_batch_size} rows, got {rows}: add rows or "
+                f"reduce the batch size to {rows} or less"
+            )
         self._rows, self._size, self._seed, self._shuffle = rows, global_batch_size, seed, shuffle
         self.steps_per_epoch = rows // global_batch_size if drop_last else -(-rows // global_batch_size)
         self.epoch = 0
         self.position = 0
-        """Batches of this epoch that have been given."""
+        """Batches of this epoch that have been yielded."""
 
     def iterate(self, max_epochs: int | None = None) -> Iterator[list[int]]:
-        """Go on from the position to the end of the last epoch; for ever without one."""
+        """Yield batches from the current position to the end of the last epoch, endlessly if that is None."""
         while max_epochs is None or self.epoch < max_epochs:
             order = np.arange(self._rows)
             if self._shuffle:
@@ -99,9 +106,9 @@ class GlobalBatches:
             self.epoch, self.position = self.epoch + 1, 0
 
     def upcoming(self, batches: int) -> list[int]:
-        """The rows of so many batches from the position on, each once, in the order of their first use."""
-        ahead, found = copy(self), dict[int, None]()
-        for rows in islice(ahead.iterate(), batches):
+        """The distinct rows of the next `batches` batches, in the order of their first use."""
+        lookahead, found = copy(self), dict[int, None]()
+        for rows in islice(lookahead.iterate(), batches):
             found |= dict.fromkeys(rows)
             if len(found) == self._rows:
                 break
@@ -112,75 +119,52 @@ class GlobalBatches:
         return {"epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from a checkpoint."""
+        """Restore the position from a checkpoint."""
         self.epoch, self.position = state["epoch"], state["position"]
 
 
-class ChosenRows:
-    """Some rows of a data set, by their places and in that order."""
-
-    def __init__(self, rows: Rows, places: Sequence[int]) -> None:
-        self._rows, self._places = rows, places
-
-    @property
-    def column_names(self) -> list[str]:
-        """Of the data set."""
-        return self._rows.column_names
-
-    def __len__(self) -> int:
-        """Chosen rows."""
-        return len(self._places)
-
-    def __getitem__(self, key: Any) -> Any:
-        """A row by its place among the chosen ones, or a column of them by its name."""
-        if isinstance(key, str):
-            column = list(self._rows[key])
-            return [column[place] for place in self._places]
-        return self._rows[self._places[key]]
-
-
 class RowStream:
-    """The rows of a data set, each epoch in a new seeded order, as many at a time as are asked for."""
+    """The row indices of a data set, in a new seeded order in each epoch, taken in any number at a time."""
 
     def __init__(self, rows: int, *, epochs: int, seed: int) -> None:
         self._rows, self._seed, self._all = rows, seed, rows * epochs
         self._order: tuple[int, list[int]] = (-1, [])
         self.taken = 0
-        """Rows that have been given, over all epochs."""
+        """Rows taken so far, over all epochs."""
 
     @property
     def left(self) -> int:
-        """Rows still to come."""
+        """Rows not taken yet."""
         return self._all - self.taken
 
     def take(self, count: int) -> list[int]:
-        """The next rows; fewer where the last epoch ends."""
+        """Take the next rows; fewer at the end of the last epoch."""
         count = min(count, self.left)
-        taken = [self._row(self.taken + place) for place in range(count)]
+        taken = [self._row(self.taken + offset) for offset in range(count)]
         self.taken += count
         return taken
 
-    def _row(self, place: int) -> int:
-        epoch, place = divmod(place, self._rows)
+    def _row(self, position: int) -> int:
+        epoch, position = divmod(position, self._rows)
         if self._order[0] != epoch:
             self._order = epoch, np.random.default_rng([self._seed, epoch]).permutation(self._rows).tolist()
-        return self._order[1][place]
+        return self._order[1][position]
 
     def state_dict(self) -> dict[str, int]:
         """The position, for a checkpoint."""
         return {"taken": self.taken}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from a checkpoint."""
+        """Restore the position from a checkpoint."""
         self.taken = state["taken"]
 
 
 class BatchLoader:
-    """This rank's micro-batches of each global batch."""
+    """Yields the micro-batches of this rank in each global batch."""
 
     def __init__(
         self,
-        dataset: Rows,
+        dataset: RowSequence,
         *,
         global_batch_size: int,
         world_rank: int,
@@ -190,46 +174,46 @@ class BatchLoader:
         shuffle: bool = True,
         drop_last: bool = True,
     ) -> None:
-        """Plan the batches of a data set with a `length` column, and `tokens` where a row is more than one sequence;
-        with `padded_tokens` where padding them takes more than that.
+        """Plan the batches from the column `length`, or `tokens` if rows contain several sequences, or `padded_tokens`
+        if these are padded to the longest.
 
         Args:
-            dataset: memory-mapped rows.
+            dataset: the rows, memory-mapped.
             global_batch_size: rows of a batch over all ranks.
-            world_rank: whose micro-batches to give.
-            world_size: ranks that share a batch.
-            micro_batches: how large they are.
-            seed: of the order.
-            shuffle: a new order each epoch.
-            drop_last: leave out a last batch that is not full; otherwise it is filled up with None rows.
+            world_rank: rank of this process.
+            world_size: number of ranks over which a batch is sharded.
+            micro_batches: size of the micro-batches.
+            seed: seed of the order.
+            shuffle: use a new order in each epoch.
+            drop_last: omit an incomplete last batch; otherwise it is padded with None rows.
 
         Raises:
-            UserError: when there is not one full batch.
+            UserError: if there is no complete batch.
         """
         self._dataset = dataset
         columns = ["padded_tokens"] * micro_batches.padded + ["tokens", "length"]
         self._lengths = list(dataset[next(name for name in columns if name in dataset.column_names)])
         self._rank, self._ranks, self._micro_batches = world_rank, world_size, micro_batches
-        self.batches = GlobalBatches(
+        self.batches = GlobalBatchSampler(
             len(dataset), global_batch_size=global_batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last
         )
 
     @property
     def steps_per_epoch(self) -> int:
-        """Global batches in an epoch."""
+        """Global batches per epoch."""
         return self.batches.steps_per_epoch
 
     def iterate(self, max_epochs: int | None = None) -> Iterator[list[list[dict[str, Any] | None]]]:
-        """Go on from the position; each item is this rank's micro-batches of one global batch."""
+        """Yield from the current position the micro-batches of this rank in each global batch."""
         for rows in self.batches.iterate(max_epochs):
             lengths = [self._lengths[row] for row in rows]
-            dealt = deal(rows, lengths, rank=self._rank, ranks=self._ranks, micro_batches=self._micro_batches)
-            yield [[None if row is None else self._dataset[row] for row in micro] for micro in dealt]
+            shard = shard_batch(rows, lengths, rank=self._rank, ranks=self._ranks, micro_batches=self._micro_batches)
+            yield [[None if row is None else self._dataset[row] for row in micro] for micro in shard]
 
     def state_dict(self) -> dict[str, int]:
         """The position, for a checkpoint."""
         return self.batches.state_dict()
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from a checkpoint."""
+        """Restore the position from a checkpoint."""
         self.batches.load_state_dict(state)

@@ -1,7 +1,7 @@
-"""The data of each step, tokenised: sources read, adapted, encoded, cut to length, dealt, held out and blended.
+"""Tokenised data of each step: reads sources, encodes rows, splits them, holds rows out and blends sources.
 
-Rows are dealt to the steps, and held out, by their place in the source and before anything is dropped, so that no
-row is seen by two steps, or by training and evaluation, whatever their limits drop.
+Rows are split between the steps, and held out, by their index in the source and before any are dropped. Two steps, or
+training and evaluation, therefore never share a row, whatever their length limits drop.
 """
 
 from __future__ import annotations
@@ -17,167 +17,191 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.ppo import PromptDataConfig
-from hybrid_rlhf.configs.reward import PreferenceConfig
-from hybrid_rlhf.configs.sections import DataConfig, DataSource
-from hybrid_rlhf.configs.sft import SFTDataConfig
+from hybrid_rlhf.configs.reward import RewardObjectiveConfig
+from hybrid_rlhf.configs.rl import PtxConfig
+from hybrid_rlhf.configs.sections.data import DataConfig, DataSource, RowDataConfig
+from hybrid_rlhf.configs.sft import ConditionConfig
 from hybrid_rlhf.data.cache import cached_rows, tokenizer_key
-from hybrid_rlhf.data.chat import RULES_VERSION
-from hybrid_rlhf.data.conditional import Condition, find_condition
+from hybrid_rlhf.data.chat.conversation import RULES_VERSION
 from hybrid_rlhf.data.encoding import (
     encode_conversation_row,
     encode_labelled_row,
     encode_preference_row,
     encode_prompt_row,
 )
-from hybrid_rlhf.data.rows import head_place, ptx_row, sft_row
-from hybrid_rlhf.data.sources import Row, open_source
-from hybrid_rlhf.data.stepwise import encode_stepwise_row
-from hybrid_rlhf.runtime.logs import LOGGER_NAME
-from hybrid_rlhf.runtime.progress import ProgressLog
-from hybrid_rlhf.runtime.world import World, mistakes_shared
+from hybrid_rlhf.data.rows.conditional import ScoreBuckets, find_score_buckets
+from hybrid_rlhf.data.rows.formats import head_index, read_ptx_row, read_sft_row
+from hybrid_rlhf.data.rows.sources import Row, open_source
+from hybrid_rlhf.data.rows.stepwise import encode_stepwise_row
+from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.progress import ProgressLog
+from hybrid_rlhf.runtime.world import World, shared_user_errors
 
 logger = logging.getLogger(LOGGER_NAME)
 Encode = Callable[[str, Row, PreTrainedTokenizerBase, int], list[dict[str, Any]]]
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What a step makes of a row."""
+class RowEncoding:
+    """How a step encodes the rows of its sources."""
 
     name: str
     encode: Encode
-    """A row of a source to the rows that are learned from: `cut`, whether a row was cut to the limit, `usable`, whether
-    it can teach, `ignored`, what the chat template has no place for."""
+    """Encodes a row of a source as rows of tokens, with columns `cut`, `usable` and `ignored`; see encoding.py."""
     step_index: int
-    """The step's share of data.split."""
+    """Index of the step in data.split."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """What else its columns depend on."""
+    """Further settings that the columns depend on."""
 
 
 @dataclass(frozen=True)
 class TokenizedData:
-    """Rows to train on and rows held out."""
+    """Training rows and held-out rows."""
 
     train: datasets.Dataset
     held_out: datasets.Dataset
-    condition: Condition | None = None
-    """What rows are told of their score."""
+    score_buckets: ScoreBuckets | None = None
+    """The score buckets of conditional SFT."""
 
 
-def load_sft_data(config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, world: World) -> TokenizedData:
-    """Columns `input_ids`, `loss_mask`, `length`; with data.condition_buckets rows are told their bucket."""
-    if not isinstance(config, SFTDataConfig) or not (config.condition_buckets and config.sources):
-        kind = Kind("sft", lambda p, row, t, limit: encode_conversation_row(p, sft_row(p, row), t, limit), 0)
-        return _load(kind, config, tokenizer, config.max_length, seed, world)
-    condition = find_condition(config, lambda rows: _dealt(rows, config, 0, seed)[0].tolist(), world)
+def load_sft_data(
+    config: RowDataConfig,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    world: World,
+    conditional: ConditionConfig | None = None,
+) -> TokenizedData:
+    """Columns `input_ids`, `loss_mask`, `length`; with `conditional`, prompts name the bucket of the score."""
+    if conditional is None or not config.sources:
+        encoding = RowEncoding(
+            "sft", lambda p, row, t, limit: encode_conversation_row(p, read_sft_row(p, row), t, limit), 0
+        )
+        return _load(encoding, config, tokenizer, config.max_length, seed, world)
+    buckets = find_score_buckets(
+        conditional, config, lambda rows: _split_rows(rows, config, 0, seed)[0].tolist(), world
+    )
 
-    def encode(place: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int) -> list[dict[str, Any]]:
-        return encode_conversation_row(place, condition.applied(place, row, sft_row(place, row)), tokenizer, limit)
+    def encode(location: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int) -> list[dict[str, Any]]:
+        record = buckets.apply(location, row, read_sft_row(location, row))
+        return encode_conversation_row(location, record, tokenizer, limit)
 
-    kind = Kind("sft", encode, 0, {"condition": condition.settings()})
-    return replace(_load(kind, config, tokenizer, config.max_length, seed, world), condition=condition)
+    encoding = RowEncoding("sft", encode, 0, {"condition": buckets.to_json()})
+    return replace(_load(encoding, config, tokenizer, config.max_length, seed, world), score_buckets=buckets)
 
 
 def load_preference_data(
-    config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, world: World
+    config: RowDataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, world: World
 ) -> TokenizedData:
-    """Columns `responses` (token ids with the prompt), `masks` (true on an answer's own), `pairs`, `margins`, `length`
-    (the longest), `tokens` (all)."""
-    return _load(Kind("preference", encode_preference_row, 1), config, tokenizer, config.max_length, seed, world)
+    """Columns `responses` (token ids of prompt and completion), `masks` (true on the completion), `pairs`, `margins`,
+    `length` (of the longest), `tokens` (of all together)."""
+    return _load(RowEncoding("preference", encode_preference_row, 1), config, tokenizer, config.max_length, seed, world)
 
 
 def load_labelled_data(
-    config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, world: World
+    config: RowDataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, world: World
 ) -> TokenizedData:
-    """Columns as those of pairs, with `labels`, whether each answer is good, in place of `pairs` and `margins`."""
-    return _load(Kind("labelled", encode_labelled_row, 1), config, tokenizer, config.max_length, seed, world)
+    """Columns of `load_preference_data` with `labels`, whether each completion is desirable, instead of `pairs` and
+    `margins`."""
+    return _load(RowEncoding("labelled", encode_labelled_row, 1), config, tokenizer, config.max_length, seed, world)
 
 
 def load_reward_data(
-    config: DataConfig, preference: PreferenceConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, world: World
+    config: RowDataConfig,
+    objective: RewardObjectiveConfig,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    world: World,
 ) -> TokenizedData:
-    """Columns of pairs, of labels, or of steps as `encode_stepwise_row`; with several heads also `head`, its place."""
-    return _load(_reward_kind(preference), config, tokenizer, config.max_length, seed, world)
+    """Columns of pairs, labels or steps (`encode_stepwise_row`); with several heads also `head`, the head's index."""
+    return _load(_reward_encoding(objective), config, tokenizer, config.max_length, seed, world)
 
 
-def _reward_kind(preference: PreferenceConfig) -> Kind:
+def _reward_encoding(preference: RewardObjectiveConfig) -> RowEncoding:
     heads, separator = preference.heads, preference.step_separator
     encodings: dict[str, tuple[str, Encode]] = {
         "binary": ("labelled", encode_labelled_row),
         "steps": (
             f"stepwise {separator!r}",
-            lambda place, row, t, limit: encode_stepwise_row(place, row, t, limit, separator=separator),
+            lambda location, row, t, limit: encode_stepwise_row(location, row, t, limit, separator=separator),
         ),
     }
     name, encode = encodings.get(preference.loss, ("reward", encode_preference_row))
     if not heads:
-        return Kind(name, encode, 1)
+        return RowEncoding(name, encode, 1)
 
-    def with_head(place: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int) -> list[dict[str, Any]]:
-        head = {"head": head_place(place, row, heads)}
-        return [columns | head for columns in encode(place, row, tokenizer, limit)]
+    def with_head(location: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int) -> list[dict[str, Any]]:
+        head = {"head": head_index(location, row, heads)}
+        return [columns | head for columns in encode(location, row, tokenizer, limit)]
 
-    return Kind(f"{name} with heads {', '.join(heads)}", with_head, 1)
+    return RowEncoding(f"{name} with heads {', '.join(heads)}", with_head, 1)
 
 
 def load_prompt_data(
     config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, world: World, max_prompt_tokens: int
 ) -> TokenizedData:
-    """Columns `input_ids`, `prompt` (messages as JSON), `columns` (the row's others as JSON), `length`."""
-    return _load(Kind("prompt", encode_prompt_row, 2), config, tokenizer, max_prompt_tokens, seed, world)
+    """Columns `input_ids`, `prompt` (messages as JSON), `columns` (the row's other columns as JSON), `length`."""
+    return _load(RowEncoding("prompt", encode_prompt_row, 2), config, tokenizer, max_prompt_tokens, seed, world)
 
 
 def load_ptx_data(
-    config: PromptDataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, world: World
+    ptx: PtxConfig, config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, world: World
 ) -> datasets.Dataset:
-    """The rows of data.ptx_sources, with the columns of SFT; none are held out."""
-    kind = Kind("ptx", lambda p, row, t, limit: encode_conversation_row(p, ptx_row(p, row), t, limit), 2)
-    parts = [_tokenize(kind, s, config, tokenizer, config.max_length, world) for s in config.ptx_sources]
-    return _report(kind, _blend(parts, config.ptx_sources, seed), None, parts, config.max_length, config, world).train
+    """The rows of ptx.sources with the columns of SFT; none are held out."""
+    encoding = RowEncoding(
+        "ptx", lambda p, row, t, limit: encode_conversation_row(p, read_ptx_row(p, row), t, limit), 2
+    )
+    parts = [_tokenize(encoding, s, config, tokenizer, ptx.max_length, world) for s in ptx.sources]
+    return _report(encoding, _blend(parts, ptx.sources, seed), None, parts, ptx.max_length, config, world).train
 
 
 def _load(
-    kind: Kind, config: DataConfig, tokenizer: PreTrainedTokenizerBase, limit: int, seed: int, world: World
+    encoding: RowEncoding, config: DataConfig, tokenizer: PreTrainedTokenizerBase, limit: int, seed: int, world: World
 ) -> TokenizedData:
     if not config.sources:
         raise UserError(
-            "data.sources names at least one file, folder or hub name, got none: give --data.sources FILE.jsonl"
+            "data.sources must have at least one file, folder or hub name, got none: set --data.sources FILE.jsonl"
         )
-    parts = [_tokenize(kind, source, config, tokenizer, limit, world) for source in config.sources]
+    parts = [_tokenize(encoding, source, config, tokenizer, limit, world) for source in config.sources]
     train, held_out = [], []
     for part in parts:
-        places = np.asarray(part["source_row"])
-        mine, held = _dealt(int(places[-1]) + 1, config, kind.step_index, seed)
-        train.append(part.select(_made_of(mine, places)))
-        held_out.append(part.select(_made_of(held, places)))
+        source_rows = np.asarray(part["source_row"])
+        mine, held = _split_rows(int(source_rows[-1]) + 1, config, encoding.step_index, seed)
+        train.append(part.select(_encoded_rows(mine, source_rows)))
+        held_out.append(part.select(_encoded_rows(held, source_rows)))
     if config.eval_sources:
-        held_out = [_tokenize(kind, source, config, tokenizer, limit, world) for source in config.eval_sources]
+        held_out = [_tokenize(encoding, source, config, tokenizer, limit, world) for source in config.eval_sources]
         parts = parts + held_out
     evaluated = datasets.concatenate_datasets([_usable(part) for part in held_out])
     evaluated = evaluated.select(range(min(len(evaluated), config.max_eval_rows)))
-    return _report(kind, _blend(train, config.sources, seed), evaluated, parts, limit, config, world)
+    return _report(encoding, _blend(train, config.sources, seed), evaluated, parts, limit, config, world)
 
 
-def _dealt(rows: int, config: DataConfig, step_index: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """The places of a source's rows that a step trains on, and of those that it holds out."""
-    mine = _share(rows, config.split, step_index, seed)
+def _split_rows(rows: int, config: DataConfig, step_index: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """The indices in a source of the rows that a step trains on, and of those it holds out."""
+    mine = _step_rows(rows, config.split, step_index, seed)
     count = 0 if config.eval_sources else _held_out_count(len(mine), config)
     return mine[count:], mine[:count]
 
 
-def _made_of(source_rows: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """The indices of the rows that were made of some source rows, in their order; `places` ascends."""
-    first, last = (np.searchsorted(places, source_rows, side=side) for side in ("left", "right"))
-    if len(places) == int(places[-1]) + 1:
+def _encoded_rows(indices: np.ndarray, source_rows: np.ndarray) -> np.ndarray:
+    """The indices of the rows encoded from some rows of the source, in their order.
+
+    Args:
+        indices: of the rows in the source.
+        source_rows: the index in the source of each encoded row, ascending.
+    """
+    first, last = (np.searchsorted(source_rows, indices, side=side) for side in ("left", "right"))
+    if len(source_rows) == int(source_rows[-1]) + 1:
         return first
     return np.concatenate([np.arange(start, stop) for start, stop in zip(first, last, strict=True)] or [first])
 
 
-def _share(rows: int, split: list[float] | None, step_index: int, seed: int) -> np.ndarray:
-    """The places of a step's rows in a source, in a seeded order; every row without a split.
+def _step_rows(rows: int, split: list[float] | None, step_index: int, seed: int) -> np.ndarray:
+    """The indices of a step's rows in a source, in a seeded order; all rows without a split.
 
-    The order is of the seed alone: a source is split alike wherever it stands in the lists of the three steps.
+    The order depends only on the seed: a source is split equally at any position in the lists of the three steps.
     """
     order = np.random.default_rng([seed, 0]).permutation(rows)
     if split is None:
@@ -193,7 +217,7 @@ def _held_out_count(rows: int, config: DataConfig) -> int:
 
 
 def _blend(parts: list[datasets.Dataset], sources: list[str | DataSource], seed: int) -> datasets.Dataset:
-    """Each source as often as its weight says: whole copies, and a seeded part of one."""
+    """Concatenate the sources, each repeated by its weight: full copies and a seeded part of another."""
     blended = []
     for number, (part, source) in enumerate(zip(parts, sources, strict=True)):
         part = _usable(part)
@@ -204,45 +228,45 @@ def _blend(parts: list[datasets.Dataset], sources: list[str | DataSource], seed:
 
 
 def _usable(part: datasets.Dataset) -> datasets.Dataset:
-    """The rows that limits left, without the columns that say so."""
+    """The usable rows, without the columns that describe the encoding."""
     usable = np.flatnonzero(np.asarray(part["usable"], dtype=bool))
     return part.select(usable).remove_columns(["usable", "cut", "ignored", "source_row"])
 
 
 def _tokenize(
-    kind: Kind,
+    encoding: RowEncoding,
     source: str | DataSource,
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     limit: int,
     world: World,
 ) -> datasets.Dataset:
-    """All rows of a source, in its order, from the cache if they are there."""
-    with mistakes_shared(world):
+    """All rows of a source in order, from the cache if it has them."""
+    with shared_user_errors(world):
         rows = open_source(source)
 
     def make() -> Iterator[dict[str, Any]]:
         progress = ProgressLog(f"tokenising {rows.source.path}", total=rows.count())
-        for number, (place, row) in enumerate(progress.over(rows)):
-            for columns in kind.encode(place, row, tokenizer, limit):
+        for number, (location, row) in enumerate(progress.track(rows)):
+            for columns in encoding.encode(location, row, tokenizer, limit):
                 if config.too_long == "drop" and columns["cut"]:
                     columns["usable"] = False
                 yield columns | {"source_row": number}
 
     key = {
-        "kind": kind.name,
+        "kind": encoding.name,
         "content": rows.fingerprint,
         "tokenizer": tokenizer_key(tokenizer),
         "limit": limit,
         "too_long": config.too_long,
         "rules": RULES_VERSION,
-        **kind.settings,
+        **encoding.settings,
     }
     return cached_rows(key, make, cache_dir=config.cache_dir, world=world)
 
 
 def _report(
-    kind: Kind,
+    encoding: RowEncoding,
     train: datasets.Dataset,
     held_out: datasets.Dataset | None,
     parts: list[datasets.Dataset],
@@ -250,43 +274,51 @@ def _report(
     config: DataConfig,
     world: World,
 ) -> TokenizedData:
-    """Say what became of the rows.
+    """Log how many rows there are, and how many were truncated or dropped.
 
     Raises:
-        UserError: when none is left to train on.
+        UserError: if no training rows are left.
     """
     cut = sum(int(np.sum(part["cut"])) for part in parts)
     dropped = sum(len(part) - int(np.sum(part["usable"])) for part in parts)
     truncated = 0 if config.too_long == "drop" else cut
     if not len(train):
         raise UserError(
-            f"{kind.name} data has no row left to train on, of {sum(map(len, parts))} {dropped} were dropped at "
-            f"{limit} tokens: raise the limit or a source's weight, set data.too_long to truncate, or add rows"
+            f"{encoding.name} data must have a training row, got none: {dropped} of {sum(map(len, parts))} rows were "
+            f"dropped at {limit} tokens: raise the limit or a source's weight, set data.too_long to truncate or add "
+            "rows"
         )
     if held_out is None:
         held_out = train.select([])
     if world.is_main:
         _report_templates(parts)
         logger.info(
-            "%s data: %s rows to train on, %s held out; of all rows %s were truncated to %s tokens, %s dropped",
-            kind.name, f"{len(train):,}", f"{len(held_out):,}", f"{truncated:,}", f"{limit:,}", f"{dropped:,}",
-        )  # fmt: skip
+            "%s data: %s training rows, %s held out; of all rows %s were truncated to %s tokens, %s dropped",
+            encoding.name,
+            f"{len(train):,}",
+            f"{len(held_out):,}",
+            f"{truncated:,}",
+            f"{limit:,}",
+            f"{dropped:,}",
+        )
     return TokenizedData(train, held_out)
 
 
 def _report_templates(parts: list[datasets.Dataset]) -> None:
-    """Log what the chat template did to conversations: turns in rows of their own, keys that it does not read."""
-    made, sources = sum(map(len, parts)), sum(len(np.unique(part["source_row"])) for part in parts)
-    if made > sources:
+    """Log how the chat template has affected conversations: turns in separate rows, keys that it does not render."""
+    encoded, sources = sum(map(len, parts)), sum(len(np.unique(part["source_row"])) for part in parts)
+    if encoded > sources:
         logger.info(
-            "the chat template renders earlier turns anew: %s conversations make %s rows, each with the loss on turns "
-            "as generation sees them",
-            f"{sources:,}", f"{made:,}",
-        )  # fmt: skip
+            "the chat template renders earlier turns differently from the last: %s conversations make %s rows, with "
+            "the loss on turns as generation renders them",
+            f"{sources:,}",
+            f"{encoded:,}",
+        )
     ignored = Counter(key for part in parts for keys in part["ignored"] if keys for key in keys.split(","))
     if ignored:
         counts = ", ".join(f"{key} ({count:,})" for key, count in ignored.most_common())
         logger.warning(
-            "the chat template has no place for %s: roles are shown as the nearest, tool calls as JSON text, others "
-            "are left out", counts,
-        )  # fmt: skip
+            "the chat template does not render %s: such roles become the nearest one, tool calls become JSON text, "
+            "other keys are omitted",
+            counts,
+        )

@@ -1,4 +1,4 @@
-"""The one builder of engines: role, config sections and ranks in, engine out. For all roles."""
+"""Builds the engine of every role from config sections and ranks."""
 
 from __future__ import annotations
 
@@ -12,23 +12,22 @@ from typing import Any, TypeVar
 
 import deepspeed
 import torch
-from deepspeed.utils import groups
 from torch import nn
-from torch.distributed import distributed_c10d
 from transformers import PreTrainedModel
 
-from hybrid_rlhf.configs.rollout import RolloutConfig
-from hybrid_rlhf.configs.sections import LoraConfig, ModelConfig, OptimizerConfig, ZeroConfig
+from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
+from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
+from hybrid_rlhf.engines.deepspeed_internals import disable_shm_extension, full_shape, release_closed_groups
 from hybrid_rlhf.engines.ds_config import deepspeed_config
 from hybrid_rlhf.engines.engine import EngineOptions, ModelEngine, Role
 from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.engines.partition import set_weights, share_weights
-from hybrid_rlhf.engines.schedules import lr_factor
 from hybrid_rlhf.models.distillation import Student, Teacher
 from hybrid_rlhf.models.head_check import require_own_logits
-from hybrid_rlhf.models.loading import Architecture, load_model, training_dtype
 from hybrid_rlhf.models.lora import choose_trained
 from hybrid_rlhf.models.policy import Policy, Scorer
+from hybrid_rlhf.models.pretrained.loading import Architecture, load_model, training_dtype
 from hybrid_rlhf.runtime.world import World
 
 ARCHITECTURE: dict[Role, Architecture] = {
@@ -40,17 +39,22 @@ ARCHITECTURE: dict[Role, Architecture] = {
     "teacher": "causal_lm",
 }
 MODULES: dict[Role, type[Policy] | type[Scorer] | type[Teacher]] = {
-    "actor": Policy, "reference": Policy, "critic": Scorer, "reward": Scorer, "student": Student, "teacher": Teacher,
-}  # fmt: skip
+    "actor": Policy,
+    "reference": Policy,
+    "critic": Scorer,
+    "reward": Scorer,
+    "student": Student,
+    "teacher": Teacher,
+}
 EngineT = TypeVar("EngineT", bound=ModelEngine)
 FRESH_HEAD_STEP = 0.1
-"""Learning rate of a critic's head of zeros, times the hidden size: hidden states are of size 1 or so, and an update
-then moves a value by a tenth at most."""
+"""Learning rate of a critic's head of zeros, times the hidden size. Hidden states have a magnitude of about 1, so an
+update moves a value by a tenth at most."""
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What one engine is built from."""
+    """All that one engine is built from."""
 
     role: Role
     path: str
@@ -60,36 +64,37 @@ class EngineSpec:
     seed: int
     optimizer: OptimizerConfig | None = None
     """None: the engine is frozen."""
-    lora: LoraConfig = field(default_factory=LoraConfig)
+    lora: LoraConfig | None = None
+    """None: all weights learn."""
     total_updates: int = 1
     """Optimizer updates of the run, for the schedule."""
     deepspeed_overrides: dict[str, Any] = field(default_factory=dict)
     offload_weights: bool = False
-    """Frozen, and not sharded by ZeRO-3: its weights are on the device only inside `on_device`."""
+    """Keep the weights in host memory outside `on_device`; for a frozen model that ZeRO-3 does not partition."""
     heads: tuple[str, ...] | None = ()
-    """Names of a scorer's several scores; empty: one score; none: as it is stored."""
+    """Names of a scorer's scores; empty: one score; none: those that it is stored with."""
     fresh_head: bool = False
-    """A scorer's head is started anew even where the model has one."""
+    """Initialise a scorer's head even if the model has one."""
     head_lr: float | None = None
-    """Of a critic; none: the optimizer's, at least FRESH_HEAD_STEP / hidden size of a fresh head."""
+    """Learning rate of a critic's head; none: the optimizer's, at least FRESH_HEAD_STEP / hidden size if fresh."""
     base: PreTrainedModel | None = None
-    """A model of the same start, on the device: its frozen weights are this one's too; both have adapters."""
+    """A model loaded from the same folder, whose frozen weights this one shares; both have adapters."""
 
 
 def build_engine(spec: EngineSpec, world: World) -> ModelEngine:
-    """An engine that computes and, with an optimizer, trains.
+    """Build an engine that computes and, with an optimizer, trains.
 
     Raises:
-        UserError: when the model cannot be loaded or the sections do not fit it.
+        UserError: when the model cannot be loaded, or a section does not fit it.
     """
     return _build(ModelEngine, spec, world)
 
 
 def build_actor(spec: EngineSpec, world: World, *, rollout: RolloutConfig | None = None) -> HybridEngine:
-    """An actor's engine, which also generates, as the rollout section says.
+    """Build an actor's engine, which also generates, as the rollout section says.
 
     Raises:
-        UserError: as `build_engine`, or when the model has no layout for tensor parallelism.
+        UserError: as `build_engine`, or when the rollout needs inference weights and the model has none.
     """
     return _build(partial(HybridEngine, rollout=rollout), spec, world)
 
@@ -101,16 +106,20 @@ def _build(engine_type: Callable[..., EngineT], spec: EngineSpec, world: World) 
     partitioned = config["zero_optimization"]["stage"] == 3
     architecture = ARCHITECTURE[spec.role]
     lm, fresh_head = load_model(
-        spec.path, architecture, config=spec.model, dtype=dtype, zero3_config=config if partitioned else None,
+        spec.path,
+        architecture,
+        config=spec.model,
+        dtype=dtype,
+        zero3_config=config if partitioned else None,
         heads=spec.heads,
-    )  # fmt: skip
+    )
     if spec.optimizer is not None:
-        for name in ("calibration", "step_separator"):  # of the scores before training
+        for name in ("calibration", "step_separator"):  # they describe the scores before training
             vars(lm.config).pop(name, None)
     fresh_head |= spec.fresh_head
     if fresh_head:
         _init_head(lm, role=spec.role, seed=spec.seed)
-    choose_trained(lm, None if spec.optimizer is None else spec.lora, architecture, seed=spec.seed)
+    choose_trained(lm, spec.lora, architecture, learns=spec.optimizer is not None, seed=spec.seed)
     if spec.base is not None:
         share_weights(spec.base, lm)
     module: nn.Module = MODULES[spec.role](lm)
@@ -133,8 +142,8 @@ def _build(engine_type: Callable[..., EngineT], spec: EngineSpec, world: World) 
 
 
 def _head_lr(spec: EngineSpec, critic: PreTrainedModel, *, fresh: bool) -> float:
-    """See EngineSpec. Weights of 0 must reach the scale of the scores, which the rate of trained layers takes thousands
-    of updates for; of an output layer it goes with 1 / width (muP, arXiv 2203.03466, table 3)."""
+    """See EngineSpec. Weights of 0 must reach the scale of the scores, which takes thousands of updates at the learning
+    rate of trained layers; the rate of an output layer scales with 1 / width (muP, arXiv 2203.03466, table 3)."""
     assert spec.optimizer is not None
     lr = spec.optimizer.lr
     if spec.head_lr is not None:
@@ -145,12 +154,12 @@ def _head_lr(spec: EngineSpec, critic: PreTrainedModel, *, fresh: bool) -> float
 def _adamw(
     module: nn.Module, config: OptimizerConfig, *, head: tuple[nn.Module, float] | None = None
 ) -> torch.optim.Optimizer:
-    """AdamW whose decay spares norms and biases, the vectors among the parameters; a head with a learning rate of its
-    own is the last group."""
+    """AdamW with weight decay except for vectors (norms and biases); a head with its own learning rate is the last
+    group."""
     score, head_lr = head or (nn.Module(), config.lr)
     heads = {id(p) for p in score.parameters()} if head_lr != config.lr else set[int]()
     trained = [p for p in module.parameters() if p.requires_grad]
-    layers = [(p, len(getattr(p, "ds_shape", p.shape))) for p in trained if id(p) not in heads]
+    layers = [(p, len(full_shape(p))) for p in trained if id(p) not in heads]
     groups: list[dict[str, Any]] = [
         {"params": [p for p, rank in layers if rank >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p, rank in layers if rank < 2], "weight_decay": 0.0},
@@ -161,28 +170,44 @@ def _adamw(
 
 
 def _init_head(lm: PreTrainedModel, *, role: Role, seed: int) -> None:
-    """A fresh score head, without bias.
+    """Initialise a score head without bias.
 
-    A reward model's is normal with deviation 1 / sqrt(d + 1) (N details, no. 8). A critic's is 0, so that the first
-    values are 0 and no bias of the values stands in the first advantages (lm-human-preference-details,
+    That of a reward model is normal with standard deviation 1 / sqrt(d + 1) (N details, no. 8). That of a critic is 0,
+    so that the first values are 0 and do not bias the first advantages (lm-human-preference-details,
     train_policy_accelerate.py; VC-PPO, arXiv 2503.01491, section 3.1, on the bias).
     """
     weight: nn.Parameter = lm.score.weight  # type: ignore[assignment, union-attr]
-    shape = tuple(getattr(weight, "ds_shape", weight.shape))
+    shape = full_shape(weight)
     generator = torch.Generator().manual_seed(seed)
     scale = 0.0 if role == "critic" else 1 / math.sqrt(shape[-1] + 1)
     set_weights(weight, scale * torch.randn(shape, generator=generator))
 
 
 def _prepare_deepspeed(world: World) -> None:
-    """Quiet its logger, and keep it from compiling an extension that we do not use."""
+    """Silence its log, prevent the build of an extension that is not used, and set up communication."""
     deepspeed.utils.logger.setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of calls DeepSpeed makes
+    warnings.filterwarnings(
+        "ignore", category=FutureWarning, module="torch.distributed"
+    )  # about calls that DeepSpeed makes
     if world.device.type == "cpu":
-        # Its shared-memory all-reduce serves tensor-parallel inference; building it takes 40 s on a fresh machine.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    seen = groups._WORLD_GROUP
-    if seen is not None and seen not in distributed_c10d._world.pg_group_ranks:
-        groups._release_process_group_references()  # those of a world of this process that was closed
+        disable_shm_extension()
+    release_closed_groups()
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed(dist_backend="nccl" if world.device.type == "cuda" else "gloo", verbose=False)
+
+
+def lr_factor(step: int, *, config: OptimizerConfig, total_steps: int) -> float:
+    """The factor of optimizer.lr at an update.
+
+    Args:
+        step: updates done before it.
+        config: schedule and warmup_fraction.
+        total_steps: updates of the run; linear and cosine schedules reach 0 after the last.
+    """
+    warmup_steps = math.ceil(config.warmup_fraction * total_steps)
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    if config.schedule == "constant":
+        return 1.0
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    return 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))

@@ -1,7 +1,7 @@
-"""Checkpoints to resume from: what the engines hold, tensors of the loop, the loop's state and the random states.
+"""Checkpoints to resume from: states of the engines, tensors and state of the loop, and random states.
 
-Each rank writes its own files, at once or beside training; when all have, rank 0 writes the manifest and renames the
-folder. No collective is needed while files are written.
+Each rank writes its own files, immediately or in a thread beside training. When all ranks have finished, rank 0 writes
+the manifest and renames the folder. No collective runs while files are written.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.sections import CheckpointConfig
-from hybrid_rlhf.configs.whole_files import write_whole
-from hybrid_rlhf.engines.fragment_files import HostCopies
+from hybrid_rlhf.configs.files.atomic import write_whole
+from hybrid_rlhf.configs.sections.training import CheckpointConfig
+from hybrid_rlhf.engines.fragments import HostCopies
 from hybrid_rlhf.engines.training_state import TrainingState
-from hybrid_rlhf.runtime.checkpoint_folder import (
+from hybrid_rlhf.runtime.files.checkpoint_folder import (
     CHECKPOINTS,
     checkpoint_name,
+    prune_checkpoints,
     read_manifest,
-    remove_unkept,
     write_manifest,
 )
-from hybrid_rlhf.runtime.disk import full_disk_named
-from hybrid_rlhf.runtime.durable import checksum, flush
-from hybrid_rlhf.runtime.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.files.disk import disk_errors_translated
+from hybrid_rlhf.runtime.files.durable import checksum, flush
+from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.random_states import random_states, restore_random_states
 from hybrid_rlhf.runtime.world import World
 
@@ -46,28 +46,28 @@ _LIBRARIES = ("hybrid_rlhf", "torch", "deepspeed", "transformers", "peft")
 logger = logging.getLogger(LOGGER_NAME)
 _LOOP_FILE = "loop.safetensors"
 _WRITERS = 2
-"""Threads of a rank that write."""
+"""Writer threads per rank."""
 
 
 @dataclass(frozen=True)
 class LoopState:
-    """What a loop needs to go on, the same on every rank."""
+    """What a training loop needs to resume, the same on every rank."""
 
     step: int
-    """Optimizer updates or rollouts done."""
+    """Steps done: optimizer updates, or rollouts in RL."""
     content: Mapping[str, Any]
     """JSON: data position, KL controller, ..."""
     update: int | None = None
-    """Updates done from the rollout of the next step, where that is half used."""
+    """Updates done on the rollout of the next step, if the checkpoint is within that step."""
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    """Rollouts that are there: the half-used one, and those of steps to come."""
+    """Rollouts that were sampled but not fully trained on."""
 
 
 class CheckpointWriter:
     """Writes the checkpoints of a run, one at a time."""
 
     def __init__(self, run_folder: Path, states: Mapping[str, TrainingState], world: World, config: CheckpointConfig):
-        """Take where, what by role, who, and which are kept."""
+        """Take the run folder, the states by role, the ranks, and which checkpoints to keep."""
         self._run_folder, self._states, self._world, self._config = run_folder, states, world, config
         self._copies = {role: HostCopies() for role in states}
         self._writing: _Writing | None = None
@@ -75,13 +75,13 @@ class CheckpointWriter:
     def save(
         self, loop: LoopState, *, figures: Mapping[str, float] | None = None, config: Mapping[str, Any] | None = None
     ) -> None:
-        """Write checkpoints/step_N, then remove what need not be kept; every rank must call.
+        """Write checkpoints/step_N, then remove those that need not be kept; every rank must call.
 
-        With train.save_async this returns once all is copied to host memory, and `poll` or `finish` make it whole.
+        With train.save_async this returns once all is copied to host memory; `poll` or `finish` complete it.
 
         Args:
             loop: its state.
-            figures: metrics of the step, for the best to be told.
+            figures: metrics of the step, by which the best checkpoint is chosen.
             config: of the run, by dotted key.
 
         Raises:
@@ -90,12 +90,12 @@ class CheckpointWriter:
         self.finish()
         place = self._run_folder / CHECKPOINTS / checkpoint_name(loop.step, loop.update)
         if self._world.broadcast_object(place.exists()):
-            return  # the one that the run goes on from, asked for again before anything was done
+            return  # the checkpoint that the run resumed from, requested again before any step
         beside = place.with_name(f"{place.name}.partial")
         if self._world.is_main:
-            shutil.rmtree(beside, ignore_errors=True)  # left by a save that was cut off; the name is ours
+            shutil.rmtree(beside, ignore_errors=True)  # left by an interrupted save
         self._world.barrier()
-        tensors = {role: self._taken(role, state) for role, state in self._states.items()}
+        tensors = {role: self._tensors(role, state) for role, state in self._states.items()}
         named = {f"{role}_{self._world.rank:05}.safetensors": part for role, part in tensors.items() if part}
         if self._world.is_main and loop.tensors:
             # safetensors takes no views, and a rollout's tensors may be views of each other
@@ -120,10 +120,10 @@ class CheckpointWriter:
             self.finish()
 
     def poll(self) -> None:
-        """Between two steps: make whole what all ranks have written by now; every rank must call.
+        """Between two steps: complete a checkpoint that all ranks have written; every rank must call.
 
         Raises:
-            OSError: on every rank, when one could not write.
+            OSError: on every rank, when one failed to write.
         """
         if self._writing is None:
             return
@@ -132,18 +132,20 @@ class CheckpointWriter:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for what is being written, and make it whole; every rank must call.
+        """Wait for the checkpoint that is being written, and complete it; every rank must call.
 
         Raises:
-            OSError: on every rank, when one could not write.
+            OSError: on every rank, when one failed to write.
         """
         if self._writing is None:
             return
         writing, self._writing = self._writing, None
-        told = self._world.all_gather_objects(writing.outcome())
-        failure = next((outcome for outcome in told if isinstance(outcome, OSError)), None)
+        outcomes = self._world.all_gather_objects(writing.outcome())
+        failure = next((outcome for outcome in outcomes if isinstance(outcome, OSError)), None)
         if failure is None and self._world.is_main:
-            files = {name: entry for outcome in told if isinstance(outcome, dict) for name, entry in outcome.items()}
+            files = {
+                name: entry for outcome in outcomes if isinstance(outcome, dict) for name, entry in outcome.items()
+            }
             failure = _failure_of(lambda: self._commit(writing, files), self._run_folder)
         failure = self._world.broadcast_object(failure)
         if failure is not None:
@@ -151,10 +153,10 @@ class CheckpointWriter:
                 shutil.rmtree(writing.beside, ignore_errors=True)
             raise failure
 
-    def _taken(self, role: str, state: TrainingState) -> dict[str, Tensor]:
-        """This rank's tensors of a role on the host: copies only where training goes on meanwhile."""
+    def _tensors(self, role: str, state: TrainingState) -> dict[str, Tensor]:
+        """This rank's tensors of a role on the host; copies where training continues during the write."""
         if self._config.save_async:
-            return self._copies[role].take(state.tensors())
+            return self._copies[role].copy(state.tensors())
         return {name: tensor.detach().cpu() for name, tensor in state.tensors()}
 
     def _commit(self, writing: _Writing, files: Mapping[str, Any]) -> None:
@@ -167,13 +169,13 @@ class CheckpointWriter:
         writing.beside.rename(writing.beside.with_suffix(""))
         flush(writing.beside.parent)
         try:
-            remove_unkept(self._run_folder, self._config)
-        except OSError as error:  # what is left over costs room, not the run
+            prune_checkpoints(self._run_folder, self._config)
+        except OSError as error:  # a checkpoint too many costs disk space, but must not end the run
             logger.warning("old checkpoints cannot be removed (%s)", error)
 
 
 class _Writing:
-    """One rank's files of a checkpoint that is being written."""
+    """The files of one rank, while a checkpoint is being written."""
 
     def __init__(
         self,
@@ -190,7 +192,7 @@ class _Writing:
         self._thread = threading.Thread(target=self.run, name="checkpoint", daemon=True)
 
     def start(self) -> None:
-        """Write beside training."""
+        """Write in a thread, beside training."""
         self._thread.start()
 
     @property
@@ -198,13 +200,13 @@ class _Writing:
         return not self._thread.is_alive()
 
     def outcome(self) -> dict[str, dict[str, int]] | OSError:
-        """Sizes and checksums by file, or why there are none; waits."""
+        """Wait; sizes and checksums by file, or the error."""
         if self._thread.ident is not None:
             self._thread.join()
         return self._files if self._failure is None else self._failure
 
     def run(self) -> None:
-        """Write now."""
+        """Write in the calling thread."""
         self._failure = _failure_of(self._write, self._run_folder)
 
     def _write(self) -> None:
@@ -212,7 +214,7 @@ class _Writing:
         for name, content in self._texts.items():
             write_whole(self.beside / name, json.dumps(content))
             self._files[name] = _size_and_checksum(self.beside / name)
-        # One file's checksum is computed while the disk has another.
+        # Overlap the checksum of one file with the writing of another.
         with ThreadPoolExecutor(_WRITERS) as pool:
             self._files |= dict(zip(self._tensors, pool.map(self._write_tensors, self._tensors), strict=True))
 
@@ -228,36 +230,41 @@ def _size_and_checksum(file: Path) -> dict[str, int]:
 
 
 def _failure_of(write: Any, run_folder: Path) -> OSError | None:
-    """What writing failed with, as an OSError that travels between ranks."""
+    """The error of a failed write, as an OSError that can be sent to other ranks."""
     try:
-        with full_disk_named(run_folder):
+        with disk_errors_translated(run_folder):
             write()
     except OSError as error:
         return OSError(error.errno, error.strerror or str(error), str(error.filename or run_folder))
-    except Exception as error:  # noqa: BLE001 - a library's own error for a write that failed; told on every rank
+    except Exception as error:  # noqa: BLE001 - a library's own error for a failed write, raised on every rank
         return OSError(None, f"a checkpoint cannot be written ({type(error).__name__}: {error})", str(run_folder))
     return None
 
 
 def load_checkpoint(checkpoint: Path, *, states: Mapping[str, TrainingState], world: World) -> LoopState:
-    """Put engines and random states back, on as many ranks and in whichever ZeRO stage; every rank must call.
+    """Restore engines and random states, on any number of ranks and in any ZeRO stage; every rank must call.
+
+    Random states are restored on the same number of ranks only.
 
     Args:
-        checkpoint: a whole one.
-        states: by role; those of a role that has been given new weights only.
-        world: the ranks now.
+        checkpoint: a complete one.
+        states: by role.
+        world: the ranks of this run.
 
     Raises:
-        UserError: when the checkpoint is of another model.
+        UserError: when the checkpoint is of another model, or lacks a role.
     """
     manifest = read_manifest(checkpoint)
     for role, state in states.items():
         if role not in manifest["engines"]:
-            raise UserError(f"a run resumes with the models it had, {checkpoint} has no {role}: give another folder")
+            raise UserError(
+                f"a checkpoint must hold all models of the run, {checkpoint} has no {role}: resume with the models "
+                "of its config.yaml, or set another output_dir"
+            )
         state.restore(sorted(checkpoint.glob(f"{role}_*.safetensors")), manifest["engines"][role])
     if manifest["world_size"] == world.size:
-        told = json.loads((checkpoint / _random_name(world.rank)).read_text())
-        restore_random_states(told, world.device)
+        random = json.loads((checkpoint / _random_name(world.rank)).read_text())
+        restore_random_states(random, world.device)
     tensors = load_file(checkpoint / _LOOP_FILE) if _LOOP_FILE in manifest["files"] else {}
     return LoopState(int(manifest["step"]), manifest["loop"], manifest["update"], tensors)
 

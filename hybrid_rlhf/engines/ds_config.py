@@ -1,4 +1,4 @@
-"""Config sections to DeepSpeed's JSON. Pure: needs no DeepSpeed, but to check what a user writes into its sections."""
+"""Config sections to DeepSpeed's JSON. Imports DeepSpeed only to validate sections that a user sets."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files import read_json_object
-from hybrid_rlhf.configs.sections import OptimizerConfig, ZeroConfig
+from hybrid_rlhf.configs.files.reading import read_json_object
+from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
 
 _OURS = {
     **dict.fromkeys(("optimizer", "scheduler", "managed_gradient_accumulation"), "the optimizer section"),
@@ -18,7 +18,7 @@ _OURS = {
     ),
     "gradient_clipping": "max_grad_norm of the optimizer section",
 }
-"""Keys that a user may not set, and what says the same. DeepSpeed's clip is not asked in float32 at stage 0."""
+"""Keys that a user may not set, and the settings to use instead. In float32 at stage 0 we clip ourselves."""
 _SECTIONS = ("zero_optimization", "bf16", "fp16")
 
 
@@ -29,15 +29,15 @@ def deepspeed_config(
 
     Args:
         zero: stage and offload.
-        dtype: of the weights; bfloat16 and float16 keep float32 master weights where the engine trains.
-        optimizer: its gradient clip; none for a frozen engine.
-        overrides: the user's own DeepSpeed JSON, which wins key by key.
+        dtype: of the weights; bfloat16 and float16 have float32 master weights where the engine trains.
+        optimizer: for gradient clipping; none for a frozen engine.
+        overrides: the user's own DeepSpeed JSON, which takes precedence key by key.
 
     Raises:
-        UserError: when DeepSpeed does not take the one with the other.
+        UserError: when DeepSpeed rejects the overrides together with the other settings.
     """
     config: dict[str, Any] = {
-        # We accumulate and step ourselves, and divide a loss once by its global count.
+        # The trainers accumulate and step, and divide a loss once by its global count.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
@@ -45,7 +45,7 @@ def deepspeed_config(
         "bf16": {"enabled": dtype is torch.bfloat16, "check_grad_overflow": dtype is torch.bfloat16},
         "fp16": {"enabled": dtype is torch.float16},
         "zero_optimization": {"stage": zero.stage},
-        # torch's fused AdamW runs on host and device alike and needs no compiler on the user's machine.
+        # torch's fused AdamW runs on host and device and needs no compiler on the user's machine.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
@@ -53,13 +53,13 @@ def deepspeed_config(
         config["gradient_clipping"] = optimizer.max_grad_norm
     stage: dict[str, Any] = config["zero_optimization"]
     if zero.stage in (1, 2):
-        stage["overlap_comm"] = False  # with stage 1, not available when the caller owns the step
+        stage["overlap_comm"] = False  # not available with stage 1 when the caller runs the step
     if optimizer is not None and zero.offload_optimizer:
         stage["offload_optimizer"] = {"device": "cpu"}
     if zero.offload_parameters:
         stage["offload_param"] = {"device": "cpu"}
     if zero.stage == 3:
-        # Partitions of frozen and tiny parameters stay whole: gathering them costs more than they weigh.
+        # Small parameters are not partitioned: gathering them costs more than their memory.
         stage["stage3_param_persistence_threshold"] = 10_000
     merged = merge(config, overrides)
     for name in (name for name in _SECTIONS if name in overrides):
@@ -72,7 +72,7 @@ def deepspeed_config(
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """`base` with the keys of `over` put over it, section by section."""
+    """`base` with the keys of `over` on top, section by section."""
     merged = dict(base)
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
@@ -84,7 +84,7 @@ def read_overrides(path: str | None) -> dict[str, Any]:
     """The user's DeepSpeed JSON, or {}.
 
     Raises:
-        UserError: when the file is missing, is not a JSON object, or sets what the run depends on.
+        UserError: when the file is missing, is not a JSON object, or sets a key that the run must control.
     """
     if path is None:
         return {}
@@ -95,19 +95,21 @@ def read_overrides(path: str | None) -> dict[str, Any]:
     for name in (name for name in _SECTIONS if name in overrides):
         section = overrides[name]
         if not isinstance(section, dict):
-            raise UserError(f"deepspeed_config's {name} must be an object of keys, {path} has {section!r}: mend it")
-        overrides[name] = section = {key: value for key, value in section.items() if value != "auto"}  # left to us
+            raise UserError(f"deepspeed_config's {name} must be an object of keys, {path} has {section!r}: correct it")
+        overrides[name] = section = {
+            key: value for key, value in section.items() if value != "auto"
+        }  # auto: our own value
         fault = _fault(name, section)
-        if fault is not None and fault[0]:  # without a key it is one of several together, of which some are ours
+        if fault is not None and fault[0]:  # without a key the fault is a combination, and other keys may come from us
             raise UserError(
-                f"deepspeed_config's {name} must be as DeepSpeed takes it, {path} has {name}{fault[0]} ({fault[1]}): "
-                "mend or remove it"
+                f"deepspeed_config's {name} must be valid for DeepSpeed, {path} has {name}{fault[0]} ({fault[1]}): "
+                "correct or remove it"
             )
     return overrides
 
 
 def _fault(name: str, section: dict[str, Any]) -> tuple[str, str] | None:
-    """The place within a section that DeepSpeed does not take, "" where it is several together, and why."""
+    """The key of a section that DeepSpeed rejects, "" for a combination of keys, and the reason."""
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from pydantic import ValidationError  # DeepSpeed's own
@@ -119,6 +121,10 @@ def _fault(name: str, section: dict[str, Any]) -> tuple[str, str] | None:
         first = error.errors()[0]
         place = "".join(f".{part}" for part in first["loc"])
         return place, f"{first['msg']}, got {first['input']!r}" if place else first["msg"]
-    except (AssertionError, TypeError, ValueError) as error:  # of an outdated key beside its successor; a key "self"
+    except (
+        AssertionError,
+        TypeError,
+        ValueError,
+    ) as error:  # from a deprecated key together with its successor, or a key "self"
         return "", str(error)
     return None

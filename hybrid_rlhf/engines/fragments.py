@@ -1,45 +1,54 @@
-"""What a rank holds of a model by the place in its parameters: weights, and what the optimizer keeps beside them.
+"""A rank's part of a model as fragments of its parameters: weights, and the optimizer's states of them.
 
-Why our own: DeepSpeed's checkpoint files fit the ranks and the ZeRO stage that wrote them, are pickles, and its
-universal checkpoint does not lead from stage 3 to stage 1. A fragment says which part of which parameter it is, so
-every layout reads what any other wrote, and a rank reads no more than it holds.
+Why not DeepSpeed's checkpoints: they fit only the number of ranks and the ZeRO stage that wrote them, they are pickles,
+and the universal checkpoint cannot convert stage 3 to stage 1. A fragment states which part of which parameter it is,
+so any number of ranks in any stage can read what any other wrote, and a rank reads only what it holds.
+
+On disk: one safetensors file per rank. A tensor is named PARAMETER/OFFSET/KIND, so the file headers are the index.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.engines.deepspeed_internals import (
+    full_elements,
+    optimizer_slice,
+    partition_of,
+    partitions_optimizer_states,
+    swaps_optimizer_states,
+    wrapped_optimizer,
+)
 from hybrid_rlhf.runtime.world import World
 
 WEIGHT = "weight"
-"""Beside the names of the optimizer's states: the weights that the optimizer moves, float32 where it keeps a copy."""
-_PARTITIONS = "fp32_groups_flat_partition"
-"""Where DeepSpeed's optimizer for bfloat16 without ZeRO keeps the part of a rank."""
+"""Kind of the weights that the optimizer updates, master weights where there are any; other kinds are its states."""
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """A stretch of one parameter; its tensors [n] are views of what the engine computes with."""
+    """A contiguous part of one flattened parameter; its tensors [n] are views of the engine's memory."""
 
     name: str
-    """Of the parameter."""
+    """Name of the parameter."""
     offset: int
-    """Of its first element in the flat parameter."""
+    """First element in the flattened parameter."""
     tensors: Mapping[str, Tensor]
-    is_everywhere: bool
-    """Whether every rank holds the same; else this one alone holds it."""
+    is_replicated: bool
+    """Whether every rank holds the same; else only this rank holds it."""
 
     def share(self, world: World) -> Fragment:
         """The part that this rank writes."""
-        if not self.is_everywhere:
+        if not self.is_replicated:
             return self
         size = len(next(iter(self.tensors.values())))
         first, end = size * world.rank // world.size, size * (world.rank + 1) // world.size
@@ -48,73 +57,54 @@ class Fragment:
         )
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where the optimizer keeps a stretch of a parameter."""
-
-    flat: Tensor
-    """The tensor that the optimizer steps."""
-    start: int
-    """Of the stretch in it."""
-    offset: int
-    """Of the stretch in the flat parameter."""
-    elements: int
-
-
 def parameter_fragments(
     parameters: Iterable[tuple[str, nn.Parameter]], values: Iterable[Tensor], *, kind: str, world: World
 ) -> Iterator[Fragment]:
-    """What this rank holds of parameters, or of tensors laid out as they are: whole, or a ZeRO-3 partition.
+    """This rank's fragments of parameters, or of tensors of the same layout: full, or the ZeRO-3 partition.
 
     Args:
         parameters: by name.
-        values: one a parameter, of the size of what the rank holds of it.
-        kind: what the values are.
+        values: one tensor per parameter, with the size of this rank's part.
+        kind: of the values, see WEIGHT.
         world: the ranks that share the parameters.
     """
     for (name, parameter), value in zip(parameters, values, strict=True):
-        elements: int = getattr(parameter, "ds_numel", parameter.numel())
-        is_partition = hasattr(parameter, "ds_tensor")
+        elements, is_partition = full_elements(parameter), partition_of(parameter) is not None
         offset = value.numel() * world.rank if is_partition else 0
         if offset < elements:  # the last partitions may be padding
             yield Fragment(name, offset, {kind: value.detach().flatten()[: elements - offset]}, not is_partition)
 
 
-def held(parameter: nn.Parameter) -> Tensor:
-    """What this rank holds of a parameter: its ZeRO-3 partition, or all of it."""
-    partition = getattr(parameter, "ds_tensor", None)
+def local_values(parameter: nn.Parameter) -> Tensor:
+    """This rank's part of a parameter: its ZeRO-3 partition, or all of it."""
+    partition = partition_of(parameter)
     return parameter.data if partition is None else partition.data
 
 
-def release(parameter: nn.Parameter) -> None:
-    """Leave a rank its partition alone: ZeRO-3 keeps small parameters whole, and would not see that it changes."""
-    if getattr(parameter, "ds_status", None) is ZeroParamStatus.AVAILABLE:
-        parameter.partition()  # type: ignore[attr-defined]
-
-
 def training_fragments(engine: DeepSpeedEngine) -> Iterator[Fragment]:
-    """All that this rank holds of the weights that learn; all ranks hold all of it where no stage partitions.
+    """This rank's fragments of the trained weights and of their optimizer states.
 
     Raises:
-        UserError: when DeepSpeed keeps the states on NVMe.
+        UserError: when DeepSpeed offloads the states to NVMe.
     """
-    if getattr(engine.optimizer, "swap_optimizer", False):
+    if swaps_optimizer_states(engine):
         raise UserError(
             "checkpoints need the optimizer's states in memory, deepspeed_config offloads them to NVMe: set "
-            "offload_optimizer to cpu, or take no checkpoints"
+            "offload_optimizer to cpu, or disable checkpoints"
         )
-    states = _inner(engine).state
-    is_everywhere = engine.zero_optimization_stage() == 0 and not hasattr(engine.optimizer, _PARTITIONS)
+    states = wrapped_optimizer(engine).state
+    is_replicated = not partitions_optimizer_states(engine)
     for name, parameter in engine.module.named_parameters():
-        place = _place(engine, parameter) if parameter.requires_grad else None
+        place = optimizer_slice(engine, parameter) if parameter.requires_grad else None
         if place is None:
             continue
-        if not states[place.flat]:  # AdamW makes them at its first step
+        if not states[place.flat]:  # AdamW creates them in its first step
             zeros = torch.zeros_like
             states[place.flat].update(
                 step=torch.zeros((), dtype=torch.float32, device=place.flat.device),
-                exp_avg=zeros(place.flat), exp_avg_sq=zeros(place.flat),
-            )  # fmt: skip
+                exp_avg=zeros(place.flat),
+                exp_avg_sq=zeros(place.flat),
+            )
         moments = {kind: state for kind, state in states[place.flat].items() if state.dim()}
         yield Fragment(
             name,
@@ -123,65 +113,86 @@ def training_fragments(engine: DeepSpeedEngine) -> Iterator[Fragment]:
                 kind: tensor.detach().flatten()[place.start : place.start + place.elements]
                 for kind, tensor in {WEIGHT: place.flat, **moments}.items()
             },
-            is_everywhere,
+            is_replicated,
         )
 
 
 def optimizer_steps(engine: DeepSpeedEngine) -> int:
-    """Updates that Adam counts."""
-    return max((int(state["step"]) for state in _inner(engine).state.values()), default=0)
+    """The optimizer's count of its steps."""
+    return max((int(state["step"]) for state in wrapped_optimizer(engine).state.values()), default=0)
 
 
 def set_optimizer_steps(engine: DeepSpeedEngine, steps: int) -> None:
-    """Put Adam's count, after its states have been held."""
-    for state in _inner(engine).state.values():
+    """Set the optimizer's count of its steps, once it has states."""
+    for state in wrapped_optimizer(engine).state.values():
         state["step"].fill_(steps)
 
 
-def weights_from_fragments(engine: DeepSpeedEngine) -> None:
-    """Bring the model's weights up to what was written into the fragments; every rank must call."""
-    optimizer: Any = engine.optimizer
-    if engine.zero_optimization_stage() == 3:
-        optimizer.checkpoint_event_prologue()
-        for group in range(len(optimizer.fp16_groups)):
-            optimizer._reassign_or_swap_out_partitioned_parameters(group)
-        optimizer.checkpoint_event_epilogue()
-    elif hasattr(optimizer, "update_lp_params"):
-        optimizer.update_lp_params()
-    elif hasattr(optimizer, "fp32_groups"):
-        for weights, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
-            for weight, master in zip(weights, masters, strict=True):
-                weight.data.copy_(master.data)
+def named_tensors(fragments: Iterable[Fragment]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of fragments, under their names on disk."""
+    for fragment in fragments:
+        for kind, tensor in fragment.tensors.items():
+            yield f"{fragment.name}/{fragment.offset}/{kind}", tensor
 
 
-def _inner(engine: DeepSpeedEngine) -> Any:
-    """The AdamW under DeepSpeed's wrapper, if there is one."""
-    return getattr(engine.optimizer, "optimizer", engine.optimizer)
+class SavedFragments:
+    """The fragments that all ranks of a run have written."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        """Read the headers."""
+        self._files = list(files)
+        self._places: dict[tuple[str, str], list[tuple[int, int, Path, str]]] = defaultdict(list)
+        for file in self._files:
+            with safe_open(str(file), framework="pt") as opened:
+                for key in opened.keys():
+                    name, offset, kind = key.rsplit("/", 2)
+                    (size,) = opened.get_slice(key).get_shape()
+                    self._places[name, kind].append((int(offset), size, file, key))
+
+    def fill(self, fragments: Iterable[Fragment]) -> None:
+        """Read saved values into the tensors of fragments.
+
+        Raises:
+            UserError: when a part of a fragment was not saved, which means another model.
+        """
+        wanted: dict[Path, list[tuple[Tensor, str, int]]] = defaultdict(list)
+        for fragment in fragments:
+            for kind, tensor in fragment.tensors.items():
+                self._find(fragment, kind, tensor, wanted)
+        for file, copies in wanted.items():
+            with safe_open(str(file), framework="pt") as opened:
+                for target, key, start in copies:
+                    target.copy_(opened.get_slice(key)[start : start + len(target)])
+
+    def _find(
+        self, fragment: Fragment, kind: str, tensor: Tensor, wanted: Mapping[Path, list[tuple[Tensor, str, int]]]
+    ) -> None:
+        begin, end, found = fragment.offset, fragment.offset + len(tensor), 0
+        for offset, size, file, key in self._places.get((fragment.name, kind), ()):
+            first, last = max(begin, offset), min(end, offset + size)
+            if first < last:
+                wanted[file].append((tensor[first - begin : last - begin], key, first - offset))
+                found += last - first
+        if found != len(tensor):
+            raise UserError(
+                f"a checkpoint must hold every trained weight, {self._files[0].parent} lacks {kind} of "
+                f"{fragment.name} from {begin} to {end}: resume with the model and the adapters of its config.yaml"
+            )
 
 
-def _place(engine: DeepSpeedEngine, parameter: nn.Parameter) -> _Place | None:
-    optimizer: Any = engine.optimizer
-    if engine.zero_optimization_stage() == 3:
-        group, start, elements = optimizer.grad_position[optimizer.get_param_id(parameter)]
-        offset = elements * optimizer._get_param_partition_rank(parameter)
-        elements = min(elements, parameter.ds_numel - offset)  # type: ignore[attr-defined]
-        return _Place(optimizer.fp32_partitioned_groups_flat[group], start, offset, elements) if elements > 0 else None
-    if hasattr(parameter, "_hp_mapping"):  # stages 1 and 2, and bfloat16 without ZeRO
-        mapping: Any = parameter._hp_mapping
-        if mapping is None:
-            return None
-        name = "single_partition_of_fp32_groups" if engine.zero_optimization_stage() else _PARTITIONS
-        flat, here = getattr(optimizer, name)[mapping.param_group_index], mapping.hp_fragment_address
-        return _Place(flat, here.start, mapping.lp_fragment_address.start, here.numel)
-    return _Place(_stepped(optimizer, parameter), 0, 0, parameter.numel())
+class HostCopies:
+    """Copies of tensors in host memory, which training does not change; the memory is reused."""
 
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
 
-def _stepped(optimizer: Any, parameter: nn.Parameter) -> Tensor:
-    """The tensor that stands for a parameter in the optimizer: itself, or its float32 copy."""
-    for weights, masters in zip(
-        getattr(optimizer, "fp16_groups", ()), getattr(optimizer, "fp32_groups", ()), strict=True
-    ):
-        for weight, master in zip(weights, masters, strict=True):
-            if weight is parameter:
-                return master  # type: ignore[no-any-return]
-    return parameter
+    def copy(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Copy tensors; earlier copies with the same names are overwritten."""
+        copies = {}
+        for name, tensor in tensors:
+            buffer = self._buffers.get(name)
+            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+                buffer = torch.empty_like(tensor, device="cpu", requires_grad=False)
+            copies[name] = buffer.copy_(tensor.detach())
+        self._buffers = copies
+        return copies

@@ -1,10 +1,10 @@
-"""The actor's engine: it trains under ZeRO, and inside `inference()` it is a generation engine.
+"""The actor's engine: it trains under ZeRO, and inside `inference()` it generates.
 
-On entry the weights are taken through the inference layout bucket by bucket: gathered from ZeRO-3's partitions,
-adapters merged in, cut to this rank's share of tensor parallelism, fused. Training weights are only read, so training
-goes on bit for bit where it was. On exit all memory is given back. A model that the layout does not describe
-generates through its Hugging Face module, gathered whole; DeepSpeed's forward hooks are out of the way then (with
-them in place gathering gains nothing).
+On entry a weight sync builds inference weights from the training weights, bucket by bucket: gathered from ZeRO-3's
+partitions, adapters merged in, split to this rank's part of tensor parallelism, fused. Training weights are only read,
+so training continues bit for bit. On exit all memory is released. A model without inference weights generates through
+its Hugging Face module, with all its weights gathered; DeepSpeed's module hooks are removed for that time, since they
+would release and gather the weights of each layer again.
 """
 
 from __future__ import annotations
@@ -13,42 +13,39 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.rollout import RolloutConfig
+from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.engines.deepspeed_internals import zero3_hooks_removed
 from hybrid_rlhf.engines.engine import EngineOptions, ModelEngine, Role
-from hybrid_rlhf.engines.host_states import HostStates
-from hybrid_rlhf.engines.partition import WholeWeight, base_parameters, gathered, is_partitioned, whole_weights
-from hybrid_rlhf.generation.decoder import Decoder
+from hybrid_rlhf.engines.offload import OffloadedStates
+from hybrid_rlhf.engines.partition import GatheredWeight, base_parameters, full_weights, gathered, has_partitions
+from hybrid_rlhf.generation.backends.backend import GenerationBackend
+from hybrid_rlhf.generation.backends.module import ModuleBackend
+from hybrid_rlhf.generation.backends.native import NativeBackend
 from hybrid_rlhf.generation.engine import GenerationEngine, default_stop_token_ids
-from hybrid_rlhf.generation.layout import check_layout, plan_layout
-from hybrid_rlhf.generation.workspace import Workspace
+from hybrid_rlhf.generation.model.decoder import Decoder
+from hybrid_rlhf.generation.weights.conversion import check_inference_weights, plan_inference_weights
 from hybrid_rlhf.models.head_check import probe_tokens
-from hybrid_rlhf.models.loading import DTYPES
 from hybrid_rlhf.models.lora import has_lora, lora_merged
+from hybrid_rlhf.models.pretrained.loading import DTYPES
 from hybrid_rlhf.runtime.world import World
 
 BUCKET_ELEMENTS = 2**26
-"""Weights gathered at once, at most, unless one alone is larger."""
+"""Most elements gathered at once, unless one weight alone is larger."""
 
 
 @dataclass(frozen=True)
-class _Kept:
-    """An inference layout that stays between rollouts."""
+class _KeptBackend:
+    """Inference weights, KV cache and CUDA graphs that stay in memory between rollouts."""
 
     weight_version: int
-    decoder: Decoder
-    workspace: Workspace | None
-
-    def close(self) -> None:
-        """Release what decoding captured."""
-        if self.workspace is not None:
-            self.workspace.close()
+    """Of the training weights at the last sync; -1 forces the next one."""
+    backend: NativeBackend
 
 
 class HybridEngine(ModelEngine):
@@ -70,51 +67,52 @@ class HybridEngine(ModelEngine):
             engine: the actor's.
             world: the ranks that train it.
             options: see EngineOptions.
-            rollout: how the layout is built; none: the defaults.
+            rollout: how it generates; none: the defaults.
 
         Raises:
-            UserError: when tensor_parallel or max_staleness needs a layout and the model has none.
+            UserError: when tensor_parallel or async_sampling needs inference weights and the model has none.
         """
         super().__init__(role, engine, world, options)
         self._rollout = rollout or RolloutConfig()
-        self._keeps = self._rollout.keep_weights is True  # auto is for who knows the memory of the whole run
+        self._keeps = self._rollout.keep_weights is True  # auto is decided by memory/kept_weights.py
         self.generation_world = world.split(self._rollout.tensor_parallel)
         """The ranks that generate together, from the same prompts."""
-        self.switch_seconds = 0.0
-        """How long the last switch to inference and back took."""
+        self.weight_sync_seconds = 0.0
+        """Time of the last rollout's weight sync, offloading and release of memory included."""
         self.decode_bytes = 0
-        """What decoding read on this rank the last time."""
-        self._host_states = HostStates(engine, world.device)
+        """Bytes that decoding read on this rank in the last rollout."""
+        self._host_states = OffloadedStates(engine, world.device)
         self._checked = False
-        self._kept: _Kept | None = None
-        self._layout = None
-        if self._rollout.layout == "auto":
-            self._layout = plan_layout(
+        self._kept: _KeptBackend | None = None
+        self._inference_weights = None
+        if self._rollout.backend == "auto":
+            self._inference_weights = plan_inference_weights(
                 self.lm,
                 [name for name, _ in base_parameters(self.lm)],
                 world=self.generation_world,
                 dtype=DTYPES.get(self._rollout.dtype, next(self.lm.parameters()).dtype),
                 in_place=self._keeps,
             )
-        if self._layout is None and self._rollout.max_staleness:
+        if self._inference_weights is None and self._rollout.policy_lag:
             raise UserError(
-                f"rollout.max_staleness copies the inference layout, {type(self.lm).__name__} has none: set it to 0"
+                f"rollout.async_sampling copies the inference weights, {type(self.lm).__name__} has none: set "
+                "--rollout.async_sampling null"
             )
 
     @property
     def weight_version(self) -> int:
-        """Updates that made the current weights."""
+        """Optimizer updates of the current weights."""
         return int(self._engine.global_steps)
 
     @contextlib.contextmanager
     def inference(
         self, *, stop_token_ids: tuple[int, ...] | None = None, tokenizer: PreTrainedTokenizerBase | None = None
     ) -> Iterator[GenerationEngine]:
-        """Generate with the current weights; every rank must enter, and ranks of one `generation_world` must generate
-        from the same prompts.
+        """Generate with the current weights. Every rank must enter, and the ranks of one `generation_world` must
+        generate from the same prompts.
 
         Args:
-            stop_token_ids: tokens that end every completion; none: the model's own eos.
+            stop_token_ids: tokens that end every completion; none: the model's own EOS tokens.
             tokenizer: for stop strings.
         """
         stop = default_stop_token_ids(self.lm) if stop_token_ids is None else stop_token_ids
@@ -122,89 +120,94 @@ class HybridEngine(ModelEngine):
         start = time.perf_counter()
         with contextlib.ExitStack() as stack:
             if self._rollout.offload_states:
-                stack.enter_context(self._host_states.moved())
-            model = self._decoder() if self._layout is not None else stack.enter_context(self._whole_module())
+                stack.enter_context(self._host_states.on_host())
+            backend: GenerationBackend
+            if self._inference_weights is not None:
+                backend = self._synced_backend()
+            else:
+                backend = stack.enter_context(self._module_backend())
             self.module.eval()
             generation = GenerationEngine(
-                model,
-                stop_token_ids=stop,
-                tokenizer=tokenizer,
-                layout="module",
-                kv_cache_gib=self._rollout.kv_cache_gib,
-                max_batch_rows=self._rollout.max_decode_rows,
-                weight_version=self.weight_version,
-                workspace=None if self._kept is None else self._kept.workspace,
+                backend, stop_token_ids=stop, tokenizer=tokenizer, weight_version=self.weight_version
             )
-            self.switch_seconds = time.perf_counter() - start
-            del model
+            self.weight_sync_seconds = time.perf_counter() - start
+            del backend
             try:
                 yield generation
             finally:
                 left = time.perf_counter()
                 self.decode_bytes = generation.decode_bytes
                 if self._kept is not None:
-                    self._kept = replace(self._kept, workspace=generation.detach_workspace())
+                    generation.detach_backend()
                 generation.close()
                 self.module.train(was_training)
-        self.switch_seconds += time.perf_counter() - left
+        self.weight_sync_seconds += time.perf_counter() - left
 
-    def copied(
+    def snapshot(
         self, *, stop_token_ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase | None = None
     ) -> GenerationEngine:
-        """Generate with a copy of the current weights, in another thread, while these change; every rank must call.
+        """An engine with a copy of the current weights, for another thread while training changes them; every rank
+        must call.
 
         Args:
             stop_token_ids: tokens that end every completion.
             tokenizer: for stop strings.
         """
         start = time.perf_counter()
-        decoder = self._built(lasts=lambda weight: weight.is_copy)
-        self.switch_seconds += time.perf_counter() - start
+        decoder = self._build_decoder(can_view=lambda weight: weight.is_copy)
+        self.weight_sync_seconds += time.perf_counter() - start
         return GenerationEngine(
-            decoder,
+            self._native_backend(decoder, cuda_graphs=False),
             stop_token_ids=stop_token_ids,
             tokenizer=tokenizer,
-            kv_cache_gib=self._rollout.kv_cache_gib,
-            max_batch_rows=self._rollout.max_decode_rows,
             weight_version=self.weight_version,
-            captures=False,
         )
 
-    def tell_sampled_ahead(self, *, decode_bytes: int) -> None:
-        """Take note of a rollout that needed no switch now, because a copy sampled it."""
-        self.switch_seconds, self.decode_bytes = 0.0, decode_bytes
+    def record_async_rollout(self, *, decode_bytes: int) -> None:
+        """Record a rollout that was sampled from an earlier `snapshot`, without a weight sync in this step."""
+        self.weight_sync_seconds, self.decode_bytes = 0.0, decode_bytes
 
     @contextlib.contextmanager
     def other_weights(self) -> Iterator[None]:
-        """While weights of the same version are in place that are not those of training: nothing kept is used."""
+        """While other weights than those of training are in place, under the same version: kept ones are not used."""
         kept, self._kept = self._kept, None
         try:
             yield
         finally:
             if self._kept is not None:
-                self._kept.close()
-            self._kept = None if self._layout is None or kept is None else replace(kept, weight_version=-1)
+                self._kept.backend.close()
+            self._kept = None if kept is None else replace(kept, weight_version=-1)
 
-    def _decoder(self) -> Decoder:
-        """The inference layout of the current weights; built again only if they have changed, or were not kept."""
+    def _synced_backend(self) -> NativeBackend:
+        """The backend of the current weights; synced only if they have changed, or were not kept."""
         kept = self._kept
         if kept is not None and kept.weight_version == self.weight_version:
-            return kept.decoder
+            return kept.backend
         self._kept = None
-        decoder = self._built(lasts=lambda weight: weight.is_lasting)
+        decoder = self._build_decoder(can_view=lambda weight: weight.is_persistent)
+        if kept is None:
+            backend = self._native_backend(decoder)
+        else:
+            backend = kept.backend
+            backend.sync_weights(decoder)
         if self._keeps:
-            same = kept is not None and kept.decoder is decoder  # what was captured still holds
-            self._kept = _Kept(self.weight_version, decoder, kept.workspace if kept is not None and same else None)
-            if kept is not None and not same:
-                kept.close()
-        return decoder
+            self._kept = _KeptBackend(self.weight_version, backend)
+        return backend
 
-    def _built(self, *, lasts: Callable[[WholeWeight], bool]) -> Decoder:
-        """The layout of the current weights, checked the first time; a view of a weight that lasts will do."""
-        assert self._layout is not None, "asked for where there is one"
-        decoder = self._layout.build(
-            (weight.name, weight.merged(), lasts(weight))
-            for weight in whole_weights(self.lm, bucket_elements=BUCKET_ELEMENTS)
+    def _native_backend(self, decoder: Decoder, *, cuda_graphs: bool = True) -> NativeBackend:
+        return NativeBackend(
+            decoder,
+            max_batch_rows=self._rollout.max_decode_rows,
+            kv_cache_gib=self._rollout.kv_cache_gib,
+            cuda_graphs=cuda_graphs,
+        )
+
+    def _build_decoder(self, *, can_view: Callable[[GatheredWeight], bool]) -> Decoder:
+        """The decoder of the current weights, checked in the first call; weights that `can_view` are not copied."""
+        assert self._inference_weights is not None, "called for models with inference weights only"
+        decoder = self._inference_weights.build(
+            (weight.name, weight.merged(), can_view(weight))
+            for weight in full_weights(self.lm, bucket_elements=BUCKET_ELEMENTS)
         )
         if not self._checked:
             self._check(decoder)
@@ -212,31 +215,19 @@ class HybridEngine(ModelEngine):
 
     @torch.no_grad()
     def _check(self, decoder: Decoder) -> None:
-        """Once a run: the layout against the training forward."""
+        """Once per run: compare the inference weights with the training forward."""
         tokens = torch.tensor([probe_tokens(decoder.architecture.vocab_size)], device=self.device)
         counts = torch.ones_like(tokens, dtype=torch.bool)
-        check_layout(decoder, self(tokens, counts, counts)[0][0, 1:])
+        check_inference_weights(decoder, self(tokens, counts, counts)[0][0, 1:])
         self._checked = True
 
     @contextlib.contextmanager
-    def _whole_module(self) -> Iterator[Any]:
-        """The Hugging Face module with all its weights, adapters merged."""
+    def _module_backend(self) -> Iterator[ModuleBackend]:
+        """The Hugging Face module with all its weights gathered and adapters merged."""
         with contextlib.ExitStack() as stack:
-            if is_partitioned(self.lm):
-                stack.enter_context(self._hooks_removed())
+            if has_partitions(self.lm):
+                stack.enter_context(zero3_hooks_removed(self._engine))
                 stack.enter_context(gathered(list(self.lm.parameters())))
             if has_lora(self.lm):
                 stack.enter_context(lora_merged(self.lm))
-            yield self.lm
-
-    @contextlib.contextmanager
-    def _hooks_removed(self) -> Iterator[None]:
-        """ZeRO-3's module hooks, off and on again. Written against DeepSpeed 0.19; a test pins it."""
-        offload: Any = self._engine.optimizer.parameter_offload
-        offload._remove_module_hooks()
-        offload.forward_hooks.clear()
-        offload.backward_hooks.clear()
-        try:
-            yield
-        finally:
-            offload.setup_zero_stage3_hooks()
+            yield ModuleBackend(self.lm, max_batch_rows=self._rollout.max_decode_rows)

@@ -1,7 +1,8 @@
-"""Rewards a token, and what an action was worth beyond expectation.
+"""Rewards per token, and advantages by GAE.
 
 Source: GAE, Schulman et al. 2015 (arXiv 1506.02438), eq. 16; KL-shaped rewards, Ouyang et al. 2022 (arXiv 2203.02155),
-eq. 2, and N details, no. 17. Deviation: the mask of a row may have gaps (turns of a user or a tool); they take no time.
+eq. 2, and N details, no. 17. Deviation: the mask of a row may have gaps (turns of a user or a tool), which count as no
+time steps.
 
 Shapes: B batch, T time.
 """
@@ -15,31 +16,36 @@ from hybrid_rlhf.functional.masking import at_least_float32, keep, last_index
 
 
 def shaped_rewards(
-    *, scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float, score_clip: float | None = None,
+    *,
+    scores: Tensor,
+    kl: Tensor,
+    mask: Tensor,
+    kl_coef: float,
+    score_clip: float | None = None,
     earned: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """-kl_coef * kl on each response token, and on the last what of the score was not earned before.
+) -> Tensor:
+    """-kl_coef * kl on each completion token, plus the part of the score that the token earned.
 
-    A clip scales all parts of a score by clip / |score|, so that they keep their signs and proportions and sum to the
-    clipped score. Parts whose sum is within the clip stay as they are, whatever the size of each: the clip is of the
-    score, and cutting single parts would change a sum that needs no clip.
+    The last token earns what other tokens did not. Clipping multiplies all parts of a score by clip / |score|, so that
+    they keep their signs and proportions and sum to the clipped score. A score within the clip is not changed, however
+    large its parts are.
 
     Args:
         scores: [B], of whole completions.
         kl: [B, T], per token.
-        mask: [B, T], 1 on response tokens.
+        mask: [B, T], 1 on completion tokens.
         kl_coef: weight of the penalty.
-        score_clip: scores are clipped to +- this; none does not clip.
-        earned: [B, T], the part of the score that a token earned; none: the last earns it all.
+        score_clip: scores are clipped to [-score_clip, score_clip]; none: no clip.
+        earned: [B, T], the part of the score that each token earned; none: the last token earns all of it.
 
     Returns:
-        rewards [B, T] in float32 or better, 0 outside the mask. A row without response tokens has none.
+        rewards [B, T] in float32 or better, 0 outside the mask. A row without completion tokens has no reward.
 
     Raises:
         ValueError: scores, kl and mask do not have the same rows.
     """
     if scores.shape != kl.shape[:1]:
-        raise ValueError(f"a score a row: scores {tuple(scores.shape)} for kl {tuple(kl.shape)}")
+        raise ValueError(f"scores need one entry per row of kl: scores {tuple(scores.shape)} for kl {tuple(kl.shape)}")
     rewards = keep(-kl_coef * at_least_float32(kl), mask)
     scores = at_least_float32(scores)
     parts = torch.zeros_like(rewards) if earned is None else keep(earned, mask)
@@ -51,14 +57,14 @@ def shaped_rewards(
 
 
 def gae(rewards: Tensor, *, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimates and the returns they imply, not whitened.
+    """Generalised advantage estimation: advantages, not whitened, and returns.
 
     Args:
         rewards: [B, T].
         values: [B, T], V of the state in which token t is chosen.
-        mask: [B, T]; tokens outside it are passed over as if the row were compacted.
-        gamma: discount a token.
-        lam: weight of longer estimates.
+        mask: [B, T]; tokens outside it are skipped, as if the row were compacted.
+        gamma: discount per token.
+        lam: GAE lambda.
 
     Returns:
         advantages and returns = advantages + values, [B, T] in float32 or better, 0 outside the mask.

@@ -1,7 +1,8 @@
-"""How well a score's probabilities hold, and the temperature under which they hold best.
+"""Calibration error of a reward model's probabilities, and the temperature that calibrates them.
 
-A lead is by how much a judgement is right: the chosen answer's score over the rejected one's, or the score of a good
-answer, less that of a bad one. sigmoid(lead / temperature) is the probability that was given to what is true.
+A lead is the margin of a correct judgement: the score of the chosen completion minus that of the rejected one, or the
+score of a good completion, or minus the score of a bad one. sigmoid(lead / temperature) is the predicted probability
+of the label.
 
 Source: Guo et al. 2017 (arXiv 1706.04599), sections 2 and 4.2. Shapes: E leads.
 """
@@ -14,27 +15,27 @@ import torch
 from torch import Tensor
 
 TEMPERATURES = (1e-3, 1e3)
-"""Where the best one is looked for: of leads that are all right, or mostly wrong, there is none."""
+"""Range of the search: leads that are all right, or mostly wrong, have no finite optimum."""
 
 
 def fit_temperature(leads: Tensor) -> float:
-    """The temperature that makes leads [E] likeliest, by bisection: the likelihood is concave in its inverse."""
+    """The maximum-likelihood temperature of leads [E], by bisection: concave in the inverse temperature."""
     leads = leads.double()
     low, high = (math.log(1 / limit) for limit in reversed(TEMPERATURES))
     for _ in range(60):
         middle = (low + high) / 2
-        rising = float((leads * torch.sigmoid(-leads * math.exp(middle))).sum()) >= 0  # it vanishes where all are right
+        rising = float((leads * torch.sigmoid(-leads * math.exp(middle))).sum()) >= 0  # 0 where all are right
         low, high = (middle, high) if rising else (low, middle)
     return math.exp(-(low + high) / 2)
 
 
 def calibration_error(leads: Tensor, *, temperature: float = 1.0, bins: int = 10) -> float:
-    """Expected calibration error: the mean gap of confidence and accuracy, over equal bins of confidence [0.5, 1].
+    """Expected calibration error: mean gap between confidence and accuracy, in equal bins of confidence [0.5, 1].
 
     Args:
-        leads: [E], at least one; one of 0 is wrong.
-        temperature: they are divided by it.
-        bins: how many.
+        leads: [E], at least one; a lead of 0 counts as wrong.
+        temperature: leads are divided by it.
+        bins: number of bins.
     """
     leads = leads.double()
     confidence = torch.sigmoid(leads.abs() / temperature)

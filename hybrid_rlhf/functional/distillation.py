@@ -1,11 +1,12 @@
 """Divergence of a student's distribution from a teacher's, over the whole vocabulary, straight from hidden states.
 
-Why here: two models' logits of a batch, [N, V] each, are what distillation would hold most of. They are taken in chunks
-of tokens, and the gradient of a chunk with them (as Liger's fused losses do, arXiv 2410.10989): backward only scales
-it, so a teacher's head is needed in forward alone, and ZeRO-3 need not gather it twice.
+Why here: the logits of two models, [N, V] each, would be the largest tensors of distillation. They are computed in
+chunks of tokens, together with the gradient of each chunk (as in Liger's fused losses, arXiv 2410.10989). Backward only
+scales that gradient, so the teacher's head is needed in forward only, and ZeRO-3 does not gather it twice.
 
-Sources: Hinton et al. 2015 (arXiv 1503.02531), whose T^2 keeps gradients alike at any temperature; MiniLLM (arXiv
-2306.08543) for the reverse divergence; GKD (arXiv 2306.13649), eq. 1, for the generalised Jensen-Shannon divergence.
+Sources: Hinton et al. 2015 (arXiv 1503.02531), whose factor T^2 keeps the size of gradients at any temperature; MiniLLM
+(arXiv 2306.08543) for the reverse divergence; GKD (arXiv 2306.13649), eq. 1, for the generalised Jensen-Shannon
+divergence.
 
 Shapes: N tokens, H hidden, V vocabulary.
 """
@@ -22,14 +23,14 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from hybrid_rlhf.functional.masking import at_least_float32
-from hybrid_rlhf.functional.wide_products import add_wide_product, wide_linear
+from hybrid_rlhf.functional.products import add_wide_product, wide_linear
 
 DivergenceName = Literal["forward", "reverse", "jensen_shannon"]
 
 
 @dataclass(frozen=True)
-class Head:
-    """What makes logits of hidden states: softcap(hidden @ weight.T + bias)."""
+class OutputHead:
+    """An LM head: logits are softcap(hidden @ weight.T + bias)."""
 
     weight: Tensor
     """[V, H]"""
@@ -37,27 +38,27 @@ class Head:
     """[V]"""
     softcap: float | None = None
     float32_logits: bool = True
-    """Products are summed and stay in float32; false rounds them to the weight's dtype."""
+    """Accumulate and keep logits in float32; false rounds them to the dtype of the weights."""
 
     def logits(self, hidden: Tensor, rows: int) -> Tensor:
-        """[n, rows] before the cap, of the first rows of the vocabulary; in float32 or better."""
+        """Logits [n, rows] before the soft cap, of the first rows of the vocabulary; in float32 or better."""
         bias = None if self.bias is None else self.bias[:rows]
         if self.float32_logits and hidden.dtype in (torch.bfloat16, torch.float16):
             return wide_linear(hidden, self.weight[:rows], bias)
         return at_least_float32(linear(hidden, self.weight[:rows], bias))
 
     def capped(self, logits: Tensor) -> Tensor:
-        """Logits as the model means them."""
+        """Logits with the soft cap applied."""
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 
 @dataclass(frozen=True)
 class DistillationRule:
-    """What is learned from a teacher: T^2 divergence + sft_coef * -log p(label), summed over tokens."""
+    """The distillation loss: T^2 * divergence + sft_coef * -log p(label), summed over tokens."""
 
     divergence: DivergenceName = "forward"
     beta: float = 0.5
-    """Share of the teacher in the mixture of jensen_shannon."""
+    """Weight of the teacher in the mixture of jensen_shannon."""
     temperature: float = 1.0
     """Both models' logits are divided by it in the divergence."""
     sft_coef: float = 0.0
@@ -67,11 +68,11 @@ def divergence(student: Tensor, *, teacher: Tensor, kind: DivergenceName, beta: 
     """Divergence [N] in nats between distributions given as log-probs [N, V].
 
     Args:
-        student: whose gradient is wanted.
-        teacher: what it is held against.
-        kind: forward is KL(teacher || student), which covers all that the teacher says; reverse is KL(student ||
-            teacher), which keeps to what it says most; jensen_shannon lies between.
-        beta: of jensen_shannon, the share of the teacher in the mixture, in (0, 1).
+        student: log-probs, with gradient.
+        teacher: log-probs.
+        kind: forward is KL(teacher || student), which is mean-seeking; reverse is KL(student || teacher), which is
+            mode-seeking; jensen_shannon is between the two.
+        beta: weight of the teacher in the mixture of jensen_shannon, in (0, 1).
     """
     if kind == "forward":
         return _kl(teacher, student)
@@ -87,25 +88,25 @@ def _kl(p: Tensor, q: Tensor) -> Tensor:
 
 def divergence_from_hidden(
     hidden: Tensor,
-    head: Head,
+    head: OutputHead,
     *,
     teacher_hidden: Tensor,
-    teacher_head: Head,
+    teacher_head: OutputHead,
     labels: Tensor,
     rule: DistillationRule,
     chunk_tokens: int = 256,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss of a student on tokens, without any model's logits in memory.
+    """The loss of a student on tokens, without the full logits of either model in memory.
 
-    Where one vocabulary has rows that the other lacks (some models pad theirs), both are cut to the smaller.
+    Where one vocabulary has more rows than the other (some models pad theirs), both are truncated to the smaller.
 
     Args:
         hidden: [N, H] of the student.
         head: the student's; its weight and bias may have a gradient.
         teacher_hidden: [N, H'] of the teacher, at the same tokens.
-        teacher_head: the teacher's, at hand during this call alone.
-        labels: [N] int64, what the text says next.
-        rule: what is learned.
+        teacher_head: the teacher's; used during this call only.
+        labels: [N] int64, the next tokens of the text.
+        rule: the loss.
         chunk_tokens: tokens whose logits are held at a time.
 
     Returns:
@@ -116,7 +117,10 @@ def divergence_from_hidden(
         ValueError: teacher and labels do not have the student's tokens.
     """
     if not len(hidden) == len(teacher_hidden) == len(labels):
-        raise ValueError(f"tokens of one batch: {len(hidden)}, {len(teacher_hidden)} and {len(labels)} differ")
+        raise ValueError(
+            f"hidden, teacher_hidden, labels must have the same tokens, got {len(hidden)}, {len(teacher_hidden)} and "
+            f"{len(labels)}"
+        )
     total, apart, nll = _ChunkedDivergence.apply(
         hidden, head.weight, head.bias, head, teacher_hidden.detach(), teacher_head, labels, rule, chunk_tokens
     )
@@ -124,7 +128,7 @@ def divergence_from_hidden(
 
 
 class _ChunkedDivergence(torch.autograd.Function):
-    """Computes the gradient with the loss; keeps that of hidden [N, H], weight [V, H] and bias [V]."""
+    """Computes the gradient with the loss, and saves those of hidden [N, H], weight [V, H] and bias [V]."""
 
     @staticmethod
     def forward(
@@ -132,9 +136,9 @@ class _ChunkedDivergence(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        head: Head,
+        head: OutputHead,
         teacher_hidden: Tensor,
-        teacher_head: Head,
+        teacher_head: OutputHead,
         labels: Tensor,
         rule: DistillationRule,
         chunk_tokens: int,
@@ -155,11 +159,11 @@ class _ChunkedDivergence(torch.autograd.Function):
                 teacher_head.capped(teacher_head.logits(teacher_hidden[part], rows)) / rule.temperature, dim=-1
             )
             with torch.set_grad_enabled(any(needed)):
-                told = _told(head.capped(logits.requires_grad_(any(needed))), target, labels[part], rule)
+                losses = _chunk_losses(head.capped(logits.requires_grad_(any(needed))), target, labels[part], rule)
             if any(needed):
-                (grad,) = torch.autograd.grad(told[0], logits)
+                (grad,) = torch.autograd.grad(losses[0], logits)
                 _add_gradients(grads, grad, hidden[part], weight, part)
-            sums += torch.stack(told).detach()
+            sums += torch.stack(losses).detach()
         ctx.save_for_backward(*grads)
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in inputs]
         total, apart, nll = sums.unbind()
@@ -176,17 +180,17 @@ class _ChunkedDivergence(torch.autograd.Function):
         return (*grads, *[None] * 6)
 
 
-def _told(logits: Tensor, target: Tensor, labels: Tensor, rule: DistillationRule) -> tuple[Tensor, ...]:
+def _chunk_losses(logits: Tensor, target: Tensor, labels: Tensor, rule: DistillationRule) -> tuple[Tensor, ...]:
     """Loss, divergence and negative log-likelihood of a chunk, summed."""
-    warm = torch.log_softmax(logits / rule.temperature, dim=-1)
-    apart = divergence(warm, teacher=target, kind=rule.divergence, beta=rule.beta).sum()
-    plain = warm if rule.temperature == 1 else torch.log_softmax(logits, dim=-1)
+    tempered = torch.log_softmax(logits / rule.temperature, dim=-1)
+    apart = divergence(tempered, teacher=target, kind=rule.divergence, beta=rule.beta).sum()
+    plain = tempered if rule.temperature == 1 else torch.log_softmax(logits, dim=-1)
     nll = -plain.gather(1, labels[:, None]).sum()
     return rule.temperature**2 * apart + rule.sft_coef * nll, apart, nll
 
 
 def _add_gradients(grads: list[Tensor | None], grad: Tensor, hidden: Tensor, weight: Tensor, part: slice) -> None:
-    """A chunk's, from that of its logits [n, rows]; the products in the dtype of the weights."""
+    """Add the gradients of a chunk, given that of its logits [n, rows]; products are in the dtype of the weights."""
     of_hidden, of_weight, of_bias = grads
     low, rows = grad.to(hidden.dtype), grad.shape[1]
     if of_hidden is not None:

@@ -1,8 +1,8 @@
-"""RMS norm and rotary positions on a CPU, forward and backward in few passes over memory.
+"""RMS norm and rotary positions on a CPU, with fewer passes over memory in forward and backward.
 
-Why: a batch's hidden states do not fit a processor's caches, so each elementwise operation costs a pass over memory and
-a start of all threads. Written with autograd's operations a norm takes 19 of them forward and backward, here 9; rotary
-positions of a tensor take 17, here 6.
+Why: the hidden states of a batch do not fit in the caches, so each elementwise operation costs a pass over memory and a
+start of all threads. Composed of autograd's operations, a norm takes 19 of them forward and backward, here 9; rotary
+positions take 17 per tensor, here 6.
 
 Shapes: T tokens, H hidden, A heads, D head size.
 """
@@ -28,7 +28,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary positions: x cos + rotate_half(x) sin, differentiable once in x.
 
     Args:
-        x: [B, A, T, D]; its memory may be in any order, which the result takes over.
+        x: [B, A, T, D], in any memory format, which the result has too.
         cos: [B or 1, 1, T, D].
         sin: as cos.
 
@@ -64,7 +64,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _Rotate(torch.autograd.Function):
-    """The gradient goes through the transpose: by the sine of the other half, with the other sign."""
+    """Backward is the transposed rotation: the sines of the halves are exchanged and negated."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, cos: Tensor, of_first: Tensor, of_second: Tensor) -> Tensor:
-    """x cos, with the second half times a factor added to the first half, and the first to the second."""
+    """x cos, plus each half of x times a factor, added to the other half."""
     out = torch.mul(x, cos, out=torch.empty_like(x))
     (x_first, x_second), (first, second) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
     first.addcmul_(x_second, of_first)

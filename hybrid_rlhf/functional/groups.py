@@ -1,7 +1,7 @@
-"""Statistics over the completions of one prompt, whose number may differ from prompt to prompt.
+"""Statistics over the completions of each prompt, whose number may differ between prompts.
 
-Shapes: N completions; groups [N] holds each one's prompt, any integers. Values are float32 or better; no gradient is
-expected to pass.
+Shapes: N completions; groups [N] identifies the prompt of each by any integer. Results are float32 or better; they are
+not meant to be differentiated.
 """
 
 from __future__ import annotations
@@ -13,37 +13,37 @@ from hybrid_rlhf.functional.masking import at_least_float32
 
 
 def group_sum(values: Tensor, *, groups: Tensor) -> Tensor:
-    """[N] the sum of each completion's group."""
+    """Sum [N] of each completion's group."""
     values = at_least_float32(values)
     _, member = groups.unique(return_inverse=True)
     return torch.zeros_like(values).index_add(0, member, values)[member]
 
 
 def group_size(groups: Tensor) -> Tensor:
-    """[N] float32, how many completions are in each one's group."""
+    """Number of completions [N] float32 in each completion's group."""
     return group_sum(torch.ones(len(groups), device=groups.device), groups=groups)
 
 
 def group_mean(values: Tensor, *, groups: Tensor) -> Tensor:
-    """[N] the mean of each completion's group."""
+    """Mean [N] of each completion's group."""
     return group_sum(values, groups=groups) / group_size(groups)
 
 
-def group_deviation(values: Tensor, *, groups: Tensor) -> Tensor:
-    """[N] the unbiased standard deviation of each completion's group; 0 for one that is alone."""
+def group_std(values: Tensor, *, groups: Tensor) -> Tensor:
+    """Unbiased standard deviation [N] of each completion's group; 0 in a group of one."""
     centred = at_least_float32(values) - group_mean(values, groups=groups)
     squares = group_sum(centred.square(), groups=groups)
     return (squares / (group_size(groups) - 1).clamp(min=1)).sqrt()
 
 
 def leave_one_out(values: Tensor, *, groups: Tensor) -> Tensor:
-    """[N] each value less the mean of the others of its group; 0 for one that is alone."""
+    """Each value [N] minus the mean of the other values of its group; 0 in a group of one."""
     size = group_size(groups)
     return (at_least_float32(values) - group_mean(values, groups=groups)) * size / (size - 1).clamp(min=1)
 
 
 def differs_in_group(values: Tensor, *, groups: Tensor) -> Tensor:
-    """[N] bool, whether the values of each completion's group are not all the same."""
+    """Whether the values of each completion's group are not all equal, [N] bool."""
     order, member = groups.unique(return_inverse=True)
     empty = torch.zeros(len(order), dtype=values.dtype, device=values.device)
     low = empty.scatter_reduce(0, member, values, "amin", include_self=False)
@@ -52,7 +52,7 @@ def differs_in_group(values: Tensor, *, groups: Tensor) -> Tensor:
 
 
 def rank_in_group(values: Tensor, *, groups: Tensor) -> Tensor:
-    """[N] int64, the place of each value in its group, 0 the highest; of equal ones the earlier is higher."""
+    """Rank [N] int64 of each value in its group, 0 for the highest; of equal values the earlier ranks higher."""
     by_value = torch.sort(values, descending=True, stable=True).indices
     order = by_value[torch.sort(groups[by_value], stable=True).indices]
     ordered = groups[order]

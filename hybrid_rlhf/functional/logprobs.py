@@ -1,7 +1,7 @@
 """Log-probs and entropy of tokens, from logits or straight from hidden states.
 
 Why here: the logits of a batch, [B, T, V], are the largest tensor of language-model training. `logprobs_from_hidden`
-goes over tokens in chunks, forward and backward, and never holds them all.
+computes them in chunks of tokens, in forward and again in backward.
 
 Shapes: B batch, T time, N tokens, H hidden, V vocabulary.
 """
@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hybrid_rlhf.functional.masking import at_least_float32
-from hybrid_rlhf.functional.products import linear
-from hybrid_rlhf.functional.wide_products import add_wide_product, wide_linear
+from hybrid_rlhf.functional.products import add_wide_product, linear, wide_linear
 
 
 def token_logprobs(logits: Tensor, *, labels: Tensor, temperature: float = 1.0) -> Tensor:
@@ -29,7 +28,7 @@ def token_logprobs(logits: Tensor, *, labels: Tensor, temperature: float = 1.0) 
 def token_entropy(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
     """Entropy [B, T] in nats of the distributions of logits [B, T, V], in float32 or better."""
     logprobs = torch.log_softmax(at_least_float32(logits) / temperature, dim=-1)
-    # exp(-inf) * -inf is NaN where a token is ruled out
+    # exp(-inf) * -inf is NaN where a token is masked out
     return -(logprobs.exp() * logprobs.clamp(min=torch.finfo(logprobs.dtype).min)).sum(dim=-1)
 
 
@@ -44,7 +43,7 @@ def logprobs_from_hidden(
     softcap: float | None = None,
     float32_logits: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropy of labels under the head, without its logits in memory.
+    """Log-probs and entropy of labels under the LM head, without the full logits in memory.
 
     Args:
         hidden: [..., H].
@@ -55,14 +54,14 @@ def logprobs_from_hidden(
         chunk_tokens: tokens whose logits are held at a time.
         bias: [V] or none.
         softcap: logits become softcap * tanh(logits / softcap) (Gemma 2), before the temperature.
-        float32_logits: logits are summed and stay in float32; false rounds them to the dtype of hidden. The gradient of
-            the logits is rounded to that dtype in either case, before its products. No difference in float32.
+        float32_logits: accumulate and keep logits in float32; false rounds them to the dtype of hidden. The gradient of
+            the logits is rounded to that dtype in either case, before its matrix products. No difference in float32.
 
     Returns:
         logprobs and entropy (nats), [...] float32 or better, differentiable in hidden, weight and bias.
 
     Raises:
-        ValueError: labels are not one for each hidden state.
+        ValueError: when labels and hidden states differ in number.
     """
     _check_labels(labels, hidden)
     flat = hidden.reshape(-1, hidden.shape[-1])
@@ -73,7 +72,7 @@ def logprobs_from_hidden(
 
 
 class _ChunkedHead(torch.autograd.Function):
-    """Keeps hidden states, weight and the normaliser; computes a chunk's logits again in backward."""
+    """Saves hidden states, weight and normaliser; recomputes the logits of each chunk in backward."""
 
     @staticmethod
     def forward(
@@ -99,7 +98,7 @@ class _ChunkedHead(torch.autograd.Function):
             total = torch.exp(logits, out=probs).sum(dim=-1)
             logprobs[part] = logits.gather(1, labels[part, None]).squeeze(1) - total.log()
             normaliser[part] = highest + total.log()
-            # exp(-inf) * -inf is NaN where a token is ruled out
+            # exp(-inf) * -inf is NaN where a token is masked out
             mean = probs.mul_(logits.clamp_(min=torch.finfo(dtype).min)).sum(dim=-1) / total
             entropy[part] = total.log() - mean
         ctx.save_for_backward(hidden, weight, bias, labels, normaliser, entropy)
@@ -120,13 +119,17 @@ class _ChunkedHead(torch.autograd.Function):
         for start in range(0, len(labels), chunk_tokens):
             part = slice(start, start + chunk_tokens)
             logits, other = memory.logits(hidden[part], weight, bias, temperature, softcap)
-            # 1 - tanh^2, taken before the gradient takes over the memory of the logits
+            # 1 - tanh^2, before the gradient overwrites the logits
             slope = None if softcap is None else (logits * (temperature / softcap)).square_().neg_().add_(1)
             grad = _logits_gradient(
-                logits, labels[part], normaliser[part], entropy[part],
+                logits,
+                labels[part],
+                normaliser[part],
+                entropy[part],
                 None if grad_logprobs is None else grad_logprobs[part],
-                None if grad_entropy is None else grad_entropy[part], other,
-            )  # fmt: skip
+                None if grad_entropy is None else grad_entropy[part],
+                other,
+            )
             if slope is not None:
                 grad.mul_(slope)
             if temperature != 1.0:
@@ -142,12 +145,16 @@ class _ChunkedHead(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            None, None, None, None, None,
-        )  # fmt: skip
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 class _ChunkMemory:
-    """Two tensors [n, V] for all chunks: memory that is taken again and again is touched again and again."""
+    """Two buffers [n, V] that all chunks reuse, since each new allocation would be paged in again."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, chunk_tokens: int, float32_logits: bool) -> None:
         self._wide = float32_logits
@@ -158,7 +165,7 @@ class _ChunkMemory:
     def logits(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, softcap: float | None
     ) -> tuple[Tensor, Tensor]:
-        """A chunk's logits [n, V], capped and at the temperature, and another tensor of their shape."""
+        """Logits [n, V] of a chunk, soft-capped and divided by the temperature, and a buffer of the same shape."""
         out, other = self._logits[: len(hidden)], self._other[: len(hidden)]
         if self._wide and out.dtype != hidden.dtype:
             wide_linear(hidden, weight, bias, out=out)
@@ -176,9 +183,9 @@ class _ChunkMemory:
 
 
 def _check_labels(labels: Tensor, states: Tensor) -> None:
-    """gather() would pass over what has no label."""
+    """gather() would silently ignore states without a label."""
     if labels.shape != states.shape[:-1]:
-        raise ValueError(f"a label for each token: labels {tuple(labels.shape)} for {tuple(states.shape)}")
+        raise ValueError(f"labels need one entry per token: labels {tuple(labels.shape)} for {tuple(states.shape)}")
 
 
 def _logits_gradient(
@@ -190,7 +197,7 @@ def _logits_gradient(
     grad_entropy: Tensor | None,
     other: Tensor,
 ) -> Tensor:
-    """The gradient in a chunk's tempered logits [n, V]; takes over their memory, and another's of their shape.
+    """The gradient of a chunk's tempered logits [n, V]; overwrites the logits and `other`, a buffer of their shape.
 
     With p = softmax(logits): d logprob = onehot - p, d entropy = -p * (log p + entropy).
     """

@@ -1,12 +1,12 @@
-"""The four losses, as sums with the count they are to be divided by.
+"""Losses of SFT, reward model, policy and value function, as sums with the count to divide them by.
 
 Why sums: a mean over a micro-batch or a rank gives its rows a weight that depends on the split. The caller adds the
-counts of all micro-batches and ranks and divides once, so that no split changes a gradient.
+counts of all micro-batches and ranks and divides once, so that gradients do not depend on the split.
 
-Sources and deviations stand with each loss.
+Each loss states its source and deviations.
 
-Shapes: B batch, T time, N pairs. Masks are bool or 0/1; 1 counts. All tensors of a loss have the same shape; another
-is a ValueError.
+Shapes: B batch, T time, N pairs. Masks are bool or 0/1; 1 counts. All tensors of a loss have the same shape; any other
+shape raises ValueError.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn.functional import logsigmoid
 from hybrid_rlhf.functional.masking import keep, masked_sum
 
 MAX_LOG_RATIO = 20.0
-"""Above, a ratio counts as exp(20): one that overflows gives NaN gradients even where the loss is clipped."""
+"""Log-ratios are clamped to it: a ratio that overflows gives NaN gradients even where the loss is clipped."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class LossSum:
     total: Tensor
     """Scalar sum, with gradient."""
     count: Tensor
-    """Scalar float32, without gradient: how many entries the sum is over."""
+    """Scalar float32, without gradient: number of entries in the sum."""
     stats: dict[str, Tensor] = field(default_factory=dict)
     """Scalar sums over the same entries, without gradient."""
 
@@ -50,18 +50,18 @@ def pairwise_reward_loss(
 ) -> LossSum:
     """Bradley-Terry: -log sigmoid(chosen - rejected - margin), summed over pairs.
 
-    Source: InstructGPT, eq. 1 (each pair counts alike, also those of a ranked list); the margin of Llama 2
+    Source: InstructGPT, eq. 1 (equal weight per pair, also within a ranked list); the margin of Llama 2
     (arXiv 2307.09288, eq. 2); the centring term of arXiv 2312.09244, section 2.
 
     Args:
-        chosen: [N] scores of the better answers.
-        rejected: [N] scores of the worse ones.
-        margin: [N], by how much the better should lead; none: 0.
-        mask: [N], 0 on pairs that only pad; none: all count.
+        chosen: [N] scores of the chosen completions.
+        rejected: [N] scores of the rejected ones.
+        margin: [N], by which chosen should exceed rejected; none: 0.
+        mask: [N], 0 on padding; none: all pairs count.
         centering_coef: weight of (chosen + rejected)^2.
 
     Returns:
-        stats: accuracy, where a tie counts 0; margin, the lead of the chosen; chosen_score; rejected_score.
+        stats: accuracy, where a tie counts 0; margin, chosen - rejected; chosen_score; rejected_score.
     """
     if mask is None:
         mask = torch.ones_like(chosen, dtype=torch.bool)
@@ -93,29 +93,34 @@ def ppo_policy_loss(
     """The clipped surrogate of PPO, summed over tokens.
 
     Source: arXiv 1707.06347, eq. 7; separate bounds as in DAPO (arXiv 2503.14476, eq. 10); dual clip of
-    arXiv 1912.09729, eq. 5. Deviation: ratios end at exp(MAX_LOG_RATIO), as in verl.
+    arXiv 1912.09729, eq. 5. Deviation: ratios are at most exp(MAX_LOG_RATIO), as in verl.
 
     Args:
         logprobs: [B, T] under the current actor.
-        old_logprobs: [B, T] when sampled.
+        old_logprobs: [B, T] under the actor that sampled.
         advantages: [B, T].
-        mask: [B, T], 1 on response tokens.
+        mask: [B, T], 1 on completion tokens.
         clip_low: the ratio is clipped below 1 - clip_low.
         clip_high: the ratio is clipped above 1 + clip_high.
-        dual_clip: for negative advantages the loss is at most dual_clip times their size; above 1, or none.
-        weights: [B, T] or [B, 1], of each token's loss (aggregation.py); none: 1.
+        dual_clip: bound of the loss for negative advantages, as a multiple of their size; above 1, or none.
+        weights: [B, T] or [B, 1], multiplied with the loss of each token (aggregation.py); none: 1.
 
     Returns:
-        stats: ratio; approxkl, 0.5 * (log-ratio)^2 (TRL's); clipfrac, tokens where the clip binds.
+        stats: ratio; approxkl, 0.5 * (log-ratio)^2 (as in TRL); clipfrac, tokens whose ratio is clipped.
 
     Raises:
-        ValueError: dual_clip is not above 1: it would cut into the surrogate itself.
+        ValueError: when dual_clip is 1 or less, which would bound the surrogate itself.
     """
     log_ratio = keep(logprobs, mask) - keep(old_logprobs, mask)
     return clipped_surrogate(
-        log_ratio, advantages=advantages, mask=mask, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip,
+        log_ratio,
+        advantages=advantages,
+        mask=mask,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
         weights=weights,
-    )  # fmt: skip
+    )
 
 
 def clipped_surrogate(
@@ -128,9 +133,9 @@ def clipped_surrogate(
     dual_clip: float | None = None,
     weights: Tensor | None = None,
 ) -> LossSum:
-    """`ppo_policy_loss` of log-ratios [B, T], whatever they are of: a token, or its sequence (GSPO)."""
+    """`ppo_policy_loss` of given log-ratios [B, T]: of the token, or of its sequence (GSPO)."""
     if dual_clip is not None and dual_clip <= 1:
-        raise ValueError(f"dual_clip is above 1, or none: {dual_clip}")
+        raise ValueError(f"dual_clip must be above 1 or none, got {dual_clip}")
     advantages = keep(advantages, mask)
     ratio = bounded_ratio(log_ratio, mask=mask)
     plain = -advantages * ratio
@@ -149,14 +154,14 @@ def bounded_ratio(log_ratio: Tensor, *, mask: Tensor) -> Tensor:
 def policy_sum(
     loss: Tensor, *, log_ratio: Tensor, mask: Tensor, clipped: Tensor | None = None, weights: Tensor | None = None
 ) -> LossSum:
-    """The sum of an actor's losses [B, T] a token, with what is logged of any of them.
+    """The sum of an actor's losses [B, T] per token, with the statistics that every policy loss logs.
 
     Args:
         loss: [B, T].
         log_ratio: [B, T] of the current actor to the one that sampled.
-        mask: [B, T], 1 on response tokens.
-        clipped: [B, T] bool, where a clip binds; none: nowhere.
-        weights: [B, T] or [B, 1], of each token's loss; none: 1.
+        mask: [B, T], 1 on completion tokens.
+        clipped: [B, T] bool, true where the loss is clipped; none: nowhere.
+        weights: [B, T] or [B, 1], multiplied with the loss of each token; none: 1.
 
     Returns:
         stats: see ppo_policy_loss.
@@ -173,26 +178,26 @@ def policy_sum(
 
 
 def ppo_value_loss(values: Tensor, *, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None) -> LossSum:
-    """Half the squared error, at least that of the values held near the old ones; summed over tokens.
+    """Half the squared error, or that of values clipped around the old ones if larger; summed over tokens.
 
     Source: N details, no. 19.
 
     Args:
         values: [B, T] of the current critic.
-        old_values: [B, T] when sampled.
+        old_values: [B, T] of the critic at sampling time.
         returns: [B, T] targets.
-        mask: [B, T], 1 on response tokens.
-        clip: how far values may move from old_values; none or 0 does not clip.
+        mask: [B, T], 1 on completion tokens.
+        clip: largest change from old_values; none or 0: no clip.
 
     Returns:
-        stats: clipfrac, tokens where the clip binds; squared_error, (returns - values)^2 of the plain values.
+        stats: clipfrac, tokens where the clipped error is larger; squared_error, (returns - values)^2 without clip.
     """
     values, old_values, returns = keep(values, mask), keep(old_values, mask), keep(returns, mask)
     error = (values - returns).square()
     worst = error
     if clip:
-        held = old_values + (values - old_values).clamp(-clip, clip)
-        worst = torch.maximum(error, (held - returns).square())
+        near = old_values + (values - old_values).clamp(-clip, clip)
+        worst = torch.maximum(error, (near - returns).square())
     stats = {
         "clipfrac": masked_sum((worst > error).float(), mask=mask),
         "squared_error": masked_sum(error.detach(), mask=mask),

@@ -1,13 +1,13 @@
-"""Sums, means and whitening over the entries that count.
+"""Sums, means and whitening over the entries where a mask is 1.
 
-Why here: every loss and statistic of RLHF runs over ragged rows. A value under a zero mask, NaN included, changes
-neither result nor gradient: it is replaced before any arithmetic. Results are float32, or float64 if values are.
+Why here: every loss and statistic of RLHF is over ragged rows. A value under a zero mask, NaN included, changes neither
+result nor gradient: it is replaced before any arithmetic. Results are float32, or float64 for float64 values.
 
 Source: Huang, Liu, von Werra, "The N Implementation Details of RLHF with PPO" (2023), no. 3 and 18. Deviation:
-whitening takes the global batch, and the unbiased variance unless told.
+whitening is over the global batch, by default with the unbiased variance.
 
-Shapes: B batch, T time. Masks are bool or 0/1; 1 counts. A mask has the shape of its values; another is a ValueError,
-since one that broadcasts would be counted wrongly.
+Shapes: B batch, T time. Masks are bool or 0/1; 1 counts. A mask has the shape of its values; any other shape raises
+ValueError, since a broadcast mask would be counted wrongly.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from torch import distributed as dist
 
 
 def at_least_float32(values: Tensor) -> Tensor:
-    """Values in float32, or float64 where they are already."""
+    """Values in float32; float64 values stay as they are."""
     return values if values.dtype is torch.float64 else values.float()
 
 
 def keep(values: Tensor, mask: Tensor) -> Tensor:
-    """Values where the mask counts, 0 elsewhere, in float32 or better; no gradient passes the zeros."""
+    """Values where the mask is 1, else 0, in float32 or better; gradients flow where the mask is 1 only."""
     if mask.shape != values.shape:
-        raise ValueError(f"a mask has the shape of its values: {tuple(mask.shape)} for {tuple(values.shape)}")
+        raise ValueError(f"a mask must have the shape of its values: {tuple(mask.shape)} for {tuple(values.shape)}")
     return torch.where(mask.bool(), at_least_float32(values), 0.0)
 
 
 def masked_sum(values: Tensor, *, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Sum of the values that count, over all entries or one dimension."""
+    """Sum of the values where the mask is 1, over all entries or one dimension."""
     kept = keep(values, mask)
     return kept.sum() if dim is None else kept.sum(dim)
 
 
 def masked_mean(values: Tensor, *, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Mean of the values that count; 0 where none does."""
+    """Mean of the values where the mask is 1; 0 where it never is."""
     total = masked_sum(values, mask=mask, dim=dim)
     count = mask.bool().sum() if dim is None else mask.bool().sum(dim)
     return total / count.clamp(min=1)
 
 
 def masked_var(values: Tensor, *, mask: Tensor, unbiased: bool = True) -> Tensor:
-    """Variance of the values that count; unbiased divides by the count less one."""
+    """Variance of the values where the mask is 1; unbiased divides by the count minus 1."""
     count = mask.bool().sum()
     kept = keep(values, mask)
     deviation = keep(kept - masked_mean(kept, mask=mask), mask)
@@ -58,7 +58,7 @@ def masked_whiten(
     unbiased: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Values with variance 1 and, with shift_mean, mean 0; 0 under the mask (N details, no. 18).
+    """Values with variance 1 and, with shift_mean, mean 0; 0 where the mask is 0 (N details, no. 18).
 
     The statistics carry no gradient. Equal values give finite results.
 
@@ -66,8 +66,8 @@ def masked_whiten(
         values: any shape.
         mask: same shape.
         shift_mean: false keeps the mean, as for rewards.
-        unbiased: which variance; OpenAI's code of 2019 has the biased one, TRL and verl the unbiased.
-        group: ranks whose values make one batch; each must call.
+        unbiased: use the unbiased variance, as TRL and verl do; OpenAI's code of 2019 uses the biased one.
+        group: ranks whose values form one batch; each must call.
 
     Returns:
         the shape of values, in float32 or better.
@@ -84,7 +84,7 @@ def masked_whiten(
 
 
 def last_index(mask: Tensor) -> Tensor:
-    """Index [B] of each row's last entry that counts, of mask [B, T]; 0 for a row without one."""
+    """Index [B] of the last 1 in each row of a mask [B, T]; 0 for a row without one."""
     steps = torch.arange(mask.shape[1], device=mask.device)
     return (mask.bool() * steps).amax(dim=1)
 

@@ -1,8 +1,14 @@
-"""The matrix products of linear layers in float32 on a CPU, forward and backward, by oneDNN or by torch's own library.
+"""Matrix products: float32 linear layers on a CPU by oneDNN or torch, and low-precision factors with float32 results.
 
-Why: torch calls MKL, which does not use the AVX-512 of AMD's processors: oneDNN takes half the time there. On Intel's
-processors MKL is the faster one. The switch is process-wide; `runtime/product_backend.py` measures and sets it.
-Products in another dtype or on another device, and small ones, are always torch's own.
+Why: torch calls MKL, which does not use AVX-512 on AMD processors, where oneDNN takes half the time. On Intel
+processors MKL is faster. The choice is process-wide; `runtime/product_backend.py` measures and sets it. Products in
+another dtype or on another device, and small ones, are always computed by torch.
+
+`wide_linear` multiplies bfloat16 or float16 matrices and returns float32: torch rounds a product to the dtype of its
+factors, which changes log-probs in bfloat16 by 0.02 nats per token on average, while GSPO clips at 3e-4. MiniMax-M1
+(arXiv 2506.13585, section 3.2) and ScaleRL (arXiv 2510.13786) compute the head in float32 for this reason. On a GPU the
+factors keep their dtype and torch.mm's out_dtype returns the float32 sums of the tensor cores; elsewhere the second
+factor is converted some rows at a time. The wide products have no gradient.
 
 Shapes: T tokens, N outputs, K inputs.
 """
@@ -16,27 +22,27 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _LEAST_PRODUCTS = 2**22
-"""Multiplications below which the time goes elsewhere."""
+"""Products with fewer multiplications are computed by torch, since the choice makes no difference."""
 Backend = Literal["onednn", "torch"]
 BACKENDS: tuple[Backend, ...] = ("onednn", "torch")
 _backend: Backend = "onednn"
 
 
 def use_backend(name: Backend) -> None:
-    """Choose what computes the products of this process from now on; a backward follows the forward it belongs to."""
+    """Choose what computes the products of this process from now on; a backward uses the backend of its forward."""
     global _backend
     _backend = name
 
 
 def backend() -> Backend:
-    """What computes the products of this process."""
+    """The current backend of this process."""
     return _backend
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b, [..., N], of x [..., K], weight [N, K] and bias [N].
 
-    Differentiable once if oneDNN computes it. ZeRO-3 may release and gather the weight's memory before backward.
+    Differentiable once with oneDNN. ZeRO-3 may release and gather the weight's memory before backward.
     """
     if not _by_onednn(x, weight):
         return torch.nn.functional.linear(x, weight, bias)
@@ -44,7 +50,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The same by oneDNN, of a weight as it is or packed into its blocked form; no gradient."""
+    """The same by oneDNN, for a plain weight or one packed into oneDNN's blocked format; without gradient."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
 
 
@@ -79,3 +85,50 @@ def _by_onednn(x: Tensor, weight: Tensor) -> bool:
         and torch.backends.mkldnn.enabled
         and not torch.is_autocast_enabled("cpu")
     )
+
+
+CONVERTED_ROWS = 8192
+"""Rows of a weight that are converted to float32 at a time, on devices without a mixed-precision product."""
+
+
+def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+    """x W^T + b, [T, N] float32, of x [T, K], weight [N, K] and bias [N] of one dtype; float64 for float64.
+
+    Args:
+        x: rows.
+        weight: of the layer.
+        bias: of the layer, or none.
+        out: [T, N] to write into; none: a new tensor.
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    if out is None:
+        out = torch.empty(len(x), len(weight), dtype=dtype, device=x.device)
+    if x.dtype == dtype:
+        return out.copy_(linear(x, weight, bias))
+    if _has_float32_output(x):
+        torch.mm(x, weight.t(), out_dtype=dtype, out=out)  # type: ignore[call-overload]
+    else:
+        rows = x.to(dtype)
+        for start in range(0, len(weight), CONVERTED_ROWS):
+            part = slice(start, start + CONVERTED_ROWS)
+            out[:, part] = linear(rows, weight[part].to(dtype))
+    return out if bias is None else out.add_(bias)
+
+
+def add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total [N, K] += left [N, T] @ right [T, K], of factors of a lower dtype, or total's own.
+
+    On a GPU nothing is rounded and no temporary product is allocated; elsewhere a product of a lower dtype is rounded
+    to that dtype before it is added.
+    """
+    if total.dtype == left.dtype:
+        torch.addmm(total, left, right, out=total)
+    elif _has_float32_output(left):
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)  # type: ignore[call-overload]
+    else:
+        total += left @ right
+
+
+def _has_float32_output(factor: Tensor) -> bool:
+    """Whether torch.mm supports an out_dtype of float32 on the device."""
+    return factor.device.type == "cuda" and torch.version.hip is None

@@ -1,6 +1,6 @@
-"""Losses on scores beyond pairs: ranked lists, and answers or steps that are good or bad by themselves.
+"""Losses of reward models on ranked lists, and on completions or steps with labels of their own.
 
-Sums with their counts, as in losses.py; pairs have their loss there.
+Sums with their counts, as in losses.py, which has the loss of pairs.
 
 Shapes: N scores.
 """
@@ -16,21 +16,21 @@ from hybrid_rlhf.functional.masking import at_least_float32, masked_sum
 
 
 def listwise_reward_loss(scores: Tensor, *, worse: Tensor, lists: int) -> LossSum:
-    """Plackett-Luce: each answer is chosen from itself and all that are worse; summed over answers.
+    """Plackett-Luce: each completion is chosen among itself and all that are ranked below it; summed over completions.
 
-    Source: the K-wise likelihood of Zhu et al. 2023 (arXiv 2301.11270, section 4), divided by lists as there; of two
-    answers it is Bradley-Terry. Deviation: lists may have ties. Answers of equal rank are not chosen from each other.
+    Source: the K-wise likelihood of Zhu et al. 2023 (arXiv 2301.11270, section 4), divided by the number of lists; for
+    two completions it is Bradley-Terry. Deviation: lists may have ties, whose completions are not compared.
 
     Args:
-        scores: [N] of all answers of some lists.
-        worse: [N, N] bool, whether in i's list answer j is ranked below i.
-        lists: how many there are, what the sum is to be divided by.
+        scores: [N] of all completions of some lists.
+        worse: [N, N] bool, whether completion j is in i's list and ranked below i.
+        lists: number of lists, the count of the sum.
 
     Raises:
-        ValueError: worse is not [N, N].
+        ValueError: when worse is not [N, N].
     """
     if worse.shape != (len(scores), len(scores)):
-        raise ValueError(f"worse is [N, N] for scores [N]: {tuple(worse.shape)} for {tuple(scores.shape)}")
+        raise ValueError(f"worse must be [N, N] for scores [N], got {tuple(worse.shape)} for {tuple(scores.shape)}")
     scores = at_least_float32(scores)
     among = worse | torch.eye(len(scores), dtype=torch.bool, device=scores.device)
     log_chance = scores - torch.where(among, scores, -torch.inf).logsumexp(dim=1)
@@ -39,31 +39,31 @@ def listwise_reward_loss(scores: Tensor, *, worse: Tensor, lists: int) -> LossSu
 
 
 def labelled_reward_loss(scores: Tensor, *, labels: Tensor) -> LossSum:
-    """-y log sigmoid(score) - (1 - y) log sigmoid(-score), summed over what has a label.
+    """-y log sigmoid(score) - (1 - y) log sigmoid(-score), summed over labels.
 
-    Source: binary cross-entropy, of steps as in Lightman et al. 2023 (arXiv 2305.20050, appendix E) and Uesato et al.
+    Source: binary cross-entropy, for steps as in Lightman et al. 2023 (arXiv 2305.20050, appendix E) and Uesato et al.
     2022 (arXiv 2211.14275, section 2.4).
 
     Args:
         scores: [N].
-        labels: [N] in [0, 1], 1 is good.
+        labels: [N] in [0, 1]; 1 is good.
 
     Returns:
-        stats: accuracy, where 0 passes for bad and a label of 0.5 for good; good, labels that are; chosen_score and
-        rejected_score, the scores of good and bad ones.
+        stats: accuracy, where a score of 0 predicts bad and a label of 0.5 counts as good; good, the number of good
+        labels; chosen_score and rejected_score, sums of the scores with good and bad labels.
 
     Raises:
-        ValueError: labels have another shape.
+        ValueError: when labels and scores differ in shape.
     """
     if labels.shape != scores.shape:
-        raise ValueError(f"labels have the shape of scores: {tuple(labels.shape)} for {tuple(scores.shape)}")
+        raise ValueError(f"labels must have the shape of scores, got {tuple(labels.shape)} for {tuple(scores.shape)}")
     scores = at_least_float32(scores)
     losses = -labels * logsigmoid(scores) - (1 - labels) * logsigmoid(-scores)
-    good, told = labels >= 0.5, scores.detach()
+    good, values = labels >= 0.5, scores.detach()
     stats = {
-        "accuracy": ((told > 0) == good).float().sum(),
+        "accuracy": ((values > 0) == good).float().sum(),
         "good": good.float().sum(),
-        "chosen_score": masked_sum(told, mask=good),
-        "rejected_score": masked_sum(told, mask=~good),
+        "chosen_score": masked_sum(values, mask=good),
+        "rejected_score": masked_sum(values, mask=~good),
     }
-    return LossSum(losses.sum(), torch.full_like(told, 1.0).sum().float(), stats)
+    return LossSum(losses.sum(), torch.full_like(values, 1.0).sum().float(), stats)

@@ -1,4 +1,9 @@
-"""Generation from a causal LM: prompts in, completions out. Knows nothing of training."""
+"""Generation from a causal LM: prompts in, completions out. Independent of training.
+
+Read `engine.py` first (the interface), then `backends/` (what computes: the library's decoder or the Hugging Face
+module), `batching/continuous.py` (which requests decode together), `model/decoder.py` (one forward pass), `sampler.py`
+(logits to tokens) and `weights/` (a Hugging Face model to inference weights). `chat.py` is a conversation.
+"""
 
 from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams

@@ -1,6 +1,6 @@
-"""A conversation with a model: turns in, text out piece by piece.
+"""A conversation with a model: user messages in, text out in pieces.
 
-Why here: the command line of chat is one front of it; the conversation itself can be tested without a terminal.
+Why here: the chat command is one interface to it; the conversation itself can be tested without a terminal.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hybrid_rlhf.generation.sampling import SamplingParams
 Encoder = Callable[[list[dict[str, str]]], list[int]]
 
 
-class Conversation:
+class ChatSession:
     """The messages so far, and an engine that continues them."""
 
     def __init__(
@@ -30,46 +30,46 @@ class Conversation:
         """Start a conversation.
 
         Args:
-            engine: that answers.
-            tokenizer: decodes its tokens.
-            encode: messages to the token ids of a prompt.
-            system: first message; none: whatever the chat template says by itself.
+            engine: generates the replies.
+            tokenizer: decodes their tokens.
+            encode: turns messages into the token ids of a prompt.
+            system: the system prompt; none: the chat template's own.
         """
         self._engine, self._tokenizer, self._encode = engine, tokenizer, encode
         self.system = system
         self.messages: list[dict[str, str]] = []
 
     def clear(self) -> None:
-        """Forget what was said; the system prompt stays."""
+        """Remove all messages except the system prompt."""
         self.messages = []
 
     def say(self, text: str, sampling: SamplingParams) -> Iterator[str]:
-        """Say something; the answer comes in pieces of text that are whole characters.
+        """Add a user message and stream the reply, in pieces of text that end at character boundaries.
 
         Raises:
-            UserError: when it cannot be answered; it is then not said.
+            UserError: when the prompt cannot be completed; the message is then removed again.
         """
         before = list(self.messages)
         self.messages.append({"role": "user", "content": text})
         try:
-            yield from self._answer(sampling)
+            yield from self._reply(sampling)
         except UserError:
             self.messages = before
             raise
 
-    def _answer(self, sampling: SamplingParams) -> Iterator[str]:
+    def _reply(self, sampling: SamplingParams) -> Iterator[str]:
         tokens: list[int] = []
         shown = ""
         try:
             for token in self._engine.stream(self._encode(self.transcript()), sampling):
                 tokens.append(token)
                 decoded = self._tokenizer.decode(tokens, skip_special_tokens=True)
-                if not decoded.endswith("\ufffd") and len(decoded) > len(shown):  # half a character waits
+                if not decoded.endswith("\ufffd") and len(decoded) > len(shown):  # wait for the rest of a character
                     yield decoded[len(shown) :]
                     shown = decoded
         finally:
-            answer = self._tokenizer.decode(tokens, skip_special_tokens=True).strip()
-            self.messages.append({"role": "assistant", "content": answer})
+            reply = self._tokenizer.decode(tokens, skip_special_tokens=True).strip()
+            self.messages.append({"role": "assistant", "content": reply})
 
     def transcript(self) -> list[dict[str, str]]:
         """All messages, the system prompt first."""

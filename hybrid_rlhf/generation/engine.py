@@ -1,44 +1,36 @@
-"""The generation engine: any number of prompts of any lengths, batched as memory allows.
+"""The generation engine: completions for any number of prompts of any lengths.
 
-Usable by itself (`GenerationEngine.from_pretrained`) and over the actor of a training run (engines/hybrid.py).
+The engine checks prompts, makes requests of them and collects results; a backend (backends/) computes. It works alone
+(`GenerationEngine.from_pretrained`) and on the actor of a training run (engines/hybrid.py).
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.sections import ModelConfig
-from hybrid_rlhf.generation.cache import bytes_per_token
-from hybrid_rlhf.generation.continuous import ContinuousBatch
-from hybrid_rlhf.generation.decoder import Decoder
-from hybrid_rlhf.generation.layout import check_layout, decoder_of
-from hybrid_rlhf.generation.module_batch import ModuleBatch, module_batches
-from hybrid_rlhf.generation.requests import Request
+from hybrid_rlhf.configs.sections.model import ModelConfig
+from hybrid_rlhf.generation.backends.backend import BackendName, GenerationBackend
+from hybrid_rlhf.generation.backends.module import ModuleBackend
+from hybrid_rlhf.generation.backends.native import NativeBackend
+from hybrid_rlhf.generation.batching.requests import NewTokens, Request
+from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams, per_request, uniform_stream
-from hybrid_rlhf.generation.slots import Working, available_bytes, slot_tokens, slots_within, working_memory
-from hybrid_rlhf.generation.workspace import Workspace
+from hybrid_rlhf.generation.weights.conversion import check_inference_weights, decoder_of
 from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens
-from hybrid_rlhf.models.loading import load_model, position_limit
-from hybrid_rlhf.models.sources import resolve_model
-from hybrid_rlhf.models.tokenizers import load_tokenizer
+from hybrid_rlhf.models.pretrained.loading import load_model
+from hybrid_rlhf.models.pretrained.sources import resolve_model
+from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.runtime.world import World, solo_world
 
 if TYPE_CHECKING:
     from typing import Self
-
-Layout = Literal["auto", "module"]
-PREFILL_TOKENS = {"cpu": 2048, "cuda": 16384}
-"""Tokens of prompts read at once."""
-_MODULE_ROWS = 256
-"""Completions decoded together through the module, at most unless told: its cache is not planned."""
 
 
 class GenerationEngine:
@@ -46,52 +38,55 @@ class GenerationEngine:
 
     def __init__(
         self,
-        model: PreTrainedModel | Decoder,
+        backend: GenerationBackend,
+        *,
+        stop_token_ids: Iterable[int] = (),
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        weight_version: int = 0,
+    ) -> None:
+        """Take a backend; see `from_pretrained` and `from_model` for engines that build theirs.
+
+        Args:
+            backend: computes, and is closed with the engine.
+            stop_token_ids: tokens that end every completion.
+            tokenizer: for stop strings.
+            weight_version: recorded in every completion.
+        """
+        self._backend: GenerationBackend | None = backend
+        self.stop_token_ids = frozenset(stop_token_ids)
+        self._tokenizer = tokenizer
+        self._weight_version = weight_version
+        self._decode_bytes_before, self._decode_bytes = backend.decode_bytes, 0
+
+    @classmethod
+    def from_model(
+        cls,
+        lm: PreTrainedModel,
         *,
         stop_token_ids: Iterable[int] | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        layout: Layout = "auto",
+        backend: BackendName = "auto",
         max_batch_rows: int | None = None,
         kv_cache_gib: float | None = None,
         prefill_tokens: int | None = None,
-        weight_version: int = 0,
-        workspace: Workspace | None = None,
-        captures: bool = True,
-    ) -> None:
-        """Wrap a model; its weights are used as they are and where they are.
+    ) -> Self:
+        """Generate with a loaded model; its weights are used as they are and where they are.
 
         Args:
-            model: a causal LM whose weights are whole, or its decoder.
-            stop_token_ids: tokens that end every completion; none: the eos of the model's generation config, or none
-                of a decoder.
+            lm: a causal LM with its full weights on one device.
+            stop_token_ids: tokens that end every completion; none: the EOS tokens of the model's generation config.
             tokenizer: for stop strings.
-            layout: auto computes with the inference layout where it describes the model; module never does.
-            max_batch_rows: completions decoded together, at most; none: as many as memory has room for, 256 where the
-                module generates.
-            kv_cache_gib: memory for keys and values; none: what is free on the device, as generation/slots.py plans.
-            prefill_tokens: tokens of prompts read at once; none: 2048 on a CPU, 16384 on a GPU.
-            weight_version: stamped on every completion.
-            workspace: of an earlier engine over the same decoder, to go on with.
-            captures: decoding steps on a GPU, which nothing else may use meanwhile.
+            backend: see BackendName.
+            max_batch_rows: most completions to decode together; none: as many as fit in memory, 256 through the module.
+            kv_cache_gib: memory for keys and values; none: what is free on the device. Native backend only.
+            prefill_tokens: prompt tokens of one prefill; none: 2048 on a CPU, 16384 on a GPU. Native backend only.
         """
-        if stop_token_ids is None:
-            stop_token_ids = default_stop_token_ids(model) if isinstance(model, PreTrainedModel) else ()
-        self.stop_token_ids = frozenset(stop_token_ids)
-        self._tokenizer = tokenizer
-        self._max_batch_rows, self._kv_cache_gib = max_batch_rows, kv_cache_gib
-        self._weight_version = weight_version
-        self._lm = model if isinstance(model, PreTrainedModel) else None
-        self._decoder = model if isinstance(model, Decoder) else None
-        if self._lm is not None and layout == "auto":
-            self._decoder = decoder_of(self._lm, world=solo_world(self._lm.device), dtype=self._lm.dtype)
-        self._module_positions = None if self._lm is None or self._decoder is not None else position_limit(self._lm)
-        device = self._decoder.world.device if self._decoder is not None else self._lm.device  # type: ignore[union-attr]
-        self._closed, self._captures = False, captures
-        self._prefill_tokens = prefill_tokens or PREFILL_TOKENS[device.type]
-        self.workspace = workspace
-        """KV cache, tables and captured steps of the last call; the next one goes on with them if it can."""
-        self.decode_bytes = 0
-        """Weights, keys and values that decoding has read on this rank; a layout's only."""
+        decoder = None if backend == "module" else decoder_of(lm, world=solo_world(lm.device), dtype=lm.dtype)
+        return cls(
+            _backend(lm, decoder, max_batch_rows, kv_cache_gib, prefill_tokens),
+            stop_token_ids=default_stop_token_ids(lm) if stop_token_ids is None else stop_token_ids,
+            tokenizer=tokenizer,
+        )
 
     @classmethod
     def from_pretrained(
@@ -102,23 +97,24 @@ class GenerationEngine:
         device: str | torch.device = "cpu",
         group: dist.ProcessGroup | None = None,
         trust_remote_code: bool = False,
-        layout: Layout = "auto",
+        backend: BackendName = "auto",
         kv_cache_gib: float | None = None,
         max_batch_rows: int | None = None,
     ) -> Self:
-        """Load a folder, hub name or GGUF file for generation, and check its layout on a prompt.
+        """Load a folder, hub name or GGUF file for generation, and check its inference weights on a short prompt.
 
         Args:
             path: the model.
-            dtype: of the weights and of all computation but the softmax.
+            dtype: of the weights and of all computation except the softmax.
             device: where the weights lie.
             group: ranks that share the model by tensor parallelism; each must call.
             trust_remote_code: run Python code that comes with the model.
-            layout: see the constructor.
-            kv_cache_gib: see the constructor.
+            backend: see BackendName.
+            kv_cache_gib: see `from_model`.
+            max_batch_rows: see `from_model`.
 
         Raises:
-            UserError: when there is no such model, or its layout does not compute what it should.
+            UserError: when there is no such model, or its inference weights compute something else than the model.
         """
         device = torch.device(device)
         world = solo_world(device)
@@ -128,25 +124,40 @@ class GenerationEngine:
         resolved = resolve_model(path, world=world)
         config = ModelConfig(path=path, trust_remote_code=trust_remote_code)
         lm, _ = load_model(resolved, "causal_lm", config=config, dtype=dtype)
-        if world.size == 1 or layout == "module":
+        if world.size == 1 or backend == "module":
             lm.to(device)  # type: ignore[arg-type]
         lm.eval()
-        decoder = None if layout == "module" else decoder_of(lm, world=world, dtype=dtype)
+        decoder = None if backend == "module" else decoder_of(lm, world=world, dtype=dtype)
         if decoder is not None:
-            check_layout(decoder, module_logprobs(lm, probe_tokens(decoder.architecture.vocab_size)))
+            check_inference_weights(decoder, module_logprobs(lm, probe_tokens(decoder.architecture.vocab_size)))
         return cls(
-            lm if decoder is None else decoder,
+            _backend(lm, decoder, max_batch_rows, kv_cache_gib),
             stop_token_ids=default_stop_token_ids(lm),
             tokenizer=load_tokenizer(resolved, trust_remote_code=trust_remote_code),
-            layout="module",  # what has a layout is a decoder by now
-            kv_cache_gib=kv_cache_gib,
-            max_batch_rows=max_batch_rows,
         )
 
     @property
+    def backend(self) -> GenerationBackend:
+        """What computes.
+
+        Raises:
+            RuntimeError: when the engine was closed.
+        """
+        if self._backend is None:
+            raise RuntimeError("a generation engine is used inside `inference()`, this one was closed")
+        return self._backend
+
+    @property
     def max_positions(self) -> int | None:
-        """Longest sequence that the model has positions for; none: it sets no limit."""
-        return self._module_positions if self._decoder is None else self._decoder.architecture.max_positions
+        """Longest sequence that the model has positions for; none: no limit."""
+        return self.backend.max_positions
+
+    @property
+    def decode_bytes(self) -> int:
+        """Bytes of weights, keys and values that decoding has read on this rank; 0 through the module."""
+        if self._backend is not None:
+            self._decode_bytes = self._backend.decode_bytes - self._decode_bytes_before
+        return self._decode_bytes
 
     def generate(
         self,
@@ -158,19 +169,23 @@ class GenerationEngine:
         """Complete each prompt. Tensor-parallel ranks must all call, with the same prompts and seeds.
 
         Args:
-            prompts: token ids, at least one a prompt, any lengths.
-            sampling: for all prompts, or one for each.
-            on_completed: called with how many completions have come to their ends since the last call.
+            prompts: token ids, at least one per prompt, of any lengths.
+            sampling: for all prompts, or one per prompt.
+            on_completed: called after each step with the number of completions that finished in it.
 
         Returns:
             completions[i][j]: sample j of prompt i. The result of a prompt depends on its own seed alone.
+
+        Raises:
+            UserError: when a prompt is empty or too long for the model, or stop strings are given without a tokenizer.
+            RuntimeError: when the engine is closed, also by another thread during the call.
         """
         requests = self._requests(prompts, sampling)
-        for added in self._run(requests):
-            if self._closed:
+        for new in self._run(requests):
+            if self._backend is None:
                 raise RuntimeError("the generation engine was closed while it generated")
             if on_completed is not None:
-                on_completed(sum(request.finish_reason is not None for request, _ in added))
+                on_completed(sum(request.finish_reason is not None for request, _ in new))
         results: list[list[Completion]] = [[] for _ in prompts]
         for request in requests:
             results[request.prompt_index].append(request.completion(self._weight_version))
@@ -178,21 +193,23 @@ class GenerationEngine:
 
     def stream(self, prompt: Sequence[int], sampling: SamplingParams) -> Iterator[int]:
         """Complete one prompt, token by token, the stop token included."""
-        for added in self._run(self._requests([prompt], replace(sampling, n=1))):
-            yield from (token for _, token in added)
+        for new in self._run(self._requests([prompt], replace(sampling, n=1))):
+            yield from (token for _, token in new)
 
     def close(self) -> None:
-        """Let go of weights, cache and captured steps; a `generate` under way in another thread raises RuntimeError."""
-        self._closed = True
-        workspace = self.detach_workspace()
-        if workspace is not None:
-            workspace.close()
-        self._decoder = self._lm = None
+        """Release weights, cache and CUDA graphs. A `generate` that runs in another thread raises RuntimeError."""
+        if self._backend is not None:
+            self.detach_backend().close()
 
-    def detach_workspace(self) -> Workspace | None:
-        """Give away what decoding worked in, for a later engine over the same decoder; `close` leaves it alone then."""
-        workspace, self.workspace = self.workspace, None
-        return workspace
+    def detach_backend(self) -> GenerationBackend:
+        """Close this engine but not its backend, which a later engine may use."""
+        backend, self._decode_bytes = self.backend, self.decode_bytes
+        self._backend = None
+        return backend
+
+    def _run(self, requests: Sequence[Request]) -> Iterator[NewTokens]:
+        if requests:
+            yield from self.backend.run(requests)
 
     def _requests(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams]
@@ -201,8 +218,8 @@ class GenerationEngine:
             if not len(prompt):
                 raise UserError(f"a prompt has at least one token, prompt {index} has none: drop it")
         each = per_request(sampling, len(prompts))
-        if any(params.stop_strings for params in each) and self._tokenizer is None:
-            raise UserError("stop_strings need a tokenizer, the engine has none: use stop_token_ids")
+        if any(params.stop for params in each) and self._tokenizer is None:
+            raise UserError("stop needs a tokenizer, the engine has none: use stop_token_ids")
         detokenize = None if self._tokenizer is None else self._tokenizer.decode
         return [
             Request(
@@ -218,7 +235,7 @@ class GenerationEngine:
         ]
 
     def _longest_completion(self, index: int, prompt: Sequence[int], params: SamplingParams) -> int:
-        """Tokens that a completion may have: a model with a table of positions ends where the table does."""
+        """Most tokens of a completion: max_new_tokens, or what a table of learned positions has left."""
         limit = self.max_positions
         if limit is None:
             return params.max_new_tokens
@@ -228,59 +245,24 @@ class GenerationEngine:
             )
         return min(params.max_new_tokens, limit - len(prompt))
 
-    def _run(self, requests: Sequence[Request]) -> Iterator[list[tuple[Request, int]]]:
-        if not requests:
-            return
-        if self._decoder is not None:
-            decoder = self._decoder
-            self.workspace = self._workspace_for(decoder, requests)
-            batch = ContinuousBatch(self.workspace, requests, prefill_tokens=self._prefill_tokens)
-            yield from batch.steps()
-            cached = bytes_per_token(decoder.architecture, decoder.split, decoder.dtype)
-            self.decode_bytes += batch.decode_steps * decoder.product_bytes
-            self.decode_bytes += cached * sum(request.attended_tokens for request in requests)
-            return
-        if self._lm is None:
-            raise RuntimeError("a generation engine is used inside `inference()`, this one was closed")
-        for rows in module_batches(self._lm, requests, max_rows=self._max_batch_rows or _MODULE_ROWS):
-            yield from ModuleBatch(self._lm, rows).steps()
 
-    def _workspace_for(self, decoder: Decoder, requests: Sequence[Request]) -> Workspace:
-        """As many slots as there are requests, rows in a batch, or room."""
-        a, needed = decoder.architecture, max(len(request.prompt) + len(request.uniforms) for request in requests)
-        wanted_slots = min(len(requests), self._max_batch_rows or sys.maxsize)
-        if self.workspace is not None and self.workspace.serves(
-            requests, wanted_slots=wanted_slots, capacity_tokens=needed
-        ):
-            return self.workspace
-        if self.workspace is not None:
-            self.workspace.close()
-        self.workspace = None  # its memory counts as free
-        world = decoder.world
-        capacity = min(slot_tokens(needed, world.device), a.max_positions or sys.maxsize)
-        slot_bytes = capacity * bytes_per_token(a, decoder.split, decoder.dtype)
-        if self._kv_cache_gib is not None:
-            budget, working = self._kv_cache_gib * 2**30, Working()
-        else:
-            working = working_memory(
-                decoder, requests, rows=wanted_slots, prefill_tokens=self._prefill_tokens, captures=self._captures
-            )
-            budget = available_bytes(world)
-        slots = min(wanted_slots, slots_within(budget, slot_bytes, working))
-        # Ranks must come to the same number; free memory and heads may be unequal.
-        slots = int(world.all_reduce(torch.tensor(slots, device=world.device), dist.ReduceOp.MIN))
-        if slots < 1:
-            raise UserError(
-                f"the KV cache must hold one completion of {capacity} tokens, {slot_bytes / 2**30:.2f} GiB, its budget "
-                f"is {max(0.0, budget - working.prefill) / 2**30:.2f} GiB: lower max_new_tokens or raise kv_cache_gib"
-            )
-        return Workspace(
-            decoder, requests, slots=slots, wanted_slots=wanted_slots, capacity_tokens=capacity, captures=self._captures
-        )
+def _backend(
+    lm: PreTrainedModel,
+    decoder: Decoder | None,
+    max_batch_rows: int | None,
+    kv_cache_gib: float | None,
+    prefill_tokens: int | None = None,
+) -> GenerationBackend:
+    """The native backend where the model has a decoder, else the module's."""
+    if decoder is None:
+        return ModuleBackend(lm, max_batch_rows=max_batch_rows)
+    return NativeBackend(
+        decoder, max_batch_rows=max_batch_rows, kv_cache_gib=kv_cache_gib, prefill_tokens=prefill_tokens
+    )
 
 
 def default_stop_token_ids(lm: PreTrainedModel) -> tuple[int, ...]:
-    """The eos tokens of a model's generation config, or of its config."""
+    """The EOS tokens of a model's generation config, or of its config."""
     config = lm.config if lm.generation_config is None else lm.generation_config
     eos = config.eos_token_id
     return (eos,) if isinstance(eos, int) else tuple(eos or ())

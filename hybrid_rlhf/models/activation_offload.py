@@ -1,8 +1,8 @@
 """Activations in host memory between forward and backward.
 
-Why our own: torch's `save_on_cpu` moves whatever autograd saves, weights too, and those that ZeRO-3 has gathered for
-the moment would stay in memory as copies. Here weights are left where they are. With gradient checkpointing the one
-tensor that a layer keeps is what moves. Copies run in the stream of the computation and do not overlap with it.
+Why not torch's `save_on_cpu`: it moves all that autograd saves, weights included, and weights that ZeRO-3 has gathered
+for a layer would stay in memory as copies. Here weights are not moved. With gradient checkpointing, only the input of
+each layer is moved. Copies run in the stream of the computation and do not overlap with it.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 _LEAST_BYTES = 2**16
-"""What is smaller stays: moving it costs more than it frees."""
+"""Smaller tensors are not moved: that would cost more than it frees."""
 _Kept = Tensor | tuple[torch.device, Any]
 
 
 class ActivationOffload(saved_tensors_hooks):
-    """Inside, what autograd saves for backward goes to the host, and comes back when backward needs it."""
+    """Context in which autograd saves tensors on the host, and copies them back for backward."""
 
     def __init__(self) -> None:
         super().__init__(self._pack, self._unpack)
         self.moved_bytes = 0
-        """So far."""
+        """Bytes moved so far."""
 
     def _pack(self, tensor: Tensor) -> _Kept:
         if tensor.nbytes < _LEAST_BYTES or isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
@@ -37,7 +37,7 @@ class ActivationOffload(saved_tensors_hooks):
 
     def _to_host(self, tensor: Tensor) -> Any:
         host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
-        # Not waited for: the copy back is queued behind it.
+        # No synchronisation: the copy back is queued after this one.
         return host.copy_(tensor, non_blocking=True)
 
     def _to_device(self, host: Any, device: torch.device) -> Tensor:

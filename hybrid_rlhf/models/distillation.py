@@ -1,8 +1,9 @@
-"""Student and teacher: a policy whose head also tells how far it is from a teacher, and one that gives hidden states.
+"""Student and teacher: a policy whose head also computes the distillation loss, and a model that returns hidden states.
 
-Why modules: under ZeRO-3 a head's weight is whole only around its module's forward, and a DeepSpeed engine wraps one.
+Why modules: under ZeRO-3 the weight of a head is gathered only around the forward of its module, and a DeepSpeed engine
+wraps one module.
 
-Shapes: B batch, T time, N tokens that are learned from, H hidden.
+Shapes: B batch, T time, N trained tokens, H hidden.
 """
 
 from __future__ import annotations
@@ -13,28 +14,28 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hybrid_rlhf.functional.distillation import DistillationRule, Head, divergence_from_hidden
+from hybrid_rlhf.functional.distillation import DistillationRule, OutputHead, divergence_from_hidden
 from hybrid_rlhf.models.policy import HeadLogprobs, Policy, hidden_before
 
 CHUNK_TOKENS = 256
-"""Tokens whose logits are held at a time: those of two models, and what a divergence makes of them."""
+"""Tokens whose logits, of both models, are held at a time."""
 CHUNK_LOGITS = 14
-"""Tensors [chunk, V] in float32 that are alive at once, at most (jensen_shannon; forward takes 9)."""
+"""Most float32 tensors [chunk, V] alive at once (jensen_shannon; forward needs 9)."""
 
 
 @dataclass(frozen=True)
-class Lesson:
-    """What a teacher says of the tokens of a batch."""
+class TeacherTargets:
+    """The teacher's predictions for the tokens of a batch."""
 
     hidden: Tensor
-    """[N, H] its states before them."""
+    """[N, H], hidden states before the tokens."""
     head: HeadLogprobs
-    """Its head, whole."""
+    """Its head, gathered."""
     rule: DistillationRule
 
 
 class Teacher(nn.Module):
-    """A causal LM that is asked for the states from which it would tell the next token."""
+    """A causal LM that returns the hidden states from which it predicts each token."""
 
     def __init__(self, lm: PreTrainedModel) -> None:
         super().__init__()
@@ -42,44 +43,53 @@ class Teacher(nn.Module):
         self.head = HeadLogprobs(lm)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, token_mask: Tensor) -> Tensor:
-        """[N, H] before the tokens of a mask [B, T], row by row; a row's first token has none."""
+        """Hidden states [N, H] before the tokens of a mask [B, T], row by row; the first token of a row has none."""
         return hidden_before(self.lm, input_ids, attention_mask, token_mask)[0]
 
 
 class StudentHead(HeadLogprobs):
-    """A head that also computes the loss of a lesson."""
+    """A head that also computes the distillation loss."""
 
-    def forward(self, hidden: Tensor, labels: Tensor, temperature: float, lesson: Lesson | None = None) -> Any:
-        """Without a lesson as HeadLogprobs; with one, loss, divergence and -log p(labels), scalar sums."""
-        if lesson is None:
+    def forward(self, hidden: Tensor, labels: Tensor, temperature: float, targets: TeacherTargets | None = None) -> Any:
+        """Without targets as HeadLogprobs; with targets, loss, divergence and -log p(labels), scalar sums."""
+        if targets is None:
             return super().forward(hidden, labels, temperature)
         states, head = _scaled(self, hidden)
-        teacher_states, teacher_head = _scaled(lesson.head, lesson.hidden)
+        teacher_states, teacher_head = _scaled(targets.head, targets.hidden)
         return divergence_from_hidden(
-            states, head, teacher_hidden=teacher_states, teacher_head=teacher_head, labels=labels, rule=lesson.rule,
+            states,
+            head,
+            teacher_hidden=teacher_states,
+            teacher_head=teacher_head,
+            labels=labels,
+            rule=targets.rule,
             chunk_tokens=CHUNK_TOKENS,
-        )  # fmt: skip
+        )
 
 
 class Student(Policy):
-    """A policy that can also learn from a lesson."""
+    """A policy that can also learn from a teacher."""
 
     def __init__(self, lm: PreTrainedModel) -> None:
         super().__init__(lm)
         self.head = StudentHead(lm)
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, token_mask: Tensor, temperature: float = 1.0,
-        lesson: Lesson | None = None,
-    ) -> Any:  # fmt: skip
-        """Without a lesson as Policy; with one, loss, divergence and -log p of the tokens, scalar sums."""
-        if lesson is None:
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        token_mask: Tensor,
+        temperature: float = 1.0,
+        targets: TeacherTargets | None = None,
+    ) -> Any:
+        """Without targets as Policy; with targets, loss, divergence and -log p of the tokens, scalar sums."""
+        if targets is None:
             return super().forward(input_ids, attention_mask, token_mask, temperature)
         hidden, wanted = hidden_before(self.lm, input_ids, attention_mask, token_mask)
-        return self.head(hidden, input_ids[wanted], temperature, lesson)
+        return self.head(hidden, input_ids[wanted], temperature, targets)
 
 
-def _scaled(head: HeadLogprobs, hidden: Tensor) -> tuple[Tensor, Head]:
-    """What the head's convention makes of states and bias."""
+def _scaled(head: HeadLogprobs, hidden: Tensor) -> tuple[Tensor, OutputHead]:
+    """Hidden states and head with the family's logit scale applied."""
     states, bias = head.scaled(hidden)
-    return states, Head(head.weight, bias, head.convention.softcap, head.float32_logits)
+    return states, OutputHead(head.weight, bias, head.convention.softcap, head.float32_logits)

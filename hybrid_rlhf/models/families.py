@@ -1,6 +1,6 @@
-"""Quirks of model families, as a table: what a head does besides a matrix product.
+"""How model families compute logits: scale and soft cap of the head, besides a matrix product.
 
-The table is read from config attributes, so a family that shares a convention needs no row of its own.
+They are read from config attributes, so a family that shares a convention needs no entry of its own.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def head_convention(config: PreTrainedConfig) -> HeadConvention:
 
 
 def keep_float32_logits(lm: PreTrainedModel, wanted: bool) -> None:
-    """Note on a causal LM whether its logits are summed and stay in float32 (model.head_dtype), for all that compute
-    them: training, distillation and generation."""
+    """Record on a causal LM whether its logits are computed in float32 (model.head_dtype); training, distillation and
+    generation follow it."""
     vars(lm)["float32_logits"] = wanted
 
 
 def has_float32_logits(lm: PreTrainedModel) -> bool:
-    """What `keep_float32_logits` noted; true where it was not asked."""
+    """What `keep_float32_logits` recorded; true by default."""
     return bool(vars(lm).get("float32_logits", True))

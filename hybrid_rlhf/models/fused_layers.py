@@ -1,8 +1,8 @@
-"""A model's RMS norms and rotary positions by `functional/fused.py`, on a CPU in float32.
+"""Replaces a model's RMS norms and rotary positions with those of `functional/fused.py`, on a CPU in float32.
 
-Why: fewer passes over memory and fewer starts of all threads than transformers' modules need, worth 2 to 3% of a layer
-(docs/benchmarks/training.md). Other dtypes and devices are computed by transformers as before. The module keeps its
-weights, names and ancestors; only this model's modules change, transformers' own classes do not.
+Why: fewer passes over memory and fewer starts of all threads than transformers' modules need, which saves 2 to 3% of a
+layer (docs/benchmarks/training.md). Other dtypes and devices use transformers' code. A module keeps its weights, names
+and base classes; only the modules of this model change, not transformers' classes.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from hybrid_rlhf.functional.fused import rms_norm, rotate
 RMS_NORMS = frozenset({"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Phi3RMSNorm"})
 """Norms of the form x / rms(x) * weight; Gemma's add 1 to the weight."""
 ROTARY_ATTENTIONS = frozenset({"LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention"})
-"""Attentions that rotate whole heads, half against half."""
+"""Attention modules that rotate all dimensions of a head, in two halves."""
 _ROTARY = "apply_rotary_pos_emb"
-"""What transformers calls by this name in an attention's forward."""
+"""Name of the rotary function that transformers calls in the forward of attention."""
 
 
 def fuse_layers(model: nn.Module) -> None:
-    """Give norms and attentions of known families their faster form; a test compares each with transformers'."""
+    """Replace norms and attention of known families with the faster form; a test compares each with transformers'."""
     for module in model.modules():
         kind: Any = type(module)
         if kind.__name__ in RMS_NORMS:
@@ -35,7 +35,7 @@ def fuse_layers(model: nn.Module) -> None:
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """Queries and keys [B, A, T, D] at their positions, cos and sin [B, T, D]; the signature is transformers'."""
+    """Queries and keys [B, A, T, D] at their positions, cos and sin [B, T, D]; with transformers' signature."""
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return rotate(q, cos, sin), rotate(k, cos, sin)
 
@@ -52,7 +52,7 @@ def _norm(kind: Any) -> Any:
 
 @functools.cache
 def _attention(kind: Any) -> Any:
-    """A forward of the same code that finds our function under the name of transformers'."""
+    """A forward with the same code, in which the name of transformers' rotary function refers to ours."""
     own: Any = kind.forward
     theirs = own.__globals__[_ROTARY]
 
@@ -67,7 +67,7 @@ def _attention(kind: Any) -> Any:
 
 
 def _rotates(kind: type[nn.Module]) -> bool:
-    """Whether its forward is a plain function that calls transformers' rotary function."""
+    """Whether a module's forward is a plain function that calls transformers' rotary function."""
     forward: Any = kind.forward
     return isinstance(forward, FunctionType) and not forward.__closure__ and _ROTARY in forward.__code__.co_names
 

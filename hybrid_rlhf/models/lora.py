@@ -1,8 +1,7 @@
-"""LoRA through peft: adapters put into the model in place, switched off for the reference, merged for use.
+"""LoRA through peft: adapters are injected into a model, disabled for the reference, merged for generation and saving.
 
-Source: Hu et al. 2021 (arXiv 2106.09685). Deviation: the adapters' own dropout is 0, like every dropout here.
-Merged weights are always computed into new memory; the training weights are never added to and subtracted from, which
-drifts in bfloat16.
+Source: Hu et al. 2021 (arXiv 2106.09685). Deviation: the adapters' dropout is 0, like every dropout in this library.
+Merged weights are always new tensors: adding to the training weights and subtracting again would drift in bfloat16.
 """
 
 from __future__ import annotations
@@ -19,38 +18,40 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.sections import LoraConfig
-from hybrid_rlhf.models.folders import reading
-from hybrid_rlhf.models.loading import Architecture
+from hybrid_rlhf.configs.sections.model import LoraConfig
+from hybrid_rlhf.models.pretrained.folders import reading
+from hybrid_rlhf.models.pretrained.loading import Architecture
 
 _ADAPTER = "default"
 
 
-def choose_trained(model: PreTrainedModel, lora: LoraConfig | None, architecture: Architecture, *, seed: int) -> None:
-    """Leave what learns to learn: nothing where `lora` is none, adapters where it has a rank, else every weight.
+def choose_trained(
+    model: PreTrainedModel, lora: LoraConfig | None, architecture: Architecture, *, learns: bool, seed: int
+) -> None:
+    """Choose the trained parameters: none of a frozen model, the adapters of `lora`, or all.
 
     Raises:
         UserError: when lora does not fit the model.
     """
-    if lora is None:
+    if not learns:
         model.requires_grad_(False)
-    elif lora.rank > 0:
+    elif lora is not None:
         dtype = model.dtype
         add_lora(model, lora, architecture, seed=seed)
-        for parameter in model.parameters():  # and no buffer: rotary frequencies are float32 in any model
+        for parameter in model.parameters():  # not buffers: rotary frequencies are float32 in any model
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(dtype)
 
 
 def add_lora(model: PreTrainedModel, config: LoraConfig, architecture: Architecture, *, seed: int) -> None:
-    """Put adapters into a model in place and freeze the rest, but for a score head.
+    """Inject adapters into a model and freeze the rest, except for a score head.
 
     Raises:
-        UserError: when no module matches lora.target_modules, or the head does, or what the head is tied to.
+        UserError: when lora.target_modules matches no module, the head, or an embedding tied to the head.
     """
     task = TaskType.CAUSAL_LM if architecture == "causal_lm" else TaskType.SEQ_CLS
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)  # the adapters start alike however the model was loaded
+        torch.manual_seed(seed)  # same initial adapters however the model was loaded
         with reading(f"lora.target_modules {config.target_modules} does not fit", "name linear layers of the model"):
             inject_adapter_in_model(
                 PeftLoraConfig(
@@ -65,24 +66,26 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, architecture: Architect
             )
     head = model.get_output_embeddings() if architecture == "causal_lm" else model.score
     if isinstance(head, BaseTunerLayer):
-        raise UserError("lora.target_modules may not name the head: leave it out")
+        raise UserError(f"lora.target_modules must not match the head, got {config.target_modules}: remove it")
     if any(layer.get_base_layer().weight is head.weight for _, layer in lora_layers(model)):
-        raise UserError("lora.target_modules may not name an embedding that is the head too: leave it out")
+        raise UserError(
+            f"lora.target_modules must not match an embedding tied to the head, got {config.target_modules}: remove it"
+        )
     if architecture == "scorer":
         head.requires_grad_(True)
 
 
 def has_lora(module: nn.Module) -> bool:
-    """Whether a module carries adapters."""
+    """Whether a module has adapters."""
     return any(isinstance(layer, BaseTunerLayer) for layer in module.modules())
 
 
 @contextlib.contextmanager
 def adapters_off(module: nn.Module) -> Iterator[None]:
-    """Compute as the base model does.
+    """Compute with the base model, without adapters.
 
-    Sets peft's switch directly: its public method also turns requires_grad off and on, which a ZeRO engine that has
-    already sorted its parameters must not see.
+    Sets peft's flag directly: its public method also changes requires_grad, which must not change once a ZeRO engine
+    has grouped its parameters.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
     for layer in layers:
@@ -95,14 +98,14 @@ def adapters_off(module: nn.Module) -> Iterator[None]:
 
 
 def lora_layers(module: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
-    """Names and adapted layers."""
+    """The layers with adapters, with their names."""
     for name, layer in module.named_modules():
         if isinstance(layer, LoraLayer):
             yield name, layer
 
 
 def merged_weight(layer: LoraLayer) -> Tensor:
-    """base + scale * B @ A in new memory, in the base weight's shape and dtype."""
+    """base + scale * B @ A as a new tensor, in the shape and dtype of the base weight."""
     base: Tensor = layer.get_base_layer().weight
     with torch.no_grad():
         return base.detach() + layer.get_delta_weight(_ADAPTER).to(base.dtype)
@@ -110,9 +113,9 @@ def merged_weight(layer: LoraLayer) -> Tensor:
 
 @contextlib.contextmanager
 def lora_merged(module: nn.Module) -> Iterator[None]:
-    """Compute with merged weights: the base layers point at merged copies inside, and at their own memory again after.
+    """Compute with merged weights: inside, the base layers use merged copies in place of their own weights.
 
-    All weights must be whole (gathered) inside.
+    All weights must be gathered.
     """
     layers = [layer for _, layer in lora_layers(module)]
     kept = [layer.get_base_layer().weight.data for layer in layers]

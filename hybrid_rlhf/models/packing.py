@@ -1,13 +1,13 @@
-"""Padding removed: the rows of a batch pass through the model as one row of real tokens, their attention kept apart.
+"""Packing: the rows of a batch pass through the model as one row of real tokens, with attention within each row.
 
-Why: responses end early, so a padded batch is half padding, and everything but attention costs as much for padding as
-for text. Position ids begin again at each row, and transformers' flash attention keeps rows apart by them. With any
-other kernel the attention is a function of ours: on a GPU in bfloat16 and float16 one call of a varlen kernel
-(varlen.py); elsewhere, and for soft-capped scores, queries, keys and values are spread over padded rows for the
-attention alone, rows of like lengths together, so that little of it is padding.
+Why: completions end early, so a padded batch is half padding, and everything except attention costs as much for padding
+as for text. Position ids restart at each row, by which transformers' flash attention separates rows. With any other
+kernel, attention is computed here: on a GPU in bfloat16 and float16 by one call of a varlen kernel (varlen.py);
+elsewhere, and for soft-capped scores, queries, keys and values are padded for attention only, in groups of rows with
+similar lengths, so that little of it is padding.
 
-It reaches the layers in place of a mask: a 4D mask is handed through by transformers as it is, also when activation
-checkpointing runs a layer again in backward.
+The boundaries of the rows reach the layers in place of a mask: transformers passes a 4D mask on unchanged, also when
+activation checkpointing runs a layer again in backward.
 
 Shapes: B rows, T time, N real tokens of all rows, L of the longest, A heads, K KV heads, D head size.
 """
@@ -32,54 +32,56 @@ PACKED_ATTENTION = "hybrid_rlhf_packed"
 PACKING_FAMILIES = frozenset(
     {"llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "opt", "gpt2", "gpt_neox"}
 )
-"""Model types whose layers see nothing of their neighbours but through attention, each held by a test."""
-_LIKE = 0.75
-"""Rows of a group have at least this share of its longest."""
+"""Model types in which tokens interact through attention only; a test checks each."""
+_MIN_LENGTH_RATIO = 0.75
+"""Shortest row of a group, as a share of its longest."""
 _MOST_GROUPS = 4
-_LEAST_SAVING = {"cpu": 2**12, "cuda": 2**22}
-"""Scores of a head that a group more must save: it costs an attention call."""
+_MIN_SAVING = {"cpu": 2**12, "cuda": 2**22}
+"""Attention scores per head that another group must save, since it costs another attention call."""
 
 
 def use_packing(lm: PreTrainedModel) -> None:
-    """Let a model take packed rows, where its family and kernel can; others go on with padded ones."""
+    """Let a model use packed rows if its family and kernel support them; others use padded rows."""
     kernel = lm.config._attn_implementation
     if lm.config.model_type in PACKING_FAMILIES and (kernel == "sdpa" or _softcap(lm) is not None):
         lm.set_attn_implementation(PACKED_ATTENTION)
 
 
 def packs(lm: PreTrainedModel) -> bool:
-    """Whether a model takes packed rows."""
+    """Whether a model uses packed rows."""
     kernel = lm.config._attn_implementation
     return lm.config.model_type in PACKING_FAMILIES and (kernel == PACKED_ATTENTION or kernel.startswith("flash"))
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedBatch:
     """Rows [B, T] as one row of real tokens."""
 
     arguments: dict[str, Any]
-    """Of the backbone: [1, N] tokens and positions, and who attends to whom."""
+    """Arguments of the backbone: tokens and positions [1, N], and the boundaries of rows."""
     order: Tensor | None
-    """[N]: where each real token of [B, T] is in it; none: in the same order."""
+    """Index [N] of each real token of [B, T] in the packed row; none: the same order."""
 
     def unpacked(self, states: Tensor) -> Tensor:
-        """States [N, H] of the tokens, row by row."""
+        """States [N, H] of the packed row in the order of [B, T]."""
         return states if self.order is None else states.index_select(0, self.order)
 
 
-def pack(lm: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Packed:
-    """Take padding out of rows [B, T], wherever it is."""
+def pack(lm: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> PackedBatch:
+    """Remove padding from rows [B, T], wherever it is."""
     real = attention_mask.bool()
     if lm.config._attn_implementation != PACKED_ATTENTION:
-        return Packed({"input_ids": input_ids[real][None], "position_ids": position_ids(real)[real][None]}, None)
+        return PackedBatch({"input_ids": input_ids[real][None], "position_ids": position_ids(real)[real][None]}, None)
     ends = _ends(lm, real)
     if ends is not None:
         positions = position_ids(real)[real][None]
-        return Packed({"input_ids": input_ids[real][None], "position_ids": positions, "attention_mask": ends}, None)
+        return PackedBatch(
+            {"input_ids": input_ids[real][None], "position_ids": positions, "attention_mask": ends}, None
+        )
     sizes = real.sum(dim=1).tolist()
     rows = sorted(range(len(sizes)), key=lambda row: -sizes[row])
     longest_first = [sizes[row] for row in rows]
-    groups = _groups(longest_first, least_saving=_LEAST_SAVING[real.device.type])
+    groups = _groups(longest_first, min_saving=_MIN_SAVING[real.device.type])
     order = None
     if len(groups) > 1:
         sizes = longest_first
@@ -89,11 +91,11 @@ def pack(lm: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Pack
         input_ids, real = input_ids[rows], real[rows]
     mask = places(sizes, groups, device=real.device)
     arguments = {"input_ids": input_ids[real][None], "position_ids": position_ids(real)[real][None]}
-    return Packed({**arguments, "attention_mask": mask}, order)
+    return PackedBatch({**arguments, "attention_mask": mask}, order)
 
 
 def _ends(lm: PreTrainedModel, real: Tensor) -> Tensor | None:
-    """Boundaries of rows [B, T] for a varlen kernel: int32 [1, 1, 1, B + 1], and the longest; none without one."""
+    """Boundaries of rows [B, T] for a varlen kernel: int32 [1, 1, 1, B + 1], with the longest length; or none."""
     size = head_size(lm.config.get_text_config())
     if _softcap(lm) is not None or varlen_attention(real.device, lm.dtype, size) is None:
         return None
@@ -103,13 +105,17 @@ def _ends(lm: PreTrainedModel, real: Tensor) -> Tensor | None:
     return mask  # type: ignore[no-any-return]
 
 
-def _groups(lengths: Sequence[int], *, least_saving: int) -> list[int]:
-    """Sizes of groups of rows, the longest first, that are attended to together: a cut pays where it saves scores."""
+def _groups(lengths: Sequence[int], *, min_saving: int) -> list[int]:
+    """Sizes of groups of rows, longest row first, that share one attention call; a new group must save scores."""
     groups: list[int] = []
     start = 0
     for row in range(1, len(lengths)):
         saving = (len(lengths) - row) * (lengths[start] ** 2 - lengths[row] ** 2)
-        if lengths[row] <= _LIKE * lengths[start] and saving >= least_saving and len(groups) < _MOST_GROUPS - 1:
+        if (
+            lengths[row] <= _MIN_LENGTH_RATIO * lengths[start]
+            and saving >= min_saving
+            and len(groups) < _MOST_GROUPS - 1
+        ):
             groups.append(row - start)
             start = row
     return [*groups, len(lengths) - start]
@@ -117,44 +123,47 @@ def _groups(lengths: Sequence[int], *, least_saving: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Group:
-    """Rows that are attended to together, padded to the longest of them."""
+    """Rows of one attention call, padded to the longest of them."""
 
     rows: int
     longest: int
     places: Tensor
-    """[n]: where each token lies in [rows * longest]."""
+    """Index [n] of each token in the padded rows [rows * longest]."""
     tokens: Tensor
-    """[rows * longest]: the token at each place; at padding the last of its row, so that a NaN stays in its row."""
+    """Token [rows * longest] at each padded index; at padding the last of its row, so that a NaN stays in its row."""
     padding: Tensor
-    """Places of padding."""
+    """Padded indices without a token."""
 
     @staticmethod
     def of(lengths: Sequence[int], *, device: torch.device) -> _Group:
-        """Rows of these lengths, one after the other."""
+        """A group of rows with these lengths, in the order of the packed row."""
         sizes, longest = torch.tensor(lengths), max(lengths)
         time = torch.arange(longest)
         real = time < sizes[:, None]
         tokens = (sizes.cumsum(0) - sizes)[:, None] + torch.minimum(time, sizes[:, None] - 1)
-        tokens.clamp_(min=0)  # of an empty first row
+        tokens.clamp_(min=0)  # for an empty first row
         flat = real.flatten()
         return _Group(
-            len(lengths), longest, flat.nonzero().squeeze(1).to(device), tokens.flatten().to(device),
+            len(lengths),
+            longest,
+            flat.nonzero().squeeze(1).to(device),
+            tokens.flatten().to(device),
             (~flat).nonzero().squeeze(1).to(device),
-        )  # fmt: skip
+        )
 
-    def spread(self, x: Tensor) -> Tensor:
-        """[n, A, D] to [rows, A, longest, D]."""
-        padded = _Spread.apply(x, self) if len(self.padding) else x
+    def pad(self, x: Tensor) -> Tensor:
+        """Tokens [n, A, D] to padded rows [rows, A, longest, D]."""
+        padded = _Pad.apply(x, self) if len(self.padding) else x
         return padded.unflatten(0, (self.rows, self.longest)).transpose(1, 2)
 
-    def collect(self, x: Tensor) -> Tensor:
-        """The way back."""
+    def unpad(self, x: Tensor) -> Tensor:
+        """The inverse of `pad`."""
         flat = x.transpose(1, 2).flatten(0, 1)
-        return _Collect.apply(flat, self) if len(self.padding) else flat  # type: ignore[no-any-return]
+        return _Unpad.apply(flat, self) if len(self.padding) else flat  # type: ignore[no-any-return]
 
 
 def places(lengths: Sequence[int], sizes: Sequence[int], *, device: torch.device) -> Tensor:
-    """Where each token lies among the padded rows of its group: int64 [1, 1, 1, N], with the groups."""
+    """Index of each token in the padded rows of its group: int64 [1, 1, 1, N], with the groups as an attribute."""
     groups, start = [], 0
     for size in sizes:
         groups.append(_Group.of(lengths[start : start + size], device=device))
@@ -164,8 +173,8 @@ def places(lengths: Sequence[int], sizes: Sequence[int], *, device: torch.device
     return mask  # type: ignore[no-any-return]
 
 
-class _Spread(torch.autograd.Function):
-    """[N, ...] to [B * L, ...]; padding holds a token of its own row."""
+class _Pad(torch.autograd.Function):
+    """[N, ...] to [B * L, ...]; padding holds the last token of its row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: _Group) -> Tensor:
@@ -174,11 +183,11 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.index_select(0, ctx.group.places), None  # that of padding is 0, see _Collect
+        return grad.index_select(0, ctx.group.places), None  # the gradient of padding is 0, see _Unpad
 
 
-class _Collect(torch.autograd.Function):
-    """The way back; nothing is learned from padding."""
+class _Unpad(torch.autograd.Function):
+    """[B * L, ...] to [N, ...]; padding gets a gradient of 0."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: _Group) -> Tensor:
@@ -201,22 +210,22 @@ def packed_attention(
     softcap: float | None = None,
     **other: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of packed rows; of padded ones, as in generation through the module, as transformers computes it.
+    """Attention of packed rows; padded rows (generation through the module) are computed as by transformers.
 
     Args:
         module: the layer's attention.
         query: [1, A, N, D].
         key: [1, K, N, D].
         value: as key.
-        attention_mask: the boundaries of the rows (see `_ends`) or the places of the tokens (see `places`); anything
-            else is a mask for padded rows.
+        attention_mask: the boundaries of the rows (see `_ends`), or the padded indices of the tokens (see `places`);
+            anything else is a mask of padded rows.
         scaling: scores are multiplied by it; none: 1 / sqrt(D).
-        sliding_window: tokens that a query sees, itself included; none: all before it.
+        sliding_window: tokens that a query attends to, itself included; none: all before it.
         softcap: scores s become softcap * tanh(s / softcap).
-        other: what transformers also hands to attention functions.
+        other: further arguments of transformers to attention functions.
 
     Returns:
-        [1, N, A, D], and no weights.
+        [1, N, A, D], and None in place of attention weights.
     """
     if attention_mask is not None and attention_mask.dtype == torch.int32:
         return _attend_varlen(query, key, value, attention_mask, scaling, sliding_window), None
@@ -230,16 +239,16 @@ def packed_attention(
     parts = zip(*(x[0].transpose(0, 1).split(counts) for x in (query, key, value)), strict=True)
     outputs = []
     for tokens, group in zip(parts, groups, strict=True):
-        q, k, v = (group.spread(x) for x in tokens)
+        q, k, v = (group.pad(x) for x in tokens)
         mixed = _attend(q, k, v, _window(group.longest, sliding_window, query.device), scaling, softcap)
-        outputs.append(group.collect(mixed))
+        outputs.append(group.unpad(mixed))
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None], None
 
 
 def _attend_varlen(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, window: int | None
 ) -> Tensor:
-    """[1, N, A, D] of queries [1, A, N, D]; the mask is of `_ends`."""
+    """[1, N, A, D] of queries [1, A, N, D], with the mask of `_ends`."""
     attend = varlen_attention(query.device, query.dtype, query.shape[-1])
     assert attend is not None, f"rows were packed for a varlen kernel, which has no {query.dtype}"
     ends, longest = mask.flatten(), mask.longest  # type: ignore[attr-defined]
@@ -248,7 +257,7 @@ def _attend_varlen(
 
 
 def _window(length: int, size: int | None, device: torch.device) -> Tensor | None:
-    """[L, L], true where a query sees a key; none where it sees all before it."""
+    """[L, L], true where a query attends to a key; none where a causal mask is enough."""
     if size is None or size >= length:
         return None
     place = torch.arange(length, device=device)
@@ -259,7 +268,7 @@ def _window(length: int, size: int | None, device: torch.device) -> Tensor | Non
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, softcap: float | None
 ) -> Tensor:
-    """[B, A, L, D]; causal without a mask."""
+    """[B, A, L, D] of padded rows; causal without a mask."""
     gqa = query.shape[1] != key.shape[1]
     if softcap is None:
         return torch.nn.functional.scaled_dot_product_attention(
@@ -273,7 +282,7 @@ def _attend(
         mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).tril(
             scores.shape[3] - scores.shape[2]
         )
-    # Not -inf: a padded query sees nothing, and NaN would spread.
+    # Not -inf: a padded query attends to no key, and its NaN would spread.
     weights = scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(dim=-1, dtype=torch.float32)
     return weights.to(value.dtype) @ value
 

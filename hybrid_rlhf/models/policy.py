@@ -1,8 +1,8 @@
-"""A causal LM that answers with log-probs of chosen tokens, and a classifier that answers with a value a token.
+"""A causal LM that returns log-probs of given tokens, and a classifier that returns a value per token.
 
-Both are thin modules around the Hugging Face model, so that a DeepSpeed engine wraps one forward with everything in
-it. Padding is taken out before the model (packing.py), and the head runs only where a token counts, in chunks, so
-`[B, T, V]` is never held. All outputs are aligned with tokens: entry t speaks of token t.
+Both are thin modules around the Hugging Face model, so that a DeepSpeed engine wraps one forward that does everything.
+Padding is removed before the model (packing.py), and the head runs on the tokens that count only, in chunks, so that
+`[B, T, V]` is never held. All outputs are aligned with tokens: entry t belongs to token t.
 
 Shapes: B batch, T time, N real tokens of a batch, H hidden, V vocabulary.
 """
@@ -19,16 +19,16 @@ from transformers import PreTrainedModel
 
 from hybrid_rlhf.functional.logprobs import logprobs_from_hidden
 from hybrid_rlhf.functional.masking import last_index, position_ids
-from hybrid_rlhf.functional.wide_products import wide_linear
+from hybrid_rlhf.functional.products import wide_linear
 from hybrid_rlhf.models.families import has_float32_logits, head_convention
 from hybrid_rlhf.models.packing import pack, packs
 
 HEAD_CHUNK_TOKENS = 512
-"""Tokens whose logits are held at a time: as few as keep the products fast."""
+"""Tokens whose logits are held at a time: the fewest for which the products are still fast."""
 
 
 class HeadLogprobs(nn.Module):
-    """The LM head as log-probs. It holds the head's own parameters, so that ZeRO-3 gathers them around its forward."""
+    """The LM head, returning log-probs. It has the head's parameters, so ZeRO-3 gathers them around its forward."""
 
     def __init__(self, lm: PreTrainedModel) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class HeadLogprobs(nn.Module):
         self.float32_logits = has_float32_logits(lm)
 
     def forward(self, hidden: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropy [N] of labels [N] after hidden [N, H], float32."""
+        """Log-probs and entropy [N] float32 of labels [N] after hidden states [N, H]."""
         softcap, scale = self.convention.softcap, self.convention.scale
         states, bias = (hidden, self.bias) if softcap is None else self.scaled(hidden)
         return logprobs_from_hidden(
@@ -47,14 +47,16 @@ class HeadLogprobs(nn.Module):
             weight=self.weight,
             bias=bias,
             labels=labels,
-            temperature=temperature / scale if softcap is None else temperature,  # states * scale would be rounded
+            temperature=temperature / scale
+            if softcap is None
+            else temperature,  # not states * scale, which would be rounded
             softcap=softcap,
             chunk_tokens=HEAD_CHUNK_TOKENS,
             float32_logits=self.float32_logits,
         )
 
     def scaled(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """States and bias, times what the family multiplies logits by."""
+        """Hidden states and bias, multiplied by the family's logit scale."""
         scale = self.convention.scale
         return (
             (hidden, self.bias) if scale == 1.0 else (hidden * scale, None if self.bias is None else self.bias * scale)
@@ -72,12 +74,12 @@ class Policy(nn.Module):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, token_mask: Tensor, temperature: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies of the tokens that count.
+        """Log-probs and entropies of the tokens of a mask.
 
         Args:
             input_ids: [B, T] int64.
             attention_mask: [B, T], true on real tokens.
-            token_mask: [B, T], true on tokens whose log-prob is wanted; a row's first has no predecessor and stays 0.
+            token_mask: [B, T], true on tokens whose log-prob is needed; the first token of a row has none and stays 0.
             temperature: logits are divided by it.
 
         Returns:
@@ -89,23 +91,23 @@ class Policy(nn.Module):
 
 
 class Scorer(nn.Module):
-    """Reward model or critic: a number a token, or one for each of several heads."""
+    """Reward model or critic: one value per token, or one per token and head."""
 
     def __init__(self, classifier: PreTrainedModel) -> None:
         super().__init__()
         self.lm = classifier
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """The head's output after each real token, [B, T] float32, 0 elsewhere; of several heads [B, T, heads]."""
+        """The head's output after each real token, [B, T] float32, 0 elsewhere; with several heads [B, T, heads]."""
         real = attention_mask.bool()
         return _scatter(self.lm.score(backbone_hidden(self.lm, input_ids, real)).squeeze(-1).float(), real)
 
 
 @contextlib.contextmanager
 def wide_logits(lm: PreTrainedModel) -> Iterator[None]:
-    """Within it a Hugging Face model's own forward keeps its head's products in float32, where `has_float32_logits`.
+    """Let a Hugging Face model's own forward compute its logits in float32, if `has_float32_logits`.
 
-    For generation through the module; no gradient passes its head.
+    For generation through the module; the head has no gradient.
     """
     head = lm.get_output_embeddings()
     if not has_float32_logits(lm) or not isinstance(head, nn.Linear) or head.weight.dtype == torch.float32:
@@ -123,27 +125,27 @@ def wide_logits(lm: PreTrainedModel) -> Iterator[None]:
 
 
 def scores_at_end(outputs: Tensor, attention_mask: Tensor) -> Tensor:
-    """The score of each row [B], or its scores [B, heads]: the output at its last real token, by index and never by
-    token id."""
+    """Score [B], or scores [B, heads], of each row: the output at its last real token, found by mask and not by token
+    id."""
     return outputs[torch.arange(len(outputs), device=outputs.device), last_index(attention_mask)]
 
 
 def of_heads(outputs: Tensor, heads: Tensor) -> Tensor:
-    """Outputs [B, T] of the head that `heads` [B] names for each row; those of a single head as they are."""
+    """Outputs [B, T] of the head that `heads` [B] gives for each row; those of a single head are unchanged."""
     if outputs.dim() == 2:
         return outputs
     return outputs.gather(2, heads[:, None, None].expand(*outputs.shape[:2], 1)).squeeze(2)
 
 
 def values_before(outputs: Tensor) -> Tensor:
-    """The value [B, T] of the state in which token t is chosen: the critic's output after token t - 1."""
+    """Value [B, T] of the state before token t: the critic's output after token t - 1."""
     return torch.cat([torch.zeros_like(outputs[:, :1]), outputs[:, :-1]], dim=1)
 
 
 def hidden_before(
     lm: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, token_mask: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Last hidden states [N, H] before the tokens of a mask, row by row; and which they are [B, T]: no row's first."""
+    """Last hidden states [N, H] before the tokens of a mask, row by row, and the mask [B, T] without first tokens."""
     real = attention_mask.bool()
     hidden = backbone_hidden(lm, input_ids, real)
     place = real.flatten().cumsum(dim=0).view(real.shape) - 1
@@ -152,13 +154,13 @@ def hidden_before(
 
 
 def backbone_hidden(lm: PreTrainedModel, input_ids: Tensor, real: Tensor) -> Tensor:
-    """Last hidden states of the real tokens of [B, T], row by row: [N, H]. Packed where the model takes packed rows."""
+    """Last hidden states [N, H] of the real tokens of [B, T], row by row; packed if the model uses packed rows."""
     backbone = lm.base_model
     if packs(lm):
         packed = pack(lm, input_ids, real)
         return packed.unpacked(backbone(**packed.arguments, use_cache=False).last_hidden_state[0])
     positions = {}
-    if "position_ids" in inspect.signature(backbone.forward).parameters:  # ALiBi families take none
+    if "position_ids" in inspect.signature(backbone.forward).parameters:  # families with ALiBi have none
         positions["position_ids"] = position_ids(real)
     output = backbone(input_ids=input_ids, attention_mask=real.long(), use_cache=False, **positions)
     hidden: Tensor = output.last_hidden_state
@@ -166,7 +168,7 @@ def backbone_hidden(lm: PreTrainedModel, input_ids: Tensor, real: Tensor) -> Ten
 
 
 def _scatter(flat: Tensor, where: Tensor) -> Tensor:
-    """Flat values [N] or [N, K] to the true places of `where` [B, T], 0 elsewhere."""
+    """Values [N] or [N, K] at the true entries of `where` [B, T], 0 elsewhere."""
     rest = flat.shape[1:]
     places = where[(..., *(None for _ in rest))]
     return torch.zeros((*where.shape, *rest), dtype=flat.dtype, device=flat.device).masked_scatter(places, flat)

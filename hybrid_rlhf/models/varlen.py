@@ -1,13 +1,13 @@
-"""Causal attention of sequences of different lengths in one kernel, forward and backward.
+"""Causal attention of sequences with different lengths in one kernel, forward and backward.
 
-Why: `scaled_dot_product_attention` takes rows of one length, so sequences of several lengths need padding or several
-calls, and on Hopper torch may give each new shape to cuDNN, which then builds a plan for it (0.4 to 0.5 s, FunASR
-issue 3704). A varlen kernel takes the boundaries as a tensor: one call, no padding, no plan.
+Why: `scaled_dot_product_attention` needs rows of one length, so sequences of different lengths need padding or several
+calls, and on Hopper torch may pass each new shape to cuDNN, which then builds a plan for it (0.4 to 0.5 s, FunASR issue
+3704). A varlen kernel takes the boundaries as a tensor: one call, no padding, no plan.
 
 Source: torch.nn.attention.varlen (torch 2.13: grouped queries, windows, backward), else the flash-attn package
 (arXiv 2307.08691). Both are FlashAttention-2 kernels: bfloat16 and float16 on CUDA from compute capability 8.0 on, head
-sizes that are multiples of 8 up to 256. A query of a sequence with more keys than queries stands behind the first ones
-(the mask is aligned to the last key).
+sizes that are multiples of 8 up to 256. In a sequence with more keys than queries, the causal mask is aligned to the
+last key.
 
 Shapes: N tokens of all sequences, M keys of all, B sequences, A heads, K KV heads, D head size.
 """
@@ -30,9 +30,16 @@ class VarlenAttention(Protocol):
     """A varlen kernel."""
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, ends: tuple[Tensor, Tensor], longest: tuple[int, int], *,
-        scale: float | None, window: int | None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        ends: tuple[Tensor, Tensor],
+        longest: tuple[int, int],
+        *,
+        scale: float | None,
+        window: int | None,
+    ) -> Tensor:
         """Causal attention within each sequence.
 
         Args:
@@ -40,9 +47,9 @@ class VarlenAttention(Protocol):
             key: [M, K, D].
             value: as key.
             ends: boundaries of the sequences, int32 [B + 1] from 0, in the queries and in the keys.
-            longest: sequence in queries and in keys.
+            longest: length of the longest sequence, in queries and in keys.
             scale: scores are multiplied by it; none: 1 / sqrt(D).
-            window: tokens that a query sees, itself included; none: all before it.
+            window: tokens that a query attends to, itself included; none: all before it.
 
         Returns:
             [N, A, D].
@@ -50,7 +57,7 @@ class VarlenAttention(Protocol):
 
 
 def varlen_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> VarlenAttention | None:
-    """The kernel for tensors of a device, dtype and head size; none where there is no such kernel."""
+    """The kernel for a device, dtype and head size; none where there is no kernel."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
     if head_dim % 8 or head_dim > _LARGEST_HEAD or torch.cuda.get_device_capability(device) < (8, 0):
@@ -61,19 +68,19 @@ def varlen_attention(device: torch.device, dtype: torch.dtype, head_dim: int) ->
 
 
 def boundaries(lengths: Tensor) -> Tensor:
-    """Where sequences of lengths [B] begin and end: int32 [B + 1]."""
+    """Boundaries int32 [B + 1] of sequences with lengths [B]."""
     return torch.nn.functional.pad(lengths.cumsum(dim=0), (1, 0)).to(torch.int32)
 
 
 def head_size(config: object) -> int:
-    """Of a Hugging Face text config."""
+    """The head size of a Hugging Face text config."""
     size = getattr(config, "head_dim", None)
     return int(size or config.hidden_size // config.num_attention_heads)  # type: ignore[attr-defined]
 
 
 @cache
 def _torch_has_varlen() -> bool:
-    """Whether torch has the kernel with scales, windows and grouped queries: 2.10 had it without."""
+    """Whether torch's kernel supports scales, windows and grouped queries, which that of torch 2.10 does not."""
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return False
     function = importlib.import_module("torch.nn.attention.varlen").varlen_attn
@@ -81,24 +88,48 @@ def _torch_has_varlen() -> bool:
 
 
 def _torch_varlen(
-    query: Tensor, key: Tensor, value: Tensor, ends: tuple[Tensor, Tensor], longest: tuple[int, int], *,
-    scale: float | None, window: int | None,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    *,
+    scale: float | None,
+    window: int | None,
+) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn(  # type: ignore[return-value]
-        query, key, value, *ends, *longest, scale=scale, window_size=(-1 if window is None else window - 1, 0),
+        query,
+        key,
+        value,
+        *ends,
+        *longest,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
-    )  # fmt: skip
+    )
 
 
 def _flash_attn_varlen(
-    query: Tensor, key: Tensor, value: Tensor, ends: tuple[Tensor, Tensor], longest: tuple[int, int], *,
-    scale: float | None, window: int | None,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    *,
+    scale: float | None,
+    window: int | None,
+) -> Tensor:
     mixed: Tensor = importlib.import_module("flash_attn").flash_attn_varlen_func(
-        query, key, value, *ends, *longest, softmax_scale=scale, causal=True,
+        query,
+        key,
+        value,
+        *ends,
+        *longest,
+        softmax_scale=scale,
+        causal=True,
         window_size=(-1 if window is None else window - 1, 0),
         deterministic=torch.are_deterministic_algorithms_enabled(),
-    )  # fmt: skip
+    )
     return mixed

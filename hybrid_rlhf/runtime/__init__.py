@@ -1,1 +1,5 @@
-"""The process group, seeds, logs, metrics and timers. The only place that calls a collective on the default group."""
+"""Processes, files and observability; the only folder that calls a collective on the default process group.
+
+Read `world.py` (ranks and collectives), then `run.py` (folder, log and metrics of one run). `liveness/` ends runs that
+hang, `files/` has files that survive a crash, `observability/` has logs, metrics, timers and profiles.
+"""

@@ -1,9 +1,9 @@
-"""Freed memory stays with a process that computes on a CPU, and is used again.
+"""Makes glibc's malloc keep and reuse freed memory in a process that computes on a CPU.
 
-glibc gives large blocks back to the system as they are freed and takes new ones a moment later; each of their pages is
-then cleared and mapped again at its first touch, a good part of a forward's time. And before 2.38 a freed block of
-torch's, which is aligned, does not fit the next one of its size while a splinter beside it waits in malloc's cache of
-small blocks: the memory of a step grows to twice what is alive (glibc bug 14581).
+By default glibc returns large freed blocks to the system and requests new ones a moment later. The kernel then clears
+and maps each page again at its first access, which takes a considerable part of a forward pass. Before glibc 2.38,
+moreover, a freed aligned block of torch cannot hold the next one of its size while the small remainder beside it stays
+in malloc's per-thread cache: the memory of a step grows to twice that of its live tensors (glibc bug 14581).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import os
 import sys
 
 MALLOC_ENVIRONMENT = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
-"""Lets splinters join their neighbours; read at a process's start alone."""
+"""Lets small remainders merge with their neighbours; glibc reads it only when a process starts."""
 _M_MXFAST, _M_TRIM_THRESHOLD, _M_MMAP_MAX = 1, -1, -4
 """From malloc.h."""
 
 
 def keep_freed_memory() -> None:
-    """Let malloc keep what is freed, unless the environment says how it is to behave (MALLOC_...), or it cannot."""
+    """Make malloc keep freed memory, unless MALLOC_... variables configure it or the platform has no mallopt."""
     if not sys.platform.startswith("linux") or any(name.startswith("MALLOC_") for name in os.environ):
         return
     library = ctypes.CDLL(None)

@@ -1,12 +1,12 @@
-"""Which library computes the matrix products of a CPU: the faster of oneDNN and torch's own, measured at start.
+"""Selects the library for matrix products on a CPU: the faster of oneDNN and torch's own, measured at the start.
 
-Why: which one is faster depends on the processor (`functional/products.py`). The two differ in the last bits, so a run
-keeps the choice that it started with: the run's folder records it, and a run that resumes on the same kind of machine
-reads it from there. A new run takes the choice from ~/.cache/hybrid_rlhf, or measures and writes it there. Rank 0
-chooses for all ranks.
+Which one is faster depends on the processor (`functional/products.py`). Their results differ in the last bits, so a run
+keeps its initial choice: the run folder records it, and a run that resumes on the same kind of machine reads it from
+there. A new run takes the choice from ~/.cache/hybrid_rlhf, or measures and writes it there. Rank 0 chooses for all
+ranks.
 
-HYBRID_RLHF_PRODUCTS=onednn or =torch forces one. `deterministic: true` always takes oneDNN, so that no measurement
-decides about bits.
+HYBRID_RLHF_PRODUCTS=onednn or =torch overrides the choice. `deterministic: true` always selects oneDNN, so that no
+measurement affects the result.
 """
 
 from __future__ import annotations
@@ -23,45 +23,45 @@ from pathlib import Path
 import torch
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.whole_files import write_whole
+from hybrid_rlhf.configs.files.atomic import write_whole
 from hybrid_rlhf.functional.products import BACKENDS, Backend, backend, linear, use_backend
-from hybrid_rlhf.runtime.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.world import World
 
 VARIABLE = "HYBRID_RLHF_PRODUCTS"
 RECORD = "products.json"
-"""In a run's folder and in the cache: the choice for each machine, see `machine_key`."""
+"""In a run folder and in the cache: the choice for each machine, by `machine_key`."""
 CACHE = "~/.cache/hybrid_rlhf"
 _DETERMINISTIC: Backend = "onednn"
 _SHAPES = ((512, 576, 1536), (512, 1536, 576))
 """Tokens, inputs and outputs."""
 _ROUNDS = 6
 _LIMIT_SECONDS = 0.3
-"""No further round begins after this long."""
+"""No round begins later than this."""
 logger = logging.getLogger(LOGGER_NAME)
 
 
-def choose_products(
+def choose_product_backend(
     world: World, folder: Path, *, checkpoint: Path | None, deterministic: bool, cache: Path | None = None
 ) -> Backend:
-    """Choose the library for this run, on every rank alike, and record it in the run's folder.
+    """Select the library of this run, the same on every rank, and record it in the run folder.
 
     Args:
-        world: its rank 0 chooses; on GPUs there is nothing to choose.
-        folder: of the run.
-        checkpoint: that the run resumes from, in its own folder or another run's; none: it starts.
-        deterministic: take a fixed one.
-        cache: folder of the machine's choice; none: ~/.cache/hybrid_rlhf.
+        world: every rank calls; rank 0 chooses. Nothing changes on GPUs.
+        folder: run folder.
+        checkpoint: the checkpoint that the run resumes from, in its own folder or that of another run; None: none.
+        deterministic: select oneDNN without measuring.
+        cache: folder with the choice for this machine; None: ~/.cache/hybrid_rlhf.
 
     Returns:
         the choice.
 
     Raises:
-        UserError: the variable names neither.
+        UserError: if the environment variable has an unknown value.
     """
     forced = os.environ.get(VARIABLE)
     if forced is not None and forced not in BACKENDS:
-        raise UserError(f"{VARIABLE} must be onednn or torch, got {forced!r}: unset it to take the faster of the two")
+        raise UserError(f"{VARIABLE} must be onednn or torch, got {forced!r}: unset it to use the faster of the two")
     if world.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return backend()
     if world.is_main:
@@ -75,15 +75,19 @@ def choose_products(
 
 
 def machine_key() -> str:
-    """What a choice depends on: processor, instruction set, torch and its number of threads."""
+    """Everything a choice depends on: processor, instruction set, torch and its number of threads."""
     return "; ".join(
-        (_processor(), torch.backends.cpu.get_cpu_capability(), f"torch {torch.__version__}",
-         f"{torch.get_num_threads()} threads")
-    )  # fmt: skip
+        (
+            _processor(),
+            torch.backends.cpu.get_cpu_capability(),
+            f"torch {torch.__version__}",
+            f"{torch.get_num_threads()} threads",
+        )
+    )
 
 
 def measure() -> dict[Backend, float]:
-    """Seconds of a forward and backward of a few shapes by each library: the fastest of several rounds, in turn."""
+    """Seconds of forward and backward for a few shapes with each library; the fastest of several rounds."""
     generator = torch.Generator().manual_seed(0)
     cases = [
         [torch.randn(shape, generator=generator) for shape in ((tokens, inputs), (outputs, inputs), (tokens, outputs))]
@@ -98,7 +102,7 @@ def measure() -> dict[Backend, float]:
             for name, (place, case) in itertools.product(BACKENDS, enumerate(cases)):
                 use_backend(name)
                 seconds = _seconds(*case)
-                if number:  # the first round prepares the kernels
+                if number:  # the first round is a warm-up
                     fastest[name, place] = min(seconds, fastest.get((name, place), seconds))
     finally:
         use_backend(before)
@@ -121,12 +125,12 @@ def _decided(forced: str | None, deterministic: bool) -> tuple[Backend, str] | N
 
 
 def _found(folder: Path, checkpoint: Path | None, cache: Path) -> tuple[Backend, str] | None:
-    """A choice made before: by the run that is resumed, else on this machine."""
+    """An earlier choice: that of the run being resumed, otherwise that of this machine."""
     places: list[Path] = [] if checkpoint is None else [checkpoint.parent.parent, folder]
     for place in (*places, cache):
         for name in BACKENDS:
             if _read(place).get(machine_key()) == name:
-                return name, "measured before on this machine" if place == cache else "as the run started"
+                return name, "measured earlier on this machine" if place == cache else "recorded in the run folder"
     return None
 
 
@@ -141,7 +145,7 @@ def _measured(cache: Path) -> tuple[Backend, str]:
 
 
 def _read(folder: Path) -> dict[str, str]:
-    """The choices recorded in a folder; a file that somebody else broke holds none."""
+    """The choices recorded in a folder; none if the file is missing or invalid."""
     try:
         content = json.loads((folder / RECORD).read_text())
     except (OSError, ValueError):
@@ -154,7 +158,7 @@ def _write(folder: Path, choice: Backend) -> None:
 
 
 def _processor() -> str:
-    """Its name and model: virtual machines often give only the maker's name."""
+    """Name, family, model and stepping: on virtual machines the name is often only that of the vendor."""
     try:
         first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
     except OSError:

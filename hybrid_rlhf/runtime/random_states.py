@@ -1,4 +1,4 @@
-"""The random states of a process, as JSON: python, numpy, torch on the host and on its GPU."""
+"""The random states of a process as JSON: Python, NumPy, torch on the CPU and on its GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
-    """The states now."""
+    """The current states."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     states: dict[str, Any] = {
         "python": random.getstate(),
@@ -25,7 +25,7 @@ def random_states(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_states(states: Mapping[str, Any], device: torch.device) -> None:
-    """What `random_states` gave."""
+    """Restore the states that `random_states` returned."""
     version, words, next_gauss = states["python"]
     random.setstate((version, tuple(words), next_gauss))
     kind, keys, *rest = states["numpy"]

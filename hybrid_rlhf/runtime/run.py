@@ -1,6 +1,7 @@
-"""A run: its ranks, its folder, its log and its metrics. Made at the start of a step, closed at its end.
+"""A run: its ranks, folder, log and metrics, opened at the start of a step and closed at its end.
 
-A folder belongs to one run. One that already holds a run is refused, or gone on with; never written over.
+A folder belongs to one run. If it already contains one, the new run either resumes it or is refused; nothing is ever
+overwritten.
 """
 
 from __future__ import annotations
@@ -8,45 +9,53 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from hybrid_rlhf.configs.cli import read_config
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.resuming import changed_keys
-from hybrid_rlhf.configs.sections import StepConfig
-from hybrid_rlhf.configs.whole_files import write_whole
-from hybrid_rlhf.runtime.checkpoint_folder import (
+from hybrid_rlhf.configs.files.atomic import write_whole
+from hybrid_rlhf.configs.parsing.command_line import read_config
+from hybrid_rlhf.configs.parsing.resuming import changed_keys
+from hybrid_rlhf.configs.sections.run import StepConfig
+from hybrid_rlhf.runtime.files.checkpoint_folder import (
     CHECKPOINTS,
     MANIFEST,
     find_fault,
-    newest_whole,
+    newest_complete,
     read_manifest,
-    set_aside_newer,
+    rename_superseded,
 )
-from hybrid_rlhf.runtime.folder_lock import FolderLock
-from hybrid_rlhf.runtime.interrupts import saves_dropped
-from hybrid_rlhf.runtime.launcher import stop_with_launcher
-from hybrid_rlhf.runtime.logs import LOGGER_NAME, close_log_file, setup_logging
-from hybrid_rlhf.runtime.metrics import METRICS_FILE, MetricsWriter, StepDisplay, format_figure, read_metrics
-from hybrid_rlhf.runtime.product_backend import choose_products
-from hybrid_rlhf.runtime.progress import ProgressLog
-from hybrid_rlhf.runtime.timers import Timers
-from hybrid_rlhf.runtime.watchdog import Watchdog
-from hybrid_rlhf.runtime.world import World, close_world, init_world, restarts, seed_all
+from hybrid_rlhf.runtime.files.folder_lock import FolderLock
+from hybrid_rlhf.runtime.liveness.launcher import stop_with_launcher
+from hybrid_rlhf.runtime.liveness.signals import ignore_save_requests
+from hybrid_rlhf.runtime.liveness.watchdog import Watchdog
+from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME, close_log_file, setup_logging
+from hybrid_rlhf.runtime.observability.metrics import (
+    METRICS_FILE,
+    MetricsWriter,
+    StepDisplay,
+    format_value,
+    read_metrics,
+)
+from hybrid_rlhf.runtime.observability.progress import ProgressLog
+from hybrid_rlhf.runtime.observability.timers import Timers
+from hybrid_rlhf.runtime.product_backend import choose_product_backend
+from hybrid_rlhf.runtime.world import World, close_world, init_world, restart_count, seed_all
 
 CONFIG_FILE = "config.yaml"
 FINISHED_FILE = "finished.json"
-_WORDS = ("never", "auto")
-"""What resume takes that is no folder."""
+_RESUME_MODES = ("never", "auto")
+"""The values of `resume` that do not name a folder."""
+Callback = Callable[[int, Mapping[str, float]], object]
+"""Called with a step and its metrics."""
 logger = logging.getLogger(LOGGER_NAME)
 
 
 @dataclass
 class Run:
-    """What the loops of a step need around them."""
+    """The context of a training loop."""
 
     world: World
     folder: Path
@@ -54,28 +63,30 @@ class Run:
     timers: Timers
     watchdog: Watchdog
     checkpoint: Path | None
-    """The checkpoint that the run goes on from, whole; none: it starts."""
+    """The complete checkpoint that the run resumes from; None: it starts from the beginning."""
     warm_start: Path | None = None
-    """A model folder whose weights the run starts from in place of its models' own."""
-    begun_from: str = "never"
-    """What the first start of the run was told to resume."""
+    """A model folder with the initial weights, in place of the configured models."""
+    callbacks: Sequence[Callback] = ()
+    """Called with each step and its metrics."""
+    initial_resume: str = "never"
+    """The value of `resume` when the run was first started."""
     _metrics: MetricsWriter | None = None
     _in_loop: bool = False
 
     @property
-    def resumable_config(self) -> StepConfig:
-        """The config that a checkpoint keeps: it knows the warm start that the run, gone on with since, once had."""
+    def checkpoint_config(self) -> StepConfig:
+        """The config stored in checkpoints: `resume` is the warm start of the run, also after it has been resumed."""
         return self.config if self.warm_start is None else replace(self.config, resume=str(self.warm_start))
 
     @property
-    def kept_config(self) -> StepConfig:
-        """The config that the folder keeps: it knows what to go on from while no checkpoint of its own is whole."""
-        return replace(self.config, resume=self.begun_from)
+    def folder_config(self) -> StepConfig:
+        """The config stored in the run folder: `resume` is used again until the run has a complete checkpoint."""
+        return replace(self.config, resume=self.initial_resume)
 
     def open_metrics(self, resumed_step: int | None) -> None:
-        """Open metrics.jsonl, keeping what was written up to the step that the run goes on from; none: it starts."""
+        """Open metrics.jsonl and drop the lines after the resumed step; None: drop all."""
         self._in_loop = True
-        self.watchdog.begin((resumed_step or 0) + 1)
+        self.watchdog.begin_step((resumed_step or 0) + 1)
         if self.world.is_main:
             last = -1 if resumed_step is None else resumed_step
             done = [line for line in read_metrics(self.folder) if line["step"] <= last]
@@ -87,28 +98,30 @@ class Run:
             )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write a step's metrics and come to the next; every rank calls, rank 0 writes."""
-        self.watchdog.begin(step + 1)
+        """Write the metrics of a step and begin the next; every rank calls, rank 0 writes."""
+        self.watchdog.begin_step(step + 1)
         if self._metrics is not None:
             self._metrics.write(step, metrics)
+        for callback in self.callbacks:
+            callback(step, metrics)
 
     def flush(self) -> None:
-        """Return when the metrics so far are on the disk."""
+        """Flush all metrics written so far to disk."""
         if self._metrics is not None:
             self._metrics.flush()
 
-    def say(self, title: str, figures: Mapping[str, float]) -> None:
-        """One line of figures on the console."""
-        if self.world.is_main and figures:
-            logger.info("%s  %s", title, "  ".join(f"{name} {format_figure(value)}" for name, value in figures.items()))
+    def report(self, title: str, metrics: Mapping[str, float]) -> None:
+        """Log one line of metrics."""
+        if self.world.is_main and metrics:
+            logger.info("%s  %s", title, "  ".join(f"{name} {format_value(value)}" for name, value in metrics.items()))
 
     def progress(self, what: str, *, total: int, unit: str = "rows") -> ProgressLog:
-        """Shows that work of the present phase moves; as long as it does, the phase is not late."""
+        """A progress log for work of the current phase; every advance restarts the phase's time limit."""
         beat = partial(self.watchdog.beat, self.watchdog.phase)
         return ProgressLog(what, total=total, unit=unit, on_advance=beat)
 
     def display(self, title: str, *, total_steps: int, done_steps: int = 0) -> StepDisplay:
-        """A progress display for the main rank."""
+        """A step display, shown by the main rank."""
         return StepDisplay(
             title,
             total_steps=total_steps,
@@ -118,44 +131,44 @@ class Run:
         )
 
     def close(self) -> None:
-        """Close the metrics."""
+        """Close the metrics files."""
         if self._metrics is not None:
             self._metrics.close()
 
 
 @contextlib.contextmanager
-def start_run(config: StepConfig) -> Iterator[Run]:
-    """Join the ranks, claim the folder, seed, and leave again at the end.
+def start_run(config: StepConfig, callbacks: Sequence[Callback] = ()) -> Iterator[Run]:
+    """Join the ranks, lock the folder and seed; undo the first two at the end.
 
     Raises:
-        UserError: on every rank, when the folder holds a run that may not be touched.
-        SystemExit: on every rank, with code 0, when the run that is to be resumed is finished.
+        UserError: on every rank, if the folder contains a run that may not be resumed.
+        SystemExit: on every rank, with code 0, if the run to be resumed has finished.
     """
     folder = Path(config.output_dir)
     lock = FolderLock(folder)
     stop_with_launcher()
-    with saves_dropped():
+    with ignore_save_requests():
         world = init_world(timeout_seconds=config.faults.collective_timeout_seconds)
         try:
             resume = effective_resume(config, world)
             changed = _changed_if_finished(folder, config) if world.is_main else None
             if world.broadcast_object(resume == "auto" and changed == []):
-                setup_logging(world).info("%s holds a finished run: nothing is left to do", folder)
+                setup_logging(world).info("%s contains a finished run: nothing to do", folder)
                 raise SystemExit(0)
             failure = world.broadcast_object(_claim(folder, resume, lock, changed) if world.is_main else None)
             if failure is not None:
                 raise UserError(failure)
             setup_logging(world, file=folder / "log.txt")
-            begun_from = _begun_from(folder, config.resume)
-            checkpoint = _checkpoint(folder, resume, begun_from, world)
-            warm_start = _warm_start(begun_from, checkpoint)
+            initial_resume = _initial_resume(folder, config.resume)
+            checkpoint = _checkpoint(folder, resume, initial_resume, world)
+            warm_start = _warm_start(initial_resume, checkpoint)
             seed_all(config.seed, deterministic=config.deterministic)
-            choose_products(world, folder, checkpoint=checkpoint, deterministic=config.deterministic)
+            choose_product_backend(world, folder, checkpoint=checkpoint, deterministic=config.deterministic)
             with Watchdog(world, folder, limit_seconds=config.faults.phase_timeout_seconds) as watchdog:
-                timers = Timers(world.device, on_phase=watchdog.enter)
-                run = Run(world, folder, config, timers, watchdog, checkpoint, warm_start, begun_from)
+                timers = Timers(world.device, on_phase=watchdog.enter_phase)
+                run = Run(world, folder, config, timers, watchdog, checkpoint, warm_start, callbacks, initial_resume)
                 try:
-                    with _config_put_back(run):
+                    with _config_restored_on_error(run):
                         yield run
                 finally:
                     run.close()
@@ -166,56 +179,62 @@ def start_run(config: StepConfig) -> Iterator[Run]:
 
 
 @contextlib.contextmanager
-def _config_put_back(run: Run) -> Iterator[None]:
-    """A start that a mistake ends before its loop leaves no settings behind: mended, it is the start of a run."""
+def _config_restored_on_error(run: Run) -> Iterator[None]:
+    """Restore the folder's config.yaml when a user's error ends the run before its loop: the next start is then new."""
     file = run.folder / CONFIG_FILE
     before = file.read_bytes() if run.world.is_main and file.exists() else None
     try:
         yield
     except UserError:
         if run.world.is_main and not run._in_loop:
-            with contextlib.suppress(OSError):  # the mistake is what to tell
+            with contextlib.suppress(OSError):  # the user's error is the one to report
                 file.unlink(missing_ok=True) if before is None else write_whole(file, before)
         raise
 
 
 def effective_resume(config: StepConfig, world: World) -> str:
-    """How a run resumes: one that torchrun has restarted goes on, however it began.
+    """The mode in which a run resumes: `auto` if torchrun has restarted any of its ranks, otherwise the configured one.
 
-    Every rank calls: torchrun counts restarts a host.
+    Every rank calls: torchrun counts restarts per host.
     """
-    restarted = any(world.all_gather_objects(restarts()))
+    restarted = any(world.all_gather_objects(restart_count()))
     return "auto" if restarted else config.resume
 
 
 def _changed_if_finished(folder: Path, config: StepConfig) -> list[str] | None:
-    """The settings in which a finished run in the folder differs; none: the folder holds no finished run."""
+    """The keys whose values differ from those of a finished run in the folder; None: there is no finished run."""
     if not (folder / FINISHED_FILE).exists():
         return None
     file = folder / CONFIG_FILE
-    return changed_keys(read_config(file), read_config(config)) if file.exists() else []
+    return changed_keys(type(config), read_config(file), read_config(config)) if file.exists() else []
 
 
 def _claim(folder: Path, resume: str, lock: FolderLock, changed: list[str] | None) -> str | None:
-    """Why the folder cannot be used, if so; else its lock is taken. Of a finished run `changed` settings are named."""
-    if resume not in _WORDS and not _is_checkpoint(resume) and not _is_model(resume):
-        place = f"{folder}/{CHECKPOINTS}/step_N"
-        return f"resume takes never, auto, a checkpoint or a model folder, {resume} is none: give {place}"
+    """Lock the folder, or return why it cannot be used; `changed` are the keys that differ from a finished run."""
+    if resume not in _RESUME_MODES and not _is_checkpoint(resume) and not _is_model(resume):
+        example = f"{folder}/{CHECKPOINTS}/step_N"
+        return (
+            f"resume must be never, auto, a checkpoint or a model folder, got {resume}, which is neither: "
+            f"give for example {example}"
+        )
     if changed is not None:
         other = f" with other settings ({', '.join(changed[:3])}{', ...' * (len(changed) > 3)})" if changed else ""
-        return f"{folder} holds a finished run{other}: give another output_dir, or remove that folder"
-    if (failure := _make(folder)) is not None:
+        return f"output_dir {folder} contains a finished run{other}: set another output_dir, or remove the folder"
+    if (failure := _make_writable(folder)) is not None:
         return failure
-    if (owner := lock.take()) is not None:
-        return f"a run's folder is for one process, {folder} is used by {owner}: end it, or give another output_dir"
-    holds_run = any((folder / name).exists() for name in (METRICS_FILE, CONFIG_FILE))
-    if holds_run and resume != "auto" and not _is_own(resume, folder):
-        return f"{folder} holds a run that did not finish: set resume to auto, or give another output_dir"
+    if (owner := lock.acquire()) is not None:
+        return (
+            f"output_dir can be used by one run at a time, {folder} is locked by {owner}: stop that run, or set "
+            "another output_dir"
+        )
+    has_run = any((folder / name).exists() for name in (METRICS_FILE, CONFIG_FILE))
+    if has_run and resume != "auto" and not _is_own(resume, folder):
+        return f"output_dir {folder} contains an unfinished run: set resume to auto, or set another output_dir"
     return None
 
 
 def _is_own(resume: str, folder: Path) -> bool:
-    """Whether it is a checkpoint of the run itself."""
+    """Whether `resume` is a checkpoint of the run in the folder."""
     return Path(resume).resolve().parent == (folder / CHECKPOINTS).resolve()
 
 
@@ -224,58 +243,60 @@ def _is_checkpoint(resume: str) -> bool:
 
 
 def _is_model(resume: str) -> bool:
-    """A model that transformers reads, or the actor that step 3 left."""
-    return resume not in _WORDS and any((Path(resume) / name / "config.json").is_file() for name in ("", "actor"))
+    """Whether it is a model folder of transformers, or one that contains the actor of an RL run."""
+    files = (Path(resume) / name / "config.json" for name in ("", "actor"))
+    return resume not in _RESUME_MODES and any(file.is_file() for file in files)
 
 
-def _begun_from(folder: Path, resume: str) -> str:
-    """What the first start of a run was told to resume: what is said now, unless that is to go on with the run."""
+def _initial_resume(folder: Path, resume: str) -> str:
+    """The value of `resume` when the run was first started: that in config.yaml if this start resumes it."""
     if resume != "auto" and not _is_own(resume, folder):
         return resume
     file = folder / CONFIG_FILE
     return str(read_config(file).get("resume", resume)) if file.exists() else resume
 
 
-def _checkpoint(folder: Path, resume: str, begun_from: str, world: World) -> Path | None:
-    """The checkpoint to go on from, seen to be whole; every rank calls.
+def _checkpoint(folder: Path, resume: str, initial_resume: str, world: World) -> Path | None:
+    """The checkpoint to resume from, verified to be complete; every rank calls.
 
     Raises:
-        UserError: when the one that was named, now or at the run's first start, is not whole.
+        UserError: if the checkpoint that `resume` names, now or when the run was first started, is not complete.
     """
-    checkpoint = newest_whole(folder, world) if resume == "auto" else None
-    named = begun_from if resume == "auto" else resume
-    if checkpoint is None and named not in _WORDS and not _is_model(named):
+    checkpoint = newest_complete(folder, world) if resume == "auto" else None
+    named = initial_resume if resume == "auto" else resume
+    if checkpoint is None and named not in _RESUME_MODES and not _is_model(named):
         checkpoint = Path(named)
         if (fault := find_fault(checkpoint, world)) is not None and resume != "auto":
-            raise UserError(f"resume needs a whole checkpoint, {resume} is not ({fault}): give another, or auto")
+            raise UserError(f"resume needs a complete checkpoint, {resume} is not ({fault}): give another, or auto")
         if fault is not None:
             raise UserError(
-                f"{folder} has no whole checkpoint, it goes on from what it began from, and {named} is not whole "
-                f"({fault}): bring that back, or give another output_dir"
+                f"resume auto needs a complete checkpoint, {folder} has none, and {named}, from which the run "
+                f"started, is not complete ({fault}): restore it, or set another output_dir"
             )
     if world.is_main:
         if checkpoint is None and (folder / METRICS_FILE).exists():
-            logger.info("%s has no whole checkpoint: the run starts from its beginning", folder)
-        set_aside_newer(folder, checkpoint)
+            logger.info("%s has no complete checkpoint: the run starts from the beginning", folder)
+        rename_superseded(folder, checkpoint)
     return checkpoint
 
 
-def _warm_start(begun_from: str, checkpoint: Path | None) -> Path | None:
-    """The model folder that a run starts from, or once did: what it froze is in no checkpoint."""
-    if checkpoint is not None and not _is_model(begun_from):
-        begun_from = str(read_manifest(checkpoint).get("config", {}).get("resume", begun_from))
-    return Path(begun_from) if _is_model(begun_from) else None
+def _warm_start(initial_resume: str, checkpoint: Path | None) -> Path | None:
+    """The model folder that the run started from; it is needed again because checkpoints omit frozen weights."""
+    if checkpoint is not None and not _is_model(initial_resume):
+        initial_resume = str(read_manifest(checkpoint).get("config", {}).get("resume", initial_resume))
+    return Path(initial_resume) if _is_model(initial_resume) else None
 
 
-def _make(folder: Path) -> str | None:
+def _make_writable(folder: Path) -> str | None:
+    """Create the folder; return why it cannot be written, if so."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"
         probe.touch()
         probe.unlink()
     except OSError as error:
-        return f"output_dir must be a folder that can be written, {folder} is not ({error.strerror}): choose another"
+        return f"output_dir must be a writable folder, {folder} is not ({error.strerror}): choose another"
     free_gib = shutil.disk_usage(folder).free / 2**30
     if free_gib < 0.05:
-        return f"output_dir needs room, {folder} has {free_gib:.2f} GiB left: free some, or choose another"
+        return f"output_dir needs 0.05 GiB of disk space, {folder} has {free_gib:.2f}: free some, or choose another"
     return None

@@ -1,7 +1,7 @@
-"""Which process this is, on which device, and the collectives the project uses.
+"""The rank and device of this process, and the collectives that the library uses.
 
-Source of the environment: torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE), which the DeepSpeed
-launcher sets too. Without them the process is a world of one.
+Ranks come from torchrun's environment variables (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE), which the DeepSpeed
+launcher sets too. Without them the process is a single rank.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ _SOLO_ENVIRONMENT = {
     "MASTER_PORT": "",
     "HYBRID_RLHF_SOLO": "",
 }
-"""What a launcher would have said of a single rank; deepspeed reads it too. The last says which process made it up."""
+"""The variables a launcher would set for a single rank; DeepSpeed reads them too. The last names the process that set
+them."""
 
 
 @dataclass(frozen=True)
 class World:
-    """The ranks that train together. Everything above takes a World and never asks torch for the default group."""
+    """The ranks that train together. All higher layers take a World and never use torch's default group."""
 
     rank: int
     size: int
@@ -50,12 +51,12 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank speaks and writes for all."""
+        """Whether this rank logs and writes for all ranks."""
         return self.rank == 0
 
     @property
     def is_local_main(self) -> bool:
-        """Whether this rank is the first on its host."""
+        """Whether this rank is the first of its host."""
         return self.local_rank == 0
 
     def barrier(self) -> None:
@@ -70,7 +71,7 @@ class World:
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Every rank's tensor of one shape, stacked by rank: [ranks, ...]."""
+        """The tensors of all ranks, which have the same shape, stacked by rank: [ranks, ...]."""
         if self.size == 1:
             return tensor[None]
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
@@ -78,13 +79,13 @@ class World:
         return torch.stack(parts)
 
     def split(self, size: int) -> World:
-        """The group of `size` consecutive ranks that this rank is in; every rank must call.
+        """The group of `size` consecutive ranks that contains this rank; every rank calls.
 
         Raises:
-            ValueError: when the ranks do not divide into such groups.
+            ValueError: if the number of ranks is not a multiple of `size`.
         """
         if self.size % size:
-            raise ValueError(f"{self.size} ranks do not divide into groups of {size}")
+            raise ValueError(f"the number of ranks must be a multiple of the group size {size}, got {self.size}")
         if size == self.size:
             return self
         mine = self
@@ -95,7 +96,7 @@ class World:
         return mine
 
     def all_gather_objects(self, item: T) -> list[T]:
-        """Every rank's picklable item, by rank. For small things: counts, file names, completions."""
+        """The picklable items of all ranks, by rank; for small data such as counts, file names and completions."""
         if self.size == 1:
             return [item]
         gathered: list[Any] = [None] * self.size
@@ -103,7 +104,7 @@ class World:
         return gathered
 
     def broadcast_object(self, item: T) -> T:
-        """Rank 0's picklable item."""
+        """The picklable item of rank 0."""
         if self.size == 1:
             return item
         box = [item]
@@ -112,11 +113,11 @@ class World:
 
 
 @contextlib.contextmanager
-def mistakes_shared(world: World) -> Iterator[None]:
-    """Around what a user may have got wrong on one host alone; every rank enters.
+def shared_user_errors(world: World) -> Iterator[None]:
+    """Raise a UserError of any rank on all of them; every rank enters the block.
 
     Raises:
-        UserError: on every rank, the first of any's.
+        UserError: the first of those raised in the block, by rank.
     """
     failure = None
     try:
@@ -128,17 +129,17 @@ def mistakes_shared(world: World) -> Iterator[None]:
         raise UserError(failures[0])
 
 
-def once_a_host(world: World, make: Callable[[], str | None]) -> None:
-    """Have a file made by one rank, and by one of each host that does not see it; every rank calls.
+def run_once_per_host(world: World, make: Callable[[], str | None]) -> None:
+    """Create a file on rank 0, then on the first rank of each host where it does not exist; every rank calls.
 
     Args:
-        world: who waits until it is there.
-        make: makes it unless it is there; the text of the user's mistake if there is one.
+        world: the ranks that wait for the file.
+        make: creates the file unless it exists; returns the text of a user's error, or None.
 
     Raises:
-        UserError: on every rank, that mistake.
+        UserError: that error, on every rank.
     """
-    with mistakes_shared(world):
+    with shared_user_errors(world):
         failure = world.broadcast_object(make() if world.is_main else None)
         if failure is None and world.is_local_main:
             failure = make()
@@ -147,10 +148,10 @@ def once_a_host(world: World, make: Callable[[], str | None]) -> None:
 
 
 def init_world(*, timeout_seconds: float = 1800.0) -> World:
-    """Join the process group that the launcher describes, or make one of a single rank.
+    """Join the process group that the launcher describes, or create one with a single rank.
 
     Args:
-        timeout_seconds: how long a collective may wait before the job ends.
+        timeout_seconds: time limit of a collective.
     """
     if "RANK" not in os.environ:
         os.environ.update(_SOLO_ENVIRONMENT, MASTER_PORT=str(_free_port()), HYBRID_RLHF_SOLO=str(os.getpid()))
@@ -160,11 +161,11 @@ def init_world(*, timeout_seconds: float = 1800.0) -> World:
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        choose_kernels(device)
+        disable_cudnn_attention(device)
     else:
         device = torch.device("cpu")
         keep_freed_memory()
-        # Ranks that share a host share its cores; torch would give each of them all.
+        # The ranks of a host share its cores; by default torch uses all of them in each rank.
         if "OMP_NUM_THREADS" not in os.environ or local_size > 1:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
     if not dist.is_initialized():
@@ -172,70 +173,71 @@ def init_world(*, timeout_seconds: float = 1800.0) -> World:
         dist.init_process_group(
             backend="nccl" if device.type == "cuda" else "gloo",
             timeout=timeout,
-            **(_store_of_attempt(rank, size, timeout) if restarts() and local_size == size else {}),
+            **(_store_after_restart(rank, size, timeout) if restart_count() and local_size == size else {}),
             device_id=device if device.type == "cuda" else None,
         )
     return World(rank, size, local_rank, local_size, device, dist.group.WORLD)
 
 
-def restarts() -> int:
-    """How often torchrun has started this process again. Agents of several hosts count each for itself."""
+def restart_count() -> int:
+    """How often torchrun has restarted this process. With several hosts, each agent counts its own restarts."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def _store_of_attempt(rank: int, size: int, timeout: datetime.timedelta) -> dict[str, Any]:
-    """Where restarted ranks meet: torchrun's store still holds the addresses of the dead (pytorch issue 135712)."""
+def _store_after_restart(rank: int, size: int, timeout: datetime.timedelta) -> dict[str, Any]:
+    """The rendezvous store of restarted ranks: torchrun's still has addresses of dead ranks (pytorch issue 135712)."""
     store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
-    return {"store": dist.PrefixStore(f"attempt_{restarts()}", store), "rank": rank, "world_size": size}
+    return {"store": dist.PrefixStore(f"attempt_{restart_count()}", store), "rank": rank, "world_size": size}
 
 
-def choose_kernels(device: torch.device) -> None:
-    """Keep torch's attention away from cuDNN on a GPU.
+def disable_cudnn_attention(device: torch.device) -> None:
+    """Disable the cuDNN backend of torch's attention on a GPU.
 
-    From cuDNN 9.15 on torch prefers it on Hopper, and it builds a plan for every new shape of rows, of which training
-    and prefill have a new one each time (0.4 s forward and 0.6 s backward on a B200, FunASR issue 3704).
+    With cuDNN 9.15 and later torch prefers it on Hopper. It builds an execution plan for every new input shape, and
+    shapes change in every batch of training and prefill (0.4 s forward and 0.6 s backward on a B200, FunASR issue
+    3704).
     """
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def solo_world(device: torch.device) -> World:
-    """A world of one without a process group, for what runs beside training: generation, chat."""
-    choose_kernels(device)
+    """A single rank without a process group, for programs that do not train: generation, chat."""
+    disable_cudnn_attention(device)
     return World(rank=0, size=1, local_rank=0, local_size=1, device=device)
 
 
 def default_device() -> torch.device:
-    """The device of a process that runs alone: the first GPU, or the CPU."""
+    """The device of a single process: the first GPU, or the CPU."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def default_dtype(device: torch.device) -> torch.dtype:
-    """What models compute in unless told: bfloat16 on a GPU, float32 on a CPU."""
+    """The default dtype of models: bfloat16 on a GPU, float32 on a CPU."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 class Closable(Protocol):
-    """What has something to release."""
+    """An owner of resources."""
 
     def close(self) -> None:
-        """Release it; a second call does nothing."""
+        """Release the resources; a second call does nothing."""
 
 
 _CLOSED_FIRST: weakref.WeakSet[Closable] = weakref.WeakSet()
 
 
 def close_with_world(resource: Closable) -> None:
-    """Have `close_world` close a resource before it leaves the process group, if it is still there by then.
+    """Make `close_world` close a resource, if it still exists, before it leaves the process group.
 
-    NCCL waits for the captured graphs that hold its kernels before it ends (2.26 and later), and their owner may be in
-    a reference cycle that is collected too late.
+    NCCL 2.26 and later waits at shutdown for CUDA graphs that contain its kernels, and their owner may be in a
+    reference cycle that is collected too late.
     """
     _CLOSED_FIRST.add(resource)
 
 
 def close_world() -> None:
-    """Leave the process group, and forget the environment if it was ours: a child process must not join it."""
+    """Leave the process group and remove the variables that `init_world` has set: a child process must not join it."""
     try:
         for resource in list(_CLOSED_FIRST):
             resource.close()
@@ -249,18 +251,18 @@ def close_world() -> None:
 
 
 def seed_all(seed: int, *, deterministic: bool = False) -> None:
-    """Seed python, numpy and torch alike on every rank: models must start equal.
+    """Seed Python, NumPy and torch with the same value on every rank: models must start equal.
 
-    Sampling and data order take their own streams from the seed and do not depend on this one.
+    Sampling and data order derive their own generators from the seed and do not depend on these.
 
     Args:
-        seed: of all.
-        deterministic: only kernels that give the same bits each time; torch raises where an operation has none.
+        seed: the seed of all three.
+        deterministic: use only deterministic kernels; torch raises for an operation that has none.
     """
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is initialised
         torch.use_deterministic_algorithms(True)
-        # It would write all memory twice.
+        # Filling would write all memory twice.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = False
     random.seed(seed)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_rlhf.configs.batch_plan import MicroBatches, plan_batch, plan_rollout
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections.batch_plan import MicroBatches, plan_batch, plan_rollout
 
 small = st.integers(1, 12)
 
@@ -29,9 +29,9 @@ def test_a_plan_multiplies_out_or_names_sizes_that_do(rows: int, ranks: int, mic
 
 def test_the_plan_says_what_a_micro_batch_is() -> None:
     plan = plan_batch(global_batch_size=64, ranks=2, micro_batches=MicroBatches(tokens=1000))
-    assert plan.describe() == "batch plan: 64 rows an update over 2 ranks, micro-batches of up to 1000 tokens"
+    assert plan.describe() == "batch plan: 64 rows per update over 2 ranks, micro-batches of up to 1000 tokens"
     plan = plan_batch(global_batch_size=4, ranks=1, micro_batches=MicroBatches(rows=1))
-    assert plan.describe() == "batch plan: 4 rows an update over 1 rank, micro-batches of 1 row"
+    assert plan.describe() == "batch plan: 4 rows per update over 1 rank, micro-batches of 1 row"
 
 
 def test_the_error_says_rule_value_and_fix() -> None:
@@ -48,9 +48,12 @@ def test_a_rollout_divides_or_names_prompt_counts_that_do(
 ) -> None:
     def plan(count: int):  # type: ignore[no-untyped-def]
         return plan_rollout(
-            prompts_per_step=count, samples_per_prompt=samples, mini_batches=mini, ranks=ranks,
+            prompts_per_step=count,
+            completions_per_prompt=samples,
+            mini_batches=mini,
+            ranks=ranks,
             micro_batches=MicroBatches(micro),
-        )  # fmt: skip
+        )
 
     try:
         found = plan(prompts)

@@ -12,15 +12,19 @@ from typing import Any
 
 import pytest
 
-from hybrid_rlhf.configs.cli import dotted_keys, parse_config, save_config, user_errors
+from hybrid_rlhf.cli.train import with_bare_plan
+from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS
+from hybrid_rlhf.configs.parsing.command_line import config_tree, parse_config, save_config, user_errors
+from hybrid_rlhf.configs.parsing.help import field_docs, shown_keys
 from hybrid_rlhf.configs.pipeline import PipelineConfig
-from hybrid_rlhf.configs.ppo import PPOConfig
+from hybrid_rlhf.configs.preference import PREFERENCE_LOSSES, PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
-from hybrid_rlhf.configs.sections import DataSource
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.algorithm import KLConfig
+from hybrid_rlhf.configs.sections.data import DataSource
 from hybrid_rlhf.configs.sft import SFTConfig
-from train import with_bare_plan
 
-CONFIGS = [SFTConfig, RewardConfig, PPOConfig, PipelineConfig]
+CONFIGS = [SFTConfig, RewardConfig, RLConfig, PipelineConfig]
 
 
 @pytest.fixture
@@ -50,10 +54,12 @@ def test_files_come_first_wherever_they_stand(file: Path, tmp_path: Path) -> Non
     assert (under.seed, under.optimizer.weight_decay) == (1, 0.2)
 
 
-def test_a_bare_word_is_a_list_of_one_and_local_rank_is_passed_over() -> None:
+def test_a_bare_word_is_a_list_of_one_and_local_rank_is_passed_over(tmp_path: Path) -> None:
     config = parse_config(SFTConfig, ["--data.sources", "a.jsonl", "--local_rank=3", "--data.split", "[2, 4, 4]"])
     assert config.data.sources == ["a.jsonl"] and config.data.split == [2, 4, 4]
     assert parse_config(SFTConfig, ["--lora.target_modules", "all-linear"]).lora.target_modules == "all-linear"
+    (tmp_path / "one.yaml").write_text("data: {sources: a.jsonl}\n")
+    assert parse_config(SFTConfig, ["--config", str(tmp_path / "one.yaml")]).data.sources == ["a.jsonl"]
 
 
 def test_lists_and_sections_on_the_line_lie_over_the_files(file: Path) -> None:
@@ -76,7 +82,7 @@ def test_a_saved_config_reads_back_equal(config_type: Any, tmp_path: Path) -> No
     if hasattr(config, "optimizer"):
         config = replace(config, optimizer=replace(config.optimizer, betas=(0.8, 0.99), lr=3e-7))
     if hasattr(config, "actor"):
-        config = replace(config, ppo=replace(config.ppo, score_clip=None, kl_target=6.0))
+        config = replace(config, algorithm=replace(config.algorithm, score_clip=None, kl=KLConfig(target=6.0)))
     config = replace(config, data=replace(config.data, sources=["a", DataSource(path="b", weight=0.5, split_name="x")]))
     save_config(config, tmp_path / "c.yaml")
     assert parse_config(config_type, ["--config", str(tmp_path / "c.yaml")]) == config
@@ -94,7 +100,7 @@ def test_a_mistake_is_one_line_without_its_secrets(capsys: pytest.CaptureFixture
 
 
 def test_steps_are_sorted() -> None:
-    assert parse_config(PipelineConfig, ["--steps", "ppo, sft"]).step_names == ["sft", "ppo"]
+    assert parse_config(PipelineConfig, ["--steps", "rl, sft"]).step_names == ["sft", "rl"]
 
 
 def test_a_full_disk_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,22 +112,43 @@ def test_a_full_disk_is_named(capsys: pytest.CaptureFixture[str]) -> None:
         raise PermissionError("a bug of ours is no user's mistake")
 
 
-def test_step_3_has_few_keys() -> None:
-    assert len(dotted_keys(PPOConfig)) <= 140
+@pytest.mark.parametrize(("algorithm", "most"), [("ppo", 80), ("grpo", 60)])
+def test_help_of_rl_shows_few_keys_and_help_all_every_key(
+    algorithm: str, most: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = config_tree(RLConfig, ["--algorithm", algorithm])
+    shown: dict[str, set[str]] = {}
+    for word in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as stopped:
+            parse_config(RLConfig, ["--algorithm", algorithm, word])
+        assert stopped.value.code == 0
+        text = capsys.readouterr().out
+        shown[word] = set(re.findall(r"^  --([\w.-]+)", text, re.MULTILINE)) - {"config", "help", "help-all"}
+        assert ("--algorithm.gae_lambda" in text) == ("--critic.path" in text) == (algorithm == "ppo")
+    assert shown["--help"] == set(shown_keys(tree)) and len(shown["--help"]) <= most
+    assert shown["--help-all"] == {"algorithm.name", *tree.all_keys(off=True)}
+    unused = {"actor.lora", "environment", "ptx", "rollout.async_sampling", "algorithm.correction"}
+    assert unused <= shown["--help"] and not unused & shown["--help-all"]
+
+
+@pytest.mark.parametrize("config_type", [SFTConfig, RewardConfig, RLConfig, PreferenceStepConfig, PipelineConfig])
+def test_every_key_explains_itself(config_type: Any) -> None:
+    for key in config_tree(config_type).all_keys(off=True).values():
+        assert len(field_docs(key.owner).get(key.name.rpartition(".")[2], "")) > 15, key.name
+    for name, kind in (RL_ALGORITHMS | PREFERENCE_LOSSES).items():
+        assert set(field_docs(kind)) >= {"name", "beta"} & set(vars(kind)), name
 
 
 def test_parsing_and_help_load_no_torch() -> None:
     script = (
-        "import sys\nfrom training.step3_ppo.main import main\n"
+        "import sys\nfrom hybrid_rlhf.cli.rl import main\n"
         "try:\n    main(['--help'])\nexcept SystemExit as stop:\n    assert stop.code == 0\n"
         "assert not {'torch', 'transformers', 'deepspeed', 'datasets'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr
-    for text in ("--ppo.kl_coef", "Weight of the per-token KL penalty", "type: float, default: 0.05"):
+    for text in ("--algorithm.kl.coef", "Weight of the penalty per token", "type: float, default: 0.05"):
         assert text in " ".join(done.stdout.split())
-    options = set(re.findall(r"^  (--[\w.+]+)", done.stdout, re.MULTILINE))
-    assert options == {"--config", *(f"--{key}" for key in dotted_keys(PPOConfig))}
 
 
 def test_plan_may_stand_bare_and_the_line_may_be_empty() -> None:
@@ -134,14 +161,19 @@ def test_plan_may_stand_bare_and_the_line_may_be_empty() -> None:
 def test_help_shows_the_defaults_that_a_choice_brings(capsys: pytest.CaptureFixture[str]) -> None:
     for line, coefficient in (["--help"], "0.05"), (["--algorithm", "grpo", "--help"], "0.04"), (["--help"], "0.05"):
         with pytest.raises(SystemExit):
-            parse_config(PPOConfig, line)
+            parse_config(RLConfig, line)
         told = " ".join(capsys.readouterr().out.split())
-        assert f"reference (N+ details). (type: float, default: {coefficient})" in told
+        assert f"(0.05: N+ details, arXiv 2403.17031). (type: float, default: {coefficient})" in told
 
 
 def test_what_a_choice_brings_lies_between_a_demo_and_the_user(tmp_path: Path) -> None:
     demo, mine = tmp_path / "demo.yaml", tmp_path / "mine.yaml"
-    demo.write_text("ppo: {ppo: {kl_coef: 0.5, lam: 0.7}, rollout: {samples_per_prompt: 3}}")
-    mine.write_text("ppo: {algorithm: grpo, rollout: {samples_per_prompt: 4}}")
-    config = parse_config(PipelineConfig, ["--config", str(mine)], defaults=demo).ppo
-    assert (config.ppo.kl_coef, config.ppo.lam, config.rollout.samples_per_prompt) == (0.04, 0.7, 4)
+    demo.write_text(
+        "rl: {algorithm: {kl: {coef: 0.5}, gae_lambda: 0.7}, rollout: {sampling: {n: 3}, max_prompt_tokens: 9}}"
+    )
+    mine.write_text("rl: {algorithm: grpo, rollout: {sampling: {n: 4}}}")
+    config = parse_config(PipelineConfig, ["--config", str(mine)], defaults=demo).rl
+    assert config.algorithm.kl is not None and config.rollout.max_prompt_tokens == 9
+    assert (config.algorithm.kl.coef, config.rollout.sampling.n) == (0.04, 4)
+    other = parse_config(PipelineConfig, ["--rl.algorithm", "rloo"], defaults=demo).rl
+    assert other.rollout.sampling.n == 4, "the algorithm's default lies over the demo's"

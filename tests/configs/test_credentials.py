@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hybrid_rlhf.configs.credentials import found_credential, redacted
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.rewards import RewardPartConfig, expanded_url
+from hybrid_rlhf.configs.files.credentials import found_credential, redacted
+from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig, expanded_url
 
 CARRIERS = [
     ("http://me:pass@host/score", "a user or a password", "http://***@host/score"),
@@ -27,17 +27,22 @@ def test_a_credential_is_found_and_blanked_out(text: str, kind: str, shown: str)
 @pytest.mark.parametrize(
     "text",
     [
-        "org/model", "me@host:models/x", "http://host:80/score?max_tokens=5&monkey=1", "http://me:${PASSWORD}@host/",
-        "http://host/?token=${TOKEN}", "data/hf_rows.jsonl", "user@example.org/a:b",
+        "org/model",
+        "me@host:models/x",
+        "http://host:80/score?max_tokens=5&monkey=1",
+        "http://me:${PASSWORD}@host/",
+        "http://host/?token=${TOKEN}",
+        "data/hf_rows.jsonl",
+        "user@example.org/a:b",
     ],
-)  # fmt: skip
+)
 def test_what_is_none_is_left_alone(text: str) -> None:
     assert found_credential(text) is None
 
 
 def test_a_url_is_filled_in_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     url = "http://me:${PASS_WORD}@host:${PORT}/score?token=${TOKEN}"
-    part = RewardPartConfig(name="far", urls=(url,))
+    part = RewardComponentConfig(name="far", urls=(url,))
     assert part.urls == (url,)
     for name, value in (("PASS_WORD", "p"), ("PORT", "8000"), ("TOKEN", "t")):
         monkeypatch.setenv(name, value)
@@ -52,12 +57,13 @@ def test_a_variable_that_is_not_set_or_breaks_the_url_is_named_without_its_value
     with pytest.raises(UserError) as refused:
         expanded_url("http://host/?token=${TOKEN}")
     assert str(refused.value) == (
-        "reward.parts: ${NAME} in a URL is a set variable, TOKEN is not set: export TOKEN=..."
+        "reward.components: ${NAME} in a URL is a set variable, TOKEN is not set: export TOKEN=..."
     )
     monkeypatch.setenv("TOKEN", "s3cret\n")
     with pytest.raises(UserError) as refused:
         expanded_url("http://host/?token=${TOKEN}")
     assert str(refused.value) == (
-        "reward.parts: a URL is http://HOST:PORT/PATH or https, http://host/ is none with the value of TOKEN: look for "
+        "reward.components: a URL is http://HOST:PORT/PATH or https, http://host/ is none with the value of "
+        "TOKEN: look for "
         "a space or line break in it"
     )

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-import train
-from hybrid_rlhf.configs.cli import parse_config, read_config, save_config
+from hybrid_rlhf.cli import train
+from hybrid_rlhf.configs.parsing.command_line import parse_config, read_config, save_config
 from hybrid_rlhf.configs.pipeline import FOLDERS, STEP_NAMES, PipelineConfig
-from hybrid_rlhf.configs.ppo import PPOConfig
+from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 
 
@@ -45,8 +45,8 @@ def leave_model(folder: Path) -> str:
 
 def test_a_folder_that_is_named_counts_though_it_is_a_steps_default() -> None:
     steps = steps_of(["--output_dir", "run2", "--sft.output_dir", "output/step1_sft", "--base_model", "BASE"])
-    assert steps["sft"].output_dir == steps["reward"].model.path == steps["ppo"].actor.path == "output/step1_sft"
-    assert steps["ppo"].reward.path == steps["reward"].output_dir == "run2/step2_reward"
+    assert steps["sft"].output_dir == steps["reward"].model.path == steps["rl"].model.path == "output/step1_sft"
+    assert steps["rl"].reward.components == [steps["reward"].output_dir] == ["run2/step2_reward"]
     assert {name: step.output_dir for name, step in steps_of([]).items()} == {
         name: f"output/{folder}" for name, folder in FOLDERS.items()
     }
@@ -64,15 +64,15 @@ def test_without_an_sft_model_every_step_starts_from_the_base(
     started: list[dict[str, Any]], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     line = ["--base_model", "BASE", "--data.sources", "rows.jsonl"]
-    train.main([*line, "--steps", "reward,ppo"])
-    assert [step.get("actor.path", step["model.path"]) for step in started] == ["BASE", "BASE"]
+    train.main([*line, "--steps", "reward,rl"])
+    assert [step["model.path"] for step in started] == ["BASE", "BASE"]
     train.main([*line, "--steps", "preference"])
     assert started[-1]["model.path"] == "BASE"
     sft = Path(leave_model(tmp_path / "output" / "step1_sft")).relative_to(tmp_path)
-    train.main([*line, "--steps", "reward,ppo"])
-    assert [step.get("actor.path", step["model.path"]) for step in started[-2:]] == [str(sft)] * 2
-    train.main([*line, "--steps", "reward,ppo", "--ppo.actor.path", "MINE"])
-    assert started[-1]["actor.path"] == "MINE"
+    train.main([*line, "--steps", "reward,rl"])
+    assert [step["model.path"] for step in started[-2:]] == [str(sft)] * 2
+    train.main([*line, "--steps", "reward,rl", "--rl.model.path", "MINE"])
+    assert started[-1]["model.path"] == "MINE"
     capsys.readouterr()
 
 
@@ -80,16 +80,16 @@ def test_without_an_sft_model_every_step_starts_from_the_base(
     ("line", "message"),
     [
         (
-            ["--base_model", "BASE", "--steps", "ppo"],
-            "step ppo needs a reward model, output/step2_reward holds none: add reward to --steps, or give "
-            "--ppo.reward.path",
+            ["--base_model", "BASE", "--steps", "rl"],
+            "step rl needs a reward model, output/step2_reward holds none: add reward to --steps, or give "
+            "--rl.reward.components",
         ),
         (
-            ["--steps", "sft,ppo", "--ppo.actor.path", "MINE", "--ppo.reward.path", "RM"],
+            ["--steps", "sft,rl", "--rl.model.path", "MINE", "--rl.reward.components", "RM"],
             "step sft starts from a model, got none: give --base_model, or --sft.model.path",
         ),
         (
-            ["--steps", "sft,ppo", "--ppo.actor.path", "MINE", "--ppo.reward.path", "RM", "--plan"],
+            ["--steps", "sft,rl", "--rl.model.path", "MINE", "--rl.reward.components", "RM", "--plan"],
             "step sft starts from a model, got none: give --base_model, or --sft.model.path",
         ),
     ],
@@ -105,24 +105,29 @@ def test_a_model_that_is_missing_is_refused_before_the_first_step(
 
 def test_the_demos_settings_are_for_the_demos_model(started: list[dict[str, Any]]) -> None:
     data = ["--data.sources", "rows.jsonl"]
-    train.main([*data, "--steps", "ppo", "--ppo.actor.path", "MINE", "--ppo.reward.path", "RM"])
+    train.main([*data, "--steps", "rl", "--rl.model.path", "MINE", "--rl.reward.components", "RM"])
     train.main([*data, "--steps", "sft,reward", "--sft.model.path", "MINE"])
     train.main([*data, "--steps", "sft", "--output_dir", "demo"])
     ranks = [step.get("actor.lora.rank", step.get("lora.rank")) for step in started]
-    assert ranks == [0, 0, 0, 16]
-    starts = [step.get("actor.path", step["model.path"]) for step in started]
+    assert ranks == [None, None, None, 16]
+    starts = [step["model.path"] for step in started]
     assert starts == ["MINE", "MINE", "output/step1_sft", "embedded"]
 
 
 @pytest.mark.parametrize(
     ("named", "expected"),
-    [("never", "auto"), ("auto", "auto"), ("RUN/checkpoints/step_2", "RUN/checkpoints/step_2"), ("other", "other"),
-     ("begun", "auto")],
-)  # fmt: skip
+    [
+        ("never", "auto"),
+        ("auto", "auto"),
+        ("RUN/checkpoints/step_2", "RUN/checkpoints/step_2"),
+        ("other", "other"),
+        ("begun", "auto"),
+    ],
+)
 def test_a_run_resumes_from_what_the_line_names(
     named: str, expected: str, started: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A warm start begins a run once: the same command goes on with it."""
+    """A warm start begins a run once: the same command resumes it."""
     run = tmp_path / "run"
     line = ["--base_model", "BASE", "--data.sources", "rows.jsonl", "--steps", "sft", "--sft.output_dir", str(run)]
     run.mkdir()
@@ -131,7 +136,7 @@ def test_a_run_resumes_from_what_the_line_names(
     save_config(replace(steps_of(line)["sft"], resume=begun), run / "config.yaml")
     train.main([*line, "--sft.resume", resume])
     assert [step["resume"] for step in started] == [expected.replace("RUN", str(run))]
-    assert ("going on" in capsys.readouterr().out) == (expected == "auto")
+    assert ("resuming the unfinished run" in capsys.readouterr().out) == (expected == "auto")
 
 
 def test_where_things_lie_may_change_between_starts(
@@ -151,30 +156,32 @@ def test_where_things_lie_may_change_between_starts(
 
 
 @pytest.mark.parametrize(
-    ("actor", "base"), [([], "BASE"), (["--ppo.actor.path", "MINE"], None)], ids=["from SFT", "from its own"]
+    ("actor", "base"), [([], "BASE"), (["--rl.model.path", "MINE"], None)], ids=["from SFT", "from its own"]
 )
 def test_the_report_compares_with_where_the_last_step_started(
     actor: list[str], base: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: dict[str, Any] = {}
-    compare = type(sys)("inference.compare")
+    compare = type(sys)("hybrid_rlhf.cli.comparison")
     monkeypatch.setattr(compare, "report", lambda **known: told.update(known), raising=False)
-    monkeypatch.setitem(sys.modules, "inference.compare", compare)
-    train.show_changes(steps_of(["--base_model", "BASE", *actor]), last="ppo")
+    monkeypatch.setitem(sys.modules, "hybrid_rlhf.cli.comparison", compare)
+    train.show_changes(steps_of(["--base_model", "BASE", *actor]), last="rl")
     assert told["base_model"] == base and told["last"].output_dir == "output/step3_ppo"
 
 
 def test_a_key_that_a_step_does_not_read_ends_the_pipeline_before_it_starts(
     started: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = ["--base_model", "BASE", "--data.sources", "rows.jsonl", "--steps", "reward,ppo", "--ppo.algorithm", "grpo"]
+    line = ["--base_model", "BASE", "--data.sources", "rows.jsonl", "--steps", "reward,rl", "--rl.algorithm", "grpo"]
     with pytest.raises(SystemExit) as stopped:
-        train.main([*line, "--ppo.ppo.lam", "0.9"])
+        train.main([*line, "--rl.algorithm.gae_lambda", "0.9"])
     assert stopped.value.code == 2 and not started
-    assert capsys.readouterr().err == "error: algorithm grpo has no critic, got ppo.lam 0.9: leave it out\n"
+    assert capsys.readouterr().err == (
+        "error: algorithm grpo has no key rl.algorithm.gae_lambda (ppo has), got 0.9: leave it out\n"
+    )
     with pytest.raises(SystemExit):
-        train.main(["--data.sources", "rows.jsonl", "--ppo.algorithm", "grpo", "--ppo.critic.lam", "1"])
-    assert capsys.readouterr().err == "error: algorithm grpo has no critic, got critic.lam 1.0: leave it out\n"
+        train.main(["--data.sources", "rows.jsonl", "--rl.algorithm", "grpo", "--rl.critic.gae_lambda", "1"])
+    assert capsys.readouterr().err == "error: algorithm grpo has no critic, got rl.critic.gae_lambda 1: leave it out\n"
 
 
 def test_the_settings_that_train_hands_to_a_step_are_read_by_it(
@@ -184,17 +191,28 @@ def test_the_settings_that_train_hands_to_a_step_are_read_by_it(
     handed: list[Any] = []
 
     def tee(command: list[str], log: Path) -> tuple[int, list[str]]:
-        handed.append(parse_config(PPOConfig, command[command.index("--config") :]))
+        handed.append(parse_config(RLConfig, command[command.index("--config") :]))
         return 0, []
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train, "_tee", tee)
     monkeypatch.setattr(train, "show_changes", lambda steps, *, last: None)
     leave_model(tmp_path / "output" / "step2_reward")
-    demo = ["--data.sources", "rows.jsonl", "--steps", "ppo", "--ppo.algorithm", "grpo"]
+    demo = ["--data.sources", "rows.jsonl", "--steps", "rl", "--rl.algorithm", "grpo"]
     train.main(demo)
-    train.main([*demo, "--output_dir", "other", "--base_model", "BASE", "--ppo.actor.lora.rank", "4",
-                "--ppo.reward.path", "RM"])  # fmt: skip
+    train.main(
+        [
+            *demo,
+            "--output_dir",
+            "other",
+            "--base_model",
+            "BASE",
+            "--rl.actor.lora.rank",
+            "4",
+            "--rl.reward.components",
+            "RM",
+        ]
+    )
     first, second = handed
-    assert (first.algorithm, first.actor.optimizer.lr, first.rollout.prompts_per_step) == ("grpo", 4e-4, 48)
-    assert (second.actor.optimizer.lr, second.ppo.mini_batches, second.rollout.prompts_per_step) == (1e-5, 4, 64)
+    assert (first.algorithm.name, first.actor.optimizer.lr, first.rollout.prompts_per_step) == ("grpo", 4e-4, 48)
+    assert (second.actor.optimizer.lr, second.algorithm.mini_batches, second.rollout.prompts_per_step) == (1e-5, 4, 64)

@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid_rlhf.configs.batch_plan import MicroBatches
-from hybrid_rlhf.data.bins import PackedRows, best_fit, packed, sequences
+from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
 from hybrid_rlhf.data.collation import collate_tokens
 from hybrid_rlhf.data.loaders import BatchLoader
+from hybrid_rlhf.data.packing import PackedRows, best_fit, pack_rows, row_sequences
 
 
 def first_fit(lengths: Sequence[int], capacity: int) -> int:
@@ -81,7 +81,7 @@ def rows() -> datasets.Dataset:
 
 
 def test_a_packed_row_is_laid_out_as_sequences_of_their_own(rows: datasets.Dataset, log_lines: list[str]) -> None:
-    found = packed(rows, capacity=7, seed=0, tell=True)
+    found = pack_rows(rows, capacity=7, seed=0, log=True)
     assert log_lines == ["packing: 4 conversations in 2 packed rows of 7 tokens, 100% full"]
     assert found["length"] == [7, 7] and found["padded_tokens"] == [14, 14]
     batch = collate_tokens([found[0], None], 0)
@@ -114,14 +114,18 @@ def test_micro_batches_count_the_tokens_of_packed_rows(padded: bool) -> None:
     bins = PackedRows(source, best_fit(lengths, capacity=8, seed=0), capacity=8)
     assert len(bins) == 8
     loader = BatchLoader(
-        bins, global_batch_size=8, world_rank=0, world_size=1, micro_batches=MicroBatches(tokens=32, padded=padded),
+        bins,
+        global_batch_size=8,
+        world_rank=0,
+        world_size=1,
+        micro_batches=MicroBatches(tokens=32, padded=padded),
         seed=0,
-    )  # fmt: skip
+    )
     assert source.read == [], "sizes come from the column"
     (micro_batches,) = loader.iterate(1)
     for micro in micro_batches:
         shape = collate_tokens(micro, 0).input_ids.shape
         if padded:
             assert shape.numel() <= 32
-        assert sum(len(s["input_ids"]) for row in micro for s in sequences(row) if s is not None) <= 32
+        assert sum(len(s["input_ids"]) for row in micro for s in row_sequences(row) if s is not None) <= 32
     assert sorted(source.read) == list(range(26))

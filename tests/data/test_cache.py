@@ -1,4 +1,4 @@
-"""Hosts that share no file system: each makes its own entry, and what fails on one stops all."""
+"""Hosts without a shared file system: each creates its own entry, and an error on one ends all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.cache import cached_rows
 from hybrid_rlhf.runtime.world import World
-from tests.engines.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 def on_two_hosts(world: World, folder: Path, blocked: str) -> dict[str, Any]:
@@ -30,11 +30,11 @@ def on_two_hosts(world: World, folder: Path, blocked: str) -> dict[str, Any]:
     return {**result, "made": made}
 
 
-def test_each_host_makes_its_own_and_a_failure_stops_all(tmp_path: Path) -> None:
+def test_each_host_creates_its_own_entry_and_an_error_ends_all(tmp_path: Path) -> None:
     blocked = tmp_path / "a_file"
     blocked.touch()
     first, second = run_ranks(on_two_hosts, 2, tmp_path / "ranks", tmp_path, str(blocked))
     assert first["rows"] == second["rows"] == {"input_ids": [[1, 2]]}
     assert first["made"] == [0, 0] and second["made"] == [1, 1]
     assert first["refused"] == second["refused"]
-    assert f"cannot be written to {blocked}" in first["refused"]
+    assert f"data.cache_dir must be a writable folder, {blocked}" in first["refused"]

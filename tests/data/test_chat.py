@@ -1,4 +1,4 @@
-"""Where the loss falls: on what the assistant says and the token that ends its turn, and on nothing else."""
+"""Where the loss falls: on what the assistant generates and its end-of-turn token, and on nothing else."""
 
 from __future__ import annotations
 
@@ -6,8 +6,14 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.data.chat import Encoded, encode_conversation, encode_prompt, encode_text, turn_end
-from tests.tiny import CHATML, tiny_tokenizer
+from hybrid_rlhf.data.chat.conversation import (
+    EncodedSequence,
+    encode_conversation,
+    encode_prompt,
+    encode_text,
+    turn_end,
+)
+from tests.support.tiny import CHATML, tiny_tokenizer
 
 TURNS = [
     {"role": "system", "content": "be kind"},
@@ -18,7 +24,7 @@ TURNS = [
 ]
 
 
-def with_loss(encoded: Encoded, tokenizer: PreTrainedTokenizerFast) -> str:
+def with_loss(encoded: EncodedSequence, tokenizer: PreTrainedTokenizerFast) -> str:
     return tokenizer.decode([token for token, loss in zip(encoded.input_ids, encoded.loss_mask, strict=True) if loss])
 
 
@@ -64,7 +70,7 @@ SHOWN = "message['content']"
 
 
 @pytest.mark.parametrize(
-    ("shown", "said", "learned"),
+    ("shown", "content", "learned"),
     [
         (SHOWN, "<think>a</think>42", "<think>a</think>42<|im_end|>"),
         (SHOWN, "42</think>", "42</think><|im_end|>"),
@@ -76,26 +82,28 @@ SHOWN = "message['content']"
 )
 @pytest.mark.parametrize("fast", [True, False])
 def test_special_tokens_within_an_answer_do_not_end_it(
-    shown: str, said: str, learned: str, fast: bool, monkeypatch: pytest.MonkeyPatch
+    shown: str, content: str, learned: str, fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = tiny_tokenizer(CHATML.replace(SHOWN, f"({shown} if message['role'] == 'assistant' else {SHOWN})"))
     tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
     monkeypatch.setattr(type(tokenizer), "is_fast", fast)
     for turns in (2, 4):
-        messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": said}] * (turns // 2)
+        messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": content}] * (turns // 2)
         (encoded,) = encode_conversation(messages, tokenizer)
         assert with_loss(encoded, tokenizer) == learned * (turns // 2)
 
 
 def test_an_answer_without_an_end_of_turn_is_learned_whole() -> None:
-    tokenizer = tiny_tokenizer("{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
-                               "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}")  # fmt: skip
+    tokenizer = tiny_tokenizer(
+        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
     tokenizer.add_special_tokens({"additional_special_tokens": ["<think>"]})
-    for said in ("42", "<think>42", "4<think>2", "42<think>"):
+    for content in ("42", "<think>42", "4<think>2", "42<think>"):
         (encoded,) = encode_conversation(
-            [{"role": "user", "content": "q"}, {"role": "assistant", "content": said}], tokenizer
+            [{"role": "user", "content": "q"}, {"role": "assistant", "content": content}], tokenizer
         )
-        assert with_loss(encoded, tokenizer) == said + "\n"
+        assert with_loss(encoded, tokenizer) == content + "\n"
 
 
 def test_without_a_template_answers_end_with_eos() -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.data.embedded import SYSTEM_PROMPT, write_demo_data
-from hybrid_rlhf.data.rows import preference_row, prompt_row, sft_row
+from hybrid_rlhf.data.rows.embedded import SYSTEM_PROMPT, write_demo_data
+from hybrid_rlhf.data.rows.formats import read_preference_row, read_prompt_row, read_sft_row
 
 
 @pytest.fixture
@@ -31,9 +31,9 @@ def test_rows_serve_all_three_steps(rows: list[dict[str, Any]]) -> None:
         assert row["prompt"][0]["content"] == SYSTEM_PROMPT
         place = f"pairs.jsonl:{number}"
         answer = [{"role": "assistant", "content": row["chosen"]}]
-        assert sft_row(place, row).messages == row["prompt"] + answer
-        assert preference_row(place, row).responses[0] == answer
-        assert prompt_row(place, row).messages == row["prompt"]
+        assert read_sft_row(place, row).messages == row["prompt"] + answer
+        assert read_preference_row(place, row).completions[0] == answer
+        assert read_prompt_row(place, row).messages == row["prompt"]
 
 
 def test_a_rejected_answer_belongs_to_another_question(rows: list[dict[str, Any]]) -> None:

@@ -1,24 +1,31 @@
+"""Sharding of global batches over ranks, their order, and positions that are saved and restored."""
+
 from __future__ import annotations
+
+from itertools import islice
 
 import datasets
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid_rlhf.configs.batch_plan import MicroBatches
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.data.collation import collate_preferences, collate_tokens
-from hybrid_rlhf.data.loaders import BatchLoader, ChosenRows, GlobalBatches, deal
+from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
+from hybrid_rlhf.data.loaders import BatchLoader, GlobalBatchSampler, shard_batch
+from hybrid_rlhf.data.row_views import RowSubset
+
+quick = settings(max_examples=60, deadline=None)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 4), st.integers(1, 4))
-def test_dealing_shares_every_row_once(lengths: list[int], ranks: int, micro: int) -> None:
+def test_every_row_is_in_one_shard(lengths: list[int], ranks: int, micro: int) -> None:
     rows = list(range(100, 100 + len(lengths)))
-    shares = [deal(rows, lengths, rank=rank, ranks=ranks, micro_batches=MicroBatches(micro)) for rank in range(ranks)]
+    shares = [
+        shard_batch(rows, lengths, rank=rank, ranks=ranks, micro_batches=MicroBatches(micro)) for rank in range(ranks)
+    ]
     assert sorted(row for share in shares for batch in share for row in batch if row is not None) == rows
-    assert len({len(share) for share in shares}) == 1, "every rank has as many micro-batches"
+    assert len({len(share) for share in shares}) == 1, "all ranks have the same number of micro-batches"
     assert all(len(batch) == micro for share in shares for batch in share)
     for share in shares:
         own = [lengths[row - 100] for batch in share for row in batch if row is not None]
@@ -27,34 +34,36 @@ def test_dealing_shares_every_row_once(lengths: list[int], ranks: int, micro: in
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 4), st.integers(1, 120))
-def test_dealing_by_tokens_keeps_the_limit_and_balances(lengths: list[int], ranks: int, tokens: int) -> None:
+def test_sharding_by_tokens_keeps_the_limit_and_balances(lengths: list[int], ranks: int, tokens: int) -> None:
     rows = list(range(100, 100 + len(lengths)))
-    shares = [deal(rows, lengths, rank=r, ranks=ranks, micro_batches=MicroBatches(tokens=tokens)) for r in range(ranks)]
+    shares = [
+        shard_batch(rows, lengths, rank=r, ranks=ranks, micro_batches=MicroBatches(tokens=tokens)) for r in range(ranks)
+    ]
     assert sorted(row for share in shares for batch in share for row in batch if row is not None) == rows
-    assert len({len(share) for share in shares}) == 1, "every rank has as many micro-batches"
+    assert len({len(share) for share in shares}) == 1, "all ranks have the same number of micro-batches"
     batches = [batch for share in shares for batch in share]
     loads = [sum(lengths[row - 100] for row in batch if row is not None) for batch in batches]
     assert all(load <= tokens or len(batch) == 1 for load, batch in zip(loads, batches, strict=True)) or (
         max(loads) <= max(lengths)
     )
-    assert max(loads) - min(loads) <= max(lengths), "each row went to the lightest"
+    assert max(loads) - min(loads) <= max(lengths), "each row is in the micro-batch with the fewest tokens"
     assert all(batch == [None] for batch, load in zip(batches, loads, strict=True) if not load)
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 4), st.integers(50, 200))
-def test_padding_counts_where_it_is_computed(lengths: list[int], ranks: int, tokens: int) -> None:
+def test_padding_counts_against_the_token_limit(lengths: list[int], ranks: int, tokens: int) -> None:
     rows, padded = list(range(len(lengths))), MicroBatches(tokens=tokens, padded=True)
     for rank in range(ranks):
-        for batch in deal(rows, lengths, rank=rank, ranks=ranks, micro_batches=padded):
+        for batch in shard_batch(rows, lengths, rank=rank, ranks=ranks, micro_batches=padded):
             assert len(batch) * max(lengths[row] if row is not None else 1 for row in batch) <= tokens
 
 
-def test_dealing_balances_tokens() -> None:
+def test_sharding_balances_tokens() -> None:
     lengths = list(range(1, 33))
     totals = []
     for rank in range(4):
-        dealt = deal(range(32), lengths, rank=rank, ranks=4, micro_batches=MicroBatches(4))
-        totals.append(sum(lengths[row] for batch in dealt for row in batch if row is not None))
+        shard = shard_batch(range(32), lengths, rank=rank, ranks=4, micro_batches=MicroBatches(4))
+        totals.append(sum(lengths[row] for batch in shard for row in batch if row is not None))
     assert max(totals) - min(totals) == 0
 
 
@@ -82,7 +91,7 @@ def test_global_batches_do_not_depend_on_the_ranks(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("stop", [1, 5, 7])
-def test_a_saved_position_goes_on_exactly(stop: int) -> None:
+def test_a_saved_position_of_a_loader_is_restored_exactly(stop: int) -> None:
     whole = [ids(step) for step in loader().iterate(2)]
     first = loader()
     steps = first.iterate(2)
@@ -101,59 +110,99 @@ def test_evaluation_sees_every_row_once() -> None:
         assert len({sum(len(step) for step in share) for share in shares}) == 1
 
 
-def test_too_few_rows_are_refused() -> None:
-    with pytest.raises(UserError, match="an update takes 8 rows, the training data has 5"):
-        GlobalBatches(5, global_batch_size=8, seed=0)
-
-
-def test_tokens_are_padded_on_the_right_and_lengths_live_in_masks() -> None:
-    batch = collate_tokens(
-        [{"input_ids": [5, 2, 7], "loss_mask": [False, True, True]}, None, {"input_ids": [2], "loss_mask": [False]}], 2
-    )
-    assert batch.input_ids.tolist() == [[5, 2, 7], [2, 2, 2], [2, 2, 2]]
-    assert batch.attention_mask.tolist() == [[True] * 3, [True, False, False], [True, False, False]]
-    assert batch.loss_mask.tolist() == [[False, True, True], [False] * 3, [False] * 3]
-
-
-def test_preferences_keep_each_answer_once_and_all_pairs() -> None:
-    rows = [
-        {
-            "responses": [[4, 5], [4, 6, 7], [4]], "masks": [[False, True], [False, True, True], [False]],
-            "pairs": [[0, 1], [0, 2], [2, 1]], "margins": [0.0, 1.0, 2.0],
-        },
-        None,
-        {
-            "responses": [[8], [9, 9]], "masks": [[False], [False, True]], "pairs": [[1, 0]], "margins": [0.5],
-            "ref_logprobs": [-1.5, -2.5],
-        },
-    ]  # fmt: skip
-    batch = collate_preferences(rows, 0)
-    assert batch.input_ids.shape == (6, 3)
-    assert batch.chosen_index.tolist() == [0, 0, 2, 5]
-    assert batch.rejected_index.tolist() == [1, 2, 1, 4]
-    assert batch.margin.tolist() == [0.0, 1.0, 2.0, 0.5]
-    assert batch.response_mask.sum(dim=1).tolist() == [1, 2, 0, 0, 0, 1]
-    assert batch.ref_logprobs.tolist() == [0.0, 0.0, 0.0, 0.0, -1.5, -2.5]
-    empty = collate_preferences([None], 0)
-    assert len(empty.chosen_index) == 0 and empty.attention_mask.any()
-    assert empty.chosen_index.dtype is torch.long
+def test_too_few_rows_are_rejected() -> None:
+    with pytest.raises(UserError, match="batch of 8 rows, got 5"):
+        GlobalBatchSampler(5, global_batch_size=8, seed=0)
 
 
 @given(st.integers(1, 30), st.integers(1, 8), st.integers(0, 3), st.integers(0, 12))
 def test_upcoming_rows_are_those_of_the_next_batches(rows: int, size: int, done: int, batches: int) -> None:
     size = min(rows, size)
-    loader = GlobalBatches(rows, global_batch_size=size, seed=3)
+    loader = GlobalBatchSampler(rows, global_batch_size=size, seed=3)
     coming = loader.iterate()
     for _ in range(done):
         next(coming)
     before = loader.state_dict()
-    told = loader.upcoming(batches)
+    upcoming = loader.upcoming(batches)
     assert loader.state_dict() == before
-    assert told == list(dict.fromkeys(row for _ in range(batches) for row in next(coming)))
+    assert upcoming == list(dict.fromkeys(row for _ in range(batches) for row in next(coming)))
 
 
-def test_chosen_rows_are_rows_and_columns_of_the_data() -> None:
+def test_a_row_subset_has_rows_and_columns_of_the_data() -> None:
     data = datasets.Dataset.from_dict({"length": [3, 4, 5], "name": ["a", "b", "c"]})
-    chosen = ChosenRows(data, [2, 0])
-    assert chosen.column_names == ["length", "name"] and len(chosen) == 2
-    assert chosen["length"] == [5, 3] and chosen[0] == {"length": 5, "name": "c"}
+    subset = RowSubset(data, [2, 0])
+    assert subset.column_names == ["length", "name"] and len(subset) == 2
+    assert subset["length"] == [5, 3] and subset[0] == {"length": 5, "name": "c"}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@quick
+@given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40), micro=st.integers(1, 5))
+def test_sharding_pads_at_most_one_unit(ranks: int, lengths: list[int], micro: int) -> None:
+    shares = [
+        shard_batch(range(len(lengths)), lengths, rank=rank, ranks=ranks, micro_batches=MicroBatches(micro))
+        for rank in range(ranks)
+    ]
+    flat = [[row for batch in share for row in batch] for share in shares]
+    missing = sum(row is None for share in flat for row in share)
+    assert missing == -len(lengths) % (ranks * micro), "the last unit is padded, no other"
+    for share in flat:
+        real = [row is not None for row in share]
+        assert real == sorted(real, reverse=True), "None comes last"
+    counts = [sum(row is not None for row in share) for share in flat]
+    assert missing >= ranks or max(counts) - min(counts) <= 1
+    longest = [lengths[share[0]] for share in flat if share[0] is not None]
+    assert longest == sorted(lengths, reverse=True)[: len(longest)], "each rank begins with one of the longest"
+
+
+def test_sharding_by_hand() -> None:
+    rows, lengths = [10, 11, 12, 13, 14], [3, 9, 5, 9, 1]
+    assert shard_batch(rows, lengths, rank=0, ranks=1, micro_batches=MicroBatches(2)) == [
+        [11, 13],
+        [12, 10],
+        [14, None],
+    ]
+    # Longest first: 11, 13 | 12, 10 | 14, None; every other pair in reverse order.
+    assert shard_batch(rows, lengths, rank=0, ranks=2, micro_batches=MicroBatches(1)) == [[11], [10], [14]]
+    assert shard_batch(rows, lengths, rank=1, ranks=2, micro_batches=MicroBatches(1)) == [[13], [12], [None]]
+
+
+@quick
+@given(rows=st.integers(1, 40), size=st.integers(1, 12), seed=st.integers(0, 5), stop=st.integers(0, 30))
+def test_any_position_is_restored_exactly(rows: int, size: int, seed: int, stop: int) -> None:
+    size = min(rows, size)
+    whole = list(GlobalBatchSampler(rows, global_batch_size=size, seed=seed).iterate(3))
+    first = GlobalBatchSampler(rows, global_batch_size=size, seed=seed)
+    list(islice(first.iterate(3), stop))
+    second = GlobalBatchSampler(rows, global_batch_size=size, seed=seed)
+    second.load_state_dict(first.state_dict())
+    assert list(second.iterate(3)) == whole[stop:]
+
+
+@quick
+@given(rows=st.integers(1, 40), size=st.integers(1, 12), seed=st.integers(0, 5))
+def test_an_epoch_sees_no_row_twice(rows: int, size: int, seed: int) -> None:
+    size = min(rows, size)
+    batches = GlobalBatchSampler(rows, global_batch_size=size, seed=seed)
+    seen = [row for batch in batches.iterate(1) for row in batch]
+    assert len(seen) == len(set(seen)) == rows // size * size == batches.steps_per_epoch * size
+    kept = GlobalBatchSampler(rows, global_batch_size=size, seed=seed, drop_last=False)
+    assert sorted(row for batch in kept.iterate(1) for row in batch) == list(range(rows))
+    assert kept.steps_per_epoch == -(-rows // size)
+
+
+def test_the_order_depends_on_the_seed_and_is_endless_by_default() -> None:
+    def order(seed: int, count: int = 25) -> list[list[int]]:
+        return list(islice(GlobalBatchSampler(16, global_batch_size=4, seed=seed).iterate(), count))
+
+    assert order(0) == order(0) != order(1)
+    assert len(order(0)) == 25
+    plain = GlobalBatchSampler(6, global_batch_size=4, seed=0, shuffle=False, drop_last=False)
+    assert list(plain.iterate(1)) == [[0, 1, 2, 3], [4, 5]]
+
+
+def test_too_few_rows_are_rejected_only_with_drop_last() -> None:
+    with pytest.raises(UserError) as caught:
+        GlobalBatchSampler(5, global_batch_size=8, seed=0)
+    assert "8 rows, got 5: add rows or reduce the batch size to 5" in str(caught.value)
+    assert GlobalBatchSampler(5, global_batch_size=8, seed=0, drop_last=False).steps_per_epoch == 1

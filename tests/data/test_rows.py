@@ -1,4 +1,4 @@
-"""Rows and sources of the contract, and the one line that answers each row that breaks it."""
+"""Row formats: the record of each accepted row, and an error with file, line and column for each invalid one."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.sections import DataSource
-from hybrid_rlhf.data.rows import preference_row, prompt_row, ptx_row, sft_row
-from hybrid_rlhf.data.sources import open_source
+from hybrid_rlhf.data.rows.formats import read_preference_row, read_prompt_row, read_ptx_row, read_sft_row
+from hybrid_rlhf.data.rows.sources import open_source
 
 USER, ANSWER, OTHER = (
-    {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"},
-)  # fmt: skip
+    {"role": "user", "content": "q"},
+    {"role": "assistant", "content": "a"},
+    {"role": "assistant", "content": "b"},
+)
 SYSTEM = {"role": "system", "content": "s"}
 
 
@@ -32,13 +32,13 @@ SYSTEM = {"role": "system", "content": "s"}
     ],
 )
 def test_sft_rows(row: dict[str, Any], messages: list[dict[str, str]]) -> None:
-    assert sft_row("f:1", row).messages == messages
+    assert read_sft_row("f:1", row).messages == messages
 
 
 def test_text_rows() -> None:
-    assert sft_row("f:1", {"text": "plain"}).text == "plain"
-    assert ptx_row("f:1", {"text": "plain"}).text == "plain"
-    assert ptx_row("f:1", {"prompt": "q", "completion": "a"}).messages == [USER, ANSWER]
+    assert read_sft_row("f:1", {"text": "plain"}).text == "plain"
+    assert read_ptx_row("f:1", {"text": "plain"}).text == "plain"
+    assert read_ptx_row("f:1", {"prompt": "q", "completion": "a"}).messages == [USER, ANSWER]
 
 
 @pytest.mark.parametrize(
@@ -51,98 +51,119 @@ def test_text_rows() -> None:
     ],
 )
 def test_preference_rows(row: dict[str, Any]) -> None:
-    record = preference_row("f:1", {**row, "margin": 2})
-    assert (record.prompt, record.responses) == ([USER], [[ANSWER], [OTHER]])
+    record = read_preference_row("f:1", {**row, "margin": 2})
+    assert (record.prompt, record.completions) == ([USER], [[ANSWER], [OTHER]])
     assert (record.pairs, record.margins) == ([(0, 1)], [2.0])
-    assert preference_row("f:1", row).margins == [0.0]
+    assert read_preference_row("f:1", row).margins == [0.0]
 
 
 def test_ranked_lists_become_all_their_pairs() -> None:
-    record = preference_row("f:1", {"prompt": "q", "responses": ["a", "b", "c", "d"], "ranks": [2, 1, 2, 3]})
+    record = read_preference_row("f:1", {"prompt": "q", "responses": ["a", "b", "c", "d"], "ranks": [2, 1, 2, 3]})
     assert sorted(record.pairs) == [(0, 3), (1, 0), (1, 2), (1, 3), (2, 3)]  # equal ranks make no pair
     assert len(record.margins) == 5
     whole = {"prompt": [USER], "responses": [[USER, ANSWER], [USER, OTHER]], "ranks": [1, 2]}
-    assert preference_row("f:1", whole).responses == [[ANSWER], [OTHER]], "a prompt that is said again is not an answer"
+    assert read_preference_row("f:1", whole).completions == [[ANSWER], [OTHER]], (
+        "a repeated prompt is not part of the completion"
+    )
 
 
 def test_prompt_rows() -> None:
-    assert prompt_row("f:1", {"prompt": "q", "answer": 4}).columns == {"answer": 4}
-    assert prompt_row("f:1", {"prompt": "q"}).messages == [USER]
-    assert prompt_row("f:1", {"messages": [SYSTEM, USER, ANSWER], "id": 1}).messages == [SYSTEM, USER]
-    assert prompt_row("f:1", {"messages": [USER]}).messages == [USER]
+    assert read_prompt_row("f:1", {"prompt": "q", "answer": 4}).columns == {"answer": 4}
+    assert read_prompt_row("f:1", {"prompt": "q"}).messages == [USER]
+    assert read_prompt_row("f:1", {"messages": [SYSTEM, USER, ANSWER], "id": 1}).messages == [SYSTEM, USER]
+    assert read_prompt_row("f:1", {"messages": [USER]}).messages == [USER]
 
 
+SFT_FORMATS = r"messages or prompt \+ completion or prompt \+ chosen or text"
+PAIR_FORMATS = r"prompt \+ chosen \+ rejected or prompt \+ responses \+ ranks"
+GOOD = {"prompt": "q", "completion": "a", "chosen": "a", "rejected": "b"}
 BAD_ROWS = [
-    (sft_row, {"instruction": "x"}, "found columns instruction"),
-    (sft_row, {"messages": [USER]}, "no assistant|has none"),
-    (sft_row, {"messages": []}, "column 'messages' .* empty list"),
-    (sft_row, {"messages": "q"}, "column 'messages' .* a str"),
-    (sft_row, {"messages": [{"role": "user"}]}, "column 'messages': a message is"),
-    (sft_row, {"messages": [{"role": "bot", "content": "x"}]}, "got 'bot'"),
-    (sft_row, {"prompt": "q", "completion": ""}, "column 'completion' is empty"),
-    (sft_row, {"prompt": 3, "completion": "a"}, "column 'prompt' .* int"),
-    (sft_row, {"text": 3}, "column 'text' is text, got a int"),
-    (preference_row, {"prompt": "q", "chosen": "a"}, "found columns chosen, prompt"),
-    (preference_row, {"prompt": "q", "chosen": "a", "rejected": "a"}, "'chosen' and 'rejected' are equal"),
-    (preference_row, {"prompt": "q", "chosen": "a", "rejected": "b", "margin": "1"}, "column 'margin' is a number"),
-    (preference_row, {"chosen": [USER], "rejected": [USER, ANSWER]}, "no answer after the prompt"),
-    (preference_row, {"prompt": "q", "responses": ["a"], "ranks": [1, 2]}, "lists of one length"),
-    (preference_row, {"prompt": "q", "responses": ["a", "b"], "ranks": [1, 1]}, "makes no pair"),
-    (preference_row, {"prompt": "q", "responses": ["a", "a"], "ranks": [1, 2]}, "one answer above itself"),
-    (preference_row, {"prompt": "q", "responses": ["a", "b"], "ranks": ["x", "y"]}, "column 'ranks' holds numbers"),
-    (prompt_row, {"text": "x"}, "found columns text"),
-    (prompt_row, {"messages": [ANSWER]}, "only an answer"),
+    (read_sft_row, {}, f"{SFT_FORMATS}, got columns none"),
+    (read_sft_row, {"instruction": "x"}, f"{SFT_FORMATS}, got columns instruction"),
+    (read_sft_row, {"prompt": "q"}, f"{SFT_FORMATS}, got columns prompt"),
+    (read_sft_row, {"messages": [USER]}, "assistant turn, got none"),
+    (read_sft_row, {"messages": []}, "column 'messages' .* got an empty list"),
+    (read_sft_row, {"messages": "q"}, "column 'messages' .* got str"),
+    (read_sft_row, {"messages": [{"role": "user"}]}, "column 'messages': .* 'content', got {'role': 'user'}"),
+    (read_sft_row, {"messages": [{"role": "bot", "content": "x"}]}, "column 'messages': a role .* got 'bot'"),
+    (
+        read_sft_row,
+        {"messages": [{"role": "bot", "content": "x"}, ANSWER]},
+        "one of system, developer, user, assistant, tool, function, ipython, observation, got 'bot'",
+    ),
+    (
+        read_sft_row,
+        {"prompt": "q", "completion": [{"role": "assistant", "content": 3}]},
+        "column 'completion': the content of a message .* got 3",
+    ),
+    (read_sft_row, {"prompt": "q", "completion": ""}, "column 'completion' must not be empty, got ''"),
+    (read_sft_row, {"prompt": 3, "completion": "a"}, "column 'prompt' .* got int"),
+    (read_sft_row, {"text": 3}, "column 'text' must be text, got int"),
+    (read_sft_row, {"text": " \n"}, r"column 'text' must not be empty, got ' \\n'"),
+    (read_preference_row, {"prompt": "q", "chosen": "a"}, f"{PAIR_FORMATS}, got columns chosen, prompt"),
+    (read_preference_row, {"prompt": "q", "rejected": "b"}, f"{PAIR_FORMATS}, got columns prompt, rejected"),
+    (
+        read_preference_row,
+        {"prompt": "q", "chosen": "a", "rejected": "a"},
+        "'chosen' and 'rejected' must differ, both are 'a'",
+    ),
+    (read_preference_row, {"prompt": "q", "chosen": "a", "rejected": 3}, "column 'rejected' .* got int"),
+    (read_preference_row, {**GOOD, "margin": "1"}, "column 'margin' .* number, got '1'"),
+    (read_preference_row, {**GOOD, "margin": True}, "column 'margin' .* number, got True"),
+    (read_preference_row, {**GOOD, "margin": None}, "column 'margin' .* number, got None"),
+    (read_preference_row, {"chosen": [USER], "rejected": [USER, ANSWER]}, "'chosen' .* assistant turn, got nothing"),
+    (read_preference_row, {"prompt": "q", "responses": ["a"], "ranks": [1, 2]}, "'responses' and 'ranks' .* 1 and 2"),
+    (read_preference_row, {"prompt": "q", "responses": ["a", "b"], "ranks": [1]}, "'responses' and 'ranks' .* 2 and 1"),
+    (read_preference_row, {"prompt": "q", "responses": "ab", "ranks": [1, 2]}, "'responses' and 'ranks' .* str and 2"),
+    (
+        read_preference_row,
+        {"responses": ["a", "b"], "ranks": [1, 2]},
+        r"prompt \+ responses \+ ranks, got columns ranks, responses",
+    ),
+    (
+        read_preference_row,
+        {"prompt": "q", "responses": ["a", "b"], "ranks": [1, 1]},
+        r"'ranks' .* different ranks, got \[1, 1\]",
+    ),
+    (read_preference_row, {"prompt": "q", "responses": ["a", "a"], "ranks": [1, 2]}, "'responses' .* got 'a' twice"),
+    (
+        read_preference_row,
+        {"prompt": "q", "responses": ["a", "b"], "ranks": ["x", "y"]},
+        r"column 'ranks' .* numbers, got \['x', 'y'\]",
+    ),
+    (
+        read_preference_row,
+        {"prompt": "q", "responses": ["a", "b"], "ranks": [1, "2"]},
+        r"column 'ranks' .* numbers, got \[1, '2'\]",
+    ),
+    (read_prompt_row, {"text": "x"}, "prompt or messages, got columns text"),
+    (read_prompt_row, {"completion": "a"}, "prompt or messages, got columns completion"),
+    (read_prompt_row, {"messages": [ANSWER]}, "column 'messages' must have a prompt, got only an assistant turn"),
 ]
 
 
 @pytest.mark.parametrize(("adapter", "row", "rule"), BAD_ROWS)
-def test_a_row_that_breaks_the_contract_is_named_in_one_line(
-    adapter: Callable[..., Any], row: dict[str, Any], rule: str
+def test_an_invalid_row_is_named_by_file_line_and_column(
+    adapter: Callable[..., Any], row: dict[str, Any], rule: str, tmp_path: Path
 ) -> None:
+    """The invalid row is in line 3, after a valid one and a blank line."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text(f"{json.dumps(GOOD)}\n\n{json.dumps(row)}\n")
     with pytest.raises(UserError, match=rule) as caught:
-        adapter("data.jsonl:7", row)
-    assert str(caught.value).startswith("data.jsonl:7: ")
-    assert "\n" not in str(caught.value)
+        [adapter(location, row) for location, row in open_source(str(file))]
+    line = str(caught.value)
+    assert line.startswith(f"{file}:3: ") and "\n" not in line
+    assert line.endswith((": fix the row", "remove the row", "rename or add columns", ": remove one"))
 
 
-ROWS = [{"prompt": "q", "completion": "a", "extra": 1}, {"prompt": "r", "completion": "b"}]
+def test_an_implicit_prompt_is_the_shared_prefix() -> None:
+    first, second = {"role": "assistant", "content": "first"}, {"role": "user", "content": "and?"}
+    other = {"role": "assistant", "content": "b"}
+    shared = [USER, first, second]
+    record = read_preference_row("f:1", {"chosen": [*shared, ANSWER], "rejected": [*shared, other]})
+    assert (record.prompt, record.completions) == (shared, [[ANSWER], [other]])
 
 
-def write_sources(folder: Path) -> dict[str, str | DataSource]:
-    (folder / "r.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS) + "\n\n")
-    (folder / "r.json").write_text(json.dumps(ROWS))
-    table = datasets.Dataset.from_list(ROWS)
-    table.to_parquet(folder / "r.parquet")
-    table.save_to_disk(folder / "folder")
-    datasets.DatasetDict({"train": table.select([0]), "both": table}).save_to_disk(folder / "dict")
-    return {
-        **{name: str(folder / f"r.{name}") for name in ("jsonl", "json", "parquet")},
-        "folder": str(folder / "folder"),
-        "dict": DataSource(path=str(folder / "dict"), split_name="both"),
-    }
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "folder", "dict"])
-def test_every_kind_of_source_gives_the_same_rows(kind: str, tmp_path: Path) -> None:
-    rows = open_source(write_sources(tmp_path)[kind])
-    assert [row for _, row in rows] == ROWS
-    places = [place for place, _ in rows]
-    assert places[1].endswith(":2" if kind == "jsonl" else "row 2")
-
-
-def test_fingerprints_follow_the_content(tmp_path: Path) -> None:
-    for kind, source in write_sources(tmp_path).items():
-        again = write_sources(tmp_path)[kind]
-        assert open_source(source).fingerprint == open_source(again).fingerprint
-    before = open_source(str(tmp_path / "r.jsonl")).fingerprint
-    (tmp_path / "r.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
-    assert open_source(str(tmp_path / "r.jsonl")).fingerprint != before
-
-
-def test_folders_and_splits_that_are_none(tmp_path: Path) -> None:
-    write_sources(tmp_path)
-    with pytest.raises(UserError, match=r"has no split 'test': set split_name to one of \['both', 'train'\]"):
-        open_source(DataSource(path=str(tmp_path / "dict"), split_name="test"))
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="save_to_disk wrote"):
-        open_source(str(tmp_path / "empty"))
+def test_a_prompt_column_takes_precedence_over_messages() -> None:
+    record = read_prompt_row("f:1", {"prompt": "q", "messages": [USER, ANSWER]})
+    assert record.messages == [USER] and record.columns == {"messages": [USER, ANSWER]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,9 +10,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.data.collation import collate_judged
-from hybrid_rlhf.data.stepwise import encode_stepwise_row
-from tests.tiny import CHATML, tiny_tokenizer
+from hybrid_rlhf.data.collation import collate_reward_labels
+from hybrid_rlhf.data.rows.stepwise import encode_stepwise_row
+from tests.support.tiny import CHATML, tiny_tokenizer
 
 ROW: dict[str, Any] = {"prompt": "2+2*2?", "completions": ["2*2 = 4.", "Zwölf ✓ ", "= 6"], "labels": [True, 0, 0.75]}
 
@@ -25,9 +26,10 @@ def merging_tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
     )
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=["<|im_start|>", "<|im_end|>"],
+        vocab_size=320,
+        special_tokens=["<|im_start|>", "<|im_end|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
+    )
     backend.train_from_iterator([".\n"] * 50 + ["2*2 =", "Zwölf", "= 6"] * 9, trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|im_end|>")
     tokenizer.chat_template = template
@@ -72,11 +74,11 @@ def test_what_is_too_long_loses_prompt_then_steps() -> None:
 
 def test_a_batch_has_a_label_at_each_end() -> None:
     rows = [encode(tiny_tokenizer()), None, encode(tiny_tokenizer(), {**ROW, "completions": ["a", "b", "c"]})]
-    batch = collate_judged(rows, 2)
-    assert batch.answer_index.tolist() == [0, 0, 0, 2, 2, 2]
+    batch = collate_reward_labels(rows, 2)
+    assert batch.sequence_index.tolist() == [0, 0, 0, 2, 2, 2]
     assert batch.token_index.tolist() == [*rows[0]["ends"], *rows[2]["ends"]]  # type: ignore[index]
-    assert bool(batch.attention_mask[batch.answer_index, batch.token_index].all())
-    whole = collate_judged(
+    assert bool(batch.attention_mask[batch.sequence_index, batch.token_index].all())
+    whole = collate_reward_labels(
         [{"responses": [[5, 6], [7]], "masks": [[0, 1], [1]], "labels": [True, False], "head": 1}], 2
     )
     assert whole.token_index.tolist() == [1, 0] and whole.head.tolist() == [1, 1]
@@ -100,32 +102,32 @@ def slow_tokenizer() -> Any:
         (
             slow_tokenizer,
             ROW,
-            "steps need a tokenizer that tells where its tokens lie: take a fast one",
+            ".* need a fast tokenizer, .* got Slow: ",
         ),
         (
             lambda: tiny_tokenizer(CHATML.replace("message['content']", "(message['content'] | trim)")),
             {**ROW, "completions": [" a", "b", "c"]},
-            "the chat template does not show an answer as it is, its steps cannot be found: strip them",
+            "the chat template must render .* unchanged, got 'a.*: strip ",
         ),
         (
             tiny_tokenizer,
             {**ROW, "completions": ["a\nb", "b", "c"]},
-            "a step holds preference.step_separator '\\n', which would part it anew when it is scored: take another "
-            "separator",
+            r"a step must not contain objective.step_separator '\\n', .*: set another separator",
         ),
         (
             merging_tokenizer,
             {**ROW, "completions": ["2*", "2 =", "4"]},
-            "a token reaches from step 1 over preference.step_separator '|' into the next: take another separator",
+            r"objective.step_separator .* '\|' a token spans step 1 and the next: set another separator",
         ),
     ],
 )
-def test_hidden_ends_are_refused(make: Any, row: dict[str, Any], expected: str) -> None:
+def test_hidden_step_ends_are_rejected(make: Any, row: dict[str, Any], expected: str) -> None:
     tokenizer = make()
     separator = "\n"
-    if "reaches" in expected:  # a tokenizer that knows "2*|2 =" as one
+    if "spans" in expected:  # a tokenizer that knows "2*|2 =" as one
         separator = "|"
         tokenizer.add_tokens(["2*|2"])
     with pytest.raises(UserError) as refused:
         encode(tokenizer, row, separator=separator)
-    assert str(refused.value) == f"rows.jsonl:1: {expected}"
+    line = str(refused.value)
+    assert re.match(f"rows.jsonl:1: {expected}", line) and "\n" not in line, line

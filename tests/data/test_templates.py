@@ -10,9 +10,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.data.chat import (
-    Encoded,
-    encode_answer,
+from hybrid_rlhf.data.chat.conversation import (
+    EncodedSequence,
+    encode_completion,
     encode_conversation,
     encode_prompt,
     encode_text,
@@ -20,27 +20,29 @@ from hybrid_rlhf.data.chat import (
     stop_token_ids,
     turn_end,
 )
-from hybrid_rlhf.data.messages import Message, read_message, row_tools
-from hybrid_rlhf.data.template import without_place
-from tests.data.templates import FAMILIES, Family, tokenizer_of
-from tests.tiny import CHATML, tiny_tokenizer
+from hybrid_rlhf.data.chat.messages import Message, read_message, row_tools
+from hybrid_rlhf.data.chat.template import unrendered
+from tests.support.templates import FAMILIES, Family, tokenizer_of
+from tests.support.tiny import CHATML, tiny_tokenizer
 
 USER, ANSWER = {"role": "user", "content": "ask"}, {"role": "assistant", "content": "one"}
 MORE, SECOND = {"role": "user", "content": "more"}, {"role": "assistant", "content": "two"}
 SYSTEM = {"role": "system", "content": "be kind"}
 CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "look", "arguments": {"at": "sky"}}}
 CALLED: list[Message] = [
-    USER, {"role": "assistant", "tool_calls": [CALL]},
+    USER,
+    {"role": "assistant", "tool_calls": [CALL]},
     {"role": "tool", "name": "look", "tool_call_id": "abcdefghi", "content": "blue"},
     {"role": "assistant", "content": "seen"},
-]  # fmt: skip
+]
 LOOK = {
     "type": "function",
     "function": {
-        "name": "look", "description": "looks",
+        "name": "look",
+        "description": "looks",
         "parameters": {"type": "object", "properties": {"at": {"type": "string", "description": "where"}}},
     },
-}  # fmt: skip
+}
 ROWS: dict[str, list[Message]] = {
     "single": [USER, ANSWER],
     "multi": [USER, ANSWER, MORE, SECOND],
@@ -51,7 +53,7 @@ ROWS: dict[str, list[Message]] = {
 FAMILY = pytest.mark.parametrize("family", [pytest.param(family, id=name) for name, family in FAMILIES.items()])
 
 
-def learned(row: Encoded, tokenizer: PreTrainedTokenizerFast) -> str:
+def learned(row: EncodedSequence, tokenizer: PreTrainedTokenizerFast) -> str:
     return tokenizer.decode([token for token, loss in zip(row.input_ids, row.loss_mask, strict=True) if loss])
 
 
@@ -106,7 +108,7 @@ def test_an_answer_is_one_row_with_the_loss_on_its_own_turns(
 ) -> None:
     tokenizer = tokenizer_of(family)
     monkeypatch.setattr(type(tokenizer), "is_fast", fast)
-    row = encode_answer([USER, ANSWER, MORE], [SECOND], tokenizer)
+    row = encode_completion([USER, ANSWER, MORE], [SECOND], tokenizer)
     assert "two" in learned(row, tokenizer) and "one" not in learned(row, tokenizer)
     assert "one" in tokenizer.decode(row.input_ids)
 
@@ -136,7 +138,7 @@ def test_a_call_may_come_in_several_forms() -> None:
 def test_tools_are_a_list_or_its_json() -> None:
     assert row_tools("row", {"tools": [LOOK]}) == row_tools("row", {"tools": json.dumps([LOOK])}) == [LOOK]
     assert row_tools("row", {}) is row_tools("row", {"tools": None}) is row_tools("row", {"tools": "[]"}) is None
-    with pytest.raises(UserError, match="tools is a list"):
+    with pytest.raises(UserError, match="tools must be a list"):
         row_tools("row", {"tools": "look"})
     with pytest.raises(UserError, match="JSON schemas"):
         row_tools("row", {"tools": ["look"]})
@@ -145,23 +147,28 @@ def test_tools_are_a_list_or_its_json() -> None:
 def test_text_in_parts_is_joined() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "sk"}]
     assert read_message("row", {"role": "user", "content": parts})["content"] == "ask"
-    with pytest.raises(UserError, match="is text, or a list of"):
+    with pytest.raises(UserError, match="must be text or a list of"):
         read_message("row", {"role": "user", "content": [{"type": "image", "image": "x.png"}]})
 
 
 def test_what_a_template_has_no_place_for_is_counted() -> None:
     messages = [SYSTEM, *ROWS["reasoning"], *CALLED[1:]]
     found = {
-        name: without_place(messages, tokenizer_of(FAMILIES[name]), [LOOK])
+        name: unrendered(messages, tokenizer_of(FAMILIES[name]), [LOOK])
         for name in ("qwen3", "llama 3", "gemma 2, no system, turns that alternate", "qwen3 without thinking")
     }
     assert found["qwen3"] == ["name", "tool_call_id"]
     assert sorted(found["llama 3"]) == [
-        "name", "reasoning_content", "reasoning_content", "tool_call_id", "tool_calls", "tools",
-    ]  # fmt: skip
+        "name",
+        "reasoning_content",
+        "reasoning_content",
+        "tool_call_id",
+        "tool_calls",
+        "tools",
+    ]
     assert {"role system", "role tool"} < set(found["gemma 2, no system, turns that alternate"])
     assert found["qwen3 without thinking"].count("reasoning_content") == 2, "the prompt has closed its thoughts"
-    assert "tool_calls" in without_place(messages, tiny_tokenizer(None), None)
+    assert "tool_calls" in unrendered(messages, tiny_tokenizer(None), None)
 
 
 def test_without_a_template_calls_are_learned_as_json() -> None:
@@ -200,12 +207,12 @@ def test_plain_text_begins_with_bos_where_the_tokenizer_adds_one(adds: bool) -> 
     text = encode_text("abc", tokenizer)
     assert text.input_ids == [*own, tokenizer.eos_token_id]
     assert text.loss_mask == [False] * adds + [True] * 4
-    told = encode_text("abc", tokenizer, context="ctx")
-    assert told.input_ids[: len(bos) + 3] == [*bos, *tokenizer("ctx", add_special_tokens=False)["input_ids"]]
+    encoded = encode_text("abc", tokenizer, context="ctx")
+    assert encoded.input_ids[: len(bos) + 3] == [*bos, *tokenizer("ctx", add_special_tokens=False)["input_ids"]]
     assert encode_text(f"{tokenizer.bos_token}abc", tokenizer).input_ids.count(tokenizer.bos_token_id) == 1, "never two"
     prompt = encode_prompt([USER], tokenizer)
     (row,) = encode_conversation([USER, ANSWER], tokenizer)
-    for ids in (prompt, row.input_ids, encode_answer([USER], [ANSWER], tokenizer).input_ids):
+    for ids in (prompt, row.input_ids, encode_completion([USER], [ANSWER], tokenizer).input_ids):
         assert ids[:1] == (bos or ids[:1]) and ids.count(tokenizer.bos_token_id) == adds
     assert row.input_ids[: len(prompt)] == prompt and len(row.input_ids) == len(row.loss_mask)
     assert learned(row, tokenizer) == " one<|im_end|>"

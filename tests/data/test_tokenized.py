@@ -15,13 +15,12 @@ from transformers import PreTrainedTokenizerFast
 
 import hybrid_rlhf.data.tokenized as tokenized
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.ppo import PromptDataConfig
-from hybrid_rlhf.configs.sections import DataConfig, DataSource
+from hybrid_rlhf.configs.sections.data import DataSource, RowDataConfig
 from hybrid_rlhf.data import encoding
-from hybrid_rlhf.data.augmented import with_mismatched_answers
-from hybrid_rlhf.data.collation import collate_labelled
+from hybrid_rlhf.data.collation import collate_preference_labels
+from hybrid_rlhf.data.mismatched import with_mismatched_completions
 from hybrid_rlhf.runtime.world import solo_world
-from tests.tiny import CHATML
+from tests.support.tiny import CHATML
 
 WORLD = solo_world(torch.device("cpu"))
 ROWS = [{"prompt": f"question {i}", "chosen": f"answer {i}", "rejected": "no"} for i in range(40)]
@@ -34,7 +33,9 @@ def texts(rows: Any, tokenizer: PreTrainedTokenizerFast) -> set[str]:
     return {tokenizer.decode(row).split("question ")[1].split("<")[0] for row in flat}
 
 
-def load(kind: str, config: DataConfig, tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> tokenized.TokenizedData:
+def load(
+    kind: str, config: RowDataConfig, tokenizer: PreTrainedTokenizerFast, seed: int = 0
+) -> tokenized.TokenizedData:
     if kind == "prompt":
         return tokenized.load_prompt_data(
             config, tokenizer=tokenizer, seed=seed, world=WORLD, max_prompt_tokens=config.max_length
@@ -43,10 +44,10 @@ def load(kind: str, config: DataConfig, tokenizer: PreTrainedTokenizerFast, seed
 
 
 @pytest.fixture
-def config(tmp_path: Path, write_jsonl: Callable[..., Path]) -> Callable[..., PromptDataConfig]:
-    def make(rows: list[dict[str, Any]] = ROWS, **changes: Any) -> PromptDataConfig:
+def config(tmp_path: Path, write_jsonl: Callable[..., Path]) -> Callable[..., RowDataConfig]:
+    def make(rows: list[dict[str, Any]] = ROWS, **changes: Any) -> RowDataConfig:
         settings = {"sources": [str(write_jsonl(rows))], "cache_dir": str(tmp_path / "cache"), "max_length": 200}
-        return PromptDataConfig(**{**settings, **changes})
+        return RowDataConfig(**{**settings, **changes})
 
     return make
 
@@ -101,9 +102,12 @@ def test_weights_are_passes_over_a_source(config: Any, tokenizer: PreTrainedToke
     data = load("sft", config(sources=sources, eval_fraction=0.0), tokenizer)
     assert len(data.train) == 25 + 2
     for rare in (DataSource(path=other, weight=0.01), DataSource(path=other, weight=0.5)):
-        with pytest.raises(UserError, match="no row left to train on, of 10 .* raise the limit or a source's weight"):
-            load("sft", config(sources=[rare], eval_fraction=0.0, max_length=2 + 98 * (rare.weight < 0.1),
-                               too_long="drop"), tokenizer)  # fmt: skip
+        with pytest.raises(UserError, match="training row, got none: .* of 10 .* raise the limit or a source's weight"):
+            load(
+                "sft",
+                config(sources=[rare], eval_fraction=0.0, max_length=2 + 98 * (rare.weight < 0.1), too_long="drop"),
+                tokenizer,
+            )
 
 
 def test_long_rows_are_cut_or_dropped_and_counted(
@@ -125,7 +129,7 @@ def test_long_rows_are_cut_or_dropped_and_counted(
 
 def test_preferences_lose_the_beginning_of_their_prompt_first(config: Any, tokenizer: PreTrainedTokenizerFast) -> None:
     rows = [{"prompt": "p" * 100, "chosen": "good", "rejected": "bad"}]
-    with pytest.raises(UserError, match="1 were dropped at 60 tokens"):
+    with pytest.raises(UserError, match="got none: 1 of 1 rows were dropped at 60 tokens"):
         load("preference", config(rows, max_length=60, eval_fraction=0.0), tokenizer)
     config = partial(config, too_long="truncate")
     data = load("preference", config(rows, max_length=60, eval_fraction=0.0), tokenizer)
@@ -145,7 +149,7 @@ def test_preferences_lose_the_beginning_of_their_prompt_first(config: Any, token
         }
     ]
     tokenizer.chat_template = CHATML.replace("message['content']", "message['content'] | trim")
-    with pytest.raises(UserError, match="no row left"):  # the template makes them equal
+    with pytest.raises(UserError, match="training row, got none"):  # the template makes them equal
         load("preference", config(rows, max_length=60, eval_fraction=0.0), tokenizer)
 
 
@@ -182,26 +186,26 @@ def test_rows_are_tokenised_once_and_again_when_anything_changes(
     assert not list((tmp_path / "cache" / "tokens").glob("*.partial"))
 
 
-def test_mistakes_reach_the_user_in_one_line(config: Any, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"rows\.jsonl:2: a row needs"):
+def test_user_errors_are_one_line(config: Any, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"rows\.jsonl:2: a row must have"):
         load("sft", config([ROWS[0], {"x": 1}]), tokenizer)
     assert not list((tmp_path / "cache").rglob("*.arrow")), "nothing is left of it"
-    with pytest.raises(UserError, match="data.sources names at least one"):
+    with pytest.raises(UserError, match="data.sources must have .* got none"):
         load("sft", config(sources=[]), tokenizer)
     tokenizer.chat_template = "{{ raise_exception('no') }}"
-    with pytest.raises(UserError, match=r"rows\.jsonl:1: the chat template refuses"):
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: the chat template .* error"):
         load("sft", config(), tokenizer)
 
 
 def test_an_unwritable_cache_is_named(config: Any, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="set data.cache_dir"):
+    with pytest.raises(UserError, match="data.cache_dir must be .*/file/tokens is not"):
         load("sft", config(cache_dir=str(tmp_path / "file")), tokenizer)
 
 
 def test_the_embedded_pairs(tmp_path: Path) -> None:
     pytest.importorskip("chatterbot_corpus")
-    from hybrid_rlhf.data.embedded import write_demo_data
+    from hybrid_rlhf.data.rows.embedded import write_demo_data
 
     rows = [json.loads(line) for line in write_demo_data(tmp_path / "a", seed=0).read_text().splitlines()]
     assert len(rows) > 800
@@ -213,15 +217,17 @@ def test_the_embedded_pairs(tmp_path: Path) -> None:
 
 def test_answers_count_their_own_tokens_only(config: Any, tokenizer: PreTrainedTokenizerFast) -> None:
     turns = [
-        {"role": "user", "content": "1?"}, {"role": "assistant", "content": "one"}, {"role": "user", "content": "2?"},
-    ]  # fmt: skip
+        {"role": "user", "content": "1?"},
+        {"role": "assistant", "content": "one"},
+        {"role": "user", "content": "2?"},
+    ]
     rows = [{"prompt": turns, "chosen": "two!", "rejected": "no"}]
     (row,) = list(load("preference", config(rows, eval_fraction=0.0), tokenizer).train)
-    told = [
+    decoded = [
         tokenizer.decode([token for token, own in zip(ids, mask, strict=True) if own])
         for ids, mask in zip(row["responses"], row["masks"], strict=True)
     ]
-    assert told == ["two!<|im_end|>", "no<|im_end|>"], "not the prompt's own answer"
+    assert decoded == ["two!<|im_end|>", "no<|im_end|>"], "not the prompt's own answer"
 
 
 def test_labels_stand_alone_or_come_of_pairs(config: Any, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -232,12 +238,12 @@ def test_labels_stand_alone_or_come_of_pairs(config: Any, tokenizer: PreTrainedT
         {"prompt": "d?", "responses": ["mid", "best", "low"], "ranks": [2, 1, 3]},
     ]
     data = tokenized.load_labelled_data(config(rows, eval_fraction=0.0), tokenizer=tokenizer, seed=0, world=WORLD)
-    told = {}
+    decoded = {}
     for row in data.train:
         for ids, mask, label in zip(row["responses"], row["masks"], row["labels"], strict=True):
-            told[tokenizer.decode([t for t, own in zip(ids, mask, strict=True) if own][:-1])] = label
-    assert told == {"yes": True, "bad": False, "good": True, "worse": False, "best": True, "low": False}
-    lone = with_mismatched_answers(data.train, max_length=64)
+            decoded[tokenizer.decode([t for t, own in zip(ids, mask, strict=True) if own][:-1])] = label
+    assert decoded == {"yes": True, "bad": False, "good": True, "worse": False, "best": True, "low": False}
+    lone = with_mismatched_completions(data.train, max_length=64)
     for place, (row, following) in enumerate(
         zip(map(lone.__getitem__, range(len(lone))), [*list(data.train)[1:], data.train[0]], strict=True)
     ):
@@ -254,10 +260,10 @@ def test_labels_stand_alone_or_come_of_pairs(config: Any, tokenizer: PreTrainedT
         assert lone["tokens"][place] >= sum(map(len, row["responses"]))
     pairs = [place for place in range(len(lone)) if len(data.train[place]["labels"]) == 2]
     assert any((place + 1) % len(lone) in pairs for place in pairs), "a pair follows a pair"
-    for row in map(with_mismatched_answers(data.train, max_length=20).__getitem__, range(len(lone))):
+    for row in map(with_mismatched_completions(data.train, max_length=20).__getitem__, range(len(lone))):
         assert max(map(len, row["responses"][len(row["labels"]) :])) <= 20
-    batch = collate_labelled([lone[place] for place in range(len(lone))], 2)
-    assert len(batch.labelled_index) == len(batch.mismatched_index) == len(batch.good) == 6
+    batch = collate_preference_labels([lone[place] for place in range(len(lone))], 2)
+    assert len(batch.labelled_index) == len(batch.mismatched_index) == len(batch.desirable) == 6
     assert sorted([*batch.labelled_index.tolist(), *batch.mismatched_index.tolist()]) == list(range(12))
 
 
@@ -269,14 +275,17 @@ def own_tokens(row: Any, number: int) -> list[int]:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "a", "completion": "b", "label": "yes"}, "column 'label' is true (good) or false (bad), got 'yes'"),
+        (
+            {"prompt": "a", "completion": "b", "label": "yes"},
+            "column 'label' must be true (desirable) or false (undesirable), got 'yes'",
+        ),
         (
             {"prompt": "a", "label": True},
-            "a row needs prompt + completion + label or prompt + chosen + rejected, found columns",
+            "prompt + completion + label or prompt + chosen + rejected, got columns",
         ),
         (
             {"prompt": "a", "completion": [{"role": "user", "content": "x"}], "label": 1},
-            "has no answer after the prompt",
+            "column 'completion' must end with an assistant turn",
         ),
     ],
 )
@@ -291,13 +300,15 @@ def test_faulty_labels_are_named(
 def conversation(number: int) -> dict[str, Any]:
     return {
         "messages": [
-            {"role": "user", "content": f"question {number}<"}, {"role": "assistant", "content": "one"},
-            {"role": "user", "content": "more"}, {"role": "assistant", "content": "two", "reasoning_content": "hm"},
+            {"role": "user", "content": f"question {number}<"},
+            {"role": "assistant", "content": "one"},
+            {"role": "user", "content": "more"},
+            {"role": "assistant", "content": "two", "reasoning_content": "hm"},
         ]
-    }  # fmt: skip
+    }
 
 
-def test_a_conversation_that_makes_several_rows_is_dealt_as_one(
+def test_a_conversation_with_several_rows_is_split_as_one(
     config: Any, tokenizer: PreTrainedTokenizerFast, log_lines: list[str]
 ) -> None:
     """Its turns are never on both sides of a split."""
@@ -312,10 +323,10 @@ def test_a_conversation_that_makes_several_rows_is_dealt_as_one(
             seen.append(names)
     assert sum(map(len, seen)) == len(set.union(*seen)) == 20
     assert any("20 conversations make 40 rows" in line for line in log_lines)
-    assert any("no place for reasoning_content (20)" in line for line in log_lines)
+    assert any("does not render reasoning_content (20)" in line for line in log_lines)
     lines = len(log_lines)
     load("sft", config(rows), tokenizer)
-    assert any("no place for" in line for line in log_lines[lines:]), "also when the rows come from the cache"
+    assert any("does not render" in line for line in log_lines[lines:]), "also when the rows come from the cache"
 
 
 def test_tools_and_calls_of_a_row_reach_the_template(config: Any, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -325,16 +336,18 @@ def test_tools_and_calls_of_a_row_reach_the_template(config: Any, tokenizer: Pre
     call = {"id": None, "function": {"name": "look", "arguments": '{"at": "sky"}'}}
     row = {
         "messages": [
-            {"role": "user", "content": "look"}, {"role": "assistant", "content": None, "tool_calls": [call]},
-            {"role": "tool", "content": "blue"}, {"role": "assistant", "content": "it is blue"},
+            {"role": "user", "content": "look"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "blue"},
+            {"role": "assistant", "content": "it is blue"},
         ],
         "tools": json.dumps([{"type": "function", "function": {"name": "look"}}]),
-    }  # fmt: skip
+    }
     data = load("sft", config([row], eval_fraction=0.0, max_length=900), tokenizer)
     (ids,), (mask,) = data.train["input_ids"], data.train["loss_mask"]
     assert '[{"type": "function", "function": {"name": "look"}}]' in tokenizer.decode(ids)
-    said = tokenizer.decode([token for token, loss in zip(ids, mask, strict=True) if loss])
-    assert '"arguments": {"at": "sky"}' in said and "it is blue" in said and "tool\nblue" not in said
+    text = tokenizer.decode([token for token, loss in zip(ids, mask, strict=True) if loss])
+    assert '"arguments": {"at": "sky"}' in text and "it is blue" in text and "tool\nblue" not in text
     prompts = load("prompt", config([row], eval_fraction=0.0, max_length=900), tokenizer)
     assert '"look"' in tokenizer.decode(prompts.train["input_ids"][0])
     pair = {"prompt": "look", "chosen": "a", "rejected": "b", "tools": row["tools"]}

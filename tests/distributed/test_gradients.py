@@ -8,7 +8,7 @@ it; so the whole way through the engine is compared, and by a norm over all weig
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,20 +17,24 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from hybrid_rlhf.algorithms.experience import Experience, Layout, Sequences
-from hybrid_rlhf.algorithms.on_policy import ON_POLICY_ALGORITHMS
-from hybrid_rlhf.algorithms.roles import Roles
-from hybrid_rlhf.algorithms.updater import Updater
-from hybrid_rlhf.configs.batch_plan import MicroBatches
-from hybrid_rlhf.configs.on_policy import AlgorithmConfig
-from hybrid_rlhf.configs.rollout import RolloutConfig
-from hybrid_rlhf.configs.sections import ModelConfig, OptimizerConfig, ZeroConfig
+from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS, AlgorithmConfig
+from hybrid_rlhf.configs.sections.algorithm import CorrectionConfig, KLConfig
+from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
+from hybrid_rlhf.configs.sections.model import ModelConfig
+from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.configs.sections.sampling import SamplingParams
+from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
-from hybrid_rlhf.engines.partition import whole_tensors
+from hybrid_rlhf.engines.partition import full_tensors
 from hybrid_rlhf.functional import products
+from hybrid_rlhf.rl.algorithms import ALGORITHMS
+from hybrid_rlhf.rl.batch import Batch, MiniBatchPlanner
+from hybrid_rlhf.rl.roles import Roles
+from hybrid_rlhf.rl.updates.updater import Updater
 from hybrid_rlhf.runtime.world import World
-from tests.engines.ranks import run_ranks
-from tests.tiny import tiny_config
+from tests.support.ranks import run_ranks
+from tests.support.rl import rollout_of
+from tests.support.tiny import tiny_config
 
 SEEDS = (0, 1, 2)
 TOLERANCE = 1e-5
@@ -40,21 +44,33 @@ CUTS = (MicroBatches(rows=2, tokens=8192), MicroBatches(rows=None, tokens=24))
 Case = tuple[int, str, MicroBatches]
 """ZeRO stage, attention, what passes at once."""
 Task = tuple[str, int, Case]
-"""Algorithm, seed of the experience, case."""
+"""Algorithm, seed of the batch, case."""
 CASES: list[Case] = [
     (stage, attention, CUTS[(stage + shift) % 2])
     for stage, (shift, attention) in product(range(4), enumerate((PACKED, PADDED)))
 ]
-OTHERS = [name for name in ON_POLICY_ALGORITHMS if name not in ("ppo", "dr_grpo", "dapo")]
+OTHERS = [name for name in ALGORITHMS if name not in ("ppo", "dr_grpo", "dapo")]
 """Those two are GRPO with other settings."""
-ALGORITHM = AlgorithmConfig(
-    epochs=2, kl_in="loss", kl_estimator="k3", entropy_coef=0.1, clip_low=0.9, clip_high=20.0, value_clip=0.5,
-    sampler_correction="mask", sampler_correction_clip=1.5, masked_tokens_count=False,
-)  # fmt: skip
+SETTINGS: dict[str, Any] = {
+    "epochs": 2,
+    "kl": KLConfig(where="loss", estimator="k3"),
+    "entropy_coef": 0.1,
+    "loss_normalization": "token",
+    "clip": (0.9, 20.0),
+    "value_clip": 0.5,
+    "correction": CorrectionConfig(method="mask", clip=1.5, count_masked=False),
+}
 """The loss is divided by the tokens that the correction keeps, whose number the ranks have to add up."""
 
 
-def experience(seed: int) -> Experience:
+def settings_of(name: str) -> AlgorithmConfig:
+    """Of these settings those that an algorithm reads."""
+    kind = RL_ALGORITHMS[name]
+    known = {field.name for field in fields(kind)}
+    return kind(**{key: value for key, value in SETTINGS.items() if key in known})
+
+
+def random_batch(seed: int) -> Batch:
     """Random in everything; some responses are empty, and some have gaps."""
     chance = torch.Generator().manual_seed(seed)
     rows, prompt, response = 10, 8, 14
@@ -71,18 +87,18 @@ def experience(seed: int) -> Experience:
     values = normal(1.0)
     old, reference = normal(0.5, -5.5), normal(0.5, -5.5)
     drawn = old + normal(0.4)
-    sequences = Sequences(
-        torch.randint(3, 200, attention.shape, generator=chance),
+    rollout = rollout_of(
         attention,
         answered,
-        old,
-        drawn,
-        lengths[:, 0] > 3,
-        torch.zeros_like(attention, dtype=torch.long),
+        input_ids=torch.randint(3, 200, attention.shape, generator=chance),
+        sampled_logprobs=old,
+        drawn_logprobs=drawn,
+        stopped=lengths[:, 0] > 3,
+        old_logprobs=old,
+        ref_logprobs=reference,
+        old_values=values,
     )
-    return Experience(
-        sequences, old, torch.zeros(rows), normal(1.0), normal(1.0), reference, values, values + normal(1.0)
-    )
+    return Batch(rollout, rewards=normal(1.0), advantages=normal(1.0), returns=values + normal(1.0))
 
 
 def gradients(world: World, path: str, critic_path: str, tasks: list[Task]) -> dict[Task, torch.Tensor]:
@@ -92,18 +108,17 @@ def gradients(world: World, path: str, critic_path: str, tasks: list[Task]) -> d
     for number, (name, seed, (stage, attention, micro)) in enumerate(tasks):
         products._LEAST_PRODUCTS = 1 if attention == PACKED else 2**62  # oneDNN against torch's own
         spec = EngineSpec("actor", path, ModelConfig(attention=attention), ZeroConfig(stage=stage), 0, optimizer)  # type: ignore[arg-type]
-        actor, algorithm = build_actor(spec, world), ON_POLICY_ALGORITHMS[name](ALGORITHM)
+        actor, algorithm = build_actor(spec, world), ALGORITHMS[name](settings_of(name))
         critic = build_engine(replace(spec, role="critic", path=critic_path), world) if name == "ppo" else None
         roles: Any = Roles(actor, None, critic)  # type: ignore[arg-type]
-        rows = experience(seed)
-        layout = Layout.plan(
-            rows.sequences, mini_batches=1, micro_batches=replace(micro, padded=attention == PADDED), rank=world.rank,
-            ranks=world.size, seed=[number], together=algorithm.together,
-        )  # fmt: skip
+        batch, micro_batches = random_batch(seed), replace(micro, padded=attention == PADDED)
+        planner = MiniBatchPlanner(micro_batches, rank=world.rank, ranks=world.size, seed=number)
+        plan = planner.plan(batch.rollout, together=algorithm.together)
         learners = roles.learners.values()
-        before = [value for engine in learners for _, value in whole_tensors(engine.lm, world)]
-        Updater(roles, algorithm, rollout=RolloutConfig(max_new_tokens=14)).update(rows, [layout], kl_coef=0.3)
-        after = [value for engine in learners for _, value in whole_tensors(engine.lm, world)]
+        before = [value for engine in learners for _, value in full_tensors(engine.lm, world)]
+        rollout = RolloutConfig(sampling=SamplingParams(max_new_tokens=14))
+        Updater(roles, algorithm, rollout=rollout).update(batch, [plan], kl_coef=0.3)
+        after = [value for engine in learners for _, value in full_tensors(engine.lm, world)]
         if world.is_main:
             parts = [(a.double() - b.double()).flatten() for a, b in zip(before, after, strict=True) if a is not None]
             found[name, seed, (stage, attention, micro)] = torch.cat(parts)

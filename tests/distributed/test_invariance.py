@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from tests.engines.ranks import run_main
+from tests.support.ranks import run_main
 
 TOLERANCE = 1e-4
 STEPS = {
-    "sft": ("training.step1_sft.main", ["sft/loss", "grad_norm", "eval/loss"]),
-    "reward": ("training.step2_reward.main", ["reward/loss", "reward/accuracy", "grad_norm", "eval/loss"]),
-    "listwise": ("training.step2_reward.main", ["reward/loss", "reward/accuracy", "grad_norm", "eval/loss"]),
-    "steps": ("training.step2_reward.main", ["reward/loss", "reward/accuracy_b", "grad_norm", "eval/loss"]),
-    "dpo": ("training.preference.main", ["preference/loss", "preference/margin", "grad_norm", "eval/loss"]),
-    "kto": ("training.preference.main", ["preference/loss", "preference/kl", "grad_norm", "eval/loss"]),
+    "sft": ("hybrid_rlhf.cli.sft", ["sft/loss", "grad_norm", "eval/loss"]),
+    "reward": ("hybrid_rlhf.cli.reward", ["reward/loss", "reward/accuracy", "grad_norm", "eval/loss"]),
+    "listwise": ("hybrid_rlhf.cli.reward", ["reward/loss", "reward/accuracy", "grad_norm", "eval/loss"]),
+    "steps": ("hybrid_rlhf.cli.reward", ["reward/loss", "reward/accuracy_b", "grad_norm", "eval/loss"]),
+    "dpo": ("hybrid_rlhf.cli.preference", ["preference/loss", "preference/margin", "grad_norm", "eval/loss"]),
+    "kto": ("hybrid_rlhf.cli.preference", ["preference/loss", "preference/kl", "grad_norm", "eval/loss"]),
     "ppo": (
-        "training.step3_ppo.main",
+        "hybrid_rlhf.cli.rl",
         [
             "loss/policy",
             "loss/value",
@@ -49,11 +49,15 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> P
     ]
     lists = [
         {
-            "prompt": f"{i}+{i % 7}?", "responses": [str(i), "x" * (1 + i % 9), "y" * (1 + i % 4)],
-            "ranks": [1, 2, 2 + i % 2], "completions": ["=" * (1 + i % 5), str(i), "x"], "labels": [1, i % 2, 0],
+            "prompt": f"{i}+{i % 7}?",
+            "responses": [str(i), "x" * (1 + i % 9), "y" * (1 + i % 4)],
+            "ranks": [1, 2, 2 + i % 2],
+            "completions": ["=" * (1 + i % 5), str(i), "x"],
+            "labels": [1, i % 2, 0],
             "head": "ab"[i % 2],
-        } for i in range(40)
-    ]  # fmt: skip
+        }
+        for i in range(40)
+    ]
     for name, content in (("rows", rows), ("lists", lists)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
     (folder / "model").symlink_to(model_folder)
@@ -73,27 +77,65 @@ def launch(
 
 def options(name: str, workspace: Path, stage: int, micro: str) -> list[str]:
     common = [
-        "--data.sources", str(workspace / f"{'lists' if name in ('listwise', 'steps') else 'rows'}.jsonl"),
-        "--data.cache_dir", str(workspace / "cache"),
-        "--data.eval_fraction", "0.2", *MICRO_BATCHES[micro], "--train.max_steps", "3",
-        "--logging.tensorboard", "false", "--seed", "3",
-    ]  # fmt: skip
+        "--data.sources",
+        str(workspace / f"{'lists' if name in ('listwise', 'steps') else 'rows'}.jsonl"),
+        "--data.cache_dir",
+        str(workspace / "cache"),
+        "--data.eval_fraction",
+        "0.2",
+        *MICRO_BATCHES[micro],
+        "--train.max_steps",
+        "3",
+        "--logging.tensorboard",
+        "false",
+        "--seed",
+        "3",
+    ]
     if name != "ppo":
         return [
-            *common, "--model.path", str(workspace / "model"), "--data.max_length", "64", "--optimizer.lr", "1e-3",
-            "--train.global_batch_size", "8", "--zero.stage", str(stage),
-            *(["--preference.loss", name] if name in ("listwise", "steps") else []),
-            *(["--preference.heads", "[a, b]"] if name == "steps" else []),
+            *common,
+            "--model.path",
+            str(workspace / "model"),
+            "--data.max_length",
+            "64",
+            "--optimizer.lr",
+            "1e-3",
+            "--train.global_batch_size",
+            "8",
+            "--zero.stage",
+            str(stage),
+            *(["--objective.loss", name] if name in ("listwise", "steps") else []),
+            *(["--objective.heads", "[a, b]"] if name == "steps" else []),
             *(["--algorithm", name, "--optimizer.warmup_fraction", "0"] if name in ("dpo", "kto") else []),
             *(["--reference.logprobs", "live"] if stage == 3 else []) * (name == "dpo"),
-        ]  # fmt: skip
+        ]
     return [
-        *common, "--actor.path", str(workspace / "model"), "--reward.path", str(workspace / "reward-1-0-8"),
-        "--rollout.prompts_per_step", "8", "--rollout.samples_per_prompt", "2", "--rollout.max_new_tokens", "8",
-        "--rollout.max_prompt_tokens", "64", "--ppo.epochs", "2", "--ppo.mini_batches", "2",
-        "--actor.optimizer.lr", "1e-3", "--critic.optimizer.lr", "1e-3",
-        "--actor.zero.stage", str(stage), "--critic.zero.stage", str(stage),
-    ]  # fmt: skip
+        *common,
+        "--model.path",
+        str(workspace / "model"),
+        "--reward.components",
+        str(workspace / "reward-1-0-8"),
+        "--rollout.prompts_per_step",
+        "8",
+        "--rollout.sampling.n",
+        "2",
+        "--rollout.sampling.max_new_tokens",
+        "8",
+        "--rollout.max_prompt_tokens",
+        "64",
+        "--algorithm.epochs",
+        "2",
+        "--algorithm.mini_batches",
+        "2",
+        "--actor.optimizer.lr",
+        "1e-3",
+        "--critic.optimizer.lr",
+        "1e-3",
+        "--actor.zero.stage",
+        str(stage),
+        "--critic.zero.stage",
+        str(stage),
+    ]
 
 
 @pytest.mark.parametrize("name", STEPS)

@@ -10,12 +10,12 @@ from typing import Self
 import pytest
 
 from hybrid_rlhf.engines.builder import build_actor, build_engine
-from hybrid_rlhf.engines.partition import whole_tensors
-from hybrid_rlhf.models.saving import save_model
+from hybrid_rlhf.engines.partition import full_tensors
+from hybrid_rlhf.models.pretrained.saving import save_model
 from hybrid_rlhf.runtime.world import World
-from tests.engines.ranks import run_ranks
-from tests.engines.test_engines import spec
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.support.engines import actor_spec
+from tests.support.ranks import run_ranks
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 
 class PeakPrivateMemory:
@@ -49,12 +49,12 @@ def _private_bytes() -> int:
 
 
 def measure(world: World, path: Path, folder: Path, stage: int) -> tuple[int, int]:
-    build_actor(spec(path.parent / "warm", stage=stage), world)  # libraries allocate at their first use
-    frozen = spec(path, stage=stage)
+    build_actor(actor_spec(path.parent / "warm", stage=stage), world)  # libraries allocate at their first use
+    frozen = actor_spec(path, stage=stage)
     with PeakPrivateMemory() as loading:
         engine = build_engine(replace(frozen, optimizer=None), world)
     with PeakPrivateMemory() as saving:
-        tensors = whole_tensors(engine.lm, world)
+        tensors = full_tensors(engine.lm, world)
         save_model(folder, tensors, lm=engine.lm, tokenizer=tiny_tokenizer(), world=world, max_shard_bytes=2**25)
     return loading.peak, saving.peak
 

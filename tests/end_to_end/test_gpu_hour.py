@@ -12,8 +12,18 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PARTS = [
-    "kernels", "tests", "attention", "generation", "head", "grpo", "ppo", "deterministic", "async", "offload", "lora",
-]  # fmt: skip
+    "kernels",
+    "tests",
+    "attention",
+    "generation",
+    "head",
+    "grpo",
+    "ppo",
+    "deterministic",
+    "async",
+    "offload",
+    "lora",
+]
 
 
 def run(output: Path, *more: str) -> subprocess.CompletedProcess[str]:
@@ -34,13 +44,13 @@ def test_all_parts_run_and_are_recorded(tmp_path: Path) -> None:
     assert "passed" in records["tests"]["figures"]["tests"]["summary"]
     for part in ("grpo", "ppo"):
         figures = records[part]["figures"][part]
-        assert len(figures["steps"]) == 3 and "generation" in figures["plan_gib"] and figures["switches_gib"]
+        assert len(figures["steps"]) == 3 and "generation" in figures["plan_gib"] and figures["weight_syncs_gib"]
     page = (tmp_path / "gpu.md").read_text()
     assert "these figures show that the parts work, and no speed" in page and "## Three steps of PPO" in page
     assert run(tmp_path).stdout.count("done already") == len(PARTS)
 
 
-def test_a_part_that_was_cut_goes_on_after_its_last_figure(tmp_path: Path) -> None:
+def test_an_interrupted_part_resumes_after_its_last_figure(tmp_path: Path) -> None:
     file = tmp_path / "raw" / "gpu_attention.json"
     file.parent.mkdir()
     file.write_text(json.dumps({"done": False, "figures": {"SDPA, cuDNN off": {"kept": 1}}, "failure": "cut"}))
@@ -56,9 +66,12 @@ def test_a_part_without_time_is_left_to_the_next_call(tmp_path: Path) -> None:
     assert "no time left" in done.stdout and not (tmp_path / "raw" / "gpu_kernels.json").exists()
 
 
-def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
+def test_without_a_gpu_it_fails_with_the_reason(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu_hour", "--output", str(tmp_path)], capture_output=True, text=True,
-        cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
+        [sys.executable, "-m", "benchmarks.gpu_hour", "--output", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
     assert done.returncode == 1 and "measures a GPU, torch sees none" in done.stderr

@@ -10,9 +10,9 @@ import yaml
 
 from benchmarks.learning import ABLATIONS, ALGORITHMS, ONE_UPDATE, config_of, curve, last, run, variants_of
 from benchmarks.learning_tasks import copy_task
-from hybrid_rlhf.configs.algorithms import ON_POLICY
-from hybrid_rlhf.configs.cli import parse_config
-from hybrid_rlhf.configs.ppo import PPOConfig
+from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS
+from hybrid_rlhf.configs.parsing.command_line import parse_config
+from hybrid_rlhf.configs.rl import RLConfig
 
 
 @pytest.mark.slow
@@ -28,16 +28,16 @@ def test_every_variant_of_the_benchmark_is_a_config(task: str, tmp_path: Path) -
     for step in ("step1_sft", "step2_reward"):
         (tmp_path / step).mkdir()
         (tmp_path / step / "config.json").write_text("{}")
-    options = argparse.Namespace(task=task, steps=2, ablations=False, algorithms=[*ON_POLICY], demo=tmp_path)
+    options = argparse.Namespace(task=task, steps=2, ablations=False, algorithms=[*RL_ALGORITHMS], demo=tmp_path)
     variants = variants_of(options, tmp_path)
     if task == "copy":
-        assert {*ON_POLICY} - {*ALGORITHMS} == {"remax"}
+        assert {*RL_ALGORITHMS} - {*ALGORITHMS} == {"remax"}
         variants |= variants_of(argparse.Namespace(**vars(options) | {"algorithms": None, "ablations": True}), tmp_path)
-        assert {*variants} == {*ON_POLICY, *ABLATIONS}
+        assert {*variants} == {*RL_ALGORITHMS, *ABLATIONS}
     for name, (run_of, changes) in variants.items():
         file = tmp_path / "c.yaml"
         file.write_text(yaml.safe_dump(config_of(run_of, changes)))
-        config = parse_config(PPOConfig, ["--config", str(file)])
-        assert config.algorithm == (name if name in ON_POLICY else "ppo")
+        config = parse_config(RLConfig, ["--config", str(file)])
+        assert config.algorithm.name == (name if name in RL_ALGORITHMS else "ppo")
         if name == "remax":
-            assert config.ppo.updates_once and ONE_UPDATE["ppo"]["epochs"] == 1
+            assert config.algorithm.updates_once and ONE_UPDATE["algorithm"]["epochs"] == 1

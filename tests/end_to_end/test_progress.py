@@ -7,18 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_rlhf.runtime import progress
-from tests.faults.steps import MODULES, step_line, write_rows
+from hybrid_rlhf.runtime.observability import progress
+from tests.support.steps import MODULES, step_line, write_rows
 
 LINES = {
-    "preference": ["tokenising ROWS: 1 of 60 rows, ", "answers of the run: 1 of ", "reference log-probs: 4 of ",
-                   "evaluation: 3 of 3 rows, "],
+    "preference": [
+        "tokenising ROWS: 1 of 60 rows, ",
+        "rows of the run: 1 of ",
+        "reference log-probs: 4 of ",
+        "evaluation: 3 of 3 rows, ",
+    ],
     "reward": ["tokenising ROWS: 1 of 60 rows, ", "evaluation: 3 of 3 rows, ", "calibration: 3 of 3 rows, "],
     "ppo": ["tokenising ROWS: 1 of 60 rows, ", "evaluation: 3 of 3 completions, "],
-}  # fmt: skip
+}
 MORE = {
-    "reward": ["--preference.calibrate", "true"],
-    "ppo": ["--ppo.reference_refresh_every", "0"],
+    "reward": ["--objective.calibrate", "true"],
+    "ppo": ["--reference.refresh_every", "0"],
 }
 
 

@@ -10,19 +10,38 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SECRETS = {
-    "HF_TOKEN": "hf_Ab3dEf6hIj9kLmNoPqRs", "WANDB_API_KEY": "wandb-5ecret", "AWS_SECRET_ACCESS_KEY": "aws-5ecret",
-    "OPENAI_API_KEY": "sk-5ecret5ecret5ecret", "MY_PASSWORD": "pass-5ecret",
-}  # fmt: skip
+    "HF_TOKEN": "hf_Ab3dEf6hIj9kLmNoPqRs",
+    "WANDB_API_KEY": "wandb-5ecret",
+    "AWS_SECRET_ACCESS_KEY": "aws-5ecret",
+    "OPENAI_API_KEY": "sk-5ecret5ecret5ecret",
+    "MY_PASSWORD": "pass-5ecret",
+}
 
 
 def test_secrets_of_the_environment_stay_there(model_folder: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"q{i}", "completion": f"a{i}"}) + "\n" for i in range(12)))
     line = [
-        "training/step1_sft/main.py", "--model.path", str(model_folder), "--data.sources", str(rows), "--output_dir",
-        str(tmp_path / "out"), "--train.global_batch_size", "4", "--train.max_steps", "2", "--train.save_every", "1",
-        "--data.max_length", "64", "--data.cache_dir", str(tmp_path / "cache"), "--logging.profile_steps", "[1]",
-    ]  # fmt: skip
+        "training/step1_sft/main.py",
+        "--model.path",
+        str(model_folder),
+        "--data.sources",
+        str(rows),
+        "--output_dir",
+        str(tmp_path / "out"),
+        "--train.global_batch_size",
+        "4",
+        "--train.max_steps",
+        "2",
+        "--train.save_every",
+        "1",
+        "--data.max_length",
+        "64",
+        "--data.cache_dir",
+        str(tmp_path / "cache"),
+        "--logging.profile_steps",
+        "[1]",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **SECRETS}
     done = subprocess.run(
         [sys.executable, *line], capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT, check=False

@@ -11,45 +11,53 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-import train
-from hybrid_rlhf.configs.cli import save_config
-from tests.end_to_end.test_algorithms import PAGE, _step
-from tests.engines.ranks import run_main
+from hybrid_rlhf.cli import train
+from hybrid_rlhf.configs.parsing.command_line import save_config
+from tests.support.ranks import run_main
+from tests.support.runs import ALGORITHMS_PAGE, documented_step
 
-COMMANDS = re.findall(r"^python train\.py (.*)$", PAGE, re.MULTILINE)
+COMMANDS = re.findall(r"^python train\.py (.*)$", ALGORITHMS_PAGE, re.MULTILINE)
 SMALL = {
-    "train.max_steps": 2, "data.max_length": 64, "data.max_eval_rows": 4, "logging.tensorboard": False, "lora.rank": 4,
-    "distill.max_new_tokens": 6, "data.split": "null",
-}  # fmt: skip
+    "train.max_steps": 2,
+    "data.max_length": 64,
+    "data.max_eval_rows": 4,
+    "logging.tensorboard": False,
+    "lora.rank": 4,
+    "distill.sampling.max_new_tokens": 6,
+    "data.split": "null",
+}
 
 
 def test_distillation_condition_and_packing_have_commands() -> None:
-    for key in ("distill.teacher", "distill.on_policy_fraction", "data.condition_buckets", "data.packing"):
+    for key in ("distill.teacher", "distill.on_policy_fraction", "condition.buckets", "data.packing"):
         assert any(f"--sft.{key} " in line for line in COMMANDS), key
 
 
 @pytest.mark.parametrize("line", [line for line in COMMANDS if "--sft." in line])
 def test_the_commands_run(line: str, tmp_path: Path, model_folder: Path) -> None:
-    name, step = _step(line)
+    name, step = documented_step(line)
     assert name == "sft"
     rows = [{"prompt": f"say {i % 9}", "completion": str(i % 9), "score": i % 9} for i in range(60)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     save_config(step, tmp_path / "step.yaml")
     own = SMALL | {
-        "model.path": model_folder, "data.sources": tmp_path / "rows.jsonl", "data.cache_dir": tmp_path / "cache",
+        "model.path": model_folder,
+        "data.sources": tmp_path / "rows.jsonl",
+        "data.cache_dir": tmp_path / "cache",
         "output_dir": tmp_path / "run",
-    }  # fmt: skip
-    if step.distill.teacher is not None:
+    }
+    if step.distill is not None:
         assert step.distill.teacher == "output/step1_sft", "what the command before leaves"
         own |= {"distill.teacher": model_folder}
-    own = {key: value for key, value in own.items() if key.split(".")[0] != "distill" or step.algorithm == "distill"}
+    own = {key: value for key, value in own.items() if key.split(".")[0] != "distill" or step.distill is not None}
     run_main(
-        train.MODULES[name], 1,
+        train.MODULES[name],
+        1,
         ["--config", str(tmp_path / "step.yaml"), *(f"--{key}={value}" for key, value in own.items())],
-    )  # fmt: skip
+    )
     lines = [json.loads(text) for text in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [told["step"] for told in lines] == [0, 1, 2]
-    assert all(math.isfinite(value) for told in lines for value in told.values())
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert all(math.isfinite(value) for line in lines for value in line.values())
     assert (tmp_path / "run" / "model.safetensors").exists()
 
 
@@ -61,10 +69,15 @@ def test_a_template_of_the_config_is_trained_with_saved_and_stops_answers(tmp_pa
         "{% if add_generation_prompt %}{{ 'assistant|' + mood }}{% endif %}"
     )
     own = {
-        "model.path": model_folder, "data.sources": tmp_path / "rows.jsonl", "data.cache_dir": tmp_path / "cache",
-        "data.chat_template": tmp_path / "chat.jinja", "data.chat_template_kwargs": '{"mood": "glad "}',
-        "train.max_steps": 1, "train.global_batch_size": 4, "logging.tensorboard": False,
-    }  # fmt: skip
+        "model.path": model_folder,
+        "data.sources": tmp_path / "rows.jsonl",
+        "data.cache_dir": tmp_path / "cache",
+        "data.chat_template": tmp_path / "chat.jinja",
+        "data.chat_template_kwargs": '{"mood": "glad "}',
+        "train.max_steps": 1,
+        "train.global_batch_size": 4,
+        "logging.tensorboard": False,
+    }
 
     def run(folder: str, **changes: Any) -> None:
         words = {**own, "output_dir": tmp_path / folder, **changes}
@@ -80,4 +93,4 @@ def test_a_template_of_the_config_is_trained_with_saved_and_stops_answers(tmp_pa
     endless = (tmp_path / "chat.jinja").read_text().replace("<|endoftext|>", "\\n")
     (tmp_path / "endless.jinja").write_text(endless)
     run("endless", **{"data.chat_template": tmp_path / "endless.jinja"})
-    assert "does not learn to stop: give data.chat_template" in (tmp_path / "endless" / "log.txt").read_text()
+    assert "does not learn to stop: set data.chat_template" in (tmp_path / "endless" / "log.txt").read_text()

@@ -1,4 +1,4 @@
-"""train.py and the steps as a user runs them, on a tiny model: what is written, said, skipped, refused, survived."""
+"""train.py and the steps as a user runs them, on a tiny model: outputs, messages, skipped and refused steps."""
 
 from __future__ import annotations
 
@@ -9,63 +9,51 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from tests.faults.killing import run_step
+from tests.support.faults import run_step
+from tests.support.runs import ENVIRONMENT, ROOT, pipeline_line, run_python, sft_line
 
-ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 CONTRACT = {
     "step1_sft": ["sft/loss", "sft/perplexity", "eval/loss"],
     "step2_reward": ["reward/loss", "reward/accuracy", "reward/margin", "eval/loss"],
     "step3_ppo": [
-        "objective/kl", "objective/entropy", "objective/scores", "objective/rlhf_reward", "policy/approxkl",
-        "policy/clipfrac", "policy/entropy", "loss/policy", "loss/value", "val/clipfrac", "val/ratio",
-        "val/explained_variance", "completions/mean_length", "completions/clipped_ratio",
-        "rollout/logprob_abs_diff_mean", "rollout/logprob_abs_diff_max", "perf/generation_tokens_per_second",
-        "time/generation_seconds", "time/scoring_seconds", "time/switch_seconds",
+        "objective/kl",
+        "objective/entropy",
+        "objective/scores",
+        "objective/rlhf_reward",
+        "policy/approxkl",
+        "policy/clipfrac",
+        "policy/entropy",
+        "loss/policy",
+        "loss/value",
+        "val/clipfrac",
+        "val/ratio",
+        "val/explained_variance",
+        "completions/mean_length",
+        "completions/clipped_ratio",
+        "rollout/logprob_abs_diff_mean",
+        "rollout/logprob_abs_diff_max",
+        "perf/generation_tokens_per_second",
+        "time/generation_seconds",
+        "time/scoring_seconds",
+        "time/switch_seconds",
     ],
-}  # fmt: skip
+}
 ALL_STEPS = ["perf/train_tokens_per_second", "perf/tokens_per_second", "time/training_seconds", "memory/peak_gib", "lr"]
 
 
-def run(line: Sequence[str], *, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *line], capture_output=True, text=True, timeout=timeout, env=ENVIRONMENT, cwd=ROOT
-    )
-
-
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("data") / "rows.jsonl"
-    rows = [{"prompt": f"say {i % 9}", "chosen": str(i % 9), "rejected": "x" * (i % 5 + 1)} for i in range(60)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
-
-
-def pipeline(output: Path, model: Path, rows: Path) -> list[str]:
-    line = ["train.py", "--base_model", str(model), "--output_dir", str(output), "--data.sources", str(rows)]
-    for step in ("sft", "reward"):
-        line += [f"--{step}.train.global_batch_size", "4", f"--{step}.train.max_steps", "2"]
-        line += [f"--{step}.data.max_length", "64"]
-    for step in ("sft", "reward", "ppo"):
-        line += [f"--{step}.data.cache_dir", str(output.parent / "cache")]
-    return [
-        *line, "--ppo.rollout.prompts_per_step", "4", "--ppo.rollout.max_new_tokens", "6", "--ppo.train.max_steps", "2",
-        "--ppo.rollout.max_prompt_tokens", "48", "--ppo.ppo.ema_decay", "0.9", "--ppo.logging.samples_every", "1",
-    ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, rows: Path) -> tuple[Path, list[str], str]:
-    """The output of one command, the command, and what it said."""
+def finished(
+    tmp_path_factory: pytest.TempPathFactory, model_folder: Path, pair_rows: Path
+) -> tuple[Path, list[str], str]:
+    """The output folder of one command, the command, and its standard output."""
     output = tmp_path_factory.mktemp("pipeline") / "out"
-    line = pipeline(output, model_folder, rows)
-    done = run(line)
+    line = pipeline_line(output, model_folder, pair_rows)
+    done = run_python(line)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     return output, line, done.stdout
 
@@ -93,9 +81,15 @@ def test_metrics_carry_every_name_from_the_first_step(finished: tuple[Path, list
     assert len(samples) == 8 and {"step", "prompt", "completion", "score", "kl"} == samples[0].keys()
 
 
-def test_the_screen_says_what_changed_and_what_to_type_next(finished: tuple[Path, list[str], str]) -> None:
+def test_the_output_shows_what_changed_and_the_next_command(finished: tuple[Path, list[str], str]) -> None:
     output, _, said = finished
-    for text in ("batch plan: 4 rows an update", "What changed", "SFT perplexity", "reward accuracy", "PPO mean score"):
+    for text in (
+        "batch plan: 4 rows per update",
+        "What changed",
+        "SFT perplexity",
+        "reward accuracy",
+        "PPO mean score",
+    ):
         assert text in said, text
     assert f"python inference/chat.py {output}/step3_ppo/actor" in "".join(said.split("\n"))
     assert "Traceback" not in said and "Warning" not in said
@@ -106,16 +100,16 @@ def test_the_screen_says_what_changed_and_what_to_type_next(finished: tuple[Path
 def test_finished_steps_are_skipped_and_changed_ones_refused(finished: tuple[Path, list[str], str]) -> None:
     output, line, _ = finished
     before = (output / "step1_sft" / "metrics.jsonl").read_bytes()
-    again = run([*line, "--steps", "sft,reward"])
-    assert again.returncode == 0 and again.stdout.count("finished already") == 2
-    changed = run([*line, "--steps", "sft", "--sft.optimizer.lr", "1"])
+    again = run_python([*line, "--steps", "sft,reward"])
+    assert again.returncode == 0 and again.stdout.count("already finished") == 2
+    changed = run_python([*line, "--steps", "sft", "--sft.optimizer.lr", "1"])
     assert changed.returncode == 2
-    assert "holds a run with other settings (optimizer.lr)" in changed.stderr and changed.stderr.count("\n") == 1
+    assert "contains a run with other settings (optimizer.lr)" in changed.stderr and changed.stderr.count("\n") == 1
     assert (output / "step1_sft" / "metrics.jsonl").read_bytes() == before
 
 
 def test_a_function_and_a_model_make_a_reward(
-    finished: tuple[Path, list[str], str], model_folder: Path, rows: Path, tmp_path: Path
+    finished: tuple[Path, list[str], str], model_folder: Path, pair_rows: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "rules.py").write_text(
         "def brevity(prompts, completions, **columns):\n"
@@ -124,17 +118,39 @@ def test_a_function_and_a_model_make_a_reward(
     )
     config = tmp_path / "ppo.yaml"
     config.write_text(
-        "reward:\n  parts:\n"
+        "reward:\n  components:\n"
         f"    - {{function: '{tmp_path}/rules.py:brevity', weight: 0.5}}\n"
         f"    - {{name: liked, model: '{finished[0]}/step2_reward'}}\n"
     )
-    done = run([
-        "training/step3_ppo/main.py", "--config", str(config), "--actor.path", str(model_folder),
-        "--data.sources", str(rows), "--output_dir", str(tmp_path / "out"), "--rollout.prompts_per_step", "4",
-        "--rollout.max_new_tokens", "6", "--train.max_steps", "2", "--data.eval_fraction", "0",
-        "--data.cache_dir", str(tmp_path / "cache"), "--ppo.score_scaling", "initial", "--logging.profile_steps", "[2]",
-        "--ppo.missing_eos_penalty", "0",
-    ])  # fmt: skip
+    done = run_python(
+        [
+            "training/step3_ppo/main.py",
+            "--config",
+            str(config),
+            "--model.path",
+            str(model_folder),
+            "--data.sources",
+            str(pair_rows),
+            "--output_dir",
+            str(tmp_path / "out"),
+            "--rollout.prompts_per_step",
+            "4",
+            "--rollout.sampling.max_new_tokens",
+            "6",
+            "--train.max_steps",
+            "2",
+            "--data.eval_fraction",
+            "0",
+            "--data.cache_dir",
+            str(tmp_path / "cache"),
+            "--algorithm.score_scaling",
+            "initial",
+            "--logging.profile_steps",
+            "[2]",
+            "--algorithm.penalties.missing_eos",
+            "0",
+        ]
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     metrics = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()][-1]
     total = 0.5 * metrics["reward/brevity/mean"] + metrics["reward/liked/mean"]
@@ -142,15 +158,6 @@ def test_a_function_and_a_model_make_a_reward(
     phases = [metrics[f"time/{name}_seconds"] for name in ("generation", "switch", "scoring", "training", "other")]
     assert sum(phases) == pytest.approx(metrics["time/step_seconds"], rel=0.01) and min(phases) >= 0
     assert list((tmp_path / "out" / "profile").glob("step2*.json*")), "a trace of the step"
-
-
-def sft(output: Path, model: Path, rows: Path, *more: str) -> list[str]:
-    return [
-        "training/step1_sft/main.py", "--model.path", str(model), "--data.sources", str(rows),
-        "--output_dir", str(output),
-        "--train.global_batch_size", "4", "--data.max_length", "64", "--data.cache_dir", str(output.parent / "cache"),
-        "--logging.tensorboard", "false", *more,
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -162,18 +169,20 @@ def sft(output: Path, model: Path, rows: Path, *more: str) -> list[str]:
     ],
     ids=["torchrun", "deepspeed", "deepspeed-local-rank"],
 )
-def test_a_step_runs_under_both_launchers(start: list[str], model_folder: Path, rows: Path, tmp_path: Path) -> None:
+def test_a_step_runs_under_both_launchers(
+    start: list[str], model_folder: Path, pair_rows: Path, tmp_path: Path
+) -> None:
     deepspeed = shutil.which("deepspeed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    line = [*start, *sft(tmp_path / "out", model_folder, rows, "--train.max_steps", "1")]
-    done = run([str(deepspeed) if word == "DEEPSPEED" else word for word in line])
+    line = [*start, *sft_line(tmp_path / "out", model_folder, pair_rows, "--train.max_steps", "1")]
+    done = run_python([str(deepspeed) if word == "DEEPSPEED" else word for word in line])
     assert done.returncode == 0, done.stderr[-3000:]
     assert "over 2 ranks, micro-batches of" in done.stdout
     assert (tmp_path / "out" / "finished.json").exists()
 
 
-def test_a_worker_that_dies_stops_the_others_and_is_named(model_folder: Path, rows: Path, tmp_path: Path) -> None:
+def test_a_worker_that_dies_stops_the_others_and_is_named(model_folder: Path, pair_rows: Path, tmp_path: Path) -> None:
     line = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    line += sft(tmp_path / "out", model_folder, rows, "--train.epochs", "5000")
+    line += sft_line(tmp_path / "out", model_folder, pair_rows, "--train.epochs", "5000")
     process = subprocess.Popen(
         [sys.executable, *line], env=ENVIRONMENT, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -191,10 +200,10 @@ def test_a_worker_that_dies_stops_the_others_and_is_named(model_folder: Path, ro
 def test_a_failing_step_is_reported_with_its_command_and_last_lines(model_folder: Path, tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n{"prompt": \n')
-    done = run(pipeline(tmp_path / "out", model_folder, bad))
+    done = run_python(pipeline_line(tmp_path / "out", model_folder, bad))
     assert done.returncode == 2
     assert "step sft failed with exit code 2" in done.stderr
-    assert f"{bad}:2: not JSON" in done.stderr and "Traceback" not in done.stderr
+    assert f"{bad}:2: a line must be JSON" in done.stderr and "Traceback" not in done.stderr
 
 
 MISTAKES = {
@@ -202,24 +211,26 @@ MISTAKES = {
     "no model": (["--model.path", "absent/x/y"], "absent/x/y is none"),
     "unknown key": (["--train.batch", "3"], "the nearest is"),
     "sizes that do not divide": (["--train.micro_batch_size", "3"], "the nearest are 3 and 6"),
-    "too few rows": (["--train.global_batch_size", "64"], "an update takes 64 rows"),
+    "too few rows": (["--train.global_batch_size", "64"], "batch of 64 rows, got "),
     "no deepspeed json": (["--deepspeed_config", "absent.json"], "absent.json does not exist"),
     "no target module": (["--lora.rank", "2", "--lora.target_modules", "[nothing]"], "does not fit"),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_line_and_exit_code_2(mistake: str, model_folder: Path, rows: Path, tmp_path: Path) -> None:
+def test_a_mistake_is_one_line_and_exit_code_2(
+    mistake: str, model_folder: Path, pair_rows: Path, tmp_path: Path
+) -> None:
     more, rule = MISTAKES[mistake]
-    line = sft(tmp_path / "out", model_folder, rows, *more)[1:]
-    codes = run_step("training.step1_sft.main", 1, line, errors=tmp_path / "stderr.txt")
+    line = sft_line(tmp_path / "out", model_folder, pair_rows, *more)[1:]
+    codes = run_step("hybrid_rlhf.cli.sft", 1, line, errors=tmp_path / "stderr.txt")
     said = (tmp_path / "stderr.txt").read_text()
     assert codes == [2], said
     assert rule in said and said.count("\n") == 1 and said.startswith("error: "), said
 
 
-def test_a_split_needs_one_seed(model_folder: Path, rows: Path, tmp_path: Path) -> None:
-    line = pipeline(tmp_path / "out", model_folder, rows)
-    done = run([*line, "--sft.seed", "1"])
+def test_a_split_needs_one_seed(model_folder: Path, pair_rows: Path, tmp_path: Path) -> None:
+    line = pipeline_line(tmp_path / "out", model_folder, pair_rows)
+    done = run_python([*line, "--sft.seed", "1"])
     assert done.returncode == 2 and "need one seed" in done.stderr and done.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""Checkpoints of engines: bit for bit in the layout that wrote them, and read by every other one."""
+"""Checkpoints of engines: bit for bit with the sharding that wrote them, and read with every other one."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ import torch
 from torch import nn
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.sections import CheckpointConfig, ZeroConfig
+from hybrid_rlhf.configs.sections.training import CheckpointConfig, ZeroConfig
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
 from hybrid_rlhf.engines.checkpoints import CheckpointWriter, LoopState, load_checkpoint
-from hybrid_rlhf.engines.partition import copy_weights, whole_tensors
+from hybrid_rlhf.engines.partition import copy_weights, full_tensors
 from hybrid_rlhf.engines.training_state import TrainingState
-from hybrid_rlhf.runtime.checkpoint_folder import find_fault
+from hybrid_rlhf.runtime.files.checkpoint_folder import find_fault
 from hybrid_rlhf.runtime.world import World, solo_world
-from tests.engines.ranks import run_ranks
-from tests.engines.test_engines import spec, train_step
+from tests.support.engines import actor_spec, train_step
+from tests.support.ranks import run_ranks
+from tests.support.steps import checkpoint_names
 
 
 def written(world: World, path: Path, folder: Path, settings: dict[str, Any], wait: bool = True) -> list[float]:
     """Three steps and a checkpoint; the losses of the next two."""
-    engine = build_actor(spec(path, **settings), world)
+    engine = build_actor(actor_spec(path, **settings), world)
     average = WeightAverage(engine.module, decay=0.5)
     for _ in range(3):
         train_step(engine, world)
@@ -49,7 +50,7 @@ def written(world: World, path: Path, folder: Path, settings: dict[str, Any], wa
 
 def gone_on(world: World, path: Path, folders: list[Path], settings: dict[str, Any]) -> list[Any]:
     """What each checkpoint goes on with."""
-    engine = build_actor(spec(path, **settings), world)
+    engine = build_actor(actor_spec(path, **settings), world)
     average = WeightAverage(engine.module, decay=0.5)
     found = []
     for folder in folders:
@@ -58,7 +59,7 @@ def gone_on(world: World, path: Path, folders: list[Path], settings: dict[str, A
         )
         assert (loop.step, loop.content, loop.tensors["rows"].tolist()) == (3, {"x": 1.5}, [0, 1, 2])
         with average.applied():
-            averaged = {name: float(t.double().norm()) for name, t in whole_tensors(engine.lm, world) if t is not None}
+            averaged = {name: float(t.double().norm()) for name, t in full_tensors(engine.lm, world) if t is not None}
         found.append(([train_step(engine, world) for _ in range(2)], averaged))
     return found
 
@@ -85,14 +86,14 @@ def test_an_engine_goes_on_bit_for_bit(
     assert [p.name for p in (run / "checkpoints").iterdir()] == ["step_3"]
 
 
-def cross(layouts: list[tuple[int, int]], model_folder: Path, tmp_path: Path) -> None:
-    """Every layout goes on from what every layout wrote."""
-    folders = {layout: tmp_path / f"run_{layout[0]}_{layout[1]}" for layout in layouts}
+def cross(shardings: list[tuple[int, int]], model_folder: Path, tmp_path: Path) -> None:
+    """Every number of ranks and ZeRO stage resumes from what every other wrote."""
+    folders = {sharding: tmp_path / f"run_{sharding[0]}_{sharding[1]}" for sharding in shardings}
     for (ranks, stage), folder in folders.items():
         run_ranks(written, ranks, tmp_path / "w", model_folder, folder, {"stage": stage})
-    ranks, stage = layouts[0]
-    want = run_ranks(gone_on, ranks, tmp_path / "r", model_folder, [folders[layouts[0]]], {"stage": stage})[0][0]
-    for ranks, stage in layouts:
+    ranks, stage = shardings[0]
+    want = run_ranks(gone_on, ranks, tmp_path / "r", model_folder, [folders[shardings[0]]], {"stage": stage})[0][0]
+    for ranks, stage in shardings:
         for rank_found in run_ranks(
             gone_on, ranks, tmp_path / "r", model_folder, [*folders.values()], {"stage": stage}
         ):
@@ -101,26 +102,26 @@ def cross(layouts: list[tuple[int, int]], model_folder: Path, tmp_path: Path) ->
                 assert not averaged or averaged == pytest.approx(want[1], rel=1e-5)
 
 
-def test_layouts_read_each_other(model_folder: Path, tmp_path: Path) -> None:
+def test_shardings_read_each_other(model_folder: Path, tmp_path: Path) -> None:
     cross([(1, 0), (2, 3), (2, 1)], model_folder, tmp_path)
 
 
 @pytest.mark.faults
-def test_all_layouts_read_each_other(model_folder: Path, tmp_path: Path) -> None:
+def test_all_shardings_read_each_other(model_folder: Path, tmp_path: Path) -> None:
     cross(list(product((1, 2, 4), (0, 1, 2, 3))), model_folder, tmp_path)
 
 
 def refreshed(world: World, path: Path, folder: Path, stage: int) -> bool:
     """A reference that took other weights is saved, and comes back with them."""
-    frozen = EngineSpec("reference", str(path), spec(path).model, ZeroConfig(stage=stage), 0)  # type: ignore[arg-type]
-    reference, actor = build_engine(frozen, world), build_actor(spec(path, stage=stage), world)
+    frozen = EngineSpec("reference", str(path), actor_spec(path).model, ZeroConfig(stage=stage), 0)  # type: ignore[arg-type]
+    reference, actor = build_engine(frozen, world), build_actor(actor_spec(path, stage=stage), world)
     train_step(actor, world)
     copy_weights(actor.lm, reference.lm)
     CheckpointWriter(folder, {"reference": TrainingState(reference)}, world, CheckpointConfig()).save(LoopState(1, {}))
     again = build_engine(frozen, world)
-    before = [t for _, t in whole_tensors(again.lm, world)]
+    before = [t for _, t in full_tensors(again.lm, world)]
     load_checkpoint(folder / "checkpoints" / "step_1", states={"reference": TrainingState(again)}, world=world)
-    after, want = ([t for _, t in whole_tensors(engine.lm, world)] for engine in (again, reference))
+    after, want = ([t for _, t in full_tensors(engine.lm, world)] for engine in (again, reference))
     if not world.is_main:
         return True
     return all(map(torch.equal, after, want)) and not all(map(torch.equal, after, before))  # type: ignore[arg-type]
@@ -131,9 +132,9 @@ def test_a_refreshed_reference_is_kept(stage: int, model_folder: Path, tmp_path:
     assert all(run_ranks(refreshed, 2, tmp_path / "r", model_folder, tmp_path / "run", stage))
 
 
-def poisoned(world: World, path: Path, settings: dict[str, Any]) -> list[Any]:
+def update_with_nan_gradient(world: World, path: Path, settings: dict[str, Any]) -> list[Any]:
     """An update whose gradient is NaN on one rank, between two that are not."""
-    engine = build_actor(spec(path, **settings), world)
+    engine = build_actor(actor_spec(path, **settings), world)
     first = train_step(engine, world)
     ids = torch.full((1, 6), 5)
     mask = torch.ones_like(ids, dtype=torch.bool)
@@ -149,7 +150,7 @@ def test_an_update_that_is_not_finite_is_skipped_on_all_ranks(
     stage: int, dtype: str, model_folder: Path, tmp_path: Path
 ) -> None:
     for first, skipped, _, after, count in run_ranks(
-        poisoned, 2, tmp_path, model_folder, {"stage": stage, "dtype": dtype}
+        update_with_nan_gradient, 2, tmp_path, model_folder, {"stage": stage, "dtype": dtype}
     ):
         assert skipped and after < first and count == 1, "the update before it has effect, it has none"
 
@@ -172,10 +173,6 @@ def writer(folder: Path, **config: Any) -> CheckpointWriter:
     return CheckpointWriter(folder, states, solo_world(torch.device("cpu")), CheckpointConfig(**config))
 
 
-def saved_steps(folder: Path) -> list[str]:
-    return sorted(path.name for path in (folder / "checkpoints").iterdir())
-
-
 def test_what_need_not_be_kept_is_removed_and_nothing_else(tmp_path: Path) -> None:
     mine = tmp_path / "checkpoints" / "step_by_step_notes"
     mine.mkdir(parents=True)
@@ -185,9 +182,15 @@ def test_what_need_not_be_kept_is_removed_and_nothing_else(tmp_path: Path) -> No
     for step, loss in ((3, 1.0), (4, 5.0), (5, 0.5), (6, float("nan")), (7, 0.7), (8, 0.8), (9, 3.0)):
         saving.save(LoopState(step, {}), figures={"eval/loss": loss})
     saving.save(LoopState(9, {}, update=2))
-    assert saved_steps(tmp_path) == [
-        "step_1", "step_4", "step_5", "step_8", "step_9", "step_9_update_2", "step_by_step_notes",
-    ]  # fmt: skip
+    assert checkpoint_names(tmp_path) == [
+        "step_1",
+        "step_4",
+        "step_5",
+        "step_8",
+        "step_9",
+        "step_9_update_2",
+        "step_by_step_notes",
+    ]
 
 
 def test_a_checkpoint_that_is_there_is_not_written_again(tmp_path: Path) -> None:
@@ -196,7 +199,7 @@ def test_a_checkpoint_that_is_there_is_not_written_again(tmp_path: Path) -> None
     file = tmp_path / "checkpoints" / "step_1_update_2" / "manifest.json"
     before = file.stat()
     saving.save(LoopState(1, {}, update=2))
-    assert file.stat() == before and saved_steps(tmp_path) == ["step_1_update_2"]
+    assert file.stat() == before and checkpoint_names(tmp_path) == ["step_1_update_2"]
 
 
 def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +216,7 @@ def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path, monkeypatch: py
             with pytest.raises(OSError, match="No space left"):
                 failing.save(LoopState(2, {}))
                 failing.finish()
-        assert saved_steps(tmp_path) == ["step_1"]
+        assert checkpoint_names(tmp_path) == ["step_1"]
         assert find_fault(tmp_path / "checkpoints" / "step_1", solo_world(torch.device("cpu"))) is None
 
 
@@ -239,7 +242,7 @@ def test_beside_training_what_is_written_is_what_was(tmp_path: Path, monkeypatch
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     writer(tmp_path).save(LoopState(1, {}))
     world = solo_world(torch.device("cpu"))
-    with pytest.raises(UserError, match="has no critic: give another folder"):
+    with pytest.raises(UserError, match="has no critic"):
         load_checkpoint(tmp_path / "checkpoints" / "step_1", states={"critic": None}, world=world)  # type: ignore[dict-item]
 
 

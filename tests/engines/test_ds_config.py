@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.sections import OptimizerConfig, ZeroConfig
+from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engines.ds_config import deepspeed_config, read_overrides
 
 BATCH = "use train.micro_batch_size and the batch size of the step, or leave it out"
@@ -18,23 +18,33 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"train_batch_size": "auto"}, f" may not set 'train_batch_size', FILE does: {BATCH}"),
     ({"train_batch_size": 32}, f" may not set 'train_batch_size', FILE does: {BATCH}"),
     ({"gradient_accumulation_steps": 4}, f" may not set 'gradient_accumulation_steps', FILE does: {BATCH}"),
-    ({"gradient_clipping": 0.5},
-     " may not set 'gradient_clipping', FILE does: use max_grad_norm of the optimizer section, or leave it out"),
-    ({"zero_optimization": 2}, "'s zero_optimization must be an object of keys, FILE has 2: mend it"),
-    ({"bf16": True}, "'s bf16 must be an object of keys, FILE has True: mend it"),
-    ({"zero_optimization": {"stage": 4}},
-     "'s zero_optimization must be as DeepSpeed takes it, FILE has zero_optimization.stage (Input should be 0, 1, 2, 3 "
-     "or 3, got 4): mend or remove it"),
-    ({"zero_optimization": {"stag": 1}},
-     "'s zero_optimization must be as DeepSpeed takes it, FILE has zero_optimization.stag (Extra inputs are not "
-     "permitted, got 1): mend or remove it"),
-    ({"zero_optimization": {"offload_param": {"device": "gpu"}}},
-     "'s zero_optimization must be as DeepSpeed takes it, FILE has zero_optimization.offload_param.device (Input "
-     "should be 'none', 'cpu' or 'nvme', got 'gpu'): mend or remove it"),
-    ({"fp16": {"scale": 1}},
-     "'s fp16 must be as DeepSpeed takes it, FILE has fp16.scale (Extra inputs are not permitted, got 1): mend or "
-     "remove it"),
-]  # fmt: skip
+    (
+        {"gradient_clipping": 0.5},
+        " may not set 'gradient_clipping', FILE does: use max_grad_norm of the optimizer section, or leave it out",
+    ),
+    ({"zero_optimization": 2}, "'s zero_optimization must be an object of keys, FILE has 2: correct it"),
+    ({"bf16": True}, "'s bf16 must be an object of keys, FILE has True: correct it"),
+    (
+        {"zero_optimization": {"stage": 4}},
+        "'s zero_optimization must be valid for DeepSpeed, FILE has zero_optimization.stage (Input should be 0, 1, "
+        "2, 3 or 3, got 4): correct or remove it",
+    ),
+    (
+        {"zero_optimization": {"stag": 1}},
+        "'s zero_optimization must be valid for DeepSpeed, FILE has zero_optimization.stag (Extra inputs are not "
+        "permitted, got 1): correct or remove it",
+    ),
+    (
+        {"zero_optimization": {"offload_param": {"device": "gpu"}}},
+        "'s zero_optimization must be valid for DeepSpeed, FILE has zero_optimization.offload_param.device (Input "
+        "should be 'none', 'cpu' or 'nvme', got 'gpu'): correct or remove it",
+    ),
+    (
+        {"fp16": {"scale": 1}},
+        "'s fp16 must be valid for DeepSpeed, FILE has fp16.scale (Extra inputs are not permitted, got 1): correct or "
+        "remove it",
+    ),
+]
 
 
 def config(file: Path, said: dict[str, Any], *, stage: int = 0) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Engines over ranks and ZeRO stages: gradients, the switch to inference, saving, averages."""
+"""Engines over ranks and ZeRO stages: gradients, weight sync, saving, averages."""
 
 from __future__ import annotations
 
@@ -13,76 +13,22 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.sections import LoraConfig, ModelConfig, OptimizerConfig, ZeroConfig
+from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engines.averaging import WeightAverage
-from hybrid_rlhf.engines.builder import EngineSpec, _adamw, build_actor, build_engine
+from hybrid_rlhf.engines.builder import EngineSpec, _adamw, build_actor, build_engine, lr_factor
 from hybrid_rlhf.engines.ds_config import deepspeed_config, merge, read_overrides
 from hybrid_rlhf.engines.engine import Role
-from hybrid_rlhf.engines.partition import whole_tensors
-from hybrid_rlhf.engines.schedules import lr_factor
-from hybrid_rlhf.functional.losses import sft_loss
-from hybrid_rlhf.generation import SamplingParams
-from hybrid_rlhf.models.saving import save_model
+from hybrid_rlhf.engines.partition import full_tensors
 from hybrid_rlhf.runtime.world import World, close_world, init_world
-from tests.engines.ranks import run_ranks
-from tests.tiny import tiny_tokenizer
-
-PROMPTS = [[5, 6, 7], [9, 8], [4, 4, 4, 4]]
-
-
-def spec(
-    path: Path, *, stage: int = 0, lora: int = 0, dtype: str = "float32", lr: float = 1e-2, **zero: bool
-) -> EngineSpec:
-    return EngineSpec(
-        "actor", str(path), ModelConfig(dtype=dtype), ZeroConfig(stage=stage, **zero), 0,  # type: ignore[arg-type]
-        OptimizerConfig(lr=lr, schedule="constant", warmup_fraction=0.0), LoraConfig(rank=lora), 10,
-    )  # fmt: skip
-
-
-def batch() -> torch.Tensor:
-    return torch.randint(3, 200, (4, 10), generator=torch.Generator().manual_seed(0))
-
-
-def train_step(engine: Any, world: World) -> float:
-    """One update on four rows, shared over the ranks; the loss of all."""
-    ids = batch()[world.rank :: world.size].to(world.device)
-    mask = torch.ones_like(ids, dtype=torch.bool)
-    total = 0.0
-    for row in range(len(ids)):
-        logprobs, _ = engine(ids[row : row + 1], mask[row : row + 1], mask[row : row + 1])
-        loss = sft_loss(logprobs, mask=mask[row : row + 1])
-        engine.backward(loss.total, count=36)
-        total += float(loss.total.detach())
-    engine.step()
-    return float(world.all_reduce(torch.tensor(total, device=world.device)))
-
-
-def life(world: World, path: Path, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Train, switch, generate, switch back, train, save."""
-    engine = build_actor(spec(path, **settings), world)
-    losses = [train_step(engine, world)]
-    held = [
-        p.detach().clone() if not hasattr(p, "ds_tensor") else p.ds_tensor.detach().clone()
-        for p in engine.module.parameters()
-    ]
-    with engine.inference(stop_token_ids=()) as generation:
-        completions = generation.generate(PROMPTS[world.rank :], SamplingParams(max_new_tokens=6, greedy=True))
-    after = [p.detach() if not hasattr(p, "ds_tensor") else p.ds_tensor for p in engine.module.parameters()]
-    same = all(torch.equal(a, b) for a, b in zip(held, after, strict=True))
-    released = all(p.numel() == 0 for p in engine.module.parameters() if hasattr(p, "ds_tensor") and not p.ds_persist)
-    save_model(folder, whole_tensors(engine.lm, world), lm=engine.lm, tokenizer=tiny_tokenizer(), world=world)
-    losses += [train_step(engine, world), train_step(engine, world)]
-    return {
-        "losses": losses, "same": same, "released": released,
-        "completions": [samples[0].token_ids for samples in completions],
-    }  # fmt: skip
+from tests.support.engines import PROMPTS, actor_spec, train_generate_save, train_step
+from tests.support.ranks import run_ranks
 
 
 @pytest.fixture(scope="module")
 def expected(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One rank, no ZeRO."""
     folder = tmp_path_factory.mktemp("plain")
-    return run_ranks(life, 1, folder / "r", model_folder, folder / "m", {})[0]
+    return run_ranks(train_generate_save, 1, folder / "r", model_folder, folder / "m", {})[0]
 
 
 @pytest.mark.parametrize(
@@ -95,15 +41,15 @@ def expected(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> di
     ],
     ids=str,
 )
-def test_an_engine_lives_the_same_life_under_any_layout(
+def test_training_and_generation_are_the_same_under_any_sharding(
     ranks: int, settings: dict[str, Any], model_folder: Path, tmp_path: Path, expected: dict[str, Any]
 ) -> None:
-    results = run_ranks(life, ranks, tmp_path / "r", model_folder, tmp_path / "m", settings)
+    results = run_ranks(train_generate_save, ranks, tmp_path / "r", model_folder, tmp_path / "m", settings)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "m").eval()
     for rank, result in enumerate(results):
         assert result["losses"] == pytest.approx(expected["losses"], abs=1e-3, rel=1e-4)
-        assert result["same"], "the switch and back leaves the training weights bit for bit"
-        assert result["released"], "and gives the gathered ones back"
+        assert result["same"], "generation leaves the training weights unchanged bit for bit"
+        assert result["released"], "and releases the gathered ones"
         assert result["completions"] == expected["completions"][rank:]
     ids = torch.tensor([PROMPTS[0]])
     found = saved.generate(
@@ -115,7 +61,7 @@ def test_an_engine_lives_the_same_life_under_any_layout(
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 3)])
 def test_lora_generates_merged_and_saves_merged(ranks: int, stage: int, model_folder: Path, tmp_path: Path) -> None:
     results = run_ranks(
-        life, ranks, tmp_path / "r", model_folder, tmp_path / "m", {"stage": stage, "lora": 4, "lr": 0.1}
+        train_generate_save, ranks, tmp_path / "r", model_folder, tmp_path / "m", {"stage": stage, "lora": 4, "lr": 0.1}
     )
     assert results[0]["losses"][2] < results[0]["losses"][0]
     assert all(result["same"] for result in results)
@@ -134,15 +80,15 @@ def test_lora_generates_merged_and_saves_merged(ranks: int, stage: int, model_fo
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (1, 2), (2, 1), (2, 3)])
 def test_bfloat16_learns(ranks: int, stage: int, model_folder: Path, tmp_path: Path) -> None:
     settings = {"stage": stage, "dtype": "bfloat16"}
-    (result, *_) = run_ranks(life, ranks, tmp_path / "r", model_folder, tmp_path / "m", settings)
+    (result, *_) = run_ranks(train_generate_save, ranks, tmp_path / "r", model_folder, tmp_path / "m", settings)
     assert result["losses"][2] < result["losses"][1] < result["losses"][0]
     assert load_file(tmp_path / "m" / "model.safetensors")["model.norm.weight"].dtype is torch.bfloat16
 
 
 def scorer_heads(world: World, path: Path, stage: int, role: Role) -> list[float]:
-    section = spec(path, stage=stage)
+    section = actor_spec(path, stage=stage)
     engine = build_engine(EngineSpec(role, section.path, section.model, section.zero, 5, section.optimizer), world)
-    tensors = {name: tensor for name, tensor in whole_tensors(engine.lm, world) if name == "score.weight"}
+    tensors = {name: tensor for name, tensor in full_tensors(engine.lm, world) if name == "score.weight"}
     return tensors["score.weight"].flatten().tolist() if world.is_main else []
 
 
@@ -159,7 +105,7 @@ def test_a_fresh_value_head_is_zero(ranks: int, stage: int, model_folder: Path, 
 
 
 def averaged(world: World, path: Path, stage: int) -> tuple[float, float, bool]:
-    engine = build_actor(spec(path, stage=stage), world)
+    engine = build_actor(actor_spec(path, stage=stage), world)
     average = WeightAverage(engine.module, decay=0.5)
     values = [_norm_weight(engine, world)]
     for _ in range(3):
@@ -175,7 +121,7 @@ def averaged(world: World, path: Path, stage: int) -> tuple[float, float, bool]:
 
 
 def _norm_weight(engine: Any, world: World) -> float:
-    tensors = dict(whole_tensors(engine.lm, world))
+    tensors = dict(full_tensors(engine.lm, world))
     return float(tensors["model.norm.weight"][3]) if world.is_main else 0.0
 
 
@@ -236,12 +182,12 @@ def test_a_bad_deepspeed_json_is_refused(text: str, rule: str, tmp_path: Path) -
 
 def twice(world: World, path: Path) -> list[float]:
     """The same update in a world, and in the next one of this process."""
-    losses = [train_step(build_engine(spec(path, stage=2), world), world)]
+    losses = [train_step(build_engine(actor_spec(path, stage=2), world), world)]
     close_world()
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
         del os.environ[name]
     alone = init_world()
-    return [*losses, train_step(build_engine(spec(path, stage=2), alone), alone)]
+    return [*losses, train_step(build_engine(actor_spec(path, stage=2), alone), alone)]
 
 
 def test_a_process_can_train_in_one_world_after_another(tmp_path: Path, model_folder: Path) -> None:

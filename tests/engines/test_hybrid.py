@@ -1,4 +1,4 @@
-"""The switch: every ZeRO stage, tensor parallelism and LoRA give the same tokens, and training never notices."""
+"""Weight sync: every ZeRO stage, tensor parallelism and LoRA give the same tokens, and training is unchanged."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.rollout import RolloutConfig
+from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines import hybrid
 from hybrid_rlhf.engines.builder import build_actor
 from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.functional.losses import sft_loss
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
-from hybrid_rlhf.generation import layout as layouts
 from hybrid_rlhf.generation.sampling import Completion
-from hybrid_rlhf.generation.weights import WeightLoader
+from hybrid_rlhf.generation.weights import conversion
+from hybrid_rlhf.generation.weights.loader import WeightLoader
 from hybrid_rlhf.runtime.world import World
-from tests.engines.ranks import run_ranks
-from tests.engines.test_engines import batch, spec, train_step
-from tests.generation.families import variant
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.support.engines import actor_spec, token_rows, train_step
+from tests.support.families import variant
+from tests.support.generation import token_ids_of
+from tests.support.ranks import run_ranks
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 PROMPTS = [[5, 6, 7], [9, 8], [4] * 20 + [6, 7], [4] * 20 + [9]]
-GREEDY = SamplingParams(max_new_tokens=6, greedy=True)
+GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0)
 SAMPLED = SamplingParams(max_new_tokens=6, seed=3, n=2)
 
 
@@ -51,7 +52,7 @@ def state_of(engine: HybridEngine) -> list[torch.Tensor]:
 
 def half_a_step(engine: HybridEngine, world: World) -> None:
     """Gradients in place, the update still to come."""
-    ids = batch()[world.rank :: world.size].to(world.device)
+    ids = token_rows()[world.rank :: world.size].to(world.device)
     counts = torch.ones_like(ids, dtype=torch.bool)
     logprobs, _ = engine(ids, counts, counts)
     engine.backward(sft_loss(logprobs, mask=counts).total, count=36)
@@ -61,18 +62,18 @@ Case = tuple[int, int, int]
 """ZeRO stage, tensor-parallel ranks, LoRA rank."""
 
 
-def switched(world: World, path: Path, cases: list[Case]) -> dict[Case, dict[str, Any]]:
+def with_and_without_generation(world: World, path: Path, cases: list[Case]) -> dict[Case, dict[str, Any]]:
     """Train, generate in the middle of an update, train on; and the same without generating."""
     told: dict[Case, dict[str, Any]] = {}
     for case in cases:
         stage, tensor_parallel, lora = case
         result = told[case] = {"losses": [], "ends": []}
-        for switch in (True, False):
+        for generates in (True, False):
             rollout = RolloutConfig(tensor_parallel=tensor_parallel)
-            engine = build_actor(spec(path, stage=stage, lora=lora, lr=0.05), world, rollout=rollout)
+            engine = build_actor(actor_spec(path, stage=stage, lora=lora, lr=0.05), world, rollout=rollout)
             losses = [train_step(engine, world)]
             half_a_step(engine, world)
-            if switch:
+            if generates:
                 before = state_of(engine)
                 for name, sampling in (("greedy", GREEDY), ("sampled", SAMPLED)):
                     with engine.inference(stop_token_ids=(11,)) as generation:
@@ -85,15 +86,11 @@ def switched(world: World, path: Path, cases: list[Case]) -> dict[Case, dict[str
     return told
 
 
-def tokens(results: list[list[Completion]]) -> list[list[list[int]]]:
-    return [[completion.token_ids for completion in samples] for samples in results]
-
-
 @pytest.fixture(scope="module")
 def expected(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     """One rank without ZeRO, by LoRA rank."""
     folder = tmp_path_factory.mktemp("plain")
-    (told,) = run_ranks(switched, 1, folder, model_folder, [(0, 1, 0), (0, 1, 4)])
+    (told,) = run_ranks(with_and_without_generation, 1, folder, model_folder, [(0, 1, 0), (0, 1, 4)])
     return {lora: told[0, 1, lora] for lora in (0, 4)}
 
 
@@ -106,48 +103,48 @@ def expected(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> di
     ],
     ids=["1 rank", "2 ranks", "4 ranks"],
 )
-def test_any_layout_samples_the_same_and_training_goes_on_bit_for_bit(
+def test_any_sharding_samples_the_same_and_training_continues_bit_for_bit(
     ranks: int, cases: list[Case], model_folder: Path, tmp_path: Path, expected: dict[int, dict[str, Any]]
 ) -> None:
-    for told, case in product(run_ranks(switched, ranks, tmp_path, model_folder, cases), cases):
+    for told, case in product(run_ranks(with_and_without_generation, ranks, tmp_path, model_folder, cases), cases):
         result, plain = told[case], expected[case[2]]
         for name in ("greedy", "sampled"):
-            assert tokens(result[name]) == tokens(plain[name]), case
+            assert token_ids_of(result[name]) == token_ids_of(plain[name]), case
             for found, wanted in zip(sum(result[name], []), sum(plain[name], []), strict=True):
                 assert found.logprobs == pytest.approx(wanted.logprobs, abs=1e-4)
                 assert found.weight_version == 1
         assert result["same"], f"{case}: weights, gradients and optimizer states are bit for bit what they were"
         assert result["training"]
-        for with_switch, without in (result["losses"], result["ends"]):
-            assert with_switch == without, f"{case}: the steps after a switch are bit for bit those without one"
+        for generated, without in (result["losses"], result["ends"]):
+            assert generated == without, f"{case}: the steps after generation are bit for bit those without it"
 
 
 def test_the_merged_adapters_are_those_that_train(expected: dict[int, dict[str, Any]]) -> None:
-    assert tokens(expected[0]["greedy"]) != tokens(expected[4]["greedy"]), "the two runs learn apart"
+    assert token_ids_of(expected[0]["greedy"]) != token_ids_of(expected[4]["greedy"]), "the two runs learn apart"
 
 
-def module_and_layout(world: World, path: Path, settings: dict[str, Any]) -> list[Any]:
+def both_backends(world: World, path: Path, settings: dict[str, Any]) -> list[Any]:
     results = []
     for layout in ("auto", "module"):
-        engine = build_actor(spec(path, **settings), world, rollout=RolloutConfig(layout=layout))  # type: ignore[arg-type]
+        engine = build_actor(actor_spec(path, **settings), world, rollout=RolloutConfig(backend=layout))  # type: ignore[arg-type]
         train_step(engine, world)
         with engine.inference(stop_token_ids=(11,)) as generation:
-            results.append(tokens(generation.generate(PROMPTS, SAMPLED)))
+            results.append(token_ids_of(generation.generate(PROMPTS, SAMPLED)))
     return results
 
 
 @pytest.mark.parametrize(("ranks", "settings"), [(1, {"lora": 4}), (2, {"stage": 3, "lora": 4})])
-def test_the_module_generates_what_the_layout_does(
+def test_both_backends_generate_the_same(
     ranks: int, settings: dict[str, Any], model_folder: Path, tmp_path: Path
 ) -> None:
-    for layout, module in run_ranks(module_and_layout, ranks, tmp_path, model_folder, settings):
-        assert layout == module
+    for native, module in run_ranks(both_backends, ranks, tmp_path, model_folder, settings):
+        assert native == module
 
 
 def gathers(world: World, path: Path) -> dict[str, list[int]]:
-    """Elements gathered at once, and how often a layout is built."""
+    """Elements gathered at once, and how often inference weights are built."""
     seen: list[int] = []
-    gathered = hybrid.whole_weights
+    gathered = hybrid.full_weights
     built: list[int] = []
     assemble = WeightLoader.assemble
 
@@ -156,9 +153,9 @@ def gathers(world: World, path: Path) -> dict[str, list[int]]:
             seen.append(sum(p.numel() for p in lm.parameters() if hasattr(p, "ds_id") and not p.ds_persist))
             yield weight
 
-    hybrid.whole_weights = watched
+    hybrid.full_weights = watched
     WeightLoader.assemble = lambda self: built.append(1) or assemble(self)  # type: ignore[method-assign]
-    engine = build_actor(spec(path, stage=3), world, rollout=RolloutConfig(keep_weights=True))
+    engine = build_actor(actor_spec(path, stage=3), world, rollout=RolloutConfig(keep_weights=True))
     counts = []
     for _ in range(2):
         for _ in range(2):
@@ -189,13 +186,13 @@ def in_place(world: World, path: Path) -> list[dict[str, Any]]:
             told: dict[str, Any] = {"homes": [], "tokens": []}
             for keep in (True, False):
                 rollout = RolloutConfig(keep_weights=keep, tensor_parallel=tensor_parallel)
-                engine = build_actor(spec(path, stage=stage, lora=lora, lr=0.05), world, rollout=rollout)
+                engine = build_actor(actor_spec(path, stage=stage, lora=lora, lr=0.05), world, rollout=rollout)
                 sampled = []
                 for _ in range(3):
                     with engine.inference(stop_token_ids=()) as generation:
-                        sampled.append(tokens(generation.generate(PROMPTS, SAMPLED)))
+                        sampled.append(token_ids_of(generation.generate(PROMPTS, SAMPLED)))
                         if keep:
-                            decoder, workspace = generation._decoder, generation.workspace
+                            decoder, workspace = generation.backend.decoder, generation.backend.workspace
                             layer = decoder._weights.layers[0]
                             told["homes"].append((id(decoder), id(workspace), layer.qkv.weight.data_ptr()))
                     train_step(engine, world)
@@ -205,7 +202,7 @@ def in_place(world: World, path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("variety", ["llama", "gemma2"])
-def test_a_layout_that_is_kept_follows_the_training_in_place(variety: str, tmp_path: Path) -> None:
+def test_inference_weights_that_are_kept_follow_the_training_in_place(variety: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     model = tiny_model(pad_token_id=0) if variety == "llama" else variant(variety)
     model.save_pretrained(folder)
@@ -220,10 +217,10 @@ def test_a_layout_that_is_kept_follows_the_training_in_place(variety: str, tmp_p
 def offloaded(world: World, path: Path) -> tuple[list[Any], list[float]]:
     results, losses = [], []
     for stage, offload in product((2, 3), (False, True)):
-        engine = build_actor(spec(path, stage=stage), world, rollout=RolloutConfig(offload_states=offload))
+        engine = build_actor(actor_spec(path, stage=stage), world, rollout=RolloutConfig(offload_states=offload))
         train_step(engine, world)
         with engine.inference() as generation:
-            results.append(tokens(generation.generate(PROMPTS, SAMPLED)))
+            results.append(token_ids_of(generation.generate(PROMPTS, SAMPLED)))
         losses.append(train_step(engine, world))
     return results, losses
 
@@ -248,7 +245,7 @@ def live_bytes() -> int:
 
 def remembered(world: World, path: Path, settings: dict[str, Any]) -> dict[str, float]:
     """Memory in use inside and after a rollout beyond what was before, in units of the whole model."""
-    engine = build_actor(spec(path, **settings), world, rollout=RolloutConfig(tensor_parallel=world.size))
+    engine = build_actor(actor_spec(path, **settings), world, rollout=RolloutConfig(tensor_parallel=world.size))
     for _ in range(2):
         train_step(engine, world)
         with engine.inference() as generation:
@@ -269,7 +266,7 @@ def test_memory_is_given_back(ranks: int, settings: dict[str, Any], model_folder
 
 
 def without_prompts(world: World, path: Path) -> list[int]:
-    engine = build_actor(spec(path, stage=3), world)
+    engine = build_actor(actor_spec(path, stage=3), world)
     with engine.inference() as generation:
         results = generation.generate([] if world.rank else PROMPTS, SAMPLED)
     train_step(engine, world)
@@ -281,13 +278,13 @@ def test_a_rank_without_prompts_holds_nobody_up(model_folder: Path, tmp_path: Pa
 
 
 def checked(world: World, path: Path) -> str:
-    engine = build_actor(spec(path), world)
-    decoder = layouts.Decoder
+    engine = build_actor(actor_spec(path), world)
+    decoder = conversion.Decoder
 
     def broken(architecture: Any, *rest: Any) -> Any:
         return decoder(replace(architecture, norm_eps=architecture.norm_eps, logit_scale=1.1), *rest)
 
-    layouts.Decoder = broken  # type: ignore[assignment, misc]
+    conversion.Decoder = broken  # type: ignore[assignment, misc]
     try:
         with engine.inference():
             return "went on"
@@ -295,14 +292,14 @@ def checked(world: World, path: Path) -> str:
         return str(error)
 
 
-def test_a_wrong_layout_stops_the_run(model_folder: Path, tmp_path: Path) -> None:
+def test_wrong_inference_weights_stop_the_run(model_folder: Path, tmp_path: Path) -> None:
     (said,) = run_ranks(checked, 1, tmp_path, model_folder)
-    assert "must agree with the training forward" in said and "set layout to module" in said
+    assert "must agree with the training forward" in said and "rollout.backend to module" in said
 
 
 def refused(world: World, path: Path) -> str:
     with nullcontext() if world.size == 1 else pytest.raises(UserError) as caught:
-        engine = build_actor(spec(path), world, rollout=RolloutConfig(tensor_parallel=world.size))
+        engine = build_actor(actor_spec(path), world, rollout=RolloutConfig(tensor_parallel=world.size))
         with engine.inference() as generation:
             pass
         with pytest.raises(RuntimeError, match="this one was closed"):
@@ -310,14 +307,14 @@ def refused(world: World, path: Path) -> str:
     return "" if caught is None else str(caught.value)
 
 
-def test_a_model_without_a_layout_cannot_be_split_and_a_closed_engine_says_so(tmp_path: Path) -> None:
+def test_a_model_without_inference_weights_cannot_be_split_and_a_closed_engine_raises(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(variant("bloom").config)
     model.config.apply_residual_connection_post_layernorm = True
     model.save_pretrained(tmp_path / "m")
     tiny_tokenizer().save_pretrained(tmp_path / "m")
     assert run_ranks(refused, 1, tmp_path / "a", tmp_path / "m") == [""]
     for said in run_ranks(refused, 2, tmp_path / "b", tmp_path / "m"):
-        assert "tensor parallelism needs the inference layout" in said
+        assert "tensor_parallel to 1" in said
 
 
 def crowded(world: World, path: Path) -> list[list[Completion]]:
@@ -359,4 +356,4 @@ def test_families_split_over_ranks_sample_what_one_process_does(ranks: int, tmp_
     (alone,) = run_ranks(parallel, 1, tmp_path / "one", tmp_path, names)
     for told in run_ranks(parallel, ranks, tmp_path / "many", tmp_path, names):
         for name in names:
-            assert tokens(told[name]) == tokens(alone[name]), name
+            assert token_ids_of(told[name]) == token_ids_of(alone[name]), name

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_rlhf.configs.sections import LoraConfig, ModelConfig, OptimizerConfig, ZeroConfig
+from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
+from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
 from hybrid_rlhf.engines.partition import base_parameters, copy_weights
 from hybrid_rlhf.functional.losses import sft_loss
@@ -17,13 +18,13 @@ from hybrid_rlhf.generation import SamplingParams
 from hybrid_rlhf.models import activation_offload
 from hybrid_rlhf.models.activation_offload import ActivationOffload
 from hybrid_rlhf.runtime.world import World
-from tests.engines.ranks import run_ranks
-from tests.engines.test_engines import batch, spec, train_step
-from tests.tiny import tiny_model
+from tests.support.engines import actor_spec, token_rows, train_step
+from tests.support.ranks import run_ranks
+from tests.support.tiny import tiny_model
 
 
 def read(engine: Any) -> torch.Tensor:
-    ids = batch()
+    ids = token_rows()
     mask = torch.ones_like(ids, dtype=torch.bool)
     with torch.no_grad():
         return engine(ids, mask, mask)[0]  # type: ignore[no-any-return]
@@ -34,13 +35,16 @@ def offloaded_activations(world: World, path: Path) -> dict[str, Any]:
     activation_offload._LEAST_BYTES = 64
     told: dict[str, Any] = {}
     for name, stage, lora, checkpointing in (
-        ("plain", 0, 0, False), ("adapters", 2, 4, False), ("checkpointing", 0, 0, True), ("partitioned", 3, 0, False),
+        ("plain", 0, 0, False),
+        ("adapters", 2, 4, False),
+        ("checkpointing", 0, 0, True),
+        ("partitioned", 3, 0, False),
         ("partitioned, checkpointing", 3, 4, True),
-    ):  # fmt: skip
+    ):
         losses, moved, weights = [], 0, 0
         for offload in (False, True):
             config = ModelConfig(dtype="float32", gradient_checkpointing=checkpointing, activation_offload=offload)
-            engine = build_engine(replace(spec(path, stage=stage, lora=lora), model=config), world)
+            engine = build_engine(replace(actor_spec(path, stage=stage, lora=lora), model=config), world)
             parts = {p.data_ptr() for p in engine.module.parameters()}
             pack = ActivationOffload._to_host
 
@@ -78,7 +82,7 @@ def frozen_on_the_host(world: World, path: Path, other: Path) -> bool:
             assert not {parameter.data_ptr() for parameter in weights} & set(places)
             assert torch.equal(read(offloaded), expected)
         assert [parameter.data_ptr() for parameter in weights] == places
-    actor = build_engine(spec(other), world)
+    actor = build_engine(actor_spec(other), world)
     copy_weights(actor.lm, offloaded.lm)
     with offloaded.on_device():
         assert torch.equal(read(offloaded), read(actor)) and not torch.equal(read(offloaded), expected)
@@ -95,16 +99,22 @@ def critics(world: World, path: Path) -> bool:
     """A critic on the actor's base learns as one with a base of its own, and neither changes the other."""
     for stage in (0, 1, 2):
         optimizer = OptimizerConfig(lr=1e-2, schedule="constant", warmup_fraction=0.0)
-        actor = build_actor(spec(path, stage=stage, lora=4), world)
+        actor = build_actor(actor_spec(path, stage=stage, lora=4), world)
         config = EngineSpec(
-            "critic", str(path), ModelConfig(dtype="float32"), ZeroConfig(stage=stage), 0, optimizer,
-            LoraConfig(rank=2, target_modules=["q_proj", "down_proj"]), 10,
-        )  # fmt: skip
+            "critic",
+            str(path),
+            ModelConfig(dtype="float32"),
+            ZeroConfig(stage=stage),
+            0,
+            optimizer,
+            LoraConfig(rank=2, target_modules=["q_proj", "down_proj"]),
+            10,
+        )
         own, shared = build_engine(config, world), build_engine(replace(config, base=actor.lm), world)
         base = {name: p.data_ptr() for name, p in base_parameters(actor.lm.base_model)}
         assert {name: p.data_ptr() for name, p in base_parameters(shared.lm.base_model)} == base
         before = {name: p.detach().clone() for name, p in base_parameters(actor.lm)}
-        ids = batch()[world.rank :: world.size]
+        ids = token_rows()[world.rank :: world.size]
         mask = torch.ones_like(ids, dtype=torch.bool)
         logprobs = read(actor)
         for critic in (own, shared):

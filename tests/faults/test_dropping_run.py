@@ -1,4 +1,4 @@
-"""A whole PPO run whose reward fails on some completions, on two ranks: dropped on both, counted nowhere."""
+"""A complete PPO run on two ranks whose reward fails on some completions: both drop them, no metric counts them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.engines.ranks import run_main
+from tests.support.ranks import run_main
 
 
-def test_a_run_goes_on_without_the_completions_that_are_dropped(
+def test_a_run_continues_without_dropped_completions(
     tmp_path: Path, model_folder: Path, write_jsonl: Callable[..., Path]
 ) -> None:
     rows = write_jsonl([{"prompt": f"{i}+1?", "number": i} for i in range(32)])
@@ -21,14 +21,36 @@ def test_a_run_goes_on_without_the_completions_that_are_dropped(
     )
     output = tmp_path / "out"
     line = [
-        "--actor.path", str(model_folder), "--data.sources", str(rows), "--data.cache_dir", str(tmp_path / "cache"),
-        "--rollout.prompts_per_step", "8", "--rollout.max_new_tokens", "6",
-        "--rollout.max_prompt_tokens", "48", "--train.max_steps", "2", "--ppo.mini_batches", "4", "--ppo.epochs", "2",
-        "--ppo.missing_eos_penalty", "0",
-        "--logging.samples_every", "1", "--logging.tensorboard", "false", "--output_dir", str(output),
-        "--reward.parts", f"[{{function: '{function}:f', on_failure: drop, retries: 0}}]",
-    ]  # fmt: skip
-    run_main("training.step3_ppo.main", 2, line)
+        "--model.path",
+        str(model_folder),
+        "--data.sources",
+        str(rows),
+        "--data.cache_dir",
+        str(tmp_path / "cache"),
+        "--rollout.prompts_per_step",
+        "8",
+        "--rollout.sampling.max_new_tokens",
+        "6",
+        "--rollout.max_prompt_tokens",
+        "48",
+        "--train.max_steps",
+        "2",
+        "--algorithm.mini_batches",
+        "4",
+        "--algorithm.epochs",
+        "2",
+        "--algorithm.penalties.missing_eos",
+        "0",
+        "--logging.samples_every",
+        "1",
+        "--logging.tensorboard",
+        "false",
+        "--output_dir",
+        str(output),
+        "--reward.components",
+        f"[{{function: '{function}:f', on_failure: drop, retries: 0}}]",
+    ]
+    run_main("hybrid_rlhf.cli.rl", 2, line)
     metrics = [json.loads(text) for text in (output / "metrics.jsonl").read_text().splitlines()]
     samples = [json.loads(text) for text in (output / "samples.jsonl").read_text().splitlines()]
     assert [row["step"] for row in metrics] == [0, 1, 2]

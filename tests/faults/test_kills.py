@@ -11,33 +11,46 @@ from typing import Any
 
 import pytest
 
-from hybrid_rlhf.runtime.interrupts import STOPPED_EXIT_CODE
-from tests.faults.killing import Point, run_step
-from tests.faults.steps import MODULES, step_line, story, write_rows
+from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE
+from tests.support.faults import Point, run_step
+from tests.support.steps import MODULES, run_outputs, step_line
 
 RANKS = 2
-ALGORITHMS, ENGINES, RUNTIME = "hybrid_rlhf.algorithms", "hybrid_rlhf.engines", "hybrid_rlhf.runtime"
+RL, ENGINES, RUNTIME = "hybrid_rlhf.rl", "hybrid_rlhf.engines", "hybrid_rlhf.runtime"
+SCORING = f"{RL}.rollouts.scoring:RolloutScorer.compute_logprobs"
 OF_ALL_STEPS = [
-    (f"{ENGINES}.engine:ModelEngine.backward", 6), (f"{ENGINES}.engine:ModelEngine.step", 6),
-    (f"{ENGINES}.checkpoints:save_file", 3), (f"{ENGINES}.checkpoints:flush", 3),
-    (f"{ENGINES}.checkpoints:write_manifest", 3), (f"{ENGINES}.checkpoints:remove_unkept", 3),
-    (f"{ENGINES}.checkpoints:CheckpointWriter._commit", 3), ("hybrid_rlhf.configs.whole_files:os.replace", 6),
-    (f"{RUNTIME}.checkpoint_folder:shutil.rmtree", 1), (f"{RUNTIME}.metrics:MetricsWriter.write", 7),
-    ("hybrid_rlhf.models.saving:save_file", 1), ("hybrid_rlhf.models.saving:os.replace", 3),
+    (f"{ENGINES}.engine:ModelEngine.backward", 6),
+    (f"{ENGINES}.engine:ModelEngine.step", 6),
+    (f"{ENGINES}.checkpoints:save_file", 3),
+    (f"{ENGINES}.checkpoints:flush", 3),
+    (f"{ENGINES}.checkpoints:write_manifest", 3),
+    (f"{ENGINES}.checkpoints:prune_checkpoints", 3),
+    (f"{ENGINES}.checkpoints:CheckpointWriter._commit", 3),
+    ("hybrid_rlhf.configs.files.atomic:os.replace", 6),
+    (f"{RUNTIME}.files.checkpoint_folder:shutil.rmtree", 1),
+    (f"{RUNTIME}.observability.metrics:MetricsWriter.write", 7),
+    ("hybrid_rlhf.models.pretrained.saving:save_file", 1),
+    ("hybrid_rlhf.models.pretrained.saving:os.replace", 3),
     (f"{RUNTIME}.world:World.all_reduce", 12),
-]  # fmt: skip
+]
 """Places with the calls that a run makes of them, at least."""
 OF_PPO = [
-    (f"{ENGINES}.hybrid:HybridEngine._decoder", 7), ("hybrid_rlhf.generation.engine:GenerationEngine.generate", 7),
-    ("hybrid_rlhf.generation.engine:GenerationEngine.close", 7), (f"{ALGORITHMS}.rollout:Rollout.score", 7),
-    (f"{ALGORITHMS}.rollout:Rollout.experience", 6), (f"{ALGORITHMS}.updater:Updater._update_actor", 20),
-    (f"{ALGORITHMS}.updater:Updater._update_critic", 20), (f"{ALGORITHMS}.kl_controller:KLController.update", 6),
-    (f"{ENGINES}.averaging:WeightAverage.update", 20), (f"{ALGORITHMS}.on_policy_trainer:copy_weights", 2),
-    (f"{RUNTIME}.samples:SampleLog.write", 6), (f"{RUNTIME}.world:World.all_gather_objects", 8),
-]  # fmt: skip
+    (f"{ENGINES}.hybrid:HybridEngine._synced_backend", 7),
+    ("hybrid_rlhf.generation.engine:GenerationEngine.generate", 7),
+    ("hybrid_rlhf.generation.engine:GenerationEngine.close", 7),
+    (SCORING, 7),
+    (f"{RL}.parts:RLParts.estimate", 6),
+    (f"{RL}.updates.updater:Updater._update_actor", 20),
+    (f"{RL}.updates.updater:Updater._update_critic", 20),
+    (f"{RL}.updates.kl_controller:KLController.update", 6),
+    (f"{ENGINES}.averaging:WeightAverage.update", 20),
+    (f"{RL}.trainer:copy_weights", 2),
+    (f"{RUNTIME}.observability.samples:SampleLog.write", 6),
+    (f"{RUNTIME}.world:World.all_gather_objects", 8),
+]
 MAIN_RANK_ONLY = (
     "write_manifest",
-    "remove_unkept",
+    "prune_checkpoints",
     "_commit",
     "rmtree",
     "MetricsWriter",
@@ -60,8 +73,11 @@ def points() -> list[tuple[str, Point]]:
 
 POINTS = points()
 QUICK = {
-    ("sft", "write_manifest"), ("reward", "save_file"), ("ppo", "GenerationEngine.generate"), ("ppo", "_update_critic"),
-}  # fmt: skip
+    ("sft", "write_manifest"),
+    ("reward", "save_file"),
+    ("ppo", "GenerationEngine.generate"),
+    ("ppo", "_update_critic"),
+}
 assert len(POINTS) >= 40
 
 
@@ -71,20 +87,15 @@ def marked(name: str, point: Point) -> Any:
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl")
-
-
-@pytest.fixture(scope="module")
-def whole(model_folder: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def whole(model_folder: Path, pair_rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What each step leaves when nothing happens; made when first asked for."""
     left: dict[str, Any] = {}
 
     def of(name: str) -> Any:
         if name not in left:
             output = tmp_path_factory.mktemp("whole") / name
-            assert run_step(MODULES[name], RANKS, step_line(name, output, model_folder, rows)) == [0] * RANKS
-            left[name] = story(output)
+            assert run_step(MODULES[name], RANKS, step_line(name, output, model_folder, pair_rows)) == [0] * RANKS
+            left[name] = run_outputs(output)
         return left[name]
 
     return of
@@ -95,14 +106,14 @@ def go_on(name: str, line: list[str], output: Path, *more: str) -> dict[str, Any
     assert (output / "finished.json").exists()
     left = [path.name for path in (output / "checkpoints").iterdir()]
     assert not [name for name in left if name.endswith(".partial")], left
-    return story(output)
+    return run_outputs(output)
 
 
 @pytest.mark.parametrize(("name", "point"), [marked(*entry) for entry in POINTS])
 def test_a_killed_run_ends_as_if_nothing_had_happened(
-    name: str, point: Point, whole: Any, model_folder: Path, rows: Path, tmp_path: Path
+    name: str, point: Point, whole: Any, model_folder: Path, pair_rows: Path, tmp_path: Path
 ) -> None:
-    line = step_line(name, tmp_path / "out", model_folder, rows)
+    line = step_line(name, tmp_path / "out", model_folder, pair_rows)
     want = whole(name)
     codes = run_step(MODULES[name], RANKS, line, point)
     assert -signal.SIGKILL in codes, "the point is never reached"
@@ -112,17 +123,17 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.faults
 def test_a_run_killed_again_and_again_ends_as_if_nothing_had_happened(
-    asynchronous: bool, whole: Any, model_folder: Path, rows: Path, tmp_path: Path
+    asynchronous: bool, whole: Any, model_folder: Path, pair_rows: Path, tmp_path: Path
 ) -> None:
-    line = step_line("ppo", tmp_path / "out", model_folder, rows, "--train.save_async", str(asynchronous).lower())
+    line = step_line("ppo", tmp_path / "out", model_folder, pair_rows, "--train.save_async", str(asynchronous).lower())
     want = whole("ppo")
     for place, call in (
-        ("updater:Updater._update_actor", 14),
-        ("continuation:load_checkpoint", 1),
-        ("rollout:Rollout.score", 3),
+        (f"{RL}.updates.updater:Updater._update_actor", 14),
+        ("hybrid_rlhf.loop.checkpointing:load_checkpoint", 1),
+        (SCORING, 3),
     ):
         resume = ["--resume", "auto"] if (tmp_path / "out").exists() else []
-        point = Point(f"{ALGORITHMS}.{place}", call, rank=call % RANKS)
+        point = Point(place, call, rank=call % RANKS)
         assert -signal.SIGKILL in run_step(MODULES["ppo"], RANKS, [*line, *resume], point)
     assert go_on("ppo", line, tmp_path / "out") == want
 
@@ -130,36 +141,34 @@ def test_a_run_killed_again_and_again_ends_as_if_nothing_had_happened(
 @pytest.mark.parametrize(
     ("name", "point"),
     [
-        ("ppo", Point(f"{ALGORITHMS}.updater:Updater._update_critic", 7, 1, signal=signal.SIGTERM)),
-        pytest.param(
-            "ppo", Point(f"{ALGORITHMS}.rollout:Rollout.score", 4, 0, signal=signal.SIGTERM), marks=pytest.mark.faults
-        ),
+        ("ppo", Point(f"{RL}.updates.updater:Updater._update_critic", 7, 1, signal=signal.SIGTERM)),
+        pytest.param("ppo", Point(SCORING, 4, 0, signal=signal.SIGTERM), marks=pytest.mark.faults),
         pytest.param(
             "sft", Point(f"{ENGINES}.engine:ModelEngine.step", 3, 1, signal=signal.SIGTERM), marks=pytest.mark.faults
         ),
     ],
     ids=str,
-)  # fmt: skip
-def test_sigterm_saves_where_it_is_and_stops(
-    name: str, point: Point, whole: Any, model_folder: Path, rows: Path, tmp_path: Path
+)
+def test_sigterm_saves_mid_step_and_stops(
+    name: str, point: Point, whole: Any, model_folder: Path, pair_rows: Path, tmp_path: Path
 ) -> None:
-    line = step_line(name, tmp_path / "out", model_folder, rows)
+    line = step_line(name, tmp_path / "out", model_folder, pair_rows)
     want = whole(name)
     assert run_step(MODULES[name], RANKS, line, point) == [STOPPED_EXIT_CODE] * RANKS
     names = {path.name for path in (tmp_path / "out" / "checkpoints").iterdir()}
     if name == "ppo":
-        assert any("_update_" in name for name in names), f"a half-used rollout is kept: {names}"
+        assert any("_update_" in name for name in names), f"a step with updates left is kept: {names}"
     assert go_on(name, line, tmp_path / "out") == want
 
 
 @pytest.mark.faults
-def test_sigusr1_saves_and_goes_on(whole: Any, model_folder: Path, rows: Path, tmp_path: Path) -> None:
-    line = step_line("ppo", tmp_path / "out", model_folder, rows, "--train.keep_last", "99")
+def test_sigusr1_saves_and_continues(whole: Any, model_folder: Path, pair_rows: Path, tmp_path: Path) -> None:
+    line = step_line("ppo", tmp_path / "out", model_folder, pair_rows, "--train.keep_last", "99")
     want = whole("ppo")
-    point = Point(f"{ALGORITHMS}.updater:Updater._update_actor", 6, 1, signal=signal.SIGUSR1)
+    point = Point(f"{RL}.updates.updater:Updater._update_actor", 6, 1, signal=signal.SIGUSR1)
     assert run_step(MODULES["ppo"], RANKS, line, point) == [0] * RANKS
     assert any("_update_" in path.name for path in (tmp_path / "out" / "checkpoints").iterdir())
-    assert story(tmp_path / "out") == want
+    assert run_outputs(tmp_path / "out") == want
 
 
 def truncate(checkpoint: Path) -> str:
@@ -174,55 +183,55 @@ def flip_a_byte(checkpoint: Path) -> str:
         byte = file.read(1)
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte[0] ^ 1]))
-    return "actor_00000.safetensors is not as it was written (its checksum differs)"
+    return "actor_00000.safetensors is corrupt (its checksum differs)"
 
 
 def lose_the_manifest(checkpoint: Path) -> str:
     (checkpoint / "manifest.json").unlink()
-    return "it has no manifest.json: its writing was cut off"
+    return "manifest.json is missing"
 
 
 @pytest.mark.parametrize("break_it", [truncate, flip_a_byte, lose_the_manifest])
 @pytest.mark.faults
-def test_a_broken_checkpoint_is_passed_over(
-    break_it: Callable[[Path], str], whole: Any, model_folder: Path, rows: Path, tmp_path: Path
+def test_a_broken_checkpoint_is_skipped(
+    break_it: Callable[[Path], str], whole: Any, model_folder: Path, pair_rows: Path, tmp_path: Path
 ) -> None:
-    line = step_line("sft", tmp_path / "out", model_folder, rows)
+    line = step_line("sft", tmp_path / "out", model_folder, pair_rows)
     point = Point(f"{ENGINES}.engine:ModelEngine.step", 5)
     assert -signal.SIGKILL in run_step(MODULES["sft"], RANKS, line, point)
     newest = tmp_path / "out" / "checkpoints" / "step_4"
     reason = break_it(newest)
     assert go_on("sft", line, tmp_path / "out") == whole("sft")
     log = (tmp_path / "out" / "log.txt").read_text()
-    assert f"resume passes over {newest}: {reason}" in log and "goes on from" in log
+    assert f"resume passes over {newest}: {reason}" in log and "resumes from" in log
     assert (newest.parent / "step_4.superseded_1").exists(), "what is broken is kept for whoever wants to look"
 
 
 @pytest.mark.faults
-def test_a_run_goes_on_with_other_ranks_and_another_zero_stage(
-    whole: Any, model_folder: Path, rows: Path, tmp_path: Path
+def test_a_run_resumes_with_other_ranks_and_another_zero_stage(
+    whole: Any, model_folder: Path, pair_rows: Path, tmp_path: Path
 ) -> None:
     for name, point in (
         ("sft", Point(f"{ENGINES}.engine:ModelEngine.step", 5)),
-        ("ppo", Point(f"{ALGORITHMS}.updater:Updater._update_critic", 7, 1, signal=signal.SIGTERM)),
+        ("ppo", Point(f"{RL}.updates.updater:Updater._update_critic", 7, 1, signal=signal.SIGTERM)),
     ):
-        line = step_line(name, tmp_path / name, model_folder, rows)
+        line = step_line(name, tmp_path / name, model_folder, pair_rows)
         run_step(MODULES[name], RANKS, line, point)
         zero = ["--zero.stage", "3"] if name == "sft" else ["--actor.zero.stage", "3", "--critic.zero.stage", "1"]
         assert run_step(MODULES[name], 1, [*line, "--resume", "auto", *zero]) == [0]
-        found, want = story(tmp_path / name)["metrics"], whole(name)["metrics"]
+        found, want = run_outputs(tmp_path / name)["metrics"], whole(name)["metrics"]
         assert len(found) == len(want) == 7
         for key in ("sft/loss",) if name == "sft" else ("loss/value", "loss/policy", "objective/scores"):
-            steps = slice(1, None) if name == "sft" else slice(1, 3)  # past them a token may fall otherwise
+            steps = slice(1, None) if name == "sft" else slice(1, 3)  # later, sampled tokens may differ
             losses = [[line[key] for line in lines[steps]] for lines in (found, want)]
             assert losses[0] == pytest.approx(losses[1], rel=1e-4, abs=1e-5), key
-        assert "on 1 ranks in place of 2" in (tmp_path / name / "log.txt").read_text()
+        assert "on 1 ranks instead of 2" in (tmp_path / name / "log.txt").read_text()
 
 
 @pytest.mark.faults
 def test_deterministic_kernels_change_nothing_on_a_cpu(
-    whole: Any, model_folder: Path, rows: Path, tmp_path: Path
+    whole: Any, model_folder: Path, pair_rows: Path, tmp_path: Path
 ) -> None:
-    line = step_line("ppo", tmp_path / "out", model_folder, rows, "--deterministic", "true")
+    line = step_line("ppo", tmp_path / "out", model_folder, pair_rows, "--deterministic", "true")
     assert run_step(MODULES["ppo"], RANKS, line) == [0, 0]
-    assert story(tmp_path / "out") == whole("ppo")
+    assert run_outputs(tmp_path / "out") == whole("ppo")

@@ -1,4 +1,4 @@
-"""Launchers that are killed: their ranks notice, save and stop, and the folder is free for the next start."""
+"""Killed launchers: their ranks detect it, save and stop, and release the run folder."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hybrid_rlhf.runtime import launcher
-from tests.end_to_end.test_train import ENVIRONMENT, ROOT, pipeline, sft
-from tests.faults.killing import run_step
-from tests.faults.steps import write_rows
+from hybrid_rlhf.runtime.liveness import launcher
+from tests.support.faults import run_step
+from tests.support.runs import ENVIRONMENT, ROOT, pipeline_line, sft_line
+from tests.support.steps import write_rows
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 LONG = ["--train.epochs", "5000"]
@@ -32,19 +32,31 @@ STARTS = {
 def command(start: str, output: Path, model: Path, rows: Path) -> list[str]:
     words = STARTS[start]
     if words[0] == "train.py":
-        line = pipeline(output.parent, model, rows)[1:]
-        return [*words, *line, "--sft.output_dir", str(output), "--steps", "sft", "--sft.train.max_steps", "9000",
-                "--sft.train.epochs", "9000", "--sft.logging.tensorboard", "false"]  # fmt: skip
+        line = pipeline_line(output.parent, model, rows)[1:]
+        return [
+            *words,
+            *line,
+            "--sft.output_dir",
+            str(output),
+            "--steps",
+            "sft",
+            "--sft.train.max_steps",
+            "9000",
+            "--sft.train.epochs",
+            "9000",
+            "--sft.logging.tensorboard",
+            "false",
+        ]
     if words[0] == "DEEPSPEED":
         found = shutil.which("deepspeed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
         words = [str(found), *words[1:]]
-    return [*words, *sft(output, model, rows, *LONG, "--train.max_steps", "9000")]
+    return [*words, *sft_line(output, model, rows, *LONG, "--train.max_steps", "9000")]
 
 
 def still_alive(processes: Sequence[psutil.Process], *, seconds: float) -> list[psutil.Process]:
-    """Those that have not ended after a time; they are killed. Who has ended may be a zombie: no parent waits."""
+    """The processes that have not ended in time, which are killed. Zombies count as ended: their parent is dead."""
     deadline = time.monotonic() + seconds
-    while (alive := [one for one in processes if launcher._lives(one)]) and time.monotonic() < deadline:
+    while (alive := [one for one in processes if launcher._is_alive(one)]) and time.monotonic() < deadline:
         time.sleep(0.05)
     for one in alive:
         one.kill()
@@ -54,18 +66,22 @@ def still_alive(processes: Sequence[psutil.Process], *, seconds: float) -> list[
 @pytest.mark.parametrize(
     "start",
     ["torchrun", "train.py"] + [pytest.param(name, marks=pytest.mark.faults) for name in [*STARTS][2:]],
-)  # fmt: skip
+)
 def test_ranks_save_and_stop_when_their_launcher_is_killed(start: str, model_folder: Path, tmp_path: Path) -> None:
     rows, output = write_rows(tmp_path / "rows.jsonl"), tmp_path / "all" / "out"
     process = subprocess.Popen(
         [sys.executable, *command(start, output, model_folder, rows)],
-        env=ENVIRONMENT, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        env=ENVIRONMENT,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     assert process.stdout is not None
-    said = [""]
-    while "sft 2/" not in said[-1]:
-        said.append(process.stdout.readline())
-        assert said[-1] or process.poll() is None, "".join(said)
+    lines = [""]
+    while "sft 2/" not in lines[-1]:
+        lines.append(process.stdout.readline())
+        assert lines[-1] or process.poll() is None, "".join(lines)
     below = psutil.Process(process.pid).children(recursive=True)
     assert below
     process.kill()
@@ -75,22 +91,22 @@ def test_ranks_save_and_stop_when_their_launcher_is_killed(start: str, model_fol
     assert time.monotonic() - killed_at < 20
     end = process.communicate()[0]
     if not start.startswith("train.py"):  # whose pipe ended with it
-        assert "the launcher of this run has died: stopping as by SIGTERM" in end
-    assert "stopped by SIGTERM, all is in checkpoints/step_" in (output / "log.txt").read_text()
-    again = sft(output, model_folder, rows, *LONG, "--resume", "auto")[1:]
+        assert "the launcher of this run has died: stopping as for SIGTERM" in end
+    assert "stopped by SIGTERM after writing checkpoints/step_" in (output / "log.txt").read_text()
+    again = sft_line(output, model_folder, rows, *LONG, "--resume", "auto")[1:]
     saved = max(int(path.name.removeprefix("step_")) for path in (output / "checkpoints").iterdir())
-    if start.startswith("train.py"):  # its cache and lengths are other ones
+    if start.startswith("train.py"):  # its settings differ
         return
-    assert run_step("training.step1_sft.main", 2, [*again, "--train.max_steps", str(saved + 1)]) == [0, 0]
-    assert f"goes on from {output}/checkpoints/step_{saved}" in (output / "log.txt").read_text()
+    assert run_step("hybrid_rlhf.cli.sft", 2, [*again, "--train.max_steps", str(saved + 1)]) == [0, 0]
+    assert f"resumes from {output}/checkpoints/step_{saved}" in (output / "log.txt").read_text()
 
 
-def test_a_process_that_a_shell_started_outlives_it(tmp_path: Path) -> None:
-    """As `nohup python ... &` does when its shell ends; with a launcher's variables it would not."""
+def test_a_process_started_from_a_shell_outlives_it(tmp_path: Path) -> None:
+    """As `nohup python ... &` does when its shell ends; a process with the variables of a launcher does not."""
     script = tmp_path / "worker.py"
     script.write_text(
         "import os, sys, time\n"
-        "from hybrid_rlhf.runtime.launcher import stop_with_launcher\n"
+        "from hybrid_rlhf.runtime.liveness.launcher import stop_with_launcher\n"
         "stop_with_launcher()\n"
         "print(os.getpid(), flush=True)\n"
         "time.sleep(60)\n"
@@ -98,9 +114,12 @@ def test_a_process_that_a_shell_started_outlives_it(tmp_path: Path) -> None:
     lives = {}
     for name, more in {"shell": {}, "torchrun": {"TORCHELASTIC_RUN_ID": "none"}}.items():
         parent = subprocess.Popen(
-            ["/bin/sh", "-c", f"{sys.executable} {script} & wait"], env={**ENVIRONMENT, **more}, cwd=ROOT,
-            stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            ["/bin/sh", "-c", f"{sys.executable} {script} & wait"],
+            env={**ENVIRONMENT, **more},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         assert parent.stdout is not None
         worker = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
@@ -126,7 +145,7 @@ def test_the_launcher_of_deepspeed_is_two_processes(monkeypatch: pytest.MonkeyPa
     assert [process.pid for process in launcher._launchers(None)] == [parent], "a shell is no launcher"
 
 
-def test_a_second_sigterm_is_spared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_second_sigterm_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher may end while its ranks save because of the same SIGTERM."""
     sent: list[Sequence[int]] = []
     monkeypatch.setattr(os, "kill", lambda *what: sent.append(what))

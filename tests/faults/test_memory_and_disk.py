@@ -19,27 +19,29 @@ import torch
 from safetensors import torch as safetensors
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hybrid_rlhf.algorithms.memory_report import with_settings
-from hybrid_rlhf.algorithms.out_of_memory import out_of_memory_named
-from hybrid_rlhf.algorithms.supervised import SupervisedTrainer
-from hybrid_rlhf.configs.cli import save_config, user_errors
-from hybrid_rlhf.configs.disk_faults import DISK_ERRNOS
+from hybrid_rlhf.cli.sft import main
 from hybrid_rlhf.configs.errors import RankError, UserError
-from hybrid_rlhf.configs.ppo import PPOConfig, RewardRoleConfig, TrainedRoleConfig
-from hybrid_rlhf.configs.rollout import RolloutConfig
-from hybrid_rlhf.configs.sections import LoopConfig, ModelConfig
+from hybrid_rlhf.configs.files.disk_faults import DISK_ERRNOS
+from hybrid_rlhf.configs.parsing.command_line import save_config, user_errors
+from hybrid_rlhf.configs.rl import RewardSumConfig, RLConfig
+from hybrid_rlhf.configs.sections.model import ModelConfig
+from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.configs.sections.sampling import SamplingParams
+from hybrid_rlhf.configs.sections.training import LoopConfig
 from hybrid_rlhf.configs.sft import SFTConfig
-from hybrid_rlhf.models.saving import save_model
-from hybrid_rlhf.runtime.disk import full_disk_named
+from hybrid_rlhf.memory.out_of_memory import explain_out_of_memory
+from hybrid_rlhf.memory.remedies import with_settings
+from hybrid_rlhf.models.pretrained.saving import save_model
+from hybrid_rlhf.runtime.files.disk import disk_errors_translated
 from hybrid_rlhf.runtime.world import _SOLO_ENVIRONMENT, solo_world
-from tests.engines import ranks as _  # noqa: F401 - has the server of processes import everything
-from tests.faults.test_sinks import files_of_at_most
-from tests.tiny import tiny_model, tiny_tokenizer
-from training.step1_sft.main import main
+from hybrid_rlhf.supervised.trainer import SupervisedTrainer
+from tests.support import ranks as _  # noqa: F401 - has the server of processes import everything
+from tests.support.faults import files_of_at_most
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 
-def said(capsys: pytest.CaptureFixture[str], error: BaseException) -> str:
-    """What an entry point that meets an error says; one line."""
+def error_line(capsys: pytest.CaptureFixture[str], error: BaseException) -> str:
+    """The one line that an entry point prints for an error."""
     with pytest.raises(SystemExit) as left, user_errors():
         raise error
     assert left.value.code == 2
@@ -52,7 +54,7 @@ def said(capsys: pytest.CaptureFixture[str], error: BaseException) -> str:
 def test_each_fault_of_a_disk_is_a_line_with_the_place_and_the_fix(
     fault: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = said(capsys, OSError(fault, os.strerror(fault), "/data/run1"))
+    text = error_line(capsys, OSError(fault, os.strerror(fault), "/data/run1"))
     assert "/data/run1" in text and ": " in text.partition("/data/run1")[2]
 
 
@@ -68,10 +70,10 @@ def test_a_fault_of_one_rank_is_told_by_that_rank(
 ) -> None:
     for name, value in {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
-    assert said(capsys, RankError("no memory")) == "error: rank 3: no memory\n"
-    assert "rank 3: no space left on the device of /x" in said(capsys, OSError(errno.ENOSPC, "", "/x"))
+    assert error_line(capsys, RankError("no memory")) == "error: rank 3: no memory\n"
+    assert "rank 3: no space left on the device of /x" in error_line(capsys, OSError(errno.ENOSPC, "", "/x"))
     with pytest.raises(SystemExit), user_errors():
-        raise UserError("every rank meets it, and the first tells it")
+        raise UserError("every rank raises it, the first prints it")
     assert capsys.readouterr().err == ""
 
 
@@ -83,11 +85,11 @@ def test_a_fault_is_named_whatever_the_writer_calls_it(tmp_path: Path) -> None:
         lambda: (tmp_path / "x.txt").write_text("x" * 2**20),
     ]
     for write in writers:
-        with files_of_at_most(1000), pytest.raises(OSError) as caught, full_disk_named(tmp_path):
+        with files_of_at_most(1000), pytest.raises(OSError) as caught, disk_errors_translated(tmp_path):
             write()
         assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(tmp_path))
-    for error in (ValueError("another fault"), UserError("a mistake"), FileNotFoundError(errno.ENOENT, "no", "x")):
-        with pytest.raises(type(error)) as same, full_disk_named(tmp_path):
+    for error in (ValueError("another fault"), UserError("a user error"), FileNotFoundError(errno.ENOENT, "no", "x")):
+        with pytest.raises(type(error)) as same, disk_errors_translated(tmp_path):
             raise error
         assert same.value is error
     assert not list(tmp_path.glob(".probe*"))
@@ -131,10 +133,21 @@ def line(tmp_path: Path, model_folder: Path, write_jsonl: Callable[..., Path]) -
     """A short SFT run with its data in tmp_path."""
     rows = write_jsonl([{"prompt": f"{i}+1?", "completion": str(i + 1)} for i in range(32)])
     return [
-        "--model.path", str(model_folder), "--data.sources", str(rows), "--data.cache_dir", str(tmp_path / "cache"),
-        "--data.max_length", "64", "--train.global_batch_size", "4", "--train.max_steps", "4",
-        "--logging.tensorboard", "false",
-    ]  # fmt: skip
+        "--model.path",
+        str(model_folder),
+        "--data.sources",
+        str(rows),
+        "--data.cache_dir",
+        str(tmp_path / "cache"),
+        "--data.max_length",
+        "64",
+        "--train.global_batch_size",
+        "4",
+        "--train.max_steps",
+        "4",
+        "--logging.tensorboard",
+        "false",
+    ]
 
 
 def fill(disk: Path) -> None:
@@ -148,11 +161,11 @@ def remove_data(folder: Path) -> None:
     (folder / "rows.jsonl").unlink()
 
 
-def run_sft(line: list[str], said: Path, act: Callable[[Path], None] | None, place: Path) -> None:
+def run_sft(line: list[str], stderr: Path, act: Callable[[Path], None] | None, place: Path) -> None:
     """The main of step 1; in the middle of its second update something happens. What it says on stderr to a file."""
     for name in _SOLO_ENVIRONMENT:  # of a test that this process was forked beside
         os.environ.pop(name, None)
-    with said.open("w") as file:
+    with stderr.open("w") as file:
         os.dup2(file.fileno(), 2)
     update, steps = SupervisedTrainer._update, iter(range(1, 100))
 
@@ -172,11 +185,11 @@ def run_sft(line: list[str], said: Path, act: Callable[[Path], None] | None, pla
 
 def in_a_process(line: list[str], place: Path, act: Callable[[Path], None] | None = None) -> tuple[int | None, str]:
     """Exit code and stderr of a run; deepspeed takes one a process."""
-    said = place.parent / "said.txt"
-    process = get_context("forkserver").Process(target=run_sft, args=(line, said, act, place))
+    stderr = place.parent / "stderr.txt"
+    process = get_context("forkserver").Process(target=run_sft, args=(line, stderr, act, place))
     process.start()
     process.join(120)
-    return process.exitcode, said.read_text()
+    return process.exitcode, stderr.read_text()
 
 
 def logged(folder: Path) -> list[dict[str, Any]]:
@@ -187,12 +200,12 @@ def test_a_disk_that_fills_up_in_mid_run(small_disk: Path, line: list[str]) -> N
     """Its metrics wait in memory, its model does not fit; with room again the run goes on and ends."""
     output = small_disk / "run"
     line = [*line, "--output_dir", str(output)]
-    code, said = in_a_process(line, small_disk, fill)
-    assert code == 2 and f"error: no space left on the device of {output}" in said and "Traceback" not in said
+    code, stderr = in_a_process(line, small_disk, fill)
+    assert code == 2 and f"error: no space left on the device of {output}" in stderr and "Traceback" not in stderr
     assert not [file.name for file in output.iterdir() if "model" in file.name or file.name == "finished.json"]
     assert [row["step"] for row in logged(output)][:2] == [0, 1]
     (small_disk / "filler").unlink()
-    code, said = in_a_process([*line, "--resume", "auto"], small_disk)
+    code, stderr = in_a_process([*line, "--resume", "auto"], small_disk)
     assert code == 0 and AutoModelForCausalLM.from_pretrained(output) and (output / "finished.json").is_file()
     assert [row["step"] for row in logged(output)] == [0, 1, 2, 3, 4]
 
@@ -216,7 +229,7 @@ def test_memory_that_is_used_up_in_mid_run_is_a_line(tmp_path: Path, line: list[
     code, said = in_a_process([*line, "--output_dir", str(tmp_path / "run")], tmp_path, use_memory_up)
     told = said.splitlines()[-1]
     assert code == 2 and "Traceback" not in said
-    assert told.startswith("error: out of memory at step 2: 131072.0 GiB more were asked for with ")
+    assert told.startswith("error: out of memory at step 2: 131072.0 GiB requested with ")
     assert "GiB of the host in use; the plan estimates " in told and " MiB for SFT training; set " in told
     assert "train.micro_batch_tokens (now 8192) to " in told or "(now false) to true" in told
 
@@ -224,57 +237,65 @@ def test_memory_that_is_used_up_in_mid_run_is_a_line(tmp_path: Path, line: list[
 GPU_WORDS = (
     "CUDA out of memory. Tried to allocate 3.25 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.1 GiB is"
 )
-PPO = PPOConfig(
-    model=ModelConfig(path="MODEL"), actor=TrainedRoleConfig(path="MODEL"), reward=RewardRoleConfig(path="MODEL"),
-    rollout=RolloutConfig(prompts_per_step=64, max_prompt_tokens=64, max_new_tokens=64),
+PPO = RLConfig(
+    model=ModelConfig(path="MODEL"),
+    reward=RewardSumConfig(components=["MODEL"]),
+    rollout=RolloutConfig(prompts_per_step=64, max_prompt_tokens=64, sampling=SamplingParams(max_new_tokens=64)),
     train=LoopConfig(micro_batch_size=8),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(
     ("error", "phase", "expected"),
     [
-        (torch.OutOfMemoryError(GPU_WORDS), "generation of step 3",
-         "at generation of step 3: 3.2 GiB more were asked for with .* GiB of the host in use; the plan estimates .* "
-         "for generation; train.py --plan says"),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), "training of step 1",
-         "for (actor|critic) training; set model.gradient_checkpointing .now false. to true or train.micro_batch_size"),
+        (
+            torch.OutOfMemoryError(GPU_WORDS),
+            "generation of step 3",
+            "at generation of step 3: 3.2 GiB requested with .* GiB of the host in use; the plan estimates "
+            ".* for generation; see train.py --plan",
+        ),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"),
+            "training of step 1",
+            "for (actor|critic) training; set model.gradient_checkpointing .now false. to true or "
+            "train.micro_batch_size",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_phase_is_told_with_its_estimate_and_what_makes_it_smaller(
     error: Exception, phase: str, expected: str, model_folder: Path
 ) -> None:
     path = str(model_folder)
-    config = with_settings(PPO, {"model.path": path, "actor.path": path, "reward.path": path})
-    assert re.search(expected, memory_told(error, phase, config))
+    config = with_settings(PPO, {"model.path": path, "reward.components": [path]})
+    assert re.search(expected, memory_message(error, phase, config))
 
 
-def memory_told(error: Exception, phase: str, config: PPOConfig = PPO) -> str:
+def memory_message(error: Exception, phase: str, config: RLConfig = PPO) -> str:
     with (
-        pytest.raises(RankError) as told,
-        out_of_memory_named(config, solo_world(torch.device("cpu")), lambda: phase),
+        pytest.raises(RankError) as raised,
+        explain_out_of_memory(config, solo_world(torch.device("cpu")), lambda: phase),
     ):
         raise error
-    assert "\n" not in str(told.value)
-    return str(told.value)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
 
 
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        (MemoryError(), "out of memory at scoring: none was left with "),
-        (RuntimeError("not enough memory: you tried to allocate 2097152 bytes."), "2.0 MiB more were asked for with "),
-        (RuntimeError("CUDA error: out of memory"), "none was left with "),
-        (OSError(errno.ENOMEM, "Cannot allocate memory"), "none was left with "),
+        (MemoryError(), "out of memory at scoring: allocation failed with "),
+        (RuntimeError("not enough memory: you tried to allocate 2097152 bytes."), "2.0 MiB requested with "),
+        (RuntimeError("CUDA error: out of memory"), "allocation failed with "),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "allocation failed with "),
     ],
 )
 def test_want_of_memory_is_known_by_all_its_names_and_told_without_a_plan_too(error: Exception, expected: str) -> None:
-    told = memory_told(error, "scoring")
-    assert expected in told and "there is no plan of it (" in told and "MODEL" in told
+    told = memory_message(error, "scoring")
+    assert expected in told and "no memory plan (" in told and "MODEL" in told
 
 
 def test_other_errors_are_no_want_of_memory(model_folder: Path) -> None:
     for error in (RuntimeError("shape mismatch"), ValueError("out of memory"), OSError(errno.EIO, "broken")):
-        with pytest.raises(type(error)) as same, out_of_memory_named(PPO, solo_world(torch.device("cpu")), str):
+        with pytest.raises(type(error)) as same, explain_out_of_memory(PPO, solo_world(torch.device("cpu")), str):
             raise error
         assert same.value is error

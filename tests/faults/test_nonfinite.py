@@ -1,4 +1,4 @@
-"""NaN in losses, gradients, values and weights: the step is skipped on all ranks, told, and bounded in number."""
+"""NaN in losses, gradients, values and weights: the step is skipped on all ranks, logged and limited in number."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from hybrid_rlhf.functional.losses import LossSum
-from tests.faults.killing import intercept, run_step
-from tests.faults.steps import MODULES, step_line, write_rows
+from tests.support.faults import intercept, run_step
+from tests.support.steps import MODULES, step_line, write_rows
 
 
 def nan_loss(result: Any, arguments: Sequence[Any]) -> Any:
@@ -66,13 +66,17 @@ def kept(output: Path, rank: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (output / "nonfinite" / f"rank_{rank:05}.jsonl").read_text().splitlines()]
 
 
-ALGORITHMS = "hybrid_rlhf.algorithms"
+RL, SUPERVISED = "hybrid_rlhf.rl", "hybrid_rlhf.supervised"
 ONCE = {
-    "critic loss": ("ppo", Poison(f"{ALGORITHMS}.updater:Updater.value_loss", nan_loss, (5,), rank=1), 1),
-    "actor loss": ("ppo", Poison(f"{ALGORITHMS}.policy_loss:PolicyLoss.__call__", nan_loss, (6,), rank=0), 0),
-    "values": ("ppo", Poison(f"{ALGORITHMS}.rollout:values_before", nan_tensor, (4,), rank=1), 0),
-    "sft loss": ("sft", Poison(f"{ALGORITHMS}.sft:SFTObjective.loss", nan_loss, (4,), rank=1), 1),
-    "sft gradient": ("sft", Poison(f"{ALGORITHMS}.sft:SFTObjective.loss", infinite_gradient, (4,), rank=1), 1),
+    "critic loss": ("ppo", Poison(f"{RL}.updates.updater:Updater.value_loss", nan_loss, (5,), rank=1), 1),
+    "actor loss": ("ppo", Poison(f"{RL}.updates.policy_loss:PolicyLoss.__call__", nan_loss, (6,), rank=0), 0),
+    "values": ("ppo", Poison(f"{RL}.rollouts.scoring:values_before", nan_tensor, (4,), rank=1), 0),
+    "sft loss": ("sft", Poison(f"{SUPERVISED}.objectives.sft:SFTObjective.loss", nan_loss, (4,), rank=1), 1),
+    "sft gradient": (
+        "sft",
+        Poison(f"{SUPERVISED}.objectives.sft:SFTObjective.loss", infinite_gradient, (4,), rank=1),
+        1,
+    ),
 }
 
 
@@ -84,9 +88,9 @@ def test_a_step_that_is_not_finite_is_skipped_and_its_rows_are_kept(
     rows, output = write_rows(tmp_path / "rows.jsonl"), tmp_path / "out"
     line = step_line(name, output, model_folder, rows, "--data.eval_fraction", "0")
     assert run_step(MODULES[name], 2, line, poison) == [0, 0]
-    told = metrics(output)
-    assert [row["step"] for row in told] == [0, 1, 2, 3, 4, 5, 6]
-    skipped = [row.get("faults/skipped_steps", 0) for row in told]
+    lines = metrics(output)
+    assert [row["step"] for row in lines] == [0, 1, 2, 3, 4, 5, 6]
+    skipped = [row.get("faults/skipped_steps", 0) for row in lines]
     assert skipped[0] == 0 and skipped[-1] == 1 and sorted(skipped) == skipped
     first = skipped.index(1)
     found = kept(output, rank)
@@ -100,7 +104,10 @@ def test_a_step_that_is_not_finite_is_skipped_and_its_rows_are_kept(
 
 
 LASTING = {
-    "sft loss": ("sft", Poison(f"{ALGORITHMS}.sft:SFTObjective.loss", nan_loss, tuple(range(3, 99)), rank=1)),
+    "sft loss": (
+        "sft",
+        Poison(f"{SUPERVISED}.objectives.sft:SFTObjective.loss", nan_loss, tuple(range(3, 99)), rank=1),
+    ),
     "weights": ("ppo", Poison("hybrid_rlhf.engines.engine:ModelEngine.step", nan_weight, (7,), rank=None)),
 }
 
@@ -112,5 +119,6 @@ def test_several_in_a_row_end_the_run_with_advice(what: str, model_folder: Path,
     line = step_line(name, output, model_folder, rows, "--data.eval_fraction", "0", "--train.eval_every", "0")
     assert run_step(MODULES[name], 2, line, poison, errors=tmp_path / "errors") == [2, 2]
     said = (tmp_path / "errors").read_text()
-    assert said.count("error: a step needs finite numbers, 3 in a row had none") == 1 and "Traceback" not in said
-    assert "lower optimizer.lr, look at the rows in" in said
+    assert said.count("error: losses and gradients must be finite, 3 steps in a row are not (") == 1
+    assert "Traceback" not in said
+    assert "lower optimizer.lr, inspect the rows in" in said

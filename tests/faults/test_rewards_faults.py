@@ -8,7 +8,6 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -16,48 +15,51 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_rlhf.algorithms.experience import Sequences
-from hybrid_rlhf.algorithms.rewards import Answers, Reward, RewardPart, RewardReport, replies, waits
-from hybrid_rlhf.algorithms.rewards import functions as functions_module
-from hybrid_rlhf.algorithms.rewards.endpoint import EndpointPart
-from hybrid_rlhf.algorithms.rewards.functions import MOST_HANGING_CALLS, FunctionPart
-from hybrid_rlhf.algorithms.rewards.replies import Address
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.rewards import RewardPartConfig
+from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
+from hybrid_rlhf.rl.batch import Rollout
+from hybrid_rlhf.rl.rewards import CompletionTexts, Reward, RewardComponent, RewardReport, replies
+from hybrid_rlhf.rl.rewards import functions as functions_module
+from hybrid_rlhf.rl.rewards.endpoint import EndpointReward
+from hybrid_rlhf.rl.rewards.functions import MAX_HANGING_CALLS, FunctionReward
+from hybrid_rlhf.rl.rewards.replies import Address
+from hybrid_rlhf.runtime import background as waits
 from hybrid_rlhf.runtime.world import World, solo_world
-from tests.engines.ranks import run_ranks
+from tests.support.ranks import run_ranks
+from tests.support.rl import rollout_of
 
 CPU = torch.device("cpu")
-ANSWERS = Answers([[{"role": "user", "content": "q"}]] * 4, ["a", "bb", "ccc", ""], {"target": [1, 2, 3, 4]})
+ANSWERS = CompletionTexts([[{"role": "user", "content": "q"}]] * 4, ["a", "bb", "ccc", ""], {"target": [1, 2, 3, 4]})
 RIGHT = {"scores": [1.0, 2.0, 3.0, 0.0]}
 
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waits, "FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(waits, "FIRST_DELAY_SECONDS", 0.01)
     monkeypatch.setattr(functions_module, "_CANCELLED_SECONDS", 0.1)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
-def four_rows() -> Sequences:
-    known = {"input_ids": torch.full((4, 1), 5), **dict.fromkeys(("attention_mask", "response_mask"), torch.ones(4, 1))}
-    known = {name: value.bool() if name.endswith("mask") else value for name, value in known.items()}
-    return Sequences(**{f.name: known.get(f.name, torch.zeros(4, 1)) for f in fields(Sequences)})
+def four_rows() -> Rollout:
+    mask = torch.ones(4, 1, dtype=torch.bool)
+    return rollout_of(mask, mask, input_ids=torch.full((4, 1), 5))
 
 
-def score(*parts: RewardPart, world: World | None = None, micro: list[list[int | None]] | None = None) -> RewardReport:
+def score_completions(
+    *parts: RewardComponent, world: World | None = None, micro: list[list[int | None]] | None = None
+) -> RewardReport:
     return Reward(parts, world or solo_world(CPU))(four_rows(), micro or [[0, 1], [2, 3]], lambda: ANSWERS)
 
 
-def function(folder: Path, body: str, *, prefix: str = "", **settings: Any) -> FunctionPart:
+def function(folder: Path, body: str, *, prefix: str = "", **settings: Any) -> FunctionReward:
     """A part whose function has the body given; `calls` counts its calls."""
     file = folder / f"rewards_{len(list(folder.glob('*.py')))}.py"
     text = f"import asyncio, sys, time, numpy, torch\ncalls = 0\n\n{prefix}def f(prompts, completions, **columns):\n"
     file.write_text(text + "    global calls\n    calls += 1\n" + textwrap.indent(body, "    "))
-    return FunctionPart(RewardPartConfig(function=f"{file}:f", name="mine", **settings), device=CPU)
+    return FunctionReward(RewardComponentConfig(function=f"{file}:f", name="mine", **settings), device=CPU)
 
 
-def calls(part: FunctionPart) -> int:
+def calls(part: FunctionReward) -> int:
     return int(part._function.__globals__["calls"])  # type: ignore[attr-defined]
 
 
@@ -81,11 +83,11 @@ ONCE = "if calls == 1:\n    {}\nreturn [float(len(text)) for text in completions
 )
 def test_a_function_that_fails_once_is_called_again(fault: str, prefix: str, tmp_path: Path) -> None:
     part = function(tmp_path, ONCE.format(fault), prefix=prefix, timeout_seconds=0.3)
-    report = score(part)
+    report = score_completions(part)
     assert report.scores.tolist()[1:] == [2, 3, 0] and calls(part) == 2
     none = function(tmp_path, ONCE.format(fault), prefix=prefix, timeout_seconds=0.3, retries=0)
-    with pytest.raises(UserError, match="reward part mine"):
-        score(none)
+    with pytest.raises(UserError, match="reward component mine"):
+        score_completions(none)
     assert calls(none) == 1
 
 
@@ -96,62 +98,62 @@ def test_a_function_that_succeeds_is_called_once_and_its_numbers_may_be_tensors(
         "[torch.tensor(1), numpy.float16(2), torch.tensor(3.0, dtype=torch.bfloat16), 0]",
     ):
         part = function(tmp_path, f"return {value}")
-        assert score(part).scores.tolist() == RIGHT["scores"] and calls(part) == 1
+        assert score_completions(part).scores.tolist() == RIGHT["scores"] and calls(part) == 1
 
 
 def test_the_rows_that_were_scored_once_keep_their_scores(tmp_path: Path) -> None:
     part = function(tmp_path, "return [1.0, 2.0, 3.0, None] if calls == 2 else [9.0, 9.0, 'x', 9.0]")
-    assert score(part).scores.tolist() == [9, 9, 3, 9]
+    assert score_completions(part).scores.tolist() == [9, 9, 3, 9]
 
 
 def test_what_always_fails_says_the_last_reason_and_the_tries(tmp_path: Path) -> None:
     part = function(tmp_path, "raise ValueError(f'call {calls}')", retries=2)
     with pytest.raises(UserError, match=r"for 4 of 4 completions: it raised ValueError: call 3 .* \(try 3\)"):
-        score(part)
+        score_completions(part)
     body = "class Mute(Exception):\n    def __str__(self):\n        raise TypeError('no')\nraise Mute"
-    with pytest.raises(UserError, match="it raised Mute: it cannot tell why"):
-        score(function(tmp_path, body, retries=0))
+    with pytest.raises(UserError, match=r"it raised Mute: \(no message"):
+        score_completions(function(tmp_path, body, retries=0))
     body = "class Odd:\n    def __repr__(self):\n        raise TypeError('no')\nreturn [Odd()] * 4"
     with pytest.raises(UserError, match="it raised TypeError: no"):
-        score(function(tmp_path, body, retries=0))
+        score_completions(function(tmp_path, body, retries=0))
 
 
 def test_a_function_that_hangs_is_not_called_beside_itself_nor_for_ever(tmp_path: Path) -> None:
     part = function(tmp_path, "time.sleep(60)", timeout_seconds=0.05, on_failure="zero")
-    for call in range(1, MOST_HANGING_CALLS + 1):
-        score(part)
+    for call in range(1, MAX_HANGING_CALLS + 1):
+        score_completions(part)
         assert calls(part) == call, "one call a rollout, no retry beside it"
     start = time.perf_counter()
-    assert score(part).metrics["reward/mine/failures"] == 4
-    assert calls(part) == MOST_HANGING_CALLS and time.perf_counter() - start < 0.05
+    assert score_completions(part).metrics["reward/mine/failures"] == 4
+    assert calls(part) == MAX_HANGING_CALLS and time.perf_counter() - start < 0.05
     stops = function(tmp_path, "time.sleep(60)", timeout_seconds=0.05)
     stops._hanging = part._hanging
     with pytest.raises(UserError, match="4 earlier calls of it still hang"):
-        score(stops)
+        score_completions(stops)
 
 
 def test_a_dropped_row_is_in_no_figure(tmp_path: Path, log_lines: list[str]) -> None:
     first = function(tmp_path, "return [1.0, 2.0, 'x', 4.0]", on_failure="drop")
     file = tmp_path / "other.py"
     file.write_text("def other(prompts, completions, **columns):\n    return [10.0, 20.0, 60.0, 30.0]\n")
-    other = FunctionPart(RewardPartConfig(function=f"{file}:other"), device=CPU)
-    report = score(first, other, micro=[[0, 1, 2, 3]])
+    other = FunctionReward(RewardComponentConfig(function=f"{file}:other"), device=CPU)
+    report = score_completions(first, other, micro=[[0, 1, 2, 3]])
     assert report.dropped == [2]
     assert report.metrics["reward/mine/dropped"] == 1 and report.metrics["reward/mine/mean"] == pytest.approx(7 / 3)
     assert report.metrics["reward/other/mean"] == 20, "nor in the other parts' figures"
-    assert sum("reward part mine drops its rows for 1 of 4" in line for line in log_lines) == 1
+    assert sum("reward component mine drops its rows for 1 of 4" in line for line in log_lines) == 1
     halves = [
         function(tmp_path, f"return {rows}", on_failure="drop") for rows in ("[1, 1, 'x', 'x']", "['x', 'x', 1, 1]")
     ]
     with pytest.raises(UserError, match="must leave completions to learn from, all 4 of a rollout are dropped, 2 by"):
-        score(*halves, micro=[[0, 1, 2, 3]])
+        score_completions(*halves, micro=[[0, 1, 2, 3]])
 
 
 Behaviour = Callable[[BaseHTTPRequestHandler, int], None]
 
 
 class Server:
-    """A local server that behaves as it is told, request by request."""
+    """A local server that follows instructions, request by request."""
 
     def __init__(self, behave: Behaviour) -> None:
         self.requests: list[str] = []
@@ -253,9 +255,10 @@ FAULTS: dict[str, tuple[Behaviour, str]] = {
 }
 
 
-def remote(url: str, **settings: Any) -> EndpointPart:
-    return EndpointPart(
-        RewardPartConfig(**{"urls": (url,), "name": "far", "timeout_seconds": 1.0, "retries": 1} | settings), device=CPU
+def remote(url: str, **settings: Any) -> EndpointReward:
+    return EndpointReward(
+        RewardComponentConfig(**{"urls": (url,), "name": "far", "timeout_seconds": 1.0, "retries": 1} | settings),
+        device=CPU,
     )
 
 
@@ -268,14 +271,18 @@ def test_a_server_that_fails_once_is_asked_again_and_one_that_always_fails_is_to
     behave, reason = FAULTS[fault]
     limit = 1.0 if reason == "took longer than 1 s" else 20.0  # a loaded machine is no fault of the others
     once = serve(lambda handler, request: (behave if request == 1 else say(RIGHT))(handler, request))
-    report = score(remote(once.url, timeout_seconds=limit))
+    report = score_completions(remote(once.url, timeout_seconds=limit))
     wrong = [place for place, value in enumerate(report.scores.tolist()) if value != RIGHT["scores"][place]]
     assert (wrong == [1, 2, 3] if fault == "NaN" else not wrong) and len(once.requests) == 2
     always = serve(behave)
-    with pytest.raises(UserError, match=f"reward part far must give .* completions: .*{reason}.*try 2") as told:
-        score(remote(f"http://user:${{MY_PASSWORD}}@{always.place}?token=${{MY_TOKEN}}", timeout_seconds=limit))
+    with pytest.raises(UserError, match=f"reward component far must give .* completions: .*{reason}.*try 2") as raised:
+        score_completions(
+            remote(f"http://user:${{MY_PASSWORD}}@{always.place}?token=${{MY_TOKEN}}", timeout_seconds=limit)
+        )
     assert len(always.requests) == 2
-    assert "s3cretive" not in str(told.value) and "hushhush" not in str(told.value) and "\n" not in str(told.value)
+    assert (
+        "s3cretive" not in str(raised.value) and "hushhush" not in str(raised.value) and "\n" not in str(raised.value)
+    )
 
 
 def test_a_redirect_is_not_followed_and_no_other_host_sees_the_key(
@@ -286,7 +293,7 @@ def test_a_redirect_is_not_followed_and_no_other_host_sees_the_key(
     for status in (301, 302, 307, 308):
         server = serve(say(b"", status, Location=other.url))
         with pytest.raises(UserError, match=f"answered HTTP {status}, a redirect: give the final URL"):
-            score(remote(server.url, api_key_env="MY_KEY"))
+            score_completions(remote(server.url, api_key_env="MY_KEY"))
         assert len(server.requests) == 1 and "Bearer s3cretive" in server.requests[0]
     assert not other.requests
 
@@ -305,14 +312,16 @@ def test_a_server_that_echoes_what_it_was_sent_brings_no_secret_into_a_message(
     with caplog.at_level(logging.INFO):
         for retries in (0, 1):
             server = serve(echo)
-            with pytest.raises(UserError) as told:
-                score(remote(f"http://{server.place}?token=${{MY_TOKEN}}", api_key_env="MY_KEY", retries=retries))
-            assert "***" in str(told.value)
-            assert "s3cretive" not in str(told.value) and "hushhush" not in str(told.value)
+            with pytest.raises(UserError) as raised:
+                score_completions(
+                    remote(f"http://{server.place}?token=${{MY_TOKEN}}", api_key_env="MY_KEY", retries=retries)
+                )
+            assert "***" in str(raised.value)
+            assert "s3cretive" not in str(raised.value) and "hushhush" not in str(raised.value)
         server = serve(echo)
-        with pytest.raises(UserError) as told:
-            score(remote(f"http://hugo:${{MY_PASSWORD}}@{server.place}", retries=0))
-    assert "Basic ***" in str(told.value)
+        with pytest.raises(UserError) as raised:
+            score_completions(remote(f"http://hugo:${{MY_PASSWORD}}@{server.place}", retries=0))
+    assert "Basic ***" in str(raised.value)
     assert "s3cretive" not in caplog.text and "hushhush" not in caplog.text
 
 
@@ -326,28 +335,31 @@ def test_an_address_shows_no_more_than_its_url_without_secrets() -> None:
 
 
 def test_a_flood_is_not_taken_in(serve: Callable[[Behaviour], Server], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replies, "MOST_ANSWER_BYTES", 2**21)
+    monkeypatch.setattr(replies, "MAX_REPLY_BYTES", 2**21)
     server = serve(flood)
     with pytest.raises(UserError, match="more than 2 MiB"):
-        score(remote(server.url, timeout_seconds=30, retries=0))
+        score_completions(remote(server.url, timeout_seconds=30, retries=0))
 
 
 def on_two_ranks(world: World, folder: Path) -> dict[str, Any]:
     """Rank 0 has rows 0 and 3, rank 1 rows 1 and 2; what fails, fails on rank 1 alone, always or once."""
-    waits.FIRST_WAIT_SECONDS = 0.01
+    waits.FIRST_DELAY_SECONDS = 0.01
     micro: list[list[int | None]] = [[0, 3]] if world.rank == 0 else [[2, 1]]
     mine = folder / str(world.rank)
     mine.mkdir()
     result: dict[str, Any] = {}
     right = "return [float(len(text)) for text in completions]"
     for name, fault in {
-        "raises": "raise ValueError('boo')", "hangs": "time.sleep(60)", "lies": "return [1.0, 'x']", "once": "",
-    }.items():  # fmt: skip
+        "raises": "raise ValueError('boo')",
+        "hangs": "time.sleep(60)",
+        "lies": "return [1.0, 'x']",
+        "once": "",
+    }.items():
         body = ONCE.format("raise ValueError") if name == "once" else fault if world.rank == 1 else right
         for on_failure in ("stop", "drop", "zero"):
             part = function(mine, body, on_failure=on_failure, timeout_seconds=0.2)
             try:
-                report = score(part, world=world, micro=micro)
+                report = score_completions(part, world=world, micro=micro)
                 result[f"{name} {on_failure}"] = report.scores.tolist(), report.dropped, report.metrics
             except UserError as error:
                 result[f"{name} {on_failure}"] = str(error)

@@ -1,4 +1,4 @@
-"""Ranks under torchrun: a killed worker is started again and goes on; a reward that hangs is named."""
+"""Ranks under torchrun: a killed worker is restarted and resumes; the report of a stall names a reward that hangs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import torch
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.runtime.run import effective_resume
 from hybrid_rlhf.runtime.world import solo_world
-from tests.end_to_end.test_train import ENVIRONMENT, ROOT, sft
+from tests.support.runs import ENVIRONMENT, ROOT, sft_line
 
 DIES_ONCE = """
 import os, signal, sys, threading, time
 from pathlib import Path
-from training.step1_sft.main import main
+from hybrid_rlhf.cli.sft import main
 
 def die(folder):
     while not list(folder.glob("checkpoints/step_*/manifest.json")):
@@ -52,42 +52,63 @@ def rows(write_jsonl: Callable[..., Path]) -> Path:
 
 
 @pytest.mark.faults
-def test_a_worker_that_dies_is_started_again_and_goes_on(model_folder: Path, rows: Path, tmp_path: Path) -> None:
+def test_a_worker_that_dies_is_restarted_and_resumes(model_folder: Path, rows: Path, tmp_path: Path) -> None:
     worker, folder = tmp_path / "worker.py", tmp_path / "out"
     worker.write_text(DIES_ONCE)
     options = ["--train.save_every", "3", "--train.max_steps", "40", "--train.epochs", "9"]
-    _, *line = sft(folder, model_folder, rows, *options)
+    _, *line = sft_line(folder, model_folder, rows, *options)
     done = torchrun([str(worker), str(folder), *line], "--max-restarts=1")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "holds a run" not in done.stderr
+    assert "unfinished run" not in done.stderr
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(41))
     assert (folder / "finished.json").exists()
-    # whoever is the first to see the death: torchrun, or the other rank, which it then names
+    # Either torchrun or the other rank detects the death first.
     assert "exitcode: -9" in done.stderr or "died in training of step" in done.stderr
-    assert done.stdout.count("sft 1/40 ") == 1, "it did not start anew"
+    assert done.stdout.count("sft 1/40 ") == 1, "it did not start from the beginning"
 
 
 @pytest.mark.faults
 def test_a_reward_that_hangs_is_named_with_its_line(model_folder: Path, rows: Path, tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text(HANGS)
     config = tmp_path / "ppo.yaml"
-    config.write_text(f"reward:\n  parts:\n    - {{function: '{tmp_path}/rewards.py:slow', timeout_seconds: 900}}\n")
-    done = torchrun([
-        "training/step3_ppo/main.py", "--config", str(config), "--actor.path", str(model_folder),
-        "--data.sources", str(rows), "--output_dir", str(tmp_path / "out"), "--rollout.prompts_per_step", "4",
-        "--rollout.max_new_tokens", "6", "--train.max_steps", "2", "--data.eval_fraction", "0",
-        "--data.cache_dir", str(tmp_path / "cache"), "--faults.phase_timeout_seconds", "30",
-    ])  # fmt: skip
+    config.write_text(
+        f"reward:\n  components:\n    - {{function: '{tmp_path}/rewards.py:slow', timeout_seconds: 900}}\n"
+    )
+    done = torchrun(
+        [
+            "training/step3_ppo/main.py",
+            "--config",
+            str(config),
+            "--model.path",
+            str(model_folder),
+            "--data.sources",
+            str(rows),
+            "--output_dir",
+            str(tmp_path / "out"),
+            "--rollout.prompts_per_step",
+            "4",
+            "--rollout.sampling.max_new_tokens",
+            "6",
+            "--train.max_steps",
+            "2",
+            "--data.eval_fraction",
+            "0",
+            "--data.cache_dir",
+            str(tmp_path / "cache"),
+            "--faults.phase_timeout_seconds",
+            "30",
+        ]
+    )
     assert done.returncode != 0
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert error.startswith("error: rank 1 is late: in scoring of step 1 since ")
+    assert error.startswith("error: rank 1 is stalled: in scoring of step 1 since ")
     assert "at rewards.py:6 slow (not in a collective); rank 0 waits for it in all_" in error, error
     assert f"stacks of all ranks: {tmp_path}/out/stacks/; " in error
     assert "slow" in (tmp_path / "out" / "stacks" / "rank_00001.txt").read_text()
 
 
-def test_only_a_restarted_worker_resumes_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_restarted_worker_resumes_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     world = solo_world(torch.device("cpu"))
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     assert effective_resume(SFTConfig(), world) == "never"
@@ -95,4 +116,4 @@ def test_only_a_restarted_worker_resumes_unasked(monkeypatch: pytest.MonkeyPatch
     assert effective_resume(SFTConfig(), world) == "never"
     monkeypatch.setitem(os.environ, "TORCHELASTIC_RESTART_COUNT", "1")
     assert effective_resume(SFTConfig(), world) == "auto"
-    assert effective_resume(SFTConfig(resume="out/checkpoints/step_3"), world) == "auto", "not from step 3 once more"
+    assert effective_resume(SFTConfig(resume="out/checkpoints/step_3"), world) == "auto", "not from step 3 again"

@@ -1,4 +1,4 @@
-"""Ranks that hang, die or stop: who is named, what is left behind, and how soon all have ended."""
+"""Ranks that hang, die or fail: which rank the error names, which files remain, and how soon all ranks end."""
 
 from __future__ import annotations
 
@@ -21,63 +21,65 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_rlhf.configs.cli import user_errors
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.runtime import lifeline
-from hybrid_rlhf.runtime.lateness import Report, verdict
-from hybrid_rlhf.runtime.lifeline import Lifeline
-from hybrid_rlhf.runtime.watchdog import EXIT_CODE, Watchdog
+from hybrid_rlhf.configs.parsing.command_line import user_errors
+from hybrid_rlhf.runtime.liveness import heartbeats
+from hybrid_rlhf.runtime.liveness.heartbeats import HeartbeatChannel
+from hybrid_rlhf.runtime.liveness.stall_report import RankReport, diagnose
+from hybrid_rlhf.runtime.liveness.watchdog import EXIT_CODE, Watchdog
 from hybrid_rlhf.runtime.world import World, close_world, init_world, solo_world
-from tests.engines.ranks import enter, environment
+from tests.support.ranks import enter, environment
 
 LIMIT_SECONDS = 2.5
 Work = Callable[[World, Watchdog], None]
 
 
 class Job:
-    """Ranks of one process group, each with a watchdog, its words in a file."""
+    """Ranks of one process group, each with a watchdog and its stderr in a file."""
 
     def __init__(self, folder: Path, work: Work, ranks: int, limit_seconds: float) -> None:
         self.folder = folder
-        told = environment(ranks)
+        variables = environment(ranks)
         context = get_context("forkserver")
         self.processes: list[BaseProcess] = [
-            context.Process(target=enter, args=(rank, told, _rank, (str(folder), work, limit_seconds)), daemon=True)
+            context.Process(
+                target=enter, args=(rank, variables, _rank, (str(folder), work, limit_seconds)), daemon=True
+            )
             for rank in range(ranks)
         ]
         for process in self.processes:
             process.start()
 
     def wait_for(self, name: str) -> None:
-        """Until every rank has left a file of this name."""
+        """Wait until every rank has created a file with this name."""
         while len(list(self.folder.glob(f"{name}_*"))) < len(self.processes):
             time.sleep(0.01)
 
     def codes(self, *, of: list[int] | None = None, within_seconds: float) -> list[int | None]:
-        """Exit codes of these ranks, which must have ended by then."""
+        """Exit codes of these ranks, by default all; None for one that has not ended in time."""
         deadline = time.monotonic() + within_seconds
         chosen = [self.processes[rank] for rank in range(len(self.processes)) if of is None or rank in of]
         for process in chosen:
             process.join(max(0.0, deadline - time.monotonic()))
         return [process.exitcode for process in chosen]
 
-    def said(self, rank: int) -> str:
-        return (self.folder / f"said_{rank}").read_text()
+    def stderr(self, rank: int) -> str:
+        return (self.folder / f"stderr_{rank}").read_text()
 
     def stacks(self, rank: int) -> str:
         return (self.folder / "stacks" / f"rank_{rank:05}.txt").read_text()
 
 
 def _rank(rank: int, folder: str, work: Work, limit_seconds: float) -> None:
-    said = os.open(f"{folder}/said_{rank}", os.O_CREAT | os.O_WRONLY)
-    os.dup2(said, 2)
+    stderr = os.open(f"{folder}/stderr_{rank}", os.O_CREAT | os.O_WRONLY)
+    os.dup2(stderr, 2)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     with user_errors():
         world = init_world(timeout_seconds=300)
         try:
             with Watchdog(world, Path(folder), limit_seconds=limit_seconds) as watchdog:
-                watchdog.begin(12)
-                watchdog.enter("scoring")
+                watchdog.begin_step(12)
+                watchdog.enter_phase("scoring")
                 work(world, watchdog)
         finally:
             close_world()
@@ -116,32 +118,30 @@ def slow_reward() -> None:
     time.sleep(600)
 
 
-def one_is_late(world: World, watchdog: Watchdog) -> None:
+def one_stalls(world: World, watchdog: Watchdog) -> None:
     ready(world)
     if world.rank == 1:
         slow_reward()
     world.all_reduce(torch.ones(1))
 
 
-def test_a_late_rank_is_named_with_its_line(start: Start) -> None:
-    job = start(one_is_late, ranks=3)
+def test_a_stalled_rank_is_named_with_its_line(start: Start) -> None:
+    job = start(one_stalls, ranks=3)
     job.wait_for("ready")
     assert job.codes(within_seconds=LIMIT_SECONDS + 5) == [EXIT_CODE] * 3
-    late, waits = line_of(slow_reward, "sleep"), line_of(one_is_late, "all_reduce")
-    (error,) = [line for line in job.said(0).splitlines() if line.startswith("error: ")]
-    assert error.startswith("error: rank 1 is late: in scoring of step 12 since ")
-    assert f" s, at {late} (not in a collective); ranks 0, 2 wait for it in all_reduce, called at {waits}; " in error
-    assert error.endswith(
-        f"stacks of all ranks: {job.folder}/stacks/; raise faults.phase_timeout_seconds if that is normal"
-    )
+    stalled, waits = line_of(slow_reward, "sleep"), line_of(one_stalls, "all_reduce")
+    (error,) = [line for line in job.stderr(0).splitlines() if line.startswith("error: ")]
+    assert error.startswith("error: rank 1 is stalled: in scoring of step 12 since ")
+    assert f" s, at {stalled} (not in a collective); ranks 0, 2 wait for it in all_reduce, called at {waits}; " in error
+    assert f"stacks of all ranks: {job.folder}/stacks/; " in error and "raise faults.phase_timeout_seconds" in error
     for rank in range(3):
-        assert f"rank {rank}: in scoring of step 12 since" in job.said(rank)
+        assert f"rank {rank}: in scoring of step 12 since" in job.stderr(rank)
         assert ("slow_reward" if rank == 1 else "all_reduce") in job.stacks(rank)
         assert "watchdog.py" in job.stacks(rank), "all threads"
-        assert "Traceback" not in job.said(rank)
+        assert "Traceback" not in job.stderr(rank)
 
 
-def a_thread_is_late(world: World, watchdog: Watchdog) -> None:
+def a_thread_stalls(world: World, watchdog: Watchdog) -> None:
     if world.rank == 1:
         thread = threading.Thread(target=slow_reward, daemon=True)
         thread.start()
@@ -149,10 +149,10 @@ def a_thread_is_late(world: World, watchdog: Watchdog) -> None:
     world.barrier()
 
 
-def test_what_a_thread_does_is_named_where_the_main_one_waits_for_it(start: Start) -> None:
-    job = start(a_thread_is_late)
+def test_the_line_of_a_thread_is_named_if_the_main_thread_waits_for_it(start: Start) -> None:
+    job = start(a_thread_stalls)
     assert job.codes(within_seconds=30) == [EXIT_CODE] * 2
-    assert f"at {line_of(slow_reward, 'sleep')} (not in a collective); rank 0 waits for it in barrier" in job.said(0)
+    assert f"at {line_of(slow_reward, 'sleep')} (not in a collective); rank 0 waits for it in barrier" in job.stderr(0)
 
 
 def they_disagree(world: World, watchdog: Watchdog) -> None:
@@ -162,11 +162,11 @@ def they_disagree(world: World, watchdog: Watchdog) -> None:
     world.all_gather(torch.ones(1))
 
 
-def test_collectives_that_differ_are_listed(start: Start) -> None:
+def test_different_collectives_are_listed(start: Start) -> None:
     job = start(they_disagree)
     assert job.codes(within_seconds=30) == [EXIT_CODE] * 2
-    assert "error: all ranks wait in collectives that differ; rank 0 waits in broadcast" in job.said(0)
-    assert f"rank 1 waits in all_gather, called at {line_of(they_disagree, 'all_gather')}" in job.said(0)
+    assert "error: all ranks wait in different collectives; rank 0 waits in broadcast" in job.stderr(0)
+    assert f"rank 1 waits in all_gather, called at {line_of(they_disagree, 'all_gather')}" in job.stderr(0)
 
 
 def sleeps(world: World, watchdog: Watchdog) -> None:
@@ -191,9 +191,9 @@ def test_a_death_ends_the_others(start: Start, dead: int, work: Work) -> None:
     others = [rank for rank in range(3) if rank != dead]
     assert job.codes(of=others, within_seconds=30) == [EXIT_CODE] * 2
     print(f"ended {time.monotonic() - began:.2f} s after the death")
-    teller = min(others)
-    assert job.said(teller).startswith(f"error: rank {dead} ({socket.gethostname()}) died in scoring of step 12; ")
-    assert "".join(job.said(rank) for rank in others).count("\n") == 1
+    reporter = min(others)
+    assert job.stderr(reporter).startswith(f"error: rank {dead} ({socket.gethostname()}) died in scoring of step 12; ")
+    assert "".join(job.stderr(rank) for rank in others).count("\n") == 1
 
 
 def holds_the_interpreter(world: World, watchdog: Watchdog) -> None:
@@ -202,31 +202,31 @@ def holds_the_interpreter(world: World, watchdog: Watchdog) -> None:
     world.barrier()
 
 
-def test_a_rank_that_cannot_answer_is_named(start: Start) -> None:
+def test_a_rank_that_does_not_respond_is_named(start: Start) -> None:
     frozen = [start(sleeps, name=f"frozen_{rank}") for rank in range(2)]
     holding = start(holds_the_interpreter)
     for rank, job in enumerate(frozen):
         job.wait_for("ready")
         os.kill(job.processes[rank].pid or 0, signal.SIGSTOP)
-    why = "gives no answer (stopped, or in C code that holds the interpreter); "
+    why = "does not respond (stopped, or in C code that holds the interpreter lock); "
     for rank, job in enumerate(frozen):
         assert job.codes(of=[1 - rank], within_seconds=30) == [EXIT_CODE]
-        assert f"error: rank {rank} {why}rank {1 - rank} waits for it at " in job.said(1 - rank)
-        assert line_of(sleeps, "time.sleep") in job.said(1 - rank)
+        assert f"error: rank {rank} {why}rank {1 - rank} waits for it at " in job.stderr(1 - rank)
+        assert line_of(sleeps, "time.sleep") in job.stderr(1 - rank)
     assert holding.codes(within_seconds=30) == [EXIT_CODE, 1]
-    assert f"error: rank 1 {why}rank 0 waits for it in barrier" in holding.said(0)
-    assert "holds_the_interpreter" in holding.stacks(1), "written by the interpreter's own thread"
+    assert f"error: rank 1 {why}rank 0 waits for it in barrier" in holding.stderr(0)
+    assert "holds_the_interpreter" in holding.stacks(1), "written by faulthandler's C thread"
 
 
-def a_user_is_mistaken(world: World, watchdog: Watchdog) -> None:
+def one_has_a_user_error(world: World, watchdog: Watchdog) -> None:
     if world.rank == 1:
-        raise UserError("rows.jsonl:7: not JSON: mend that line")
+        raise UserError("rows.jsonl:7: not JSON: fix the line")
     world.barrier()
 
 
-def all_are_mistaken(world: World, watchdog: Watchdog) -> None:
+def all_have_a_user_error(world: World, watchdog: Watchdog) -> None:
     time.sleep(0.2 * world.rank)
-    raise UserError("rows.jsonl:7: not JSON: mend that line")
+    raise UserError("rows.jsonl:7: not JSON: fix the line")
 
 
 def one_fails(world: World, watchdog: Watchdog) -> None:
@@ -235,40 +235,40 @@ def one_fails(world: World, watchdog: Watchdog) -> None:
     world.barrier()
 
 
-def test_a_mistake_that_one_rank_meets_ends_all_with_its_words(start: Start) -> None:
-    job = start(a_user_is_mistaken, ranks=3, limit_seconds=600)
+def test_a_user_error_of_one_rank_ends_all_with_its_message(start: Start) -> None:
+    job = start(one_has_a_user_error, ranks=3, limit_seconds=600)
     assert job.codes(within_seconds=15) == [2, 2, 2]
-    assert job.said(0) == "error: rank 1 stopped: rows.jsonl:7: not JSON: mend that line\n"
-    assert job.said(1) == job.said(2) == ""
+    assert job.stderr(0) == "error: rank 1 stopped: rows.jsonl:7: not JSON: fix the line\n"
+    assert job.stderr(1) == job.stderr(2) == ""
 
 
-def test_a_mistake_that_all_meet_is_said_once(start: Start) -> None:
-    job = start(all_are_mistaken, ranks=3, limit_seconds=600)
+def test_a_user_error_of_all_ranks_is_printed_once(start: Start) -> None:
+    job = start(all_have_a_user_error, ranks=3, limit_seconds=600)
     assert job.codes(within_seconds=15) == [2, 2, 2]
-    assert [job.said(rank) for rank in range(3)] == ["error: rows.jsonl:7: not JSON: mend that line\n", "", ""]
+    assert [job.stderr(rank) for rank in range(3)] == ["error: rows.jsonl:7: not JSON: fix the line\n", "", ""]
 
 
-def test_a_failure_leaves_its_own_traceback_and_no_other(start: Start) -> None:
+def test_only_the_failing_rank_prints_a_traceback(start: Start) -> None:
     job = start(one_fails, ranks=3, limit_seconds=600)
     assert job.codes(within_seconds=15) == [EXIT_CODE, 1, EXIT_CODE]
-    assert "Traceback" in job.said(1) and job.said(1).rstrip().endswith("ZeroDivisionError: a bug")
-    assert job.said(0) == "error: rank 1 stopped: ZeroDivisionError: a bug\n" and job.said(2) == ""
+    assert "Traceback" in job.stderr(1) and job.stderr(1).rstrip().endswith("ZeroDivisionError: a bug")
+    assert job.stderr(0) == "error: rank 1 stopped: ZeroDivisionError: a bug\n" and job.stderr(2) == ""
 
 
 def works(world: World, watchdog: Watchdog) -> None:
     for step in range(1, 25):
-        watchdog.begin(step)
-        watchdog.enter("training")
+        watchdog.begin_step(step)
+        watchdog.enter_phase("training")
         world.all_reduce(torch.ones(1))
         time.sleep(0.1)
     if world.rank == 1:
-        time.sleep(1.0)  # the others leave before it
+        time.sleep(1.0)  # the others exit first
 
 
-def test_a_run_in_good_order_leaves_nothing(start: Start) -> None:
+def test_a_successful_run_leaves_no_files(start: Start) -> None:
     job = start(works, ranks=3, limit_seconds=1.5)
     assert job.codes(within_seconds=30) == [0, 0, 0]
-    assert [job.said(rank) for rank in range(3)] == ["", "", ""]
+    assert [job.stderr(rank) for rank in range(3)] == ["", "", ""]
     assert not (job.folder / "stacks").exists()
 
 
@@ -279,17 +279,17 @@ def forks_a_child(world: World, watchdog: Watchdog) -> None:
     sleeps(world, watchdog)
 
 
-def test_a_child_does_not_hide_its_parents_death(start: Start) -> None:
+def test_a_forked_child_does_not_hide_its_parents_death(start: Start) -> None:
     job = start(forks_a_child, limit_seconds=600)
     job.wait_for("ready")
     job.processes[1].kill()
     assert job.codes(of=[0], within_seconds=10) == [EXIT_CODE]
 
 
-def test_a_forked_child_ends_as_any_other(tmp_path: Path) -> None:
+def test_a_forked_child_ends_normally(tmp_path: Path) -> None:
     script = (
         "import os, sys, time, torch\nfrom pathlib import Path\n"
-        "from hybrid_rlhf.runtime.watchdog import Watchdog\nfrom hybrid_rlhf.runtime.world import solo_world\n"
+        "from hybrid_rlhf.runtime.liveness.watchdog import Watchdog\nfrom hybrid_rlhf.runtime.world import solo_world\n"
         "with Watchdog(solo_world(torch.device('cpu')), Path(sys.argv[1]), limit_seconds=60):\n"
         "    time.sleep(0.5)\n    child = os.fork()\n    if child: print(os.waitpid(child, 0)[1])\n"
     )
@@ -305,18 +305,18 @@ def test_threads_and_descriptors_are_gone_after_a_run(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_strangers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 and rank 1 in two threads; others connect before rank 1 does."""
+def test_connections_without_the_token_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 and rank 1 in two threads; strangers connect before rank 1."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    exchange, lifelines = Exchange(), dict[int, Lifeline]()
+    exchange, channels = Exchange(), dict[int, HeartbeatChannel]()
     monkeypatch.setattr(World, "broadcast_object", lambda world, item: exchange.broadcast(world, item))
 
-    def be(rank: int) -> None:
-        lifelines[rank] = Lifeline(World(rank, 2, rank, 2, torch.device("cpu")))
+    def connect(rank: int) -> None:
+        channels[rank] = HeartbeatChannel(World(rank, 2, rank, 2, torch.device("cpu")))
 
-    threads = [threading.Thread(target=be, args=(rank,)) for rank in range(2)]
+    threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(2)]
     threads[0].start()
-    place = ("127.0.0.1", exchange.told()[0])
+    place = ("127.0.0.1", exchange.item()[0])
     strangers = [socket.create_connection(place) for _ in range(4)]
     strangers[0].sendall(b"x" * 100_000)
     strangers[1].sendall(b"\xff\x00 1 host\n")
@@ -330,11 +330,11 @@ def test_strangers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             assert stranger.recv(1) == b""
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(place)
-    lifelines[1].send({"word": 1})
-    assert lifelines[0].receive(5) == [(1, {"word": 1})] and lifelines[0].peers == [1]
-    lifelines[1].close()
-    assert lifelines[0].receive(5) == [(1, None)], "no goodbye: a death"
-    lifelines[0].close()
+    channels[1].send({"word": 1})
+    assert channels[0].receive(5) == [(1, {"word": 1})] and channels[0].peers == [1]
+    channels[1].close()
+    assert channels[0].receive(5) == [(1, None)], "no exit notice: a death"
+    channels[0].close()
 
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:
@@ -348,15 +348,15 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
     ids=["one host", "a name for itself alone", "an address of a router"],
 )
 def test_rank_0_listens_where_the_others_find_it(address: str, one_host: bool, bound: str) -> None:
-    with lifeline._listener(address, one_host=one_host) as listener:
+    with heartbeats._listener(address, one_host=one_host) as listener:
         assert listener.getsockname()[0] == bound
 
 
 def test_a_vanished_host_is_known_within_25_seconds() -> None:
     ours, theirs = tcp_pair()
     with ours, theirs:
-        lifeline._Peer(ours)
-        asked = [ours.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in lifeline._KEEP_ALIVE]
+        heartbeats._Peer(ours)
+        asked = [ours.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in heartbeats._KEEP_ALIVE]
         idle_seconds, interval_seconds, tries, unanswered_ms = asked
         assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         assert idle_seconds + interval_seconds * tries < 25 and unanswered_ms < 25_000
@@ -366,44 +366,44 @@ class Exchange:
     """A broadcast between threads."""
 
     def __init__(self) -> None:
-        self._said, self._item = threading.Event(), None
+        self._is_set, self._item = threading.Event(), None
 
-    def told(self) -> Any:
-        assert self._said.wait(20)
+    def item(self) -> Any:
+        assert self._is_set.wait(20)
         return self._item
 
     def broadcast(self, world: World, item: Any) -> Any:
         if world.is_main:
             self._item = item
-            self._said.set()
-        return self.told()
+            self._is_set.set()
+        return self.item()
 
 
-def reported(rank: int, collective: str | None, started: int, place: str = "a.py:1 f") -> Report:
-    return Report(rank, "training of step 3", 60.0, place, collective, started)
+def reported(rank: int, collective: str | None, started: int, place: str = "a.py:1 f") -> RankReport:
+    return RankReport(rank, "training of step 3", 60.0, place, collective, started)
 
 
-def test_verdicts() -> None:
-    late = "is late: in training of step 3 since 60 s, at b.py:2 g (not in a collective)"
+def test_diagnoses() -> None:
+    stalled = "is stalled: in training of step 3 since 60 s, at b.py:2 g (not in a collective)"
     handles = [reported(0, None, 9), reported(1, None, 8, "b.py:2 g"), reported(2, None, 9)]
-    assert verdict(handles) == f"rank 1 {late}; ranks 0, 2 wait for it at a.py:1 f"
+    assert diagnose(handles) == f"rank 1 {stalled}; ranks 0, 2 wait for it at a.py:1 f"
     mixed = [reported(0, "barrier", 9), reported(1, None, 8, "b.py:2 g"), reported(2, None, 9)]
     assert (
-        verdict(mixed)
-        == f"rank 1 {late}; rank 0 waits for it in barrier, called at a.py:1 f; rank 2 waits for it at a.py:1 f"
+        diagnose(mixed)
+        == f"rank 1 {stalled}; rank 0 waits for it in barrier, called at a.py:1 f; rank 2 waits for it at a.py:1 f"
     )
-    assert verdict([reported(rank, None, 5) for rank in range(8)]).startswith("ranks 0-7 are late: in training")
-    stuck = verdict([reported(rank, "barrier", 5) for rank in range(3)])
-    assert stuck == "all ranks wait in a collective that does not end; ranks 0-2 wait in barrier, called at a.py:1 f"
-    assert verdict([reported(0, "barrier", 5)], silent=[2, 1]).startswith("ranks 1-2 give no answer (")
-    assert verdict([reported(0, None, 0, "b.py:2 g")]) == f"rank 0 {late}"
+    assert diagnose([reported(rank, None, 5) for rank in range(8)]).startswith("ranks 0-7 are stalled: in training")
+    stuck = diagnose([reported(rank, "barrier", 5) for rank in range(3)])
+    assert stuck == "all ranks wait in one collective that does not end; ranks 0-2 wait in barrier, called at a.py:1 f"
+    assert diagnose([reported(0, "barrier", 5)], silent=[2, 1]).startswith("ranks 1-2 do not respond (")
+    assert diagnose([reported(0, None, 0, "b.py:2 g")]) == f"rank 0 {stalled}"
 
 
-def test_a_beat_costs_next_to_nothing(tmp_path: Path) -> None:
+def test_a_beat_takes_microseconds(tmp_path: Path) -> None:
     with Watchdog(solo_world(torch.device("cpu")), tmp_path, limit_seconds=60) as watchdog:
         start = time.perf_counter()
         for _ in range(10_000):
-            watchdog.enter("training")
+            watchdog.enter_phase("training")
         microseconds = (time.perf_counter() - start) * 100
-    print(f"{microseconds:.2f} microseconds a beat")
+    print(f"{microseconds:.2f} microseconds per beat")
     assert microseconds < 100

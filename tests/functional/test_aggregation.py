@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hybrid_rlhf.functional.aggregation import correction_weights, length_weights
 from hybrid_rlhf.functional.losses import ppo_policy_loss
-from tests.functional.strategies import masked_batch, poisoned
+from tests.support.strategies import masked_batch, poisoned
 
 fast = settings(max_examples=50, deadline=None)
 
@@ -25,7 +25,7 @@ def test_weights_turn_the_mean_over_tokens_into_the_mean_that_is_named(batch: tu
         "fixed": float(values[mask].sum()) / (7 * rows),
     }
     for name, wanted in expected.items():
-        weights = length_weights(mask, normalisation=name, **settings)  # type: ignore[arg-type]
+        weights = length_weights(mask, normalization=name, **settings)  # type: ignore[arg-type]
         found = float((weights * values * mask).sum()) / max(tokens, 1)
         assert found == pytest.approx(wanted, abs=1e-5)
 
@@ -36,9 +36,12 @@ def test_means_may_be_over_the_kept_tokens_alone(batch: tuple[list[Tensor], Tens
     (values, chance), mask = batch
     kept = mask & (chance > 0)
     settings = {
-        "tokens": float(mask.sum()), "sequences": float(len(mask)), "max_tokens": 7, "kept": chance > 0,
+        "tokens": float(mask.sum()),
+        "sequences": float(len(mask)),
+        "max_tokens": 7,
+        "kept": chance > 0,
         "kept_tokens": float(kept.sum()),
-    }  # fmt: skip
+    }
     means = [float(row[real].mean()) if real.any() else 0.0 for row, real in zip(values, kept, strict=True)]
     expected = {
         "token": float(values[kept].sum()) / max(float(kept.sum()), 1),
@@ -46,7 +49,7 @@ def test_means_may_be_over_the_kept_tokens_alone(batch: tuple[list[Tensor], Tens
         "fixed": float(values[kept].sum()) / (7 * len(mask)),
     }
     for name, wanted in expected.items():
-        weights = length_weights(mask, normalisation=name, **settings)  # type: ignore[arg-type]
+        weights = length_weights(mask, normalization=name, **settings)  # type: ignore[arg-type]
         found = float((weights * values * kept).sum()) / max(float(mask.sum()), 1)
         assert found == pytest.approx(wanted, abs=1e-5)
 

@@ -13,7 +13,7 @@ from hybrid_rlhf.functional.advantages import gae, shaped_rewards
 from hybrid_rlhf.functional.divergences import kl_k1, kl_k2, kl_k3
 from hybrid_rlhf.functional.losses import LossSum, pairwise_reward_loss, ppo_policy_loss, ppo_value_loss, sft_loss
 from hybrid_rlhf.functional.masking import masked_mean, masked_sum, masked_var, masked_whiten
-from tests.functional.strategies import masked_batch, poisoned
+from tests.support.strategies import masked_batch, poisoned
 
 Function = Callable[[Sequence[Tensor], Tensor], Sequence[Tensor]]
 
@@ -108,7 +108,7 @@ def test_low_precision_is_computed_in_float32_and_float64_stays(name: str) -> No
 @every
 def test_a_mask_that_would_broadcast_is_refused(name: str) -> None:
     tensors = torch.randn(3, 4, 4).unbind()
-    with pytest.raises(ValueError, match="a mask has the shape of its values"):
+    with pytest.raises(ValueError, match="mask .* shape of its values"):
         FUNCTIONS[name](tensors, torch.ones(1, 4))
 
 

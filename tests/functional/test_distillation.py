@@ -11,11 +11,11 @@ from torch import Tensor
 from hybrid_rlhf.functional.distillation import (
     DistillationRule,
     DivergenceName,
-    Head,
+    OutputHead,
     divergence,
     divergence_from_hidden,
 )
-from tests.functional.test_logprobs import LargestTensor
+from tests.support.tensors import LargestTensor
 
 KINDS: list[DivergenceName] = ["forward", "reverse", "jensen_shannon"]
 
@@ -49,14 +49,29 @@ def whole(
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.sampled_from(KINDS), st.integers(1, 7), st.integers(1, 5), st.sampled_from([0.5, 1.0, 2.0]),
-    st.sampled_from([0.1, 0.5, 0.9]), st.sampled_from([0.0, 0.3]), st.sampled_from([None, 2.0]),
-    st.sampled_from([None, 3.0]), st.booleans(), st.integers(0, 2**31),
-)  # fmt: skip
+    st.sampled_from(KINDS),
+    st.integers(1, 7),
+    st.integers(1, 5),
+    st.sampled_from([0.5, 1.0, 2.0]),
+    st.sampled_from([0.1, 0.5, 0.9]),
+    st.sampled_from([0.0, 0.3]),
+    st.sampled_from([None, 2.0]),
+    st.sampled_from([None, 3.0]),
+    st.booleans(),
+    st.integers(0, 2**31),
+)
 def test_the_loss_equals_that_of_whole_logits(
-    kind: DivergenceName, tokens: int, chunk: int, temperature: float, beta: float, sft_coef: float,
-    softcap: float | None, teacher_softcap: float | None, with_bias: bool, seed: int,
-) -> None:  # fmt: skip
+    kind: DivergenceName,
+    tokens: int,
+    chunk: int,
+    temperature: float,
+    beta: float,
+    sft_coef: float,
+    softcap: float | None,
+    teacher_softcap: float | None,
+    with_bias: bool,
+    seed: int,
+) -> None:
     torch.manual_seed(seed)
     rule = DistillationRule(kind, beta, temperature, sft_coef)
     hidden, weight = (torch.randn(n, 4, dtype=torch.float64, requires_grad=True) for n in (tokens, 9))
@@ -64,9 +79,14 @@ def test_the_loss_equals_that_of_whole_logits(
     taught, teacher = torch.randn(tokens, 6, dtype=torch.float64), torch.randn(9, 6, dtype=torch.float64)
     labels = torch.randint(0, 9, (tokens,))
     total, apart, nll = divergence_from_hidden(
-        hidden, Head(weight, bias, softcap), teacher_hidden=taught, teacher_head=Head(teacher, None, teacher_softcap),
-        labels=labels, rule=rule, chunk_tokens=chunk,
-    )  # fmt: skip
+        hidden,
+        OutputHead(weight, bias, softcap),
+        teacher_hidden=taught,
+        teacher_head=OutputHead(teacher, None, teacher_softcap),
+        labels=labels,
+        rule=rule,
+        chunk_tokens=chunk,
+    )
     logits = torch.nn.functional.linear(hidden, weight, bias)
     expected = whole(logits, taught @ teacher.t(), labels, rule, (softcap, teacher_softcap))
     torch.testing.assert_close(total, expected)
@@ -104,10 +124,14 @@ def test_the_logits_of_all_tokens_are_never_held(kind: DivergenceName, learns: b
     weight = torch.randn(vocabulary, 4, requires_grad=learns)
     with LargestTensor() as largest:
         total, *_ = divergence_from_hidden(
-            hidden, Head(weight), teacher_hidden=torch.randn(tokens, 6), teacher_head=Head(torch.randn(vocabulary, 6)),
-            labels=torch.zeros(tokens, dtype=torch.long), rule=DistillationRule(kind, temperature=2.0, sft_coef=1.0),
+            hidden,
+            OutputHead(weight),
+            teacher_hidden=torch.randn(tokens, 6),
+            teacher_head=OutputHead(torch.randn(vocabulary, 6)),
+            labels=torch.zeros(tokens, dtype=torch.long),
+            rule=DistillationRule(kind, temperature=2.0, sft_coef=1.0),
             chunk_tokens=chunk,
-        )  # fmt: skip
+        )
         if learns:
             total.backward()
     assert largest.elements == chunk * vocabulary
@@ -121,7 +145,7 @@ def test_a_larger_vocabulary_is_cut_to_the_smaller() -> None:
     rule = DistillationRule("jensen_shannon")
     more, less = (
         divergence_from_hidden(
-            hidden, Head(rows), teacher_hidden=taught, teacher_head=Head(teacher), labels=labels, rule=rule
+            hidden, OutputHead(rows), teacher_hidden=taught, teacher_head=OutputHead(teacher), labels=labels, rule=rule
         )[0]
         for rows in (weight, weight[:7])
     )
@@ -133,19 +157,27 @@ def test_a_larger_vocabulary_is_cut_to_the_smaller() -> None:
 def test_no_tokens_give_a_loss_of_0_and_a_gradient_of_0() -> None:
     hidden, weight = torch.randn(0, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
     total, *_ = divergence_from_hidden(
-        hidden, Head(weight), teacher_hidden=torch.randn(0, 6), teacher_head=Head(torch.randn(9, 6)),
-        labels=torch.zeros(0, dtype=torch.long), rule=DistillationRule(),
-    )  # fmt: skip
+        hidden,
+        OutputHead(weight),
+        teacher_hidden=torch.randn(0, 6),
+        teacher_head=OutputHead(torch.randn(9, 6)),
+        labels=torch.zeros(0, dtype=torch.long),
+        rule=DistillationRule(),
+    )
     total.backward()
     assert total == 0 and weight.grad is not None and (weight.grad == 0).all()
 
 
 def test_tokens_must_be_the_same() -> None:
-    with pytest.raises(ValueError, match="tokens of one batch: 3, 2 and 3 differ"):
+    with pytest.raises(ValueError, match="same tokens, got 3, 2 and 3"):
         divergence_from_hidden(
-            torch.randn(3, 4), Head(torch.randn(9, 4)), teacher_hidden=torch.randn(2, 4),
-            teacher_head=Head(torch.randn(9, 4)), labels=torch.zeros(3, dtype=torch.long), rule=DistillationRule(),
-        )  # fmt: skip
+            torch.randn(3, 4),
+            OutputHead(torch.randn(9, 4)),
+            teacher_hidden=torch.randn(2, 4),
+            teacher_head=OutputHead(torch.randn(9, 4)),
+            labels=torch.zeros(3, dtype=torch.long),
+            rule=DistillationRule(),
+        )
 
 
 def test_low_precision_is_summed_in_float32() -> None:
@@ -156,9 +188,14 @@ def test_low_precision_is_summed_in_float32() -> None:
     for dtype in (torch.bfloat16, torch.float64):
         leaf = weight.bfloat16().to(dtype).requires_grad_()
         total, *_ = divergence_from_hidden(
-            hidden.bfloat16().to(dtype), Head(leaf), teacher_hidden=taught.bfloat16().to(dtype),
-            teacher_head=Head(teacher.bfloat16().to(dtype)), labels=labels, rule=DistillationRule(), chunk_tokens=64,
-        )  # fmt: skip
+            hidden.bfloat16().to(dtype),
+            OutputHead(leaf),
+            teacher_hidden=taught.bfloat16().to(dtype),
+            teacher_head=OutputHead(teacher.bfloat16().to(dtype)),
+            labels=labels,
+            rule=DistillationRule(),
+            chunk_tokens=64,
+        )
         total.backward()
         assert leaf.grad is not None and leaf.grad.dtype is dtype
         found.append((total.double().detach(), leaf.grad.double()))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybrid_rlhf.functional.losses import LossSum, pairwise_reward_loss, ppo_policy_loss, ppo_value_loss, sft_loss
-from tests.functional.strategies import masked_batch, poisoned
+from tests.support.strategies import masked_batch, poisoned
 
 fast = settings(max_examples=50, deadline=None)
 
@@ -50,9 +50,12 @@ def test_pairwise_loss_of_a_tie_is_log_2() -> None:
 def test_padded_pairs_are_as_if_absent(batch: tuple[list[Tensor], Tensor]) -> None:
     ((chosen,), (rejected,), (margin,)), (mask,) = batch
     padded = pairwise_reward_loss(
-        poisoned(chosen, mask), rejected=poisoned(rejected, mask), margin=poisoned(margin, mask), mask=mask,
+        poisoned(chosen, mask),
+        rejected=poisoned(rejected, mask),
+        margin=poisoned(margin, mask),
+        mask=mask,
         centering_coef=0.1,
-    )  # fmt: skip
+    )
     present = pairwise_reward_loss(chosen[mask], rejected=rejected[mask], margin=margin[mask], centering_coef=0.1)
     torch.testing.assert_close(vars(padded), vars(present))
 
@@ -75,9 +78,14 @@ def test_policy_loss_is_the_clipped_surrogate(
 ) -> None:
     (new, old, advantages), mask = batch
     loss = ppo_policy_loss(
-        poisoned(new, mask), old_logprobs=poisoned(old, mask), advantages=poisoned(advantages, mask), mask=mask,
-        clip_low=low, clip_high=high, dual_clip=dual,
-    )  # fmt: skip
+        poisoned(new, mask),
+        old_logprobs=poisoned(old, mask),
+        advantages=poisoned(advantages, mask),
+        mask=mask,
+        clip_low=low,
+        clip_high=high,
+        dual_clip=dual,
+    )
     slow = [
         slow_policy_loss(float(n), float(o), float(a), low, high, dual)
         for n, o, a in zip(new[mask], old[mask], advantages[mask], strict=True)
@@ -103,9 +111,14 @@ def test_a_ratio_that_overflows_leaves_a_clipped_loss_and_its_gradient_finite(
 ) -> None:
     logprobs = torch.zeros(1, 1, requires_grad=True)
     loss = ppo_policy_loss(
-        logprobs, old_logprobs=torch.full((1, 1), -200.0), advantages=torch.full((1, 1), advantage),
-        mask=torch.ones(1, 1), clip_low=0.2, clip_high=0.2, dual_clip=dual_clip,
-    )  # fmt: skip
+        logprobs,
+        old_logprobs=torch.full((1, 1), -200.0),
+        advantages=torch.full((1, 1), advantage),
+        mask=torch.ones(1, 1),
+        clip_low=0.2,
+        clip_high=0.2,
+        dual_clip=dual_clip,
+    )
     loss.total.backward()
     assert loss.total.item() == pytest.approx(total)
     assert logprobs.grad is not None and logprobs.grad.item() == 0
@@ -113,7 +126,7 @@ def test_a_ratio_that_overflows_leaves_a_clipped_loss_and_its_gradient_finite(
 
 def test_a_dual_clip_that_would_cut_into_the_surrogate_is_refused() -> None:
     one = torch.ones(1, 1)
-    with pytest.raises(ValueError, match="dual_clip is above 1"):
+    with pytest.raises(ValueError, match="dual_clip must be above 1"):
         ppo_policy_loss(one, old_logprobs=one, advantages=one, mask=one, clip_low=0.2, clip_high=0.2, dual_clip=1.0)
 
 

@@ -14,7 +14,7 @@ from hybrid_rlhf.functional.masking import (
     masked_whiten,
     position_ids,
 )
-from tests.functional.strategies import masked_batch, poisoned
+from tests.support.strategies import masked_batch, poisoned
 
 fast = settings(max_examples=40, deadline=None)
 

@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybrid_rlhf.functional import wide_products
-from hybrid_rlhf.functional.distillation import Head
+from hybrid_rlhf.functional import products
+from hybrid_rlhf.functional.distillation import OutputHead
 from hybrid_rlhf.functional.logprobs import logprobs_from_hidden, token_logprobs
-from hybrid_rlhf.functional.wide_products import add_wide_product, wide_linear
+from hybrid_rlhf.functional.products import add_wide_product, wide_linear
 
 DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 LOW = [torch.bfloat16, torch.float16]
@@ -24,7 +24,7 @@ def factors(dtype: torch.dtype, device: str = "cpu") -> tuple[torch.Tensor, torc
 def test_products_of_low_precision_are_not_rounded(
     dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wide_products, "CONVERTED_ROWS", 16)
+    monkeypatch.setattr(products, "CONVERTED_ROWS", 16)
     hidden, weight, bias = factors(dtype, device)
     exact = hidden.double() @ weight.double().t()
     for given in (None, bias):
@@ -60,7 +60,7 @@ def test_log_probs_of_a_low_precision_head_are_those_of_float32_logits(dtype: to
         hidden, weight=weight, bias=bias, labels=labels, chunk_tokens=4, float32_logits=False
     )
     assert float((rounded - expected).abs().max()) > 1e-3, "what rounding costs"
-    head = Head(weight, bias)
+    head = OutputHead(weight, bias)
     torch.testing.assert_close(head.logits(hidden, 50), logits, atol=1e-4, rtol=1e-5)
 
 

@@ -19,9 +19,14 @@ from pathlib import Path
 
 CORPUS = Path(__file__).with_name("corpus")
 _INSTRUMENTED = [
-    "hybrid_rlhf.configs", "hybrid_rlhf.data", "hybrid_rlhf.models", "hybrid_rlhf.runtime.checkpoint_folder",
-    "hybrid_rlhf.engines.ds_config", "yaml", "jsonargparse",
-]  # fmt: skip
+    "hybrid_rlhf.configs",
+    "hybrid_rlhf.data",
+    "hybrid_rlhf.models",
+    "hybrid_rlhf.runtime.files.checkpoint_folder",
+    "hybrid_rlhf.engines.ds_config",
+    "yaml",
+    "jsonargparse",
+]
 _ADDRESS_SPACE_GIB = 24
 """A config of a model may ask for any amount of memory."""
 
@@ -42,8 +47,8 @@ def main() -> int:
     executed = re.search(r"number_of_executed_units: (\d+)", done.stderr)
     print(f"{options.target}: {executed[1] if executed else 'no'} inputs, exit code {done.returncode}")
     if done.returncode:
-        said = done.stdout + done.stderr
-        print(said[max(0, said.find("Uncaught Python exception")) :][:4000])
+        output = done.stdout + done.stderr
+        print(output[max(0, output.find("Uncaught Python exception")) :][:4000])
     return done.returncode
 
 
@@ -70,11 +75,19 @@ def fuzz(name: str, seconds: int, seed: int) -> None:
 
     atheris.Setup(
         [
-            sys.argv[0], str(beginnings), f"-max_total_time={seconds}", f"-artifact_prefix={kept}/", f"-seed={seed}",
-            "-timeout=30", "-rss_limit_mb=0", "-max_len=4096", "-len_control=0", "-print_final_stats=1",
+            sys.argv[0],
+            str(beginnings),
+            f"-max_total_time={seconds}",
+            f"-artifact_prefix={kept}/",
+            f"-seed={seed}",
+            "-timeout=30",
+            "-rss_limit_mb=0",
+            "-max_len=4096",
+            "-len_control=0",
+            "-print_final_stats=1",
         ],
         one,
-    )  # fmt: skip
+    )
     try:
         atheris.Fuzz()
     finally:

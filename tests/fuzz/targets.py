@@ -15,10 +15,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hybrid_rlhf.configs.cli import parse_config, save_config
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.rewards import RewardPartConfig
-from hybrid_rlhf.configs.sections import DataConfig, LoraConfig, OptimizerConfig, ZeroConfig
+from hybrid_rlhf.configs.parsing.command_line import parse_config, save_config
+from hybrid_rlhf.configs.sections.data import DataConfig
+from hybrid_rlhf.configs.sections.model import LoraConfig
+from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
+from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
 
 SECONDS = 5.0
 """No input may take longer."""
@@ -26,17 +28,17 @@ SECONDS = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class SmallConfig:
-    """Every kind of value that configs have, and few keys: reading all 130 of a step takes a tenth of a second."""
+    """Every kind of value that configs have, and few keys: reading all of a step takes a tenth of a second."""
 
     seed: int = 42
     steps: int | None = None
     plan: bool = False
     name: str = "x"
     profile_steps: list[int] = field(default_factory=list)
-    parts: list[RewardPartConfig] = field(default_factory=list)
+    parts: list[RewardComponentConfig] = field(default_factory=list)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    lora: LoraConfig = field(default_factory=LoraConfig)
+    lora: LoraConfig | None = None
     zero: ZeroConfig = field(default_factory=ZeroConfig)
 
 
@@ -49,7 +51,7 @@ def folder() -> Path:
 @cache
 def model() -> tuple[Path, Any]:
     """A whole tiny model, and its tokenizer."""
-    from tests.tiny import tiny_model, tiny_tokenizer
+    from tests.support.tiny import tiny_model, tiny_tokenizer
 
     place = folder() / "model"
     tiny_model().save_pretrained(place)
@@ -94,16 +96,16 @@ def parquet(data: bytes) -> None:
 def rows(file: Path) -> None:
     """A row that is accepted can be tokenised and stored, and its numbers are finite."""
     from hybrid_rlhf.data import encoding
-    from hybrid_rlhf.data.rows import preference_row, ptx_row, sft_row
-    from hybrid_rlhf.data.sources import open_source
+    from hybrid_rlhf.data.rows.formats import read_preference_row, read_ptx_row, read_sft_row
+    from hybrid_rlhf.data.rows.sources import open_source
 
     for place, row in (refused(lambda: list(open_source(str(file)))) or [])[:20]:
-        for adapter in (sft_row, ptx_row):
+        for adapter in (read_sft_row, read_ptx_row):
             record = refused(adapter, place, row)
             encoded = record and refused(encoding.encode_conversation_row, place, record, model()[1], 64)
             for made in encoded or ():
                 assert len(made["input_ids"]) == len(made["loss_mask"]) >= made["usable"]
-        pair = refused(preference_row, place, row)
+        pair = refused(read_preference_row, place, row)
         assert pair is None or all(math.isfinite(margin) for margin in pair.margins)
         pairs = refused(encoding.encode_preference_row, place, row, model()[1], 64)
         assert pairs is None or pairs[0]["pairs"]
@@ -138,10 +140,10 @@ def loaded(name: str, data: bytes) -> None:
     """A model with such a file loads, or is refused."""
     import torch
 
-    from hybrid_rlhf.configs.sections import ModelConfig
-    from hybrid_rlhf.models.loading import load_model
-    from hybrid_rlhf.models.sources import resolve_model
-    from hybrid_rlhf.models.tokenizers import load_tokenizer
+    from hybrid_rlhf.configs.sections.model import ModelConfig
+    from hybrid_rlhf.models.pretrained.loading import load_model
+    from hybrid_rlhf.models.pretrained.sources import resolve_model
+    from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
     from hybrid_rlhf.runtime.world import solo_world
 
     whole = model()[0]
@@ -172,17 +174,17 @@ def deepspeed_json(data: bytes) -> None:
 
 def manifest(data: bytes) -> None:
     """A checkpoint's manifest: as it was written, or broken."""
-    from hybrid_rlhf.runtime.checkpoint_folder import Broken, read_manifest
+    from hybrid_rlhf.runtime.files.checkpoint_folder import BrokenCheckpoint, read_manifest
 
     file = written("manifest.json", data)
     try:
         assert read_manifest(file.parent)["format"] == 1
-    except Broken as reason:
+    except BrokenCheckpoint as reason:
         assert str(reason).isprintable()
 
 
 def refused(read: Callable[..., Any], *arguments: Any) -> Any:
-    """What is read; none where it is refused, in one line that says a fix."""
+    """The result of a reader; None if it rejects the input in one line with a fix."""
     try:
         return read(*arguments)
     except UserError as error:
@@ -194,10 +196,20 @@ def refused(read: Callable[..., Any], *arguments: Any) -> Any:
 TARGETS: dict[str, Callable[[bytes], None]] = {
     target.__name__: target
     for target in (
-        yaml, command_line, jsonl, json_list, parquet, deepspeed_json, manifest, safetensors_header, safetensors,
-        config_json, tokenizer_config_json, weights_index_json,
+        yaml,
+        command_line,
+        jsonl,
+        json_list,
+        parquet,
+        deepspeed_json,
+        manifest,
+        safetensors_header,
+        safetensors,
+        config_json,
+        tokenizer_config_json,
+        weights_index_json,
     )
-}  # fmt: skip
+}
 
 
 def all_targets(data: bytes) -> None:
@@ -238,7 +250,7 @@ def seeds(name: str) -> list[bytes]:
         datasets.Dataset.from_list([{"text": "t", "margin": 1.0, "list": [1]}]).to_parquet(folder() / "seed.parquet")
         return [(folder() / "seed.parquet").read_bytes()]
     if name == "manifest":
-        from hybrid_rlhf.runtime.checkpoint_folder import write_manifest
+        from hybrid_rlhf.runtime.files.checkpoint_folder import write_manifest
 
         write_manifest(folder(), {"step": 3, "files": {"a": {"bytes": 1, "crc32": 2}}, "figures": {}})
         return [(folder() / "manifest.json").read_bytes()]

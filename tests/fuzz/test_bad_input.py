@@ -1,7 +1,12 @@
-"""Every mistake is answered by one line that says the rule, the value and the fix; here each with the whole line."""
+"""Every error of a user ends with exit code 2 and one line: the rule, the value received and the fix.
+
+A case lists fragments of its line instead of the whole line, so that the wording can improve.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -17,67 +22,90 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from hybrid_rlhf.configs.cli import parse_config
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import GenerateConfig
+from hybrid_rlhf.configs.parsing.command_line import parse_config, user_errors
 from hybrid_rlhf.configs.pipeline import PipelineConfig
-from hybrid_rlhf.configs.ppo import PPOConfig
-from hybrid_rlhf.configs.sections import LoraConfig, ModelConfig
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.configs.sft import SFTConfig
-from hybrid_rlhf.data.chat import encode_prompt
-from hybrid_rlhf.data.rows import head_place, labelled_row, preference_row, prompt_row, sft_row, stepwise_row
-from hybrid_rlhf.data.sources import open_source
+from hybrid_rlhf.data.chat.conversation import encode_prompt
+from hybrid_rlhf.data.rows.formats import (
+    head_index,
+    read_labelled_row,
+    read_preference_row,
+    read_prompt_row,
+    read_sft_row,
+    read_stepwise_row,
+)
+from hybrid_rlhf.data.rows.sources import open_source
 from hybrid_rlhf.engines.ds_config import read_overrides
-from hybrid_rlhf.models.loading import load_model
 from hybrid_rlhf.models.lora import add_lora
-from hybrid_rlhf.models.sources import resolve_model
-from hybrid_rlhf.models.tokenizers import load_tokenizer
+from hybrid_rlhf.models.pretrained.loading import load_model
+from hybrid_rlhf.models.pretrained.sources import resolve_model
+from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.runtime.world import solo_world
 from tests.fuzz.cases import DATA, FILES, LINES
 
 ROOT = Path(__file__).parents[2]
-CONFIGS: dict[str, Any] = {"sft": SFTConfig, "ppo": PPOConfig, "pipeline": PipelineConfig, "generate": GenerateConfig}
+CONFIGS: dict[str, Any] = {"sft": SFTConfig, "rl": RLConfig, "pipeline": PipelineConfig, "generate": GenerateConfig}
 ROWS: dict[str, Callable[..., Any]] = {
-    "sft": sft_row, "pair": preference_row, "prompt": prompt_row,
-    "label": labelled_row, "steps": stepwise_row,
-    "head": lambda place, row: head_place(place, row, ["helpful", "harmless"]),
-}  # fmt: skip
+    "sft": read_sft_row,
+    "pair": read_preference_row,
+    "prompt": read_prompt_row,
+    "label": read_labelled_row,
+    "steps": read_stepwise_row,
+    "head": lambda place, row: head_index(place, row, ["helpful", "harmless"]),
+}
 Change = Callable[[Path], Any]
 
 
-def answer(read: Callable[[], Any], folder: Path) -> str:
-    """The line, with D for the folder."""
-    with pytest.raises(UserError) as refused:
+def check_error(read: Callable[[], Any], fragments: list[str], folder: Path) -> None:
+    """`read` fails as a command does, and its error line matches the fragments."""
+    stderr = io.StringIO()
+    with pytest.raises(SystemExit) as ended, contextlib.redirect_stderr(stderr), user_errors():
         read()
-    return str(refused.value).replace(str(folder), "D")
+    assert ended.value.code == 2
+    check_line(stderr.getvalue(), fragments, folder)
+
+
+def check_line(output: str, fragments: list[str], folder: Path) -> None:
+    """The output is one line, `error: RULE AND VALUE: FIX`, with the fragments in this order; D is the folder."""
+    line = output.replace(str(folder), "D")
+    assert line.startswith("error: ") and line.endswith("\n") and line.count("\n") == 1, line
+    assert line.removeprefix("error: ").rpartition(": ")[0], f"no fix: {line}"
+    position = 0
+    for fragment in fragments:
+        found = line.find(fragment, position)
+        assert found >= 0, f"{fragment!r} is missing, or in another order: {line}"
+        position = found + len(fragment)
 
 
 def number(case: object) -> str:
-    return ""  # cases are told apart by their number
+    return ""  # cases are identified by their index
 
 
 @pytest.mark.parametrize(("config", "line", "expected"), LINES, ids=number)
-def test_a_line(config: str, line: list[str], expected: str, tmp_path: Path) -> None:
-    assert answer(lambda: parse_config(CONFIGS[config], line), tmp_path) == expected
+def test_a_line(config: str, line: list[str], expected: list[str], tmp_path: Path) -> None:
+    check_error(lambda: parse_config(CONFIGS[config], line), expected, tmp_path)
 
 
 @pytest.mark.parametrize(("content", "expected"), FILES, ids=number)
-def test_a_config_file(content: str | bytes, expected: str, tmp_path: Path) -> None:
+def test_a_config_file(content: str | bytes, expected: list[str], tmp_path: Path) -> None:
     write(tmp_path / "c.yaml", content)
-    assert answer(lambda: parse_config(SFTConfig, ["--config", str(tmp_path / "c.yaml")]), tmp_path) == expected
+    check_error(lambda: parse_config(SFTConfig, ["--config", str(tmp_path / "c.yaml")]), expected, tmp_path)
 
 
 @pytest.mark.parametrize(("name", "content", "kind", "expected"), DATA, ids=number)
-def test_a_data_file(name: str, content: str | bytes, kind: str, expected: str, tmp_path: Path) -> None:
+def test_a_data_file(name: str, content: str | bytes, kind: str, expected: list[str], tmp_path: Path) -> None:
     write(tmp_path / name, content)
-    assert answer(lambda: read_rows(tmp_path / name, ROWS[kind]), tmp_path) == expected
+    check_error(lambda: read_rows(tmp_path / name, ROWS[kind]), expected, tmp_path)
 
 
 def write(file: Path, content: str | bytes) -> None:
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
-def read_rows(source: Path | str, adapter: Callable[..., Any] = sft_row) -> list[Any]:
+def read_rows(source: Path | str, adapter: Callable[..., Any] = read_sft_row) -> list[Any]:
     return [adapter(place, row) for place, row in open_source(str(source))]
 
 
@@ -104,59 +132,61 @@ def parquet(columns: dict[str, Any], features: str | None = None) -> Change:
     return lambda place: pyarrow.parquet.write_table(table, place)
 
 
-SOURCE = "a data source is a file, a folder or a hub name"
 PLACES = [
-    ("absent.jsonl", lambda place: None, f"{SOURCE}, D/absent.jsonl does not exist: check the path"),
-    ("x\0.jsonl", lambda place: None, rf"{SOURCE}, D/x\x00.jsonl does not exist: check the path"),
-    ("pipe.jsonl", os.mkfifo, f"{SOURCE}, D/pipe.jsonl is a pipe or a device: check the path"),
-    ("loop.jsonl", loop, f"{SOURCE}, D/loop.jsonl does not exist: check the path"),
-    ("r.jsonl", Path.mkdir, "a data folder is one that save_to_disk wrote, D/r.jsonl is not: name a file in it"),
-    ("set", damaged_data_set, "a data folder is one that save_to_disk wrote, D/set is not: name a file in it"),
+    ("absent.jsonl", lambda place: None, ["D/absent.jsonl", "does not exist"]),
+    ("x\0.jsonl", lambda place: None, ["D/x\\x00.jsonl", "does not exist"]),
+    ("pipe.jsonl", os.mkfifo, ["D/pipe.jsonl", "pipe or a device"]),
+    ("loop.jsonl", loop, ["D/loop.jsonl", "does not exist"]),
+    ("r.jsonl", Path.mkdir, ["save_to_disk", "D/r.jsonl"]),
+    ("set", damaged_data_set, ["save_to_disk", "D/set"]),
     (
         "r.parquet",
         damaged_text,
-        "D/r.parquet is not Parquet ('utf-8' codec can't decode byte 0xff in position 0: invalid start byte): "
-        "check the file",
+        ["D/r.parquet", "Parquet", "('utf-8' codec can't decode byte 0xff in position 0: invalid start byte)"],
     ),
-    ("r.parquet", parquet({"text": [b"x"]}), "D/r.parquet: row 1: column 'text' is text, got a bytes: mend the row"),
+    ("r.parquet", parquet({"text": [b"x"]}), ["D/r.parquet: row 1", "'text'", "text", "got bytes"]),
     (
         "r.parquet",
         parquet({"text": ["x"]}, features="[1]"),
-        "D/r.parquet is not Parquet (argument of type 'int' is not iterable): check the file",
+        ["D/r.parquet", "Parquet", "(argument of type 'int' is not iterable)"],
     ),
     (
         "r.parquet",
         parquet({"prompt": [1]}),
-        "D/r.parquet: row 1: a row needs messages or prompt + completion or prompt + chosen or text, found columns "
-        "prompt: rename or add them",
+        [
+            "D/r.parquet: row 1",
+            "messages or prompt + completion or prompt + chosen or text",
+            "got columns prompt",
+            "rename",
+        ],
     ),
 ]
 
 
 @pytest.mark.parametrize(("name", "make", "expected"), PLACES, ids=number)
-def test_a_place_of_data(name: str, make: Change, expected: str, tmp_path: Path) -> None:
+def test_a_place_of_data(name: str, make: Change, expected: list[str], tmp_path: Path) -> None:
     make(tmp_path / name)
-    assert answer(lambda: read_rows(tmp_path / name), tmp_path) == expected
+    check_error(lambda: read_rows(tmp_path / name), expected, tmp_path)
 
 
 NAMES = [
-    ("/dev/zero", f"{SOURCE}, /dev/zero is a pipe or a device: check the path"),
+    ("/dev/zero", ["/dev/zero", "pipe or a device"]),
     (
         "~nosuch/r.jsonl",
-        f"{SOURCE}, ~nosuch/r.jsonl cannot be read (Could not determine home directory): check the path",
+        ["~nosuch/r.jsonl", "(Could not determine home directory)"],
     ),
-    ("https://me:pass@host/r.jsonl", f"{SOURCE}, got https://***@host/r.jsonl: download it first"),
-    ("json", f"{SOURCE}, json is none: name the file"),
+    ("https://me:pass@host/r.jsonl", ["got https://***@host/r.jsonl", "download"]),
+    ("json", [" json ", "format"]),
     (
         "x" * 5000 + ".jsonl",
-        f"{SOURCE}, {'x' * 351}...{'x' * 342}.jsonl cannot be read (File name too long): check the path",
+        ["x" * 300, "(File name too long)"],
     ),
 ]
 
 
 @pytest.mark.parametrize(("name", "expected"), NAMES, ids=number)
-def test_a_name_of_data(name: str, expected: str, tmp_path: Path) -> None:
-    assert answer(lambda: read_rows(name), tmp_path) == expected
+def test_a_name_of_data(name: str, expected: list[str], tmp_path: Path) -> None:
+    check_error(lambda: read_rows(name), expected, tmp_path)
 
 
 def edit(name: str, **changes: Any) -> Change:
@@ -195,140 +225,143 @@ def pickled(folder: Path) -> None:
 
 
 WEIGHTS, INDEX, GENERATION = "model.safetensors", "model.safetensors.index.json", "generation_config.json"
-HEADER = "D/m/model.safetensors is no whole safetensors file (Error while deserializing header"
-UNKNOWN = "D/m is no model that transformers knows"
+HEADER = "weights must be complete safetensors files, D/m/model.safetensors is not (Error while deserializing header"
+UNKNOWN = "transformers must support the model, D/m fails"
 CHECK = "check the path and its config.json"
 CANNOT, AGAIN = "transformers cannot load D/m as a causal_lm", "copy the model again, or choose another"
-NO_TOKENIZER, BESIDE = "D/m has no tokenizer that transformers can load", "save one beside the model"
+NO_TOKENIZER, BESIDE = "transformers cannot load a tokenizer from D/m", "save one beside the model"
 REFUSES = "the chat template refuses the roles ['user']"
 AUTO = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}
 MODELS = [
     (
         pickled,
-        "weights are safetensors, D/m has only pytorch_model.bin: where you trust it, convert it once with "
+        "weights must be safetensors, D/m has only pytorch_model.bin: if you trust it, convert it once with "
         "from_pretrained(FOLDER) and save_pretrained(NEW_FOLDER) of transformers",
     ),
     (
         lambda m: (m / WEIGHTS).unlink(),
-        "a model folder has a model.safetensors, D/m has no weights: copy the model again",
+        "a model folder must have a model.safetensors, D/m has no weights: copy the model again",
     ),
     (put(WEIGHTS, b""), f"{HEADER}: header too small): copy it again"),
     (cut(WEIGHTS, 30_000), f"{HEADER}: incomplete metadata, file not fully covered): copy it again"),
     (cut(WEIGHTS, 50), f"{HEADER}: invalid header length): copy it again"),
     (put(WEIGHTS, "version https://git-lfs.github.com/spec/v1\n"), f"{HEADER}: header too large): copy it again"),
-    (put(INDEX, "{}"), f"{INDEX} maps weights to files beside it, D/m/{INDEX} does not: copy the model again"),
+    (put(INDEX, "{}"), f"{INDEX} must map weights to files beside it, D/m/{INDEX} does not: copy the model again"),
     (
         put(INDEX, '{"weight_map": {"a": "../x"}}'),
-        f"{INDEX} maps weights to files beside it, D/m/{INDEX} does not: copy the model again",
+        f"{INDEX} must map weights to files beside it, D/m/{INDEX} does not: copy the model again",
     ),
-    (put(INDEX, '{"weight_map": {"a": "x"}}'), f"{INDEX} names x, D/m has none: copy the model again"),
+    (put(INDEX, '{"weight_map": {"a": "x"}}'), f"all files in {INDEX} must exist, D/m has no x: copy the model again"),
     (
         lambda m: (m / "config.json").unlink(),
-        "a model folder has a config.json, D/m has none: name the folder that save_pretrained wrote",
+        "a model folder must have a config.json, D/m has none: give a folder that save_pretrained wrote",
     ),
     (
         put("config.json", "{"),
-        "a model's config.json must be JSON, D/m/config.json:1 is not (Expecting property name enclosed in double "
-        "quotes): mend it",
+        ["config.json", "JSON", "D/m/config.json:1", "(Expecting property name enclosed in double quotes)"],
     ),
-    (put("config.json", "[]"), "a model's config.json must be a JSON object, D/m/config.json holds a list: mend it"),
-    (put("config.json", "{}".encode("utf-16")), "D/m/config.json is UTF-16: save it as UTF-8"),
+    (put("config.json", "[]"), ["config.json", "JSON", "object", "D/m/config.json"]),
+    (put("config.json", "{}".encode("utf-16")), ["D/m/config.json", "UTF-16", "UTF-8"]),
     (
         put("config.json", '{"model_type": "llama", "model_type": "gpt2"}'),
-        "a model's config.json must be JSON, D/m/config.json:1 is not (a key is given once, 'model_type' is repeated): "
-        "mend it",
+        ["config.json", "JSON", "D/m/config.json:1", "'model_type'"],
     ),
     (
         put("config.json", "{}"),
-        f"{UNKNOWN} (Unrecognized model in D/m. Should have a `model_type` key in its config.json.): {CHECK}",
+        ["D/m", "(Unrecognized model in D/m. Should have a `model_type` key in its config.json.)", "config.json"],
     ),
     (
         config(model_type="nope"),
-        f"{UNKNOWN} (The checkpoint you are trying to load has model type `nope` but Transformers does not recognize "
-        "this architecture. This could be because of an issue with the checkpoint, or because your version of "
-        f"Transformers is out of date.): {CHECK}",
+        [
+            "D/m",
+            "model type `nope` but Transformers does not recognize this architecture",
+            "config.json",
+        ],
     ),
-    (config(model_type=["llama"]), f"{UNKNOWN} (unhashable type: 'list'): {CHECK}"),
+    (config(model_type=["llama"]), ["D/m", "(unhashable type: 'list')", "config.json"]),
     (
         config(model_type="nope", auto_map=AUTO),
-        f"{UNKNOWN} (it comes with Python code of its own, which is not run): set trust_remote_code to true if you "
-        "trust those who wrote it",
+        f"{UNKNOWN} (it needs its own Python code, which is not run by default): set trust_remote_code to true if you "
+        "trust its authors",
     ),
-    (config(num_attention_heads=0), f"{UNKNOWN} (integer modulo by zero): {CHECK}"),
+    (config(num_attention_heads=0), ["D/m", "(integer modulo by zero)", "config.json"]),
     (
         config(num_hidden_layers=10**9),
-        "num_hidden_layers of a model is at most 10,000, D/m has 1000000000: mend config.json",
+        "num_hidden_layers must be at most 10,000, D/m has 1000000000: correct config.json",
     ),
-    (config(hidden_size=64), f"{CANNOT} (its weights have other shapes than its config.json says): {AGAIN}"),
+    (config(hidden_size=64), f"{CANNOT} (its weights have other shapes than in its config.json): {AGAIN}"),
     (
         config(num_hidden_layers=3),
-        "D/m lacks 9 weights of its architecture, for example model.layers.2.input_layernorm.weight: copy it again",
+        ["D/m", "9 weights", "model.layers", "input_layernorm.weight", "copy"],
     ),
     (
         config(num_hidden_layers=1),
-        "config.json of D/m has 1 layers, its weights have more (model.layers.1.input_layernorm.weight): mend it",
+        "config.json of D/m has 1 layers, its weights have more (model.layers.1.input_layernorm.weight): correct it",
     ),
-    (config(hidden_act="nope"), f"{CANNOT} ('nope'): {AGAIN}"),
+    (config(hidden_act="nope"), ["D/m", "causal_lm", "('nope')", "copy"]),
     (
         config(vocab_size=100),
-        "the embedding of D/m has 100 tokens, its tokenizer has 'Ń' with id 258: save the tokenizer that belongs to "
-        "it, or resize_token_embeddings",
+        "the embedding of D/m has 100 tokens, its tokenizer has 'Ń' with id 258: save the tokenizer of this model "
+        "beside it, or call resize_token_embeddings",
     ),
     (
         tokens(eos_token="<stop>"),
-        "the embedding of D/m has 259 tokens, its tokenizer has '<stop>' with id 259: save the tokenizer that belongs "
-        "to it, or resize_token_embeddings",
+        "the embedding of D/m has 259 tokens, its tokenizer has '<stop>' with id 259: save the tokenizer of this model "
+        "beside it, or call resize_token_embeddings",
     ),
     (
         tokens(eos_token=None),
-        "a tokenizer needs an eos token, D/m has none: set tokenizer.eos_token and save it beside the model",
+        "a tokenizer must have an EOS token, D/m has none: set tokenizer.eos_token and save it beside the model",
     ),
-    (put("tokenizer.json", "{}"), f"{NO_TOKENIZER} ('added_tokens'): {BESIDE}"),
-    (put("tokenizer.json", "[]"), f"{NO_TOKENIZER} ('str' object cannot be interpreted as an integer): {BESIDE}"),
+    (put("tokenizer.json", "{}"), ["D/m", "('added_tokens')"]),
+    (put("tokenizer.json", "[]"), ["D/m", "('str' object cannot be interpreted as an integer)"]),
     (
         put("tokenizer_config.json", "{"),
-        f"{NO_TOKENIZER} (Expecting property name enclosed in double quotes: line 1 column 2 (char 1)): {BESIDE}",
+        ["D/m", "(Expecting property name enclosed in double quotes: line 1 column 2 (char 1))"],
     ),
     (
         tokens(model_max_length="x"),
-        f"{NO_TOKENIZER} ('>' not supported between instances of 'int' and 'str'): {BESIDE}",
+        ["D/m", "('>' not supported between instances of 'int' and 'str')"],
     ),
     (
         tokens(tokenizer_class="Nope", auto_map={"AutoTokenizer": ["code.T", None]}),
-        f"{NO_TOKENIZER} (it comes with Python code of its own, which is not run): set trust_remote_code to true if "
-        "you trust those who wrote it",
+        f"{NO_TOKENIZER} (it needs its own Python code, which is not run by default): set trust_remote_code to true if "
+        "you trust its authors",
     ),
     (
         template("{% for %}"),
-        "the chat template does not compile (line 1: Expected an expression, got 'end of statement block'): fix it "
-        "beside the tokenizer, or give data.chat_template",
+        ["line 1", "(Expected an expression, got 'end of statement block')", "data.chat_template"],
     ),
-    (template("{{ raise_exception('no\nuser') }}"), f"{REFUSES} (no user): reorder the turns"),
+    (template("{{ raise_exception('no\nuser') }}"), ["['user']", "(no user)", "data.chat_template"]),
     (
         template("{% for i in range(10 ** 9) %}x{% endfor %}"),
-        f"{REFUSES} (Range too big. The sandbox blocks ranges larger than MAX_RANGE (100000).): reorder the turns",
+        [
+            "['user']",
+            "(Range too big. The sandbox blocks ranges larger than MAX_RANGE (100000).)",
+            "data.chat_template",
+        ],
     ),
     (
         template("{{ ''.__class__.__mro__ }}"),
-        f"{REFUSES} (access to attribute '__class__' of 'str' object is unsafe.): reorder the turns",
+        ["['user']", "(access to attribute '__class__' of 'str' object is unsafe.)", "data.chat_template"],
     ),
     (
         template("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"),
-        f"{REFUSES} (maximum recursion depth exceeded): reorder the turns",
+        ["['user']", "(maximum recursion depth exceeded)", "data.chat_template"],
     ),
     (
         put(GENERATION, "[]"),
-        f"a model's {GENERATION} must be a JSON object, D/m/{GENERATION} holds a list: mend it",
+        ["generation_config.json", "JSON", "object", "D/m/generation_config.json"],
     ),
     (
         put(GENERATION, '{"eos_token_id": "x"}'),
-        f"eos_token_id is a number or a list of numbers, D/m/{GENERATION} has 'x': mend it",
+        f"eos_token_id must be a number or a list of numbers, D/m/{GENERATION} has 'x': correct it",
     ),
 ]
 
 
 def load(path: Path | str, lora: LoraConfig | None = None) -> None:
-    """As a step does, up to where it would train."""
+    """Load a model as a step does before training."""
     resolved = resolve_model(str(path), world=solo_world(torch.device("cpu")))
     encode_prompt([{"role": "user", "content": "q"}], load_tokenizer(resolved))
     model, _ = load_model(resolved, "causal_lm", config=ModelConfig(), dtype=torch.float32)
@@ -337,99 +370,111 @@ def load(path: Path | str, lora: LoraConfig | None = None) -> None:
 
 
 @pytest.mark.parametrize(("change", "expected"), MODELS, ids=number)
-def test_a_model_folder(change: Change, expected: str, model_folder: Path, tmp_path: Path) -> None:
+def test_a_model_folder(change: Change, expected: list[str], model_folder: Path, tmp_path: Path) -> None:
     shutil.copytree(model_folder, tmp_path / "m")
     change(tmp_path / "m")
-    assert answer(lambda: load(tmp_path / "m"), tmp_path) == expected
+    check_error(lambda: load(tmp_path / "m"), expected, tmp_path)
 
 
 MODEL_NAMES = [
-    ("/absent/m", "a model is a folder, a .gguf file or a hub name, /absent/m is none: check the path"),
-    ("a b", "a model is a folder, a .gguf file or a hub name, a b is none: check the path"),
-    ("/dev/null", "a model is a folder, a .gguf file or a hub name, /dev/null is none: check the path"),
-    ("~nosuch/m", "a model is a folder, a .gguf file or a hub name, ~nosuch/m is none: check the path"),
-    ("https://me:pass@h/m", "a model is a folder, a .gguf file or a hub name, got https://***@h/m: download it first"),
+    ("/absent/m", "a model must be a folder, a .gguf file or a hub name, /absent/m is none: check the path"),
+    ("a b", "a model must be a folder, a .gguf file or a hub name, a b is none: check the path"),
+    ("/dev/null", "a model must be a folder, a .gguf file or a hub name, /dev/null is none: check the path"),
+    ("~nosuch/m", "a model must be a folder, a .gguf file or a hub name, ~nosuch/m is none: check the path"),
+    (
+        "https://me:pass@h/m",
+        "a model must be a folder, a .gguf file or a hub name, got https://***@h/m: download it first",
+    ),
     ("absent.gguf", "a model file must exist, absent.gguf does not exist: check the path"),
 ]
 
 
 @pytest.mark.parametrize(("name", "expected"), MODEL_NAMES, ids=number)
-def test_a_model_name(name: str, expected: str, tmp_path: Path) -> None:
-    assert answer(lambda: load(name), tmp_path) == expected
+def test_a_model_name(name: str, expected: list[str], tmp_path: Path) -> None:
+    check_error(lambda: load(name), expected, tmp_path)
 
 
 MODULES = [
-    (["nothing"], "Target modules {'nothing'} not found in the base model. Please check the target modules and try "
-     "again."),
-    ([], "No `target_modules` passed but also no `target_parameters` found. Please check the values for these "
-     "arguments."),
+    (
+        ["nothing"],
+        "Target modules {'nothing'} not found in the base model. Please check the target modules and try again.",
+    ),
+    (
+        [],
+        "No `target_modules` passed but also no `target_parameters` found. Please check the values for these "
+        "arguments.",
+    ),
     ("(", "missing ), unterminated subpattern at position 0"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("modules", "reason"), MODULES, ids=number)
 def test_modules_for_adapters(modules: str | list[str], reason: str, model_folder: Path, tmp_path: Path) -> None:
     lora = LoraConfig(rank=2, target_modules=modules)
-    expected = f"lora.target_modules {modules} does not fit ({reason}): name linear layers of the model"
-    assert answer(lambda: load(model_folder, lora), tmp_path) == expected
+    expected = [f"lora.target_modules {modules}", f"({reason})"]
+    check_error(lambda: load(model_folder, lora), expected, tmp_path)
 
 
 JSONS = [
-    (None, "deepspeed_config must name a JSON file, D/ds.json does not exist: check the path"),
-    ("", "deepspeed_config must be JSON, D/ds.json:1 is not (Expecting value): mend it"),
-    ("{,}", "deepspeed_config must be JSON, D/ds.json:1 is not (Expecting property name enclosed in double quotes): "
-     "mend it"),
-    ("[1]", "deepspeed_config must be a JSON object, D/ds.json holds a list: mend it"),
-    ("{" * 100_000, "deepspeed_config must be JSON, D/ds.json:1 is not (Expecting property name enclosed in double "
-     "quotes): mend it"),
-    ('{"a":' * 100_000, "deepspeed_config must be JSON, D/ds.json:1 is not (it is nested too deeply): mend it"),
-    (b"\xff\xfe{", "D/ds.json is UTF-16: save it as UTF-8"),
-]  # fmt: skip
+    (None, ["deepspeed_config", "JSON", "D/ds.json", "does not exist"]),
+    ("", ["deepspeed_config", "JSON", "D/ds.json:1", "(Expecting value)"]),
+    (
+        "{,}",
+        ["deepspeed_config", "JSON", "D/ds.json:1", "(Expecting property name enclosed in double quotes)"],
+    ),
+    ("[1]", ["deepspeed_config", "JSON", "object", "D/ds.json"]),
+    (
+        "{" * 100_000,
+        ["deepspeed_config", "JSON", "D/ds.json:1", "(Expecting property name enclosed in double quotes)"],
+    ),
+    ('{"a":' * 100_000, ["deepspeed_config", "JSON", "D/ds.json:1", "nested"]),
+    (b"\xff\xfe{", ["D/ds.json", "UTF-16", "UTF-8"]),
+]
 
 
 @pytest.mark.parametrize(("content", "expected"), JSONS, ids=number)
-def test_a_json_file(content: str | bytes | None, expected: str, tmp_path: Path) -> None:
+def test_a_json_file(content: str | bytes | None, expected: list[str], tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     if content is not None:
         write(file, content)
-    assert answer(lambda: read_overrides(str(file)), tmp_path) == expected
+    check_error(lambda: read_overrides(str(file)), expected, tmp_path)
 
 
 HOSTS = [
-    ("", "launcher.hostfile must name hosts, D/hosts has none: write `HOST slots=N` lines"),
-    ("a slots=8\nb\n", "D/hosts:2: a line of a hostfile is `HOST slots=N`, got 'b': mend it"),
-    ("a slots=0\n", "D/hosts:1: a line of a hostfile is `HOST slots=N`, got 'a slots=0': mend it"),
-    ("a slots=1\na slots=1\n", "D/hosts:2: a host is given once, 'a slots=1' repeats one: keep one"),
+    ("", ["launcher.hostfile", "D/hosts", "`HOST slots=N`"]),
+    ("a slots=8\nb\n", ["D/hosts:2", "`HOST slots=N`", "got 'b'"]),
+    ("a slots=0\n", ["D/hosts:1", "`HOST slots=N`", "got 'a slots=0'"]),
+    ("a slots=1\na slots=1\n", ["D/hosts:2", "once", "'a slots=1'"]),
 ]
 
 
 @pytest.mark.parametrize(("content", "expected"), HOSTS, ids=number)
-def test_a_hostfile(content: str, expected: str, tmp_path: Path) -> None:
+def test_a_hostfile(content: str, expected: list[str], tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text(content)
     line = ["--launcher.hostfile", str(tmp_path / "hosts")]
-    assert answer(lambda: parse_config(PipelineConfig, line), tmp_path) == expected
+    check_error(lambda: parse_config(PipelineConfig, line), expected, tmp_path)
 
 
 COMMANDS = [
-    (["train.py", "--steps", "sft", "--setps", "x"], "unknown option --setps: the nearest is steps"),
-    (["train.py", "--sft.model.path"], "--sft.model.path needs a value, got none: write --sft.model.path VALUE"),
+    (["train.py", "--steps", "sft", "--setps", "x"], ["--setps", "nearest is steps"]),
+    (["train.py", "--sft.model.path"], ["--sft.model.path", "got none", "--sft.model.path"]),
     (
-        ["training/step3_ppo/main.py", "--reward.parts", "[{urls: ['http://me:pass@h/'], weight: x, timeout: 1}]"],
-        "the command line: unknown key timeout in an item of reward.parts: the nearest is timeout_seconds",
+        ["training/step3_ppo/main.py", "--reward.components", "[{urls: ['http://me:pass@h/'], weight: x, timeout: 1}]"],
+        ["timeout", "reward.components", "nearest is timeout_seconds"],
     ),
     (
         ["inference/generate.py", "D/m", "--input", "D/in.jsonl", "--output", "D"],
-        "--output must name a file that can be written, D is none: choose another",
+        "--output must be a file that can be written, got D: choose another",
     ),
 ]
 
 
 @pytest.mark.parametrize(("line", "expected"), COMMANDS, ids=number)
-def test_a_command(line: list[str], expected: str, tmp_path: Path) -> None:
+def test_a_command(line: list[str], expected: list[str], tmp_path: Path) -> None:
     words = [word.replace("D", str(tmp_path), 1) if word[:1] == "D" else word for word in line]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, *words], capture_output=True, text=True, timeout=120, env=environment, cwd=ROOT, check=False
     )
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.replace(str(tmp_path), "D") == f"error: {expected}\n"
+    check_line(done.stderr, expected, tmp_path)

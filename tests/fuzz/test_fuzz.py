@@ -28,7 +28,7 @@ messages = st.lists(
 
 
 @pytest.mark.parametrize("path", FOUND, ids=lambda path: f"{path.parent.name}-{path.name}")
-def test_what_was_found_stays_mended(path: Path) -> None:
+def test_found_inputs_stay_fixed(path: Path) -> None:
     (TARGETS.get(path.parent.name) or all_targets)(path.read_bytes())
 
 

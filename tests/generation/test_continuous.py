@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -13,25 +12,22 @@ from hypothesis import strategies as st
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.functional.logprobs import token_logprobs
-from hybrid_rlhf.generation import Completion, GenerationEngine, SamplingParams
-from hybrid_rlhf.generation.decoder import Decoder
-from hybrid_rlhf.generation.prefixes import BLOCK_TOKENS, PrefixIndex
+from hybrid_rlhf.generation import GenerationEngine, SamplingParams
+from hybrid_rlhf.generation.batching.prefixes import BLOCK_TOKENS, PrefixIndex
+from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.sampling import per_request
-from tests.generation.families import variant
-from tests.generation.test_sampler import requests
-from tests.tiny import tiny_model, tiny_tokenizer
-
-GENERATOR = torch.Generator().manual_seed(0)
-
-
-def tokens(length: int) -> list[int]:
-    return torch.randint(3, 200, (length,), generator=GENERATOR).tolist()
-
-
-SYSTEM = tokens(2 * BLOCK_TOKENS + 3)
-PROMPTS = [tokens(5), SYSTEM + tokens(4), tokens(1), SYSTEM + tokens(9), SYSTEM[:20] + tokens(3), SYSTEM, tokens(40)]
-SAMPLED = SamplingParams(max_new_tokens=14, seed=7, n=2)
-STOP = range(3, 30)
+from tests.support.families import variant
+from tests.support.generation import (
+    PROMPTS,
+    SAMPLED,
+    STOP_TOKEN_IDS,
+    SYSTEM_PROMPT,
+    completions_alone,
+    random_tokens,
+    requests_for,
+    token_ids_of,
+)
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 
 @pytest.fixture
@@ -43,38 +39,34 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     yield sizes
 
 
-def texts(results: list[list[Completion]]) -> list[list[list[int]]]:
-    return [[completion.token_ids for completion in samples] for samples in results]
-
-
-@functools.cache
-def alone() -> list[list[list[int]]]:
-    """Each prompt in an engine of its own, one sample at a time."""
-    engine = GenerationEngine(tiny_model(), stop_token_ids=STOP, max_batch_rows=1)
-    each = per_request(SAMPLED, len(PROMPTS))
-    return [texts(engine.generate([prompt], [params]))[0] for prompt, params in zip(PROMPTS, each, strict=True)]
-
-
 @settings(max_examples=15, deadline=None)
 @given(rows=st.integers(1, 15), chunk=st.sampled_from([1, 3, 16, 1000]))
-def test_a_completion_does_not_depend_on_its_company(rows: int, chunk: int) -> None:
-    engine = GenerationEngine(tiny_model(), stop_token_ids=STOP, max_batch_rows=rows, prefill_tokens=chunk)
-    assert texts(engine.generate(PROMPTS, SAMPLED)) == alone()
+def test_a_completion_does_not_depend_on_its_batch(rows: int, chunk: int) -> None:
+    engine = GenerationEngine.from_model(
+        tiny_model(), stop_token_ids=STOP_TOKEN_IDS, max_batch_rows=rows, prefill_tokens=chunk
+    )
+    assert token_ids_of(engine.generate(PROMPTS, SAMPLED)) == completions_alone()
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3", "bloom", "falcon rw", "opt"])
 def test_windows_caps_and_biases_hold_in_chunks_and_shared_prefixes(name: str) -> None:
     model = variant(name)
-    whole = GenerationEngine(model, stop_token_ids=STOP).generate(PROMPTS, SAMPLED)
-    chunked = GenerationEngine(model, stop_token_ids=STOP, max_batch_rows=3, prefill_tokens=5)
-    module = GenerationEngine(model, stop_token_ids=STOP, layout="module")
-    assert texts(whole) == texts(chunked.generate(PROMPTS, SAMPLED)) == texts(module.generate(PROMPTS, SAMPLED))
+    whole = GenerationEngine.from_model(model, stop_token_ids=STOP_TOKEN_IDS).generate(PROMPTS, SAMPLED)
+    chunked = GenerationEngine.from_model(model, stop_token_ids=STOP_TOKEN_IDS, max_batch_rows=3, prefill_tokens=5)
+    module = GenerationEngine.from_model(model, stop_token_ids=STOP_TOKEN_IDS, backend="module")
+    assert (
+        token_ids_of(whole)
+        == token_ids_of(chunked.generate(PROMPTS, SAMPLED))
+        == token_ids_of(module.generate(PROMPTS, SAMPLED))
+    )
 
 
 def test_logprobs_are_those_of_the_training_forward() -> None:
     model = tiny_model()
     sampling = replace(SAMPLED, temperature=0.6, top_p=0.9)
-    results = GenerationEngine(model, stop_token_ids=STOP, max_batch_rows=4).generate(PROMPTS, sampling)
+    results = GenerationEngine.from_model(model, stop_token_ids=STOP_TOKEN_IDS, max_batch_rows=4).generate(
+        PROMPTS, sampling
+    )
     for prompt, samples in zip(PROMPTS, results, strict=True):
         for sample in samples:
             ids = torch.tensor([prompt + sample.token_ids])
@@ -86,28 +78,29 @@ def test_logprobs_are_those_of_the_training_forward() -> None:
 
 
 def test_the_prompt_of_n_samples_is_read_once(read: list[int]) -> None:
-    prompt, params = tokens(40), SamplingParams(max_new_tokens=3, n=8, seed=0)
-    GenerationEngine(tiny_model(), stop_token_ids=()).generate([prompt], params)
+    prompt, params = random_tokens(40), SamplingParams(max_new_tokens=3, n=8, seed=0)
+    GenerationEngine.from_model(tiny_model(), stop_token_ids=()).generate([prompt], params)
     assert read == [40, 8, 8]
     read.clear()
-    GenerationEngine(tiny_model(), stop_token_ids=(), max_batch_rows=6).generate([prompt], params)
+    GenerationEngine.from_model(tiny_model(), stop_token_ids=(), max_batch_rows=6).generate([prompt], params)
     assert read[:3] == [40, 6, 6] and sum(read) == 40 + 2 * 8 + 40, (
         "two samples came late, nobody was left to copy from"
     )
 
 
 def test_a_common_prefix_is_read_once(read: list[int]) -> None:
-    GenerationEngine(tiny_model(), stop_token_ids=()).generate(
-        [SYSTEM + [5, 6], SYSTEM + [7], SYSTEM + [8, 9, 10]], SamplingParams(max_new_tokens=2, seed=0)
+    GenerationEngine.from_model(tiny_model(), stop_token_ids=()).generate(
+        [SYSTEM_PROMPT + [5, 6], SYSTEM_PROMPT + [7], SYSTEM_PROMPT + [8, 9, 10]],
+        SamplingParams(max_new_tokens=2, seed=0),
     )
-    shared = len(SYSTEM) // BLOCK_TOKENS * BLOCK_TOKENS
-    assert read == [len(SYSTEM) + 2, 2 * len(SYSTEM) + 4 - 2 * shared, 3]
+    shared = len(SYSTEM_PROMPT) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert read == [len(SYSTEM_PROMPT) + 2, 2 * len(SYSTEM_PROMPT) + 4 - 2 * shared, 3]
 
 
 def test_rows_that_have_ended_leave_and_others_enter(read: list[int]) -> None:
-    prompts = [tokens(4) for _ in range(24)]
+    prompts = [random_tokens(4) for _ in range(24)]
     params = SamplingParams(max_new_tokens=40, seed=1)
-    engine = GenerationEngine(tiny_model(), stop_token_ids=range(3, 60), max_batch_rows=8)
+    engine = GenerationEngine.from_model(tiny_model(), stop_token_ids=range(3, 60), max_batch_rows=8)
     results = engine.generate(prompts, params)
     lengths = [len(completion.token_ids) for (completion,) in results]
     assert len(set(lengths)) > 3
@@ -118,14 +111,16 @@ def test_requests_wait_for_room_and_none_is_lost() -> None:
     model = tiny_model()  # 2 layers, 2 KV heads of 8: 256 bytes a token
     longest = max(map(len, PROMPTS)) + 14
     room_for_two = 2.5 * longest * 256 / 2**30
-    engine = GenerationEngine(model, stop_token_ids=STOP, kv_cache_gib=room_for_two)
-    assert texts(engine.generate(PROMPTS, SAMPLED)) == alone()
+    engine = GenerationEngine.from_model(model, stop_token_ids=STOP_TOKEN_IDS, kv_cache_gib=room_for_two)
+    assert token_ids_of(engine.generate(PROMPTS, SAMPLED)) == completions_alone()
     with pytest.raises(UserError, match=f"must hold one completion of {longest} tokens"):
-        GenerationEngine(model, stop_token_ids=STOP, kv_cache_gib=room_for_two / 3).generate(PROMPTS, SAMPLED)
+        GenerationEngine.from_model(model, stop_token_ids=STOP_TOKEN_IDS, kv_cache_gib=room_for_two / 3).generate(
+            PROMPTS, SAMPLED
+        )
 
 
 def test_no_prompt_one_prompt_and_all_stopping_at_once() -> None:
-    engine = GenerationEngine(tiny_model(), stop_token_ids=range(259))
+    engine = GenerationEngine.from_model(tiny_model(), stop_token_ids=range(259))
     assert engine.generate([], SAMPLED) == []
     for prompts in ([[4]], PROMPTS):
         for samples in engine.generate(prompts, SAMPLED):
@@ -133,32 +128,32 @@ def test_no_prompt_one_prompt_and_all_stopping_at_once() -> None:
 
 
 def test_a_table_of_positions_ends_a_completion_or_refuses_a_prompt() -> None:
-    engine = GenerationEngine(variant("gpt2"), stop_token_ids=())  # 128 positions
-    (completion,) = engine.generate([tokens(120)], SamplingParams(max_new_tokens=20, greedy=True))[0]
+    engine = GenerationEngine.from_model(variant("gpt2"), stop_token_ids=())  # 128 positions
+    (completion,) = engine.generate([random_tokens(120)], SamplingParams(max_new_tokens=20, temperature=0.0))[0]
     assert (len(completion.token_ids), completion.finish_reason) == (8, "length")
     with pytest.raises(UserError, match="has 128 positions, prompt 1 has 128 tokens"):
-        engine.generate([tokens(3), tokens(128)], SAMPLED)
+        engine.generate([random_tokens(3), random_tokens(128)], SAMPLED)
 
 
 def test_stop_strings_end_with_the_token_that_completes_them() -> None:
     tokenizer = tiny_tokenizer()
-    engine = GenerationEngine(tiny_model(), stop_token_ids=(), tokenizer=tokenizer)
+    engine = GenerationEngine.from_model(tiny_model(), stop_token_ids=(), tokenizer=tokenizer)
     params = SamplingParams(max_new_tokens=30, seed=3)
     free = [samples[0].token_ids for samples in engine.generate(PROMPTS, params)]
     stops = tuple(tokenizer.decode(ids[6:9]) for ids in free)
     for prompt, ids, request in zip(PROMPTS, free, per_request(params, len(PROMPTS)), strict=True):
-        (completion,) = engine.generate([prompt], [replace(request, stop_strings=stops)])[0]
+        (completion,) = engine.generate([prompt], [replace(request, stop=stops)])[0]
         ends = [end for end in range(1, 31) if any(stop in tokenizer.decode(ids[:end]) for stop in stops)]
         assert completion.token_ids == ids[: ends[0]] and completion.finish_reason == "stop"
-    with pytest.raises(UserError, match="stop_strings need a tokenizer"):
-        GenerationEngine(tiny_model()).generate(PROMPTS, replace(params, stop_strings=("a",)))
+    with pytest.raises(UserError, match="stop needs a tokenizer"):
+        GenerationEngine.from_model(tiny_model()).generate(PROMPTS, replace(params, stop=("a",)))
 
 
 @given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=50), min_size=1, max_size=8), st.data())
 def test_the_prefix_index_finds_the_longest_whole_blocks(prompts: list[list[int]], data: st.DataObject) -> None:
     index, held = PrefixIndex(), []
     for prompt in prompts:
-        (request,) = requests([SamplingParams()], prompt=prompt)
+        (request,) = requests_for([SamplingParams()], prompt=prompt)
         index.add(request)
         held.append(request)
     for gone in data.draw(st.sets(st.integers(0, len(prompts) - 1))):
@@ -178,8 +173,10 @@ def test_the_prefix_index_finds_the_longest_whole_blocks(prompts: list[list[int]
 def test_what_decoding_reads_is_counted() -> None:
     """Weights once a step, and what each row attends to."""
     lm = tiny_model()
-    engine = GenerationEngine(lm, stop_token_ids=(), max_batch_rows=2)
-    engine.generate([tokens(5), tokens(3)], [SamplingParams(max_new_tokens=length, seed=1) for length in (4, 6)])
+    engine = GenerationEngine.from_model(lm, stop_token_ids=(), max_batch_rows=2)
+    engine.generate(
+        [random_tokens(5), random_tokens(3)], [SamplingParams(max_new_tokens=length, seed=1) for length in (4, 6)]
+    )
     products = sum(p.numel() for name, p in lm.named_parameters() if "norm" not in name)  # the tied head is one
     cached = 2 * 2 * 2 * 8  # layers, keys and values, heads, head size
     attended = (6 + 7 + 8) + (4 + 5 + 6 + 7 + 8)

@@ -11,25 +11,25 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
-from hybrid_rlhf.generation.decoder import Decoder
-from hybrid_rlhf.generation.families import FAMILIES, NotDescribed, describe
-from hybrid_rlhf.generation.layers import ACTIVATIONS
-from hybrid_rlhf.generation.layout import check_layout, decoder_of, probe_logprobs
-from hybrid_rlhf.generation.split import Split
+from hybrid_rlhf.generation.model.decoder import Decoder
+from hybrid_rlhf.generation.model.layers import ACTIVATIONS
+from hybrid_rlhf.generation.weights.conversion import check_inference_weights, decoder_of, probe_logprobs
+from hybrid_rlhf.generation.weights.families import FAMILIES, NotDescribed, describe
+from hybrid_rlhf.generation.weights.split import Split
 from hybrid_rlhf.models.families import keep_float32_logits
 from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens
 from hybrid_rlhf.runtime.world import solo_world
-from tests.generation.families import VARIANTS, variant
-from tests.tiny import tiny_model
+from tests.support.families import VARIANTS, variant
+from tests.support.tiny import tiny_model
 
 CPU = torch.device("cpu")
 GENERATOR = torch.Generator().manual_seed(0)
 PROMPTS = [torch.randint(3, 200, (length,), generator=GENERATOR).tolist() for length in (5, 1, 9, 3, 20)]
-GREEDY = SamplingParams(max_new_tokens=12, greedy=True)
+GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0)
 STOP = [2, 11, 40, 77, 130]
 
 
-def layout(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> Decoder:
+def decoder_from(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> Decoder:
     return decoder_of(model, world=solo_world(CPU), dtype=dtype)
 
 
@@ -39,13 +39,13 @@ def test_logprobs_are_those_of_the_module(name: str) -> None:
     tokens = probe_tokens(model.config.vocab_size)
     expected = module_logprobs(model, tokens)
     assert expected.std() > 0.5, "a flat distribution would prove nothing"
-    torch.testing.assert_close(probe_logprobs(layout(model), tokens), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(probe_logprobs(decoder_from(model), tokens), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_greedy_tokens_are_those_of_hugging_face_padded_or_not(name: str) -> None:
     model = variant(name)
-    engine = GenerationEngine(model, stop_token_ids=STOP)
+    engine = GenerationEngine.from_model(model, stop_token_ids=STOP)
     completions = [samples[0] for samples in engine.generate(PROMPTS, GREEDY)]
     model.generation_config.eos_token_id = STOP
     width = max(map(len, PROMPTS))
@@ -72,7 +72,7 @@ def test_every_row_of_the_table_has_a_variant() -> None:
 def test_bfloat16_stays_near_the_module(name: str) -> None:
     model = variant(name).to(torch.bfloat16)  # type: ignore[arg-type]
     tokens = probe_tokens(model.config.vocab_size)
-    found, expected = probe_logprobs(layout(model, torch.bfloat16), tokens), module_logprobs(model, tokens)
+    found, expected = probe_logprobs(decoder_from(model, torch.bfloat16), tokens), module_logprobs(model, tokens)
     assert (found - expected).abs().mean() < 0.05
     exact = module_logprobs(model.float(), tokens)
     assert (found - exact).abs().mean() < 1.5 * (expected - exact).abs().mean() + 0.01, "no further from the truth"
@@ -81,13 +81,13 @@ def test_bfloat16_stays_near_the_module(name: str) -> None:
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
 @torch.no_grad()
-def test_logits_of_a_bfloat16_layout_stay_in_float32(name: str, packed: bool) -> None:
+def test_logits_of_bfloat16_inference_weights_stay_in_float32(name: str, packed: bool) -> None:
     model = variant(name).to(torch.bfloat16)  # type: ignore[arg-type]
     hidden = torch.randn(5, model.config.hidden_size).bfloat16()
     for wanted in (True, False):
         keep_float32_logits(model, wanted)
         with torch.backends.mkldnn.flags(enabled=packed):
-            decoder = layout(model, torch.bfloat16)
+            decoder = decoder_from(model, torch.bfloat16)
             found = decoder.logits(hidden)
         x = decoder._weights.final_norm(hidden)  # type: ignore[misc]
         if decoder._weights.embed_out is not None:
@@ -117,23 +117,23 @@ def test_what_is_not_described_runs_through_the_module_and_says_why(
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**sizes, **settings})).eval()
     with pytest.raises(NotDescribed, match=reason):
         describe(model)
-        layout(model)
-    (completion,) = GenerationEngine(model, stop_token_ids=()).generate([[4, 5, 6]], GREEDY)[0]
+        decoder_from(model)
+    (completion,) = GenerationEngine.from_model(model, stop_token_ids=()).generate([[4, 5, 6]], GREEDY)[0]
     assert len(completion.token_ids) == 12
     (line,) = [line for line in log_lines if "runs through its Hugging Face module" in line]
     assert reason in line
 
 
-def test_a_layout_that_computes_something_else_stops_the_run() -> None:
+def test_inference_weights_that_compute_something_else_stop_the_run() -> None:
     model = variant("llama")
-    decoder = layout(model)
+    decoder = decoder_from(model)
     expected = module_logprobs(model, probe_tokens(model.config.vocab_size))
-    check_layout(decoder, expected)
+    check_inference_weights(decoder, expected)
     decoder._inv_freq[0] *= 1.05  # type: ignore[operator]
     with pytest.raises(UserError, match="must agree with the training forward to 0.002 nats"):
-        check_layout(decoder, expected)
-    with pytest.raises(UserError, match="it is nan off"):
-        check_layout(decoder, expected * torch.nan)
+        check_inference_weights(decoder, expected)
+    with pytest.raises(UserError, match="differ by nan"):
+        check_inference_weights(decoder, expected * torch.nan)
 
 
 def test_weights_are_views_where_they_can_be() -> None:
@@ -145,7 +145,7 @@ def test_weights_are_views_where_they_can_be() -> None:
         parameter.data = flat[start : start + parameter.numel()].view(parameter.shape)
         start += parameter.numel()
     with torch.backends.mkldnn.flags(enabled=False):
-        weights = layout(model)._weights
+        weights = decoder_from(model)._weights
     for product in (layer_product for layer in weights.layers for layer_product in (layer.qkv, layer.o, layer.up)):
         assert product.weight.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
 
@@ -177,15 +177,15 @@ def loud(name: str, magnitude: float, dtype: torch.dtype) -> PreTrainedModel:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("magnitude", [5, 20, 40])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral"])
-def test_large_logits_of_low_precision_are_no_fault_and_a_wrong_layout_is_one(
+def test_large_logits_of_low_precision_are_no_fault_and_wrong_inference_weights_are_one(
     name: str, magnitude: float, dtype: torch.dtype
 ) -> None:
     model = loud(name, magnitude, dtype)
     expected = module_logprobs(model, probe_tokens(model.config.vocab_size))
-    check_layout(layout(model, dtype), expected)
+    check_inference_weights(decoder_from(model, dtype), expected)
     for fault in ({"activation": "relu"}, {"kinds": tuple(replace(k, rotary=None) for k in describe(model)[0].kinds)}):
-        wrong = layout(model, dtype)
+        wrong = decoder_from(model, dtype)
         wrong.architecture = replace(wrong.architecture, **fault)
         wrong._activation = ACTIVATIONS[wrong.architecture.activation]
         with pytest.raises(UserError, match="must agree with the training forward"):
-            check_layout(wrong, expected)
+            check_inference_weights(wrong, expected)

@@ -20,19 +20,21 @@ import pytest
 import torch
 from torch.nn import functional
 
-from hybrid_rlhf.generation import GenerationEngine, decoder, layers, workspace
-from hybrid_rlhf.generation.attention import Attention
-from hybrid_rlhf.generation.cache import KVCache
-from hybrid_rlhf.generation.families import describe
-from hybrid_rlhf.generation.layers import ACTIVATIONS, Norm
-from hybrid_rlhf.generation.split import Split
+from hybrid_rlhf.generation import GenerationEngine
+from hybrid_rlhf.generation.batching import workspace
+from hybrid_rlhf.generation.batching.cache import KVCache
+from hybrid_rlhf.generation.model import decoder, layers
+from hybrid_rlhf.generation.model.attention import Attention
+from hybrid_rlhf.generation.model.layers import ACTIVATIONS, Norm
+from hybrid_rlhf.generation.weights.families import describe
+from hybrid_rlhf.generation.weights.split import Split
 from hybrid_rlhf.runtime.world import default_device
-from tests.generation.families import variant
-from tests.generation.test_continuous import PROMPTS, SAMPLED, STOP, alone, texts
-from tests.tiny import tiny_model
+from tests.support.families import variant
+from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, completions_alone, token_ids_of
+from tests.support.tiny import tiny_model
 
 pytest.importorskip("triton")
-kernels = importlib.import_module("hybrid_rlhf.generation.kernels")
+kernels = importlib.import_module("hybrid_rlhf.generation.model.kernels")
 DEVICE = default_device()
 
 
@@ -130,33 +132,37 @@ def test_a_family_samples_with_kernels_what_it_does_without(
     name: str, everywhere: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, sampling = variant(name).to(DEVICE), replace(SAMPLED, max_new_tokens=3)
-    found = texts(GenerationEngine(model, stop_token_ids=STOP).generate(PROMPTS[:3], sampling))
+    found = token_ids_of(
+        GenerationEngine.from_model(model, stop_token_ids=STOP_TOKEN_IDS).generate(PROMPTS[:3], sampling)
+    )
     for module in (decoder, layers):
         monkeypatch.setattr(module, "kernels_for", lambda device: None)
-    assert found == texts(GenerationEngine(model, stop_token_ids=STOP).generate(PROMPTS[:3], sampling))
+    assert found == token_ids_of(
+        GenerationEngine.from_model(model, stop_token_ids=STOP_TOKEN_IDS).generate(PROMPTS[:3], sampling)
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 3, 64])
 def test_a_step_may_be_looked_at_late(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: padded batches, and rows that have ended take part in one step more."""
-    expected, sizes = alone(), []
+    expected, sizes = completions_alone(), []
 
     def padded(self: workspace.Workspace, live: list[object]) -> workspace.Fetch:
-        self.lag = 1
-        batch = workspace._rung(len(live), self.cache.slots)
+        self.steps_in_flight = 1
+        batch = workspace._graph_rows(len(live), self.cache.slots)
         sizes.append(batch)
         result = self.step(batch)[:, : len(live)].clone()
         return result.tolist
 
     monkeypatch.setattr(workspace.Workspace, "decode", padded)
-    engine = GenerationEngine(tiny_model(), stop_token_ids=STOP, max_batch_rows=rows)
-    assert texts(engine.generate(PROMPTS, SAMPLED)) == expected
+    engine = GenerationEngine.from_model(tiny_model(), stop_token_ids=STOP_TOKEN_IDS, max_batch_rows=rows)
+    assert token_ids_of(engine.generate(PROMPTS, SAMPLED)) == expected
     assert sizes
 
 
 def test_sizes_of_batch_are_few_and_never_too_small() -> None:
     for slots in (1, 7, 100, 1000):
-        rungs = [workspace._rung(rows, slots) for rows in range(1, slots + 1)]
+        rungs = [workspace._graph_rows(rows, slots) for rows in range(1, slots + 1)]
         assert all(rows <= rung <= slots for rows, rung in enumerate(rungs, start=1))
         assert rungs == sorted(rungs) and len(set(rungs)) <= 45
 
@@ -165,7 +171,7 @@ _COMPILE = """
 import json, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from hybrid_rlhf.generation import kernels
+from hybrid_rlhf.generation.model import kernels
 
 TYPES = {"*bf16": torch.bfloat16, "*fp32": torch.float32}
 
@@ -211,9 +217,11 @@ print(json.dumps("compiled"))
 def compiled(script: str) -> Any:
     """What a script prints as JSON, in a process without the interpreter; no GPU is needed to compile for one."""
     run = subprocess.run(
-        [sys.executable, "-c", _COMPILE + script], capture_output=True, text=True,
+        [sys.executable, "-c", _COMPILE + script],
+        capture_output=True,
+        text=True,
         env={"PATH": "/usr/bin:/bin", "HOME": os.environ.get("HOME", "/tmp"), "PYTHONPATH": os.getcwd()},
-    )  # fmt: skip
+    )
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout.splitlines()[-1])
 

@@ -17,31 +17,28 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybrid_rlhf.generation.requests import Request
-from hybrid_rlhf.generation.rows import Mode, Rows
-from hybrid_rlhf.generation.sampler import Drawn, Sampler, running_sums
-from hybrid_rlhf.generation.sampling import SamplingParams, uniform_stream
-from hybrid_rlhf.generation.split import share
+from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, SamplingMode
+from hybrid_rlhf.generation.batching.requests import Request
+from hybrid_rlhf.generation.sampler import SampledTokens, Sampler, running_sums
+from hybrid_rlhf.generation.sampling import SamplingParams
+from hybrid_rlhf.generation.weights.split import share
 from hybrid_rlhf.runtime.world import World, solo_world
+from tests.support.generation import requests_for
 
 CPU = torch.device("cpu")
 
 
-def requests(params: Sequence[SamplingParams], prompt: Sequence[int] = (1,)) -> list[Request]:
-    return [Request(prompt, i, p, frozenset({2}), uniform_stream(7, i, 4)) for i, p in enumerate(params)]
-
-
-def drawn(logits: Tensor, params: SamplingParams | Sequence[SamplingParams], **other: Any) -> Drawn:
+def drawn(logits: Tensor, params: SamplingParams | Sequence[SamplingParams], **other: Any) -> SampledTokens:
     each = [params] * len(logits) if isinstance(params, SamplingParams) else params
-    return draw_for(logits, requests(each, **other))
+    return draw_for(logits, requests_for(each, **other))
 
 
 def draw_for(
     logits: Tensor, asked: Sequence[Request], vocabulary: int | None = None, world: World | None = None
-) -> Drawn:
+) -> SampledTokens:
     size = vocabulary or logits.shape[-1]
-    rows = Rows.of(asked, vocab_size=size, device=CPU)
-    return Sampler(size, Mode.of(asked), world or solo_world(CPU))(logits.clone(), rows)
+    rows = DecodeBatch.of(asked, vocab_size=size, device=CPU)
+    return Sampler(size, SamplingMode.of(asked), world or solo_world(CPU))(logits.clone(), rows)
 
 
 @pytest.mark.parametrize("vocabulary", [5, 128, 1000])
@@ -144,11 +141,14 @@ def test_rows_keep_their_own_settings_and_their_own_numbers() -> None:
     torch.manual_seed(0)
     logits = torch.randn(5, 40) * 3
     params = [
-        SamplingParams(), SamplingParams(greedy=True), SamplingParams(top_k=2), SamplingParams(top_p=0.3),
+        SamplingParams(),
+        SamplingParams(temperature=0.0),
+        SamplingParams(top_k=2),
+        SamplingParams(top_p=0.3),
         SamplingParams(temperature=0.3, min_p=0.2),
-    ]  # fmt: skip
+    ]
     together = drawn(logits, params)
-    rows = requests(params)
+    rows = requests_for(params)
     for row in range(5):
         alone = draw_for(logits[row : row + 1], [rows[row]])
         assert alone.tokens[0] == together.tokens[row]
@@ -160,7 +160,7 @@ def test_rows_keep_their_own_settings_and_their_own_numbers() -> None:
 def test_no_number_draws_a_token_without_probability(uniform: float) -> None:
     logits = torch.full((1, 300), -torch.inf)
     logits[0, [5, 170]] = 0.0
-    (request,) = requests([SamplingParams()])
+    (request,) = requests_for([SamplingParams()])
     request.uniforms[0] = uniform
     token = int(draw_for(logits, [request]).tokens)
     assert token == (5 if uniform < 0.5 else 170)
@@ -168,9 +168,9 @@ def test_no_number_draws_a_token_without_probability(uniform: float) -> None:
 
 def test_repetition_penalty_and_min_new_tokens() -> None:
     logits = torch.tensor([[3.0, 2.9, 4.0, -1.0, -1.1]])
-    assert int(drawn(logits, SamplingParams(greedy=True)).tokens) == 2
-    assert int(drawn(logits, SamplingParams(greedy=True, min_new_tokens=1)).tokens) == 0, "2 is the stop token"
-    penalised = drawn(logits, SamplingParams(greedy=True, repetition_penalty=2.0), prompt=(0, 2, 3))
+    assert int(drawn(logits, SamplingParams(temperature=0.0)).tokens) == 2
+    assert int(drawn(logits, SamplingParams(temperature=0.0, min_new_tokens=1)).tokens) == 0, "2 is the stop token"
+    penalised = drawn(logits, SamplingParams(temperature=0.0, repetition_penalty=2.0), prompt=(0, 2, 3))
     assert int(penalised.tokens) == 1
     expected = torch.log_softmax(torch.tensor([1.5, 2.9, 2.0, -2.0, -1.1]), 0)[1]
     torch.testing.assert_close(penalised.sampling_logprobs[0], expected)
@@ -183,7 +183,7 @@ def _draw_part(rank: int, init: str, ranks: int, logits: Tensor, rows: list[list
     world = World(rank, ranks, rank, ranks, CPU, dist.group.WORLD)
     mine = share(logits.shape[-1], rank, ranks)
     for number, params in enumerate(rows):
-        found = draw_for(logits[:, mine.start : mine.stop], requests(params), logits.shape[-1], world)
+        found = draw_for(logits[:, mine.start : mine.stop], requests_for(params), logits.shape[-1], world)
         told[rank, number] = (found.tokens, found.logprobs, found.sampling_logprobs)
     dist.destroy_process_group()
 
@@ -194,7 +194,7 @@ def test_a_vocabulary_over_ranks_draws_what_one_process_draws(ranks: int, tmp_pa
     logits = torch.randn(64, 301) * 2
     logits[0, :290] = -torch.inf  # nothing to draw on the first ranks
     logits[1, 100:] = -torch.inf  # nor on the last
-    whole = [SamplingParams(temperature=0.8, greedy=row % 7 == 6) for row in range(64)]
+    whole = [SamplingParams(temperature=0.0 if row % 7 == 6 else 0.8) for row in range(64)]
     settings = [whole, [replace(params, top_p=0.9) for params in whole]]
     with multiprocessing.Manager() as manager:
         told = manager.dict()

@@ -1,4 +1,4 @@
-"""What decides how many completions are decoded at once, and that what decoding captured is released."""
+"""What decides how many completions are decoded at once, and that CUDA graphs are released."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.generation import GenerationEngine, engine, slots, workspace
-from hybrid_rlhf.generation.cache import bytes_per_token
-from hybrid_rlhf.generation.slots import DeviceMemory, Working, slots_within
-from hybrid_rlhf.generation.workspace import Workspace, _Graphs
-from hybrid_rlhf.runtime import timers
-from tests.generation.test_continuous import PROMPTS, SAMPLED, STOP, alone, texts
-from tests.tiny import tiny_model
+from hybrid_rlhf.generation import GenerationEngine
+from hybrid_rlhf.generation.backends import native
+from hybrid_rlhf.generation.batching import slots, workspace
+from hybrid_rlhf.generation.batching.cache import bytes_per_token
+from hybrid_rlhf.generation.batching.slots import DeviceMemory, WorkingMemory, slots_within
+from hybrid_rlhf.generation.batching.workspace import Workspace, _Graphs
+from hybrid_rlhf.runtime.observability import timers
+from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, completions_alone, token_ids_of
+from tests.support.tiny import tiny_model
 
 CPU = torch.device("cpu")
 
@@ -32,16 +34,19 @@ def test_what_the_allocator_holds_without_using_it_is_available() -> None:
 
 
 @given(
-    budget=st.floats(0, 1e6), slot=st.floats(1, 1e4), prefill=st.floats(0, 1e6), row=st.floats(0, 1e3),
-    captured=st.booleans(),
-)  # fmt: skip
+    budget=st.floats(0, 1e6),
+    slot=st.floats(1, 1e4),
+    prefill=st.floats(0, 1e6),
+    row=st.floats(0, 1e3),
+    cuda_graphs=st.booleans(),
+)
 def test_slots_and_all_that_runs_beside_them_fit(
-    budget: float, slot: float, prefill: float, row: float, captured: bool
+    budget: float, slot: float, prefill: float, row: float, cuda_graphs: bool
 ) -> None:
     def taken(count: int) -> float:
-        return count * slot + max(prefill, count * row) + (count * row if captured else 0.0)
+        return count * slot + max(prefill, count * row) + (count * row if cuda_graphs else 0.0)
 
-    found = slots_within(budget, slot, Working(prefill, row, captured))
+    found = slots_within(budget, slot, WorkingMemory(prefill, row, cuda_graphs))
     assert found >= 0
     assert found == 0 or taken(found) <= budget * (1 + 1e-9)
     assert taken(found + 1) > budget * (1 - 1e-9), "one more would not fit"
@@ -55,36 +60,36 @@ def test_the_cache_takes_what_memory_leaves_beside_a_prefill(
 ) -> None:
     """100,000 bytes in both cases, half of them for generation; of these 10,000 for a prefill."""
     monkeypatch.setattr(slots, "device_memory", lambda device: memory)
-    monkeypatch.setattr(engine, "working_memory", lambda *_, **__: Working(prefill=10_000))
-    generation = GenerationEngine(tiny_model(), stop_token_ids=STOP)
-    decoder = generation._decoder
+    monkeypatch.setattr(native, "working_memory", lambda *_, **__: WorkingMemory(prefill=10_000))
+    generation = GenerationEngine.from_model(tiny_model(), stop_token_ids=STOP_TOKEN_IDS)
+    decoder = generation.backend.decoder
     assert decoder is not None
     longest = max(map(len, PROMPTS)) + SAMPLED.max_new_tokens
     slot = longest * bytes_per_token(decoder.architecture, decoder.split, decoder.dtype)
     assert slot < 40_000
-    assert texts(generation.generate(PROMPTS, SAMPLED)) == alone()
-    assert generation.workspace is not None and generation.workspace.cache.slots == 40_000 // slot
-    monkeypatch.setattr(engine, "working_memory", lambda *_, **__: Working(prefill=50_000 - slot / 2))
+    assert token_ids_of(generation.generate(PROMPTS, SAMPLED)) == completions_alone()
+    assert generation.backend.workspace is not None and generation.backend.workspace.cache.slots == 40_000 // slot
+    monkeypatch.setattr(native, "working_memory", lambda *_, **__: WorkingMemory(prefill=50_000 - slot / 2))
     with pytest.raises(UserError, match="KV cache must hold one completion"):
-        GenerationEngine(tiny_model(), stop_token_ids=STOP).generate(PROMPTS, SAMPLED)
+        GenerationEngine.from_model(tiny_model(), stop_token_ids=STOP_TOKEN_IDS).generate(PROMPTS, SAMPLED)
 
 
 def test_the_memory_of_a_prefill_and_of_a_step_is_measured_by_running_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """With an answer of our own in the place of the allocator's."""
-    generation = GenerationEngine(tiny_model(), stop_token_ids=STOP)
-    decoder = generation._decoder
+    generation = GenerationEngine.from_model(tiny_model(), stop_token_ids=STOP_TOKEN_IDS)
+    decoder = generation.backend.decoder
     assert decoder is not None
     requests = generation._requests(PROMPTS, SAMPLED)
     read: list[int] = []
     hidden = decoder.hidden
     monkeypatch.setattr(decoder, "hidden", lambda tokens, *rest: read.append(len(tokens)) or hidden(tokens, *rest))
     monkeypatch.setattr(slots, "peak_bytes", lambda device, run: (run(), 5000 + 1000 * read[-1])[1])
-    found = slots.measured_memory(decoder, requests, rows=5, prefill_tokens=100, captures=True)
+    found = slots.measured_memory(decoder, requests, rows=5, prefill_tokens=100, cuda_graphs=True)
     longest = max(map(len, PROMPTS))
     prompts = min(5, 100 // longest)
     assert read == [prompts * longest] * 2 + [5, 5, 2, 2], "each once to warm up"
-    assert found == Working(prefill=5000 + 1000 * prompts * longest, row=1000, captured=True)
-    assert slots.measured_memory(decoder, requests, rows=1, prefill_tokens=1, captures=False).row == 6000
+    assert found == WorkingMemory(prefill=5000 + 1000 * prompts * longest, row=1000, cuda_graphs=True)
+    assert slots.measured_memory(decoder, requests, rows=1, prefill_tokens=1, cuda_graphs=False).row == 6000
 
 
 def test_a_measurement_keeps_the_peak_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,16 +105,16 @@ def test_a_measurement_keeps_the_peak_of_before(monkeypatch: pytest.MonkeyPatch)
 
 def test_as_many_rows_as_are_asked_for_are_decoded_together() -> None:
     prompts = [[5, 6, 7]] * 300
-    generation = GenerationEngine(tiny_model(), stop_token_ids=())
+    generation = GenerationEngine.from_model(tiny_model(), stop_token_ids=())
     generation.generate(prompts, replace(SAMPLED, n=1, max_new_tokens=2))
-    assert generation.workspace is not None and generation.workspace.cache.slots == 300
-    bound = GenerationEngine(tiny_model(), stop_token_ids=(), max_batch_rows=70)
+    assert generation.backend.workspace is not None and generation.backend.workspace.cache.slots == 300
+    bound = GenerationEngine.from_model(tiny_model(), stop_token_ids=(), max_batch_rows=70)
     bound.generate(prompts, replace(SAMPLED, n=1, max_new_tokens=2))
-    assert bound.workspace is not None and bound.workspace.cache.slots == 70
+    assert bound.backend.workspace is not None and bound.backend.workspace.cache.slots == 70
 
 
 class FakeGraph:
-    """A captured step that runs again when it is replayed."""
+    """A CUDA graph whose replay does nothing."""
 
     alive = 0
 
@@ -154,10 +159,10 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 
 def capturing(rows: int = 4) -> Workspace:
-    """A workspace that has captured steps of two sizes."""
-    generation = GenerationEngine(tiny_model(), stop_token_ids=STOP, max_batch_rows=rows)
+    """A workspace with CUDA graphs of two batch sizes."""
+    generation = GenerationEngine.from_model(tiny_model(), stop_token_ids=STOP_TOKEN_IDS, max_batch_rows=rows)
     generation.generate(PROMPTS[:2], replace(SAMPLED, max_new_tokens=2))
-    found = generation.detach_workspace()
+    found, generation.backend.workspace = generation.backend.workspace, None
     assert found is not None
     found._graphs = _Graphs(found.rows, CPU)
     for batch in (1, 2, 1):
@@ -165,7 +170,7 @@ def capturing(rows: int = 4) -> Workspace:
     return found
 
 
-def test_steps_of_a_workspace_are_captured_on_one_stream_which_the_next_takes_over(fake_cuda: list[Any]) -> None:
+def test_graphs_of_a_workspace_are_captured_on_one_stream_which_the_next_reuses(fake_cuda: list[Any]) -> None:
     first, second = capturing(), capturing()
     assert fake_cuda[0] is fake_cuda[1] is not fake_cuda[2] is fake_cuda[3] and FakeGraph.alive == 4
     first.close()
@@ -178,7 +183,7 @@ def test_steps_of_a_workspace_are_captured_on_one_stream_which_the_next_takes_ov
 
 
 def test_a_workspace_that_nobody_holds_is_freed_at_once(fake_cuda: list[Any]) -> None:
-    """Not by the garbage collector, some time later: captured steps must not lead back to what holds them."""
+    """Not by the garbage collector, some time later: CUDA graphs must not refer to what holds them."""
     gc.disable()
     try:
         found = capturing()
@@ -189,11 +194,25 @@ def test_a_workspace_that_nobody_holds_is_freed_at_once(fake_cuda: list[Any]) ->
         gc.enable()
 
 
-def test_an_engine_closes_its_workspace_unless_that_was_taken(fake_cuda: list[Any]) -> None:
-    for taken in (False, True):
+def test_an_engine_closes_its_workspace_unless_its_backend_was_detached(fake_cuda: list[Any]) -> None:
+    for detached in (False, True):
         held = capturing()
-        generation = GenerationEngine(tiny_model(), stop_token_ids=STOP, workspace=held)
-        if taken:
-            assert generation.detach_workspace() is held
+        generation = GenerationEngine.from_model(tiny_model(), stop_token_ids=STOP_TOKEN_IDS)
+        backend = generation.backend
+        backend.workspace = held
+        if detached:
+            assert generation.detach_backend() is backend
         generation.close()
-        assert (held._graphs is None) != taken
+        assert (held._graphs is None) != detached
+
+
+def test_a_weight_sync_keeps_the_workspace_of_the_same_decoder_only(fake_cuda: list[Any]) -> None:
+    held, backend = capturing(), GenerationEngine.from_model(tiny_model()).backend
+    backend.workspace = held
+    backend.sync_weights(backend.decoder)
+    assert backend.workspace is held and held._graphs is not None
+    backend.sync_weights(GenerationEngine.from_model(tiny_model()).backend.decoder)
+    assert backend.workspace is None and held._graphs is None
+    backend.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        next(iter(backend.run([])))

@@ -1,4 +1,4 @@
-"""What only a GPU can show: the three dtypes under ZeRO, the switch, and generation against Hugging Face."""
+"""What only a GPU can show: the three dtypes under ZeRO, weight sync, and generation against Hugging Face."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_rlhf.configs.rollout import RolloutConfig
+from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.builder import build_actor
-from hybrid_rlhf.generation import GenerationEngine, workspace
-from hybrid_rlhf.generation.layout import decoder_of, probe_logprobs
+from hybrid_rlhf.generation import GenerationEngine
+from hybrid_rlhf.generation.batching import workspace
+from hybrid_rlhf.generation.weights.conversion import decoder_of, probe_logprobs
 from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens
 from hybrid_rlhf.runtime.world import World, solo_world
-from tests.engines.ranks import run_ranks
-from tests.engines.test_engines import life, spec, train_step
-from tests.generation.families import VARIANTS, variant
-from tests.generation.test_engine import GREEDY, PROMPTS, SAMPLED
-from tests.tiny import tiny_model
+from tests.support.engines import actor_spec, train_generate_save, train_step
+from tests.support.families import VARIANTS, variant
+from tests.support.generation import SHORT_GREEDY, SHORT_PROMPTS, SHORT_SAMPLED
+from tests.support.ranks import run_ranks
+from tests.support.tiny import tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -28,15 +29,15 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_an_engine_lives_on_a_gpu(dtype: str, stage: int, model_folder: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"stage": stage, "dtype": dtype, "lora": 4, "lr": 0.1}
-    (result,) = run_ranks(life, 1, tmp_path / "r", model_folder, tmp_path / "m", settings)
+    (result,) = run_ranks(train_generate_save, 1, tmp_path / "r", model_folder, tmp_path / "m", settings)
     assert result["losses"][2] < result["losses"][0]
     assert result["same"] and result["released"]
 
 
 def test_greedy_tokens_are_those_of_hugging_face_on_a_gpu() -> None:
     model = tiny_model().cuda()
-    engine = GenerationEngine(model)
-    for prompt, (completion,) in zip(PROMPTS, engine.generate(PROMPTS, GREEDY), strict=True):
+    engine = GenerationEngine.from_model(model)
+    for prompt, (completion,) in zip(SHORT_PROMPTS, engine.generate(SHORT_PROMPTS, SHORT_GREEDY), strict=True):
         ids = torch.tensor([prompt], device="cuda")
         whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
         assert completion.token_ids == whole[0, len(prompt) :].tolist()
@@ -57,10 +58,14 @@ def test_every_family_computes_on_a_gpu_what_its_module_does(name: str) -> None:
 
 def test_batches_and_chunks_on_a_gpu_sample_what_one_row_at_a_time_does() -> None:
     model = tiny_model().cuda()
-    alone = GenerationEngine(model, stop_token_ids=range(3, 30), max_batch_rows=1).generate(PROMPTS, SAMPLED)
+    alone = GenerationEngine.from_model(model, stop_token_ids=range(3, 30), max_batch_rows=1).generate(
+        SHORT_PROMPTS, SHORT_SAMPLED
+    )
     for rows, chunk in ((3, 2), (64, 1000)):
-        engine = GenerationEngine(model, stop_token_ids=range(3, 30), max_batch_rows=rows, prefill_tokens=chunk)
-        found = engine.generate(PROMPTS, SAMPLED)
+        engine = GenerationEngine.from_model(
+            model, stop_token_ids=range(3, 30), max_batch_rows=rows, prefill_tokens=chunk
+        )
+        found = engine.generate(SHORT_PROMPTS, SHORT_SAMPLED)
         assert [[c.token_ids for c in samples] for samples in found] == [
             [c.token_ids for c in samples] for samples in alone
         ]
@@ -68,11 +73,11 @@ def test_batches_and_chunks_on_a_gpu_sample_what_one_row_at_a_time_does() -> Non
 
 @pytest.mark.parametrize("name", ["llama with biases", "mistral", "gemma2", "bloom", "falcon rw", "gpt2"])
 @pytest.mark.parametrize("cut", [{}, {"top_p": 0.9, "repetition_penalty": 1.2, "min_new_tokens": 3}])
-def test_captured_steps_sample_what_launched_ones_do(name: str, cut: dict[str, Any], monkeypatch: Any) -> None:
-    model, sampling = variant(name).cuda(), replace(SAMPLED, max_new_tokens=40, **cut)
-    captured = GenerationEngine(model, stop_token_ids=range(3, 30)).generate(PROMPTS, sampling)
+def test_cuda_graphs_sample_what_launched_kernels_do(name: str, cut: dict[str, Any], monkeypatch: Any) -> None:
+    model, sampling = variant(name).cuda(), replace(SHORT_SAMPLED, max_new_tokens=40, **cut)
+    captured = GenerationEngine.from_model(model, stop_token_ids=range(3, 30)).generate(SHORT_PROMPTS, sampling)
     monkeypatch.setattr(workspace._Graphs, "__call__", lambda self, step, batch: step(batch).clone())
-    launched = GenerationEngine(model, stop_token_ids=range(3, 30)).generate(PROMPTS, sampling)
+    launched = GenerationEngine.from_model(model, stop_token_ids=range(3, 30)).generate(SHORT_PROMPTS, sampling)
     assert [[c.token_ids for c in samples] for samples in captured] == [
         [c.token_ids for c in samples] for samples in launched
     ]
@@ -82,39 +87,41 @@ def kept(world: World, path: Path, stage: int) -> dict[str, Any]:
     told: dict[str, Any] = {"graphs": [], "tokens": []}
     for keep in (True, False):
         rollout = RolloutConfig(keep_weights=keep)
-        engine = build_actor(spec(path, stage=stage, lora=4, lr=0.05), world, rollout=rollout)
+        engine = build_actor(actor_spec(path, stage=stage, lora=4, lr=0.05), world, rollout=rollout)
         for _ in range(3):
             with engine.inference(stop_token_ids=()) as generation:
-                samples = generation.generate(PROMPTS, SAMPLED)
+                samples = generation.generate(SHORT_PROMPTS, SHORT_SAMPLED)
                 told["tokens"].append([[c.token_ids for c in each] for each in samples])
                 if keep:
-                    assert generation.workspace is not None and generation.workspace._graphs is not None
-                    told["graphs"].append({size: id(g) for size, g in generation.workspace._graphs._captured.items()})
+                    assert generation.backend.workspace is not None and generation.backend.workspace._graphs is not None
+                    told["graphs"].append(
+                        {size: id(g) for size, g in generation.backend.workspace._graphs._captured.items()}
+                    )
             train_step(engine, world)
     return told
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_captured_steps_live_on_over_training_steps(stage: int, model_folder: Path, tmp_path: Path) -> None:
+def test_cuda_graphs_outlive_training_steps(stage: int, model_folder: Path, tmp_path: Path) -> None:
     (told,) = run_ranks(kept, 1, tmp_path, model_folder, stage)
     assert told["graphs"][0] == told["graphs"][1] == told["graphs"][2] != {}
     assert told["tokens"][:3] == told["tokens"][3:]
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_the_switch_on_a_gpu_gives_its_memory_back(stage: int, model_folder: Path, tmp_path: Path) -> None:
+def test_generation_on_a_gpu_releases_its_memory(stage: int, model_folder: Path, tmp_path: Path) -> None:
     (told,) = run_ranks(allocated, 1, tmp_path, model_folder, stage)
     assert told["inside"] > told["before"] and told["after"] <= 1.01 * told["before"]
 
 
 def allocated(world: World, path: Path, stage: int) -> dict[str, int]:
-    engine = build_actor(spec(path, stage=stage, lora=4), world)
+    engine = build_actor(actor_spec(path, stage=stage, lora=4), world)
     told = {}
     for _ in range(2):  # the first round allocates what stays
         train_step(engine, world)
         told["before"] = torch.cuda.memory_allocated()
         with engine.inference() as generation:
-            generation.generate(PROMPTS, SAMPLED)
+            generation.generate(SHORT_PROMPTS, SHORT_SAMPLED)
             told["inside"] = torch.cuda.memory_allocated()
         told["after"] = torch.cuda.memory_allocated()
     return told

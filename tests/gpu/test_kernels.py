@@ -12,16 +12,16 @@ from torch.nn import functional
 
 from hybrid_rlhf.functional.masking import position_ids
 from hybrid_rlhf.generation import GenerationEngine
-from hybrid_rlhf.generation.layers import ACTIVATIONS
-from hybrid_rlhf.generation.slots import DeviceMemory, device_memory
+from hybrid_rlhf.generation.batching.slots import DeviceMemory, device_memory
+from hybrid_rlhf.generation.model.layers import ACTIVATIONS
 from hybrid_rlhf.models.packing import pack, use_packing
 from hybrid_rlhf.models.policy import Policy
 from hybrid_rlhf.models.varlen import boundaries, varlen_attention
 from hybrid_rlhf.runtime.world import solo_world
-from tests.generation.families import variant
-from tests.generation.test_engine import PROMPTS, SAMPLED
-from tests.models.test_varlen import slow_varlen
-from tests.tiny import tiny_model
+from tests.support.families import variant
+from tests.support.generation import SHORT_PROMPTS, SHORT_SAMPLED
+from tests.support.tensors import slow_varlen
+from tests.support.tiny import tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 GPU = torch.device("cuda", 0)
@@ -48,7 +48,7 @@ def exact_row(queries: Tensor, keys: Tensor, values: Tensor, row: int, position:
 def test_attention_of_a_step(
     group: int, d: int, dtype: torch.dtype, splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hybrid_rlhf.generation import kernels
+    from hybrid_rlhf.generation.model import kernels
 
     monkeypatch.setattr(kernels, "_splits", lambda programs, capacity: splits)
     torch.manual_seed(0)
@@ -65,7 +65,7 @@ def test_attention_of_a_step(
 
 @pytest.mark.parametrize("splits", [1, 32])
 def test_a_cache_of_more_than_two_to_the_31_elements(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hybrid_rlhf.generation import kernels
+    from hybrid_rlhf.generation.model import kernels
 
     slots, kv_heads, capacity, d = 80, 8, 32768, 128
     if device_memory(GPU).available < 16 * 2**30:
@@ -89,7 +89,7 @@ def test_a_cache_of_more_than_two_to_the_31_elements(splits: int, monkeypatch: p
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("width", [896, 3584, 5120])
 def test_a_residual_and_its_norm(width: int, dtype: torch.dtype) -> None:
-    from hybrid_rlhf.generation import kernels
+    from hybrid_rlhf.generation.model import kernels
 
     x, delta, weight = random(300, width, dtype=dtype), random(300, width, dtype=dtype), random(width, dtype=dtype)
     added, normed = kernels.add_rms_norm(x, delta, weight, 1e-6, in_float32=False)
@@ -101,7 +101,7 @@ def test_a_residual_and_its_norm(width: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_a_gate_and_its_product(activation: str, dtype: torch.dtype) -> None:
-    from hybrid_rlhf.generation import kernels
+    from hybrid_rlhf.generation.model import kernels
 
     both = random(257, 2 * 18944, dtype=dtype)
     gate, up = both.double().chunk(2, dim=-1)
@@ -154,9 +154,9 @@ def test_draws_work_under_deterministic_algorithms() -> None:
     torch.use_deterministic_algorithms(True)
     try:
         for cut in ({}, {"top_p": 0.9, "repetition_penalty": 1.2, "min_new_tokens": 3}):
-            sampling = replace(SAMPLED, max_new_tokens=10, **cut)
-            engines = [GenerationEngine(tiny_model().cuda(), stop_token_ids=range(3, 30)) for _ in "ab"]
-            first, second = (engine.generate(PROMPTS, sampling) for engine in engines)
+            sampling = replace(SHORT_SAMPLED, max_new_tokens=10, **cut)
+            engines = [GenerationEngine.from_model(tiny_model().cuda(), stop_token_ids=range(3, 30)) for _ in "ab"]
+            first, second = (engine.generate(SHORT_PROMPTS, sampling) for engine in engines)
             assert [[c.token_ids for c in s] for s in first] == [[c.token_ids for c in s] for s in second]
     finally:
         torch.use_deterministic_algorithms(False)
@@ -175,13 +175,13 @@ def test_memory_that_torch_has_cached_is_available() -> None:
 
 
 def test_engines_in_a_loop_give_everything_back() -> None:
-    """Without the garbage collector: captured steps are in no reference cycle."""
+    """Without the garbage collector: CUDA graphs are in no reference cycle."""
     model, used = tiny_model().cuda(), []
     gc.disable()
     try:
         for _ in range(6):
-            engine = GenerationEngine(model, stop_token_ids=())
-            engine.generate(PROMPTS, SAMPLED)
+            engine = GenerationEngine.from_model(model, stop_token_ids=())
+            engine.generate(SHORT_PROMPTS, SHORT_SAMPLED)
             engine.close()
             torch.cuda.synchronize()
             torch.cuda.empty_cache()

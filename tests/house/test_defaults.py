@@ -9,31 +9,52 @@ from typing import Any
 import pytest
 import yaml
 
-from hybrid_rlhf.configs.cli import dotted_keys
-from hybrid_rlhf.configs.ppo import PPOConfig
-from hybrid_rlhf.configs.preference import PreferenceStepConfig
-from hybrid_rlhf.configs.presets import flat_defaults
+from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS
+from hybrid_rlhf.configs.parsing.command_line import config_tree
+from hybrid_rlhf.configs.preference import PREFERENCE_LOSSES, PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
+from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 
 PAGE = (Path(__file__).parents[2] / "docs" / "defaults.md").read_text()
 ROWS = re.findall(
     r"^\| `(?:(\w+): )?([\w.]+)` \| ([^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", PAGE, re.MULTILINE
 )
-STEPS = {"": PPOConfig, "ppo": PPOConfig, "preference": PreferenceStepConfig, "reward": RewardConfig, "sft": SFTConfig}
+
+
+def defaults_of(config_type: type, algorithms: list[str]) -> dict[str, Any]:
+    """The default of every key under the first algorithm that has it; of a section that is off, null."""
+    found: dict[str, Any] = {}
+    for name in algorithms:
+        tree = config_tree(config_type, ["--algorithm", name] if name else [])
+        for section in tree.walk(off=True):
+            found |= {section.name: None} if not section.is_on and section.name not in found else {}
+            found |= {key.name: key.default for key in section.keys.values() if key.name not in found}
+    return found
+
+
+RL = defaults_of(RLConfig, list(RL_ALGORITHMS))
+RL_KEYS = {key for name in RL_ALGORITHMS for key in config_tree(RLConfig, ["--algorithm", name]).all_keys(off=True)}
+STEPS = {
+    "": RL,
+    "rl": RL,
+    "preference": defaults_of(PreferenceStepConfig, list(PREFERENCE_LOSSES)),
+    "reward": defaults_of(RewardConfig, [""]),
+    "sft": defaults_of(SFTConfig, [""]),
+}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0] + row[1])
 def test_a_default_is_the_configs(row: tuple[str, ...]) -> None:
     step, key, shown = row[:3]
-    assert shown_as(flat_defaults(STEPS[step])[key]) == shown
+    assert shown_as(STEPS[step][key]) == shown
 
 
 def test_every_key_of_the_algorithm_is_there_once() -> None:
     keys = [key for step, key, *_ in ROWS if not step]
     assert len(keys) == len(set(keys))
-    assert {key for key in keys if key.startswith("ppo.")} == {
-        key for key in dotted_keys(PPOConfig) if key.startswith("ppo.")
+    assert {key for key in keys if key.startswith("algorithm.")} >= {
+        key for key in RL_KEYS if key.startswith("algorithm.")
     }
     assert all(cell.strip() for row in ROWS for cell in row[1:])
 

@@ -1,32 +1,23 @@
-"""Guards of the house: sizes, names, frozen options, YAML that parses."""
+"""Guards of the house: sizes, names, YAML that parses."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from hybrid_rlhf.configs.cli import dotted_keys, parse_config
-from hybrid_rlhf.configs.inference import ChatConfig, GenerateConfig
+from hybrid_rlhf.cli.main import COMMANDS
+from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.pipeline import PipelineConfig
-from hybrid_rlhf.configs.ppo import PPOConfig
-from hybrid_rlhf.configs.preference import PreferenceStepConfig
-from hybrid_rlhf.configs.reward import RewardConfig
-from hybrid_rlhf.configs.sft import SFTConfig
 
 ROOT = Path(__file__).parents[2]
-ALGORITHMS = ROOT / "hybrid_rlhf" / "algorithms"
-OPTIONS = Path(__file__).with_name("options.txt")
-SOURCES = [
-    *(path for folder in ("hybrid_rlhf", "training", "inference") for path in sorted((ROOT / folder).rglob("*.py"))),
-    ROOT / "train.py",
-]
-CONFIGS = {
-    "chat": ChatConfig, "generate": GenerateConfig, "pipeline": PipelineConfig, "ppo": PPOConfig,
-    "preference": PreferenceStepConfig, "reward": RewardConfig, "sft": SFTConfig,
-}  # fmt: skip
+LIBRARY = ROOT / "hybrid_rlhf"
+SOURCES = sorted(LIBRARY.rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+SCRIPTS = [ROOT / "train.py", *sorted((ROOT / "training").rglob("*.py")), *sorted((ROOT / "inference").rglob("*.py"))]
 
 
 def functions(path: Path) -> Iterator[ast.FunctionDef]:
@@ -35,26 +26,54 @@ def functions(path: Path) -> Iterator[ast.FunctionDef]:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_and_functions_fit_in_the_head(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 300
+    assert len(path.read_text().splitlines()) <= 400
     for function in functions(path):
-        assert (function.end_lineno or 0) - function.lineno < 60, function.name
+        assert (function.end_lineno or 0) - function.lineno <= 70, function.name
         names = [argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)]
         assert "args" not in names, f"{function.name} takes a namespace"
     for node in ast.walk(ast.parse(path.read_text())):
         assert not (isinstance(node, ast.ExceptHandler) and node.type is None), f"bare except, line {node.lineno}"
 
 
-@pytest.mark.parametrize("name", ["step1_sft", "step2_reward", "step3_ppo", "preference"])
-def test_mains_are_small_and_free_of_tensors(name: str) -> None:
-    text = (ROOT / "training" / name / "main.py").read_text()
-    assert len(text.splitlines()) < 100
-    assert "import torch" not in text
+def test_folders_are_small_and_introduce_themselves() -> None:
+    """At most 12 neighbours, besides a docstring that says what to read."""
+    for folder in sorted(path.parent for path in LIBRARY.rglob("__init__.py")):
+        entries = {path.name for path in folder.iterdir()} - {"__init__.py", "__pycache__", "py.typed"}
+        assert len(entries) <= 12, (folder.name, sorted(entries))
+        docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+        assert docstring and 2 <= len(docstring.splitlines()) <= 12, folder
+
+
+def test_class_names_are_unique() -> None:
+    """Private classes and config items aside, a name means one thing."""
+    seen: dict[str, Path] = {}
+    for path in sorted(LIBRARY.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                assert seen.setdefault(node.name, path) == path, (node.name, str(path), str(seen[node.name]))
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_scripts_only_call_a_command(path: Path) -> None:
+    """A docstring that says how to start it, the import of a command's main, and the call."""
+    docstring, imported, guard = ast.parse(path.read_text()).body
+    assert isinstance(docstring, ast.Expr) and str(path.relative_to(ROOT)) in path.read_text().splitlines()[0]
+    assert isinstance(imported, ast.ImportFrom) and str(imported.module).startswith("hybrid_rlhf.cli.")
+    assert ast.unparse(imported).endswith(" import main")
+    assert ast.unparse(guard) == "if __name__ == '__main__':\n    main()"
+
+
+def test_every_command_has_a_module_and_help() -> None:
+    modules = {path.stem for path in (LIBRARY / "cli").glob("*.py")} - {"__init__"}
+    assert modules == {*COMMANDS, "main", "comparison", "loading"}
 
 
 def test_algorithms_are_short_and_repeat_nothing() -> None:
     """120 lines at most, and no six of them, blank ones aside, stand in two files."""
     seen: dict[tuple[str, ...], str] = {}
-    for path in sorted(path for name in ("on_policy", "preference") for path in (ALGORITHMS / name).glob("*.py")):
+    for path in sorted(
+        path for name in ("rl/algorithms", "supervised/preference") for path in (LIBRARY / name).glob("*.py")
+    ):
         whole = path.read_text().splitlines()
         assert len(whole) <= 120 or path.name in ("objectives.py", "reference.py"), "these two are parts of the loop"
         lines = [line.strip() for line in whole if line.strip()]
@@ -64,7 +83,7 @@ def test_algorithms_are_short_and_repeat_nothing() -> None:
 
 
 def test_every_yaml_belongs_to_a_config() -> None:
-    """A new file under hybrid_rlhf/configs or training needs a line here, and parses."""
+    """A new file needs a line here, and parses."""
     types = {"hybrid_rlhf/configs/demo.yaml": PipelineConfig}
     found = [path for folder in ("hybrid_rlhf", "training", "inference") for path in (ROOT / folder).rglob("*.yaml")]
     assert {str(path.relative_to(ROOT)) for path in found} == set(types)
@@ -77,14 +96,35 @@ def test_the_demo_parses() -> None:
     assert config.base_model == "embedded"
 
 
-def test_options_are_frozen() -> None:
-    found = "".join(f"{name}: {key}\n" for name, config in CONFIGS.items() for key in sorted(dotted_keys(config)))
-    assert OPTIONS.read_text() == found, (
-        "the options changed; if that is meant, say so in CHANGELOG.md and run: python -m tests.house.test_house"
-    )
+def test_test_modules_do_not_import_each_other() -> None:
+    """What two of them need is in tests/support."""
+    for path in TESTS:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                imported = [f"{node.module}.{alias.name}" for alias in node.names]
+            else:
+                imported = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for name in imported:
+                assert not re.search(r"(^|\.)(test_\w+|conftest)(\.|$)", name), f"{path}:{node.lineno} imports {name}"
 
 
-if __name__ == "__main__":
-    OPTIONS.write_text(
-        "".join(f"{name}: {key}\n" for name, config in CONFIGS.items() for key in sorted(dotted_keys(config)))
-    )
+def test_functions_of_tests_have_one_definition() -> None:
+    """No body is written twice, and no test module redefines a name of tests/support."""
+    bodies: dict[str, str] = {}
+    names: dict[str, Path] = {}
+    for path in sorted(TESTS, key=lambda path: path.parent.name != "support"):
+        for node in ast.parse(path.read_text()).body:
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.lower().startswith("test"):
+                continue
+            where = f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
+            if path.parent.name == "support":
+                assert names.setdefault(node.name, path) == path, where
+                assert ast.get_docstring(node) or node.name.startswith("_"), f"{where} needs a docstring"
+            else:
+                assert node.name.startswith("_") or node.name not in names, f"{where} is in {names[node.name].name}"
+            body = ast.unparse([part for part in node.body if not _is_docstring(part)])
+            assert bodies.setdefault(body, where) == where, f"{where} repeats {bodies[body]}"
+
+
+def _is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybrid_rlhf.configs.sections import ModelConfig
+from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.generation import GenerationEngine
-from hybrid_rlhf.models.folders import warn_of_remote_code
-from hybrid_rlhf.models.loading import load_model
-from hybrid_rlhf.models.sources import resolve_model
-from hybrid_rlhf.models.tokenizers import load_tokenizer
+from hybrid_rlhf.models.pretrained.folders import warn_of_remote_code
+from hybrid_rlhf.models.pretrained.loading import load_model
+from hybrid_rlhf.models.pretrained.sources import resolve_model
+from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.runtime.world import World, solo_world
 
 CPU = torch.device("cpu")
@@ -57,4 +57,4 @@ def test_trust_is_said_in_red_by_the_main_rank(
     assert capsys.readouterr().err == ""
     warn_of_remote_code(True, solo_world(CPU))
     said = capsys.readouterr().err
-    assert "\x1b[1;31mtrust_remote_code is on: Python code that comes with a model runs here" in said
+    assert "\x1b[1;31mtrust_remote_code is true: Python code of the model runs" in said

@@ -11,12 +11,20 @@ from transformers import AutoModelForCausalLM
 from hybrid_rlhf.functional import fused
 from hybrid_rlhf.models import fused_layers
 from hybrid_rlhf.models.fused_layers import ROTARY_ATTENTIONS, fuse_layers
-from tests.generation.families import variant
+from tests.support.families import variant
 
 FAMILIES = [
-    "llama", "llama with biases", "llama 3 rope", "yarn", "mistral", "qwen2", "qwen2 with some windows", "qwen3",
-    "phi3", "phi3 partial rotary",
-]  # fmt: skip
+    "llama",
+    "llama with biases",
+    "llama 3 rope",
+    "yarn",
+    "mistral",
+    "qwen2",
+    "qwen2 with some windows",
+    "qwen3",
+    "phi3",
+    "phi3 partial rotary",
+]
 OTHERS = ["gemma2", "gemma3", "opt", "gpt2", "pythia", "bloom"]
 IDS = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(0))
 

@@ -4,110 +4,79 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForSequenceClassification
 
 from hybrid_rlhf.models import packing
 from hybrid_rlhf.models.packing import PACKED_ATTENTION, PACKING_FAMILIES, packs, use_packing
 from hybrid_rlhf.models.policy import Policy, Scorer
-from tests.generation.families import variant
-from tests.models.test_policy import build, ragged
-
-
-def twins(family: str) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """The same model packed and padded."""
-    padded, packed = build(family), build(family)
-    if family == "gemma2":
-        for model in (padded, packed):
-            model.set_attn_implementation("eager")
-    use_packing(packed)
-    assert packs(packed) and not packs(padded)
-    return packed, padded
-
-
-def compare(packed: torch.nn.Module, padded: torch.nn.Module, *arguments: object) -> None:
-    outputs = []
-    for module in (packed, padded):
-        module.zero_grad()
-        output = module(*arguments)
-        output = output if isinstance(output, torch.Tensor) else torch.stack(output)
-        weights = torch.linspace(-1, 1, output.numel()).view(output.shape)
-        (output * weights).sum().backward()
-        outputs.append(output.detach())
-    torch.testing.assert_close(outputs[0], outputs[1], atol=2e-5, rtol=1e-4)
-    gradients = [dict(module.named_parameters()) for module in (packed, padded)]
-    for name, parameter in gradients[0].items():
-        expected = gradients[1][name].grad
-        assert (parameter.grad is None) == (expected is None), name
-        if expected is not None:
-            torch.testing.assert_close(
-                parameter.grad, expected, atol=1e-4 * float(expected.abs().max()) + 1e-6, rtol=1e-4
-            )
+from tests.support.families import variant
+from tests.support.models import assert_same_gradients, build_model, packed_and_padded, padded_rows
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", sorted(PACKING_FAMILIES))
 def test_packed_rows_give_the_logprobs_and_gradients_of_padded_ones(family: str, checkpointing: bool) -> None:
-    packed, padded = twins(family)
+    packed, padded = packed_and_padded(family)
     if checkpointing:
         packed.gradient_checkpointing_enable({"use_reentrant": False})
         packed.train()
-        for module in packed.modules():  # as models/loading.py leaves them
+        for module in packed.modules():  # as models/pretrained/loading.py leaves them
             for name in ("p", "dropout", "attention_dropout"):
                 if isinstance(getattr(module, name, None), float):
                     setattr(module, name, 0.0)
     for left in (False, True):
-        ids, mask = ragged([9, 1, 5, 7], left=left)
+        ids, mask = padded_rows([9, 1, 5, 7], left=left)
         wanted = mask.clone()
         wanted[:, 3] = False  # a gap in the response
-        compare(Policy(packed), Policy(padded), ids, mask, wanted, 0.7)
+        assert_same_gradients(Policy(packed), Policy(padded), ids, mask, wanted, 0.7)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2"])
 def test_rows_of_like_lengths_are_attended_to_together(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(packing._LEAST_SAVING, "cpu", 1)
-    packed, padded = twins(family)
-    ids, mask = ragged([3, 9, 1, 7, 9, 4], left=False)
+    monkeypatch.setitem(packing._MIN_SAVING, "cpu", 1)
+    packed, padded = packed_and_padded(family)
+    ids, mask = padded_rows([3, 9, 1, 7, 9, 4], left=False)
     groups = packing.pack(packed, ids, mask).arguments["attention_mask"].groups
     shapes = [(len(group.places), group.rows, group.longest) for group in groups]
     assert shapes == [(25, 3, 9), (4, 1, 4), (3, 1, 3), (1, 1, 1)], "tokens, rows, length of the longest"
-    compare(Policy(packed), Policy(padded), ids, mask, mask, 0.7)
+    assert_same_gradients(Policy(packed), Policy(padded), ids, mask, mask, 0.7)
     torch.testing.assert_close(
         Policy(packed)(ids[:1], mask[:1], mask[:1])[0][:, :3], Policy(packed)(ids, mask, mask)[0][:1, :3]
     )
 
 
 def test_a_row_may_have_gaps_and_may_be_alone() -> None:
-    packed, padded = twins("llama")
-    ids, mask = ragged([9, 6, 8])
+    packed, padded = packed_and_padded("llama")
+    ids, mask = padded_rows([9, 6, 8])
     mask[0, 4] = mask[2, 0] = False
-    compare(Policy(packed), Policy(padded), ids, mask, mask)
-    compare(Policy(packed), Policy(padded), ids[:1], mask[:1], mask[:1])
+    assert_same_gradients(Policy(packed), Policy(padded), ids, mask, mask)
+    assert_same_gradients(Policy(packed), Policy(padded), ids[:1], mask[:1], mask[:1])
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
 def test_packed_rows_give_the_scores_of_padded_ones(family: str) -> None:
-    packed, padded = (build(family, AutoModelForSequenceClassification, num_labels=1) for _ in "ab")
+    packed, padded = (build_model(family, AutoModelForSequenceClassification, num_labels=1) for _ in "ab")
     if family == "gemma2":
         for model in (padded, packed):
             model.set_attn_implementation("eager")
     use_packing(packed)
-    ids, mask = ragged([9, 1, 5, 7])
-    compare(Scorer(packed), Scorer(padded), ids, mask)
+    ids, mask = padded_rows([9, 1, 5, 7])
+    assert_same_gradients(Scorer(packed), Scorer(padded), ids, mask)
 
 
 def test_rows_of_equal_lengths_need_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed, padded = twins("llama")
-    ids, mask = ragged([7, 7, 7])
-    for name in ("_Spread", "_Collect"):
+    packed, padded = packed_and_padded("llama")
+    ids, mask = padded_rows([7, 7, 7])
+    for name in ("_Pad", "_Unpad"):
         monkeypatch.delattr(packing, name)
-    compare(Policy(packed), Policy(padded), ids, mask, mask)
+    assert_same_gradients(Policy(packed), Policy(padded), ids, mask, mask)
 
 
 @pytest.mark.parametrize("lengths", [[9, 1, 5, 7], [4, 9, 0, 6], [0, 3, 9]])
 def test_a_nan_stays_in_its_row(lengths: list[int]) -> None:
     """Padding among keys holds a token: its own row's."""
-    packed, _ = twins("llama")
-    ids, mask = ragged(lengths)
+    packed, _ = packed_and_padded("llama")
+    ids, mask = padded_rows(lengths)
     bad = max(range(len(lengths)), key=lengths.__getitem__)
     packed.get_input_embeddings().weight.requires_grad_(False)[0] = float("nan")
     ids[ids == 0] = 3
@@ -119,18 +88,18 @@ def test_a_nan_stays_in_its_row(lengths: list[int]) -> None:
 
 
 def test_only_real_tokens_pass_through_the_model() -> None:
-    packed, _ = twins("llama")
+    packed, _ = packed_and_padded("llama")
     shapes = []
     packed.base_model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: shapes.append(inputs[0].shape))
-    ids, mask = ragged([9, 1, 5, 7])
+    ids, mask = padded_rows([9, 1, 5, 7])
     Policy(packed)(ids, mask, mask)
     assert shapes == [(1, 22, 32)]
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2"])
 def test_a_model_that_packs_still_generates_through_its_own_code(family: str) -> None:
-    packed, padded = twins(family)
-    ids, mask = ragged([9, 5, 7], left=True)
+    packed, padded = packed_and_padded(family)
+    ids, mask = padded_rows([9, 5, 7], left=True)
     for module in (packed, padded):
         module.generation_config.pad_token_id = 2
     arguments = {"attention_mask": mask.long(), "max_new_tokens": 6, "do_sample": False}
@@ -141,6 +110,6 @@ def test_a_family_that_no_row_covers_is_padded_and_a_saved_model_keeps_no_trace(
     model = variant("bloom")
     use_packing(model)
     assert not packs(model)
-    packed, _ = twins("llama")
+    packed, _ = packed_and_padded("llama")
     packed.save_pretrained(tmp_path)
     assert PACKED_ATTENTION not in (tmp_path / "config.json").read_text()

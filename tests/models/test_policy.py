@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.functional.logprobs import token_entropy, token_logprobs
@@ -13,66 +13,17 @@ from hybrid_rlhf.models import policy as policy_module
 from hybrid_rlhf.models.families import HeadConvention, head_convention, keep_float32_logits
 from hybrid_rlhf.models.head_check import require_own_logits
 from hybrid_rlhf.models.policy import Policy, Scorer, hidden_before, scores_at_end, values_before, wide_logits
-from tests.tiny import VOCABULARY, tiny_config
-
-COMMON = {"vocab_size": VOCABULARY, "pad_token_id": 2, "eos_token_id": 2, "bos_token_id": 1}
-SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-GQA = {**SMALL, "num_key_value_heads": 2}
-FAMILIES = {
-    "llama": GQA,
-    "mistral": {**GQA, "sliding_window": 4},
-    "qwen2": GQA,
-    "qwen3": {**GQA, "head_dim": 8},
-    "gemma2": {**GQA, "head_dim": 8, "final_logit_softcapping": 3.0},
-    "gemma3_text": {**GQA, "head_dim": 8},
-    "phi3": GQA,
-    "granite": {**GQA, "logits_scaling": 4.0},
-    "cohere": {**GQA, "logit_scale": 0.5},
-    "opt": {
-        "hidden_size": 32,
-        "ffn_dim": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "word_embed_proj_dim": 16,
-    },
-    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
-    "gpt_neox": {**SMALL, "max_position_embeddings": 64},
-    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
-    "falcon": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "new_decoder_architecture": False},
-    "phi": {**SMALL, "max_position_embeddings": 64},
-    "hyperclovax": {**GQA, "logits_scaling": 0.5},
-}
+from tests.support.models import HEAD_FAMILIES, build_model, padded_rows
+from tests.support.tensors import LargestTensor
+from tests.support.tiny import tiny_config
 
 
-def build(family: str, auto: type = AutoModelForCausalLM, **extra: object) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family], **extra})
-    config.initializer_range = 0.2
-    model = auto.from_config(config).eval()
-    for parameter in model.parameters():  # fresh biases are zero and would prove nothing
-        torch.nn.init.normal_(parameter, std=0.2)
-    return model
-
-
-def ragged(lengths: list[int], *, left: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random rows [B, T], padded; ids and mask."""
-    generator = torch.Generator().manual_seed(1)
-    width = max(lengths)
-    ids = torch.full((len(lengths), width), 2)
-    mask = torch.zeros(len(lengths), width, dtype=torch.bool)
-    for row, length in enumerate(lengths):
-        span = slice(width - length, width) if left else slice(0, length)
-        ids[row, span] = torch.randint(3, VOCABULARY, (length,), generator=generator)
-        mask[row, span] = True
-    return ids, mask
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", HEAD_FAMILIES)
 @torch.no_grad()
 def test_logprobs_are_those_of_hugging_face_and_padding_changes_nothing(family: str) -> None:
-    model = build(family)
+    model = build_model(family)
     policy = Policy(model)
-    ids, mask = ragged([9, 5, 7])
+    ids, mask = padded_rows([9, 5, 7])
     logprobs, entropy = policy(ids, mask, mask, 0.7)
     for row, length in enumerate([9, 5, 7]):
         alone = ids[row : row + 1, :length]
@@ -86,16 +37,16 @@ def test_logprobs_are_those_of_hugging_face_and_padding_changes_nothing(family: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", HEAD_FAMILIES)
 def test_every_head_of_the_table_passes_the_check(family: str, dtype: torch.dtype) -> None:
-    require_own_logits(build(family).to(dtype))
+    require_own_logits(build_model(family).to(dtype))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", HEAD_FAMILIES)
 @torch.no_grad()
 def test_logits_of_a_bfloat16_model_stay_in_float32(family: str) -> None:
-    model = build(family).to(torch.bfloat16)
-    ids, mask = ragged([9, 5, 7])
+    model = build_model(family).to(torch.bfloat16)
+    ids, mask = padded_rows([9, 5, 7])
     convention = head_convention(model.config)
     for wanted, error in ((True, 1e-5), (False, None)):
         keep_float32_logits(model, wanted)
@@ -118,20 +69,22 @@ def test_logits_of_a_bfloat16_model_stay_in_float32(family: str) -> None:
 def test_a_head_that_does_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy_module, "head_convention", lambda config: HeadConvention())
     for dtype in (torch.float32, torch.bfloat16):
-        with pytest.raises(UserError, match="must agree with the logits of GraniteForCausalLM to .* nats, they are"):
-            require_own_logits(build("granite", logits_scaling=0.05).to(dtype))
-    flat = build("llama")
+        with pytest.raises(
+            UserError, match="must agree with the logits of GraniteForCausalLM to .* nats, they differ by"
+        ):
+            require_own_logits(build_model("granite", logits_scaling=0.05).to(dtype))
+    flat = build_model("llama")
     type(flat).base_model = property(lambda self: self)  # type: ignore[assignment]
     try:
-        with pytest.raises(UserError, match="need the hidden states under the head, LlamaForCausalLM has no"):
+        with pytest.raises(UserError, match="need the hidden states below the head, LlamaForCausalLM has no"):
             require_own_logits(flat)
     finally:
         del type(flat).base_model
 
 
 def test_only_wanted_tokens_are_computed_and_carry_gradient() -> None:
-    policy = Policy(build("llama"))
-    ids, mask = ragged([8, 6])
+    policy = Policy(build_model("llama"))
+    ids, mask = padded_rows([8, 6])
     wanted = torch.zeros_like(mask)
     wanted[0, 3:5] = True
     logprobs, _ = policy(ids, mask, wanted)
@@ -143,11 +96,11 @@ def test_only_wanted_tokens_are_computed_and_carry_gradient() -> None:
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt2", "bloom", "qwen2", "gpt_neox"])
 @torch.no_grad()
 def test_the_score_of_a_row_is_its_score_in_any_padded_batch(family: str) -> None:
-    model = build(family, AutoModelForSequenceClassification, num_labels=1)
+    model = build_model(family, AutoModelForSequenceClassification, num_labels=1)
     scorer = Scorer(model)
     lengths = [9, 4, 7, 1]
     for left in (False, True):
-        ids, mask = ragged(lengths, left=left)
+        ids, mask = padded_rows(lengths, left=left)
         ids[0, 4] = 2  # eos, which is pad, in the middle of a row
         scores = scores_at_end(scorer(ids, mask), mask)
         for row, length in enumerate(lengths):
@@ -158,8 +111,8 @@ def test_the_score_of_a_row_is_its_score_in_any_padded_batch(family: str) -> Non
 
 @torch.no_grad()
 def test_scores_agree_with_the_sequence_classifier_that_users_load() -> None:
-    model = build("llama", AutoModelForSequenceClassification, num_labels=1)
-    ids, mask = ragged([9, 4, 7])
+    model = build_model("llama", AutoModelForSequenceClassification, num_labels=1)
+    ids, mask = padded_rows([9, 4, 7])
     scores = scores_at_end(Scorer(model)(ids, mask), mask)
     torch.testing.assert_close(scores, model(input_ids=ids, attention_mask=mask.long()).logits[:, 0], atol=1e-5, rtol=0)
     assert last_index(mask).tolist() == [8, 3, 6]
@@ -171,7 +124,6 @@ def test_values_stand_before_their_token() -> None:
 
 
 def test_the_largest_tensor_is_not_the_logits() -> None:
-    from tests.functional.test_logprobs import LargestTensor
 
     model = AutoModelForCausalLM.from_config(tiny_config(vocab_size=5000))
     policy = Policy(model)
@@ -184,8 +136,8 @@ def test_the_largest_tensor_is_not_the_logits() -> None:
 
 @torch.no_grad()
 def test_a_module_that_generates_keeps_its_logits_in_float32() -> None:
-    model = build("granite").to(torch.bfloat16)
-    ids, mask = ragged([9])
+    model = build_model("granite").to(torch.bfloat16)
+    ids, mask = padded_rows([9])
     with wide_logits(model):
         found = model(input_ids=ids).logits
     hidden, places = hidden_before(model, ids, mask, mask)

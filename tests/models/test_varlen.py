@@ -3,54 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from hybrid_rlhf.generation import GenerationEngine, attention
+from hybrid_rlhf.generation import GenerationEngine
+from hybrid_rlhf.generation.model import attention
 from hybrid_rlhf.models import packing, varlen
 from hybrid_rlhf.models.policy import Policy
 from hybrid_rlhf.runtime import world
-from tests.generation.families import variant
-from tests.generation.test_continuous import PROMPTS, SAMPLED, STOP, texts
-from tests.models.test_packing import compare, twins
-from tests.models.test_policy import ragged
-from tests.tiny import tiny_model
-
-CALLS: list[int] = []
-"""Sequences of each call of the kernel."""
-
-
-def slow_varlen(
-    query: Tensor, key: Tensor, value: Tensor, ends: tuple[Tensor, Tensor], longest: tuple[int, int], *,
-    scale: float | None, window: int | None,
-) -> Tensor:  # fmt: skip
-    """The contract of varlen.VarlenAttention, a sequence at a time."""
-    assert all(end.dtype == torch.int32 and end[0] == 0 and end.dim() == 1 for end in ends)
-    assert ends[0][-1] == len(query) and ends[1][-1] == len(key) == len(value) and len(ends[0]) == len(ends[1])
-    assert longest == tuple(int(end.diff().max()) for end in ends)
-    CALLS.append(len(ends[0]) - 1)
-    parts = []
-    for (q_from, q_to), (k_from, k_to) in zip(*(pairwise(end.tolist()) for end in ends), strict=True):
-        q, k, v = (x.transpose(0, 1) for x in (query[q_from:q_to], key[k_from:k_to], value[k_from:k_to]))
-        place = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1]
-        distance = place - torch.arange(k.shape[1])
-        seen = (distance >= 0) & (distance < (window or k.shape[1]))
-        group = q.shape[0] // k.shape[0]
-        k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
-        parts.append(functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale).transpose(0, 1))
-    return torch.cat(parts)
+from tests.support.families import variant
+from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, token_ids_of
+from tests.support.models import assert_same_gradients, packed_and_padded, padded_rows
+from tests.support.tensors import VARLEN_CALLS, slow_varlen
+from tests.support.tiny import tiny_model
 
 
 @pytest.fixture
 def on_varlen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel is taken everywhere."""
-    CALLS.clear()
+    VARLEN_CALLS.clear()
     modules: tuple[ModuleType, ...] = (packing, attention)
     for module in modules:
         monkeypatch.setattr(module, "varlen_attention", lambda device, dtype, head_dim: slow_varlen)
@@ -61,7 +36,7 @@ def on_varlen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_packed_for_a_varlen_kernel_learn_as_padded_ones(
     family: str, checkpointing: bool, on_varlen: None
 ) -> None:
-    packed, padded = twins({"gemma3": "gemma3_text", "pythia": "gpt_neox"}.get(family, family))
+    packed, padded = packed_and_padded({"gemma3": "gemma3_text", "pythia": "gpt_neox"}.get(family, family))
     if checkpointing:
         packed.gradient_checkpointing_enable({"use_reentrant": False})
         packed.train()
@@ -70,18 +45,18 @@ def test_rows_packed_for_a_varlen_kernel_learn_as_padded_ones(
                 if isinstance(getattr(module, name, None), float):
                     setattr(module, name, 0.0)
     for left in (False, True):
-        ids, mask = ragged([9, 1, 5, 7], left=left)
+        ids, mask = padded_rows([9, 1, 5, 7], left=left)
         wanted = mask.clone()
         wanted[:, 3] = False
-        compare(Policy(packed), Policy(padded), ids, mask, wanted, 0.7)
-    assert set(CALLS) == {4}, "all rows in each call"
+        assert_same_gradients(Policy(packed), Policy(padded), ids, mask, wanted, 0.7)
+    assert set(VARLEN_CALLS) == {4}, "all rows in each call"
 
 
 def test_capped_scores_are_not_given_to_a_varlen_kernel(on_varlen: None) -> None:
-    packed, padded = twins("gemma2")
-    ids, mask = ragged([9, 1, 5, 7], left=False)
-    compare(Policy(packed), Policy(padded), ids, mask, mask, 1.0)
-    assert not CALLS
+    packed, padded = packed_and_padded("gemma2")
+    ids, mask = padded_rows([9, 1, 5, 7], left=False)
+    assert_same_gradients(Policy(packed), Policy(padded), ids, mask, mask, 1.0)
+    assert not VARLEN_CALLS
 
 
 @pytest.mark.parametrize("name", ["llama with biases", "mistral", "gemma3", "opt", "phi3"])
@@ -89,17 +64,23 @@ def test_capped_scores_are_not_given_to_a_varlen_kernel(on_varlen: None) -> None
 def test_a_prefill_in_one_call_samples_what_one_of_each_length_does(name: str, chunk: int, on_varlen: None) -> None:
     """Prompts of many lengths, prefixes that are shared, and chunks."""
     model = variant(name)
-    found = GenerationEngine(model, stop_token_ids=STOP, prefill_tokens=chunk).generate(PROMPTS, SAMPLED)
-    assert max(CALLS) > 1
-    CALLS.clear()
-    expected = GenerationEngine(model, stop_token_ids=STOP, layout="module").generate(PROMPTS, SAMPLED)
-    assert texts(found) == texts(expected) and not CALLS
+    found = GenerationEngine.from_model(model, stop_token_ids=STOP_TOKEN_IDS, prefill_tokens=chunk).generate(
+        PROMPTS, SAMPLED
+    )
+    assert max(VARLEN_CALLS) > 1
+    VARLEN_CALLS.clear()
+    expected = GenerationEngine.from_model(model, stop_token_ids=STOP_TOKEN_IDS, backend="module").generate(
+        PROMPTS, SAMPLED
+    )
+    assert token_ids_of(found) == token_ids_of(expected) and not VARLEN_CALLS
 
 
 def test_a_prefill_costs_one_call_a_layer(on_varlen: None) -> None:
     prompts = [list(range(3, 3 + length)) for length in (4, 7, 9, 4)]
-    GenerationEngine(tiny_model(), stop_token_ids=()).generate(prompts, replace(SAMPLED, max_new_tokens=1, n=1))
-    assert CALLS == [4] * tiny_model().config.num_hidden_layers
+    GenerationEngine.from_model(tiny_model(), stop_token_ids=()).generate(
+        prompts, replace(SAMPLED, max_new_tokens=1, n=1)
+    )
+    assert VARLEN_CALLS == [4] * tiny_model().config.num_hidden_layers
 
 
 def test_the_kernel_is_for_half_precision_on_newer_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,9 +90,11 @@ def test_the_kernel_is_for_half_precision_on_newer_gpus(monkeypatch: pytest.Monk
     monkeypatch.setattr(varlen, "_torch_has_varlen", lambda: True)
     assert varlen.varlen_attention(gpu, torch.bfloat16, 128) is varlen._torch_varlen
     for device, dtype, size in (
-        (torch.device("cpu"), torch.bfloat16, 128), (gpu, torch.float32, 128), (gpu, torch.float16, 60),
+        (torch.device("cpu"), torch.bfloat16, 128),
+        (gpu, torch.float32, 128),
+        (gpu, torch.float16, 60),
         (gpu, torch.float16, 512),
-    ):  # fmt: skip
+    ):
         assert varlen.varlen_attention(device, dtype, size) is None
     monkeypatch.setattr(varlen, "_torch_has_varlen", lambda: False)
     monkeypatch.setattr(varlen.importlib.util, "find_spec", lambda name: object())

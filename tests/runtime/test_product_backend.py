@@ -15,9 +15,9 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.functional import products
 from hybrid_rlhf.functional.products import Backend
 from hybrid_rlhf.runtime import product_backend
-from hybrid_rlhf.runtime.product_backend import RECORD, VARIABLE, choose_products, machine_key, measure
+from hybrid_rlhf.runtime.product_backend import RECORD, VARIABLE, choose_product_backend, machine_key, measure
 from hybrid_rlhf.runtime.world import World, solo_world
-from tests.engines.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 WORLD = solo_world(torch.device("cpu"))
 
@@ -50,7 +50,7 @@ def measured_as(monkeypatch: pytest.MonkeyPatch, faster: Backend) -> list[int]:
 
 def chosen(places: tuple[Path, Path], *, checkpoint: Path | None = None, deterministic: bool = False) -> Backend:
     run, cache = places
-    choice = choose_products(WORLD, run, checkpoint=checkpoint, deterministic=deterministic, cache=cache)
+    choice = choose_product_backend(WORLD, run, checkpoint=checkpoint, deterministic=deterministic, cache=cache)
     assert products.backend() == choice
     return choice
 
@@ -62,7 +62,7 @@ def test_the_faster_one_is_measured_once_per_machine(
     calls = measured_as(monkeypatch, faster)
     assert [chosen(places), chosen(places)] == [faster, faster]
     assert len(calls) == 1
-    assert len(log_lines) == 2 and "measured:" in log_lines[0] and "measured before" in log_lines[1]
+    assert len(log_lines) == 2 and "measured:" in log_lines[0] and "measured earlier" in log_lines[1]
     monkeypatch.setattr(product_backend, "machine_key", lambda: "another machine")
     chosen(places)
     assert len(calls) == 2
@@ -131,7 +131,7 @@ def both_ranks(world: World, folder: str) -> tuple[Backend, Backend]:
     product_backend.measure = lambda: {name: 0.1 if name == own else 0.2 for name in products.BACKENDS}
     run, cache = Path(folder) / "run", Path(folder) / "cache"
     run.mkdir(exist_ok=True)
-    return choose_products(world, run, checkpoint=None, deterministic=False, cache=cache), products.backend()
+    return choose_product_backend(world, run, checkpoint=None, deterministic=False, cache=cache), products.backend()
 
 
 BOTH: tuple[Backend, Backend] = ("torch", "onednn")

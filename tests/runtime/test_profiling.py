@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybrid_rlhf.runtime.profiling import decode_roofline, model_flops_utilisation
+from hybrid_rlhf.runtime.observability.profiling import decode_roofline, model_flops_utilisation
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""Lines that show that work moves: when they come, what they say, and that a phase which moves is not late."""
+"""Progress log lines: when they appear, what they contain, and that progress restarts the time limit of a phase."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybrid_rlhf.runtime.progress import ProgressLog
+from hybrid_rlhf.runtime.observability.progress import ProgressLog
 from hybrid_rlhf.runtime.run import start_run
-from tests.runtime.test_run import config
+from tests.support.runs import sft_config
 
 
 class Clock:
@@ -20,7 +20,7 @@ class Clock:
         return self.seconds
 
 
-def test_long_work_says_how_far_it_is(log_lines: list[str]) -> None:
+def test_long_work_logs_its_progress(log_lines: list[str]) -> None:
     clock = Clock()
     progress = ProgressLog("reference log-probs", total=4000, clock=clock)
     for _ in range(500):
@@ -34,23 +34,23 @@ def test_long_work_says_how_far_it_is(log_lines: list[str]) -> None:
     assert 25 < len(log_lines) < 35, "less often later"
 
 
-def test_short_work_says_nothing(log_lines: list[str]) -> None:
+def test_short_work_logs_nothing(log_lines: list[str]) -> None:
     clock = Clock()
     progress = ProgressLog("evaluation", total=10, clock=clock)
-    for _ in progress.over(range(10)):
+    for _ in progress.track(range(10)):
         clock.seconds += 0.49
     assert not log_lines
 
 
 def test_work_of_unknown_size_ends_with_its_count(log_lines: list[str]) -> None:
     clock = Clock()
-    for _ in ProgressLog("tokenising rows.json", total=None, clock=clock).over(range(30)):
+    for _ in ProgressLog("tokenising rows.json", total=None, clock=clock).track(range(30)):
         clock.seconds += 1.0
     assert log_lines[0] == "tokenising rows.json: 5 rows, 1 rows/s"
     assert log_lines[-1] == "tokenising rows.json: 30 rows in 30 s"
 
 
-def test_a_total_is_said_once(log_lines: list[str]) -> None:
+def test_the_total_is_logged_once(log_lines: list[str]) -> None:
     clock = Clock()
     progress = ProgressLog("evaluation", total=2, unit="completions", clock=clock)
     for count in (0, 1, 1, 0, 0):
@@ -60,11 +60,11 @@ def test_a_total_is_said_once(log_lines: list[str]) -> None:
     assert log_lines.count("evaluation: 2 completions in 18 s") == 1
 
 
-def test_a_phase_that_moves_is_not_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with start_run(config(tmp_path)) as run:
+def test_progress_restarts_the_time_limit_of_a_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with start_run(sft_config(tmp_path)) as run:
         run.watchdog.beat("evaluation")
         began = run.watchdog._beat[1]
-        monkeypatch.setattr("hybrid_rlhf.runtime.watchdog.time.monotonic", lambda: began + 1000)
+        monkeypatch.setattr("hybrid_rlhf.runtime.liveness.watchdog.time.monotonic", lambda: began + 1000)
         run.progress("evaluation", total=3).advance()
         beat = run.watchdog._beat
         monkeypatch.undo()

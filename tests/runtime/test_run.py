@@ -16,115 +16,113 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybrid_rlhf.configs.cli import save_config
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.sections import LoggingConfig
+from hybrid_rlhf.configs.parsing.command_line import save_config
 from hybrid_rlhf.configs.sft import SFTConfig
-from hybrid_rlhf.runtime.checkpoint_folder import newest_whole, write_manifest
-from hybrid_rlhf.runtime.durable import checksum
-from hybrid_rlhf.runtime.interrupts import Interrupts, signals_passed_on
-from hybrid_rlhf.runtime.metrics import MetricsWriter, StepDisplay, format_figure, read_metrics
+from hybrid_rlhf.runtime.files.checkpoint_folder import newest_complete, write_manifest
+from hybrid_rlhf.runtime.files.durable import checksum
+from hybrid_rlhf.runtime.liveness.signals import SignalRequests, forward_signals
+from hybrid_rlhf.runtime.observability.metrics import MetricsWriter, StepDisplay, format_value, read_metrics
+from hybrid_rlhf.runtime.observability.samples import SampleLog
+from hybrid_rlhf.runtime.observability.timers import Timers, peak_memory_gib
 from hybrid_rlhf.runtime.run import start_run
-from hybrid_rlhf.runtime.samples import SampleLog
-from hybrid_rlhf.runtime.timers import Timers, peak_memory_gib
 from hybrid_rlhf.runtime.world import World, solo_world
-from tests.engines.ranks import run_ranks
-
-
-def config(folder: Path, resume: str = "never") -> SFTConfig:
-    return replace(SFTConfig(), output_dir=str(folder), resume=resume, logging=LoggingConfig(tensorboard=False))
+from tests.support.ranks import run_ranks
+from tests.support.runs import sft_config
+from tests.support.steps import checkpoint_names
 
 
 def claim(folder: Path, resume: str = "never") -> Path | None:
-    with start_run(config(folder, resume)) as run:
+    with start_run(sft_config(folder, resume)) as run:
         return run.checkpoint
 
 
-def checkpoint(folder: Path, name: str, *, whole: bool = True) -> Path:
+def checkpoint(folder: Path, name: str, *, complete: bool = True) -> Path:
     path = folder / "checkpoints" / name
     path.mkdir(parents=True)
     (path / "rows").write_bytes(b"0123456789")
-    if whole:
+    if complete:
         write_manifest(path, {"files": {"rows": {"bytes": 10, "crc32": checksum(path / "rows")}}, "figures": {}})
     return path
 
 
-def test_a_folder_is_never_written_over_silently(tmp_path: Path) -> None:
+def test_a_folder_is_never_overwritten_silently(tmp_path: Path) -> None:
     assert claim(tmp_path / "new") is None
     used = tmp_path / "used"
     used.mkdir()
     (used / "config.yaml").write_text("seed: 1\n")
-    with pytest.raises(UserError, match="holds a run that did not finish: set resume to auto"):
+    with pytest.raises(UserError, match="output_dir .* unfinished run: set resume to auto"):
         claim(used)
     assert claim(used, "auto") is None
     (used / "finished.json").write_text("{}")
-    for resume in ("never", "auto"):  # its settings are other ones
-        with pytest.raises(UserError, match="holds a finished run"):
+    for resume in ("never", "auto"):  # the settings differ
+        with pytest.raises(UserError, match="output_dir .* finished run"):
             claim(used, resume)
 
 
 def finished(folder: Path) -> SFTConfig:
     folder.mkdir()
     (folder / "finished.json").write_text("{}")
-    settings = config(folder, "auto")
+    settings = sft_config(folder, "auto")
     save_config(replace(settings, resume="never"), folder / "config.yaml")
     return settings
 
 
 def claim_finished(world: World, settings: SFTConfig) -> tuple[int | str | None, str]:
     del world
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
         try:
             with start_run(settings):
                 return "started", ""
         except SystemExit as ended:
-            return ended.code, said.getvalue()
+            return ended.code, output.getvalue()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_resuming_a_finished_run_succeeds_on_every_rank(ranks: int, tmp_path: Path) -> None:
     settings = finished(tmp_path / "run")
-    told = run_ranks(claim_finished, ranks, tmp_path / "ranks", settings)
-    assert [code for code, _ in told] == [0] * ranks
-    assert told[0][1] == f"{tmp_path}/run holds a finished run: nothing is left to do\n"
-    assert not any(text for _, text in told[1:])
+    results = run_ranks(claim_finished, ranks, tmp_path / "ranks", settings)
+    assert [code for code, _ in results] == [0] * ranks
+    assert results[0][1] == f"{tmp_path}/run contains a finished run: nothing to do\n"
+    assert not any(text for _, text in results[1:])
 
 
-def test_a_finished_run_is_finished_for_its_own_settings_alone(tmp_path: Path) -> None:
+def test_a_finished_run_succeeds_only_with_the_same_settings(tmp_path: Path) -> None:
     settings = finished(tmp_path / "run")
     moved = replace(settings, data=replace(settings.data, cache_dir="elsewhere"))
     with pytest.raises(SystemExit) as ended, start_run(moved):
         pass
     assert ended.value.code == 0
     longer = replace(settings, train=replace(settings.train, max_steps=99))
-    with pytest.raises(UserError, match=r"holds a finished run with other settings \(train.max_steps\): give another"):
+    with pytest.raises(UserError, match=r"finished run .*\(train.max_steps\): set another output_dir"):
         with start_run(longer):
             pass
-    with pytest.raises(UserError, match="holds a finished run: give another output_dir"):
+    with pytest.raises(UserError, match="finished run: set another output_dir"):
         claim(tmp_path / "run")
 
 
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in (folder / "checkpoints").iterdir())
-
-
-def test_auto_takes_the_newest_whole_checkpoint(tmp_path: Path) -> None:
+def test_auto_resumes_from_the_newest_complete_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("seed: 1\n")
     wanted = checkpoint(tmp_path, "step_9_update_1")
     for name in ("step_2", "step_9"):
         checkpoint(tmp_path, name)
-    checkpoint(tmp_path, "step_10", whole=False)
+    checkpoint(tmp_path, "step_10", complete=False)
     assert claim(tmp_path, "auto") == wanted
-    assert names(tmp_path) == ["step_10.superseded_1", "step_2", "step_9", "step_9_update_1"]
+    assert checkpoint_names(tmp_path) == ["step_10.superseded_1", "step_2", "step_9", "step_9_update_1"]
     second = tmp_path / "checkpoints" / "step_2"
-    assert claim(tmp_path, str(second)) == second, "and what came after it is another story"
-    assert names(tmp_path) == ["step_10.superseded_1", "step_2", "step_9.superseded_1", "step_9_update_1.superseded_1"]
-    assert claim(tmp_path / "other", str(second)) == second, "a run of its own from another's checkpoint"
+    assert claim(tmp_path, str(second)) == second, "newer checkpoints are renamed"
+    assert checkpoint_names(tmp_path) == [
+        "step_10.superseded_1",
+        "step_2",
+        "step_9.superseded_1",
+        "step_9_update_1.superseded_1",
+    ]
+    assert claim(tmp_path / "other", str(second)) == second, "a new run from the checkpoint of another"
     (tmp_path / "other" / "config.yaml").write_text("seed: 1\n")
-    with pytest.raises(UserError, match="holds a run that did not finish"):
+    with pytest.raises(UserError, match="unfinished run"):
         claim(tmp_path / "other", str(second))
-    with pytest.raises(UserError, match="takes never, auto, a checkpoint or a model folder"):
+    with pytest.raises(UserError, match="resume must be never, auto, .*, got .*step_10"):
         claim(tmp_path, str(tmp_path / "checkpoints" / "step_10"))
 
 
@@ -162,48 +160,49 @@ def other_format(path: Path) -> None:
 
 
 BREAKS = {
-    cut: "rows has 5 bytes of 10",
-    flip: "rows is not as it was written (its checksum differs)",
+    cut: "rows has 5 bytes instead of 10",
+    flip: "rows is corrupt (its checksum differs)",
     lose: "rows cannot be read (No such file or directory)",
-    flip_manifest: "its manifest.json is not as it was written",
-    cut_manifest: "its manifest.json cannot be read (JSONDecodeError)",
-    lose_manifest: "it has no manifest.json: its writing was cut off",
-    empty_manifest: "its manifest.json cannot be read (TypeError)",
+    flip_manifest: "manifest.json is corrupt (its checksum differs)",
+    cut_manifest: "manifest.json cannot be read (JSONDecodeError)",
+    lose_manifest: "manifest.json is missing",
+    empty_manifest: "manifest.json cannot be read (TypeError)",
     other_format: "its format is 7, this version reads 1",
 }
 
 
 @pytest.mark.parametrize("break_it", BREAKS)
-def test_a_broken_checkpoint_is_passed_over_with_the_reason(
+def test_a_broken_checkpoint_is_skipped_with_the_reason(
     break_it: Callable[[Path], None], tmp_path: Path, log_lines: list[str]
 ) -> None:
     (tmp_path / "config.yaml").write_text("seed: 1\n")
     older, newer = checkpoint(tmp_path, "step_1"), checkpoint(tmp_path, "step_2")
     break_it(newer)
-    assert newest_whole(tmp_path, solo_world(torch.device("cpu"))) == older
-    assert log_lines == [f"resume passes over {newer}: {BREAKS[break_it]}"]
+    assert newest_complete(tmp_path, solo_world(torch.device("cpu"))) == older
+    (line,) = log_lines
+    assert line.startswith(f"resume skips {newer}: {BREAKS[break_it]}")
     if (newer / "manifest.json").exists():
-        with pytest.raises(UserError, match="needs a whole checkpoint") as caught:
+        with pytest.raises(UserError, match="needs a complete checkpoint") as caught:
             claim(tmp_path, str(newer))
         assert BREAKS[break_it] in str(caught.value)
     assert claim(tmp_path, "auto") == older
 
 
-def test_a_run_without_a_whole_checkpoint_starts_again(tmp_path: Path) -> None:
+def test_a_run_without_a_complete_checkpoint_starts_from_the_beginning(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
     lose(checkpoint(tmp_path, "step_1"))
-    assert claim(tmp_path, "auto") is None and names(tmp_path) == ["step_1.superseded_1"]
-    assert "has no whole checkpoint: the run starts from its beginning" in (tmp_path / "log.txt").read_text()
+    assert claim(tmp_path, "auto") is None and checkpoint_names(tmp_path) == ["step_1.superseded_1"]
+    assert "has no complete checkpoint: the run starts from the beginning" in (tmp_path / "log.txt").read_text()
 
 
 def test_a_model_folder_is_a_warm_start(tmp_path: Path) -> None:
     (tmp_path / "old" / "actor").mkdir(parents=True)
     (tmp_path / "old" / "actor" / "config.json").write_text("{}")
-    with start_run(config(tmp_path / "new", str(tmp_path / "old"))) as run:
+    with start_run(sft_config(tmp_path / "new", str(tmp_path / "old"))) as run:
         assert run.warm_start == tmp_path / "old" and run.checkpoint is None
 
 
-def test_a_run_goes_on_from_what_it_began_from_until_it_has_a_checkpoint(
+def test_a_run_resumes_from_its_initial_checkpoint_until_it_has_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, folder, model = checkpoint(tmp_path / "a", "step_4"), tmp_path / "b", tmp_path / "model"
@@ -211,75 +210,75 @@ def test_a_run_goes_on_from_what_it_began_from_until_it_has_a_checkpoint(
     (model / "config.json").write_text("{}")
     write_manifest(first, {"files": {}, "figures": {}, "config": {"resume": str(model)}})
     for resume in (str(first), "auto", "auto"):
-        with start_run(config(folder, resume)) as run:
+        with start_run(sft_config(folder, resume)) as run:
             assert run.checkpoint == first and run.warm_start == model
-            assert run.resumable_config.resume == str(model), "what its own checkpoints tell"
-            save_config(run.kept_config, folder / "config.yaml")
+            assert run.checkpoint_config.resume == str(model), "the config of its checkpoints"
+            save_config(run.folder_config, folder / "config.yaml")
     own = checkpoint(folder, "step_6")
     assert claim(folder, "auto") == own
     lose(own)
     assert claim(folder, "auto") == first
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert claim(tmp_path / "c", str(first)) == first, "a rank died before the folder had a config"
+    assert claim(tmp_path / "c", str(first)) == first, "a rank died before config.yaml was written"
     lose_manifest(first)
-    with pytest.raises(UserError, match="is not whole .it has no manifest.json.*: bring that back, or give another"):
+    with pytest.raises(UserError, match="not complete .manifest.json is missing.*: restore it, or set another"):
         claim(folder, "auto")
 
 
-def test_a_mistake_before_the_loop_leaves_no_settings(tmp_path: Path) -> None:
+def test_an_error_before_the_loop_restores_the_config(tmp_path: Path) -> None:
     def start(resume: str = "never", *, in_loop: bool = False) -> None:
-        with pytest.raises(UserError, match="a mistake"), start_run(config(tmp_path, resume)) as run:
+        with pytest.raises(UserError, match="an error"), start_run(sft_config(tmp_path, resume)) as run:
             (tmp_path / "config.yaml").write_text("seed: 2\n")
             if in_loop:
                 run.open_metrics(None)
-            raise UserError("a mistake")
+            raise UserError("an error")
 
     start()
     start(in_loop=True)
     assert (tmp_path / "config.yaml").read_text() == "seed: 2\n"
-    with pytest.raises(UserError, match="holds a run that did not finish"):
+    with pytest.raises(UserError, match="unfinished run"):
         claim(tmp_path)
     (tmp_path / "config.yaml").write_text("seed: 1\n")
     start("auto")
-    assert (tmp_path / "config.yaml").read_text() == "seed: 1\n", "nor does one that would go on change them"
+    assert (tmp_path / "config.yaml").read_text() == "seed: 1\n", "the same when it resumes"
 
 
-def test_a_save_that_is_asked_for_outside_the_loop_is_dropped(tmp_path: Path) -> None:
-    with start_run(config(tmp_path)):
+def test_a_save_request_outside_the_loop_is_ignored(tmp_path: Path) -> None:
+    with start_run(sft_config(tmp_path)):
         os.kill(os.getpid(), signal.SIGUSR1)
-        with Interrupts().caught():
+        with SignalRequests().catch():
             pass
         os.kill(os.getpid(), signal.SIGUSR1)
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
-def test_a_launcher_without_ranks_is_not_asked_to_save() -> None:
+def test_a_launcher_without_ranks_receives_no_save_request() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, text=True) as process:
-        with signals_passed_on(process) as asked:
+        with forward_signals(process) as requests:
             os.kill(os.getpid(), signal.SIGUSR1)
-        assert not asked.stop
+        assert not requests.stop
         process.communicate("\n")
     assert process.returncode == 0
 
 
-def test_signals_are_remembered_and_the_second_ends_at_once() -> None:
-    interrupts = Interrupts()
-    with interrupts.caught():
+def test_signals_are_recorded_and_the_second_ends_at_once() -> None:
+    requests = SignalRequests()
+    with requests.catch():
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert interrupts.saves == 1 and not interrupts.stop
+        assert requests.saves == 1 and not requests.stop
         os.kill(os.getpid(), signal.SIGTERM)
-        assert interrupts.stop
+        assert requests.stop
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_writable_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="output_dir must be a folder that can be written"):
+    with pytest.raises(UserError, match="output_dir must be a writable folder"):
         claim(tmp_path / "file" / "x")
 
 
-def test_metrics_are_lines_and_resuming_drops_those_past_the_step(tmp_path: Path) -> None:
+def test_metrics_are_lines_and_resuming_drops_later_ones(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path, tensorboard=True)
     for step in range(4):
         writer.write(step, {"sft/loss": 1.0 / (step + 1)})
@@ -296,25 +295,25 @@ def test_metrics_are_lines_and_resuming_drops_those_past_the_step(tmp_path: Path
     assert read_metrics(tmp_path) == lines
 
 
-def test_without_a_terminal_a_step_is_a_line(log_lines: list[str]) -> None:
+def test_without_a_terminal_each_step_is_one_line(log_lines: list[str]) -> None:
     with StepDisplay("sft", total_steps=5, every=2) as display:
         for step in range(1, 6):
             display.show(step, {"sft/loss": 1.25, "lr": 1e-5})
     assert log_lines == [f"sft {s}/5  sft/loss 1.25  lr 1.00e-05" for s in (2, 4, 5)]
-    assert format_figure(12345.678) == "1.235e+04" and format_figure(0) == "0"
+    assert format_value(12345.678) == "1.235e+04" and format_value(0) == "0"
 
 
-def test_samples_are_written_every_so_often(tmp_path: Path) -> None:
+def test_samples_are_written_every_k_steps(tmp_path: Path) -> None:
     log = SampleLog(tmp_path, every=2, enabled=True)
     row = {"prompt": [{"role": "user", "content": "q"}], "completion": "é", "score": 1.0, "kl": 0.5}
     for step in range(1, 5):
         log.write(step, lambda: [row])
     lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert lines == [{"step": 1, **row}, {"step": 3, **row}]
-    SampleLog(tmp_path, every=0, enabled=True).write(1, lambda: pytest.fail("not asked for"))
+    SampleLog(tmp_path, every=0, enabled=True).write(1, lambda: pytest.fail("called for a step without samples"))
 
 
-def test_timers_add_up_and_start_again() -> None:
+def test_timers_accumulate_and_reset() -> None:
     timers = Timers(torch.device("cpu"))
     for _ in range(2):
         with timers("a"):
@@ -324,7 +323,7 @@ def test_timers_add_up_and_start_again() -> None:
     assert 0.01 < peak_memory_gib(torch.device("cpu")) < 64
 
 
-def test_a_world_of_one_needs_no_group() -> None:
+def test_a_single_rank_needs_no_process_group() -> None:
     world = solo_world(torch.device("cpu"))
     assert world.is_main and world.is_local_main
     assert world.all_gather_objects(3) == [3] and world.broadcast_object("x") == "x"
@@ -335,6 +334,6 @@ def test_a_closed_run_leaves_no_environment_to_children(tmp_path: Path, monkeypa
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     before = dict(os.environ)
-    with start_run(config(tmp_path)) as run:
+    with start_run(sft_config(tmp_path)) as run:
         assert run.world.size == 1 and os.environ["RANK"] == "0"
     assert dict(os.environ) == before

@@ -1,4 +1,4 @@
-"""What is released before the ranks leave their process group."""
+"""Resources released before the ranks leave their process group."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch.distributed as dist
 
 from hybrid_rlhf.generation import GenerationEngine
 from hybrid_rlhf.runtime.world import close_with_world, close_world, init_world
-from tests.generation.test_continuous import PROMPTS, SAMPLED
-from tests.tiny import tiny_model
+from tests.support.generation import PROMPTS, SAMPLED
+from tests.support.tiny import tiny_model
 
 
 class Held:
-    """Stands for captured steps, which hold kernels of the process group."""
+    """Stands for CUDA graphs, which hold kernels of the process group."""
 
     def __init__(self, fails: bool = False) -> None:
         self.group_was_there: list[bool] = []
@@ -25,7 +25,7 @@ class Held:
             raise RuntimeError("a broken device")
 
 
-def test_what_holds_the_process_group_is_closed_before_it() -> None:
+def test_resources_are_closed_before_the_process_group() -> None:
     init_world()
     held, dropped = Held(), Held()
     close_with_world(held)
@@ -34,13 +34,13 @@ def test_what_holds_the_process_group_is_closed_before_it() -> None:
     del dropped
     close_world()
     assert held.group_was_there == [True] and not dist.is_initialized()
-    assert seen == [], "it is not kept alive for this"
+    assert seen == [], "registration does not keep it alive"
     init_world()
     close_world()
     assert held.group_was_there == [True], "once"
 
 
-def test_the_group_is_left_though_closing_fails() -> None:
+def test_the_group_is_destroyed_even_if_closing_fails() -> None:
     init_world()
     held = Held(fails=True)
     close_with_world(held)
@@ -49,12 +49,12 @@ def test_the_group_is_left_though_closing_fails() -> None:
     assert not dist.is_initialized()
 
 
-def test_captured_steps_of_a_workspace_that_is_still_held_are_released() -> None:
+def test_cuda_graphs_of_a_workspace_that_is_still_held_are_released() -> None:
     """As a run with rollout.keep_weights ends, whose engine is in a reference cycle."""
     init_world()
-    generation = GenerationEngine(tiny_model(), stop_token_ids=())
+    generation = GenerationEngine.from_model(tiny_model(), stop_token_ids=())
     generation.generate(PROMPTS[:1], SAMPLED)
-    workspace, captured = generation.workspace, Held()
+    workspace, captured = generation.backend.workspace, Held()
     assert workspace is not None
     workspace._graphs = captured  # type: ignore[assignment]
     close_world()

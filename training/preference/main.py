@@ -1,23 +1,6 @@
-"""Preferences without a reward model: python, torchrun or deepspeed, with `--config FILE.yaml`."""
+"""Preference step from a checkout, under python, torchrun or deepspeed: `training/preference/main.py --config FILE`."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-
-from hybrid_rlhf.configs.cli import parse_config, user_errors
-from hybrid_rlhf.configs.preference import PreferenceStepConfig
-from hybrid_rlhf.runtime.launcher import stop_with_launcher
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Parse, then run; torch is imported only after parsing, so that --help is quick."""
-    with user_errors():
-        stop_with_launcher()
-        config = parse_config(PreferenceStepConfig, argv)
-        from hybrid_rlhf.algorithms.supervised_wiring import run_preference
-
-        run_preference(config)
-
+from hybrid_rlhf.cli.preference import main
 
 if __name__ == "__main__":
     main()

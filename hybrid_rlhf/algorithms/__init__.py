@@ -1,1 +1,0 @@
-"""What is learned and in which order. Sees generation only as prompts in, completions out."""

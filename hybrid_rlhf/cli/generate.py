@@ -1,0 +1,71 @@
+"""`hybrid-rlhf generate MODEL --input FILE --output FILE`: complete the prompts of a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.files.atomic import write_whole
+from hybrid_rlhf.configs.inference import GenerateConfig
+from hybrid_rlhf.configs.parsing.command_line import parse_config, user_errors
+
+
+def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
+    """Parse, then generate; torch is imported after parsing."""
+    with user_errors():
+        words = list(sys.argv[1:] if argv is None else argv)
+        config = parse_config(GenerateConfig, words, prog=prog, positional="path")
+        _generate(config)
+
+
+def _generate(config: GenerateConfig) -> None:
+    from hybrid_rlhf.cli.loading import load_engine
+    from hybrid_rlhf.data.chat.conversation import encode_prompt
+    from hybrid_rlhf.data.rows.formats import read_prompt_row
+    from hybrid_rlhf.data.rows.sources import open_source
+
+    output = _writable(config.output)
+    rows = [(row, read_prompt_row(place, row)) for place, row in open_source(config.input)]
+    engine, tokenizer = load_engine(config)
+    prompts = [encode_prompt(prompt.messages, tokenizer, tools=prompt.tools) for _, prompt in rows]
+    start = time.perf_counter()
+    completions = engine.generate(prompts, config.sampling)
+    seconds = time.perf_counter() - start
+    lines: list[str] = []
+    for (row, _), samples in zip(rows, completions, strict=True):
+        generated = [
+            {
+                "text": tokenizer.decode(sample.token_ids, skip_special_tokens=True),
+                "finish_reason": sample.finish_reason,
+                "logprob": sum(sample.logprobs),
+            }
+            for sample in samples
+        ]
+        # default=str: Parquet has types that JSON lacks (dates, decimals, bytes)
+        lines.append(json.dumps({**row, "completions": generated}, ensure_ascii=False, default=str) + "\n")
+    write_whole(output, "".join(lines))
+    tokens = sum(len(sample.token_ids) for samples in completions for sample in samples)
+    rate = f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} tokens per second"
+    print(f"{len(rows):,} prompts, {rate}: {output}")
+
+
+def _writable(path: str) -> Path:
+    """The output file; one that cannot be written is refused before generation starts."""
+    output = Path(os.path.expanduser(path))
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        writable = os.access(output.parent, os.W_OK) and (output.is_file() or not os.path.lexists(output))
+    except OSError:  # a file where a folder should be
+        writable = False
+    if not writable:
+        raise UserError(f"--output must be a file that can be written, got {path}: choose another")
+    return output
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Loading of a model and its tokenizer for `chat` and `generate`."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.inference import InferenceConfig
+from hybrid_rlhf.configs.sections.model import ModelConfig
+from hybrid_rlhf.data.chat.conversation import stop_token_ids
+from hybrid_rlhf.generation import GenerationEngine
+from hybrid_rlhf.models.pretrained.folders import warn_of_remote_code
+from hybrid_rlhf.models.pretrained.loading import training_dtype
+from hybrid_rlhf.models.pretrained.sources import resolve_model
+from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
+from hybrid_rlhf.runtime.world import default_device, solo_world
+
+
+def load_engine(config: InferenceConfig) -> tuple[GenerationEngine, PreTrainedTokenizerBase]:
+    """The generation engine and the tokenizer of a config.
+
+    Raises:
+        UserError: if there is no such model or device, or the device does not support the dtype.
+    """
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device cuda needs a GPU, torch finds none: set --device cpu")
+    device = default_device() if config.device == "auto" else torch.device(config.device)
+    if config.dtype == "float16" and device.type == "cpu":
+        raise UserError("dtype float16 needs a GPU, this is a CPU: set --dtype float32 or bfloat16")
+    world = solo_world(device)
+    warn_of_remote_code(config.trust_remote_code, world)
+    path = resolve_model(config.path, world=world)
+    tokenizer = load_tokenizer(
+        path,
+        trust_remote_code=config.trust_remote_code,
+        chat_template=config.chat_template,
+        chat_template_kwargs=config.chat_template_kwargs,
+    )
+    dtype = training_dtype(ModelConfig(dtype=config.dtype), device)
+    engine = GenerationEngine.from_pretrained(
+        path, dtype=dtype, device=device, trust_remote_code=config.trust_remote_code
+    )
+    engine.stop_token_ids |= {*stop_token_ids(tokenizer, None)}
+    return engine, tokenizer

@@ -1,0 +1,23 @@
+"""`hybrid-rlhf preference`: DPO and other preference losses, in this process or under a launcher."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hybrid_rlhf.configs.parsing.command_line import parse_config, user_errors
+from hybrid_rlhf.configs.preference import PreferenceStepConfig
+from hybrid_rlhf.runtime.liveness.launcher import stop_with_launcher
+
+
+def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
+    """Parse, then run; torch is imported after parsing, so that --help is fast."""
+    with user_errors():
+        stop_with_launcher()
+        config = parse_config(PreferenceStepConfig, argv, prog=prog)
+        from hybrid_rlhf.supervised.build import run_preference
+
+        run_preference(config)
+
+
+if __name__ == "__main__":
+    main()

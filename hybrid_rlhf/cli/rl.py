@@ -1,0 +1,23 @@
+"""`hybrid-rlhf rl`: step 3, PPO and other RL algorithms, in this process or under a launcher."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hybrid_rlhf.configs.parsing.command_line import parse_config, user_errors
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.runtime.liveness.launcher import stop_with_launcher
+
+
+def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
+    """Parse, then run; torch is imported after parsing, so that --help is fast."""
+    with user_errors():
+        stop_with_launcher()
+        config = parse_config(RLConfig, argv, prog=prog)
+        from hybrid_rlhf.rl.build import run_rl
+
+        run_rl(config)
+
+
+if __name__ == "__main__":
+    main()

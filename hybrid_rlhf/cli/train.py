@@ -1,0 +1,262 @@
+"""`hybrid-rlhf train` or `python train.py`: all steps, or those of `--steps sft,reward` or `--steps sft,preference`.
+
+Each step runs in processes of its own, so that its memory is freed; its output is shown and appended to
+OUTPUT_DIR/logs. Without --base_model and without a model of a step this is the demo: an embedded model and embedded
+conversations.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess  # starts the commands of this package  # nosec B404
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.parsing.command_line import parse_config, read_config, save_config, user_errors
+from hybrid_rlhf.configs.parsing.resuming import changed_keys
+from hybrid_rlhf.configs.pipeline import FOLDERS, STEP_NAMES, PipelineConfig, has_model, start_of
+from hybrid_rlhf.configs.sections.rules import require
+from hybrid_rlhf.runtime.host_memory import MALLOC_ENVIRONMENT
+from hybrid_rlhf.runtime.liveness.launcher import STARTED_BY
+from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE, forward_signals
+
+ROOT = Path(__file__).parents[2]
+"""Folder that contains the package: the checkout, or site-packages."""
+DEMO = ROOT / "hybrid_rlhf" / "configs" / "demo.yaml"
+MODULES = {
+    "sft": "hybrid_rlhf.cli.sft",
+    "reward": "hybrid_rlhf.cli.reward",
+    "preference": "hybrid_rlhf.cli.preference",
+    "rl": "hybrid_rlhf.cli.rl",
+}
+SIGNALS = {
+    -signal.SIGKILL: "it was killed, most likely by the kernel because host memory ran out: see dmesg and --plan",
+    -signal.SIGBUS: "a memory-mapped file was truncated, or its disk failed: see dmesg and data.cache_dir",
+}
+"""Explanations of exit codes of steps that a signal ended, which cannot report it themselves."""
+
+
+def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
+    """Parse, run the steps that are not finished, and print what changed."""
+    with user_errors():
+        argv = with_bare_plan(sys.argv[1:] if argv is None else argv)
+        config = parse_config(PipelineConfig, argv, prog=prog)
+        if config.is_demo:
+            config = demo_config(argv, prog=prog)
+        steps: dict[str, Any] = {name: step_config(name, config) for name in STEP_NAMES}
+        check_seeds(steps)
+        check_models(steps, config)
+        if config.plan:
+            from hybrid_rlhf.memory.report import report as report_memory
+
+            lines, fits = report_memory(config, steps)
+            print("\n".join(lines))
+            sys.exit(0 if fits else 1)
+        for name in config.step_names:
+            run_step(name, steps[name], config)
+        if config.step_names[-1] in ("rl", "preference"):
+            show_changes(steps, last=config.step_names[-1])
+
+
+def with_bare_plan(words: Sequence[str]) -> list[str]:
+    """The arguments, with --plan=true for a --plan without a value."""
+    following = [*words, "--"][1:]
+    bare = [word == "--plan" and after.startswith("--") for word, after in zip(words, following, strict=True)]
+    return ["--plan=true" if alone else word for word, alone in zip(words, bare, strict=True)]
+
+
+def demo_config(argv: Sequence[str] | None, *, prog: str | None = None) -> PipelineConfig:
+    """The settings of the demo with the overrides of the user, and its conversations unless the user names a source."""
+    config = parse_config(PipelineConfig, argv, prog=prog, defaults=DEMO)
+    if config.data.sources or config.plan:
+        return config
+    from hybrid_rlhf.data.rows.embedded import write_demo_data
+
+    file = write_demo_data(
+        Path(config.output_dir) / "demo_data", seed=config.sft.seed if config.seed is None else config.seed
+    )
+    return replace(config, data=replace(config.data, sources=[str(file)]))
+
+
+def check_seeds(steps: dict[str, Any]) -> None:
+    """Steps that share a split need one seed: the split is disjoint only if every step shuffles the rows alike."""
+    seeds = {name: step.seed for name, step in steps.items() if step.data.split is not None}
+    if len(set(seeds.values())) > 1:
+        raise UserError(f"steps that share data.split need one seed, got {seeds}: give --seed")
+
+
+def check_models(steps: dict[str, Any], config: PipelineConfig) -> None:
+    """Check, before the first step, that each step has a model to start from and RL a reward model."""
+    for name in config.step_names:
+        if start_of(steps[name]) is None:
+            raise UserError(f"step {name} starts from a model, got none: give --base_model, or --{name}.model.path")
+    folder, alone = config.folder("reward"), "rl" in config.step_names and "reward" not in config.step_names
+    if alone and not config.plan and steps["rl"].reward.components == [folder]:
+        require(
+            has_model(folder),
+            f"step rl needs a reward model, {folder} holds none: add reward to --steps, or give --rl.reward.components",
+        )
+
+
+def step_config(name: str, config: PipelineConfig) -> Any:
+    """The config of a step, with the paths and data of the pipeline where the step names none."""
+    step: Any = getattr(config, name)
+    data = step.data
+    if not data.sources:
+        data = replace(data, sources=config.data.sources, split=data.split or config.data.split)
+    data = replace(
+        data,
+        chat_template=data.chat_template or config.data.chat_template,
+        chat_template_kwargs=data.chat_template_kwargs or config.data.chat_template_kwargs,
+    )
+    seed = step.seed if config.seed is None else config.seed
+    step = replace(step, output_dir=config.folder(name), data=data, seed=seed)
+    start = start_of(step) or config.start(name)
+    step = replace(step, model=replace(step.model, path=start))
+    # With an environment, which has rewards of its own, a reward model is used only if this pipeline trains one.
+    if name == "rl" and not step.reward.components and (step.environment is None or "reward" in config.step_names):
+        step = replace(step, reward=replace(step.reward, components=[config.folder("reward")]))
+    return step
+
+
+def show_changes(steps: dict[str, Any], *, last: str) -> None:
+    """Print held-out metrics before and after each step, and completions of the models."""
+    from hybrid_rlhf.cli.comparison import report
+
+    folders = {name: step.output_dir for name, step in steps.items() if name in ("sft", "reward", last)}
+    sft = steps["sft"]
+    base_model = sft.model.path if start_of(steps[last]) == sft.output_dir else None
+    report(base_model=base_model, folders=folders, last=steps[last])
+
+
+def run_step(name: str, step: Any, config: PipelineConfig) -> None:
+    """Start a step and wait for it; skip it if it is finished.
+
+    Raises:
+        UserError: if its folder contains a run with other settings.
+        SystemExit: with the exit code of the step if it fails.
+    """
+    folder = Path(step.output_dir)
+    finished = (folder / "finished.json").exists()
+    changed = _changed_keys(folder, step)
+    if changed:
+        raise UserError(
+            f"{folder} contains a run with other settings ({', '.join(changed[:3])}{', ...' * (len(changed) > 3)}): "
+            "remove the folder, or set another --output_dir"
+        )
+    if finished:
+        print(f"== {name}: already finished in {folder}, skipped", flush=True)
+        return
+    if _resumes(folder, step.resume):
+        print(f"== {name}: resuming the unfinished run in {folder}", flush=True)
+        step = replace(step, resume="auto")
+    logs = Path(config.output_dir) / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    settings = logs / f"{FOLDERS[name]}.yaml"
+    save_config(step, settings)
+    command = [*launcher(config), MODULES[name], "--config", str(settings)]
+    print(f"== {name}: {' '.join(command)}", flush=True)
+    start = time.monotonic()
+    code, tail = _tee(command, logs / f"{FOLDERS[name]}.log")
+    if code == STOPPED_EXIT_CODE:
+        print(f"== {name}: stopped; run the same command to resume", flush=True)
+        sys.exit(code)
+    if code:
+        print(f"\nerror: step {name} failed with exit code {code}: {' '.join(command)}", file=sys.stderr)
+        if code in SIGNALS:
+            print(SIGNALS[code], file=sys.stderr)
+        print(f"last lines of {logs / FOLDERS[name]}.log:", file=sys.stderr)
+        print("".join(f"  {line}" for line in tail), end="", file=sys.stderr)
+        sys.exit(code)
+    print(f"== {name}: done in {time.monotonic() - start:.0f} s, model in {folder}", flush=True)
+
+
+def _resumes(folder: Path, resume: str) -> bool:
+    """Whether a step resumes from its newest checkpoint: its folder contains a run, and --resume names no other start.
+
+    A checkpoint outside the folder that the run itself started from is no other start: the same command resumes.
+    """
+    if not (folder / "config.yaml").exists():
+        return False
+    outside = not Path(resume).resolve().is_relative_to(folder.resolve())
+    started = outside and resume == read_config(folder / "config.yaml").get("resume")
+    return started or resume in ("never", "auto")
+
+
+def _changed_keys(folder: Path, step: Any) -> list[str]:
+    """Keys whose values differ from the run in the folder; keys that do not affect the results are ignored."""
+    if not (folder / "config.yaml").exists():
+        return []
+    return changed_keys(type(step), read_config(folder / "config.yaml"), read_config(step))
+
+
+def launcher(config: PipelineConfig) -> list[str]:
+    """The command, up to the name of a module, that starts the module on the processes of the config."""
+    options = config.launcher
+    if options.hostfile is not None:
+        deepspeed = shutil.which(
+            "deepspeed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+        )
+        if deepspeed is None:
+            raise UserError("launcher.hostfile needs the command deepspeed, PATH has none: pip install deepspeed")
+        return [deepspeed, "--hostfile", options.hostfile, "--no_local_rank", "--module"]
+    processes = options.num_processes or _gpus()
+    if processes <= 1:
+        return [sys.executable, "-m"]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _tee(command: list[str], log: Path) -> tuple[int, list[str]]:
+    """Run a command, copy its output to the console and a file; return the exit code and the last lines."""
+    tail: deque[str] = deque(maxlen=20)
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", STARTED_BY: str(os.getpid())}
+    if not _gpus():
+        environment = {**MALLOC_ENVIRONMENT, **environment}
+    if ROOT.name not in ("site-packages", "dist-packages"):  # a checkout, which need not be installed
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
+    with log.open("a", encoding="utf-8") as file:
+        process = subprocess.Popen(  # a list of arguments, no shell  # nosec B603
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=environment
+        )
+        assert process.stdout is not None
+        with forward_signals(process) as asked:
+            try:
+                sinks: list[TextIO] = [sys.stdout, file]
+                for line in process.stdout:
+                    _pass_on(line, sinks)
+                    tail.append(line)
+            except KeyboardInterrupt:
+                process.terminate()
+                process.wait()
+                raise
+            code = process.wait()
+        return STOPPED_EXIT_CODE if code and asked.stop else code, list(tail)
+
+
+def _pass_on(line: str, sinks: list[TextIO]) -> None:
+    """Write a line to the console and the log; a step continues without one that fails."""
+    for sink in list(sinks):
+        try:
+            sink.write(line)
+            sink.flush()
+        except OSError:
+            sinks.remove(sink)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sink.fileno())  # the rest of its buffer must not fail at exit
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""Files that a user names, and JSON and YAML in them: read whole, or refused in one line.
+
+Why one place: a path may be a pipe that nobody writes to, a device without an end, or bytes that are no text; a parser
+may be nested out of its stack, and takes the last of two equal keys in silence. None of that is a reader's business.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hybrid_rlhf.configs.errors import UserError
+
+_MAX_YAML_NODES = 100_000
+_MAGIC = {
+    b"\x1f\x8b": "is compressed with gzip: gunzip it",
+    b"PK\x03\x04": "is a zip archive: unzip it",
+    b"\xff\xfe": "is UTF-16: save it as UTF-8",
+    b"\xfe\xff": "is UTF-16: save it as UTF-8",
+}
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's floats too: YAML 1.1 takes 1e-3, without a point, for a text."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+class NotJSON(ValueError):
+    """What is wrong with a text, and where."""
+
+    def __init__(self, reason: str, line: int = 1, column: int | None = None) -> None:
+        super().__init__(reason)
+        self.reason, self.line, self.column = reason, line, column
+
+
+def regular_file(path: str | Path, rule: str) -> Path:
+    """The path of a file that has an end.
+
+    Args:
+        path: what the user wrote; ~ is the home folder.
+        rule: what it must be, the beginning of an error: "--config must name a file".
+
+    Raises:
+        UserError: when it is missing, a folder, a pipe or a device, or cannot be looked at.
+    """
+    try:
+        file = Path(path).expanduser()
+        if file.is_file():
+            return file
+        exists, folder = file.exists(), file.is_dir()
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: ~ of a user that there is not
+        reason = error.strerror if isinstance(error, OSError) else str(error).rstrip(".")
+        raise UserError(f"{rule}, {path} cannot be read ({reason}): check the path") from error
+    kind = "is a folder" if folder else "is a pipe or a device" if exists else "does not exist"
+    raise UserError(f"{rule}, {path} {kind}: check the path")
+
+
+def read_text(path: str | Path, rule: str) -> str:
+    """The text of a file, UTF-8 with or without its mark.
+
+    Raises:
+        UserError: when there is no such file or it is no text; see `regular_file`.
+    """
+    file = regular_file(path, rule)
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise not_text(file) from error
+    except OSError as error:
+        raise UserError(f"{rule}, {path} cannot be read ({error.strerror}): check the path") from error
+
+
+def not_text(file: Path) -> UserError:
+    """The error for bytes that are not UTF-8."""
+    with file.open("rb") as opened:
+        start = opened.read(4)
+    kind = next((kind for magic, kind in _MAGIC.items() if start.startswith(magic)), "is not UTF-8 text: convert it")
+    return UserError(f"{file} {kind}")
+
+
+def parse_json(text: str) -> Any:
+    """JSON in which no key is repeated and all text can be written as UTF-8.
+
+    Raises:
+        NotJSON: for whatever else.
+    """
+    try:
+        content = json.loads(text, object_pairs_hook=_distinct)
+        if "\\ud" in text.lower():  # \ud83d alone is half of a character
+            json.dumps(content, ensure_ascii=False).encode()
+        return content
+    except json.JSONDecodeError as error:
+        page = text.lstrip()[:1] == "<"
+        reason = "it is a page of HTML or XML" if page else error.msg
+        raise NotJSON(reason, error.lineno, None if page else error.colno) from error
+    except RecursionError as error:
+        raise NotJSON("it is nested too deeply") from error
+    except NotJSON:
+        raise
+    except UnicodeEncodeError as error:
+        raise NotJSON("a text has half of a surrogate pair") from error
+    except ValueError as error:  # Python's guard against numbers that take hours to read
+        raise NotJSON(f"a number has more than {sys.get_int_max_str_digits()} digits") from error
+
+
+def read_json_object(path: str | Path, key: str) -> dict[str, Any]:
+    """The object of a JSON file that a config key names.
+
+    Raises:
+        UserError: when there is no such file, or it holds something else.
+    """
+    text = read_text(path, f"{key} must name a JSON file")
+    try:
+        content = parse_json(text)
+    except NotJSON as error:
+        raise UserError(f"{key} must be JSON, {path}:{error.line} is not ({error.reason}): fix it") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{key} must be a JSON object, {path} holds a {type(content).__name__}: fix it")
+    return content
+
+
+def parse_yaml(text: str, origin: str) -> dict[str, Any]:
+    """The mapping of a YAML text in which no key is repeated.
+
+    Raises:
+        UserError: naming `origin` and the line.
+    """
+    try:
+        _check_nodes(yaml.compose(text, Loader=yaml.SafeLoader), origin)
+        content = yaml.load(text, Loader=_Loader)  # a SafeLoader  # nosec B506
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise UserError(f"{origin}:{line}: not YAML ({error.problem}): fix the line") from error
+    except yaml.YAMLError as error:  # a character that no text has
+        raise UserError(f"{origin}: not YAML ({' '.join(str(error).split())}): fix it") from error
+    except RecursionError as error:
+        raise UserError(f"{origin}: not YAML that can be read (it is nested too deeply): fix it") from error
+    except (ValueError, TypeError, LookupError, AttributeError) as error:  # what it raises for dates and explicit types
+        reason = str(error).partition(";")[0]
+        raise UserError(f"{origin}: not YAML that can be read ({reason}): put the value in quotes") from error
+    if content is not None and not isinstance(content, dict):
+        raise UserError(
+            f"{origin}: a config is a mapping of keys, got a {type(content).__name__}: write KEY: VALUE lines"
+        )
+    return content or {}
+
+
+def _check_nodes(root: yaml.Node | None, origin: str) -> None:
+    """Refuse repeated keys, of which YAML takes the last in silence, and anchors that unfold without an end."""
+    for number, node in enumerate(_nodes(root, 0), start=1):
+        if number > _MAX_YAML_NODES:
+            raise UserError(
+                f"{origin}: a config has at most {_MAX_YAML_NODES:,} values, got more: simplify its anchors"
+            )
+        seen: set[str] = set()
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                raise UserError(f"{origin}:{line}: a key is a word, got a list or a mapping: fix the line")
+            if key.value in seen:
+                raise UserError(f"{origin}:{line}: a key is given once, {key.value} is repeated: keep one")
+            seen.add(key.value)
+
+
+def _nodes(node: yaml.Node | None, depth: int) -> Iterator[yaml.Node]:
+    if node is None:
+        return
+    if depth > 50:
+        raise RecursionError
+    yield node
+    values = [value for _, value in node.value] if isinstance(node, yaml.MappingNode) else node.value
+    for value in values if isinstance(node, yaml.CollectionNode) else ():
+        yield from _nodes(value, depth + 1)
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, whose reader would take the last of two equal keys in silence."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        names = [name for name, _ in pairs]
+        double = next(name for name in names if names.count(name) > 1)
+        raise NotJSON(f"a key is given once, {double!r} is repeated")
+    return content

@@ -1,0 +1,103 @@
+"""The text of `--help` and `--help-all`, from the docstrings of the fields.
+
+Why not the parser's own: docstrings are read only when help is asked for, unused sections are one line, and rarely
+needed keys appear under `--help-all` only.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+from hybrid_rlhf.configs.parsing.schema import Section, type_name
+
+_WIDTH = 110
+
+
+def help_text(tree: Section, chosen: Mapping[str, Any], *, prog: str, everything: bool) -> str:
+    """Usage, and every key with its meaning, type and default.
+
+    Args:
+        tree: of `resolve`.
+        chosen: defaults that follow from the settings, by dotted key.
+        prog: the command.
+        everything: whether advanced keys and the keys of unused sections are shown.
+    """
+    lines = [f"usage: {prog} [--config FILE.yaml] [--KEY VALUE ...]", "", _text(inspect.getdoc(tree.kind) or ""), ""]
+    lines += _entry("--config FILE.yaml", "YAML file of keys; may be given more than once.")
+    lines += _entry("--help", "Show this help, without rarely needed keys.")
+    lines += _entry("--help-all", "Show every key, also of sections that are not used.")
+    for section in tree.walk(off=everything):
+        lines += _section_lines(section, chosen, everything=everything)
+    return "\n".join(lines) + "\n"
+
+
+def shown_keys(tree: Section, *, everything: bool = False) -> list[str]:
+    """The dotted keys and unused sections that help shows."""
+    found = []
+    for section in tree.walk(off=everything):
+        found += [f"{section.name}.name"] if section.variants else []
+        found += [key.name for key in section.keys.values() if everything or not key.advanced]
+        found += [] if everything else [inner.name for inner in section.sections.values() if not inner.is_on]
+    return found
+
+
+def _section_lines(section: Section, chosen: Mapping[str, Any], *, everything: bool) -> list[str]:
+    keys = [key for key in section.keys.values() if everything or not key.advanced]
+    unused = [] if everything else [inner for inner in section.sections.values() if not inner.is_on]
+    if not (keys or unused or section.variants):
+        return []
+    lines = ["", f"{section.name}: {_text(inspect.getdoc(section.kind) or '')}"] if section.name else []
+    if section.variants:
+        about = field_docs(section.kind)["name"]
+        default = getattr(section.kind, "name", "")
+        lines += _entry(f"--{section.name}.name", f"{about} (one of {', '.join(section.variants)}; default: {default})")
+    for key in keys:
+        about = field_docs(key.owner).get(key.name.rpartition(".")[2], "")
+        default = chosen.get(key.name, key.default)
+        lines += _entry(f"--{key.name}", f"{about} (type: {type_name(key.hint)}, default: {_shown(default)})")
+    for inner in unused:
+        about = (inspect.getdoc(inner.kind) or "").split("\n\n")[0]
+        names = ", ".join([*inner.keys, *inner.sections])
+        lines += _entry(f"--{inner.name}", f"{_text(about)} (section, default: null; keys: {names})")
+    return lines
+
+
+@functools.cache
+def field_docs(kind: type) -> dict[str, str]:
+    """The docstring of each field of a dataclass, its own and inherited."""
+    docs: dict[str, str] = {}
+    for base in reversed(kind.__mro__[:-1]):
+        docs |= _own_docs(base)
+    return docs
+
+
+@functools.cache
+def _own_docs(kind: type) -> dict[str, str]:
+    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    docs = {}
+    for before, after in zip(body.body, body.body[1:], strict=False):
+        if isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name):
+            text = after.value if isinstance(after, ast.Expr) else None
+            if isinstance(text, ast.Constant) and isinstance(text.value, str):
+                docs[before.target.id] = _text(text.value)
+    return docs
+
+
+def _entry(option: str, about: str) -> list[str]:
+    return [f"  {option}", *textwrap.wrap(about, _WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 8)]
+
+
+def _text(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _shown(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(list(value)) if isinstance(value, tuple) else str(value)

@@ -1,0 +1,387 @@
+"""The keys that a config has for given settings: the algorithm's name selects the dataclass of its section, and an
+optional section exists once a file or the command line gives one of its keys.
+
+`resolve` turns layers of nested settings, the later ones over the earlier, into a tree of sections; each mistake in a
+key is an error here, before any value is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections.setting import marks_of
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Settings from one place."""
+
+    content: Mapping[str, Any]
+    """Nested; a section is a mapping, null, or the name of an algorithm."""
+    origin: str | None = None
+    """File that they come from; none: the command line or a caller."""
+    strict: bool = True
+    """Whether unknown keys are errors; those of a file of defaults are dropped."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of a config."""
+
+    name: str
+    """Dotted."""
+    hint: Any
+    default: Any
+    owner: type
+    """Dataclass that has the field."""
+    advanced: bool
+
+
+@dataclass
+class Section:
+    """A dataclass of a config with the values that are given for it."""
+
+    name: str
+    """Dotted; empty for the config itself."""
+    kind: type
+    advanced: bool = False
+    is_on: bool = True
+    keys: dict[str, Key] = field(default_factory=dict)
+    sections: dict[str, Section] = field(default_factory=dict)
+    given: dict[str, Any] = field(default_factory=dict)
+    """Values by field name, of all layers."""
+    strictly_given: set[str] = field(default_factory=set)
+    """Fields that a strict layer gives."""
+    variants: tuple[str, ...] = ()
+    """Names of the dataclasses that this section may have."""
+
+    def walk(self, *, off: bool = False) -> Iterator[Section]:
+        """This section and those in it; with `off` those that are not used too."""
+        yield self
+        for section in self.sections.values():
+            if section.is_on or off:
+                yield from section.walk(off=off)
+
+    def all_keys(self, *, off: bool = False) -> dict[str, Key]:
+        """Every key by its dotted name."""
+        return {key.name: key for section in self.walk(off=off) for key in section.keys.values()}
+
+    def values(self) -> dict[str, Any]:
+        """What is given, by dotted key."""
+        return {section.keys[name].name: value for section in self.walk() for name, value in section.given.items()}
+
+    def user_keys(self) -> set[str]:
+        """Dotted keys that the user gives."""
+        return {section.keys[name].name for section in self.walk() for name in section.strictly_given}
+
+
+def resolve(config_type: type, layers: Sequence[Layer]) -> Section:
+    """The sections and keys of a config, with what the layers give.
+
+    Raises:
+        UserError: for a key that the config does not have with these settings, a section that is no mapping, or null
+            for a key that may not be null.
+    """
+    return _section(config_type, layers, name="", default=None)
+
+
+@functools.cache
+def type_hints(kind: type) -> dict[str, Any]:
+    """The types of a dataclass's fields."""
+    return typing.get_type_hints(kind)
+
+
+def options_of(hint: Any) -> tuple[Any, ...]:
+    """The alternatives of a union; any other type alone."""
+    is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    return typing.get_args(hint) if is_union else (hint,)
+
+
+def section_type(hint: Any) -> type | None:
+    """The dataclass of a section's type, which may be optional; none: the type is no section's."""
+    return next((option for option in options_of(hint) if dataclasses.is_dataclass(option)), None)  # type: ignore[return-value]
+
+
+def section_kinds(declared: dataclasses.Field[Any], hint: Any) -> list[type]:
+    """The dataclasses that a field may have as a section; [] for a key."""
+    variants, kind = marks_of(declared).variants, section_type(hint)
+    return [*variants.values()] if variants else [] if kind is None else [kind]
+
+
+def find_hints(config_type: type, name: str) -> list[Any]:
+    """The types of a dotted key under every algorithm; a dataclass for a section; [] for an unknown key."""
+    kinds: list[type] = [config_type]
+    found: list[Any] = []
+    for part in name.split("."):
+        fields = [(kind, declared) for kind in kinds for declared in dataclasses.fields(kind) if declared.name == part]
+        hints = [(declared, type_hints(kind)[part]) for kind, declared in fields]
+        kinds = [kind for declared, hint in hints for kind in section_kinds(declared, hint)]
+        found = [*kinds] or [hint for _, hint in hints]
+    return found
+
+
+def _section(kind: type, layers: Sequence[Layer], *, name: str, default: Any) -> Section:
+    section = Section(name, kind)
+    default = _default_instance(kind) if default is None else default
+    variant = getattr(kind, "name", None)
+    for declared in dataclasses.fields(kind):
+        hint, marks = type_hints(kind)[declared.name], marks_of(declared)
+        key = f"{name}.{declared.name}" if name else declared.name
+        inside = [(layer, layer.content[declared.name]) for layer in layers if declared.name in layer.content]
+        if not declared.init:
+            _check_name(inside, key, variant)
+        elif section_kinds(declared, hint):
+            _add_section(section, declared, hint, inside, key, default=_default_of(declared, default))
+        else:
+            section.keys[declared.name] = Key(key, hint, getattr(default, declared.name), kind, marks.advanced)
+            for layer, value in inside:
+                _check_value(layer, key, value, hint)
+                section.given[declared.name] = [value] if is_list(hint) and _is_one(value) else value
+                if layer.strict:
+                    section.strictly_given.add(declared.name)
+    for layer in layers:
+        for unknown in layer.content:
+            if layer.strict and unknown not in {declared.name for declared in dataclasses.fields(kind)}:
+                raise _Unknown(f"{name}.{unknown}" if name else str(unknown), layer)
+    return section
+
+
+class _Unknown(Exception):
+    """A key that is not there; the caller knows what else there is."""
+
+    def __init__(self, name: str, layer: Layer) -> None:
+        super().__init__(name)
+        self.name, self.layer = name, layer
+
+
+def _add_section(
+    parent: Section,
+    declared: dataclasses.Field[Any],
+    hint: Any,
+    inside: list[tuple[Layer, Any]],
+    key: str,
+    *,
+    default: Any,
+) -> None:
+    """Resolve the section of a field and add it to its parent."""
+    marks, field_name = marks_of(declared), declared.name
+    kind = section_type(hint)
+    algorithm = parent.sections.get("algorithm")
+    if marks.needs is not None and not getattr(getattr(algorithm, "kind", None), marks.needs, False):
+        _refuse_absent(inside, key, marks.needs, algorithm)
+        return
+    if marks.variants is not None:
+        kind, inside = _variant(marks.variants, inside, key, default)
+        default = default if type(default) is kind else None
+    assert kind is not None
+    optional = type(None) in options_of(hint) and marks.needs is None
+    is_on, layers = not optional or default is not None, list[Layer]()
+    for layer, value in inside:
+        if value is None and (optional or marks.needs is not None):
+            is_on, layers = not optional, []
+        elif value is True and optional:
+            is_on = True
+        elif isinstance(value, Mapping):
+            is_on, layers = True, [*layers, Layer(value, layer.origin, layer.strict)]
+        else:
+            raise UserError(
+                f"{_place(layer)}{key} must be a mapping of keys, got {value}: write its keys under it, or leave it out"
+            )
+    section = _section(kind, layers, name=key, default=default)
+    section.is_on, section.advanced = is_on, marks.advanced
+    section.variants = tuple(marks.variants or ())
+    if marks.keys is not None:
+        for name in [name for name in section.keys if name not in marks.keys]:
+            if name in section.strictly_given:
+                raise UserError(
+                    f"{key} reads {', '.join(marks.keys)} only, got {name} {section.given[name]}: leave it out"
+                )
+            section.keys.pop(name)
+            section.given.pop(name, None)
+    parent.sections[field_name] = section
+
+
+def _variant(
+    variants: Mapping[str, type], inside: list[tuple[Layer, Any]], key: str, default: Any
+) -> tuple[type, list[tuple[Layer, Any]]]:
+    """The dataclass that the name in a section selects, and the section's layers as mappings.
+
+    A file of defaults gives the keys of its own algorithm only.
+    """
+    normal = [(layer, {"name": value} if isinstance(value, str) else value) for layer, value in inside]
+    names = [(layer, value["name"]) for layer, value in normal if isinstance(value, Mapping) and "name" in value]
+    chosen = str(names[-1][1]) if names else str(default.name)
+    if chosen not in variants:
+        raise UserError(
+            f"{_place(names[-1][0])}{key} must be one of {', '.join(variants)}, got {chosen}: "
+            f"the nearest is {_closest(chosen, variants)}"
+        )
+    kind = variants[chosen]
+    kept = []
+    for layer, value in normal:
+        if isinstance(value, Mapping):
+            if not layer.strict and str(value.get("name", default.name)) != chosen:
+                continue
+            value = {name: inner for name, inner in value.items() if name != "name"}
+            for name, inner in value.items():
+                if layer.strict and name not in type_hints(kind):
+                    _refuse_foreign(variants, layer, f"{key}.{name}", inner, chosen)
+        kept.append((layer, value))
+    return kind, kept
+
+
+def is_list(hint: Any) -> bool:
+    """Whether a key's value is a list of any length."""
+    options = options_of(hint)
+    lists = (typing.get_origin(option) is list or typing.get_args(option)[1:] == (...,) for option in options)
+    return str not in options and any(lists)
+
+
+def _is_one(value: Any) -> bool:
+    """Whether a value stands for a list of one."""
+    return isinstance(value, Mapping) or (isinstance(value, str) and not value.lstrip().startswith("["))
+
+
+def _refuse_foreign(variants: Mapping[str, type], layer: Layer, key: str, value: Any, chosen: str) -> None:
+    name = key.rpartition(".")[2]
+    owners = [other for other, kind in variants.items() if name in type_hints(kind)]
+    if owners:
+        named = ", ".join(owners[:3]) + " and others" * (len(owners) > 3)
+        raise UserError(
+            f"{_place(layer)}algorithm {chosen} has no key {key} ({named} {'has' if len(owners) == 1 else 'have'}), "
+            f"got {value}: leave it out"
+        )
+
+
+def _refuse_absent(inside: list[tuple[Layer, Any]], key: str, needs: str, algorithm: Section | None) -> None:
+    for layer, value in inside:
+        if layer.strict and value is not None:
+            while isinstance(value, Mapping) and value:
+                name, value = next(iter(value.items()))
+                key = f"{key}.{name}"
+            raise UserError(
+                f"{_place(layer)}algorithm {getattr(algorithm and algorithm.kind, 'name', '')} has no "
+                f"{needs.removeprefix('needs_')}, got {key} {value}: leave it out"
+            )
+
+
+def _check_name(inside: list[tuple[Layer, Any]], key: str, variant: str | None) -> None:
+    for layer, value in inside:
+        if layer.strict and value != variant:
+            raise UserError(f"{_place(layer)}{key} must be {variant}, got {value}: leave it out")
+
+
+def _check_value(layer: Layer, key: str, value: Any, hint: Any) -> None:
+    """Refuse null where a key has none, and unknown keys in the items of a list."""
+    if layer.origin is not None or not isinstance(value, str):
+        check_null(value, f"{_place(layer)}{key}", hint)
+    for item in value if isinstance(value, list) else ():
+        _check_item(item, layer, key, hint)
+
+
+def _check_item(item: Any, layer: Layer, key: str, hint: Any) -> None:
+    inner = [kind for option in options_of(hint) for each in typing.get_args(option) for kind in options_of(each)]
+    kinds = [kind for kind in inner if dataclasses.is_dataclass(kind)]
+    if not kinds or not isinstance(item, Mapping):
+        return
+    hints = {name: hint for kind in kinds for name, hint in type_hints(kind).items()}  # type: ignore[arg-type]
+    for name, value in item.items():
+        if name not in hints:
+            raise UserError(
+                f"{_place(layer)}unknown key {name} in an item of {key}: the nearest is {_closest(str(name), hints)}"
+            )
+        check_null(value, f"{_place(layer)}{name} in an item of {key}", hints[name])
+    for declared in (declared for kind in kinds for declared in dataclasses.fields(kind)):
+        required = declared.default is dataclasses.MISSING and declared.default_factory is dataclasses.MISSING
+        if required and declared.name not in item:
+            raise UserError(f"{_place(layer)}an item of {key} needs {declared.name}, got {item}: add it")
+
+
+def check_null(value: Any, key: str, hint: Any) -> None:
+    """Raise UserError for null where the type has none."""
+    if value is None and type(None) not in options_of(hint):
+        raise UserError(f"{key} must be {type_name(hint)}, got null: give a value, or leave it out")
+
+
+def unknown_key(error: Exception, config_type: type, layers: Sequence[Layer]) -> UserError:
+    """The error of an unknown key, with the nearest one."""
+    assert isinstance(error, _Unknown)
+    known = _known_keys(config_type, layers)
+    nearest = _closest(error.name, known)
+    if error.layer.origin is None:
+        return UserError(f"unknown option --{error.name}: the nearest is {nearest}")
+    return UserError(f"{_place(error.layer)}unknown key {error.name}: the nearest is {nearest}")
+
+
+UnknownKey = _Unknown
+
+
+def _known_keys(config_type: type, layers: Sequence[Layer]) -> list[str]:
+    """Every key of a config under the algorithms that the layers name."""
+    named = [Layer(_names_only(config_type, layer.content), layer.origin) for layer in layers]
+    tree = resolve(config_type, named)
+    sections = [section.name for section in tree.walk(off=True) if section.name]
+    names = [f"{section.name}.name" for section in tree.walk(off=True) if section.variants]
+    return [*tree.all_keys(off=True), *sections, *names]
+
+
+def _names_only(kind: type, content: Mapping[str, Any]) -> dict[str, Any]:
+    """The choices of algorithms in nested settings, and nothing else."""
+    found: dict[str, Any] = {}
+    for declared in dataclasses.fields(kind):
+        value = content.get(declared.name)
+        if marks_of(declared).variants:
+            name = value.get("name") if isinstance(value, Mapping) else value
+            if isinstance(name, str):
+                found[declared.name] = name
+        elif isinstance(value, Mapping) and (inner := section_type(type_hints(kind)[declared.name])):
+            found[declared.name] = _names_only(inner, value)
+    return found
+
+
+def _closest(wrong: str, known: Any) -> str:
+    names = [str(name) for name in known]
+    inside = [name for name in names if name.endswith(f".{wrong}")]
+    same_leaf = [name for name in names if name.rpartition(".")[2] == wrong.rpartition(".")[2]]
+    close = difflib.get_close_matches(wrong, inside or same_leaf or names, n=1, cutoff=0.0)
+    return close[0]
+
+
+def _default_instance(kind: type) -> Any:
+    """An instance that has a section's defaults; values that have none are missing."""
+    values = {}
+    for declared in dataclasses.fields(kind):
+        if declared.default is not dataclasses.MISSING:
+            values[declared.name] = declared.default
+        elif declared.default_factory is not dataclasses.MISSING:
+            values[declared.name] = declared.default_factory()
+    return types.SimpleNamespace(**values)
+
+
+def _default_of(declared: dataclasses.Field[Any], parent: Any) -> Any:
+    return getattr(parent, declared.name, None)
+
+
+def _place(layer: Layer) -> str:
+    return "" if layer.origin is None else f"{layer.origin}: "
+
+
+def type_name(hint: Any) -> str:
+    """A type as help and errors show it."""
+    parts = typing.get_args(hint)
+    if hint in (type(None), ...):
+        return "..." if hint is ... else "null"
+    if typing.get_origin(hint) is typing.Literal:
+        return f"one of {', '.join(map(str, parts))}"
+    options = options_of(hint)
+    if len(options) > 1:
+        return " or ".join(map(type_name, options))
+    return f"{hint.__name__}[{', '.join(map(type_name, parts))}]" if parts else str(hint.__name__)

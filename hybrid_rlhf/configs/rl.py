@@ -1,0 +1,276 @@
+"""Settings of the RL step: an actor learns from its own completions and their rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS, AlgorithmConfig, PPOConfig, RAFTConfig
+from hybrid_rlhf.configs.sections.data import DataConfig, DataSource
+from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
+from hybrid_rlhf.configs.sections.model import CriticLoraConfig, LoraConfig
+from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig, require_distinct_names
+from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.configs.sections.rules import require, whole_number
+from hybrid_rlhf.configs.sections.run import StepConfig
+from hybrid_rlhf.configs.sections.setting import setting
+from hybrid_rlhf.configs.sections.training import LoopConfig, OptimizerConfig, ZeroConfig
+
+_FEWEST_PROMPTS = 64
+"""In a rollout with several completions per prompt, unless the user sets rollout.prompts_per_step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptDataConfig(DataConfig):
+    """Where prompts come from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PtxConfig:
+    """Pretraining loss mixed into the actor's updates (PPO-ptx of InstructGPT)."""
+
+    coef: float = 0.0
+    """Weight of the pretraining loss (InstructGPT: 27.8)."""
+    sources: list[str | DataSource] = field(default_factory=list)
+    """Pretraining text (a `text` column) or conversations: paths, or {path, weight, split_name}."""
+    max_length: int = 1024
+    """Longest row, in tokens (1024: TRL's SFT default)."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.coef > 0, f"ptx.coef must be above 0, got {self.coef}: give its weight, or --ptx null for no such loss"
+        )
+        require(bool(self.sources), "ptx.sources must name pretraining text, got none: give --ptx.sources FILE")
+        require(self.max_length >= 2, f"ptx.max_length must be 2 tokens or more, got {self.max_length}: raise it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorConfig:
+    """How the actor trains; it starts from model.path."""
+
+    lora: LoraConfig | None = None
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-6, schedule="constant"))
+    zero: ZeroConfig = setting(default_factory=ZeroConfig, mutable=True)
+    ema_decay: float = setting(0.0, advanced=True)
+    """Decay per update of an averaged actor, which is evaluated and saved as actor_ema (DeepSpeed-Chat: 0.992); 0:
+    none."""
+
+    def __post_init__(self) -> None:
+        require(0 <= self.ema_decay < 1, f"actor.ema_decay must be in [0, 1), got {self.ema_decay}: give 0 for none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    """How the critic starts and trains."""
+
+    path: str | None = None
+    """Model to start from, with its head; null: the layers of the first reward model, or where there is none of the
+    actor, with a head of zeros."""
+    lora: CriticLoraConfig | None = None
+    """Adapters of the critic; null: the actor's settings."""
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5, schedule="constant"))
+    zero: ZeroConfig | None = setting(None, mutable=True)
+    """Sharding of the critic; null: the actor's settings."""
+    gae_lambda: float = 1.0
+    """Lambda of the returns that the critic learns; algorithm.gae_lambda is the actor's (VC-PPO, arXiv 2503.01491)."""
+    head_lr: float | None = setting(None, advanced=True)
+    """Peak learning rate of the head; null: optimizer.lr, for a head of zeros at least 0.1 / hidden size."""
+    share_base: bool = False
+    """The critic has its own adapters on the actor's weights; needs LoRA."""
+    warmup_steps: int = setting(0, advanced=True)
+    """First steps, in which only the critic is trained."""
+
+    def __post_init__(self) -> None:
+        require(
+            0 <= self.gae_lambda <= 1,
+            f"critic.gae_lambda must be in [0, 1], got {self.gae_lambda}: give for example 1.0",
+        )
+        rate = self.head_lr
+        require(
+            rate is None or rate >= 0, f"critic.head_lr must be 0 or more, got {rate}: leave it out for the default"
+        )
+        require(self.warmup_steps >= 0, f"critic.warmup_steps must be 0 or more, got {self.warmup_steps}: raise it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceModelConfig:
+    """The frozen reference of the KL penalty. It shards as the actor does under ZeRO-3."""
+
+    path: str | None = None
+    """Model folder or hub name; null: the actor's start."""
+    refresh_every: int = setting(0, advanced=True)
+    """Steps after which the reference takes the actor's weights; 0: never."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.refresh_every >= 0,
+            f"reference.refresh_every must be 0 (never) or more, got {self.refresh_every}: raise it",
+        )
+
+
+def frozen_zero(sibling: ZeroConfig, *, offload: bool) -> ZeroConfig:
+    """How a frozen model shards: not at all, or like the model beside it under ZeRO-3."""
+    if sibling.stage < 3:
+        return ZeroConfig()
+    return ZeroConfig(stage=3, offload_parameters=sibling.offload_parameters or offload)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardSumConfig:
+    """What completions are scored by. Reward models shard as the critic does under ZeRO-3, or as the actor without
+    one."""
+
+    components: list[str | RewardComponentConfig] = field(default_factory=list)
+    """Reward models (paths), or {model | function | urls, weight, ...}, whose weighted scores are summed."""
+
+    def __post_init__(self) -> None:
+        require_distinct_names(self.named)
+
+    @property
+    def named(self) -> list[RewardComponentConfig]:
+        """The components; a plain string is a reward model's path."""
+        alone = "model" if len(self.components) == 1 else None
+        return [
+            RewardComponentConfig(name=alone, model=each) if isinstance(each, str) else each for each in self.components
+        ]
+
+    @property
+    def first_model(self) -> str | None:
+        """The reward model that a critic starts from: the component, if it is the only one and a path."""
+        first = self.components[0] if len(self.components) == 1 else None
+        return first if isinstance(first, str) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLConfig(StepConfig):
+    """RL: an actor learns from its own completions and their rewards, by PPO, GRPO or another algorithm."""
+
+    output_dir: str = setting("output/step3_ppo", mutable=True)
+    """Folder of the run: actor/, critic/, config.yaml, metrics.jsonl, samples.jsonl, checkpoints."""
+    algorithm: AlgorithmConfig = setting(PPOConfig(), variants=RL_ALGORITHMS)
+    data: PromptDataConfig = field(default_factory=PromptDataConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    critic: CriticConfig | None = setting(None, needs="needs_critic")
+    reference: ReferenceModelConfig = field(default_factory=ReferenceModelConfig)
+    reward: RewardSumConfig = field(default_factory=RewardSumConfig)
+    environment: EnvironmentConfig | None = None
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    ptx: PtxConfig | None = None
+    train: LoopConfig = field(default_factory=LoopConfig)
+
+    def __post_init__(self) -> None:
+        name = self.algorithm.name
+        if self.algorithm.needs_critic and self.critic is None:
+            object.__setattr__(self, "critic", CriticConfig())
+        require(
+            self.algorithm.needs_critic or self.critic is None,
+            f"algorithm {name} has no critic, got the section critic: leave it out",
+        )
+        self._check_samples(name)
+        lag = self.rollout.policy_lag
+        require(
+            not lag or self.algorithm.allows_policy_lag,
+            f"rollout.async_sampling.policy_lag {lag} trains on samples of older weights, got algorithm.correction "
+            "null: give --algorithm.correction.method truncate or mask",
+        )
+        require(
+            self.uses_reference or self.reference == ReferenceModelConfig(),
+            f"algorithm {name} without algorithm.kl has no reference, got reference.path {self.reference.path} and "
+            f"refresh_every {self.reference.refresh_every}: leave the section out",
+        )
+        if self.critic is not None and self.critic.share_base:
+            self._check_shared_base(self.critic)
+
+    @staticmethod
+    def following(values: Mapping[str, Any], settled: set[str]) -> dict[str, int]:
+        """Defaults that follow from the size of a rollout: its prompts, and the mini-batches it divides into.
+
+        Args:
+            values: dotted keys, as far as they are known.
+            settled: keys that are given.
+        """
+        prompts, n = whole_number(values["rollout.prompts_per_step"]), whole_number(values["rollout.sampling.n"])
+        found = {}
+        if n > 1 and "rollout.prompts_per_step" not in settled:
+            prompts = found["rollout.prompts_per_step"] = max(_FEWEST_PROMPTS, prompts // n)
+        if "algorithm.mini_batches" not in settled:
+            rows, most = prompts * n, whole_number(values["algorithm.mini_batches"])
+            unit = whole_number(values["train.micro_batch_size"]) or 1
+            divisors = [count for count in range(1, most + 1) if rows and rows % (count * unit) == 0]
+            found["algorithm.mini_batches"] = max(divisors, default=1)
+        return found
+
+    def _check_samples(self, name: str) -> None:
+        least, n = self.algorithm.fewest_completions, self.rollout.sampling.n
+        require(
+            n >= least,
+            f"algorithm {name} compares completions of one prompt, got rollout.sampling.n {n}: give {least} or more",
+        )
+        require(
+            not self.algorithm.learns_pairs or n == 2,
+            f"algorithm {name} learns from pairs, got rollout.sampling.n {n}: give 2",
+        )
+        require(
+            self.algorithm.dynamic_sampling is None or n >= 2,
+            f"algorithm.dynamic_sampling compares completions of one prompt, got rollout.sampling.n {n}: give 2 or "
+            "more",
+        )
+        if isinstance(self.algorithm, RAFTConfig):
+            require(
+                self.algorithm.selected_per_prompt < n,
+                f"algorithm.selected_per_prompt must be below rollout.sampling.n {n}, got "
+                f"{self.algorithm.selected_per_prompt}: lower it",
+            )
+
+    def _check_shared_base(self, critic: CriticConfig) -> None:
+        require(
+            self.actor.lora is not None and self.critic_lora is not None,
+            "critic.share_base needs adapters on both, got none on the "
+            f"{'actor' if self.actor.lora is None else 'critic'}: give --actor.lora.rank 16",
+        )
+        require(
+            critic.path is None,
+            f"critic.share_base starts the critic from the actor's weights, got critic.path {critic.path}: leave one "
+            "out",
+        )
+        stage = max(self.actor.zero.stage, self.critic_zero.stage)
+        require(
+            stage < 3,
+            f"critic.share_base needs whole weights, got zero.stage {stage}: take stage 2, or leave share_base out",
+        )
+
+    @property
+    def critic_zero(self) -> ZeroConfig:
+        """How the critic and reward models shard: as the critic's section says, or as the actor."""
+        return self.actor.zero if self.critic is None or self.critic.zero is None else self.critic.zero
+
+    @property
+    def critic_lora(self) -> LoraConfig | None:
+        """Adapters of the critic: of its section, or the actor's; none: it trains all weights."""
+        lora: LoraConfig | None = None if self.critic is None else self.critic.lora
+        if lora is None:
+            return self.actor.lora
+        return lora if lora.rank else None
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the reference's log-probs are needed."""
+        return self.algorithm.kl is not None or self.algorithm.needs_reference
+
+    @property
+    def learned_per_prompt(self) -> int:
+        """Completions per prompt that are trained on, at most."""
+        selected = getattr(self.algorithm, "selected_per_prompt", None)
+        return self.rollout.sampling.n if selected is None else int(selected)
+
+    def reads_without_adapters(self, reference_path: str | None, actor_path: str | None) -> bool:
+        """Whether the actor without its adapters is the reference, which must not follow the actor then."""
+        return self.actor.lora is not None and reference_path == actor_path and not self.reference.refresh_every
+
+    @property
+    def critic_start(self) -> str | None:
+        """The model that the critic starts from; none: the actor's start."""
+        if self.critic is None or self.critic.share_base:
+            return None
+        return self.critic.path or self.reward.first_model

@@ -1,0 +1,327 @@
+"""What the settings of RL algorithms share: optional parts (KL penalty, score penalties, dynamic sampling, correction
+for the difference between sampler and trainer), and base classes of keys that several algorithms read.
+
+The algorithms themselves are in configs/algorithms.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from hybrid_rlhf.configs.sections.rules import require
+from hybrid_rlhf.configs.sections.setting import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLConfig:
+    """KL penalty of the actor against the reference."""
+
+    coef: float = 0.05
+    """Weight of the penalty per token (0.05: N+ details, arXiv 2403.17031)."""
+    estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Estimator of the KL per token: k1 log-ratio, k2 half its square, k3 r - 1 - log r, at most 10 nats
+    (joschu.net/blog/kl-approx.html). With where loss it affects the value only; the gradient is the KL's in any
+    case."""
+    where: Literal["reward", "loss"] = "reward"
+    """reward: subtracted from the reward of each token (InstructGPT); loss: a term of the actor's loss (GRPO)."""
+    target: float | None = None
+    """KL per completion, in nats, to which coef is adapted; null: coef is constant (N+ details)."""
+    horizon: int = setting(10000, advanced=True)
+    """Completions over which coef adapts to target (10000: arXiv 1909.08593, section 2.2)."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.coef > 0,
+            f"algorithm.kl.coef must be above 0, got {self.coef}: give --algorithm.kl null for no penalty",
+        )
+        require(
+            self.target is None or self.target > 0,
+            f"algorithm.kl.target must be above 0 nats, got {self.target}: leave it out for a constant coef",
+        )
+        require(self.horizon >= 1, f"algorithm.kl.horizon must be 1 or more, got {self.horizon}: raise it")
+        require(
+            self.target is not None or self.horizon == 10000,
+            f"algorithm.kl.horizon needs algorithm.kl.target, got {self.horizon} and no target: leave it out",
+        )
+        require(
+            self.where == "reward" or self.estimator != "k1",
+            "algorithm.kl.estimator k1 has no gradient of the KL in a loss, got algorithm.kl.where loss: take k2 or k3",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PenaltiesConfig:
+    """Penalties that are subtracted from scores."""
+
+    missing_eos: float | Literal["auto"] = 0.0
+    """Penalty of a completion that does not end with EOS (the EOS trick of N+ details; TRL's examples: 1); auto: the
+    standard deviation of the rollout's scores, 1 where scores are scaled."""
+    length: float = 0.0
+    """Penalty per completion token."""
+    overlong_fraction: float = 0.0
+    """Last part of max_new_tokens in which the overlong penalty grows linearly (DAPO, arXiv 2503.14476, eq. 13: 0.2);
+    0: no overlong penalty."""
+    overlong: float = 1.0
+    """Overlong penalty of a completion of max_new_tokens tokens (DAPO: 1)."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.missing_eos == "auto" or self.missing_eos >= 0,
+            f"algorithm.penalties.missing_eos must be auto or 0 or more, got {self.missing_eos}: give for example 1",
+        )
+        require(
+            0 <= self.overlong_fraction <= 1,
+            f"algorithm.penalties.overlong_fraction must be in [0, 1], got {self.overlong_fraction}: give for example "
+            "0.2",
+        )
+        require(self.overlong >= 0, f"algorithm.penalties.overlong must be 0 or more, got {self.overlong}: raise it")
+        require(
+            self.overlong_fraction > 0 or self.overlong == 1.0,
+            f"algorithm.penalties.overlong needs overlong_fraction above 0, got {self.overlong} and 0: give for "
+            "example --algorithm.penalties.overlong_fraction 0.2",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicSamplingConfig:
+    """Replaces prompts whose completions all have the same score, which carry no gradient, by more prompts (DAPO,
+    arXiv 2503.14476, eq. 11).
+    """
+
+    max_refills: int = 10
+    """Rounds of additional prompts per step; after them the step trains on what it has."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.max_refills >= 0,
+            f"algorithm.dynamic_sampling.max_refills must be 0 or more, got {self.max_refills}: raise it",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorrectionConfig:
+    """Importance weights p(training) / p(sampler) per token, for samples of older or lower-precision weights."""
+
+    method: Literal["truncate", "mask"] = "truncate"
+    """truncate: weights are cut off at clip (TIS); mask: tokens with weights outside [low, clip] are left out
+    (IcePop)."""
+    clip: float = 2.0
+    """Largest weight (2: TIS, fengyao.notion.site/off-policy-rl)."""
+    low: float | None = setting(None, advanced=True)
+    """Smallest weight of method mask; null: 1 / clip."""
+    count_masked: bool = setting(True, advanced=True)
+    """Masked tokens stay in the denominator of the loss (IcePop), or not (slime, verl)."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.clip >= 1,
+            f"algorithm.correction.clip must be 1 or more, got {self.clip}: give for example 2",
+        )
+        require(
+            self.low is None or 0 < self.low <= 1,
+            f"algorithm.correction.low must be above 0 and at most 1, got {self.low}: give for example 0.5",
+        )
+        for name, default in (("low", None), ("count_masked", True)):
+            value = getattr(self, name)
+            require(
+                self.method == "mask" or value == default,
+                f"algorithm.correction.{name} is for method mask, got {value} with {self.method}: leave it out",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig:
+    """What all RL algorithms read. Properties give the neutral value of keys that only some have."""
+
+    needs_critic: ClassVar[bool] = False
+    """Whether it trains a critic."""
+    needs_reference: ClassVar[bool] = False
+    """Whether its loss needs the reference even without a KL penalty."""
+    learns_pairs: ClassVar[bool] = False
+    """Whether it learns from pairs of completions."""
+    selects: ClassVar[bool] = False
+    """Whether it learns from some completions of a prompt only."""
+    single_update: ClassVar[bool] = False
+    """Whether its paper makes one update per rollout; the clip of the others needs several to have an effect."""
+    fewest_completions: ClassVar[int] = 1
+    """Fewest completions per prompt that it can learn from."""
+    defaults_elsewhere: ClassVar[Mapping[str, Any]] = {}
+    """Defaults that it changes in other sections, by dotted key."""
+
+    name: str = field(default="", init=False)
+    """RL algorithm; it selects the keys of this section and their defaults (docs/algorithms.md)."""
+    epochs: int = 1
+    """Passes over each rollout (1: verl)."""
+    mini_batches: int = 4
+    """Optimizer updates per pass over a rollout (4: verl); if left out, the largest divisor of the rollout up to the
+    default."""
+    target_kl: float | None = setting(None, advanced=True)
+    """The passes over a rollout end once the approximate KL of a mini-batch, in nats, exceeds this; null: never."""
+    kl: KLConfig | None = KLConfig()
+    penalties: PenaltiesConfig | None = PenaltiesConfig(missing_eos="auto")
+    dynamic_sampling: DynamicSamplingConfig | None = None
+    score_scaling: Literal["none", "running", "initial"] = "none"
+    """Scores are scaled to mean 0 and standard deviation 1: running, by all scores so far (OpenRLHF); initial, by those
+    of the initial actor (InstructGPT)."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "mini_batches"):
+            value = getattr(self, name)
+            require(value >= 1, f"algorithm.{name} must be 1 or more, got {value}: raise it")
+        require(
+            self.target_kl is None or self.target_kl > 0,
+            f"algorithm.target_kl must be above 0 nats, got {self.target_kl}: leave it out for none",
+        )
+        require(
+            self.score_clip is None or self.score_clip > 0,
+            f"algorithm.score_clip must be above 0, got {self.score_clip}: give null for none",
+        )
+
+    @property
+    def score_clip(self) -> float | None:
+        """Bound of scores; null: none."""
+        return None
+
+    @property
+    def correction(self) -> CorrectionConfig | None:
+        """Correction for the sampler; null: none."""
+        return None
+
+    @property
+    def mask_truncated(self) -> bool:
+        """Whether truncated completions are left out of the loss."""
+        return False
+
+    @property
+    def loss_normalization(self) -> Literal["token", "sequence", "fixed"]:
+        """What the actor's loss is a mean over."""
+        return "token"
+
+    @property
+    def whiten_rewards(self) -> bool:
+        """Whether rewards are whitened."""
+        return False
+
+    @property
+    def whiten_advantages(self) -> bool:
+        """Whether advantages are whitened."""
+        return False
+
+    @property
+    def whiten_shift_mean(self) -> bool:
+        """Whether whitening subtracts the mean."""
+        return True
+
+    @property
+    def whiten_unbiased(self) -> bool:
+        """Whether whitening divides by the count less one."""
+        return True
+
+    @property
+    def value_clip(self) -> float:
+        """Bound of the change of values; 0: none."""
+        return 0.0
+
+    @property
+    def select_above(self) -> float | None:
+        """Least score of a selected completion; null: any."""
+        return None
+
+    @property
+    def updates_once(self) -> bool:
+        """Whether a rollout makes one update, before which the actor is still the one that sampled."""
+        return self.epochs * self.mini_batches == 1
+
+    @property
+    def clip_is_idle(self) -> bool:
+        """Whether the algorithm clips ratios, and one update per rollout leaves all of them at 1."""
+        return self.updates_once and not self.single_update
+
+    @property
+    def reads_old_logprobs(self) -> bool:
+        """Whether the actor scores a rollout before training on it: for several updates, or to count kept tokens."""
+        return not self.updates_once or not (self.correction is None or self.correction.count_masked)
+
+    @property
+    def allows_policy_lag(self) -> bool:
+        """Whether older weights may sample: the loss is corrected for it, or does not depend on who sampled."""
+        return self.correction is not None or self.learns_pairs
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyGradientConfig(AlgorithmConfig):
+    """What algorithms with a loss per token read."""
+
+    mask_truncated: bool = False
+    """Completions that do not end with EOS are left out of the loss (DAPO, section 3.4)."""
+    loss_normalization: Literal["token", "sequence", "fixed"] = "token"
+    """The actor's loss is a mean over tokens (DAPO), over sequences of their means (GRPO), or a sum divided by
+    max_new_tokens per sequence (fixed; Dr. GRPO)."""
+    correction: CorrectionConfig | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippedConfig(PolicyGradientConfig):
+    """What algorithms that clip the policy ratio read."""
+
+    clip: tuple[float, float] = (0.2, 0.2)
+    """The policy ratio is clipped to [1 - low, 1 + high] (0.2: PPO, arXiv 1707.06347)."""
+    score_clip: float | None = setting(None, advanced=True)
+    """Scores are clipped to [-score_clip, score_clip] (DeepSpeed-Chat: 5); null: not clipped (TRL, verl)."""
+    whiten_advantages: bool = False
+    """Advantages of a rollout get mean 0 and variance 1, over all ranks."""
+    whiten_shift_mean: bool = setting(True, advanced=True)
+    """Whitened advantages have mean 0; false: only the variance changes."""
+    whiten_unbiased: bool = setting(True, advanced=True)
+    """Whitening divides by the count less one (TRL, verl), or by the count (false; OpenAI's code of 2019)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        low, high = self.clip
+        require(
+            0 <= low <= 1 and high >= 0,
+            f"algorithm.clip is [low, high] with low in [0, 1] and high 0 or more, got {list(self.clip)}: give for "
+            "example [0.2, 0.2]",
+        )
+        require(
+            self.whiten_advantages or self.whiten_shift_mean,
+            "algorithm.whiten_shift_mean needs whiten_advantages, got False and whiten_advantages False: leave it out",
+        )
+        require(
+            self.whiten_advantages or self.whiten_rewards or self.whiten_unbiased,
+            "algorithm.whiten_unbiased needs whitening, got False and none: leave it out",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SurrogateConfig(ClippedConfig):
+    """What algorithms with PPO's clipped surrogate read."""
+
+    dual_clip: float | None = setting(None, advanced=True)
+    """Bound of the loss for negative advantages, as a multiple of their size (arXiv 1912.09729: 3); null: none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.dual_clip is None or self.dual_clip > 1,
+            f"algorithm.dual_clip must be above 1, got {self.dual_clip}: give for example 3, or leave it out",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupConfig(AlgorithmConfig):
+    """What algorithms with advantages relative to a prompt's completions read.
+
+    No penalty of a missing EOS: the answers are mostly checked by a program, and one that does not end is wrong.
+    """
+
+    fewest_completions = 2
+    defaults_elsewhere: ClassVar[Mapping[str, Any]] = {"rollout.sampling.n": 8}
+
+    penalties: PenaltiesConfig | None = None
+    divide_by_std: bool = True
+    """Advantages are divided by the standard deviation of a prompt's scores (GRPO), or not (Dr. GRPO)."""

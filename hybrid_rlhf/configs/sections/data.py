@@ -1,0 +1,80 @@
+"""Where rows come from and how they become tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from hybrid_rlhf.configs.sections.rules import require, require_template_variables
+from hybrid_rlhf.configs.sections.setting import setting
+
+
+def require_shares(split: list[float]) -> None:
+    """Raise UserError unless there is a share for each of the three steps."""
+    require(
+        len(split) == 3 and all(share >= 0 for share in split) and sum(split) > 0,
+        f"data.split must be three shares, one per step, got {split}: give for example [2, 4, 4]",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSource:
+    """One source of a blend."""
+
+    path: str
+    """A .jsonl, .json or .parquet file, a folder of datasets.save_to_disk, or a hub name."""
+    weight: float = 1.0
+    """Passes over this source per epoch: 0.5 takes half of its rows, 2 takes each row twice."""
+    split_name: str = "train"
+    """Split to take from a hub name or a DatasetDict folder."""
+
+    def __post_init__(self) -> None:
+        require(self.weight > 0, f"weight of {self.path} must be above 0, got {self.weight}: leave the source out")
+        require(self.weight <= 1000, f"weight of {self.path} must be at most 1000 passes, got {self.weight}: lower it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where rows come from and how they become tokens."""
+
+    sources: list[str | DataSource] = field(default_factory=list)
+    """Training data: paths, or {path, weight, split_name}, blended."""
+    eval_sources: list[str | DataSource] = field(default_factory=list)
+    """Evaluation data; if empty, eval_fraction of the sources is held out."""
+    eval_fraction: float = 0.05
+    """Fraction of the rows held out if there are no eval_sources; 0: none."""
+    max_eval_rows: int = setting(512, advanced=True)
+    """Rows that are held out or evaluated on, at most."""
+    split: list[float] | None = setting(None, advanced=True)
+    """Shares of one data set for the three steps, without overlap, e.g. [2, 4, 4] (DeepSpeed-Chat)."""
+    too_long: Literal["truncate", "drop"] = "drop"
+    """Rows that are too long are truncated or dropped, counted and reported. A truncated prompt keeps BOS and the
+    system message."""
+    cache_dir: str | None = setting(None, advanced=True, mutable=True)
+    """Folder for tokenized rows; null: ~/.cache/hybrid_rlhf."""
+    chat_template: str | None = None
+    """Jinja file that replaces the tokenizer's chat template and is saved with the model; null: the tokenizer's."""
+    chat_template_kwargs: dict[str, Any] = setting(default_factory=dict, advanced=True)
+    """Variables of the chat template, such as {enable_thinking: false}; saved with the model as its defaults."""
+
+    def __post_init__(self) -> None:
+        require(
+            0 <= self.eval_fraction < 1,
+            f"data.eval_fraction must be in [0, 1), got {self.eval_fraction}: give for example 0.05",
+        )
+        require(self.max_eval_rows >= 1, f"data.max_eval_rows must be 1 or more, got {self.max_eval_rows}: raise it")
+        require_template_variables(self.chat_template_kwargs)
+        if self.split is not None:
+            require_shares(self.split)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowDataConfig(DataConfig):
+    """Where rows of prompt and completion come from and how they become tokens."""
+
+    max_length: int = 1024
+    """Longest row, in tokens, prompt and completion together (1024: TRL's SFT default)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.max_length >= 2, f"data.max_length must be 2 tokens or more, got {self.max_length}: raise it")

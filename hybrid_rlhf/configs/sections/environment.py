@@ -1,0 +1,48 @@
+"""Settings of an environment, which replies to the actor between its turns and rewards them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from hybrid_rlhf.configs.sections.rules import is_plain, require
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentConfig:
+    """Environment of multi-turn rollouts (docs/environments.md)."""
+
+    path: str = ""
+    """Class with reset and step, as module:Class or path/to/file.py:Class."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the class."""
+    max_turns: int = 8
+    """Turns of the actor per episode, at most; rollout.sampling.max_new_tokens bounds all that follows the prompt."""
+    max_turn_tokens: int | None = None
+    """Longest turn of the actor, in tokens; null: what is left of rollout.sampling.max_new_tokens."""
+    max_observation_tokens: int = 256
+    """Longest observation, in tokens; longer ones are truncated."""
+    timeout_seconds: float = 60.0
+    """Longest call of reset or step, in seconds."""
+    on_failure: Literal["stop", "zero"] = "stop"
+    """What an environment that raises, times out or returns no valid step causes. stop: the run ends; zero: the episode
+    ends, and its last turn has reward 0."""
+
+    def __post_init__(self) -> None:
+        require(
+            all(self.path.rpartition(":")),
+            f"environment.path must be module:Class or path/to/file.py:Class, got {self.path!r}: give the class",
+        )
+        for name in ("max_turns", "max_turn_tokens", "max_observation_tokens"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"environment.{name} must be 1 or more, got {value}: raise it")
+        require(
+            0 < self.timeout_seconds < math.inf,
+            f"environment.timeout_seconds must be above 0, got {self.timeout_seconds}: raise it",
+        )
+        require(
+            is_plain(self.options),
+            f"environment.options are names with texts, numbers, lists and mappings, got {self.options}: quote the "
+            "others",
+        )

@@ -1,0 +1,67 @@
+"""Which model a step trains, how it computes, and low-rank adapters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from hybrid_rlhf.configs.sections.rules import require
+from hybrid_rlhf.configs.sections.setting import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The model and how it computes."""
+
+    path: str | None = None
+    """Model to start from: a Hugging Face folder, a hub name or a .gguf file."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the weights in training; auto: bfloat16 on a GPU, float32 on a CPU."""
+    head_dtype: Literal["float32", "model"] = setting("float32", advanced=True)
+    """Type of the logits in training and sampling: float32 (ScaleRL, arXiv 2510.13786), or that of the model."""
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = setting(
+        "auto", advanced=True
+    )
+    """Attention kernel, by its transformers name; auto: sdpa where the model has it, else eager."""
+    gradient_checkpointing: bool = setting(False, mutable=True)
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    activation_offload: bool = setting(False, advanced=True, mutable=True)
+    """Keep activations in host memory until the backward pass; with gradient_checkpointing, one per layer."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for sources you trust."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters (LoRA, arXiv 2106.09685) through peft; merged when the model is saved.
+
+    The default learning rate of adapters is ten times that of all weights (TRL, lora_without_regret.md).
+    """
+
+    least_rank: ClassVar[int] = 1
+
+    rank: int = 16
+    """Rank of the adapters (16: a common default of peft users)."""
+    alpha: float = 16.0
+    """The adapters' output is scaled by alpha / rank (16: a common default of peft users)."""
+    target_modules: str | list[str] = setting("all-linear", advanced=True)
+    """Names of the linear layers to adapt; all-linear: each except the head (QLoRA, arXiv 2305.14314)."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.least_rank <= self.rank <= 2**16,
+            f"lora.rank must be {self.least_rank} to 65536, got {self.rank}: give for example 16, or lora null to "
+            f"train "
+            "all weights",
+        )
+        require(self.alpha > 0, f"lora.alpha must be above 0, got {self.alpha}: give for example 16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticLoraConfig(LoraConfig):
+    """Adapters of the critic; rank 0 trains all of its weights beside an actor with adapters."""
+
+    least_rank = 0
+
+    rank: int = 16
+    """Rank of the adapters (16: a common default of peft users); 0: all weights are trained."""

@@ -1,0 +1,192 @@
+"""Settings of one component of the RL reward: a model, a Python function or an HTTP endpoint, with its weight."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+
+from hybrid_rlhf.configs.files.credentials import fill_placeholders, found_credential, placeholders, redacted
+from hybrid_rlhf.configs.sections.rules import require
+
+OnFailure = Literal["stop", "drop", "zero"]
+_PLACEHOLDER_PORT = re.compile(r":\$\{\w+\}(?=[/?]|$)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardComponentConfig:
+    """One component of the reward; exactly one of model, function and urls is given."""
+
+    name: str | None = None
+    """Name in the metrics (reward/NAME/mean); null: the model's folder, the function's name or the endpoint's host."""
+    weight: float = 1.0
+    """Factor of its scores in the sum over components; 0: they are logged only."""
+    model: str | None = None
+    """Reward model: a folder or hub name. One with another tokenizer or chat template encodes the text again."""
+    head_weights: dict[str, float] = field(default_factory=dict)
+    """Weights of the scores of a model that has several, by name; those not named have 0. Empty: each has 1."""
+    normalize: bool = False
+    """A model's scores are normalized with the mean and standard deviation that objective.calibrate measured."""
+    steps: Literal["last", "min", "product", "mean"] = "last"
+    """Score of a process reward model. last: the score at the end; min, product, mean: over the probabilities that each
+    step is correct (arXiv 2305.20050)."""
+    function: str | None = None
+    """Python function as module:function or path/to/file.py:function, plain or async."""
+    urls: tuple[str, ...] = ()
+    """HTTP endpoint; several URLs are replicas that share the load. ${NAME} is replaced by an environment variable."""
+    timeout_seconds: float = 60.0
+    """Longest call of a function or longest attempt of a request, in seconds."""
+    retries: int | None = None
+    """Attempts after the first, with exponential back-off; null: 3 of a request, on another replica if there is one,
+    and 1 of a function."""
+    batch_size: int = 64
+    """Completions per request."""
+    api_key_env: str | None = None
+    """Environment variable that holds the endpoint's key, sent as a bearer token and never logged."""
+    on_failure: OnFailure = "stop"
+    """What a completion without a usable score causes. stop: the run ends; drop: the completion is left out of training
+    and metrics; zero: its score is 0. Dropped and zeroed completions are counted in the metrics."""
+
+    def __post_init__(self) -> None:
+        kinds = [kind for kind in ("model", "function", "urls") if getattr(self, kind)]
+        require(
+            len(kinds) == 1,
+            f"an item of reward.components has one of model, function and urls, got {' and '.join(kinds) or 'none'}: "
+            "make each an item of its own",
+        )
+        if self.function is not None:
+            require(
+                all(self.function.rpartition(":")),
+                f"reward.components: a function is module:function or path/to/file.py:function, got {self.function!r}: "
+                "write it so",
+            )
+        for url in self.urls:
+            _check_url(url)
+        require(
+            re.fullmatch(r"[\w.:-]+", self.label) is not None,
+            f"reward.components: a name has letters, digits and . : - _ only, got {self.label!r}: give the "
+            f"component a name",
+        )
+        require(
+            self.api_key_env is None or bool(self.urls),
+            f"reward.components: api_key_env {self.api_key_env} goes with urls, {self.label} has none: leave it out",
+        )
+        for name in ("head_weights", "normalize"):
+            require(
+                not getattr(self, name) or self.model is not None,
+                f"reward.components: {name} goes with a model, {self.label} is none: leave it out",
+            )
+        require(
+            self.steps == "last" or (self.model is not None and not self.normalize),
+            f"reward.components: steps {self.steps} of {self.label} is of a model's chances, which are not normalized: "
+            "leave one out",
+        )
+        self._check_numbers()
+
+    def _check_numbers(self) -> None:
+        require(
+            math.isfinite(self.weight),
+            f"reward.components: weight of {self.label} must be a finite number, got {self.weight}: give for "
+            f"example 1.0",
+        )
+        require(
+            0 < self.timeout_seconds < math.inf,
+            f"reward.components: timeout_seconds of {self.label} must be above 0, got {self.timeout_seconds}: raise it",
+        )
+        for name, weight in self.head_weights.items():
+            require(
+                math.isfinite(weight),
+                f"reward.components: head_weights of {self.label} are finite numbers, got {weight} of {name}: give for "
+                "example 1.0",
+            )
+        for name, value, least in (("retries", self.most_retries, 0), ("batch_size", self.batch_size, 1)):
+            require(
+                value >= least,
+                f"reward.components: {name} of {self.label} must be {least} or more, got {value}: raise it",
+            )
+
+    @property
+    def most_retries(self) -> int:
+        """Tries after the first. A function that fails mostly fails again, an endpoint mostly recovers."""
+        return self.retries if self.retries is not None else 3 if self.urls else 1
+
+    @property
+    def label(self) -> str:
+        """The name, given or derived."""
+        if self.name is not None:
+            return self.name
+        if self.model:
+            return Path(self.model).name
+        if self.function:
+            return self.function.rpartition(":")[2]
+        return _host(self.urls[0])
+
+
+def require_distinct_names(components: Sequence[RewardComponentConfig]) -> None:
+    """Metrics distinguish components by name.
+
+    Raises:
+        UserError: when two components share one.
+    """
+    names = [component.label for component in components]
+    double = next((name for name in names if names.count(name) > 1), None)
+    require(double is None, f"reward.components: names must differ, {double!r} is used twice: give each a name")
+
+
+def shown_url(url: str) -> str:
+    """A URL as it may be logged: without user, password and query."""
+    parsed = urlsplit(url)
+    return f"{parsed.scheme}://{_host(url)}{parsed.path}"
+
+
+def expanded_url(url: str) -> str:
+    """A URL as it is asked for, `${NAME}` replaced by what the environment holds; never log this one.
+
+    Raises:
+        UserError: when a variable is not set, or the URL is none with its value.
+    """
+    values = {name: os.environ.get(name, "") for name in placeholders(url)}
+    for name, value in values.items():
+        require(
+            bool(value),
+            f"reward.components: ${{NAME}} in a URL is a set variable, {name} is not set: export {name}=...",
+        )
+    expanded = fill_placeholders(url, values)
+    require(
+        _is_url(expanded),
+        f"reward.components: a URL is http://HOST:PORT/PATH or https, {shown_url(url)} is none with the "
+        f"value of {', '.join(values)}: look for a space or line break in it",
+    )
+    return expanded
+
+
+def _check_url(url: str) -> None:
+    """Refuse what is no URL, and one that would carry a secret into config.yaml."""
+    require(
+        _is_url(_PLACEHOLDER_PORT.sub(":1", url)),
+        f"reward.components: a URL is http://HOST:PORT/PATH or https, got {redacted(url)}: write it out",
+    )
+    kind = found_credential(url)
+    require(
+        kind is None,
+        f"reward.components: a URL may not carry {kind}, got {redacted(url)}: name a variable in api_key_env, or write "
+        "${NAME} for one in its place",
+    )
+
+
+def _is_url(url: str) -> bool:
+    try:
+        parsed = urlsplit(url)
+        whole = parsed.scheme in ("http", "https") and bool(parsed.hostname) and parsed.port != 0
+    except ValueError:  # brackets that do not close, a port that is no number
+        return False
+    return whole and url.isprintable() and " " not in url
+
+
+def _host(url: str) -> str:
+    return urlsplit(url).netloc.rpartition("@")[2]

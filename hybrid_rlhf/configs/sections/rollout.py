@@ -1,0 +1,105 @@
+"""How completions are sampled in RL: the prompts per step, sampling parameters, memory and asynchrony."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hybrid_rlhf.configs.sections.rules import require
+from hybrid_rlhf.configs.sections.sampling import SamplingParams, require_default
+from hybrid_rlhf.configs.sections.setting import setting
+
+ROLLOUT_SAMPLING_KEYS = ("n", "max_new_tokens", "temperature", "top_p", "top_k", "min_p")
+"""Sampling parameters that rollouts read. Penalties and forced lengths change the distribution in ways that training
+does not recompute; the seed follows the run's.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsyncSamplingConfig:
+    """Sampling runs in parallel with training, on a copy of older weights (docs/async.md)."""
+
+    policy_lag: int = 1
+    """Policy lag, in steps: how far the weights that sample are behind those that train."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.policy_lag >= 1,
+            f"rollout.async_sampling.policy_lag must be 1 or more, got {self.policy_lag}: give "
+            "--rollout.async_sampling null to sample between updates",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """How completions are sampled."""
+
+    prompts_per_step: int = 256
+    """Prompts per rollout, over all ranks; the default is 256 completions, of 64 prompts or more."""
+    max_prompt_tokens: int = 512
+    """Longest prompt, in tokens; data.too_long says what happens to longer ones."""
+    sampling: SamplingParams = setting(
+        default_factory=lambda: SamplingParams(max_new_tokens=512), keys=ROLLOUT_SAMPLING_KEYS
+    )
+    tensor_parallel: int = setting(1, mutable=True)
+    """Ranks that share one model while generating; divides the number of ranks."""
+    backend: Literal["auto", "module"] = setting("auto", advanced=True)
+    """auto: the inference engine where it supports the model; module: always the model's own forward."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto", advanced=True)
+    """Type of the inference weights; auto: as in training."""
+    kv_cache_gib: float | None = setting(None, mutable=True)
+    """KV cache per rank, in GiB; null: half of the free memory on a CPU, 0.9 of it on a GPU less what a prefill and
+    CUDA graphs take."""
+    max_decode_rows: int | None = setting(None, advanced=True, mutable=True)
+    """Completions that a rank decodes together, at most; null: as many as memory has room for."""
+    offload_states: bool = setting(False, mutable=True)
+    """Optimizer states, master weights and gradients move to host memory while generating."""
+    offload_frozen: bool = setting(False, mutable=True)
+    """Reward models and reference stay in host memory, and each is on the device only while it scores."""
+    keep_weights: bool | Literal["auto"] = setting("auto", advanced=True, mutable=True)
+    """Inference weights, KV cache and CUDA graphs stay in memory between rollouts and are updated in place; auto: on a
+    GPU if the memory plan has room for them in every phase."""
+    async_sampling: AsyncSamplingConfig | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("prompts_per_step", "max_prompt_tokens", "tensor_parallel"):
+            value = getattr(self, name)
+            require(value >= 1, f"rollout.{name} must be 1 or more, got {value}: raise it")
+        require_default(self.sampling, ROLLOUT_SAMPLING_KEYS, section="rollout.sampling")
+        require(
+            self.sampling.temperature > 0,
+            f"rollout.sampling.temperature must be above 0, got {self.sampling.temperature}: give for example 1.0",
+        )
+        require(
+            self.kv_cache_gib is None or self.kv_cache_gib > 0,
+            f"rollout.kv_cache_gib must be above 0, got {self.kv_cache_gib}: leave it out to take what is free",
+        )
+        require(
+            self.max_decode_rows is None or self.max_decode_rows >= 1,
+            f"rollout.max_decode_rows must be 1 or more, got {self.max_decode_rows}: leave it out to follow memory",
+        )
+        if self.async_sampling is not None:
+            self._check_async()
+
+    @property
+    def policy_lag(self) -> int:
+        """Steps by which the weights that sample are behind; 0: sampling and training alternate."""
+        return 0 if self.async_sampling is None else self.async_sampling.policy_lag
+
+    def _check_async(self) -> None:
+        for name, barred, needed in (
+            ("tensor_parallel", self.tensor_parallel > 1, 1),
+            ("backend", self.backend != "auto", "auto"),
+            ("keep_weights", self.keep_weights is True, False),
+            ("offload_states", self.offload_states, False),
+        ):
+            require(
+                not barred,
+                f"rollout.async_sampling samples from a copy of the weights during training, got rollout.{name} "
+                f"{getattr(self, name)}: give {needed}",
+            )
+        require(
+            self.kv_cache_gib is not None,
+            "rollout.async_sampling shares memory with training, got no rollout.kv_cache_gib: give the GiB of the KV "
+            "cache",
+        )

@@ -1,0 +1,84 @@
+"""What every training step has: its output folder, seed, resume, logging and fault handling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hybrid_rlhf.configs.sections.data import DataConfig
+from hybrid_rlhf.configs.sections.model import ModelConfig
+from hybrid_rlhf.configs.sections.rules import require
+from hybrid_rlhf.configs.sections.setting import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """What is logged."""
+
+    every: int = setting(1, advanced=True)
+    """Steps between two lines of metrics."""
+    tensorboard: bool = setting(True, advanced=True)
+    """Write TensorBoard events beside metrics.jsonl."""
+    samples_every: int = 10
+    """Steps between sample completions in samples.jsonl and on the console; 0: none."""
+    profile_steps: list[int] = setting(default_factory=list, advanced=True)
+    """Steps whose torch profiler trace is written to the folder profile of the run."""
+
+    def __post_init__(self) -> None:
+        require(self.every >= 1, f"logging.every must be 1 or more, got {self.every}: raise it")
+        require(
+            self.samples_every >= 0,
+            f"logging.samples_every must be 0 (none) or more, got {self.samples_every}: give for example 10",
+        )
+        require(
+            all(step >= 1 for step in self.profile_steps),
+            f"logging.profile_steps must be steps from 1 on, got {self.profile_steps}: leave the others out",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultsConfig:
+    """Which faults end a run."""
+
+    phase_timeout_seconds: float = setting(1800.0, advanced=True)
+    """Longest phase (generation, scoring, training, saving), in seconds; a longer one ends the run and writes the
+    stacks of all ranks to the folder stacks. 0: no limit."""
+    max_skipped_steps: int = setting(3, advanced=True)
+    """Consecutive steps skipped for a gradient, score or log-prob that is not finite, after which the run ends; 0: no
+    limit."""
+
+    @property
+    def collective_timeout_seconds(self) -> float:
+        """Longest collective: longer than a phase, so that the watchdog acts first."""
+        return self.phase_timeout_seconds + 120 if self.phase_timeout_seconds else 1e8
+
+    def __post_init__(self) -> None:
+        require(
+            0 <= self.phase_timeout_seconds < 1e8,
+            "faults.phase_timeout_seconds must be 0 (never) or a number of seconds, got "
+            f"{self.phase_timeout_seconds}: give for example 1800",
+        )
+        require(
+            self.max_skipped_steps >= 0,
+            f"faults.max_skipped_steps must be 0 (never) or more, got {self.max_skipped_steps}: raise it",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepConfig:
+    """What every training step has; the step itself adds `data`."""
+
+    output_dir: str = setting("output", mutable=True)
+    """Folder of the run: model, config.yaml, metrics.jsonl, checkpoints."""
+    seed: int = 42
+    """Seed of all randomness: new heads, data order, sampling."""
+    resume: str = setting("never", mutable=True)
+    """never: refuse a folder that contains a run; auto: resume from its last complete checkpoint, or exit with 0 if the
+    run is finished; a checkpoint folder to resume from; or a model folder of a run to start from its weights."""
+    deterministic: bool = setting(False, advanced=True)
+    """Bit-for-bit reproducible on a GPU too, with slower kernels; on a CPU runs always are."""
+    deepspeed_config: str | None = setting(None, advanced=True)
+    """DeepSpeed JSON file; its keys override those derived from the sections."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    logging: LoggingConfig = setting(default_factory=LoggingConfig, mutable=True)
+    faults: FaultsConfig = setting(default_factory=FaultsConfig, mutable=True)

@@ -1,0 +1,81 @@
+"""Sampling parameters: one definition for the generation engine, rollouts, distillation, chat and generate, with the
+names of vLLM and OpenAI.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hybrid_rlhf.configs.sections.rules import require
+from hybrid_rlhf.configs.sections.setting import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How completions of a prompt are sampled."""
+
+    n: int = 1
+    """Completions per prompt."""
+    max_new_tokens: int = 128
+    """Longest completion, in tokens, the stop token included."""
+    temperature: float = 1.0
+    """Logits are divided by this; 0: greedy, with log-probs of the model's own distribution (as in vLLM)."""
+    top_p: float = 1.0
+    """Sample from the smallest set of tokens with at least this probability (nucleus sampling); 1: from all."""
+    top_k: int = setting(0, advanced=True)
+    """Sample from this many most likely tokens; 0: from all."""
+    min_p: float = setting(0.0, advanced=True)
+    """Sample from tokens with at least this fraction of the most likely token's probability; 0: from all."""
+    repetition_penalty: float = setting(1.0, advanced=True)
+    """Logits of tokens that the prompt or the completion contains are divided by this where positive, else multiplied;
+    1: no penalty."""
+    min_new_tokens: int = setting(0, advanced=True)
+    """Shortest completion, in tokens; no stop token is sampled before."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a completion, with the token that completes them; the engine needs a tokenizer for it."""
+    stop_token_ids: tuple[int, ...] = setting((), advanced=True)
+    """Token ids that end a completion, beside the model's own."""
+    seed: int | None = None
+    """Seed of the sampling; null: a new one for each call."""
+
+    def __post_init__(self) -> None:
+        rules = {
+            "n must be 1 or more": self.n >= 1,
+            "max_new_tokens must be 1 or more": self.max_new_tokens >= 1,
+            "temperature must be 0 (greedy) or more": self.temperature >= 0,
+            "top_p must be in (0, 1]": 0 < self.top_p <= 1,
+            "top_k must be 0 (all) or more": self.top_k >= 0,
+            "min_p must be in [0, 1)": 0 <= self.min_p < 1,
+            "repetition_penalty must be above 0 (1 is none)": self.repetition_penalty > 0,
+            "min_new_tokens must be 0 or more": self.min_new_tokens >= 0,
+            "stop must contain no empty string": all(self.stop),
+        }
+        for rule, holds in rules.items():
+            require(holds, f"{rule}, got {getattr(self, rule.split()[0])}: change it")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0
+
+    @property
+    def divisor(self) -> float:
+        """What logits are divided by, for sampling and for log-probs."""
+        return self.temperature or 1.0
+
+    @property
+    def draws_from_all(self) -> bool:
+        """Whether tokens are drawn from the whole distribution at the temperature, nothing cut or penalized."""
+        cut = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+        return not cut and self.repetition_penalty == 1 and self.min_new_tokens == 0
+
+
+def require_default(sampling: SamplingParams, keys: tuple[str, ...], *, section: str) -> None:
+    """Raise UserError if a key that a section does not read differs from its default."""
+    plain = SamplingParams()
+    for name in vars(plain):
+        value = getattr(sampling, name)
+        require(
+            name in keys or value == getattr(plain, name),
+            f"{section} reads {', '.join(keys)} only, got {name} {value}: leave it out",
+        )

@@ -1,0 +1,153 @@
+"""How a step trains: the optimizer, ZeRO, the training loop and its checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
+from hybrid_rlhf.configs.sections.rules import require
+from hybrid_rlhf.configs.sections.setting import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW (Loshchilov and Hutter 2017, arXiv 1711.05101) and its schedule."""
+
+    lr: float = 1e-5
+    """Peak learning rate; with lora the default is ten times higher (TRL, lora_without_regret.md)."""
+    weight_decay: float = 0.0
+    """Weight decay per step, times lr; not applied to norms and biases."""
+    betas: tuple[float, float] = setting((0.9, 0.95), advanced=True)
+    """Adam's averaging coefficients (InstructGPT, appendix C)."""
+    eps: float = setting(1e-8, advanced=True)
+    """Added to Adam's denominator (torch's default)."""
+    schedule: Literal["linear", "cosine", "constant"] = "cosine"
+    """Decay of lr after the warm-up: to 0 (linear, cosine) or none (constant)."""
+    warmup_fraction: float = 0.03
+    """Fraction of the steps in which lr rises linearly from 0."""
+    max_grad_norm: float = 1.0
+    """Gradients are clipped to this global norm; 0: not clipped."""
+
+    def __post_init__(self) -> None:
+        require(self.lr >= 0, f"optimizer.lr must be 0 or more, got {self.lr}: give for example 1e-5")
+        require(
+            self.weight_decay >= 0,
+            f"optimizer.weight_decay must be 0 or more, got {self.weight_decay}: give for example 0.1",
+        )
+        require(
+            all(0 <= beta < 1 for beta in self.betas),
+            f"optimizer.betas must be in [0, 1), got {self.betas}: give for example [0.9, 0.95]",
+        )
+        require(self.eps > 0, f"optimizer.eps must be above 0, got {self.eps}: give for example 1e-8")
+        require(
+            0 <= self.warmup_fraction <= 1,
+            f"optimizer.warmup_fraction must be in [0, 1], got {self.warmup_fraction}: give for example 0.03",
+        )
+        require(
+            self.max_grad_norm >= 0,
+            f"optimizer.max_grad_norm must be 0 (off) or more, got {self.max_grad_norm}: give for example 1.0",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroConfig:
+    """What ZeRO (Rajbhandari et al. 2019, arXiv 1910.02054) shards over the ranks, and what is offloaded to the
+    host."""
+
+    stage: Literal[0, 1, 2, 3] = 0
+    """Sharded over the ranks: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
+    offload_optimizer: bool = False
+    """Keep optimizer states and master weights in host memory (stage 1 or more)."""
+    offload_parameters: bool = False
+    """Keep parameters in host memory between uses (stage 3)."""
+
+    def __post_init__(self) -> None:
+        require(
+            not self.offload_optimizer or self.stage >= 1,
+            f"zero.offload_optimizer needs zero.stage 1 or more, got {self.stage}: set zero.stage to 2",
+        )
+        require(
+            not self.offload_parameters or self.stage == 3,
+            f"zero.offload_parameters needs zero.stage 3, got {self.stage}: set zero.stage to 3",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When checkpoints are written, and which are kept; SIGTERM and SIGUSR1 request one too."""
+
+    save_every: int = setting(0, mutable=True)
+    """Steps between checkpoints; 0: none."""
+    save_minutes: float = setting(0.0, advanced=True, mutable=True)
+    """Minutes after which the end of a step writes a checkpoint; 0: none."""
+    save_async: bool = setting(False, advanced=True, mutable=True)
+    """Write checkpoints in the background, from a copy in host memory."""
+    keep_last: int = setting(2, advanced=True, mutable=True)
+    """Newest checkpoints that are kept; an older one is used if the newest is damaged."""
+    keep_every: int = setting(0, advanced=True, mutable=True)
+    """Checkpoints of steps divisible by this are never deleted; 0: none."""
+    keep_best: str | None = setting(None, advanced=True, mutable=True)
+    """Also keep the checkpoint with the best metric, as max:eval/scores or min:eval/loss; null: none."""
+
+    def __post_init__(self) -> None:
+        for name in ("save_every", "save_minutes", "keep_every"):
+            require(getattr(self, name) >= 0, f"train.{name} must be 0 or more, got {getattr(self, name)}: raise it")
+        require(self.keep_last >= 1, f"train.keep_last must be 1 or more, got {self.keep_last}: raise it")
+        require(
+            self.keep_best is None or self.keep_best.partition(":")[0] in ("max", "min") and ":" in self.keep_best,
+            f"train.keep_best is max:METRIC or min:METRIC, got {self.keep_best!r}: give for example min:eval/loss",
+        )
+
+    @property
+    def best_metric(self) -> tuple[int, str] | None:
+        """Sign and name of the metric of keep_best: the largest product is the best."""
+        if self.keep_best is None:
+            return None
+        how, _, name = self.keep_best.partition(":")
+        return (1 if how == "max" else -1), name
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopConfig(CheckpointConfig):
+    """How long a step runs, and its micro-batches."""
+
+    micro_batch_size: int | None = setting(None, advanced=True, mutable=True)
+    """Rows per micro-batch and rank; null: as many as micro_batch_tokens allows."""
+    micro_batch_tokens: int = setting(8192, mutable=True)
+    """Tokens per micro-batch and rank; padding counts only for models that need it."""
+    epochs: int = 1
+    """Passes over the data."""
+    max_steps: int | None = None
+    """Stop after this many steps; null: after the last epoch."""
+    eval_every: int = 0
+    """Steps between evaluations on held-out rows; 0: only before the first and after the last step."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("micro_batch_size", "max_steps"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"train.{name} must be 1 or more, got {value}: leave it out")
+        for name in ("micro_batch_tokens", "epochs"):
+            require(getattr(self, name) >= 1, f"train.{name} must be 1 or more, got {getattr(self, name)}: raise it")
+        require(self.eval_every >= 0, f"train.eval_every must be 0 or more, got {self.eval_every}: raise it")
+
+    @property
+    def micro_batches(self) -> MicroBatches:
+        """What passes through a model at once."""
+        return MicroBatches(self.micro_batch_size, self.micro_batch_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(LoopConfig):
+    """How long a supervised step runs, and its batches."""
+
+    global_batch_size: int = 32
+    """Rows in one optimizer update, over all ranks and micro-batches."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.global_batch_size >= 1,
+            f"train.global_batch_size must be 1 or more, got {self.global_batch_size}: raise it",
+        )

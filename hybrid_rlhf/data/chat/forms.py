@@ -1,0 +1,58 @@
+"""Message formats in which chat templates differ; data/chat/template.py detects those that a template accepts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from hybrid_rlhf.data.chat.messages import Message
+
+MISSING = object()
+"""As the value of `empty_content`: the key `content` is omitted."""
+
+
+@dataclass(frozen=True)
+class MessageForms:
+    """The formats that one template accepts."""
+
+    parts: bool = False
+    """Content is a list of parts."""
+    calls_as_text: bool = True
+    """Tool calls become part of the content: the template does not render them."""
+    arguments_as_text: bool = False
+    """Arguments of tool calls are JSON text instead of a mapping."""
+    empty_content: Any = ""
+    """Content of a turn with tool calls only."""
+
+    def content(self, text: str) -> Any:
+        """Text in the template's format."""
+        return [{"type": "text", "text": text}] if self.parts else text
+
+    def apply(self, message: Message) -> Message:
+        """Convert a normalised message to the template's formats."""
+        calls = message.get("tool_calls")
+        if calls is None:
+            return {**message, "content": self.content(message["content"])}
+        if self.calls_as_text:
+            shown = {key: value for key, value in message.items() if key != "tool_calls"}
+            return {**shown, "content": self.content(text_with_calls(message))}
+        if self.arguments_as_text:
+            calls = [
+                {**c, "function": {**c["function"], "arguments": _json(c["function"].get("arguments", {}))}}
+                for c in calls
+            ]
+        shown = {**message, "tool_calls": calls}
+        if "content" in message:
+            return {**shown, "content": self.content(message["content"])}
+        return shown if self.empty_content is MISSING else {**shown, "content": self.empty_content}
+
+
+def text_with_calls(message: Message) -> str:
+    """The content of a message, followed by its tool calls as lines of JSON."""
+    calls = [_json(call["function"]) for call in message.get("tool_calls", ())]
+    return "\n".join([*filter(None, [message.get("content")]), *calls])
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,110 @@
+"""Validates and normalises the messages and tools of a row; a message keeps all its keys.
+
+Data sets store the same content in different ways: text as a list of parts, a tool call flat or under `function`, its
+arguments as a mapping or as JSON text, missing keys as null.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.data.rows.sources import Row
+
+Message = dict[str, Any]
+"""`role`, `content` (text; may be missing with tool calls), and other keys that the chat template may read."""
+Tools = list[dict[str, Any]]
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+"""The keys under which data sets store the reasoning of an assistant turn."""
+
+
+def read_message(location: str, message: Any) -> Message:
+    """Normalise a message: omit nulls, join parts of text, bring tool calls into one format.
+
+    Raises:
+        UserError: naming `location`, if it is not a message or is empty.
+    """
+    if not isinstance(message, dict) or "role" not in message:
+        raise UserError(f"{location}: a message must have 'role' and 'content', got {message!r}: fix the row")
+    if message["role"] not in ROLES:
+        raise UserError(f"{location}: a role must be one of {', '.join(ROLES)}, got {message['role']!r}: fix the row")
+    read = {key: value for key, value in message.items() if value is not None}
+    if "tool_calls" in read:
+        read["tool_calls"] = [
+            _tool_call(location, call) for call in _listed(location, "tool_calls", read["tool_calls"])
+        ]
+        if not read["tool_calls"]:
+            del read["tool_calls"]
+    if read["role"] == "assistant" and "tool_calls" in read and not _content(location, read).strip():
+        return {key: value for key, value in read.items() if key != "content"}
+    if "content" not in read:
+        raise UserError(f"{location}: a message must have 'role' and 'content', got {message!r}: fix the row")
+    read["content"] = _content(location, read)
+    if read["role"] in ("user", "assistant") and not read["content"].strip():
+        raise UserError(
+            f"{location}: the content of a {read['role']} turn must not be empty, got {read['content']!r}: fill it or "
+            "remove the row"
+        )
+    return read
+
+
+def row_tools(location: str, row: Row) -> Tools | None:
+    """The functions that the assistant may call, from the column `tools`: a list of JSON schemas, or its JSON text."""
+    tools = _parsed(row.get("tools"))
+    if tools is None or tools in ("", []):
+        return None
+    tools = _listed(location, "tools", tools)
+    if not all(isinstance(tool, dict) for tool in tools):
+        raise UserError(f"{location}: column 'tools' must contain JSON schemas, got {tools!r}: fix the row")
+    return tools
+
+
+def _content(location: str, message: Message) -> str:
+    """The text of a message, which may be a list of parts."""
+    content = message.get("content", "")
+    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
+        return "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise UserError(
+            f"{location}: the content of a message must be text or a list of {{'type': 'text', 'text': ...}}, got "
+            f"{content!r}: fix the row"
+        )
+    return content
+
+
+def _tool_call(location: str, call: Any) -> dict[str, Any]:
+    """A tool call as {'type', 'function': {'name', 'arguments'}}, with arguments as a mapping."""
+    call = {key: value for key, value in call.items() if value is not None} if isinstance(call, dict) else {}
+    if "function" not in call and "name" in call:
+        named = {key: call.pop(key) for key in ("name", "arguments") if key in call}
+        call["function"] = named
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise UserError(
+            f"{location}: a tool call must be {{'function': {{'name': ..., 'arguments': ...}}}}, got {call!r}: "
+            "fix the row"
+        )
+    arguments = function.get("arguments")
+    arguments = {} if arguments in (None, "") else _parsed(arguments)
+    if not isinstance(arguments, dict):
+        raise UserError(
+            f"{location}: the arguments of a tool call must be a mapping or its JSON text, got "
+            f"{function['arguments']!r}: fix the row"
+        )
+    return {"type": "function", **call, "function": {**function, "arguments": arguments}}
+
+
+def _listed(location: str, name: str, value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise UserError(f"{location}: {name} must be a list, got {type(value).__name__}: fix the row")
+    return value
+
+
+def _parsed(value: Any) -> Any:
+    """The value of JSON text; other values, and text that is not JSON, unchanged."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value

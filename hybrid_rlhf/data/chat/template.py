@@ -1,0 +1,301 @@
+"""Renders conversations as text with the tokenizer's chat template, or in a plain format without one.
+
+The template receives everything in a message, such as reasoning, tool calls and names, and the row's tools. Model
+families expect different formats: content as text or as a list of parts, arguments of tool calls as a mapping or as
+JSON text, the content of a turn with only tool calls missing, empty or null. Test messages, rendered once per template,
+detect the formats that it renders. What a template does not support becomes the nearest equivalent: a system prompt
+precedes the first user text (as in Gemma's documentation), a tool result is a user turn, a tool call is JSON text.
+
+Without a template, turns are `Human:` and `Assistant:` paragraphs, as in DeepSpeed-Chat, and assistant turns end with
+EOS.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.data.chat.forms import MISSING, MessageForms, text_with_calls
+from hybrid_rlhf.data.chat.messages import REASONING_KEYS, Message, Tools
+
+_PLAIN_NAMES = {
+    "system": "System",
+    "developer": "System",
+    "user": "Human",
+    "assistant": "Assistant",
+    "tool": "Tool",
+    "function": "Tool",
+    "ipython": "Tool",
+    "observation": "Tool",
+}
+_NEAREST = {
+    "system": ("system",),
+    "developer": ("developer", "system"),
+    "tool": ("tool",),
+    "function": ("function", "tool"),
+    "ipython": ("ipython", "tool"),
+    "observation": ("observation", "tool"),
+}
+"""For each role, those to use if the template supports them, in this order; otherwise user."""
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
+_PROBE, _ROLE_PROBE = "q7saidq7", "q7toldq7"
+"""Strings that no template contains."""
+_USER: Message = {"role": "user", "content": "q7askedq7"}
+_ASSISTANT: Message = {"role": "assistant", "content": _PROBE}
+_CALL_ID = "q7callid7"
+_CALL: Message = {
+    "role": "assistant",
+    "tool_calls": [
+        {"type": "function", "id": _CALL_ID, "function": {"name": "q7nameq7", "arguments": {"k": _PROBE}}},
+    ],
+}
+
+
+class ChatTemplate:
+    """A chat template with the special tokens it writes; created by `ChatTemplate.of`."""
+
+    _known: ClassVar[WeakKeyDictionary[PreTrainedTokenizerBase, dict[Any, ChatTemplate]]] = WeakKeyDictionary()
+
+    def __init__(self, source: str, variables: Mapping[str, Any], special_tokens: Sequence[str]) -> None:
+        self._source, self._variables = source, variables
+        self._words = set(re.findall(r"\w+", _COMMENT.sub("", source)))
+        longest_first = sorted(filter(None, special_tokens), key=len, reverse=True)
+        self.special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        """Matches a special token."""
+        self.marks_generation = _GENERATION.search(source) is not None
+        """Whether the template marks generated text with `{% generation %}`."""
+        self._roles: dict[str, str] = {}
+        self._openings: dict[str, str] = {}
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, tools: Tools | None = None) -> ChatTemplate | None:
+        """The template for a conversation with these tools; None if the tokenizer has none."""
+        if tokenizer.chat_template is None:
+            return None
+        source, variables = tokenizer.get_chat_template(None, tools), tokenizer.special_tokens_map
+        known = cls._known.setdefault(tokenizer, {})
+        key = (source, str(variables), len(tokenizer))
+        if key not in known:
+            known[key] = cls(source, variables, special_tokens(tokenizer))
+        return known[key]
+
+    def render(
+        self, messages: Sequence[Message], tools: Tools | None = None, *, add_generation_prompt: bool = False
+    ) -> str:
+        """Render messages as text.
+
+        Raises:
+            UserError: if the template does not compile or rejects the messages.
+        """
+        return self._render(self._normalised(messages), tools, add_generation_prompt)[0]
+
+    def generated(self, messages: Sequence[Message], tools: Tools | None = None) -> tuple[str, list[tuple[int, int]]]:
+        """Messages as text, and the character ranges of its `{% generation %}` blocks."""
+        return self._render(self._normalised(messages), tools)
+
+    @cached_property
+    def turn_suffix(self) -> str | None:
+        """The text after the content of a final assistant turn; None if the template does not render the content."""
+        _, shown, suffix = (self._try_render([_USER, _ASSISTANT]) or "").rpartition(_PROBE)
+        return suffix if shown else None
+
+    @property
+    def end_token(self) -> str | None:
+        """The special token that ends an assistant turn; None: there is none."""
+        found = self.special.search((self.turn_suffix or "") + self.turn_opening("user"))
+        return None if found is None else found[0]
+
+    def turn_opening(self, role: str) -> str:
+        """The special token that opens a turn after an assistant turn, with preceding whitespace; empty: none."""
+        if role not in self._openings:
+            turns = [_USER, _ASSISTANT if role == "user" else _CALL]
+            before, after = (self._try_render(probe) for probe in (turns, [*turns, _probe_turn(role)]))
+            rest = after[len(before) :] if before and after and after.startswith(before) else ""
+            whitespace = len(rest) - len(rest.lstrip())
+            found = self.special.match(rest, whitespace)
+            is_opening = found is not None and found[0] != self._variables.get("bos_token")
+            self._openings[role] = rest[: found.end()] if found is not None and is_opening else ""
+        return self._openings[role]
+
+    def unrendered(self, message: Message) -> list[str]:
+        """The parts of a message that the template does not support: keys that it does not read, and its role."""
+        missing = [
+            key
+            for key in message
+            if key not in ("role", "content")
+            and (not self.reads(key) or (key in REASONING_KEYS and self._closes_thinking))
+        ]
+        return missing + ([f"role {message['role']}"] if self._role(message["role"]) != message["role"] else [])
+
+    def reads(self, key: str) -> bool:
+        """Whether a key occurs in the template's code; transformers passes reasoning under all of its keys."""
+        return any(name in self._words for name in (REASONING_KEYS if key in REASONING_KEYS else (key,)))
+
+    @cached_property
+    def _closes_thinking(self) -> bool:
+        """Whether the generation prompt closes the thinking block."""
+        return self.render([_USER], add_generation_prompt=True).rstrip().endswith("</think>")
+
+    def _normalised(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages in the formats and roles that the template supports; joins a replaced user turn with its
+        neighbour."""
+        normalised: list[Message] = []
+        is_replaced = False
+        for message in messages:
+            role = self._role(message["role"])
+            is_replaced, was_replaced = role == "user" != message["role"], is_replaced
+            if (is_replaced or was_replaced) and role == "user" and normalised and normalised[-1]["role"] == "user":
+                joined = f"{normalised[-1]['content']}\n\n{message['content']}"
+                normalised[-1], is_replaced = {**normalised[-1], "content": joined}, True
+            else:
+                normalised.append({**message, "role": role})
+        return [self._forms.apply(message) for message in normalised]
+
+    def _role(self, role: str) -> str:
+        """The nearest role that the template supports."""
+        if role not in self._roles:
+            self._roles[role] = role
+            if role in _NEAREST:
+                shown = [name for name in _NEAREST[role] if self._shows(name)]
+                self._roles[role] = (shown or ["user"])[0]
+        return self._roles[role]
+
+    def _shows(self, role: str) -> bool:
+        """Whether the template renders the text of a role's turn, also before an assistant turn."""
+        turns = [_probe_turn(role), _USER] if role in ("system", "developer") else [_USER, _CALL, _probe_turn(role)]
+        text = self._render_or_none([self._forms.apply(turn) for turn in (*turns, _ASSISTANT)])
+        return text is not None and _ROLE_PROBE in text
+
+    @cached_property
+    def _forms(self) -> MessageForms:
+        forms, shown = MessageForms(), None
+        for parts in (False, True):
+            text = self._render_or_none([MessageForms(parts).apply(turn) for turn in (_USER, _ASSISTANT)])
+            if text and _PROBE in text:
+                forms, shown = MessageForms(parts), text
+                break
+        nones = 0 if shown is None else shown.count("None")
+        for as_text in (False, True):
+            for empty in (MISSING, "", None):
+                calling = MessageForms(forms.parts, False, as_text, empty)
+                text = self._render_or_none([calling.apply(turn) for turn in (_USER, _CALL)])
+                if text and "q7nameq7" in text and _PROBE in text and '\\"' not in text and text.count("None") <= nones:
+                    return calling
+        return forms
+
+    def _try_render(self, messages: Sequence[Message]) -> str | None:
+        return self._render_or_none(self._normalised(messages))
+
+    def _render_or_none(self, messages: Sequence[Message]) -> str | None:
+        try:
+            return self._render(messages)[0]
+        except UserError:
+            return None
+
+    def _render(
+        self, messages: Sequence[Message], tools: Tools | None = None, add_generation_prompt: bool = False
+    ) -> tuple[str, list[tuple[int, int]]]:
+        try:
+            texts, spans = render_jinja_template(
+                conversations=[list(messages)],
+                tools=tools,
+                chat_template=self._source,
+                add_generation_prompt=add_generation_prompt,
+                return_assistant_tokens_mask=self.marks_generation,
+                **self._variables,
+            )
+        except jinja2.TemplateSyntaxError as error:
+            raise UserError(
+                f"the chat template must compile, got an error in line {error.lineno} ({error.message}): fix it in the "
+                "tokenizer's folder, or set data.chat_template"
+            ) from error
+        except Exception as error:  # noqa: BLE001 - templates raise errors of jinja and of their own
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise UserError(
+                f"the chat template must accept the conversation, got an error for the roles "
+                f"{[m['role'] for m in messages]} ({reason}): change the turns, or set data.chat_template"
+            ) from error
+        return texts[0], spans[0] if spans else []
+
+
+def render(
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    tools: Tools | None = None,
+    add_generation_prompt: bool = False,
+) -> str:
+    """Render a conversation as text, including special tokens; BOS only if the template writes it.
+
+    Args:
+        messages: the turns.
+        tokenizer: its chat template renders them.
+        tools: JSON schemas of the functions that the assistant may call.
+        add_generation_prompt: end the text with the beginning of an assistant turn.
+
+    Raises:
+        UserError: if the template does not compile or rejects the messages.
+    """
+    if not messages and not add_generation_prompt:
+        return ""
+    template = ChatTemplate.of(tokenizer, tools)
+    if template is not None:
+        return template.render(messages, tools, add_generation_prompt=add_generation_prompt)
+    parts = []
+    for message in messages:
+        end = tokenizer.eos_token if message["role"] == "assistant" else ""
+        parts.append(f"{_PLAIN_NAMES[message['role']]}: {text_with_calls(message)}{end}\n\n")
+    return "".join(parts) + (f"{_PLAIN_NAMES['assistant']}:" if add_generation_prompt else "")
+
+
+def token_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids of rendered text; without a chat template, with BOS if the tokenizer adds it."""
+    return [*leading_bos(text, tokenizer), *tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+
+def leading_bos(text: str, tokenizer: PreTrainedTokenizerBase, *, plain: bool | None = None) -> list[int]:
+    """[BOS] if a text needs it before its own tokens, otherwise [].
+
+    A chat template writes BOS itself. Plain text gets it if the tokenizer adds it by default, and never twice.
+
+    Args:
+        text: the text, to be tokenised without special tokens.
+        tokenizer: tokenizer of the model.
+        plain: whether the text has not been rendered by a template; None: whether the tokenizer has no template.
+    """
+    plain = tokenizer.chat_template is None if plain is None else plain
+    bos = tokenizer.bos_token_id
+    if not plain or bos is None or text.startswith(str(tokenizer.bos_token)):
+        return []
+    return [int(bos)] if tokenizer("a", add_special_tokens=True)["input_ids"][:1] == [bos] else []
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """All tokens that decoding can skip as special, with or without a name in the tokenizer."""
+    added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return tuple(sorted({*added, *tokenizer.all_special_tokens}))
+
+
+def unrendered(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, tools: Tools | None) -> list[str]:
+    """The parts of a row that the template does not support, one entry per occurrence: keys, roles, the row's tools."""
+    template = ChatTemplate.of(tokenizer, tools)
+    if template is None:
+        missing = [key for message in messages for key in message if key not in ("role", "content")]
+    else:
+        missing = [name for message in messages for name in template.unrendered(message)]
+    return missing + (["tools"] if tools and (template is None or not template.reads("tools")) else [])
+
+
+def _probe_turn(role: str) -> Message:
+    """A test message with a role."""
+    call = {"name": "q7nameq7", "tool_call_id": _CALL_ID} if role not in ("user", "system", "developer") else {}
+    return {"role": role, "content": _ROLE_PROBE, **call}

@@ -1,0 +1,48 @@
+"""Mismatched completions, from which KTO estimates the KL divergence of its reference point.
+
+Source: Ethayarajh et al. 2024, "KTO: Model Alignment as Prospect Theoretic Optimization" (arXiv 2402.01306), section
+4.1. Deviation: the mismatched completions of a row are fixed instead of taken from its micro-batch, so that
+the reference model scores it only once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from datasets import Dataset
+
+from hybrid_rlhf.data.row_views import AugmentedRows
+
+
+def with_mismatched_completions(rows: Dataset, *, max_length: int) -> AugmentedRows:
+    """Append to the `responses` and `masks` of each row as many again: its prompt with completions of the next row.
+
+    A pair takes the chosen and the rejected completion of the next pair, so that both count equally, as in TRL's
+    unpaired data (kto_trainer.py). A row with one completion takes one of the next row, selected by its own index.
+
+    The beginning of a prompt is truncated where it is too long together with the completion.
+    """
+
+    def add(index: int, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        following = rows[(index + 1) % len(rows)]
+        begin, count = row["masks"][0].index(True), len(following["responses"])
+        responses, masks = list(row["responses"]), list(row["masks"])
+        for number in range(len(row["responses"])):
+            other = (index + number) % count
+            end = following["masks"][other].index(True)
+            completion, mask = following["responses"][other][end:], following["masks"][other][end:]
+            completion, mask = completion[: max_length - 1], mask[: max_length - 1]
+            prompt = row["responses"][0][:begin][max(0, begin + len(completion) - max_length) :]
+            responses.append(prompt + completion)
+            masks.append([False] * len(prompt) + mask)
+        return {"responses": responses, "masks": masks}
+
+    # Upper bound of the tokens with the mismatched completions, for the size of micro-batches.
+    lengths, counts = list(rows["length"]), [len(labels) for labels in rows["labels"]]
+    added_tokens = [
+        count * min(max_length, own + following)
+        for count, own, following in zip(counts, lengths, lengths[1:] + lengths[:1], strict=True)
+    ]
+    tokens = [own + added for own, added in zip(rows["tokens"], added_tokens, strict=True)]
+    return AugmentedRows(rows, add, columns={"tokens": tokens})

@@ -1,0 +1,296 @@
+"""Row formats: reads a row into the record of a training step. Errors name file, line and column.
+
+| step | columns |
+|---|---|
+| SFT | messages; prompt + completion; prompt + chosen; text |
+| reward, preference | prompt + chosen + rejected (the prompt may be implicit), margin; or prompt + responses + ranks |
+| KTO, reward from labels | prompt + completion + label; or the above: chosen is desirable, rejected is not |
+| process reward | prompt + completions (the steps of one completion) + labels |
+| RL | prompt; or messages, without their last assistant turn; other columns are passed to reward functions |
+
+Names and meanings are those of TRL's data sets; `responses` + `ranks` follows InstructGPT (arXiv 2203.02155), section
+3.5. Any row may have `tools`: JSON schemas of the functions that the assistant may call. A message keeps all its keys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.data.chat.messages import Message, Tools, read_message, row_tools
+from hybrid_rlhf.data.rows.sources import Row, missing_columns_error
+from hybrid_rlhf.runtime.observability.logs import shortened
+
+
+@dataclass(frozen=True)
+class ConversationRow:
+    """A row for SFT: messages, or plain text."""
+
+    messages: list[Message] = field(default_factory=list)
+    text: str | None = None
+    context: str = ""
+    """Precedes the text, without loss."""
+    tools: Tools | None = None
+
+
+@dataclass(frozen=True)
+class PreferenceRow:
+    """Completions of one prompt and the preferences between them."""
+
+    prompt: list[Message]
+    completions: list[list[Message]]
+    pairs: list[tuple[int, int]]
+    """(chosen, rejected), indices of completions."""
+    margins: list[float]
+    """The margin of each pair, by default 0."""
+    tools: Tools | None = None
+
+
+@dataclass(frozen=True)
+class LabelledRow:
+    """Completions of one prompt, each labelled by itself."""
+
+    prompt: list[Message]
+    completions: list[list[Message]]
+    labels: list[bool]
+    """Whether each completion is desirable."""
+    tools: Tools | None = None
+
+
+@dataclass(frozen=True)
+class StepwiseRow:
+    """A completion in steps, each with a label."""
+
+    prompt: list[Message]
+    steps: list[str]
+    labels: list[float]
+    """In [0, 1]; 1: correct."""
+    tools: Tools | None = None
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """A prompt for RL, and the other columns of its row."""
+
+    messages: list[Message]
+    columns: dict[str, Any]
+    """They include `tools`, as stored in the row."""
+    tools: Tools | None = None
+
+
+def read_sft_row(location: str, row: Row) -> ConversationRow:
+    """Read a row for SFT."""
+    if "messages" in row:
+        messages = _messages(location, row, "messages")
+    elif "prompt" in row and ("completion" in row or "chosen" in row):
+        column = "completion" if "completion" in row else "chosen"
+        prompt = _turns(location, row, "prompt", role="user")
+        messages = prompt + _without_prompt(prompt, _turns(location, row, column, role="assistant"))
+    elif "chosen" in row and not isinstance(row["chosen"], str):
+        messages = _messages(location, row, "chosen")
+    elif "text" in row:
+        return ConversationRow(text=_text(location, row, "text"))
+    else:
+        raise missing_columns_error(location, row, ["messages", "prompt + completion", "prompt + chosen", "text"])
+    if not any(message["role"] == "assistant" for message in messages):
+        raise UserError(
+            f"{location}: a conversation for SFT must have an assistant turn, got none: add one or remove the row"
+        )
+    return ConversationRow(messages, tools=row_tools(location, row))
+
+
+def read_preference_row(location: str, row: Row) -> PreferenceRow:
+    """Read a row of preferences."""
+    if "responses" in row and "ranks" in row:
+        return _ranked(location, row)
+    if "chosen" not in row or "rejected" not in row:
+        raise missing_columns_error(location, row, ["prompt + chosen + rejected", "prompt + responses + ranks"])
+    if row["chosen"] == row["rejected"]:
+        raise UserError(
+            f"{location}: columns 'chosen' and 'rejected' must differ, both are {shortened(str(row['chosen']))!r}: "
+            "change one or remove the row"
+        )
+    chosen, rejected = (_turns(location, row, name, role="assistant") for name in ("chosen", "rejected"))
+    if "prompt" in row:
+        prompt = _turns(location, row, "prompt", role="user")
+        chosen, rejected = _without_prompt(prompt, chosen), _without_prompt(prompt, rejected)
+    else:
+        shared = _shared_prefix(chosen, rejected)
+        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+    for column, completion in (("chosen", chosen), ("rejected", rejected)):
+        _require_assistant(location, column, completion)
+    margin = row.get("margin", 0.0)
+    if not is_number(margin):
+        raise UserError(f"{location}: column 'margin' must be a finite number, got {margin!r}: fix the row")
+    return PreferenceRow(prompt, [chosen, rejected], [(0, 1)], [float(margin)], row_tools(location, row))
+
+
+def read_labelled_row(location: str, row: Row) -> LabelledRow:
+    """Read a row of labelled completions: one with its label, or those of preference pairs."""
+    if "label" not in row:
+        record = read_preference_row(location, row)
+        chosen, rejected = ({pair[side] for pair in record.pairs} for side in (0, 1))
+        indices = sorted(chosen ^ rejected)  # a completion that is chosen and rejected in different pairs has no label
+        completions = [record.completions[i] for i in indices]
+        return LabelledRow(record.prompt, completions, [i in chosen for i in indices], record.tools)
+    if "prompt" not in row or "completion" not in row:
+        raise missing_columns_error(location, row, ["prompt + completion + label", "prompt + chosen + rejected"])
+    label = row["label"]
+    if label not in (0, 1):
+        raise UserError(
+            f"{location}: column 'label' must be true (desirable) or false (undesirable), got {label!r}: fix the row"
+        )
+    prompt = _turns(location, row, "prompt", role="user")
+    completion = _without_prompt(prompt, _turns(location, row, "completion", role="assistant"))
+    _require_assistant(location, "completion", completion)
+    return LabelledRow(prompt, [completion], [bool(label)], row_tools(location, row))
+
+
+def read_stepwise_row(location: str, row: Row) -> StepwiseRow:
+    """Read a row with the steps of a completion (stepwise supervision)."""
+    if any(name not in row for name in ("prompt", "completions", "labels")):
+        raise missing_columns_error(location, row, ["prompt + completions + labels"])
+    steps, labels = row["completions"], row["labels"]
+    if not isinstance(steps, list) or not isinstance(labels, list) or not steps or len(steps) != len(labels):
+        raise _unequal_lists(location, row, "completions", "labels")
+    texts = [_text(location, {"completions": step}, "completions") for step in steps]
+    wrong = [label for label in labels if not (isinstance(label, bool) or is_number(label)) or not 0 <= label <= 1]
+    if wrong:
+        raise UserError(
+            f"{location}: column 'labels' must contain true, false or numbers in [0, 1], got {wrong[0]!r}: fix the row"
+        )
+    prompt = _turns(location, row, "prompt", role="user")
+    return StepwiseRow(prompt, texts, [float(label) for label in labels], row_tools(location, row))
+
+
+def head_index(location: str, row: Row, heads: Sequence[str]) -> int:
+    """The index of the reward head that a row trains; 0 without a column `head`."""
+    name = row.get("head", heads[0])
+    if name not in heads:
+        raise UserError(f"{location}: column 'head' must be one of {', '.join(heads)}, got {name!r}: fix the row")
+    return heads.index(name)
+
+
+def read_prompt_row(location: str, row: Row) -> PromptRow:
+    """Read a row of prompts for RL."""
+    if "prompt" in row:
+        used, messages = "prompt", _turns(location, row, "prompt", role="user")
+    elif "messages" in row:
+        used, messages = "messages", _messages(location, row, "messages")
+        if messages[-1]["role"] == "assistant":
+            messages = messages[:-1]
+        if not messages:
+            raise UserError(
+                f"{location}: column 'messages' must have a prompt, got only an assistant turn: add it or "
+                "remove the row"
+            )
+    else:
+        raise missing_columns_error(location, row, ["prompt", "messages"])
+    columns = {name: value for name, value in row.items() if name != used}
+    return PromptRow(messages, columns, row_tools(location, row))
+
+
+def read_ptx_row(location: str, row: Row) -> ConversationRow:
+    """Read a row of pretraining text, or a conversation."""
+    return ConversationRow(text=_text(location, row, "text")) if "text" in row else read_sft_row(location, row)
+
+
+def _ranked(location: str, row: Row) -> PreferenceRow:
+    """All pairs of a ranked list, lower ranks first; equal ranks make no pair (InstructGPT, section 3.5)."""
+    if "prompt" not in row:
+        raise missing_columns_error(location, row, ["prompt + responses + ranks"])
+    responses, ranks = row["responses"], row["ranks"]
+    if not isinstance(responses, list) or not isinstance(ranks, list) or len(responses) != len(ranks):
+        raise _unequal_lists(location, row, "responses", "ranks")
+    if not all(is_number(rank) for rank in ranks):
+        raise UserError(f"{location}: column 'ranks' must contain finite numbers, got {ranks!r}: fix the row")
+    prompt = _turns(location, row, "prompt", role="user")
+    completions = []
+    for response in responses:
+        turns = _turns(location, {"responses": response}, "responses", role="assistant")
+        completions.append(_without_prompt(prompt, turns))
+        _require_assistant(location, "responses", completions[-1])
+    pairs = [
+        (i, j) if ranks[i] < ranks[j] else (j, i) for i, j in combinations(range(len(ranks)), 2) if ranks[i] != ranks[j]
+    ]
+    if not pairs:
+        raise UserError(f"{location}: column 'ranks' must have two different ranks, got {ranks!r}: remove the row")
+    for chosen, rejected in pairs:
+        if completions[chosen] == completions[rejected]:
+            raise UserError(
+                f"{location}: column 'responses' must not rank a response above an equal one, got "
+                f"{shortened(str(responses[chosen]))!r} twice: remove one"
+            )
+    return PreferenceRow(prompt, completions, pairs, [0.0] * len(pairs), row_tools(location, row))
+
+
+def _require_assistant(location: str, column: str, completion: Sequence[Message]) -> None:
+    """Raise an error unless a completion ends with an assistant turn."""
+    if not completion or completion[-1]["role"] != "assistant":
+        found = f"a turn of the {completion[-1]['role']}" if completion else "nothing after the prompt"
+        raise UserError(
+            f"{location}: column {column!r} must end with an assistant turn, got {found}: add it or remove the row"
+        )
+
+
+def _unequal_lists(location: str, row: Row, first: str, second: str) -> UserError:
+    """The error for two columns that are not non-empty lists of equal length."""
+    found = [
+        f"{len(row[name])}" if isinstance(row[name], list) else type(row[name]).__name__ for name in (first, second)
+    ]
+    return UserError(
+        f"{location}: columns {first!r} and {second!r} must be non-empty lists of equal length, got "
+        f"{' and '.join(found)}: "
+        "fix the row"
+    )
+
+
+def _turns(location: str, row: Row, column: str, *, role: str) -> list[Message]:
+    """The turns in a column: messages, or text as one turn of the given role."""
+    if isinstance(row[column], str):
+        return [{"role": role, "content": _text(location, row, column)}]
+    return _messages(location, row, column)
+
+
+def _text(location: str, row: Row, column: str) -> str:
+    value = row[column]
+    if not isinstance(value, str):
+        raise UserError(f"{location}: column {column!r} must be text, got {type(value).__name__}: fix the row")
+    if not value.strip():
+        raise UserError(f"{location}: column {column!r} must not be empty, got {value!r}: fill it or remove the row")
+    return value
+
+
+def _messages(location: str, row: Row, column: str) -> list[Message]:
+    value = row[column]
+    if not isinstance(value, list) or not value:
+        raise UserError(
+            f"{location}: column {column!r} must be text or a list of messages, got "
+            f"{'an empty list' if value == [] else type(value).__name__}: fix the row"
+        )
+    return [read_message(f"{location}: column {column!r}", message) for message in value]
+
+
+def _without_prompt(prompt: Sequence[Message], completion: list[Message]) -> list[Message]:
+    """A completion without the prompt, which some data sets repeat in it."""
+    return completion[len(prompt) :] if completion[: len(prompt)] == list(prompt) else completion
+
+
+def _shared_prefix(first: Sequence[Message], second: Sequence[Message]) -> int:
+    shared = 0
+    while shared < min(len(first), len(second)) and first[shared] == second[shared]:
+        shared += 1
+    return shared
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a finite number: Python's JSON reader accepts NaN, which would make the loss of a batch
+    NaN."""
+    try:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer outside the range of floats
+        return False

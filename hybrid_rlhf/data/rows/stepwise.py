@@ -1,0 +1,138 @@
+"""Tokenises completions that consist of steps, and finds the token at which each step ends.
+
+The completion is one turn whose steps are joined by a separator. A step ends at the last token that contains one of its
+characters. The last step ends with the conversation, where RL reads the score of a completion.
+
+Source: Lightman et al. 2023, "Let's Verify Step by Step" (arXiv 2305.20050), section 2.6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.data.chat.conversation import completion_parts
+from hybrid_rlhf.data.chat.messages import Message, Tools
+from hybrid_rlhf.data.chat.template import leading_bos, unrendered
+from hybrid_rlhf.data.rows.formats import read_stepwise_row
+from hybrid_rlhf.data.rows.sources import Row
+from hybrid_rlhf.runtime.observability.logs import shortened
+
+SEPARATOR_KEY = "step_separator"
+"""Key in config.json of a process reward model."""
+
+
+@dataclass(frozen=True)
+class StepwiseTokens:
+    """A tokenised prompt with a completion that consists of steps."""
+
+    input_ids: list[int]
+    ends: list[int]
+    """Indices of the tokens that end a step."""
+    first: int
+    """Index of the first token of the completion."""
+    overlap: int | None = None
+    """The first step, counted from 1, whose last token contains a character of the next step; None: no step."""
+
+
+def encode_stepwise_row(
+    location: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int, *, separator: str
+) -> list[dict[str, Any]]:
+    """Columns `responses` (one, with its prompt), `masks`, `ends` (indices of the tokens that end a step), `labels`.
+
+    A row over the limit loses the beginning of its prompt first, then its last steps.
+
+    Raises:
+        UserError: if the tokenizer or the chat template does not show where steps end.
+    """
+    record = read_stepwise_row(location, row)
+    if any(separator in step for step in record.steps):
+        raise UserError(
+            f"{location}: a step must not contain objective.step_separator {separator!r}, which would divide it in "
+            "two: set another separator"
+        )
+    try:
+        found = _encode(record.prompt, record.steps, tokenizer, separator, record.tools)
+        if found.overlap is not None:
+            raise UserError(
+                f"objective.step_separator must separate tokens of different steps, with {separator!r} a token spans "
+                f"step {found.overlap} and the next: set another separator"
+            )
+    except UserError as error:
+        raise UserError(f"{location}: {error}") from error
+    ids, ends, first = found.input_ids, found.ends, found.first
+    cut = len(ids) > limit
+    surplus = max(0, min(first, len(ids) - limit))
+    ids, ends = ids[surplus:][:limit], [end - surplus for end in ends if end - surplus < limit]
+    columns = {
+        "responses": [ids],
+        "masks": [[i >= first - surplus for i in range(len(ids))]],
+        "ends": ends,
+        "labels": record.labels[: len(ends)],
+        "length": len(ids),
+        "tokens": len(ids),
+        "cut": cut,
+        "usable": bool(ends),
+        "ignored": ",".join(unrendered(record.prompt, tokenizer, record.tools)),
+    }
+    return [columns]
+
+
+def encode_steps(
+    prompt: list[Message],
+    completion: str,
+    tokenizer: PreTrainedTokenizerBase,
+    separator: str,
+    tools: Tools | None = None,
+) -> StepwiseTokens:
+    """Tokenise any completion and split it at separators; blank parts are not steps.
+
+    Raises:
+        UserError: if the tokenizer or the chat template does not show where steps end.
+    """
+    steps = completion.split(separator)
+    found = _encode(prompt, steps, tokenizer, separator, tools)
+    shown = [end for step, end in zip(steps, found.ends, strict=True) if step.strip()]
+    return StepwiseTokens(found.input_ids, [*shown[:-1], found.ends[-1]], found.first)
+
+
+def _encode(
+    prompt: list[Message],
+    steps: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    separator: str,
+    tools: Tools | None,
+) -> StepwiseTokens:
+    if not tokenizer.is_fast:
+        raise UserError(
+            f"process rewards need a fast tokenizer, which gives character offsets, got {type(tokenizer).__name__}: "
+            "use a fast one"
+        )
+    completion = separator.join(steps)
+    before, generated = completion_parts(prompt, {"role": "assistant", "content": completion}, tokenizer, tools=tools)
+    text = before + generated
+    start = text.find(completion, len(before))
+    if start < 0:
+        raise UserError(
+            f"the chat template must render a completion with steps unchanged, got {shortened(generated)!r}: strip "
+            "leading and trailing whitespace from the steps"
+        )
+    encoding: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    bos = leading_bos(text, tokenizer)
+    offsets = [*[(0, 0)] * len(bos), *encoding["offset_mapping"]]
+    ends, overlap, token = [], None, 0
+    for number, step in enumerate(steps, start=1):
+        stop = start + len(step)
+        while token + 1 < len(offsets) and offsets[token + 1][0] < stop:
+            token += 1
+        start = stop + len(separator)
+        if number < len(steps) and overlap is None and offsets[token][1] > start:
+            overlap = number
+        ends.append(token)
+    ends[-1] = len(offsets) - 1
+    first = next((index for index, (_, stop) in enumerate(offsets) if stop > len(before)), len(offsets))
+    return StepwiseTokens([*bos, *encoding["input_ids"]], ends, first, overlap)

@@ -1,0 +1,242 @@
+"""All use of DeepSpeed's private members, written against DeepSpeed 0.19; tests/house holds the other files to it.
+
+Why one file: DeepSpeed has no public interface to the partitions of a parameter, to what its optimizers keep of it, or
+to the hooks of ZeRO-3. A new version of DeepSpeed is checked here. Each function states what it returns; none holds
+state. Attributes that DeepSpeed documents (`global_steps`, `GatheredParameters`, `offload_states`, ...) are used where
+they are needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.utils import groups
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+
+_BF16_MASTER_PARTITIONS = "fp32_groups_flat_partition"
+"""Master weights of DeepSpeed's bfloat16 optimizer without ZeRO, which partitions them over the ranks."""
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+_LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+# -- parameters under ZeRO-3
+
+
+def is_partitioned(parameter: nn.Parameter) -> bool:
+    """Whether ZeRO-3 partitions a parameter."""
+    return hasattr(parameter, "ds_id")
+
+
+def partition_of(parameter: nn.Parameter) -> Tensor | None:
+    """This rank's flat partition of a parameter under ZeRO-3; none for a parameter that is not partitioned."""
+    return getattr(parameter, "ds_tensor", None)
+
+
+def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """The shape of a parameter, gathered or not."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def full_elements(parameter: nn.Parameter) -> int:
+    """The number of elements of a parameter, gathered or not."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def release_gathered(parameter: nn.Parameter) -> None:
+    """Free the full copy of a parameter if ZeRO-3 has gathered it: a change of the partition would not reach it."""
+    if getattr(parameter, "ds_status", None) is ZeroParamStatus.AVAILABLE:
+        parameter.partition()  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def zero3_hooks_removed(engine: DeepSpeedEngine) -> Iterator[None]:
+    """Remove the module hooks of ZeRO-3, which gather and release parameters around each layer, and restore them."""
+    offload: Any = engine.optimizer.parameter_offload
+    offload._remove_module_hooks()
+    offload.forward_hooks.clear()
+    offload.backward_hooks.clear()
+    try:
+        yield
+    finally:
+        offload.setup_zero_stage3_hooks()
+
+
+# -- what the optimizer keeps of a parameter
+
+
+@dataclass(frozen=True)
+class OptimizerSlice:
+    """Where the optimizer keeps a part of a parameter on this rank."""
+
+    flat: Tensor
+    """The tensor that the optimizer steps, with the master weights of one parameter or more."""
+    start: int
+    """First element of the part in `flat`."""
+    offset: int
+    """First element of the part in the flattened parameter."""
+    elements: int
+
+
+def wrapped_optimizer(engine: DeepSpeedEngine) -> Any:
+    """The torch optimizer inside DeepSpeed's, or the engine's own where DeepSpeed wraps none."""
+    return getattr(engine.optimizer, "optimizer", engine.optimizer)
+
+
+def swaps_optimizer_states(engine: DeepSpeedEngine) -> bool:
+    """Whether the optimizer's states are on NVMe."""
+    return bool(getattr(engine.optimizer, "swap_optimizer", False))
+
+
+def partitions_optimizer_states(engine: DeepSpeedEngine) -> bool:
+    """Whether each rank keeps the optimizer's states of a part of the weights only."""
+    return engine.zero_optimization_stage() > 0 or hasattr(engine.optimizer, _BF16_MASTER_PARTITIONS)
+
+
+def zero3_master_weights(engine: DeepSpeedEngine) -> list[Tensor]:
+    """This rank's master weights under ZeRO-3, one flat tensor per parameter group."""
+    return list(engine.optimizer.fp32_partitioned_groups_flat)
+
+
+def optimizer_slice(engine: DeepSpeedEngine, parameter: nn.Parameter) -> OptimizerSlice | None:
+    """Where the optimizer keeps this rank's part of a trained parameter; none where this rank has no part of it."""
+    optimizer: Any = engine.optimizer
+    if engine.zero_optimization_stage() == 3:
+        group, start, elements = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        offset = elements * optimizer._get_param_partition_rank(parameter)
+        elements = min(elements, full_elements(parameter) - offset)
+        if elements <= 0:  # the last partitions may be padding
+            return None
+        return OptimizerSlice(optimizer.fp32_partitioned_groups_flat[group], start, offset, elements)
+    if hasattr(parameter, "_hp_mapping"):  # stages 1 and 2, and bfloat16 without ZeRO
+        mapping: Any = parameter._hp_mapping
+        if mapping is None:
+            return None
+        name = "single_partition_of_fp32_groups" if engine.zero_optimization_stage() else _BF16_MASTER_PARTITIONS
+        flat, here = getattr(optimizer, name)[mapping.param_group_index], mapping.hp_fragment_address
+        return OptimizerSlice(flat, here.start, mapping.lp_fragment_address.start, here.numel)
+    return OptimizerSlice(_master_weight(optimizer, parameter), 0, 0, parameter.numel())
+
+
+def _master_weight(optimizer: Any, parameter: nn.Parameter) -> Tensor:
+    """The float32 master weight of a parameter without ZeRO; the parameter itself where there is none."""
+    for weights, masters in _weights_and_masters(optimizer):
+        for weight, master in zip(weights, masters, strict=True):
+            if weight is parameter:
+                return master
+    return parameter
+
+
+def _weights_and_masters(optimizer: Any) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Groups of weights and their float32 master weights, without ZeRO."""
+    yield from zip(getattr(optimizer, "fp16_groups", ()), getattr(optimizer, "fp32_groups", ()), strict=True)
+
+
+def copy_master_weights_to_model(engine: DeepSpeedEngine) -> None:
+    """Update the model's weights from the optimizer's master weights; every rank must call."""
+    optimizer: Any = engine.optimizer
+    if engine.zero_optimization_stage() == 3:
+        optimizer.checkpoint_event_prologue()
+        for group in range(len(optimizer.fp16_groups)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(group)
+        optimizer.checkpoint_event_epilogue()
+    elif hasattr(optimizer, "update_lp_params"):
+        optimizer.update_lp_params()
+    elif hasattr(optimizer, "fp32_groups"):
+        for weights, masters in _weights_and_masters(optimizer):
+            for weight, master in zip(weights, masters, strict=True):
+                weight.data.copy_(master.data)
+
+
+# -- counters and the loss scale
+
+
+def counters(engine: DeepSpeedEngine) -> dict[str, int]:
+    """The engine's counters of steps and samples."""
+    return {name: getattr(engine, name) for name in _COUNTERS}
+
+
+def set_counters(engine: DeepSpeedEngine, values: Mapping[str, int]) -> None:
+    """Restore what `counters` returned."""
+    for name, value in values.items():
+        setattr(engine, name, value)
+
+
+def loss_scale(engine: DeepSpeedEngine) -> dict[str, Any]:
+    """The state of float16's loss scale; empty without one."""
+    scaler = _loss_scaler(engine)
+    return {name: getattr(scaler, name) for name in _LOSS_SCALE if hasattr(scaler, name)}
+
+
+def set_loss_scale(engine: DeepSpeedEngine, values: Mapping[str, Any]) -> None:
+    """Restore what `loss_scale` returned, as far as the engine has the same fields."""
+    scaler = _loss_scaler(engine)
+    for name, value in values.items():
+        if hasattr(scaler, name):
+            setattr(scaler, name, value)
+
+
+def _loss_scaler(engine: DeepSpeedEngine) -> Any:
+    """The object with the loss scale, whose name differs with and without ZeRO; none without a loss scale."""
+    return getattr(engine.optimizer, "loss_scaler", getattr(engine.optimizer, "loss_scale_config", None))
+
+
+# -- the update of a plain float32 engine
+
+
+def replace_model_step(engine: DeepSpeedEngine, step: Callable[[dict[str, Any] | None], None]) -> None:
+    """Let `step` take the place of an engine's update; `model_step` is DeepSpeed's own. Its clipping is disabled."""
+    engine._take_model_step = step
+    engine.clip_fp32_gradients = lambda: None
+
+
+def model_step(engine: DeepSpeedEngine, lr_kwargs: dict[str, Any] | None) -> None:
+    """DeepSpeed's update: step the optimizer and the schedule, clear the gradients, count the step."""
+    DeepSpeedEngine._take_model_step(engine, lr_kwargs)
+
+
+def set_grad_norm(engine: DeepSpeedEngine, norm: float) -> None:
+    """Set what `engine.get_global_grad_norm()` returns."""
+    engine._global_grad_norm = norm
+
+
+def skip_model_step(engine: DeepSpeedEngine) -> None:
+    """Clear the gradients and count a skipped step, as DeepSpeed does where float16 overflows."""
+    engine.zero_grad()
+    engine._step_applied = False
+    engine.skipped_steps += 1
+    engine.global_steps += 1
+
+
+def disable_gradient_allreduce(engine: DeepSpeedEngine) -> None:
+    """For a single rank: DeepSpeed would still copy all gradients into buckets and back."""
+    engine.buffered_allreduce_fallback = lambda *_, **__: None
+
+
+# -- the process
+
+
+def disable_shm_extension() -> None:
+    """Prevent the build of DeepSpeed's shared-memory all-reduce, which takes 40 s and is not used."""
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def release_closed_groups() -> None:
+    """Release DeepSpeed's process groups if they belong to a world of this process that was closed."""
+    seen = groups._WORLD_GROUP
+    if seen is not None and seen not in distributed_c10d._world.pg_group_ranks:
+        groups._release_process_group_references()
+
+
+def free_weights(module: nn.Module) -> None:
+    """Free the memory of a module's weights and partitions, of which DeepSpeed keeps references."""
+    for parameter in module.parameters():
+        for tensor in (parameter, partition_of(parameter)):
+            if tensor is not None:
+                tensor.data = tensor.data.new_empty(0)

@@ -1,0 +1,203 @@
+"""The state and sampling parameters of all rows as tensors on the device: row i belongs to slot i of the KV cache.
+
+Why tables: a step then needs no data from the host, so it can be captured in a CUDA graph, and the host can process
+its result while the next step runs. All numbers of a row are in two tables, so a row moves with two copies.
+
+Shapes: S slots, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.generation.batching.requests import Request
+from hybrid_rlhf.generation.sampling import SamplingParams
+
+_INTEGERS = ("token", "position", "drawn", "top_k", "greedy", "min_new_tokens")
+_FLOATS = ("divisor", "top_p", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True)
+class SamplingMode:
+    """Which parts of sampling some of the requests need; the other parts are skipped for all."""
+
+    greedy: bool
+    temperature: bool
+    top_k_top_p: bool
+    min_p: bool
+    repetition_penalty: bool
+    min_new_tokens: bool
+
+    @classmethod
+    def of(cls, requests: Sequence[Request]) -> SamplingMode:
+        """What requests that are decoded together need."""
+        each = {id(request.params): request.params for request in requests}.values()
+        return cls(
+            greedy=any(p.greedy for p in each),
+            temperature=any(p.divisor != 1 for p in each),
+            top_k_top_p=any(p.top_p < 1 or p.top_k > 0 for p in each),
+            min_p=any(p.min_p > 0 for p in each),
+            repetition_penalty=any(p.repetition_penalty != 1 for p in each),
+            min_new_tokens=any(p.min_new_tokens > 0 for p in each),
+        )
+
+    @property
+    def draws_from_all(self) -> bool:
+        """Whether tokens are drawn from the whole distribution, without truncation or penalty."""
+        return not (self.top_k_top_p or self.min_p or self.repetition_penalty or self.min_new_tokens)
+
+
+@dataclass
+class DecodeBatch:
+    """Tables of S rows."""
+
+    integers: Tensor
+    """[S, 6 + stop tokens] int64."""
+    floats: Tensor
+    """[S, 4 + longest completion] float64."""
+    seen: Tensor | None
+    """[S, V] bool, tokens of prompt and completion; none without a repetition penalty."""
+
+    @classmethod
+    def empty(cls, slots: int, requests: Sequence[Request], *, vocab_size: int, device: torch.device) -> DecodeBatch:
+        """Tables wide enough for any of the requests."""
+        stops = max(len(request.stop) for request in requests)
+        longest = max(len(request.uniforms) for request in requests)
+        seen = None
+        if SamplingMode.of(requests).repetition_penalty:
+            seen = torch.zeros(slots, vocab_size, dtype=torch.bool, device=device)
+        integers = torch.zeros(slots, len(_INTEGERS) + stops, dtype=torch.long, device=device)
+        floats = torch.ones(slots, len(_FLOATS) + longest, dtype=torch.float64, device=device)
+        return cls(integers, floats, seen)
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], *, vocab_size: int, device: torch.device) -> DecodeBatch:
+        """Tables of requests, one per row, each before its first token."""
+        rows = cls.empty(len(requests), requests, vocab_size=vocab_size, device=device)
+        rows.fill(0, requests)
+        return rows
+
+    def has_room_for(self, requests: Sequence[Request]) -> bool:
+        """Whether the tables are wide enough for all of the requests."""
+        stops, longest = self.integers.shape[1] - len(_INTEGERS), self.floats.shape[1] - len(_FLOATS)
+        fits = all(len(request.stop) <= stops and len(request.uniforms) <= longest for request in requests)
+        return fits and (self.seen is not None or not SamplingMode.of(requests).repetition_penalty)
+
+    def fill(self, slot: int, requests: Sequence[Request]) -> None:
+        """Write requests whose prompts are computed into the rows from `slot` on."""
+        integers = np.zeros((len(requests), self.integers.shape[1]), dtype=np.int64)
+        floats = np.zeros((len(requests), self.floats.shape[1]))
+        for row, request in enumerate(requests):
+            stop, params = sorted(request.stop), request.params
+            integers[row, :6] = _integers(request, params, has_stop_tokens=bool(stop))
+            # Rows with fewer stop tokens repeat one of theirs.
+            integers[row, 6:] = (stop + stop[:1] * integers.shape[1])[: integers.shape[1] - 6] if stop else 0
+            floats[row, :4] = [getattr(params, name) for name in _FLOATS]
+            floats[row, 4 : 4 + len(request.uniforms)] = request.uniforms
+        part = slice(slot, slot + len(requests))
+        self.integers[part] = torch.from_numpy(integers).to(self.integers.device)
+        self.floats[part] = torch.from_numpy(floats).to(self.floats.device)
+        if self.seen is not None:
+            self.seen[part] = False
+            for row, request in enumerate(requests, start=slot):
+                self.seen[row, torch.tensor(sorted(set(request.prompt)), device=self.seen.device)] = True
+
+    def move(self, source: int, target: int) -> None:
+        """Copy row `source` to row `target`."""
+        for table in self._tables():
+            table[target] = table[source]
+
+    def view(self, start: int, stop: int) -> DecodeBatch:
+        """Views of rows start to stop - 1."""
+        seen = None if self.seen is None else self.seen[start:stop]
+        return DecodeBatch(self.integers[start:stop], self.floats[start:stop], seen)
+
+    def select(self, rows: Tensor) -> DecodeBatch:
+        """Copies of rows [n]."""
+        return DecodeBatch(self.integers[rows], self.floats[rows], None if self.seen is None else self.seen[rows])
+
+    def save(self) -> list[Tensor]:
+        """Copies of the tables, for `restore`."""
+        return [table.clone() for table in self._tables()]
+
+    def restore(self, saved: Sequence[Tensor]) -> None:
+        """Write back what `save` returned."""
+        for table, values in zip(self._tables(), saved, strict=True):
+            table.copy_(values)
+
+    def append(self, tokens: Tensor) -> None:
+        """Add one sampled token [S] to each row."""
+        self.token.copy_(tokens)
+        self.integers[:, 1:3] += 1
+        if self.seen is not None:
+            self.seen.scatter_(1, tokens[:, None], True)
+
+    def _tables(self) -> list[Tensor]:
+        return [self.integers, self.floats] if self.seen is None else [self.integers, self.floats, self.seen]
+
+    @property
+    def token(self) -> Tensor:
+        """[S], the last token of each row."""
+        return self.integers[:, 0]
+
+    @property
+    def position(self) -> Tensor:
+        """[S], position of the last token."""
+        return self.integers[:, 1]
+
+    @property
+    def drawn(self) -> Tensor:
+        """[S], tokens of the completion so far."""
+        return self.integers[:, 2]
+
+    @property
+    def top_k(self) -> Tensor:
+        """[S, 1]."""
+        return self.integers[:, 3:4]
+
+    @property
+    def greedy(self) -> Tensor:
+        """[S] bool."""
+        return self.integers[:, 4].bool()
+
+    @property
+    def early_stops(self) -> tuple[Tensor, Tensor]:
+        """Stop tokens [S, n], and whether they are not allowed yet [S, 1]."""
+        return self.integers[:, 6:], (self.drawn < self.integers[:, 5])[:, None]
+
+    @property
+    def temperature(self) -> Tensor:
+        """[S, 1] float32."""
+        return self.floats[:, 0:1].float()
+
+    @property
+    def top_p(self) -> Tensor:
+        """[S, 1] float32."""
+        return self.floats[:, 1:2].float()
+
+    @property
+    def min_p(self) -> Tensor:
+        """[S, 1] float32."""
+        return self.floats[:, 2:3].float()
+
+    @property
+    def repetition_penalty(self) -> Tensor:
+        """[S, 1] float32."""
+        return self.floats[:, 3:4].float()
+
+    @property
+    def uniform(self) -> Tensor:
+        """[S] float64, the uniform number that draws the next token; a finished row repeats its last one."""
+        place = (self.drawn + len(_FLOATS)).clamp(max=self.floats.shape[1] - 1)
+        return self.floats.gather(1, place[:, None]).squeeze(1)
+
+
+def _integers(request: Request, params: SamplingParams, *, has_stop_tokens: bool) -> list[int]:
+    """A row before its first token, in the order of _INTEGERS."""
+    min_new_tokens = params.min_new_tokens if has_stop_tokens else 0
+    return [0, len(request.prompt) - 1, 0, params.top_k, int(params.greedy), min_new_tokens]

@@ -1,0 +1,139 @@
+"""The forward pass of the inference weights, over the tokens of many sequences in one flat row.
+
+Why flat: matrix products over the tokens of all sequences need no padding, and prefill and decoding share one code
+path. Only attention (attention.py) knows which tokens belong to which sequence.
+
+Shapes: T tokens, H hidden, A heads and K KV heads of this rank, D head size, V rows of the vocabulary on this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hybrid_rlhf.generation.model.attention import AttentionFunction, Table
+from hybrid_rlhf.generation.model.layers import ACTIVATIONS, Norm, kernels_for
+from hybrid_rlhf.generation.weights.description import ModelDescription
+from hybrid_rlhf.generation.weights.loader import DecoderWeights, LayerWeights
+from hybrid_rlhf.generation.weights.split import Split
+from hybrid_rlhf.runtime.world import World
+
+
+class Decoder:
+    """A causal LM on one tensor-parallel rank."""
+
+    def __init__(self, architecture: ModelDescription, weights: DecoderWeights, split: Split, world: World) -> None:
+        self.architecture, self.split, self.world = architecture, split, world
+        self.kernels = kernels_for(world.device)
+        self._weights = weights
+        self._activation = ACTIVATIONS[architecture.activation]
+        self._gated = weights.layers[0].up.outputs == 2 * len(split.mlp)
+        # HF multiplies by the scale in the dtype of the weights
+        self._embed_scale = float(torch.tensor(architecture.embed_scale, dtype=weights.embed.dtype))
+        self._inv_freq = [
+            None if kind.rotary is None else kind.rotary.inv_freq.to(world.device) for kind in architecture.kinds
+        ]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of weights, KV cache and activations."""
+        return self._weights.embed.dtype
+
+    @property
+    def product_bytes(self) -> int:
+        """Bytes of the weights that a decoding step reads, for any number of rows."""
+        return self._weights.product_bytes
+
+    def refresh(self) -> None:
+        """Recompute what is derived from weights, after these were updated in place."""
+        self._weights.refresh()
+
+    def hidden(self, tokens: Tensor, positions: Tensor, attend: AttentionFunction) -> Tensor:
+        """Last hidden states [T, H] of tokens [T] at positions [T], before the final norm."""
+        x = self._embed(tokens, positions)
+        tables = [self._rotary_table(kind, positions) for kind in range(len(self.architecture.kinds))]
+        block = getattr(self, f"_{self.architecture.block}")
+        for index, layer in enumerate(self._weights.layers):
+            table = tables[self.architecture.layer_kinds[index]]
+            x = block(x, layer, lambda h, i=index, w=layer, t=table: self._attention(h, i, w, t, attend))
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """This rank's logits [T, V] float32 after hidden states [T, H]."""
+        weights, a = self._weights, self.architecture
+        x = _normed(weights.final_norm, hidden)
+        if weights.embed_out is not None:
+            x = functional.linear(x, weights.embed_out)
+        logits = weights.head(x).float()
+        if a.logit_scale != 1.0:
+            logits.mul_(a.logit_scale)
+        if a.final_softcap is not None:
+            logits.div_(a.final_softcap).tanh_().mul_(a.final_softcap)
+        return logits
+
+    def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        weights, a, mine = self._weights, self.architecture, self.split.vocabulary
+        if self.world.size == 1:
+            x = functional.embedding(tokens, weights.embed)
+        else:
+            here = (tokens >= mine.start) & (tokens < mine.stop)
+            x = functional.embedding(torch.where(here, tokens - mine.start, 0), weights.embed) * here[:, None]
+            x = self.world.all_reduce(x)
+        if self._embed_scale != 1.0:
+            x = x * self._embed_scale
+        if weights.embed_in is not None:
+            x = functional.linear(x, weights.embed_in)
+        if weights.positions is not None:
+            x = x + functional.embedding(positions + a.position_offset, weights.positions)
+        return _normed(weights.embed_norm, x)
+
+    # -- the three orders of norm, attention and MLP
+
+    def _sequential(self, x: Tensor, w: LayerWeights, attention: Callable[[Tensor], Tensor]) -> Tensor:
+        mixed = _normed(w.attention_out_norm, attention(_normed(w.attention_norm, x)))
+        assert w.mlp_norm is not None
+        x, normed = w.mlp_norm.after_adding(x, mixed)
+        return x + _normed(w.mlp_out_norm, self._mlp(normed, w))
+
+    def _parallel(self, x: Tensor, w: LayerWeights, attention: Callable[[Tensor], Tensor]) -> Tensor:
+        normed = _normed(w.attention_norm, x)
+        return x + attention(normed) + self._mlp(normed if w.mlp_norm is None else w.mlp_norm(x), w)
+
+    def _post_norm(self, x: Tensor, w: LayerWeights, attention: Callable[[Tensor], Tensor]) -> Tensor:
+        x = _normed(w.attention_norm, x + attention(x))
+        return _normed(w.mlp_norm, x + self._mlp(x, w))
+
+    def _attention(self, x: Tensor, index: int, w: LayerWeights, table: Table, attend: AttentionFunction) -> Tensor:
+        d, heads, kv_heads = self.architecture.head_dim, len(self.split.heads), len(self.split.kv_heads)
+        qkv = w.qkv(x).view(len(x), heads + 2 * kv_heads, d)
+        if w.q_norm is not None and w.k_norm is not None:
+            q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
+            qkv = torch.cat([w.q_norm(q), w.k_norm(k), v], dim=1)
+        return self.world.all_reduce(w.o(attend(index, qkv, table).reshape(len(x), heads * d)))
+
+    def _mlp(self, x: Tensor, w: LayerWeights) -> Tensor:
+        up = w.up(x)
+        if not self._gated:
+            up = self._activation(up)
+        elif self.kernels is not None:
+            up = self.kernels.gated(up, self.architecture.activation)
+        else:
+            gate, up = up.chunk(2, dim=-1)
+            up = self._activation(gate) * up
+        return self.world.all_reduce(w.down(up))
+
+    def _rotary_table(self, kind: int, positions: Tensor) -> Table:
+        """Cosines and signed sines [T, 1, R]."""
+        rotary, inv_freq = self.architecture.kinds[kind].rotary, self._inv_freq[kind]
+        if rotary is None or inv_freq is None:
+            return None
+        angles = positions[:, None, None].float() * inv_freq
+        cos, sin = angles.cos() * rotary.scaling, angles.sin() * rotary.scaling
+        return torch.cat([cos, cos], dim=-1).to(self.dtype), torch.cat([-sin, sin], dim=-1).to(self.dtype)
+
+
+def _normed(norm: Norm | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)

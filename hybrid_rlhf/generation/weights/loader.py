@@ -1,0 +1,289 @@
+"""Inference weights on one tensor-parallel rank, filled from named training weights.
+
+Full weights arrive one by one, in any order; `load(name, tensor)` keeps this rank's part. A model that is partitioned,
+on disk or has adapters can therefore be streamed through in buckets. Columns of attention and MLP are split over heads
+and intermediate units, rows of the vocabulary over tokens (Megatron-LM, arXiv 1909.08053). A weight that needs no
+change stays a view of the tensor it came from. Q, K, V and gate, up are fused, without a copy where they are adjacent
+in memory.
+
+Shapes: N outputs, K inputs of a product; H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.generation.model.layers import InferenceLinear, Norm, can_pack
+from hybrid_rlhf.generation.weights.description import ModelDescription
+from hybrid_rlhf.generation.weights.families import NotDescribed
+from hybrid_rlhf.generation.weights.split import Split
+from hybrid_rlhf.runtime.world import World
+
+LAYER_NORMS = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm", "q_norm", "k_norm")
+PRODUCTS = ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")
+Pick = Callable[[Tensor], Tensor]
+"""Selects this rank's part of a full weight or bias, as a view where possible."""
+
+
+@dataclass
+class LayerWeights:
+    """One block. Norms that the family lacks are None; `up` holds gate and up fused where the MLP is gated."""
+
+    attention_norm: Norm | None
+    attention_out_norm: Norm | None
+    mlp_norm: Norm | None
+    mlp_out_norm: Norm | None
+    q_norm: Norm | None
+    k_norm: Norm | None
+    qkv: InferenceLinear
+    o: InferenceLinear
+    up: InferenceLinear
+    down: InferenceLinear
+
+
+@dataclass
+class DecoderWeights:
+    """Every tensor of a rank's decoder."""
+
+    embed: Tensor
+    """[rows of the vocabulary on this rank, H]."""
+    positions: Tensor | None
+    embed_norm: Norm | None
+    embed_in: Tensor | None
+    embed_out: Tensor | None
+    layers: list[LayerWeights]
+    final_norm: Norm | None
+    head: InferenceLinear
+
+    @property
+    def product_bytes(self) -> int:
+        """Bytes of the matrices that every decoding step reads."""
+        products = [part for layer in self.layers for part in (layer.qkv, layer.o, layer.up, layer.down)]
+        return sum(part.weight.numel() * part.weight.element_size() for part in (*products, self.head))
+
+    def refresh(self) -> None:
+        """Recompute what is derived from weights, after these were updated in place."""
+        norms = [self.embed_norm, self.final_norm]
+        norms += [getattr(layer, name) for layer in self.layers for name in LAYER_NORMS]
+        for norm in norms:
+            if norm is not None:
+                norm.refresh()
+
+
+def adjacent_view(parts: Sequence[Tensor]) -> Tensor | None:
+    """Tensors that are adjacent in one storage as a single tensor, without a copy; none where they are not."""
+    first = parts[0]
+    expected = first.data_ptr()
+    for part in parts:
+        if not (_same_storage(part, first) and part.is_contiguous() and part.data_ptr() == expected):
+            return None
+        expected += part.nbytes
+    return first.as_strided((sum(len(part) for part in parts), *first.shape[1:]), first.stride())
+
+
+def _same_storage(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def _rows(part: range) -> Pick:
+    return lambda tensor: tensor[part.start : part.stop]
+
+
+def _columns(part: range) -> Pick:
+    return lambda tensor: tensor[:, part.start : part.stop]
+
+
+def _all(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class WeightLoader:
+    """Plans where each training weight goes, receives them one by one, and assembles the decoder's weights."""
+
+    def __init__(
+        self,
+        architecture: ModelDescription,
+        names: Mapping[str, str],
+        parameters: Iterable[str],
+        *,
+        world: World,
+        dtype: torch.dtype,
+        in_place: bool = False,
+        float32_logits: bool = True,
+    ) -> None:
+        """Plan.
+
+        Args:
+            architecture: of the model.
+            names: the family's names for its modules.
+            parameters: names of the training weights, tied ones once.
+            world: the tensor-parallel ranks, and the device of this one.
+            dtype: of the inference weights.
+            in_place: weights loaded after `assemble` are written into the assembled ones, unless these are packed.
+            float32_logits: whether the head computes in float32, whatever the dtype.
+
+        Raises:
+            NotDescribed: when the model has a weight that the decoder does not use.
+        """
+        self.architecture, self._world, self._dtype = architecture, world, dtype
+        self.split = Split.of(architecture, world.rank, world.size)
+        self._names, self._parameters = names, frozenset(parameters)
+        self._packs, self._float32_logits = can_pack(world.device, dtype), float32_logits
+        self.in_place = in_place and not self._packs
+        self._assembled: dict[str, Sequence[Tensor]] = {}
+        self._parts: dict[str, list[Tensor | None]] = {}
+        self._targets: dict[str, list[tuple[str, int, Pick]]] = {}
+        self._plan()
+        if unknown := sorted(self._parameters - set(self._targets)):
+            raise NotDescribed(f"the decoder has no use for the weight {unknown[0]}")
+
+    def load(self, name: str, tensor: Tensor, *, persistent: bool) -> None:
+        """Receive a training weight.
+
+        Args:
+            name: of the weight in the model, without the prefixes of adapters.
+            tensor: its full value.
+            persistent: whether its memory stays valid and unchanged while the inference weights are used, so that a
+                view of it is enough.
+        """
+        tensor = tensor.detach()
+        for key, index, pick in self._targets[name]:
+            part = pick(tensor).to(device=self._world.device, dtype=self._dtype)
+            if key in self._assembled:
+                target = self._assembled[key][index]
+                if target.data_ptr() != part.data_ptr():
+                    target.copy_(part)
+                continue
+            self._parts[key][index] = part if persistent or not _same_storage(part, tensor) else part.clone()
+
+    def assemble(self) -> DecoderWeights:
+        """Fuse and pack what was loaded. The loader is empty afterwards and can be filled again."""
+        if missing := sorted(key for key, parts in self._parts.items() if any(part is None for part in parts)):
+            raise ValueError(f"inference weights need all weights of the model, {missing[0]} was not loaded: load it")
+        embed = self._take("embed.weight")
+        assert embed is not None
+        head = self._take("head.weight")
+        return DecoderWeights(
+            embed=embed,
+            positions=self._take("positions.weight"),
+            embed_norm=self._norm("embed_norm"),
+            embed_in=self._take("embed_in.weight"),
+            embed_out=self._take("embed_out.weight"),
+            layers=[self._layer(layer) for layer in range(self.architecture.layers)],
+            final_norm=self._norm("final_norm"),
+            head=InferenceLinear(
+                embed if head is None else head, self._take("head.bias"), pack=self._packs, wide=self._float32_logits
+            ),
+        )
+
+    def _layer(self, layer: int) -> LayerWeights:
+        products: dict[str, Any] = {}
+        for name in ("qkv", "o", "up", "down"):
+            weight = self._take(f"{layer}.{name}.weight")
+            assert weight is not None
+            products[name] = self._linear(weight, self._take(f"{layer}.{name}.bias"))
+        norms: dict[str, Any] = {name: self._norm(f"{layer}.{name}") for name in LAYER_NORMS}
+        return LayerWeights(**norms, **products)
+
+    def _take(self, key: str) -> Tensor | None:
+        """One inference weight: its parts fused, and released."""
+        parts = [part for part in self._parts.get(key, ()) if part is not None]
+        if not parts:
+            return None
+        self._parts[key] = [None] * len(parts)
+        whole = parts[0]
+        if len(parts) > 1:
+            view = adjacent_view(parts)
+            whole = torch.cat(parts) if view is None else view
+        if self.in_place:
+            self._assembled[key] = whole.split([len(part) for part in parts])
+        return whole
+
+    def _linear(self, weight: Tensor, bias: Tensor | None) -> InferenceLinear:
+        return InferenceLinear(weight, bias, pack=self._packs)
+
+    def _norm(self, key: str) -> Norm | None:
+        weight = self._take(f"{key}.weight")
+        return None if weight is None else Norm(weight, self._take(f"{key}.bias"), self.architecture)
+
+    def _plan(self) -> None:
+        vocabulary = _rows(self.split.vocabulary)
+        self._place("embed", "embed", vocabulary)
+        self._place("head", "head", vocabulary)
+        for role in ("positions", "embed_norm", "embed_in", "embed_out", "final_norm"):
+            self._place(role, role, _all)
+        for layer in range(self.architecture.layers):
+            for role in LAYER_NORMS:
+                self._place(f"{layer}.{role}", role, _all, layer)
+            self._plan_attention(layer)
+            self._plan_mlp(layer)
+
+    def _plan_attention(self, layer: int) -> None:
+        d, split = self.architecture.head_dim, self.split
+        q, kv = (range(heads.start * d, heads.stop * d) for heads in (split.heads, split.kv_heads))
+        if "qkv" in self._names:
+            self._place(f"{layer}.qkv", "qkv", self._fused_qkv, layer)
+        else:
+            for index, (role, rows) in enumerate((("q", q), ("k", kv), ("v", kv))):
+                self._place(f"{layer}.qkv", role, _rows(rows), layer, part=index, parts=3)
+        self._place_row_parallel(f"{layer}.o", "o", q, layer)
+
+    def _plan_mlp(self, layer: int) -> None:
+        mlp, size = self.split.mlp, self.architecture.mlp_size
+        if "gate_up" in self._names:
+            up = range(size + mlp.start, size + mlp.stop)
+            whole = len(mlp) == size
+            self._place(
+                f"{layer}.up",
+                "gate_up",
+                _all if whole else lambda t: torch.cat([_rows(mlp)(t), _rows(up)(t)]),
+                layer,
+            )
+        elif "gate" in self._names:
+            self._place(f"{layer}.up", "gate", _rows(mlp), layer, part=0, parts=2)
+            self._place(f"{layer}.up", "up", _rows(mlp), layer, part=1, parts=2)
+        else:
+            self._place(f"{layer}.up", "up", _rows(mlp), layer)
+        self._place_row_parallel(f"{layer}.down", "down", mlp, layer)
+
+    def _place_row_parallel(self, key: str, role: str, columns: range, layer: int) -> None:
+        """Each rank holds some columns; the first rank alone adds the bias."""
+        self._place_one(f"{key}.weight", role, "weight", _columns(columns), layer)
+        bias = _all if self._world.rank == 0 else torch.zeros_like
+        self._place_one(f"{key}.bias", role, "bias", bias, layer)
+
+    def _place(self, key: str, role: str, pick: Pick, layer: int = 0, *, part: int = 0, parts: int = 1) -> None:
+        for kind in ("weight", "bias"):
+            self._place_one(f"{key}.{kind}", role, kind, pick, layer, part, parts)
+
+    def _place_one(self, key: str, role: str, kind: str, pick: Pick, layer: int, part: int = 0, parts: int = 1) -> None:
+        for module in self._names.get(role, "").split("|"):
+            name = f"{module.format(layer)}.{kind}"
+            if name in self._parameters:
+                if self.architecture.transposed and role in PRODUCTS and kind == "weight":
+                    pick = _after_transpose(pick)
+                self._parts.setdefault(key, [None] * parts)
+                self._targets.setdefault(name, []).append((key, part, pick))
+
+    def _fused_qkv(self, tensor: Tensor) -> Tensor:
+        """This rank's rows of a fused weight or bias: its Q, then its K, then its V."""
+        a, split = self.architecture, self.split
+        if a.qkv_order == "stacked" and self._world.size == 1:
+            return tensor
+        d, rest = a.head_dim, tensor.shape[1:]
+        if a.qkv_order == "stacked":
+            q, k, v = tensor.reshape(-1, d, *rest).split([a.heads, a.kv_heads, a.kv_heads])
+        else:
+            groups = tensor.reshape(a.kv_heads, a.heads // a.kv_heads + 2, d, *rest)
+            q, k, v = groups[:, :-2].reshape(a.heads, d, *rest), groups[:, -2], groups[:, -1]
+        heads, kv = slice(split.heads.start, split.heads.stop), slice(split.kv_heads.start, split.kv_heads.stop)
+        return torch.cat([q[heads], k[kv], v[kv]]).reshape(-1, *rest)
+
+
+def _after_transpose(pick: Pick) -> Pick:
+    return lambda tensor: pick(tensor.t())

@@ -1,0 +1,158 @@
+"""When a training loop writes checkpoints, and how it resumes from one.
+
+Checkpoints are written every so many steps or minutes, and on a signal: SIGUSR1 saves, SIGTERM saves and stops.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from hybrid_rlhf.configs.parsing.command_line import read_config
+from hybrid_rlhf.configs.parsing.resuming import changed_keys
+from hybrid_rlhf.configs.sections.training import CheckpointConfig
+from hybrid_rlhf.engines.averaging import WeightAverage
+from hybrid_rlhf.engines.checkpoints import CheckpointWriter, LoopState, load_checkpoint
+from hybrid_rlhf.engines.engine import ModelEngine
+from hybrid_rlhf.engines.training_state import TrainingState
+from hybrid_rlhf.runtime.files.checkpoint_folder import checkpoint_name, read_manifest
+from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE, SignalRequests
+from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.run import Run
+
+logger = logging.getLogger(LOGGER_NAME)
+
+
+@dataclass(frozen=True)
+class _Requests:
+    """What at least one rank requests; the same on every rank."""
+
+    stop: bool
+    save: bool
+
+
+class CheckpointManager:
+    """Saves and restores the engines of a run and the state of its training loop."""
+
+    def __init__(
+        self,
+        run: Run,
+        config: CheckpointConfig,
+        engines: Mapping[str, ModelEngine],
+        average: WeightAverage | None = None,
+    ) -> None:
+        """Take the run, the checkpoint settings, the engines by role, and the moving average of the actor's weights."""
+        self._run, self._world, self._config = run, run.world, config
+        self._states = {
+            role: TrainingState(engine, average if role == "actor" else None) for role, engine in engines.items()
+        }
+        self._writer = CheckpointWriter(run.folder, self._states, run.world, config)
+        self._interrupts = SignalRequests()
+        self._handled_saves = 0
+        self._saved_at = time.monotonic()
+        self._warned_of_missing_metric = False
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Context around the loop: handles signals, and completes pending writes at the end."""
+        with self._interrupts.catch():
+            yield
+            self._writer.finish()
+
+    def resume(self) -> LoopState | None:
+        """Restore the engines from the run's checkpoint and return the state of the loop; none for a new run."""
+        checkpoint = self._run.checkpoint
+        if checkpoint is None:
+            return None
+        states = self._states
+        manifest = read_manifest(checkpoint)
+        if "reference" not in manifest["engines"]:  # it never changed
+            states = {role: state for role, state in states.items() if role != "reference"}
+        loop = load_checkpoint(checkpoint, states=states, world=self._world)
+        if self._world.is_main:
+            ranks, before = self._world.size, manifest["world_size"]
+            other = f" on {ranks} ranks instead of {before}" if ranks != before else ""
+            logger.info("resumes from %s%s", checkpoint, other)
+            if changed := changed_keys(type(self._run.config), manifest["config"], read_config(self._run.config)):
+                logger.warning("settings differ from those of the checkpoint: %s", ", ".join(changed))
+        return loop
+
+    def after_step(self, step: int, loop: Callable[[], LoopState], metrics: Mapping[str, float]) -> None:
+        """Save a checkpoint after a step if one is due or requested. Every rank calls.
+
+        Args:
+            step: number of the step.
+            loop: returns the state of the loop.
+            metrics: metrics of the step.
+
+        Raises:
+            OSError: when a checkpoint cannot be written.
+            SystemExit: after the checkpoint that SIGTERM requested.
+        """
+        self._writer.poll()
+        requests = self._requests()
+        if requests.save or requests.stop or due(step, self._config.save_every):
+            state = loop()
+            self._save(state, metrics)
+            self._stop_if(requests, state)
+
+    def within_step(self, loop: Callable[[], LoopState]) -> None:
+        """Save a checkpoint between two updates of a step if a signal requests one. Every rank calls.
+
+        Raises:
+            OSError: when a checkpoint cannot be written.
+            SystemExit: after the checkpoint that SIGTERM requested.
+        """
+        self._writer.poll()
+        requests = self._requests(minutes=False)
+        if requests.save or requests.stop:
+            state = loop()
+            self._save(state, {})
+            self._stop_if(requests, state)
+
+    def _requests(self, *, minutes: bool = True) -> _Requests:
+        signals = self._interrupts
+        due = minutes and 0 < self._config.save_minutes <= (time.monotonic() - self._saved_at) / 60
+        save = signals.saves > self._handled_saves or due
+        flags = torch.tensor([float(signals.stop), float(save)], device=self._world.device)
+        stop, save = self._world.all_reduce(flags, dist.ReduceOp.MAX).tolist()
+        return _Requests(bool(stop), bool(save))
+
+    def _save(self, state: LoopState, metrics: Mapping[str, float]) -> None:
+        best = self._config.best_metric
+        if best is not None and best[1] not in metrics and state.update is None and not self._warned_of_missing_metric:
+            self._warned_of_missing_metric = True
+            if self._world.is_main:
+                logger.warning(
+                    "train.keep_best: step %d has no metric %s, so its checkpoint is not compared: evaluate and save "
+                    "at the same steps",
+                    state.step,
+                    best[1],
+                )
+        phase = self._run.watchdog.phase
+        self._run.watchdog.beat(f"save after step {state.step}")
+        self._run.flush()
+        self._writer.save(state, figures=metrics, config=read_config(self._run.checkpoint_config))
+        # A signal that arrives meanwhile, because every rank is sent one, requests no second checkpoint.
+        self._handled_saves, self._saved_at = self._interrupts.saves, time.monotonic()
+        self._run.watchdog.beat(phase)
+
+    def _stop_if(self, requests: _Requests, state: LoopState) -> None:
+        if not requests.stop:
+            return
+        self._writer.finish()
+        if self._world.is_main:
+            name = checkpoint_name(state.step, state.update)
+            logger.info("stopped by SIGTERM after writing checkpoints/%s: resume with --resume auto", name)
+        raise SystemExit(STOPPED_EXIT_CODE)
+
+
+def due(step: int, every: int) -> bool:
+    """Whether an action that runs every so many steps runs after this one; 0: never."""
+    return every > 0 and step % every == 0

@@ -1,0 +1,141 @@
+"""Set-up that all steps share: resolve the model, load its tokenizer, write the config, log the batch plan."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.files.atomic import write_whole
+from hybrid_rlhf.configs.parsing.command_line import adapter_rates, save_config
+from hybrid_rlhf.configs.preference import PreferenceStepConfig
+from hybrid_rlhf.configs.rl import frozen_zero
+from hybrid_rlhf.configs.sections.batch_plan import BatchPlan
+from hybrid_rlhf.configs.sections.model import ModelConfig
+from hybrid_rlhf.configs.sections.run import StepConfig
+from hybrid_rlhf.configs.sft import SFTConfig
+from hybrid_rlhf.data.chat.conversation import turn_end
+from hybrid_rlhf.data.rows.conditional import CONDITION_FILE, ScoreBuckets
+from hybrid_rlhf.engines.builder import EngineSpec, build_engine
+from hybrid_rlhf.engines.ds_config import read_overrides
+from hybrid_rlhf.engines.engine import ModelEngine, Role
+from hybrid_rlhf.memory.out_of_memory import explain_out_of_memory
+from hybrid_rlhf.memory.plan import AnyStep
+from hybrid_rlhf.models.pretrained.folders import warn_of_remote_code
+from hybrid_rlhf.models.pretrained.loading import position_limit
+from hybrid_rlhf.models.pretrained.sources import resolve_model
+from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
+from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.run import CONFIG_FILE, Run
+
+logger = logging.getLogger(LOGGER_NAME)
+
+
+def memory_advice(config: AnyStep, run: Run) -> contextlib.AbstractContextManager[None]:
+    """Context around a step that explains out-of-memory errors; see explain_out_of_memory."""
+    return explain_out_of_memory(config, run.world, lambda: run.watchdog.phase)
+
+
+def start_step(
+    config: StepConfig, run: Run, path: str | None, *, key: str = "model.path"
+) -> tuple[str, PreTrainedTokenizerBase]:
+    """Write the resolved config, and return the path of the model to start from and its tokenizer.
+
+    A warm start replaces the path by that of its actor.
+    """
+    warn_of_remote_code(config.model.trust_remote_code, run.world)
+    resolved = resolve(config, run, warm_start_folder(run, "actor") or path, key=key)
+    if run.warm_start is not None and run.checkpoint is None and run.world.is_main:
+        logger.info(
+            "warm start from the weights in %s; optimizer, schedule and data start from the beginning", run.warm_start
+        )
+    tokenizer = load_tokenizer(
+        resolved,
+        trust_remote_code=config.model.trust_remote_code,
+        chat_template=config.data.chat_template,
+        chat_template_kwargs=config.data.chat_template_kwargs,
+    )
+    if run.world.is_main:
+        if turn_end(tokenizer) is None:
+            logger.warning(
+                "assistant turns of this chat template end without a special token, so a model does not learn to stop: "
+                "set data.chat_template to a file whose assistant turns end with %s",
+                tokenizer.eos_token,
+            )
+        save_config(run.folder_config, run.folder / CONFIG_FILE)
+        for name, (rate, full) in adapter_rates(config).items():
+            logger.info("%s is %g, the default with adapters: ten times the %g of all weights", name, rate, full)
+    return resolved, tokenizer
+
+
+def warm_start_folder(run: Run, role: str) -> str | None:
+    """Folder of a role's model in the warm start of a run; none: it has none, or the run is not a warm start."""
+    if run.warm_start is None:
+        return None
+    folders = [run.warm_start / role] + [run.warm_start] * (role == "actor")
+    return next((str(folder) for folder in folders if (folder / "config.json").is_file()), None)
+
+
+def resolve(config: StepConfig, run: Run, path: str | None, *, key: str) -> str:
+    """A model's name as a path that can be loaded; raises UserError if there is none."""
+    if path is None:
+        raise UserError(f"{key} must name a model, got none: set --{key} to a folder, a hub name or a .gguf file")
+    return resolve_model(path, world=run.world, cache_dir=config.data.cache_dir)
+
+
+def log_plan(plan: BatchPlan, run: Run) -> None:
+    """Log a batch plan on the main rank."""
+    if run.world.is_main:
+        logger.info(plan.describe())
+
+
+def save_condition(condition: ScoreBuckets, run: Run) -> None:
+    """Write the score buckets of conditional SFT to the run's folder, and log them."""
+    if run.world.is_main:
+        write_whole(run.folder / CONDITION_FILE, json.dumps(condition.to_json(), indent=2) + "\n")
+        edges = ", ".join(f"{edge:g}" for edge in condition.edges)
+        logger.info(
+            "conditional SFT: score buckets end at %s; prompts of the best bucket begin with %r",
+            edges,
+            condition.text(condition.buckets),
+        )
+
+
+def build_frozen_engine(config: SFTConfig | PreferenceStepConfig, run: Run, role: Role, path: str) -> ModelEngine:
+    """A frozen model besides the trained one, sharded like it under ZeRO-3.
+
+    Raises:
+        UserError: when it cannot be loaded.
+    """
+    zero = frozen_zero(config.zero, offload=False)
+    overrides = read_overrides(config.deepspeed_config)
+    return build_engine(
+        EngineSpec(role, path, config.model, zero, config.seed, deepspeed_overrides=overrides), run.world
+    )
+
+
+def require_positions(engine: ModelEngine, tokens: int, *, key: str) -> None:
+    """Raise UserError unless a model has positions for rows of so many tokens, as a key sets."""
+    limit = position_limit(engine.lm)
+    if limit is not None and tokens > limit:
+        raise UserError(f"{key} must be at most the {limit} positions of the model, got {tokens}: set it to {limit}")
+
+
+def require_same_tokens(
+    role: str, path: str, tokenizer: PreTrainedTokenizerBase, model: ModelConfig, *, learner: str = "actor"
+) -> None:
+    """Raise UserError unless the model at a path has the vocabulary of the trained model."""
+    other = load_tokenizer(path, trust_remote_code=model.trust_remote_code)
+    if other.get_vocab() != tokenizer.get_vocab():
+        raise UserError(
+            f"the {role} must share the {learner}'s tokens, {path} has a different vocabulary "
+            f"({len(other)} against {len(tokenizer)} tokens): use a model of the {learner}'s family"
+        )
+
+
+def pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Token id of padding; masks mark it."""
+    return int(tokenizer.pad_token_id)  # type: ignore[arg-type]

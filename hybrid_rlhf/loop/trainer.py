@@ -1,0 +1,82 @@
+"""The training loop that supervised and RL trainers share: steps, evaluations, metrics, checkpoints.
+
+Subclasses define the computation of a step, the evaluation, and the state that checkpoints hold besides the engines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from functools import partial
+
+from hybrid_rlhf.configs.sections.training import LoopConfig
+from hybrid_rlhf.engines.checkpoints import LoopState
+from hybrid_rlhf.loop.checkpointing import CheckpointManager, due
+from hybrid_rlhf.runtime.observability.profiling import profiled
+from hybrid_rlhf.runtime.run import Run
+
+
+class Trainer(ABC):
+    """Runs all steps of a run, from the start or from its checkpoint."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        total_steps: int,
+        config: LoopConfig,
+        run: Run,
+        checkpoints: CheckpointManager,
+        shown_metrics: tuple[str, ...],
+    ) -> None:
+        """Take the name, length, config and run, and the prefixes of the metrics shown on the console."""
+        self.name, self.total_steps, self._config, self._run = name, total_steps, config, run
+        self._checkpoints, self._world, self._shown_metrics = checkpoints, run.world, shown_metrics
+
+    @abstractmethod
+    def step(self, step: int) -> dict[str, float]:
+        """Compute a step, counted from 1, and return its metrics. Every rank calls."""
+
+    @abstractmethod
+    def evaluate(self) -> dict[str, float]:
+        """Metrics on held-out data; {} without any."""
+
+    @abstractmethod
+    def state(self, step: int) -> LoopState:
+        """State of the loop after a step, for a checkpoint."""
+
+    @abstractmethod
+    def resume(self) -> int | None:
+        """Restore the run's checkpoint; the last finished step, none for a new run."""
+
+    @property
+    def has_next(self) -> bool:
+        """Whether there is data for another step."""
+        return True
+
+    def running(self) -> contextlib.AbstractContextManager[None]:
+        """Context around all steps."""
+        return contextlib.nullcontext()
+
+    def train(self) -> None:
+        """Run all remaining steps."""
+        run, done = self._run, self.resume()
+        run.open_metrics(done)
+        if done is None:
+            before = self.evaluate()
+            run.log(0, before)
+            run.report(f"{self.name} before training", before)
+        step = done or 0
+        display = run.display(self.name, total_steps=self.total_steps, done_steps=step)
+        with self._checkpoints.running(), self.running(), display:
+            while step < self.total_steps and self.has_next:
+                step += 1
+                with profiled(step, run.config.logging.profile_steps, run.folder, self._world):
+                    metrics = self.step(step)
+                is_last = step == self.total_steps or not self.has_next
+                if is_last or due(step, self._config.eval_every):
+                    metrics |= self.evaluate()
+                run.log(step, metrics)
+                shown = {name: value for name, value in metrics.items() if name.startswith(self._shown_metrics)}
+                display.show(step, shown)
+                self._checkpoints.after_step(step, partial(self.state, step), metrics)

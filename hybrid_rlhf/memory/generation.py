@@ -1,0 +1,145 @@
+"""Memory of generation besides the training weights: inference weights, KV cache, temporaries. Bytes on one rank.
+
+Follows the rules of generation/weights/loader.py and generation/batching/slots.py, from shapes alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.generation.backends.native import PREFILL_TOKENS
+from hybrid_rlhf.generation.batching.slots import FREE_SHARE, WorkingMemory, slot_tokens, slots_within
+from hybrid_rlhf.generation.weights.families import FAMILIES
+from hybrid_rlhf.memory.shapes import ParameterCounts, ShapedModel
+
+_FLOAT32 = 4
+
+
+def inference_weight_bytes(
+    model: ShapedModel,
+    rollout: RolloutConfig,
+    *,
+    stage: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    in_use: bool = False,
+) -> float:
+    """Inference weights that are copies of the training weights (generation/weights/loader.py).
+
+    A CPU packs the weight of every matrix product. A GPU uses views, except for weights that ZeRO-3 gathers, that
+    adapters are merged into, or that are fused and not adjacent in memory.
+
+    Args:
+        model: the actor.
+        rollout: settings of generation.
+        stage: ZeRO stage of the actor.
+        dtype: data type of the inference weights.
+        device: device of the rank.
+        in_use: whether training changes the weights meanwhile, which rules out views.
+    """
+    e: ParameterCounts = model.elements
+    whole = stage == 3 or in_use
+    base = e.all - (e.trained if e.adapted else 0)
+    size, family = dtype.itemsize, FAMILIES.get(model.config.model_type)
+    if rollout.backend == "module" or family is None:
+        return size * float(base if whole else 0) + size * e.adapted
+    if device.type == "cpu":
+        tied = model.config.vocab_size * model.config.hidden_size if model.config.tie_word_embeddings else 0
+        return size * float(base + tied if whole else e.products)
+    if whole or dtype != model.lm.dtype:
+        return size * base / rollout.tensor_parallel
+    apart = 0 if stage in (1, 2) and rollout.tensor_parallel == 1 and not e.adapted else _fused(model, family.names)
+    return size * float(max(apart, e.adapted)) / rollout.tensor_parallel
+
+
+def _fused(model: ShapedModel, names: Any) -> int:
+    """Elements of the matrices that inference weights fuse."""
+    roles = ("q", "k", "v", "gate", "up") if "gate" in names else ("q", "k", "v")
+    ends = tuple(f"{names[role].rpartition('.')[2]}.weight" for role in roles if role in names)
+    return sum(p.numel() for name, p in model.lm.named_parameters() if name.replace(".base_layer", "").endswith(ends))
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Sizes of a decoder on this rank."""
+
+    layers: int
+    heads: float
+    kv_heads: float
+    head_dim: int
+    hidden: int
+    mlp: float
+    vocabulary: float
+
+
+def _sizes(model: ShapedModel, tensor_parallel: int) -> _Sizes:
+    c: Any = model.config.get_text_config()
+    heads, kv = c.num_attention_heads, getattr(c, "num_key_value_heads", None) or c.num_attention_heads
+    mlp = getattr(c, "intermediate_size", None) or getattr(c, "ffn_dim", None) or 4 * c.hidden_size
+    return _Sizes(
+        c.num_hidden_layers,
+        heads / tensor_parallel,
+        math.ceil(kv / tensor_parallel),
+        getattr(c, "head_dim", None) or c.hidden_size // heads,
+        c.hidden_size,
+        mlp / tensor_parallel,
+        c.vocab_size / tensor_parallel,
+    )
+
+
+def _capacity(rollout: RolloutConfig, device: torch.device) -> int:
+    return slot_tokens(rollout.max_prompt_tokens + rollout.sampling.max_new_tokens, device)
+
+
+def slot_bytes(model: ShapedModel, rollout: RolloutConfig, *, dtype: torch.dtype, device: torch.device) -> float:
+    """Bytes of the keys and values of one completion of the maximum length."""
+    s = _sizes(model, rollout.tensor_parallel)
+    return 2.0 * s.layers * s.kv_heads * s.head_dim * dtype.itemsize * _capacity(rollout, device)
+
+
+def decode_slots(
+    model: ShapedModel,
+    rollout: RolloutConfig,
+    *,
+    ranks: int,
+    room_bytes: float,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[int, int]:
+    """Completions decoded at once, and the number that unlimited memory would allow."""
+    groups = max(1, ranks // rollout.tensor_parallel)
+    wanted = -(-rollout.prompts_per_step // groups) * rollout.sampling.n
+    if rollout.max_decode_rows is not None:
+        wanted = min(wanted, rollout.max_decode_rows)
+    slot = slot_bytes(model, rollout, dtype=dtype, device=device)
+    if rollout.kv_cache_gib is not None:
+        return max(1, min(wanted, slots_within(rollout.kv_cache_gib * 2**30, slot, WorkingMemory()))), wanted
+    working = working_memory(model, rollout, rows=wanted, dtype=dtype, device=device)
+    return max(1, min(wanted, slots_within(FREE_SHARE[device.type] * room_bytes, slot, working))), wanted
+
+
+def working_memory(
+    model: ShapedModel, rollout: RolloutConfig, *, rows: int, dtype: torch.dtype, device: torch.device
+) -> WorkingMemory:
+    """Largest temporaries of generation: a layer of a prefill, and per row logits, or attention scores on a CPU."""
+    s, size = _sizes(model, rollout.tensor_parallel), dtype.itemsize
+    tokens = min(PREFILL_TOKENS[device.type], rows * rollout.max_prompt_tokens)
+    qkv = (s.heads + 2 * s.kv_heads) * s.head_dim
+    prefill = tokens * size * (3 * s.hidden + max(4 * qkv, 4 * s.mlp))
+    cuts = rollout.sampling.top_p < 1 or rollout.sampling.top_k > 0
+    logits = s.vocabulary * _FLOAT32 * (8 if cuts else 2 + (rollout.sampling.temperature != 1) + size / _FLOAT32)
+    scores = s.heads * _capacity(rollout, device) * _FLOAT32 * 2 if device.type == "cpu" else 0.0
+    return WorkingMemory(prefill, max(logits, scores), cuda_graphs=device.type == "cuda" and not rollout.policy_lag)
+
+
+def decode_buffer_bytes(
+    model: ShapedModel, rollout: RolloutConfig, *, slots: int, dtype: torch.dtype, device: torch.device
+) -> float:
+    """Temporaries with so many slots. The pool of CUDA graphs keeps its own besides those of a prefill."""
+    working = working_memory(model, rollout, rows=slots, dtype=dtype, device=device)
+    return max(working.prefill, slots * working.row) + (slots * working.row if working.cuda_graphs else 0.0)

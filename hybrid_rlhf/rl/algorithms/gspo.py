@@ -1,0 +1,43 @@
+"""GSPO: one ratio a sequence, the geometric mean of its tokens', and one clip.
+
+Source: Zheng et al. 2025 (arXiv 2507.18071), eq. 5 to 7.
+
+    s_i = (p(y_i) / p_old(y_i))^(1 / |y_i|),  loss = -1/G sum_i min(s_i A_i, clip(s_i) A_i)
+
+Advantages are GRPO's. Each token carries its own part of the gradient, by s_it = sg[s_i] p_it / sg[p_it] (section 4.3;
+verl's compute_policy_loss_gspo): the same loss and gradient where all tokens of a sequence weigh alike, and none for a
+token of weight 0 (algorithm.correction.method mask), which the mean log-ratio in s_i still counts.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hybrid_rlhf.configs.algorithms import GSPOConfig
+from hybrid_rlhf.functional.losses import LossSum, clipped_surrogate
+from hybrid_rlhf.functional.masking import keep, masked_mean
+from hybrid_rlhf.rl.algorithms.grpo import GRPO
+from hybrid_rlhf.rl.batch import Batch
+
+
+class GSPO(GRPO):
+    """The clipped surrogate of a sequence's ratio."""
+
+    config: GSPOConfig
+
+    def loss(self, logprobs: Tensor, batch: Batch, *, weights: Tensor, tokens_per_completion: float) -> LossSum:
+        """See Algorithm."""
+        mask, old_logprobs = batch.rollout.response_mask, batch.rollout.old_logprobs
+        assert old_logprobs is not None
+        log_ratio = keep(logprobs, mask) - keep(old_logprobs, mask)
+        of_sequence = masked_mean(log_ratio.detach(), mask=mask, dim=1)[:, None]
+        of_tokens = of_sequence + (log_ratio - log_ratio.detach())
+        return clipped_surrogate(
+            of_tokens,
+            advantages=batch.advantages,
+            mask=mask,
+            weights=weights,
+            clip_low=self.config.clip[0],
+            clip_high=self.config.clip[1],
+            dual_clip=self.config.dual_clip,
+        )

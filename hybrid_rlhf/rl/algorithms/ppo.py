@@ -1,0 +1,39 @@
+"""PPO: a critic's values are the baseline of every token.
+
+Source: Schulman et al. 2017 (arXiv 1707.06347), eq. 7, with GAE (arXiv 1506.02438), eq. 16, as InstructGPT uses them
+(arXiv 2203.02155, section 3.5).
+
+    A_t = sum_l (gamma lam)^l (r_{t+l} + gamma V_{t+l+1} - V_{t+l}),  returns_t = A'_t + V_t
+    loss_t = -min(ratio_t A_t, clip(ratio_t, 1 - clip_low, 1 + clip_high) A_t)
+
+A' has a lambda of its own, critic.gae_lambda (decoupled GAE of VC-PPO, arXiv 2503.01491): with 1 the critic learns
+from what was earned alone, whatever the bias of its first values, while the actor may trade that bias for variance.
+Deviations: advantages are whitened over the rollout (N details, no. 18); two bounds of the clip.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hybrid_rlhf.configs.algorithms import PPOConfig
+from hybrid_rlhf.functional.advantages import gae
+from hybrid_rlhf.rl.algorithms.algorithm import Algorithm
+from hybrid_rlhf.rl.batch import Rollout
+
+
+class PPO(Algorithm):
+    """Generalised advantages and the clipped surrogate."""
+
+    config: PPOConfig
+
+    def advantages(self, rewards: Tensor, rollout: Rollout) -> Tensor:
+        """See Algorithm."""
+        return self._gae(rewards, rollout, lam=self.config.gae_lambda)[0]
+
+    def returns(self, rewards: Tensor, rollout: Rollout) -> Tensor:
+        """See Algorithm."""
+        return self._gae(rewards, rollout, lam=self.value_lam)[1]
+
+    def _gae(self, rewards: Tensor, rollout: Rollout, *, lam: float) -> tuple[Tensor, Tensor]:
+        assert rollout.old_values is not None
+        return gae(rewards, values=rollout.old_values, mask=rollout.response_mask, gamma=self.config.gamma, lam=lam)

@@ -1,0 +1,48 @@
+"""RAFT, rejection sampling with fine-tuning: supervised learning on the best completions of each prompt, step by step.
+
+Source: Dong et al. 2023 (arXiv 2304.06767), algorithm 1; the rejection sampling of Llama 2 (arXiv 2307.09288, section
+3.2.3). The best of n is learned from; with algorithm.selected_per_prompt the best few; with algorithm.select_above
+those of them that score above it.
+
+    loss = -mean_t log p_t
+
+Deviations: the actor that samples is the one that the last step left, so it iterates with every rollout. A prompt whose
+completions all score alike is skipped: none of them is the best, and all may be wrong.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.configs.algorithms import RAFTConfig
+from hybrid_rlhf.functional.groups import differs_in_group, rank_in_group
+from hybrid_rlhf.functional.losses import LossSum, policy_sum
+from hybrid_rlhf.functional.masking import keep
+from hybrid_rlhf.rl.algorithms.algorithm import Algorithm, per_token
+from hybrid_rlhf.rl.batch import Batch, Rollout
+
+
+class RAFT(Algorithm):
+    """Negative log-likelihood of the best."""
+
+    config: RAFTConfig
+
+    def select(self, scores: Tensor, *, penalties: Tensor, groups: Tensor) -> Tensor:
+        """See Algorithm."""
+        ranked, least = scores - penalties, self.config.select_above
+        best = rank_in_group(ranked, groups=groups) < self.config.selected_per_prompt
+        if least is not None:
+            best &= ranked > least
+        return best & differs_in_group(scores, groups=groups)
+
+    def advantages(self, rewards: Tensor, rollout: Rollout) -> Tensor:
+        """See Algorithm: every selected completion counts alike."""
+        return per_token(torch.ones_like(rewards.sum(dim=1)), rollout)
+
+    def loss(self, logprobs: Tensor, batch: Batch, *, weights: Tensor, tokens_per_completion: float) -> LossSum:
+        """See Algorithm."""
+        mask, old_logprobs = batch.rollout.response_mask, batch.rollout.old_logprobs
+        assert old_logprobs is not None
+        logprobs = keep(logprobs, mask)
+        return policy_sum(-logprobs, log_ratio=logprobs.detach() - old_logprobs, mask=mask, weights=weights)

@@ -1,0 +1,43 @@
+"""REINFORCE: a completion is one action, its baseline the mean of all outcomes before.
+
+Source: Williams 1992; the moving average of Ahmadian et al. 2024 (arXiv 2402.14740), eq. 4 and 5.
+
+    A = R - b,  b = mean of R over all completions of earlier rollouts
+
+Deviations: the first rollout, before which there is none, takes its own mean. R includes the KL penalty where that is
+in the reward. The loss is PPO's clipped surrogate, whose gradient is REINFORCE's in the first update from a rollout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from hybrid_rlhf.configs.sections.algorithm import AlgorithmConfig
+from hybrid_rlhf.rl.algorithms.algorithm import Algorithm, per_token
+from hybrid_rlhf.rl.batch import Rollout
+
+
+class Reinforce(Algorithm):
+    """Outcomes less their moving average."""
+
+    def __init__(self, config: AlgorithmConfig, *, value_lam: float = 1.0) -> None:
+        super().__init__(config, value_lam=value_lam)
+        self._count, self._sum = 0, 0.0
+
+    def advantages(self, rewards: Tensor, rollout: Rollout) -> Tensor:
+        """See Algorithm."""
+        outcomes = rewards.sum(dim=1)
+        baseline = self._sum / self._count if self._count else float(outcomes.mean())
+        self._count, self._sum = self._count + len(outcomes), self._sum + float(outcomes.sum())
+        return per_token(outcomes - baseline, rollout)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See Algorithm."""
+        return {"count": self._count, "sum": self._sum}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See Algorithm."""
+        self._count, self._sum = state["count"], state["sum"]

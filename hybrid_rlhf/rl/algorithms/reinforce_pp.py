@@ -1,0 +1,43 @@
+"""REINFORCE++: no baseline but the mean of the whole rollout; or a group's mean first.
+
+Source: Hu et al. 2025 (arXiv 2501.03262), section 3: eq. 7 to 9, and the baseline form of section 3.2.
+
+    A_t = whiten(sum_{s >= t} gamma^{s - t} r_s),  r with the KL penalty a token (k1)
+    baseline form: r_i less the mean outcome of its prompt's completions first, the KL a term of the loss (k2)
+
+Whitening, over all completions of the rollout and all ranks, is the loop's own (algorithm.whiten_advantages).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.configs.algorithms import ReinforcePPConfig
+from hybrid_rlhf.functional.advantages import gae, shaped_rewards
+from hybrid_rlhf.functional.groups import group_mean
+from hybrid_rlhf.rl.algorithms.algorithm import Algorithm, groups_of
+from hybrid_rlhf.rl.batch import Rollout
+
+
+class ReinforcePP(Algorithm):
+    """The reward to go."""
+
+    config: ReinforcePPConfig
+
+    def advantages(self, rewards: Tensor, rollout: Rollout) -> Tensor:
+        """See Algorithm."""
+        reward_to_go, _ = gae(
+            rewards, values=torch.zeros_like(rewards), mask=rollout.response_mask, gamma=self.config.gamma, lam=1.0
+        )
+        return reward_to_go
+
+
+class ReinforcePPBaseline(ReinforcePP):
+    """The reward to go, less the group's mean at the last token."""
+
+    def advantages(self, rewards: Tensor, rollout: Rollout) -> Tensor:
+        """See Algorithm."""
+        baseline = group_mean(rewards.sum(dim=1), groups=groups_of(rollout))
+        less = shaped_rewards(scores=-baseline, kl=torch.zeros_like(rewards), mask=rollout.response_mask, kl_coef=0.0)
+        return super().advantages(rewards + less, rollout)

@@ -1,0 +1,25 @@
+"""RLOO: the baseline of a completion is the mean outcome of its prompt's other completions.
+
+Source: Ahmadian et al. 2024 (arXiv 2402.14740), section 3.2; Kool et al. 2019.
+
+    A_i = R_i - 1 / (k - 1) sum_{j != i} R_j
+
+Deviations: R includes the KL penalty where that is in the reward, summed over the completion (the paper's, too). The
+loss is PPO's clipped surrogate, whose gradient is REINFORCE's in the first update from a rollout.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hybrid_rlhf.functional.groups import leave_one_out
+from hybrid_rlhf.rl.algorithms.algorithm import Algorithm, groups_of, per_token
+from hybrid_rlhf.rl.batch import Rollout
+
+
+class RLOO(Algorithm):
+    """Outcomes less those of the siblings."""
+
+    def advantages(self, rewards: Tensor, rollout: Rollout) -> Tensor:
+        """See Algorithm."""
+        return per_token(leave_one_out(rewards.sum(dim=1), groups=groups_of(rollout)), rollout)

@@ -1,0 +1,327 @@
+"""The tensors of an RL step, whole on every rank: a `Rollout`, the `Batch` learned from it, and its mini-batches.
+
+A rollout is small next to a model (a few floats per token). Holding all of it on every rank makes whitening,
+mini-batches and the balance of lengths independent of the number of ranks.
+
+Shapes: N completions of the rollout over all ranks, T time, right-padded. A tensor describes the token at its own
+position: logprobs[n, t] of token t, values[n, t] of the state in which token t is chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
+from hybrid_rlhf.data.loaders import shard_batch
+from hybrid_rlhf.functional.masking import masked_mean, masked_sum, masked_var
+from hybrid_rlhf.generation.sampling import Completion
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Prompts with their completions, and what the reward, the actor, the reference and the critic computed for them.
+
+    The sampler fills the tokens; rollouts/scoring.py adds scores, then log-probs and values.
+    """
+
+    input_ids: Tensor
+    """[N, T] int64."""
+    attention_mask: Tensor
+    """[N, T] bool, true on real tokens."""
+    response_mask: Tensor
+    """[N, T] bool, true on what the actor sampled, stop tokens included; false on observations between its turns."""
+    sampled_logprobs: Tensor
+    """[N, T] float32, of the actor's whole distribution, as reported by the generation engine."""
+    drawn_logprobs: Tensor
+    """[N, T] float32, of the distribution sampled from; differs from sampled_logprobs where top_p or top_k cut it."""
+    stopped: Tensor
+    """[N] bool, whether the completion ended by itself."""
+    weight_versions: Tensor
+    """[N, T] int64, number of updates of the weights that sampled the token; 0 where nothing was sampled."""
+    turn_rewards: Tensor | None = None
+    """[N, T] float32, reward of an environment for each turn, at its last token; none without an environment."""
+    groups: Tensor | None = None
+    """[N] int64, place of the prompt in the step; completions of one prompt form a group."""
+    prompt_rows: Tensor | None = None
+    """[N] int64, row of the prompt in the data set."""
+    scores: Tensor | None = None
+    """[N] float32, of the reward, without penalties."""
+    penalties: Tensor | None = None
+    """[N] float32, subtracted from the scores."""
+    greedy_scores: Tensor | None = None
+    """[N] float32, score of the greedy completion of the same prompt, where the algorithm asks for one."""
+    greedy_penalties: Tensor | None = None
+    """[N] float32, penalties of that greedy completion."""
+    old_logprobs: Tensor | None = None
+    """[N, T] float32, of the actor before the updates: by the training forward, or, where a rollout makes one update
+    and that forward is still to come, by the generation engine."""
+    ref_logprobs: Tensor | None = None
+    """[N, T] float32, of the reference; none where nothing reads it."""
+    old_values: Tensor | None = None
+    """[N, T] float32, of the critic before the updates; none without a critic."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of sampling and scoring."""
+
+    @staticmethod
+    def of_completions(
+        prompts: Sequence[Sequence[int]], completions: Sequence[Completion], device: torch.device
+    ) -> Rollout:
+        """Single-turn completions, each after its prompt's token ids."""
+        return Rollout.padded(
+            prompts,
+            [completion.token_ids for completion in completions],
+            sampled=[[True] * len(completion.token_ids) for completion in completions],
+            logprobs=[completion.logprobs for completion in completions],
+            drawn_logprobs=[completion.sampling_logprobs for completion in completions],
+            weight_versions=[[completion.weight_version] * len(completion.token_ids) for completion in completions],
+            stopped=[completion.finish_reason == "stop" for completion in completions],
+            device=device,
+        )
+
+    @staticmethod
+    def padded(
+        prompts: Sequence[Sequence[int]],
+        token_ids: Sequence[Sequence[int]],
+        *,
+        sampled: Sequence[Sequence[bool]],
+        logprobs: Sequence[Sequence[float]],
+        drawn_logprobs: Sequence[Sequence[float]],
+        weight_versions: Sequence[Sequence[int]],
+        stopped: Sequence[bool],
+        turn_rewards: Sequence[Sequence[float]] | None = None,
+        device: torch.device,
+    ) -> Rollout:
+        """Lists of N completions, an entry per token after the prompt, as right-padded tensors."""
+        width = max(len(prompt) + len(ids) for prompt, ids in zip(prompts, token_ids, strict=True))
+
+        def tensor(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
+            whole = torch.zeros(len(prompts), width, dtype=dtype)
+            for row, (prompt, values) in enumerate(zip(prompts, rows, strict=True)):
+                whole[row, len(prompt) : len(prompt) + len(values)] = torch.tensor(values, dtype=dtype)
+            return whole.to(device)
+
+        ids, attention = tensor(token_ids, torch.long), tensor([[True] * len(row) for row in token_ids], torch.bool)
+        for row, prompt in enumerate(prompts):
+            ids[row, : len(prompt)] = torch.tensor(prompt, dtype=torch.long)
+            attention[row, : len(prompt)] = True
+        return Rollout(
+            ids,
+            attention,
+            tensor(sampled, torch.bool),
+            tensor(logprobs, torch.float32),
+            tensor(drawn_logprobs, torch.float32),
+            torch.tensor(stopped, dtype=torch.bool, device=device),
+            tensor(weight_versions, torch.long),
+            None if turn_rewards is None else tensor(turn_rewards, torch.float32),
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that are present, by name."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def lengths(self) -> Tensor:
+        """[N] int64, real tokens."""
+        return self.attention_mask.sum(dim=1)
+
+    @property
+    def penalized_scores(self) -> Tensor:
+        """[N] scores less penalties."""
+        assert self.scores is not None and self.penalties is not None
+        return self.scores - self.penalties
+
+    @property
+    def kl(self) -> Tensor | None:
+        """[N] KL to the reference of each completion, in nats (k1); none without a reference."""
+        if self.ref_logprobs is None or self.old_logprobs is None:
+            return None
+        return masked_sum(self.old_logprobs - self.ref_logprobs, mask=self.response_mask, dim=1)
+
+    def stale_updates(self, weight_version: int) -> float:
+        """Updates between the weights that sampled a token and a version of the weights, mean over tokens."""
+        return float(masked_mean((weight_version - self.weight_versions).float(), mask=self.response_mask))
+
+    def rows(self, indices: Sequence[int | None]) -> Rollout:
+        """Some rows, cut to the longest of them; None gives a row of one token that counts nowhere."""
+        device = self.input_ids.device
+        index = torch.tensor([0 if i is None else i for i in indices], dtype=torch.long, device=device)
+        present = torch.tensor([i is not None for i in indices], dtype=torch.bool, device=device)
+        width = max(torch.where(present, self.lengths[index], 1).tolist(), default=1)
+        picked = {name: _cut(tensor[index], width) for name, tensor in self.tensors().items()}
+        picked["response_mask"] = picked["response_mask"] & present[:, None]
+        first = torch.arange(width, device=device) == 0
+        picked["attention_mask"] = picked["attention_mask"] & (present[:, None] | first)
+        return Rollout(**picked, metrics=self.metrics)
+
+    def select(self, chosen: Tensor) -> Rollout:
+        """The rows where chosen [N] is true."""
+        return self if bool(chosen.all()) else self.rows(chosen.nonzero().flatten().tolist())
+
+    @staticmethod
+    def joined(parts: Sequence[Rollout]) -> Rollout:
+        """Rows of several rollouts, padded to the longest; metrics are left out."""
+        width = max(part.input_ids.shape[1] for part in parts)
+        names = parts[0].tensors()
+        whole = {name: torch.cat([_padded(getattr(part, name), width) for part in parts]) for name in names}
+        return Rollout(**whole, metrics={})
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], device: torch.device) -> Self:
+        """The rollout that `tensors` describes, on a device."""
+        return cls(**{name: tensor.to(device) for name, tensor in tensors.items()}, metrics={})
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What the updates of a step learn from: a rollout with its rewards and advantages."""
+
+    rollout: Rollout
+    rewards: Tensor
+    """[N, T] float32: the score less penalties at the last token, a KL penalty per token where it is in the reward."""
+    advantages: Tensor
+    """[N, T] float32."""
+    returns: Tensor | None = None
+    """[N, T] float32, targets of the critic; none without a critic."""
+    clipped: Tensor | None = None
+    """[N] bool, whether the score was clipped; none where scores are not clipped."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of sampling, scoring and estimation."""
+
+    def __len__(self) -> int:
+        return len(self.rollout)
+
+    @property
+    def explained_variance(self) -> float | None:
+        """1 - var(returns - values) / var(returns): 1 for a perfect critic, 0 for a constant one; none: no critic."""
+        values = self.rollout.old_values
+        if values is None or self.returns is None:
+            return None
+        mask = self.rollout.response_mask
+        variance = masked_var(self.returns, mask=mask)
+        return float(1 - masked_var(self.returns - values, mask=mask) / variance.clamp(min=1e-8))
+
+    def rows(self, indices: Sequence[int | None]) -> Batch:
+        """Some rows, as `Rollout.rows`."""
+        rollout = self.rollout.rows(indices)
+        index = torch.tensor([0 if i is None else i for i in indices], dtype=torch.long, device=self.rewards.device)
+        width = rollout.input_ids.shape[1]
+        own = {name: _cut(tensor[index], width) for name, tensor in self._own().items()}
+        return Batch(rollout, **own, metrics=self.metrics)
+
+    def _own(self) -> dict[str, Tensor]:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors by name, for a checkpoint."""
+        return self._own() | with_prefix("rollout.", self.rollout.tensors())
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], device: torch.device, metrics: Mapping[str, float]) -> Self:
+        """The batch that `tensors` describes, on a device."""
+        own = {name: tensor.to(device) for name, tensor in tensors.items() if not name.startswith("rollout.")}
+        return cls(Rollout.from_tensors(without_prefix("rollout.", tensors), device), **own, metrics=metrics)
+
+
+@dataclass(frozen=True)
+class MiniBatchPlan:
+    """Which rows form a mini-batch, and which micro-batches of it this rank computes."""
+
+    mini_batches: list[list[list[int | None]]]
+    """[mini-batch][micro-batch][row]; None is an empty row."""
+    tokens: list[float]
+    """Response tokens of each mini-batch over all ranks, the denominator of its losses."""
+    sequences: list[int]
+    """Completions of each mini-batch over all ranks."""
+
+    @property
+    def micro_batches(self) -> list[list[int | None]]:
+        """This rank's micro-batches of all mini-batches."""
+        return [micro_batch for mini_batch in self.mini_batches for micro_batch in mini_batch]
+
+
+class MiniBatchPlanner:
+    """Deals rows into mini-batches, and those by length to ranks; computes the same plan on every rank."""
+
+    def __init__(self, micro_batches: MicroBatches, *, rank: int, ranks: int, seed: int) -> None:
+        """Take the size of a micro-batch, the ranks that share each mini-batch, and the seed of the shuffles."""
+        self._micro_batches, self._rank, self._ranks, self._seed = micro_batches, rank, ranks, seed
+
+    def plan(
+        self, rollout: Rollout, *, step: int = 0, epoch: int = 0, mini_batches: int = 1, together: int = 1
+    ) -> MiniBatchPlan:
+        """The mini-batches of a pass over a rollout.
+
+        Args:
+            rollout: the rows.
+            step: key of the shuffle.
+            epoch: key of the shuffle.
+            mini_batches: number of equal parts.
+            together: neighbouring rows that stay in one micro-batch.
+        """
+        lengths, tokens = (
+            column.view(-1, together).sum(dim=1).tolist()
+            for column in (rollout.lengths, rollout.response_mask.sum(dim=1))
+        )
+        micro_batches = self._micro_batches
+        if micro_batches.rows is not None:
+            micro_batches = replace(micro_batches, rows=max(1, micro_batches.rows // together))
+        order = np.random.default_rng([self._seed, step, epoch]).permutation(len(lengths)).tolist()
+        size = -(-len(order) // mini_batches)
+        parts = [order[start : start + size] for start in range(0, len(order), size)]
+        dealt = [
+            shard_batch(
+                part, [lengths[i] for i in part], rank=self._rank, ranks=self._ranks, micro_batches=micro_batches
+            )
+            for part in parts
+        ]
+        return MiniBatchPlan(
+            [[_neighbours(units, together) for units in micro] for micro in dealt],
+            [float(sum(tokens[i] for i in part)) for part in parts],
+            [len(part) * together for part in parts],
+        )
+
+
+def with_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors with a prefix to their names, to be stored beside others in a checkpoint."""
+    return {prefix + name: tensor for name, tensor in tensors.items()}
+
+
+def without_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors that `with_prefix` named, under their own names."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def scatter_rows(target: Tensor, indices: Sequence[int | None], values: Tensor) -> None:
+    """Write values [n, t] or [n] into rows of target [N, T] or [N]; empty rows are left out."""
+    for row, index in enumerate(indices):
+        if index is None:
+            continue
+        if target.dim() == 1:
+            target[index] = values[row]
+        else:
+            target[index, : values.shape[1]] = values[row]
+
+
+def _neighbours(units: Sequence[int | None], together: int) -> list[int | None]:
+    """The rows of units of neighbours."""
+    return [None if unit is None else unit * together + place for unit in units for place in range(together)]
+
+
+def _padded(tensor: Tensor, width: int) -> Tensor:
+    return pad(tensor, (0, width - tensor.shape[1])) if tensor.dim() == 2 else tensor
+
+
+def _cut(tensor: Tensor, width: int) -> Tensor:
+    return tensor[:, :width] if tensor.dim() == 2 else tensor

@@ -1,0 +1,297 @@
+"""An RL run from its config: prompts, roles, algorithm, trainer.
+
+Data is read before models are loaded, so that an error in a file is reported within seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.batch_plan import BatchPlan, plan_rollout
+from hybrid_rlhf.data.chat.conversation import stop_token_ids
+from hybrid_rlhf.data.loaders import RowStream
+from hybrid_rlhf.data.tokenized import load_prompt_data, load_ptx_data
+from hybrid_rlhf.engines.averaging import WeightAverage
+from hybrid_rlhf.loop.saving import finish, save_engine
+from hybrid_rlhf.loop.setup import (
+    log_plan,
+    memory_advice,
+    pad_token,
+    start_step,
+)
+from hybrid_rlhf.loop.step import Step
+from hybrid_rlhf.loop.user_code import register
+from hybrid_rlhf.memory.kept_weights import resolve_keep_weights
+from hybrid_rlhf.rl.algorithms import ALGORITHMS, Algorithm
+from hybrid_rlhf.rl.environments import Environment, EnvironmentRunner, load_environment
+from hybrid_rlhf.rl.parts import RLParts
+from hybrid_rlhf.rl.roles import Roles, build_roles
+from hybrid_rlhf.rl.samples import SampleTexts
+from hybrid_rlhf.rl.trainer import RLTrainer
+from hybrid_rlhf.rl.updates.ptx import PtxBatches
+from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.run import Callback, Run, start_run
+
+logger = logging.getLogger(LOGGER_NAME)
+
+
+RewardSource = Callable[..., Any] | str | Mapping[str, Any]
+"""A Python function, a reward model's path, or the settings of a reward component."""
+
+
+@dataclass(frozen=True)
+class RLSession:
+    """What an RL run trains: models, data and parts, for RLTrainer or a training loop of one's own."""
+
+    config: RLConfig
+    run: Run
+    tokenizer: PreTrainedTokenizerBase
+    parts: RLParts
+    prompts: Dataset
+    held_out: Dataset
+    stream: RowStream
+    """The order of the prompts over all epochs."""
+    total_steps: int
+    average: WeightAverage | None
+
+    def take_prompts(self) -> list[dict[str, Any]]:
+        """The prompts of the next step; empty at the end of the data."""
+        return [self.prompts[row] for row in self.stream.take(self.config.rollout.prompts_per_step)]
+
+    def save(self) -> None:
+        """Save the trained models and mark the run as finished; every rank calls."""
+        if self.average is not None:
+            with self.average.applied():
+                save_engine(self.run, "actor_ema", self.parts.roles.actor, self.tokenizer)
+        finish(self.run, self.parts.roles.learners, self.tokenizer)
+
+
+class RL(Step[RLConfig]):
+    """RL of an actor on its own completions: PPO, or `algorithm="grpo"` and others.
+
+        RL(model="embedded", data=[{"prompt": "Hello"}], algorithm="grpo", reward=my_function).train()
+
+    `session` gives the parts in place of `train`, for a training loop of one's own. See `Step` for the other arguments.
+    """
+
+    config_type = RLConfig
+
+    def __init__(
+        self,
+        config: RLConfig | None = None,
+        *,
+        reward: RewardSource | Sequence[RewardSource] | None = None,
+        environment: type[Environment] | Mapping[str, Any] | None = None,
+        algorithm_class: type[Algorithm] | None = None,
+        **settings: Any,
+    ) -> None:
+        """Take the settings.
+
+        Args:
+            config: settings that the keywords override; none: the defaults.
+            reward: one or several components: functions `f(prompts, completions, **columns)` that return a score per
+                completion, paths of reward models, or settings of a component.
+            environment: a class with `reset` and `step`, or the section `environment`; none: a completion is one turn.
+            algorithm_class: an algorithm of one's own; it reads the settings of the section `algorithm`.
+            settings: model, data, callbacks, and the other keys and sections of the config.
+
+        Raises:
+            UserError: for an unknown key, a wrong value, or a rule of the config.
+        """
+        if reward is not None:
+            rewards = [reward] if callable(reward) or isinstance(reward, (str, Mapping)) else list(reward)
+            components = [{"function": register(each)} if callable(each) else each for each in rewards]
+            settings["reward"] = {**settings.get("reward", {}), "components": components}
+        if environment is not None:
+            settings["environment"] = {"path": register(environment)} if isinstance(environment, type) else environment
+        super().__init__(config, **settings)
+        self._algorithm_class = algorithm_class
+
+    def session(self) -> contextlib.AbstractContextManager[RLSession]:
+        """The run's models, data and parts; the process group is closed at the end of the context."""
+        return rl_session(self.config, self.callbacks, self._algorithm_class)
+
+    def _run(self) -> None:
+        run_rl(self.config, self.callbacks, self._algorithm_class)
+
+
+def run_rl(
+    config: RLConfig, callbacks: Sequence[Callback] = (), algorithm_class: type[Algorithm] | None = None
+) -> None:
+    """RL by any algorithm, from config to saved actor and critic."""
+    with rl_session(config, callbacks, algorithm_class) as session:
+        RLTrainer(
+            session.parts,
+            prompts=session.prompts,
+            held_out=session.held_out,
+            stream=session.stream,
+            total_steps=session.total_steps,
+            config=session.config,
+            run=session.run,
+            texts=SampleTexts(session.prompts, session.tokenizer),
+            average=session.average,
+        ).train()
+        session.save()
+
+
+@contextlib.contextmanager
+def rl_session(
+    config: RLConfig, callbacks: Sequence[Callback] = (), algorithm_class: type[Algorithm] | None = None
+) -> Iterator[RLSession]:
+    """Read the data, then load the models, and wire the parts."""
+    with start_run(config, callbacks) as run, memory_advice(config, run):
+        actor_path, tokenizer = start_step(config, run, config.model.path, key="model.path")
+        plan = plan_step(config, run)
+        config = resolve_keep_weights(config, run.world)
+        data = load_prompt_data(
+            config.data,
+            tokenizer=tokenizer,
+            seed=config.seed,
+            world=run.world,
+            max_prompt_tokens=config.rollout.max_prompt_tokens,
+        )
+        ptx = (
+            None
+            if config.ptx is None
+            else load_ptx_data(config.ptx, config.data, tokenizer=tokenizer, seed=config.seed, world=run.world)
+        )
+        stream = RowStream(len(data.train), epochs=config.train.epochs, seed=config.seed)
+        steps = total_steps(config, stream)
+        environments = build_environments(config, run, tokenizer)
+        value_lam = 1.0 if config.critic is None else config.critic.gae_lambda
+        algorithm = (algorithm_class or ALGORITHMS[config.algorithm.name])(config.algorithm, value_lam=value_lam)
+        roles = build_roles(
+            config, run, actor_path, tokenizer, updates=steps * config.algorithm.epochs * config.algorithm.mini_batches
+        )
+        average = WeightAverage(roles.actor.module, decay=config.actor.ema_decay) if config.actor.ema_decay else None
+        ptx_batches = ptx and PtxBatches(
+            ptx,
+            global_batch_size=plan.global_batch_size,
+            micro_batches=replace(plan.micro_batches, padded=not roles.actor.packs),
+            seed=config.seed,
+            pad_token_id=pad_token(tokenizer),
+            world=run.world,
+        )
+        parts = build_parts(
+            config,
+            run,
+            roles,
+            algorithm,
+            tokenizer,
+            environments=environments,
+            average=average,
+            ptx_batches=ptx_batches,
+        )
+        yield RLSession(config, run, tokenizer, parts, data.train, data.held_out, stream, steps, average)
+
+
+def total_steps(config: RLConfig, stream: RowStream) -> int:
+    """Upper bound on the steps of the run; dynamic sampling may need more prompts per step, and uses the last few too.
+
+    Raises:
+        UserError: when the data has too few prompts for one step.
+    """
+    size = config.rollout.prompts_per_step
+    if stream.left < size:
+        raise UserError(
+            f"a step takes {size} prompts, the training data has {stream.left}: add rows or set "
+            f"rollout.prompts_per_step to {stream.left} or less"
+        )
+    steps = -(-stream.left // size) if config.algorithm.dynamic_sampling is not None else stream.left // size
+    return steps if config.train.max_steps is None else min(steps, config.train.max_steps)
+
+
+def plan_step(config: RLConfig, run: Run) -> BatchPlan:
+    """The batch plan of a step, logged once.
+
+    Raises:
+        UserError: when the sizes do not divide.
+    """
+    ranks, together = run.world.size, config.rollout.tensor_parallel
+    if ranks % together:
+        sizes = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
+        raise UserError(f"rollout.tensor_parallel must divide the {ranks} ranks, got {together}: use one of {sizes}")
+    plan = plan_rollout(
+        prompts_per_step=config.rollout.prompts_per_step,
+        completions_per_prompt=config.learned_per_prompt,
+        mini_batches=config.algorithm.mini_batches,
+        ranks=run.world.size,
+        micro_batches=config.train.micro_batches,
+    )
+    log_plan(plan, run)
+    if run.world.is_main:
+        _log_updates(config, completions=config.rollout.prompts_per_step * config.learned_per_prompt)
+    return plan
+
+
+def _log_updates(config: RLConfig, *, completions: int) -> None:
+    """Log the number of updates per rollout, and warn if the clip of ratios can never act."""
+    epochs, parts, usual = config.algorithm.epochs, config.algorithm.mini_batches, type(config.algorithm).mini_batches
+    uneven = not config.algorithm.single_update and parts < usual and completions % usual > 0
+    fewer = f"; {completions} do not divide into {usual}" if uneven else ""
+    logger.info(
+        "updates: %d from a rollout of %d completions, %d epoch%s x %d mini-batch%s%s",
+        epochs * parts,
+        completions,
+        epochs,
+        "s" * (epochs > 1),
+        parts,
+        "es" * (parts > 1),
+        fewer,
+    )
+    if config.algorithm.clip_is_idle:
+        logger.warning(
+            "algorithm %s clips ratios, but one update per rollout leaves all ratios at 1, so its clip never acts: "
+            "give algorithm.mini_batches or algorithm.epochs 2 or more%s",
+            config.algorithm.name,
+            f", and rollout.prompts_per_step a multiple of {usual}" * uneven,
+        )
+
+
+def build_environments(config: RLConfig, run: Run, tokenizer: PreTrainedTokenizerBase) -> EnvironmentRunner | None:
+    """Runs the configured environment; none without one, when a completion is one turn."""
+    make = load_environment(config.environment, run.world)
+    if make is None or config.environment is None:
+        return None
+    return EnvironmentRunner(
+        make, config.environment, rollout=config.rollout, tokenizer=tokenizer, device=run.world.device
+    )
+
+
+def build_parts(
+    config: RLConfig,
+    run: Run,
+    roles: Roles,
+    algorithm: Algorithm,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    environments: EnvironmentRunner | None = None,
+    average: WeightAverage | None = None,
+    ptx_batches: PtxBatches | None = None,
+) -> RLParts:
+    """The parts of a step, wired by the config."""
+    generation_config = roles.actor.lm.generation_config
+    return RLParts.of(
+        roles,
+        algorithm,
+        sampling=config.rollout,
+        micro_batches=config.train.micro_batches,
+        seed=config.seed,
+        timers=run.timers,
+        tokenizer=tokenizer,
+        stop_token_ids=stop_token_ids(tokenizer, generation_config.eos_token_id if generation_config else None),
+        reads_reference=config.uses_reference,
+        environments=environments,
+        average=average,
+        ptx_batches=ptx_batches,
+        ptx_coef=config.ptx.coef if config.ptx else 0.0,
+    )

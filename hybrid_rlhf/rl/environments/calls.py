@@ -1,0 +1,104 @@
+"""Concurrent calls of environments with a time-out: coroutines in one event loop, functions in threads.
+
+The event loop persists between calls, because environments keep connections that belong to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hybrid_rlhf.loop.user_code import describe_error
+from hybrid_rlhf.runtime.background import BackgroundCall, CallTimeout
+
+THREADS = 32
+"""Functions that run concurrently."""
+MAX_HANGING_CALLS = 16
+"""Limit on calls that never return, because each occupies a thread."""
+_CANCELLED_SECONDS = 0.5
+"""Time in which a coroutine ends after it is cancelled at the time-out."""
+
+
+@dataclass(frozen=True)
+class CallFailure:
+    """Result of a call that failed."""
+
+    reason: str
+
+
+class EnvironmentCalls:
+    """Makes calls and waits for their results."""
+
+    def __init__(self, *, timeout_seconds: float, device: torch.device) -> None:
+        self._timeout_seconds, self._device = timeout_seconds, device
+        self._hanging: list[BackgroundCall[Any]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def __call__(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Results of calls, all coroutine functions or all functions, with CallFailure for those that failed."""
+        self._hanging = [call for call in self._hanging if not call.has_ended()]
+        if len(self._hanging) >= MAX_HANGING_CALLS:
+            return [CallFailure(f"{len(self._hanging)} earlier calls still hang")] * len(calls)
+        at_once = len(calls) if any(map(inspect.iscoroutinefunction, calls)) else THREADS
+        started: list[Callable[[], Any]] = []
+        found = []
+        for place in range(len(calls)):
+            started += [self._start(call) for call in calls[len(started) : place + at_once]]
+            found.append(started[place]())
+        return found
+
+    def _start(self, call: Callable[[], Any]) -> Callable[[], Any]:
+        """Start a call; the returned function waits for its result."""
+        if inspect.iscoroutinefunction(call):
+            loop = self._running_loop()
+            future = asyncio.run_coroutine_threadsafe(self._caught(call), loop)
+            return lambda: self._await(future, loop)
+        background = BackgroundCall(lambda: _caught(call), device=self._device)
+
+        def wait() -> Any:
+            try:
+                return background.result(self._timeout_seconds)
+            except CallTimeout:
+                self._hanging.append(background)
+                return self._late
+
+        return wait
+
+    async def _caught(self, call: Callable[[], Any]) -> Any:
+        try:
+            async with asyncio.timeout(self._timeout_seconds) as limit:
+                return await call()
+        except BaseException as error:  # noqa: BLE001 - in this event loop only the environment can raise
+            return self._late if limit.expired() else CallFailure(describe_error(error))
+
+    def _await(self, future: Future[Any], loop: asyncio.AbstractEventLoop) -> Any:
+        abandoned = loop is not self._loop  # its other calls have already waited for a whole time-out
+        try:
+            return future.result(0.0 if abandoned else self._timeout_seconds + _CANCELLED_SECONDS)
+        except TimeoutError:
+            self._loop = None  # the loop is blocked, or the coroutine ignores its cancellation
+            return self._late
+
+    @property
+    def _late(self) -> CallFailure:
+        return CallFailure(f"it took longer than {self._timeout_seconds:g} s")
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        return self._loop
+
+
+def _caught(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except BaseException as error:  # noqa: BLE001 - in this thread only the environment can raise
+        return CallFailure(describe_error(error))

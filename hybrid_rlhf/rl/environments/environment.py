@@ -1,0 +1,107 @@
+"""Interface of an environment, and loading of the class that a config names.
+
+The interface is that of Gymnasium (arXiv 2407.17032) with text, without `truncated` and `info`: the rollout itself
+truncates episodes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol, cast
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
+from hybrid_rlhf.data.chat.messages import Message
+from hybrid_rlhf.loop.user_code import describe_error, import_named
+from hybrid_rlhf.runtime.world import World, shared_user_errors
+
+Opening = str | list[Message] | None
+
+
+class StepResult(NamedTuple):
+    """Result of a turn of the actor; a plain tuple works as well."""
+
+    observation: str | None
+    """Text that the actor reads next; ignored when the episode is done."""
+    reward: float
+    """Reward of this turn."""
+    done: bool
+    """Whether the episode ends here."""
+
+
+class Environment(Protocol):
+    """One episode: an instance is created for each completion. Both methods may be coroutine functions.
+
+    The class may have `stop_strings`, a list of texts that end a turn of the actor, such as the end of a tool call.
+    """
+
+    def reset(self, row: Mapping[str, Any]) -> Opening | Awaitable[Opening]:
+        """Begin with a row of the data: `prompt`, a list of messages, and its other columns.
+
+        Returns:
+            the conversation that the actor continues, or a user message; None: the row's prompt.
+        """
+
+    def step(self, completion: str) -> StepResult | Awaitable[StepResult]:
+        """Process a turn of the actor, given without special tokens."""
+
+
+@dataclass(frozen=True)
+class EnvironmentFactory:
+    """Creates instances of the configured class, and has the stop strings of their turns."""
+
+    make: Callable[[], Environment]
+    stop_strings: tuple[str, ...] = ()
+
+    def __call__(self) -> Environment:
+        """Create an instance."""
+        return self.make()
+
+
+def load_environment(config: EnvironmentConfig | None, world: World) -> EnvironmentFactory | None:
+    """The factory of the configured class; none without one. Every rank calls.
+
+    Raises:
+        UserError: on every rank, when any rank cannot import the class, it does not take the options, or its stop
+        strings
+            are invalid.
+    """
+    if config is None:
+        return None
+    with shared_user_errors(world):
+        make = _load(config)
+    return make
+
+
+def _load(config: EnvironmentConfig) -> EnvironmentFactory:
+    kind: Any = import_named(config.path or "", what="environment.path:")
+    if not inspect.isclass(kind):
+        raise UserError(f"environment.path names a class, {config.path} is a {type(kind).__name__}: check the name")
+    missing = [name for name in ("reset", "step") if not callable(getattr(kind, name, None))]
+    if missing:
+        raise UserError(
+            f"an environment must have reset(row) and step(completion), {config.path} has no "
+            f"{' and no '.join(missing)}: add it"
+        )
+    try:
+        stops = getattr(kind(**config.options), "stop_strings", ())
+    except Exception as error:  # noqa: BLE001 - the user's own code
+        raise UserError(
+            f"environment.path: {config.path} cannot be made with the options {config.options} "
+            f"({describe_error(error)}): fix environment.options"
+        ) from error
+    if not isinstance(stops, (list, tuple)) or not all(isinstance(text, str) and text for text in stops):
+        raise UserError(
+            f"stop_strings of an environment is a list of texts, none of them empty, {config.path} has {stops!r}: "
+            "fix it"
+        )
+    return EnvironmentFactory(cast(Callable[[], Environment], partial(kind, **config.options)), tuple(stops))
+
+
+def with_instruction(prompt: Sequence[Message], instruction: str) -> list[Message]:
+    """A conversation with an instruction in its last message, because not every template has a system message."""
+    last = prompt[-1]
+    return [*prompt[:-1], {**last, "content": f"{last['content']}\n\n{instruction}"}]

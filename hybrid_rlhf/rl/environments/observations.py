@@ -1,0 +1,63 @@
+"""Tokens of an observation: a tool turn after a turn of the actor, up to the actor's next turn.
+
+The chat template renders the observation after a placeholder for the actor's turn, whose tokens stay as sampled. If the
+template does not support the role `tool`, observations are user turns.
+"""
+
+from __future__ import annotations
+
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.data.chat.template import render
+
+_ROLES = ("tool", "user")
+_PLACEHOLDER, _PROBE = "q7turnq7", "q7toldq7"
+
+
+class ObservationEncoder:
+    """Renders observations for one tokenizer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, max_observation_tokens: int) -> None:
+        """Choose the first role that the template renders.
+
+        Raises:
+            UserError: when it renders none.
+        """
+        self._tokenizer, self._max_tokens = tokenizer, max_observation_tokens
+        self._role = next((role for role in _ROLES if self._shows(role)), None)
+        if self._role is None:
+            raise UserError(
+                "an environment needs a chat template that shows a tool's or a user's turn after the assistant's, "
+                "the tokenizer's shows neither: set data.chat_template to another"
+            )
+
+    def observation_ids(self, observation: str, *, end_token: int | None) -> list[int]:
+        """Tokens of an observation.
+
+        Args:
+            observation: the text; cut to max_observation_tokens.
+            end_token: token that ended the turn before, which is not repeated; none: the turn was truncated.
+        """
+        ids = self._ids(observation)
+        if len(ids) > self._max_tokens:
+            observation = str(self._tokenizer.decode(ids[: self._max_tokens]))
+        assert self._role is not None
+        rest = self._after_turn(self._role, observation)
+        closed = self._ids(rest.lstrip())
+        return closed[1:] if closed[:1] == [end_token] else self._ids(rest)
+
+    def _shows(self, role: str) -> bool:
+        try:
+            return _PROBE in self._after_turn(role, _PROBE)
+        except UserError:
+            return False
+
+    def _after_turn(self, role: str, observation: str) -> str:
+        messages = [("user", "."), ("assistant", _PLACEHOLDER), (role, observation)]
+        conversation = [{"role": speaker, "content": content} for speaker, content in messages]
+        text = render(conversation, self._tokenizer, add_generation_prompt=True)
+        return text.partition(_PLACEHOLDER)[2]
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])

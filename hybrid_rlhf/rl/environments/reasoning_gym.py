@@ -1,0 +1,101 @@
+"""Problems of reasoning-gym (arXiv 2505.24760), generated and scored by that library.
+
+    python -m hybrid_rlhf.rl.environments.reasoning_gym chain_sum rows.jsonl 1000
+
+writes rows for `data.sources`. A row identifies its problem by data set, seed and index, from which the library
+generates it again. The answer is the text in `<answer>` tags, or else the whole completion.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.data.chat.messages import Message
+from hybrid_rlhf.rl.environments.environment import StepResult, with_instruction
+
+try:
+    import reasoning_gym
+    from reasoning_gym.utils import extract_answer
+except ImportError as error:
+    raise UserError(
+        f"the environment reasoning_gym needs the library reasoning-gym, which cannot be imported ({error}): "
+        "pip install 'hybrid_rlhf[environments]'"
+    ) from error
+
+INSTRUCTION = "Give the final answer as <answer>answer</answer>."
+
+
+class ReasoningGym:
+    """One problem, with one attempt or several."""
+
+    def __init__(self, *, tries: int = 1, instruction: str = INSTRUCTION) -> None:
+        """Take the number of attempts, and the instruction below the problem."""
+        if tries < 1:
+            raise ValueError(f"tries must be 1 or more, got {tries}")
+        self._left, self._instruction = tries, instruction
+
+    def reset(self, row: Mapping[str, Any]) -> list[Message]:
+        """The prompt of the row with the instruction."""
+        self._problems = problems(row["dataset"], int(row["size"]), int(row["seed"]), json.dumps(row["settings"]))
+        self._problem = self._problems[int(row["index"])]
+        return with_instruction(row["prompt"], self._instruction)
+
+    def step(self, completion: str) -> StepResult:
+        """Score an answer in [0, 1]; of several attempts the last one counts."""
+        answer = extract_answer(completion)
+        score = float(self._problems.score_answer(completion.strip() if answer is None else answer, self._problem))
+        self._left -= 1
+        if score >= 1 or not self._left:
+            return StepResult(None, score, True)
+        return StepResult("That is not right. Try again.", 0.0, False)
+
+
+@functools.lru_cache(maxsize=64)
+def problems(dataset: str, size: int, seed: int, settings: str) -> Any:
+    """A data set of the library, by name and settings as JSON.
+
+    Raises:
+        UserError: when the library has no such data set, or rejects the settings.
+    """
+    try:
+        return reasoning_gym.create_dataset(dataset, size=size, seed=seed, **json.loads(settings))
+    except Exception as error:  # noqa: BLE001 - data sets raise assertion, type and value errors
+        raise UserError(
+            f"reasoning_gym has no data set {dataset} with the settings {settings} ({error}): see its list of data sets"
+        ) from error
+
+
+def write_rows(dataset: str, file: Path, *, size: int, seed: int = 0, **settings: Any) -> None:
+    """Write problems as JSONL for data.sources.
+
+    Args:
+        dataset: name of a data set of the library.
+        file: path of the file.
+        size: number of problems.
+        seed: seed of the library's generator.
+        settings: settings of the data set, as in its config class.
+    """
+    named = {"dataset": dataset, "size": size, "seed": seed, "settings": settings}
+    made = problems(dataset, size, seed, json.dumps(settings))
+    rows = ({"prompt": made[index]["question"], "index": index, **named} for index in range(size))
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def main(words: list[str]) -> None:
+    """DATASET FILE SIZE [SEED]."""
+    if len(words) not in (3, 4) or not all(word.isdigit() for word in words[2:]):
+        sys.exit("usage: python -m hybrid_rlhf.rl.environments.reasoning_gym DATASET FILE.jsonl SIZE [SEED]")
+    write_rows(words[0], Path(words[1]), size=int(words[2]), seed=int(words[3]) if len(words) == 4 else 0)
+
+
+if __name__ == "__main__":
+    from hybrid_rlhf.configs.parsing.command_line import user_errors
+
+    with user_errors():
+        main(sys.argv[1:])

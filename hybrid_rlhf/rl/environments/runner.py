@@ -1,0 +1,272 @@
+"""Runs episodes: the actor and its environments alternate, with all unfinished episodes of a rank in one batch.
+
+Random numbers of a turn are keyed by prompt, sample and turn, so an episode is the same on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from numbers import Real
+from typing import Any, cast
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.parsing.values import is_text
+from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
+from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.data.chat.conversation import completion_text, encode_prompt
+from hybrid_rlhf.data.chat.messages import ROLES, Message, read_message, row_tools
+from hybrid_rlhf.generation.engine import GenerationEngine
+from hybrid_rlhf.generation.sampling import Completion, SamplingParams, derive_seed
+from hybrid_rlhf.loop.user_code import describe_error
+from hybrid_rlhf.rl.environments.calls import CallFailure, EnvironmentCalls
+from hybrid_rlhf.rl.environments.environment import Environment, EnvironmentFactory, StepResult
+from hybrid_rlhf.rl.environments.episodes import Episode
+from hybrid_rlhf.rl.environments.observations import ObservationEncoder
+from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME, shortened
+from hybrid_rlhf.runtime.observability.timers import Timers
+from hybrid_rlhf.runtime.world import World
+
+logger = logging.getLogger(LOGGER_NAME)
+
+
+@dataclass
+class _RunningEpisode:
+    """An episode with its environment."""
+
+    row: dict[str, Any]
+    episode: Episode
+    params: SamplingParams
+    sample: int
+    environment: Environment | None = None
+    """None on ranks that only take part in generation."""
+    running: bool = True
+    observation: str | None = None
+    """Observation that is not yet appended to the episode."""
+
+
+class EnvironmentRunner:
+    """Runs the episodes of a rollout."""
+
+    def __init__(
+        self,
+        make: EnvironmentFactory,
+        config: EnvironmentConfig,
+        *,
+        rollout: RolloutConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        device: torch.device,
+    ) -> None:
+        """Take the environments and settings.
+
+        Raises:
+            UserError: when the chat template cannot show observations.
+        """
+        self._make, self._config, self._rollout = make, config, rollout
+        self._tokenizer = tokenizer
+        self._turns = ObservationEncoder(tokenizer, max_observation_tokens=config.max_observation_tokens)
+        self._calls = EnvironmentCalls(timeout_seconds=config.timeout_seconds, device=device)
+
+    def run(
+        self,
+        generation: GenerationEngine,
+        prompts: Sequence[Mapping[str, Any]],
+        requests: Sequence[SamplingParams],
+        together: World,
+        timers: Timers,
+    ) -> list[list[Episode]]:
+        """Run episodes from prompts to their ends.
+
+        Args:
+            generation: generation engine of the actor.
+            prompts: rows of `load_prompt_data`.
+            requests: sampling parameters of each prompt, with a seed.
+            together: tensor-parallel ranks; the first one has the environments.
+            timers: timers of generation and environment.
+
+        Returns:
+            the n episodes of each prompt. With on_failure stop, the others are incomplete once one has failed.
+        """
+        entries = [
+            _RunningEpisode(_row(prompt), Episode(list(prompt["input_ids"])), params, sample)
+            for prompt, params in zip(prompts, requests, strict=True)
+            for sample in range(params.n)
+        ]
+        self._begin(entries, together, timers)
+        for turn in range(self._config.max_turns):
+            running = [entry for entry in entries if entry.running and (turn == 0 or self._observe(entry, generation))]
+            failed = any(entry.episode.failure for entry in entries)
+            if (turn and not running) or (failed and self._config.on_failure == "stop"):
+                break
+            with timers("generation"):
+                completions = generation.generate(
+                    [entry.episode.ids for entry in running],
+                    [self._turn_params(entry, turn, generation) for entry in running],
+                )
+            self._step(running, [completion for (completion,) in completions], together, timers)
+        episodes = iter([entry.episode for entry in entries])
+        return [[next(episodes) for _ in range(params.n)] for params in requests]
+
+    def check_failures(self, episodes: Sequence[Episode], world: World) -> None:
+        """Report the failures of a rollout; the same on every rank.
+
+        Raises:
+            UserError: for any failure if on_failure is stop.
+        """
+        reasons = [episode.failure for episode in episodes if episode.failure is not None]
+        if not reasons:
+            return
+        where = f"in {len(reasons)} of {len(episodes)} episodes: {reasons[0]}"
+        if self._config.on_failure == "stop":
+            raise UserError(
+                f"environment {self._config.path} failed {where}; fix it, or set environment.on_failure to zero"
+            )
+        if world.is_main:
+            logger.warning("environment %s gives 0 and ends %s", self._config.path, where)
+
+    def _begin(self, entries: Sequence[_RunningEpisode], together: World, timers: Timers) -> None:
+        """Create the environments, and reset them to obtain the prompts."""
+        openings = self._call(
+            lambda: [self._opening(entry) for entry in entries],
+            lambda place, opening: self._read_opening(opening, entries[place].row),
+            together,
+            timers,
+        )
+        for entry, prompt in zip(entries, openings, strict=True):
+            if isinstance(prompt, CallFailure):
+                entry.episode.failure = prompt.reason
+            elif prompt is not None:
+                entry.episode.prompt = prompt
+
+    def _opening(self, entry: _RunningEpisode) -> Callable[[], Any]:
+        try:
+            entry.environment = self._make()
+        except Exception as error:  # noqa: BLE001 - the user's own code
+            failed = CallFailure(describe_error(error))
+            return lambda: failed
+        return partial(entry.environment.reset, entry.row)
+
+    def _step(
+        self, entries: Sequence[_RunningEpisode], completions: Sequence[Completion], together: World, timers: Timers
+    ) -> None:
+        """Add a turn of the actor to each episode, and step its environment."""
+        for entry, completion in zip(entries, completions, strict=True):
+            entry.episode.add_turn(completion)
+            entry.running = entry.episode.failure is None
+        pairs = [pair for pair in zip(entries, completions, strict=True) if pair[0].running]
+        steps = self._call(
+            lambda: [self._turn(*pair) for pair in pairs], lambda _, result: _read_step(result), together, timers
+        )
+        for (entry, completion), step in zip(pairs, steps, strict=True):
+            if isinstance(step, CallFailure):
+                entry.episode.failure, entry.running = step.reason, False
+                continue
+            entry.episode.add_reward(step.reward)
+            # An episode whose last turn is truncated did not end by itself, even if the environment is done.
+            entry.episode.stopped = step.done and completion.finish_reason == "stop"
+            entry.running, entry.observation = not step.done, step.observation
+
+    def _turn(self, entry: _RunningEpisode, completion: Completion) -> Callable[[], Any]:
+        assert entry.environment is not None
+        return partial(entry.environment.step, completion_text(completion.token_ids, self._tokenizer))
+
+    def _call(
+        self,
+        calls: Callable[[], list[Callable[[], Any]]],
+        read: Callable[[int, Any], Any],
+        together: World,
+        timers: Timers,
+    ) -> list[Any]:
+        """Results of calls, as `read(index, result)` converts them, or CallFailure; called on the group's main rank."""
+        results = []
+        if together.is_main:
+            with timers("environment"):
+                found = self._calls(calls())
+                results = [x if isinstance(x, CallFailure) else read(place, x) for place, x in enumerate(found)]
+        return together.all_gather_objects(results)[0]
+
+    def _read_opening(self, opening: object, row: Mapping[str, Any]) -> list[int] | None | CallFailure:
+        """Token ids of the prompt that reset returned; none: the row's own prompt."""
+        if opening is None:
+            return None
+        messages = [{"role": "user", "content": opening}] if isinstance(opening, str) else opening
+        if not _are_messages(messages):
+            return CallFailure(f"reset must return messages, a text or None, it returned {shortened(repr(opening))}")
+        try:
+            read = [read_message("reset", message) for message in cast(list[Message], messages)]
+            ids = encode_prompt(read, self._tokenizer, tools=row_tools("the row", dict(row)))
+        except UserError as error:
+            return CallFailure(str(error))
+        limit = self._rollout.max_prompt_tokens
+        if not 0 < len(ids) <= limit:
+            return CallFailure(f"reset returned {len(ids)} tokens, rollout.max_prompt_tokens is {limit}")
+        return ids
+
+    def _observe(self, entry: _RunningEpisode, generation: GenerationEngine) -> bool:
+        """Append the observation to the episode; false if it leaves no tokens for a turn of the actor."""
+        last = entry.episode.ids[-1]
+        end = last if last in generation.stop_token_ids else None
+        try:
+            ids = self._turns.observation_ids(entry.observation or "", end_token=end)
+        except UserError as error:  # a template may reject the observation
+            entry.episode.failure, entry.running = str(error), False
+            return False
+        entry.running = len(ids) < self._tokens_left(entry.episode, generation)
+        if entry.running:
+            entry.episode.add_observation(ids)
+        return entry.running
+
+    def _turn_params(self, entry: _RunningEpisode, turn: int, generation: GenerationEngine) -> SamplingParams:
+        left = self._tokens_left(entry.episode, generation)
+        limit = min(left, self._config.max_turn_tokens or left)
+        seed = derive_seed(entry.params.seed or 0, entry.sample, turn)
+        return replace(entry.params, n=1, max_new_tokens=limit, seed=seed, stop=self._make.stop_strings)
+
+    def _tokens_left(self, episode: Episode, generation: GenerationEngine) -> int:
+        """Number of tokens that the episode may still have."""
+        left = self._rollout.sampling.max_new_tokens - len(episode.token_ids)
+        positions = generation.max_positions
+        return left if positions is None else min(left, positions - len(episode.ids))
+
+
+def _read_step(result: object) -> StepResult | CallFailure:
+    if not isinstance(result, tuple) or len(result) != 3:
+        return CallFailure(f"step must return (observation, reward, done), it returned {shortened(repr(result))}")
+    observation, reward, done = result
+    if not isinstance(done, (bool, np.bool_)):
+        return CallFailure(f"step must return done as True or False, it returned {shortened(repr(done))}")
+    if isinstance(reward, bool) or not isinstance(reward, Real) or not math.isfinite(reward):
+        return CallFailure(f"step must return a finite number as reward, it returned {shortened(repr(reward))}")
+    if not _is_valid_text(observation) and not (done and observation is None):
+        return CallFailure(f"step must return a text as observation, it returned {shortened(repr(observation))}")
+    return StepResult(observation, float(reward), bool(done))
+
+
+def _are_messages(opening: object) -> bool:
+    return (
+        isinstance(opening, list)
+        and bool(opening)
+        and all(
+            isinstance(turn, dict)
+            and turn.get("role") in ROLES
+            and (_is_valid_text(turn.get("content")) or "tool_calls" in turn)
+            for turn in opening
+        )
+    )
+
+
+def _is_valid_text(value: object) -> bool:
+    return isinstance(value, str) and is_text(value)
+
+
+def _row(prompt: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of the data as `reset` receives it."""
+    return {**json.loads(prompt["columns"]), "prompt": json.loads(prompt["prompt"])}

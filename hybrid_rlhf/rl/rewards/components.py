@@ -1,0 +1,133 @@
+"""Interface of a reward component: it begins on this rank's rows of a rollout, and returns their scores later.
+
+There are two steps because functions and endpoints run in the background during the forwards of models. A component
+does not raise for rows that it cannot score. It returns the reason per row, so that all ranks run the same collectives
+and stop together.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from numbers import Real
+from typing import ClassVar, Self, cast
+
+import numpy as np
+import torch
+
+from hybrid_rlhf.configs.sections.rewards import OnFailure, RewardComponentConfig
+from hybrid_rlhf.rl.batch import Rollout
+from hybrid_rlhf.rl.rewards.completion_texts import CompletionTexts
+from hybrid_rlhf.runtime.observability.logs import shortened
+
+_LARGEST = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True)
+class RewardBatch:
+    """This rank's rows of a rollout."""
+
+    rollout: Rollout
+    """The whole rollout."""
+    micro_batches: list[list[int | None]]
+    """This rank's rows; None is an empty row. Every rank has the same number of micro-batches."""
+    texts: CompletionTexts
+    """Text of `rows`, in their order; empty if no component reads text."""
+
+    @property
+    def rows(self) -> list[int]:
+        """This rank's rows, without empty rows."""
+        return [row for row in chain.from_iterable(self.micro_batches) if row is not None]
+
+
+@dataclass(frozen=True)
+class ComponentScores:
+    """Scores of a component for this rank's rows."""
+
+    values: list[float | None]
+    """One score per row; None: the component does not apply to the row, or failed."""
+    failures: dict[int, str] = field(default_factory=dict)
+    """Reasons of failures, by index in values; their values are None."""
+
+    @classmethod
+    def failed(cls, count: int, reason: str) -> Self:
+        """The same failure for all rows."""
+        return cls([None] * count, dict.fromkeys(range(count), reason))
+
+    @classmethod
+    def read(cls, values: object, count: int, *, show: Callable[[object], str] = repr) -> Self:
+        """Check what a function or an endpoint returned.
+
+        Args:
+            values: the returned object; valid is a list, tuple, array or tensor of numbers or None.
+            count: expected number of values.
+            show: formats an invalid value for a message.
+        """
+        values = _plain(values)
+        if not isinstance(values, (list, tuple)):
+            return cls.failed(count, f"got a {type(values).__name__} in place of a list")
+        if len(values) != count:
+            return cls.failed(count, f"got {len(values)} values for {count} completions")
+        values = [_plain(value) for value in values]
+        failures = {
+            place: f"got {shortened(show(value))} for a completion"
+            for place, value in enumerate(values)
+            if value is not None and not _is_score(value)
+        }
+        return cls(
+            [None if v is None or i in failures else float(cast(float, v)) for i, v in enumerate(values)], failures
+        )
+
+    def filled_from(self, later: ComponentScores) -> ComponentScores:
+        """Failed rows replaced by those of a later attempt."""
+        values = [later.values[i] if i in self.failures else value for i, value in enumerate(self.values)]
+        return ComponentScores(values, {i: later.failures[i] for i in self.failures if i in later.failures})
+
+    def with_tries(self, tries: int) -> ComponentScores:
+        """The number of attempts appended to the reasons, if there is more than one."""
+        if tries == 1:
+            return self
+        return ComponentScores(self.values, {i: f"{reason} (try {tries})" for i, reason in self.failures.items()})
+
+    @classmethod
+    def join(cls, batches: Sequence[Self]) -> Self:
+        """Scores of consecutive batches of rows as one."""
+        values: list[float | None] = []
+        failures: dict[int, str] = {}
+        for batch in batches:
+            failures |= {len(values) + place: reason for place, reason in batch.failures.items()}
+            values += batch.values
+        return cls(values, failures)
+
+
+class RewardComponent(ABC):
+    """One weighted component of the reward."""
+
+    reads_text: ClassVar[bool] = True
+    """Whether it needs the text of the rollout."""
+    in_background: ClassVar[bool] = True
+    """False: it computes in the main thread when its scores are requested, on every rank."""
+
+    packs = True
+    """Whether its micro-batches, if any, have no padding."""
+
+    def __init__(self, config: RewardComponentConfig) -> None:
+        self.name = config.label
+        self.weight = config.weight
+        self.on_failure: OnFailure = config.on_failure
+
+    @abstractmethod
+    def begin(self, batch: RewardBatch) -> Callable[[], ComponentScores]:
+        """Start on this rank's rows; the returned function waits for their scores."""
+
+
+def _is_score(value: object) -> bool:
+    """Whether a value is a number within float32's range; false for NaN."""
+    return isinstance(value, Real) and not isinstance(value, bool) and abs(cast(float, value)) <= _LARGEST
+
+
+def _plain(value: object) -> object:
+    """Arrays and tensors, also scalars, as Python objects."""
+    return value.tolist() if isinstance(value, (torch.Tensor, np.ndarray, np.generic)) else value

@@ -1,0 +1,155 @@
+"""HTTP endpoints as reward components: requests to replicas, with retries, a time-out and an API key.
+
+The client, httpx2, is imported only where an endpoint is configured.
+
+A request is a POST of {"prompts": [...], "completions": [...], "columns": {...}}; the reply is {"scores": [...]} with a
+number or null per completion.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import logging
+import os
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig, expanded_url
+from hybrid_rlhf.models.pretrained.folders import first_line
+from hybrid_rlhf.rl.rewards.completion_texts import CompletionTexts
+from hybrid_rlhf.rl.rewards.components import ComponentScores, RewardBatch, RewardComponent
+from hybrid_rlhf.rl.rewards.replies import Address, Reply, describe_connection_error, failed, read_reply
+from hybrid_rlhf.runtime.background import BackgroundCall, retry_delay_seconds
+
+if TYPE_CHECKING:
+    import httpx2
+
+logging.getLogger("httpx2").setLevel(logging.WARNING)  # at INFO it logs complete URLs
+REQUESTS_PER_REPLICA = 8
+"""Concurrent requests of a rank per replica."""
+
+
+class EndpointReward(RewardComponent):
+    """Sends this rank's rows to an endpoint in batches, over all of its replicas concurrently."""
+
+    def __init__(self, config: RewardComponentConfig, *, device: torch.device) -> None:
+        """Read the API key.
+
+        Raises:
+            UserError: when its environment variable is not set, or is not valid in a header.
+        """
+        importlib.import_module("httpx2")  # fail here, not in the thread of a rollout
+        super().__init__(config)
+        self._config = config
+        self._device = device
+        self._headers = {"Content-Type": "application/json"}
+        key = None if config.api_key_env is None else _read_key(config.api_key_env)
+        if key is not None:
+            self._headers["Authorization"] = f"Bearer {key}"
+        self._addresses = [Address.of(expanded_url(url), shown=url, key=key) for url in config.urls]
+
+    def begin(self, batch: RewardBatch) -> Callable[[], ComponentScores]:
+        """Start the requests in a thread with its own event loop."""
+        texts = batch.texts
+        return BackgroundCall(lambda: asyncio.run(self._score_all(texts)), device=self._device).result
+
+    async def _score_all(self, texts: CompletionTexts) -> ComponentScores:
+        import httpx2
+
+        size = self._config.batch_size
+        batches = [texts.select(range(len(texts))[start : start + size]) for start in range(0, len(texts), size)]
+        replicas = _Replicas(self._addresses)
+        # Our time-out limits a whole attempt; the client's would limit each read.
+        async with httpx2.AsyncClient(headers=self._headers, timeout=None) as client:
+            return ComponentScores.join(
+                await asyncio.gather(*(self._score(client, replicas, batch) for batch in batches))
+            )
+
+    async def _score(self, client: httpx2.AsyncClient, replicas: _Replicas, texts: CompletionTexts) -> ComponentScores:
+        """Send one batch, repeatedly while rows fail."""
+        try:
+            body = json.dumps(
+                {"prompts": texts.prompts, "completions": texts.completions, "columns": texts.columns},
+                allow_nan=False,
+            )
+        except ValueError as error:
+            return ComponentScores.failed(len(texts), f"a data column does not fit JSON ({first_line(error)})")
+        tries: Counter[str] = Counter()
+        scores = ComponentScores.failed(len(texts), "")
+        while True:
+            async with replicas.slots:
+                replica = replicas.take(tries)
+                reply = await self._try(client, replica.address, body, len(texts))
+                replicas.put_back(replica, failed=reply.failed and reply.may_retry)
+            tries[replica.address.url] += 1
+            scores = scores.filled_from(reply.scores)
+            if not (scores.failures and reply.may_retry) or tries.total() > self._config.most_retries:
+                return scores.with_tries(tries.total())
+            await asyncio.sleep(retry_delay_seconds(tries.total()) * replicas.jitter.uniform(0.5, 1.0))
+
+    async def _try(self, client: httpx2.AsyncClient, address: Address, body: str, count: int) -> Reply:
+        try:
+            async with (
+                asyncio.timeout(self._config.timeout_seconds),
+                client.stream("POST", address.url, content=body) as response,
+            ):
+                return await read_reply(response, count, address)
+        except TimeoutError:
+            return failed(count, f"{address.shown} took longer than {self._config.timeout_seconds:g} s")
+        except Exception as error:  # noqa: BLE001 - if one rank raised alone, the others would wait forever
+            return failed(count, f"{address.shown} cannot be reached ({describe_connection_error(error, address)})")
+
+
+@dataclass
+class _Replica:
+    address: Address
+    in_flight: int = 0
+    failures: int = 0
+    """Failures since its last successful reply."""
+
+
+@dataclass
+class _Replicas:
+    """Chooses the replica of each attempt; new for every rollout, so that failed replicas are used again."""
+
+    addresses: Sequence[Address]
+    jitter: random.Random = field(default_factory=random.Random)  # independent of the run's seed
+
+    def __post_init__(self) -> None:
+        self._all = [_Replica(address) for address in self.addresses]
+        self.slots = asyncio.Semaphore(REQUESTS_PER_REPLICA * len(self._all))
+
+    def take(self, tries: Counter[str]) -> _Replica:
+        """Take the least loaded replica of those that had this request least often; a failure counts as a full load."""
+        replica = min(
+            self._all,
+            key=lambda r: (tries[r.address.url], r.in_flight + REQUESTS_PER_REPLICA * r.failures, self.jitter.random()),
+        )
+        replica.in_flight += 1
+        return replica
+
+    def put_back(self, replica: _Replica, *, failed: bool) -> None:
+        """Return a replica after an attempt."""
+        replica.in_flight -= 1
+        replica.failures = replica.failures + 1 if failed else 0
+
+
+def _read_key(variable: str) -> str:
+    key = os.environ.get(variable, "")
+    if not key:
+        raise UserError(
+            f"reward.components: api_key_env must name a variable, {variable} is not set: export {variable}=..."
+        )
+    if not (key.isascii() and key.isprintable()):
+        raise UserError(
+            f"reward.components: an API key must be printable ASCII, that in {variable} is not: check for line breaks"
+        )
+    return key

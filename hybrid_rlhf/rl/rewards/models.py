@@ -1,0 +1,217 @@
+"""Reward models as components: one reads the actor's tokens, the other the text in its own tokens.
+
+A model with another chat template or vocabulary cannot score the actor's tokens. For it completions are decoded, the
+conversation is rendered with its own template, and the score is read at the last token. All heads of a model are
+computed in one forward and summed by the component's weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
+from hybrid_rlhf.data.chat.conversation import encode_completion
+from hybrid_rlhf.data.chat.messages import Message, Tools
+from hybrid_rlhf.data.rows.stepwise import SEPARATOR_KEY, StepwiseTokens, encode_steps
+from hybrid_rlhf.engines.engine import ModelEngine
+from hybrid_rlhf.models.policy import scores_at_end
+from hybrid_rlhf.models.pretrained.loading import stored_heads
+from hybrid_rlhf.rl.batch import Rollout
+from hybrid_rlhf.rl.rewards.components import ComponentScores, RewardBatch, RewardComponent
+
+
+class ScoreTransform:
+    """Standardizes the scores of a model and reduces its heads to one number per row."""
+
+    def __init__(self, component: RewardComponentConfig, config: PreTrainedConfig) -> None:
+        """Take the component and the model's config.
+
+        Raises:
+            UserError: when the model lacks a head or the calibration that the component requires.
+        """
+        heads = stored_heads(config)
+        unknown = sorted(set(component.head_weights) - set(heads))
+        if unknown:
+            raise UserError(
+                f"reward.components: head_weights of {component.label} must name scores of the model "
+                f"({', '.join(heads) or 'it has one'}), got {unknown[0]}: "
+                f"{'name one of them' if heads else 'leave it out'}"
+            )
+        self._weights = [component.head_weights.get(name, 0.0 if component.head_weights else 1.0) for name in heads]
+        self._mean, self._std = [0.0], [1.0]
+        if component.normalize:
+            self._mean, self._std = (
+                _calibrated(component, config, name, max(len(heads), 1)) for name in ("mean", "std")
+            )
+
+    def __call__(self, scores: Tensor) -> Tensor:
+        """[n] component scores of model scores [n] or [n, heads]."""
+        mean, std = (torch.tensor(value, device=scores.device) for value in (self._mean, self._std))
+        scores = (scores - mean) / std.clamp(min=1e-6)  # [n] with [1], or [n, heads] with [heads]
+        return scores if scores.dim() == 1 else scores @ torch.tensor(self._weights, device=scores.device)
+
+
+class ModelReward(RewardComponent):
+    """A reward model that reads the actor's tokens."""
+
+    reads_text = False
+    in_background = False
+
+    def __init__(
+        self, config: RewardComponentConfig, engine: ModelEngine, *, end: tuple[int, Sequence[int]] | None = None
+    ) -> None:
+        """Take the model, and the end of a turn with the tokens after it, where the model was trained to score
+        (data/chat/conversation.py, turn_end)."""
+        super().__init__(config)
+        self._engine, self._end = engine, end
+        self._transform = ScoreTransform(config, engine.lm.config)
+        self.packs = engine.packs
+
+    def begin(self, batch: RewardBatch) -> Callable[[], ComponentScores]:
+        """See RewardComponent: the forwards run when the scores are requested."""
+        return lambda: self._score(batch)
+
+    def _score(self, batch: RewardBatch) -> ComponentScores:
+        with self._engine.on_device():
+            scores = [
+                score_tokens(self._engine, batch.rollout, indices, self._end)[_present(indices)]
+                for indices in batch.micro_batches
+            ]
+        return ComponentScores.read(self._transform(torch.cat(scores)).tolist(), len(batch.rows))
+
+
+class RetokenizingModelReward(RewardComponent):
+    """A reward model that reads the text with its own chat template and tokenizer."""
+
+    in_background = False
+
+    def __init__(self, config: RewardComponentConfig, engine: ModelEngine, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__(config)
+        self._engine, self._tokenizer = engine, tokenizer
+        self._transform = ScoreTransform(config, engine.lm.config)
+        self.packs = engine.packs
+        self._steps = config.steps
+        self._separator = str(getattr(engine.lm.config, SEPARATOR_KEY, ""))
+        if config.steps != "last" and not self._separator:
+            raise UserError(
+                f"reward.components: steps {config.steps} needs a process reward model, {config.model} is not one: "
+                "train it with objective.loss steps, or leave steps out"
+            )
+        self._limit: int | None = getattr(engine.lm.config, "max_position_embeddings", None)
+
+    def begin(self, batch: RewardBatch) -> Callable[[], ComponentScores]:
+        """See RewardComponent: the forwards run when the scores are requested."""
+        return lambda: self._score(batch)
+
+    def _score(self, batch: RewardBatch) -> ComponentScores:
+        """Score all micro-batches; rows that cannot be tokenized are replaced, as a forward may run collectives."""
+        texts, empty = batch.texts, StepwiseTokens([int(self._tokenizer.pad_token_id)], [0], 0)  # type: ignore[arg-type]
+        tokenized: dict[int | None, StepwiseTokens] = {None: empty}
+        failures = {}
+        for place, row in enumerate(batch.rows):
+            tokens = self._tokenize(texts.prompts[place], texts.completions[place], texts.tools(place))
+            if isinstance(tokens, str):
+                failures[place] = tokens
+            tokenized[row] = empty if isinstance(tokens, str) else tokens
+        with self._engine.on_device():
+            scores = [
+                score_text(self._engine, [tokenized[row] for row in indices], self._steps)[_present(indices)]
+                for indices in batch.micro_batches
+            ]
+        values = self._transform(torch.cat(scores)).tolist()
+        scores_of_rows = ComponentScores.read(
+            [None if place in failures else v for place, v in enumerate(values)], len(values)
+        )
+        return ComponentScores(scores_of_rows.values, scores_of_rows.failures | failures)
+
+    def _tokenize(self, prompt: list[Message], completion: str, tools: Tools | None) -> StepwiseTokens | str:
+        """Token ids of a conversation, as in the model's training, or why the model cannot read it."""
+        try:
+            if self._steps != "last":
+                found = encode_steps(prompt, completion, self._tokenizer, self._separator, tools)
+            else:
+                turn = [{"role": "assistant", "content": completion}]
+                ids = encode_completion(prompt, turn, self._tokenizer, tools=tools).input_ids
+                found = StepwiseTokens(ids, [len(ids) - 1], 0)
+        except UserError as error:
+            return str(error)
+        count = len(found.input_ids)
+        if not count or (self._limit is not None and count > self._limit):
+            return f"its conversation has {count} tokens and the model reads 1 to {self._limit or 'any'}"
+        return found
+
+
+def _calibrated(component: RewardComponentConfig, config: PreTrainedConfig, name: str, scores: int) -> list[float]:
+    """A value of the calibration in a model's config (supervised/calibration.py), one number per score."""
+    calibration = getattr(config, "calibration", None)
+    value = calibration.get(name) if isinstance(calibration, dict) else None
+    values = [v for v in (value if isinstance(value, list) else [value]) if isinstance(v, float)]
+    if len(values) != scores:
+        raise UserError(
+            f"reward.components: normalize of {component.label} needs a calibration in its config.json, got {name} "
+            f"{value}: train it with objective.calibrate true, or leave normalize out"
+        )
+    return values
+
+
+def score_tokens(
+    engine: ModelEngine,
+    rollout: Rollout,
+    indices: Sequence[int | None],
+    end: tuple[int, Sequence[int]] | None = None,
+) -> Tensor:
+    """Scores of a micro-batch in the actor's tokens: float32 [n], or [n, heads] of several heads.
+
+    Args:
+        engine: the reward model.
+        rollout: the whole rollout.
+        indices: rows of the micro-batch.
+        end: last token of a turn, and the tokens to append to rows that end with it, if the model has the positions.
+    """
+    batch = rollout.rows(indices)
+    last, tail = end or (-1, ())
+    ids, mask = (pad(tokens, (0, len(tail))) for tokens in (batch.input_ids, batch.attention_mask))
+    lengths, limit = batch.lengths[:, None], getattr(engine.lm.config, "max_position_embeddings", None)
+    ended = ids.gather(1, lengths - 1) == last
+    if limit is not None:
+        ended &= lengths + len(tail) <= limit
+    ended = ended[:, 0].nonzero()
+    places = lengths[ended[:, 0]] + torch.arange(len(tail), device=ids.device)
+    ids[ended, places] = torch.tensor(tail, dtype=ids.dtype, device=ids.device)
+    mask[ended, places] = True
+    return scores_at_end(engine(ids, mask), mask)
+
+
+def score_text(engine: ModelEngine, rows: Sequence[StepwiseTokens], steps: str = "last") -> Tensor:
+    """Scores of conversations in the model's own tokens: float32 [n], or [n, heads] of several heads.
+
+    Args:
+        engine: the reward model.
+        rows: the conversations.
+        steps: see RewardComponentConfig.
+    """
+    ids = pad_sequence([torch.tensor(row.input_ids) for row in rows], batch_first=True).to(engine.device)
+    lengths = torch.tensor([len(row.input_ids) for row in rows], device=engine.device)
+    mask = torch.arange(ids.shape[1], device=engine.device) < lengths[:, None]
+    outputs: Tensor = engine(ids, mask)
+    if steps == "last":
+        return scores_at_end(outputs, mask)
+    over = {"min": lambda p: p.amin(dim=0), "product": lambda p: p.prod(dim=0), "mean": lambda p: p.mean(dim=0)}[steps]
+    return torch.stack([over(outputs[place, row.ends].sigmoid()) for place, row in enumerate(rows)])
+
+
+def tokenizes_alike(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
+    """Whether two tokenizers give a conversation the same tokens: same vocabulary and chat template."""
+    return tokenizer.get_vocab() == other.get_vocab() and tokenizer.chat_template == other.chat_template
+
+
+def _present(indices: Sequence[int | None]) -> list[int]:
+    """Positions of the rows that are not empty."""
+    return [place for place, index in enumerate(indices) if index is not None]

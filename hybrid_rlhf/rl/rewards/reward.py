@@ -1,0 +1,191 @@
+"""The reward of a rollout: the weighted sum of its components, each logged by name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig, require_distinct_names
+from hybrid_rlhf.data.chat.conversation import turn_end
+from hybrid_rlhf.engines.engine import ModelEngine
+from hybrid_rlhf.rl.batch import Rollout
+from hybrid_rlhf.rl.rewards.completion_texts import CompletionTexts
+from hybrid_rlhf.rl.rewards.components import ComponentScores, RewardBatch, RewardComponent
+from hybrid_rlhf.rl.rewards.endpoint import EndpointReward
+from hybrid_rlhf.rl.rewards.functions import FunctionReward
+from hybrid_rlhf.rl.rewards.models import ModelReward, RetokenizingModelReward, tokenizes_alike
+from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.world import World, shared_user_errors
+
+logger = logging.getLogger(LOGGER_NAME)
+COUNTS = ("/failures", "/dropped")
+"""Suffixes of the metrics that are counts; the others are means."""
+_NO_TEXT = CompletionTexts([], [], {})
+
+
+@dataclass(frozen=True)
+class RewardReport:
+    """Scores and metrics of a rollout."""
+
+    scores: Tensor
+    """[N] float32, complete on every rank."""
+    dropped: list[int]
+    """Rows to remove from the rollout."""
+    metrics: dict[str, float]
+    """reward/NAME/mean and /std of a component's scores over all ranks, before its weight; /failures and /dropped count
+    completions without a valid score."""
+
+
+class Reward:
+    """Scores completions by weighted components."""
+
+    def __init__(self, components: Sequence[RewardComponent], world: World) -> None:
+        # Models come first: their forwards run while the others work in the background.
+        self._components = sorted(components, key=lambda component: component.in_background)
+        self._world = world
+        self._logged = len(components) > 1 or not all(isinstance(component, ModelReward) for component in components)
+        self.packs = all(component.packs for component in components)
+        """Whether no component pads its micro-batches."""
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        rollout: Rollout,
+        micro_batches: list[list[int | None]],
+        read_texts: Callable[[], CompletionTexts],
+        *,
+        may_drop_all: bool = False,
+    ) -> RewardReport:
+        """Score a rollout. Every rank calls, each with its own rows.
+
+        Args:
+            rollout: the rollout, complete on every rank.
+            micro_batches: this rank's rows, None for an empty one; each row is on exactly one rank, and every rank
+                has the same number of micro-batches.
+            read_texts: returns the rollout as text; called once, and only if a component reads text.
+            may_drop_all: whether all rows may be dropped.
+
+        Raises:
+            UserError: on every rank, when a component whose on_failure is stop fails for a row on any rank, or all rows
+                are dropped and may_drop_all is false.
+        """
+        batch = RewardBatch(rollout, micro_batches, _NO_TEXT)
+        if any(component.reads_text for component in self._components):
+            batch = RewardBatch(rollout, micro_batches, read_texts().select(batch.rows))
+        pending = [component.begin(batch) for component in self._components]
+        scores = [finish() for finish in pending]
+        values, scored, failed = self._of_all_ranks(batch, scores)
+        self._report_failures(scores, failed, may_drop_all)
+        dropped = self._dropped(failed)
+        weights = torch.tensor(
+            [component.weight for component in self._components], dtype=torch.float32, device=values.device
+        )
+        return RewardReport(
+            (weights[:, None] * values).sum(dim=0),
+            dropped.nonzero().flatten().tolist(),
+            self._metrics(values, scored.bool() & ~dropped, failed),
+        )
+
+    def _of_all_ranks(self, batch: RewardBatch, scores: Sequence[ComponentScores]) -> tuple[Tensor, Tensor, Tensor]:
+        """Scores, whether there is one, and failures, of all ranks: [components, N] float32 each."""
+        table = torch.zeros(3, len(scores), len(batch.rollout.input_ids))
+        rows = torch.tensor(batch.rows, dtype=torch.long)
+        for place, component_scores in enumerate(scores):
+            table[0, place, rows] = torch.tensor([value or 0.0 for value in component_scores.values])
+            table[1, place, rows] = torch.tensor([float(value is not None) for value in component_scores.values])
+            table[2, place, rows[list(component_scores.failures)]] = 1.0
+        # Each row is set on one rank and is zero on the others.
+        values, scored, failed = self._world.all_reduce(table.to(self._world.device))
+        return values, scored, failed
+
+    def _report_failures(self, scores: Sequence[ComponentScores], failed: Tensor, may_drop_all: bool) -> None:
+        """Raise an error, or log which rows are dropped or scored 0; the same on every rank."""
+        counts = failed.sum(dim=1).tolist()
+        if not any(counts):
+            return
+        reasons = self._world.all_gather_objects([next(iter(s.failures.values()), None) for s in scores])
+        for place, component in enumerate(self._components):
+            if not counts[place]:
+                continue
+            reason = next(of_rank[place] for of_rank in reasons if of_rank[place] is not None)
+            where = f"for {counts[place]:.0f} of {failed.shape[1]} completions"
+            if component.on_failure == "stop":
+                raise UserError(
+                    f"reward component {component.name} must give a number or None per completion, it did not {where}: "
+                    f"{reason}; fix it, or set its on_failure to drop or zero"
+                )
+            if self._world.is_main:
+                what = "is scored 0" if component.on_failure == "zero" else "drops its rows"
+                logger.warning("reward component %s %s %s: %s", component.name, what, where, reason)
+            if component.on_failure == "drop" and not may_drop_all and bool(self._dropped(failed).all()):
+                raise UserError(
+                    f"reward components must leave completions to learn from, all {failed.shape[1]} of a rollout are "
+                    f"dropped, {counts[place]:.0f} by {component.name}: {reason}; fix it"
+                )
+
+    def _dropped(self, failed: Tensor) -> Tensor:
+        """[N] bool, failed rows of the components that drop them."""
+        dropping = [component.on_failure == "drop" for component in self._components]
+        return failed[torch.tensor(dropping, dtype=torch.bool, device=failed.device)].any(dim=0)
+
+    def _metrics(self, values: Tensor, scored: Tensor, failed: Tensor) -> dict[str, float]:
+        if not self._logged:
+            return {}
+        metrics = {}
+        for place, component in enumerate(self._components):
+            scores = values[place][scored[place]]
+            if len(scores):
+                metrics[f"reward/{component.name}/mean"] = float(scores.mean())
+                metrics[f"reward/{component.name}/std"] = float(scores.std(correction=0))
+            if component.on_failure != "stop":
+                count = COUNTS[0] if component.on_failure == "zero" else COUNTS[1]
+                metrics[f"reward/{component.name}{count}"] = float(failed[place].sum())
+        return metrics
+
+
+def build_reward(
+    components: Sequence[RewardComponentConfig],
+    world: World,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    resolve: Callable[[str], str],
+    load_tokenizer: Callable[[str], PreTrainedTokenizerBase],
+    build_engine: Callable[[str], ModelEngine],
+) -> Reward:
+    """A reward from its config. Every rank calls.
+
+    Args:
+        components: components of the sum; empty where an environment gives the reward.
+        world: the ranks that share rollouts.
+        tokenizer: tokenizer of the actor.
+        resolve: returns a path that can be loaded, from the name of a model in the config.
+        load_tokenizer: returns the tokenizer of a resolved path.
+        build_engine: returns a frozen engine of the role reward from a resolved path.
+
+    Raises:
+        UserError: on every rank, for components of the same name, or a function or API key that any rank lacks.
+    """
+    require_distinct_names(components)
+    background: dict[str, RewardComponent] = {}
+    with shared_user_errors(world):
+        for component in components:
+            if component.model is None:
+                kind = FunctionReward if component.function is not None else EndpointReward
+                background[component.label] = kind(component, device=world.device)
+
+    def build(component: RewardComponentConfig) -> RewardComponent:
+        if component.model is None:
+            return background[component.label]
+        path = resolve(component.model)
+        own, engine = load_tokenizer(path), build_engine(path)
+        if component.steps == "last" and tokenizes_alike(own, tokenizer):
+            return ModelReward(component, engine, end=turn_end(tokenizer))
+        return RetokenizingModelReward(component, engine, own)
+
+    return Reward([build(component) for component in components], world)

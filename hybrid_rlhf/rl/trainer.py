@@ -1,0 +1,267 @@
+"""The RL trainer: each step samples completions, scores them, estimates advantages and updates actor and critic."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from datasets import Dataset
+
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.rules import require
+from hybrid_rlhf.data.loaders import RowStream
+from hybrid_rlhf.engines.averaging import WeightAverage
+from hybrid_rlhf.engines.checkpoints import LoopState
+from hybrid_rlhf.engines.partition import copy_weights
+from hybrid_rlhf.loop.checkpointing import CheckpointManager, due
+from hybrid_rlhf.loop.non_finite import NonFiniteError, SkippedUpdates, non_finite_rows
+from hybrid_rlhf.loop.trainer import Trainer
+from hybrid_rlhf.rl.batch import Batch, Rollout, with_prefix, without_prefix
+from hybrid_rlhf.rl.metrics import Diagnostics, evaluation_metrics, rollout_metrics, speed_metrics
+from hybrid_rlhf.rl.parts import RLParts
+from hybrid_rlhf.rl.rollouts.collector import Collector, NothingToLearn
+from hybrid_rlhf.rl.samples import SampleTexts
+from hybrid_rlhf.rl.updates.kl_controller import KLController
+from hybrid_rlhf.rl.updates.updater import Progress, UpdateReport
+from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.samples import SampleLog
+from hybrid_rlhf.runtime.run import Run
+
+logger = logging.getLogger(LOGGER_NAME)
+_PARTIAL_STEP = "partial_step."
+_SHOWN_METRICS = (
+    "eval/",
+    "objective/scores",
+    "objective/kl",
+    "policy/entropy",
+    "loss/value",
+    "val/explained_variance",
+    "completions/mean_length",
+    "perf/tokens_per_second",
+)
+_EVAL_STEP = 2**32
+"""Key of the evaluation's random streams, apart from those of training steps: every evaluation samples alike."""
+
+
+class RLTrainer(Trainer):
+    """Trains actor and critic until the prompts or max_steps end."""
+
+    def __init__(
+        self,
+        parts: RLParts,
+        *,
+        prompts: Dataset,
+        held_out: Dataset,
+        stream: RowStream,
+        total_steps: int,
+        config: RLConfig,
+        run: Run,
+        texts: SampleTexts,
+        average: WeightAverage | None,
+    ) -> None:
+        changing = parts.roles.learners
+        if config.reference.refresh_every and parts.roles.reference is not None:
+            changing["reference"] = parts.roles.reference
+        checkpoints = CheckpointManager(run, config.train, changing, average)
+        super().__init__(
+            config.algorithm.name,
+            total_steps=total_steps,
+            config=config.train,
+            run=run,
+            checkpoints=checkpoints,
+            shown_metrics=_SHOWN_METRICS,
+        )
+        self._parts, self._roles, self._rl = parts, parts.roles, config
+        self._scorer, self._updater = parts.scorer, parts.updater
+        self._prompts, self._held_out, self._stream = prompts, held_out, stream
+        self._collector = Collector(
+            parts.sampler,
+            parts.scorer,
+            parts.algorithm,
+            prompts=prompts,
+            stream=stream,
+            per_step=config.rollout.prompts_per_step,
+            total_steps=total_steps,
+            policy_lag=config.rollout.policy_lag,
+        )
+        self._ahead = self._collector.ahead
+        self._kl, self._average, self._texts = KLController(config.algorithm.kl), average, texts
+        self._diagnostics = Diagnostics(enabled=run.world.is_main)
+        self._skipped = SkippedUpdates(run, limit=config.faults.max_skipped_steps)
+        self._samples = SampleLog(run.folder, every=config.logging.samples_every, enabled=run.world.is_main)
+        self._interrupted: tuple[Batch, Progress] | None = None
+        """A resumed step whose updates were not all made."""
+
+    def step(self, step: int) -> dict[str, float]:
+        """Sample, score, estimate, update."""
+        config, kl_coef, start = self._rl, self._kl.kl_coef, self._start_timers()
+        try:
+            if self._interrupted is not None:
+                (batch, progress), start, self._interrupted = self._interrupted, None, None
+            else:
+                rollout = self._collector.collect(step)
+                rollout = self._scorer.compute_logprobs(rollout, self._parts.plan(rollout, step=step))
+                self._require_finite(step, rollout)
+                batch = self._parts.estimate(rollout, kl_coef=kl_coef)
+                progress = Progress(self._world.device)
+        except NothingToLearn as found:
+            return self._without_update(step, found)
+        except NonFiniteError as found:
+            self._run.timers.take()
+            return self._skipped.record(step, found.what)
+        with self._run.timers("training"):
+            report = self._updater.update(
+                batch,
+                [self._parts.plan(batch.rollout, step=step, epoch=epoch) for epoch in range(config.algorithm.epochs)],
+                kl_coef=kl_coef,
+                train_actor=config.critic is None or step > config.critic.warmup_steps,
+                progress=progress,
+                between=self._checkpoint_within(step, batch),
+            )
+        metrics = {**rollout_metrics(report.batch), **batch.metrics, **report.metrics, **self._speed(report, start)}
+        if "objective/kl" in metrics:
+            self._kl.update(metrics["objective/kl"], completions=len(batch))
+        if due(step, config.reference.refresh_every):
+            assert self._roles.reference is not None
+            copy_weights(self._roles.actor.lm, self._roles.reference.lm)
+        self._write_samples(step, batch.rollout, report)
+        self._diagnostics.watch(step, metrics)
+        return metrics | self._skipped.record(step, [f"a gradient of the {role}" for role in report.skipped])
+
+    def _start_timers(self) -> float | None:
+        self._run.timers.take()  # writing a checkpoint may have waited for completions
+        return time.perf_counter()
+
+    def _without_update(self, step: int, found: NothingToLearn) -> dict[str, float]:
+        self._run.timers.take()
+        if self._world.is_main:
+            logger.warning("step %d learns nothing: %s", step, found)
+        return found.metrics
+
+    def _require_finite(self, step: int, rollout: Rollout) -> None:
+        """Write out the rows with a value that is not finite, and raise NonFiniteError; on every rank."""
+        computed = {
+            "log-probs": rollout.old_logprobs,
+            "reference log-probs": rollout.ref_logprobs,
+            "values": rollout.old_values,
+            "scores": rollout.scores,
+        }
+        faulty = non_finite_rows(
+            {name: values for name, values in computed.items() if values is not None}, mask=rollout.response_mask
+        )
+        if not faulty:
+            return
+        if self._world.is_main:
+            rows = sorted({row for rows in faulty.values() for row in rows})
+            self._skipped.keep(step, self._texts(rollout, rows))
+        raise NonFiniteError([f"{what} of {len(rows)} completions" for what, rows in faulty.items()])
+
+    def _write_samples(self, step: int, rollout: Rollout, report: UpdateReport) -> None:
+        self._samples.write(step, lambda: self._texts(rollout))
+        rows = {row for skipped in report.skipped.values() for row in skipped}
+        self._skipped.keep(step, self._texts(rollout, sorted(rows)))
+
+    def _speed(self, report: UpdateReport, start: float | None) -> dict[str, float]:
+        """Speed and time of a step; {} for a resumed one, whose beginning was not timed."""
+        seconds = {"switch": self._roles.actor.weight_sync_seconds, **self._run.timers.take()}
+        if start is None:
+            return {}
+        seconds["step"] = time.perf_counter() - start
+        sampled, hidden = self._collector.sampled_tokens, self._ahead.hidden_seconds
+        return speed_metrics(self._roles, sampled, report.trained_tokens, seconds, hidden=hidden)
+
+    def evaluate(self) -> dict[str, float]:
+        """Scores and KL of completions of the held-out prompts, of the averaged actor too; {} without prompts."""
+        if not len(self._held_out):
+            return {}
+        prompts = [self._held_out[i] for i in range(len(self._held_out))]
+        metrics = evaluation_metrics(self._evaluated(prompts), prefix="eval")
+        if self._average is not None:
+            with self._average.applied(), self._roles.actor.other_weights():
+                metrics |= evaluation_metrics(self._evaluated(prompts), prefix="eval_ema")
+        self._run.timers.take()
+        return metrics
+
+    def _evaluated(self, prompts: Sequence[Mapping[str, Any]]) -> Rollout:
+        """Completions of prompts outside the training steps, scored, with log-probs."""
+        rollout = self._parts.sampler.sample(prompts, step=_EVAL_STEP, shown_as="evaluation")
+        rollout = self._scorer.score(prompts, rollout)
+        return self._scorer.compute_logprobs(rollout, self._parts.planner.plan(rollout))
+
+    @property
+    def has_next(self) -> bool:
+        """See Trainer."""
+        return self._interrupted is not None or self._ahead.has_next
+
+    def running(self) -> contextlib.AbstractContextManager[None]:
+        """See Trainer."""
+        return self._ahead.running()
+
+    def state(self, step: int) -> LoopState:
+        """See Trainer."""
+        self._samples.flush()
+        content: dict[str, Any] = {
+            "prompts": self._stream.state_dict(),
+            "algorithm": {"name": self._rl.algorithm.name, **self._parts.algorithm.state_dict()},
+            "kl": self._kl.state_dict(),
+            "scaling": self._parts.scaling.state_dict(),
+            "skipped": self._skipped.state_dict(),
+            "ahead": self._ahead.state_dict(),
+        }
+        if self._updater.ptx is not None:
+            content["ptx"] = self._updater.ptx.state_dict()
+        return LoopState(step, content, tensors=self._ahead.tensors())
+
+    def _checkpoint_within(self, step: int, batch: Batch) -> Callable[[Progress], None]:
+        """A checkpoint between two updates of a step, where a signal asks for one."""
+        return lambda progress: self._checkpoints.within_step(partial(self._partial_state, step, batch, progress))
+
+    def _partial_state(self, step: int, batch: Batch, progress: Progress) -> LoopState:
+        state = self.state(step - 1)
+        partial_step = {"metrics": dict(batch.metrics), "progress": progress.state_dict(self._world)}
+        tensors = {**state.tensors, **with_prefix(_PARTIAL_STEP, batch.tensors())}
+        return LoopState(state.step, {**state.content, "partial_step": partial_step}, progress.updates, tensors)
+
+    def resume(self) -> int | None:
+        """See Trainer."""
+        state = self._checkpoints.resume()
+        if state is not None:
+            self._restore(state)
+        self._samples.resume(0 if state is None else state.step)
+        if self._parts.scaling.needs_initial_scores:
+            first = range(min(len(self._prompts), self._rl.rollout.prompts_per_step))
+            scores = self._evaluated([self._prompts[i] for i in first]).scores
+            assert scores is not None
+            self._parts.scaling.observe(scores)
+        return None if state is None else state.step
+
+    def _restore(self, state: LoopState) -> None:
+        content, mine = state.content, self._rl.algorithm.name
+        before = content["algorithm"].get("name", mine)
+        require(
+            before == mine,
+            f"a checkpoint resumes with its algorithm {before}, got {mine}: set --algorithm {before}, or start a new "
+            "run in another output_dir",
+        )
+        require(
+            self._rl.algorithm.allows_policy_lag or not content.get("ahead"),
+            "the checkpoint holds completions that older weights sampled (rollout.async_sampling.policy_lag), got "
+            "algorithm.correction.method none: give truncate or mask",
+        )
+        self._stream.load_state_dict(content["prompts"])
+        self._parts.algorithm.load_state_dict(content["algorithm"])
+        self._kl.load_state_dict(content["kl"])
+        self._parts.scaling.load_state_dict(content["scaling"])
+        self._skipped.load_state_dict(content["skipped"])
+        self._ahead.load_state_dict(content.get("ahead", ()), state.tensors, self._world)
+        if self._updater.ptx is not None and "ptx" in content:
+            self._updater.ptx.load_state_dict(content["ptx"])
+        if state.update is not None:
+            stored, tensors = content["partial_step"], without_prefix(_PARTIAL_STEP, state.tensors)
+            progress = Progress(self._world.device)
+            progress.load_state_dict(stored["progress"], self._world)
+            self._interrupted = Batch.from_tensors(tensors, self._world.device, stored["metrics"]), progress

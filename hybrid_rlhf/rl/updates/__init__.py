@@ -1,0 +1,5 @@
+"""Optimizer updates from one rollout.
+
+Read `updater.py` (epochs and mini-batches), `policy_loss.py` (the actor's loss on a micro-batch), `kl_controller.py`
+and `ptx.py` (pretraining text mixed in).
+"""

@@ -1,0 +1,102 @@
+"""The actor's loss on a micro-batch: the algorithm's own, an entropy bonus, and the KL where it is a term of the loss.
+
+All terms are sums over response tokens with the same weights, divided once by the caller.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from hybrid_rlhf.engines.engine import ModelEngine
+from hybrid_rlhf.functional.aggregation import correction_weights, length_weights
+from hybrid_rlhf.functional.divergences import kl_loss
+from hybrid_rlhf.functional.losses import LossSum
+from hybrid_rlhf.functional.masking import masked_sum
+from hybrid_rlhf.rl.algorithms import Algorithm
+from hybrid_rlhf.rl.batch import Batch, Rollout
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """What the loss of a micro-batch needs to know of its mini-batch."""
+
+    tokens: float
+    """Response tokens over all ranks, the denominator of the losses."""
+    sequences: float
+    """Completions over all ranks."""
+    kl_coef: float = 0.0
+    """Weight of the KL in the loss."""
+    kept_tokens: float | None = None
+    """Response tokens that the correction keeps, where they are the denominator."""
+
+
+class PolicyLoss:
+    """Computes the loss with an actor."""
+
+    def __init__(self, actor: ModelEngine, algorithm: Algorithm, *, temperature: float, max_tokens: int) -> None:
+        """Take the actor, the algorithm, and the rollout's temperature and longest completion."""
+        self._actor, self._algorithm, self._config = actor, algorithm, algorithm.config
+        self._temperature, self._max_tokens = temperature, max_tokens
+
+    def __call__(self, batch: Batch, mini_batch: MiniBatch) -> tuple[LossSum, Tensor]:
+        """The loss on a micro-batch [n, t], and the current log-probs [n, t] without gradient."""
+        config, rollout = self._config, batch.rollout
+        mask = rollout.response_mask
+        logprobs, entropy = self._actor(rollout.input_ids, rollout.attention_mask, mask, self._temperature)
+        current = logprobs.detach()
+        if not config.reads_old_logprobs:
+            rollout = replace(rollout, old_logprobs=current)
+            batch = replace(batch, rollout=rollout)
+        correction = self._correction(rollout)
+        weights = length_weights(
+            mask,
+            normalization=config.loss_normalization,
+            tokens=mini_batch.tokens,
+            sequences=mini_batch.sequences,
+            max_tokens=self._max_tokens,
+            kept=None if config.correction is None or config.correction.count_masked else correction,
+            kept_tokens=mini_batch.kept_tokens,
+        )
+        stats: dict[str, Tensor] = {}
+        if correction is not None:
+            weights = weights * correction
+            stats["correction"] = masked_sum(correction, mask=mask)
+        tokens_per_completion = mini_batch.tokens / max(mini_batch.sequences, 1)
+        loss = self._algorithm.loss(logprobs, batch, weights=weights, tokens_per_completion=tokens_per_completion)
+        total = loss.total
+        if config.entropy_coef:
+            total = total - config.entropy_coef * masked_sum(weights * entropy, mask=mask)
+        if config.kl is not None and config.kl.where == "loss" and rollout.ref_logprobs is not None:
+            assert config.kl.estimator != "k1" and rollout.old_logprobs is not None
+            kl = kl_loss(
+                logprobs,
+                old_logprobs=rollout.old_logprobs,
+                ref_logprobs=rollout.ref_logprobs,
+                estimator=config.kl.estimator,
+            )
+            total = total + mini_batch.kl_coef * masked_sum(weights * kl, mask=mask)
+            stats["kl"] = masked_sum(kl.detach(), mask=mask)
+        stats["entropy"] = masked_sum(entropy.detach(), mask=mask)
+        return LossSum(total, loss.count, {**loss.stats, **stats}), current
+
+    def kept(self, rollout: Rollout) -> Tensor:
+        """[N, T] bool, the response tokens that algorithm.correction does not mask."""
+        correction = self._correction(rollout)
+        return rollout.response_mask if correction is None else rollout.response_mask & (correction > 0)
+
+    def _correction(self, rollout: Rollout) -> Tensor | None:
+        """[n, t] weights of tokens for the difference between sampler and actor; none without a correction."""
+        config = self._config.correction
+        if config is None:
+            return None
+        assert rollout.old_logprobs is not None
+        return correction_weights(
+            rollout.old_logprobs,
+            sampler_logprobs=rollout.drawn_logprobs,
+            mask=rollout.response_mask,
+            how=config.method,
+            clip=config.clip,
+            low=config.low,
+        )

@@ -1,0 +1,53 @@
+"""Pretraining text that is mixed into the actor's updates (InstructGPT's PPO-ptx); its position can be saved."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from datasets import Dataset
+
+from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
+from hybrid_rlhf.data.collation import TokenBatch, collate_tokens
+from hybrid_rlhf.data.loaders import BatchLoader
+from hybrid_rlhf.runtime.world import World
+
+
+class PtxBatches:
+    """This rank's micro-batches of text without end, one list an update."""
+
+    def __init__(
+        self,
+        rows: Dataset,
+        *,
+        global_batch_size: int,
+        micro_batches: MicroBatches,
+        seed: int,
+        pad_token_id: int,
+        world: World,
+    ) -> None:
+        self._loader = BatchLoader(
+            rows,
+            global_batch_size=global_batch_size,
+            world_rank=world.rank,
+            world_size=world.size,
+            micro_batches=micro_batches,
+            seed=seed,
+        )
+        self._parts = self._loader.iterate()
+        self._pad_token_id, self._device = pad_token_id, world.device
+
+    def __iter__(self) -> Self:
+        """Itself."""
+        return self
+
+    def __next__(self) -> list[TokenBatch]:
+        """The micro-batches of the next update."""
+        return [collate_tokens(part, self._pad_token_id).to(self._device) for part in next(self._parts)]
+
+    def state_dict(self) -> dict[str, int]:
+        """The position, for a checkpoint."""
+        return self._loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from a checkpoint, before the first batch is taken."""
+        self._loader.load_state_dict(state)

@@ -1,0 +1,279 @@
+"""Optimizer updates of the actor and, where there is one, the critic, from one rollout.
+
+Source: Ouyang et al. 2022 (arXiv 2203.02155), section 3.5; the N details.
+Deviations: each loss is divided once by the response tokens of its whole mini-batch, over all ranks; the PTX loss by
+its own tokens, so that ptx_coef is relative to a mean loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.engines.averaging import WeightAverage
+from hybrid_rlhf.engines.engine import ModelEngine, UpdateStats
+from hybrid_rlhf.functional.losses import LossSum, ppo_value_loss, sft_loss
+from hybrid_rlhf.loop.loss_sums import RunningSums, global_count
+from hybrid_rlhf.loop.non_finite import rows_with_non_finite_loss
+from hybrid_rlhf.models.policy import values_before
+from hybrid_rlhf.rl.algorithms import Algorithm
+from hybrid_rlhf.rl.batch import Batch, MiniBatchPlan, Rollout, scatter_rows
+from hybrid_rlhf.rl.roles import Roles
+from hybrid_rlhf.rl.updates.policy_loss import MiniBatch, PolicyLoss
+from hybrid_rlhf.rl.updates.ptx import PtxBatches
+from hybrid_rlhf.runtime.world import World
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """Result of the updates from one rollout."""
+
+    metrics: dict[str, float]
+    trained_tokens: float
+    """Real tokens of the mini-batches of all updates, over all ranks."""
+    batch: Batch
+    """The batch, with old log-probs from the training forward in any case."""
+    skipped: dict[str, list[int]]
+    """By role whose gradient was not finite: rows of this rank that may have caused the skipped update."""
+
+
+class _Sums:
+    """Loss sums of the updates from one rollout."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.policy, self.value, self.ptx = RunningSums(device), RunningSums(device), RunningSums(device)
+
+
+class Progress:
+    """How many updates from one rollout are made, and their sums so far."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.updates = 0
+        self.sums = _Sums(device)
+        self.stats: dict[str, UpdateStats] = {}
+        self.skipped: dict[str, list[int]] = {}
+        """By role whose gradient was not finite: rows of this rank that may have caused the skipped update."""
+
+    def record_skipped(self, role: str, micro_batches: list[list[int | None]], losses: list[torch.Tensor]) -> None:
+        """Record the rows that may have caused a skipped update."""
+        self.skipped.setdefault(role, []).extend(rows_with_non_finite_loss(micro_batches, losses))
+
+    def state_dict(self, world: World) -> dict[str, Any]:
+        """State for a checkpoint; every rank calls, and gets the same."""
+        sums = {name: part.state_dict() for name, part in vars(self.sums).items()}
+        return {
+            "updates": self.updates,
+            "skipped": {role: world.all_gather_objects(rows) for role, rows in self.skipped.items()},
+            "sums": world.all_gather_objects(sums),
+            "stats": {role: asdict(stats) for role, stats in self.stats.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], world: World) -> None:
+        """Restore the state of a checkpoint; on a different number of ranks rank 0 takes all sums."""
+        by_rank: list[dict[str, dict[str, float]]] = state["sums"]
+        self.updates = state["updates"]
+        mine = slice(world.rank, None, world.size)
+        self.skipped = {
+            role: [row for rows in values[mine] for row in rows] for role, values in state["skipped"].items()
+        }
+        self.stats = {role: UpdateStats(**stats) for role, stats in state["stats"].items()}
+        for name, part in vars(self.sums).items():
+            if len(by_rank) == world.size:
+                part.load_state_dict(by_rank[world.rank][name])
+            else:
+                names = by_rank[0][name]
+                share = 1.0 if world.is_main else 0.0
+                part.load_state_dict(
+                    {key: share * sum(values[name].get(key, 0.0) for values in by_rank) for key in names}
+                )
+
+
+class Updater:
+    """Updates actor and critic from batches."""
+
+    def __init__(
+        self,
+        roles: Roles,
+        algorithm: Algorithm,
+        *,
+        rollout: RolloutConfig,
+        average: WeightAverage | None = None,
+        ptx_batches: PtxBatches | None = None,
+        ptx_coef: float = 0.0,
+    ) -> None:
+        """Take the roles, the algorithm and the pretraining text.
+
+        Args:
+            roles: the actor and, if there is one, the critic are trained.
+            algorithm: gives the actor's loss.
+            rollout: how completions are sampled; the actor's log-probs are taken at its temperature.
+            average: the actor's moving average, updated after each update.
+            ptx_batches: this rank's micro-batches of pretraining text, one list per update.
+            ptx_coef: weight of their loss.
+        """
+        self._roles = roles
+        self._config = algorithm.config
+        self.policy_loss = PolicyLoss(
+            roles.actor, algorithm, temperature=rollout.sampling.temperature, max_tokens=rollout.sampling.max_new_tokens
+        )
+        self._average = average
+        self.ptx, self._ptx_coef = ptx_batches, ptx_coef
+        self._world = roles.actor.world
+
+    def update(
+        self,
+        batch: Batch,
+        plans: Sequence[MiniBatchPlan],
+        *,
+        kl_coef: float = 0.0,
+        train_actor: bool = True,
+        progress: Progress | None = None,
+        between: Callable[[Progress], None] = lambda progress: None,
+    ) -> UpdateReport:
+        """Pass over a batch once per plan.
+
+        Args:
+            batch: to learn from.
+            plans: mini-batches of each epoch.
+            kl_coef: of the KL in the loss, if it is there.
+            train_actor: whether the actor learns too, or the critic alone.
+            progress: of updates made from this batch before the run was interrupted.
+            between: called before each update.
+        """
+        progress = progress or Progress(self._world.device)
+        sums, stats = progress.sums, progress.stats
+        rollout = batch.rollout
+        assert rollout.old_logprobs is not None
+        computes_old = train_actor and not self._config.reads_old_logprobs
+        logprobs = torch.zeros_like(rollout.old_logprobs) if computes_old else None
+        for number, (micro_batches, mini_batch) in enumerate(self._mini_batches(rollout, plans, kl_coef)):
+            if number < progress.updates:
+                continue
+            between(progress)
+            if train_actor:
+                seen = sums.policy.total("approxkl")
+                stats["actor"] = self._update_actor(batch, micro_batches, mini_batch, progress, logprobs)
+            if self._roles.critic is not None:
+                stats["critic"] = self._update_critic(
+                    self._roles.critic, batch, micro_batches, mini_batch.tokens, progress
+                )
+            progress.updates += 1
+            if train_actor and self._exceeds_target(sums.policy.total("approxkl") - seen, mini_batch.tokens):
+                break
+        if logprobs is not None:
+            batch = replace(batch, rollout=replace(rollout, old_logprobs=self._world.all_reduce(logprobs)))
+        trained = float(rollout.lengths.sum()) * progress.updates / len(plans[0].mini_batches)
+        return UpdateReport(self._metrics(progress), trained, batch, progress.skipped)
+
+    def value_loss(self, critic: ModelEngine, batch: Batch) -> LossSum:
+        """The critic's loss on a micro-batch."""
+        rollout, returns = batch.rollout, batch.returns
+        assert rollout.old_values is not None and returns is not None
+        return ppo_value_loss(
+            values_before(critic(rollout.input_ids, rollout.attention_mask)),
+            old_values=rollout.old_values,
+            returns=returns,
+            mask=rollout.response_mask,
+            clip=self._config.value_clip,
+        )
+
+    def _mini_batches(
+        self, rollout: Rollout, plans: Sequence[MiniBatchPlan], kl_coef: float
+    ) -> Iterator[tuple[list[list[int | None]], MiniBatch]]:
+        correction = self._config.correction
+        counted = correction is None or correction.count_masked
+        kept = None if counted else self.policy_loss.kept(rollout).sum(dim=1)
+        for plan in plans:
+            for micro_batches, tokens, sequences in zip(plan.mini_batches, plan.tokens, plan.sequences, strict=True):
+                rows = [row for micro in micro_batches for row in micro if row is not None]
+                kept_tokens = None if kept is None else global_count(float(kept[rows].sum()), self._world)
+                yield micro_batches, MiniBatch(tokens, sequences, kl_coef, kept_tokens)
+
+    def _exceeds_target(self, approxkl: torch.Tensor, tokens: float) -> bool:
+        """Whether approxkl of the mini-batch ends the passes over the rollout; the same on every rank."""
+        if self._config.target_kl is None:
+            return False
+        return float(self._world.all_reduce(approxkl)) / max(tokens, 1.0) > self._config.target_kl
+
+    def _update_actor(
+        self,
+        batch: Batch,
+        micro_batches: list[list[int | None]],
+        mini_batch: MiniBatch,
+        progress: Progress,
+        logprobs: torch.Tensor | None,
+    ) -> UpdateStats:
+        actor, sums = self._roles.actor, progress.sums
+        losses = []
+        for indices in micro_batches:
+            loss, current = self.policy_loss(batch.rows(indices), mini_batch)
+            actor.backward(loss.total, count=mini_batch.tokens)
+            sums.policy.add(loss)
+            losses.append(loss.total.detach())
+            if logprobs is not None:
+                scatter_rows(logprobs, indices, current)
+        if self.ptx is not None:
+            texts = next(self.ptx)
+            ptx_count = global_count(sum(int(text.loss_mask.sum()) for text in texts), self._world)
+            for text in texts:
+                predicted, _ = actor(text.input_ids, text.attention_mask, text.loss_mask)
+                loss = sft_loss(predicted, mask=text.loss_mask)
+                actor.backward(self._ptx_coef * loss.total, count=ptx_count)
+                sums.ptx.add(loss)
+        stats = actor.step()
+        if stats.skipped:
+            progress.record_skipped("actor", micro_batches, losses)
+        elif self._average is not None:
+            self._average.update()
+        return stats
+
+    def _update_critic(
+        self,
+        critic: ModelEngine,
+        batch: Batch,
+        micro_batches: list[list[int | None]],
+        count: float,
+        progress: Progress,
+    ) -> UpdateStats:
+        losses = []
+        for indices in micro_batches:
+            loss = self.value_loss(critic, batch.rows(indices))
+            critic.backward(loss.total, count=count)
+            progress.sums.value.add(loss)
+            losses.append(loss.total.detach())
+        stats = critic.step()
+        if stats.skipped:
+            progress.record_skipped("critic", micro_batches, losses)
+        return stats
+
+    def _metrics(self, progress: Progress) -> dict[str, float]:
+        sums, stats = progress.sums, progress.stats
+        metrics = {"rollout/updates": float(progress.updates)}
+        if "critic" in stats:
+            value = sums.value.means(self._world)
+            metrics |= {"loss/value": value["loss"], "val/clipfrac": value["clipfrac"]}
+        if "actor" in stats:
+            means = sums.policy.means(self._world)
+            metrics |= {name: means[key] for name, key in _POLICY_METRICS.items() if key in means}
+        if self.ptx is not None and "actor" in stats:
+            metrics["loss/ptx"] = sums.ptx.means(self._world)["loss"]
+        for role, last in stats.items():
+            metrics["lr" if role == "actor" else f"{role}/lr"] = last.lr
+            if last.grad_norm is not None:
+                metrics[f"{role}/grad_norm"] = last.grad_norm
+        return metrics
+
+
+_POLICY_METRICS = {
+    "loss/policy": "loss",
+    "policy/approxkl": "approxkl",
+    "policy/clipfrac": "clipfrac",
+    "policy/entropy": "entropy",
+    "val/ratio": "ratio",
+    "policy/kl": "kl",
+    "rollout/correction_mean": "correction",
+}

@@ -1,0 +1,71 @@
+"""A call in a background thread, and the delay before a failed call is retried.
+
+An executor is not suitable: its threads keep the process alive, and user code may hang.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class CallTimeout(Exception):
+    """A call exceeded its time limit."""
+
+
+class BackgroundCall(Generic[T]):
+    """Starts a call immediately; `result` waits for it."""
+
+    def __init__(self, call: Callable[[], T], *, device: torch.device) -> None:
+        self._call, self._device = call, device
+        self._error: BaseException | None = None
+        self._start = time.monotonic()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def result(self, timeout_seconds: float | None = None) -> T:
+        """What the call returned.
+
+        Args:
+            timeout_seconds: time limit since the start of the call; None: unlimited.
+
+        Raises:
+            CallTimeout: if the call has not ended by then. It keeps running: Python cannot stop a thread.
+            BaseException: whatever the call raised.
+        """
+        left = None if timeout_seconds is None else max(0.0, self._start + timeout_seconds - time.monotonic())
+        self._thread.join(left)
+        if self._thread.is_alive():
+            raise CallTimeout
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def has_ended(self, within_seconds: float | None = 0.0) -> bool:
+        """Whether the call has ended, after waiting for it for at most this long; None: until it has."""
+        self._thread.join(within_seconds)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # a new thread starts on the first GPU
+            self._value = self._call()
+        except BaseException as error:  # noqa: BLE001 - raised again by result
+            self._error = error
+
+
+FIRST_DELAY_SECONDS = 0.5
+"""Before the first retry; it doubles with each further one."""
+MAX_DELAY_SECONDS = 30.0
+
+
+def retry_delay_seconds(tries: int) -> float:
+    """The delay after this many attempts."""
+    return min(FIRST_DELAY_SECONDS * 2.0 ** (tries - 1), MAX_DELAY_SECONDS)

@@ -1,0 +1,108 @@
+"""Requests by signal: SIGTERM saves and stops a run, SIGUSR1 saves and continues.
+
+Schedulers send these before they reclaim a machine. A second SIGTERM stops at once. Outside its loop a run has nothing
+to save: there SIGUSR1 is ignored and SIGTERM ends the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess  # for a type alone  # nosec B404
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+STOPPED_EXIT_CODE = 128 + signal.SIGTERM
+"""The exit code that a shell reports for a process ended by SIGTERM."""
+_stopping = threading.Event()
+"""Set once the loop of this process has received SIGTERM."""
+
+
+class SignalRequests:
+    """Records the signals received."""
+
+    def __init__(self) -> None:
+        self.stop = False
+        self.saves = 0
+        """How many checkpoints have been requested."""
+
+    def catch(self) -> AbstractContextManager[None]:
+        """Record both signals inside the block instead of their default action."""
+        return _handler_installed(self._record)
+
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        self.saves += 1
+        if number == signal.SIGTERM:
+            self.stop = True
+            _stopping.set()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def ask_to_stop() -> None:
+    """Send this process SIGTERM, unless it has received one: a second would end it at once."""
+    if not _stopping.is_set():
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def ignore_save_requests() -> AbstractContextManager[None]:
+    """Ignore SIGUSR1, whose default action ends the process, inside the block."""
+    return _handler_installed(lambda number, frame: None, signal.SIGUSR1)
+
+
+@contextlib.contextmanager
+def forward_signals(process: subprocess.Popen[str]) -> Iterator[SignalRequests]:
+    """Forward both signals to the ranks: the child process, or those it has started on this host.
+
+    A launcher in between would end its ranks without waiting for a checkpoint. SIGUSR1 is not sent to a process that
+    does not handle it, such as a rank that is still importing or a launcher without ranks: it would die.
+
+    Yields:
+        the requests received so far; only `stop` is set.
+    """
+    requests = SignalRequests()
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        requests.stop = requests.stop or number == signal.SIGTERM
+        with contextlib.suppress(psutil.Error):
+            child = psutil.Process(process.pid)
+            ranks = [other for other in child.children(recursive=True) if _is_rank(other)]
+            for rank in ranks or [child]:
+                if number == signal.SIGTERM or _handles(rank, number):
+                    rank.send_signal(number)
+
+    with _handler_installed(forward):
+        yield requests
+
+
+@contextlib.contextmanager
+def _handler_installed(handler: Callable[[int, FrameType | None], None], *numbers: signal.Signals) -> Iterator[None]:
+    """Handle signals, by default both, inside the block; does nothing outside the main thread, as Python requires."""
+    is_main = threading.current_thread() is threading.main_thread()
+    wanted = (numbers or (signal.SIGTERM, signal.SIGUSR1)) if is_main else ()
+    previous = {number: signal.signal(number, handler) for number in wanted}
+    try:
+        yield
+    finally:
+        for number, earlier in previous.items():
+            signal.signal(number, earlier)
+
+
+def _is_rank(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return "RANK" in process.environ()
+    return False
+
+
+def _handles(process: psutil.Process, number: int) -> bool:
+    """Whether a process handles a signal; true if the system does not show it."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8").splitlines()
+        mask = next(line.split()[1] for line in lines if line.startswith("SigCgt:"))
+        return bool(int(mask, 16) >> (number - 1) & 1)
+    return True

@@ -1,0 +1,168 @@
+"""What each rank was doing when a phase took too long, and which rank the others wait for.
+
+A rank whose main thread is inside torch.distributed (or DeepSpeed's wrapper of it) waits; one whose main thread is
+elsewhere keeps the others waiting. Where collectives run on a GPU or asynchronously, Python's frames do not show them:
+then the stalled ranks are those that have started the fewest collectives.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+
+_COLLECTIVES = ("/torch/distributed/distributed_c10d.py", "/deepspeed/comm/")
+_PACKAGE = str(Path(__file__).parents[2])
+_LIBRARIES = (*(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")), "<")
+_WRAPPERS = tuple(
+    f"{_PACKAGE}/runtime/{name}.py"
+    for name in ("world", "observability/timers", "liveness/watchdog", "liveness/stall_report")
+)
+"""Their frames do not show what a rank is doing."""
+_OUTSIDE = " (not in a collective)"
+_MAX_NAME_CHARACTERS = 200
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank is doing."""
+
+    rank: int
+    phase: str
+    seconds: float
+    """Duration of the phase so far."""
+    place: str
+    """The innermost line outside of libraries: `file.py:12 function`."""
+    collective: str | None
+    """The function of torch.distributed that is being called, if any."""
+    started: int
+    """Collectives over all ranks that this rank has started."""
+
+    @property
+    def doing(self) -> str:
+        """Where the rank is, as text."""
+        if self.collective is None:
+            return f"at {self.place}{_OUTSIDE}"
+        return f"in {self.collective}, called at {self.place}"
+
+    def __str__(self) -> str:
+        return f"in {self.phase} since {self.seconds:.0f} s, {self.doing}"
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object."""
+        return asdict(self)
+
+
+def report_rank(rank: int, phase: str, seconds: float) -> RankReport:
+    """Inspect the main thread of this process."""
+    threads = sys._current_frames()
+    frames = _stack(threads[threading.main_thread().ident or 0])
+    place = _place(frames)
+    if frames[0].f_code.co_filename == threading.__file__:  # it waits for another thread: find what that one does
+        others = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+        stacks = [_stack(threads[thread.ident or 0]) for thread in others if thread.ident in threads]
+        # The newest thread that runs code of this project or of the user, except this one, the watchdog.
+        busy = [stack for stack in stacks if not _is_watchdog(stack) and any(_is_own(frame) for frame in stack)]
+        place = _place(busy[-1]) if busy else place
+    phase, place = phase[:_MAX_NAME_CHARACTERS], place[:_MAX_NAME_CHARACTERS]
+    return RankReport(rank, phase, round(seconds, 1), place, _collective(frames), _started())
+
+
+def diagnose(reports: Sequence[RankReport], *, silent: Collection[int] = ()) -> str:
+    """Which ranks are stalled and which wait for them, in one line.
+
+    Args:
+        reports: of the ranks that responded, at least one.
+        silent: ranks that did not respond.
+    """
+    stalled = [] if silent else _stalled(reports)
+    parts = [f"{_ranks(ranks)} {_verb(ranks, 'is', 'are')} stalled: {text}" for text, ranks in _grouped(stalled, str)]
+    if silent:
+        verb = _verb(silent, "does", "do")
+        parts = [f"{_ranks(silent)} {verb} not respond (stopped, or in C code that holds the interpreter lock)"]
+    elif not stalled:
+        same = len({one.doing for one in reports}) == 1
+        parts = [f"all ranks wait in {'one collective that does not end' if same else 'different collectives'}"]
+    waiting = [one for one in reports if one not in stalled]
+    for text, ranks in _grouped(waiting, lambda one: one.doing.removesuffix(_OUTSIDE)):
+        parts.append(f"{_ranks(ranks)} {_verb(ranks, 'waits', 'wait')}{' for it' * bool(stalled or silent)} {text}")
+    return "; ".join(parts)
+
+
+def _stalled(reports: Sequence[RankReport]) -> list[RankReport]:
+    """The ranks that keep the others waiting; none if all are in collectives."""
+    outside = [one for one in reports if one.collective is None]
+    fewest = min((one.started for one in outside), default=0)
+    return [one for one in outside if one.started == fewest]
+
+
+def _grouped(reports: Iterable[RankReport], text: Callable[[RankReport], str]) -> Iterable[tuple[str, list[int]]]:
+    groups: defaultdict[str, list[int]] = defaultdict(list)
+    for one in reports:
+        groups[text(one)].append(one.rank)
+    return groups.items()
+
+
+def _verb(ranks: Collection[int], singular: str, plural: str) -> str:
+    return singular if len(ranks) == 1 else plural
+
+
+def _ranks(ranks: Collection[int]) -> str:
+    """`rank 3`, or `ranks 0-5, 7`."""
+    ordered, runs = sorted(ranks), list[list[int]]()
+    for rank in ordered:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"rank{'s' * (len(ordered) > 1)} {text}"
+
+
+def _stack(frame: FrameType | None) -> list[FrameType]:
+    """The frames of a thread, innermost first."""
+    frames = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def _place(frames: Sequence[FrameType]) -> str:
+    own = [frame for frame in frames if _is_own(frame)]
+    frame = own[0] if own else frames[0]
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
+
+
+def _is_own(frame: FrameType) -> bool:
+    """Whether a frame is code of this project or of the user that shows what the rank is doing."""
+    file = frame.f_code.co_filename
+    return file not in _WRAPPERS and (file.startswith(_PACKAGE) or not file.startswith(_LIBRARIES))
+
+
+def _is_watchdog(stack: Sequence[FrameType]) -> bool:
+    return any(frame.f_code.co_filename == __file__ for frame in stack)
+
+
+def _collective(frames: Sequence[FrameType]) -> str | None:
+    """The outermost function of torch.distributed in a stack, otherwise of deepspeed.comm."""
+    for part in _COLLECTIVES:
+        names = [frame.f_code.co_name for frame in frames if part in frame.f_code.co_filename]
+        if names:
+            return names[-1]
+    return None
+
+
+def _started() -> int:
+    if not dist.is_initialized():
+        return 0
+    groups: Any = dist.distributed_c10d._world.pg_map
+    return sum(group._get_sequence_number_for_group() for group in groups if group.size() == dist.get_world_size())

@@ -1,0 +1,206 @@
+"""Ends a run that hangs or has lost a rank, and reports which rank is the cause; a thread on every rank.
+
+Without it, a rank that waits for a dead or stuck one blocks until the timeout of its collective, and nothing shows
+which rank it waits for. The thread knows the current phase of its rank and reads the heartbeat channel. faulthandler's
+timer, a C thread, ends the process where no Python thread can run any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn, Self
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.runtime.liveness.heartbeats import HeartbeatChannel, Message
+from hybrid_rlhf.runtime.liveness.stall_report import RankReport, diagnose, report_rank
+from hybrid_rlhf.runtime.world import World
+
+STACKS = "stacks"
+EXIT_CODE = 70
+"""Of a rank that ends because of another rank or of a phase over its time limit; EX_SOFTWARE of sysexits.h."""
+_POLL_SECONDS = 1.0
+_REPORT_SECONDS = 5.0
+"""How long rank 0 waits for the reports of the other ranks."""
+_DIAGNOSIS_SECONDS = 8.0
+"""How long the other ranks then wait for the diagnosis of rank 0."""
+_MARGIN_SECONDS = 12.0
+"""Past the limit, how long this thread may be unable to run before the C thread ends the process."""
+_GRACE_SECONDS = 2.0
+"""How long a rank continues after another has failed: it usually meets the same error and reports it itself."""
+_EXIT_NOTICE_SECONDS = 5.0
+
+
+class Watchdog:
+    """Watches this rank inside its `with` block.
+
+    `beat` sets the current phase. A rank that leaves the block by an exception ends the other ranks too.
+    """
+
+    def __init__(self, world: World, folder: Path, *, limit_seconds: float) -> None:
+        """Connect the ranks; every rank calls.
+
+        Args:
+            world: all ranks of the run.
+            folder: run folder; stacks are written to its `stacks` folder.
+            limit_seconds: longest duration of a phase; 0: unlimited.
+        """
+        self.step = 0
+        """The current or next step of the loop, for the names of phases."""
+        self._world, self._limit, self._process = world, limit_seconds, os.getpid()
+        self._folder = folder / STACKS
+        self._beat = ("start", time.monotonic())
+        self._is_over = False
+        self._error: BaseException | None = None
+        self._stalled_since: float | None = None
+        self._reports: dict[int, RankReport] = {}
+        self._failure: tuple[float, str, int] | None = None
+        """When to end because another rank has failed, its error and the exit code."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._stacks = (self._folder / f"rank_{world.rank:05}.txt").open("w")
+        self._channel = HeartbeatChannel(world)
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    @property
+    def phase(self) -> str:
+        """What this rank is doing, such as `generation of step 12`."""
+        return self._beat[0]
+
+    def beat(self, phase: str) -> None:
+        """Begin a phase, or restart the time of the current one. Takes about a microsecond."""
+        self._beat = (phase, time.monotonic())
+
+    def enter_phase(self, name: str) -> None:
+        """Begin a phase of the current step."""
+        self.beat(f"{name} of step {self.step}")
+
+    def begin_step(self, step: int) -> None:
+        """Begin a step of the loop."""
+        self.step = step
+        self.beat(f"step {step}")
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Send the exit notice, with the error if there is one."""
+        if os.getpid() != self._process:
+            return  # a forked child leaves the block; the run continues
+        self._error, self._is_over = error, True
+        self._channel.wake()
+        self._thread.join()
+        self._channel.close()
+        self._stacks.close()
+        file = Path(self._stacks.name)
+        if not file.stat().st_size:
+            file.unlink()
+            with contextlib.suppress(OSError):  # other ranks have files there, or removed it first
+                self._folder.rmdir()
+
+    def _watch(self) -> None:
+        try:
+            while not self._is_over:
+                self._poll()
+            # A collective raises RuntimeError when another rank has died: wait for the notice of that death.
+            until = time.monotonic() + 2 * _GRACE_SECONDS
+            while isinstance(self._error, RuntimeError) and time.monotonic() < until and self._channel.peers:
+                self._poll()
+            self._send_exit_notice(self._error)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _send_exit_notice(self, error: BaseException | None) -> None:
+        if error is None or isinstance(error, SystemExit):  # all ranks stop together after SIGTERM
+            self._channel.send_exit_notice({})
+            return
+        code = 2 if isinstance(error, UserError) else EXIT_CODE
+        text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        self._channel.send_exit_notice({"failed": text[:2000], "rank": self._world.rank, "code": code})
+        # Only the first rank of a host prints a user's error: give rank 0 time to print that of another host.
+        until = time.monotonic() + _EXIT_NOTICE_SECONDS
+        while code == 2 and self._channel.peers and time.monotonic() < until:
+            self._channel.receive(until - time.monotonic())
+
+    def _poll(self) -> None:
+        """Receive messages for a moment, then check the time limits."""
+        timeout = min(_POLL_SECONDS, self._limit / 10) if self._limit else _POLL_SECONDS
+        if self._limit:
+            faulthandler.dump_traceback_later(self._limit + _MARGIN_SECONDS, exit=True, file=self._stacks)
+        for rank, message in self._channel.receive(timeout):
+            if message is None:
+                self._end_after_death(rank)
+            else:
+                self._handle(message)
+        now = time.monotonic()
+        if self._limit and now - self._beat[1] > self._limit:
+            self._report_stall()
+        if self._stalled_since is not None:
+            self._end_if_diagnosed(now - self._stalled_since)
+        if self._failure is not None and now > self._failure[0]:
+            self._end(*self._failure[1:], reported=True)
+
+    def _handle(self, message: Message) -> None:
+        if "diagnosis" in message:
+            self._end(message["diagnosis"], message["code"], reported=True)
+        elif "stalled" in message:
+            one = RankReport(**message["stalled"])
+            self._reports[one.rank] = one
+            self._report_stall()
+        elif "failed" in message and self._failure is None:
+            text = f"rank {message['rank']} stopped: {message['failed']}"
+            self._failure = (time.monotonic() + _GRACE_SECONDS, text, message["code"])
+
+    def _report_stall(self) -> None:
+        """Write the stacks and report once, on stderr and to the other ranks, what this rank is doing."""
+        if self._stalled_since is not None:
+            return
+        self._stalled_since = time.monotonic()
+        faulthandler.dump_traceback(file=self._stacks, all_threads=True)
+        rank, (phase, since) = self._world.rank, self._beat
+        mine = self._reports[rank] = report_rank(rank, phase, time.monotonic() - since)
+        _write_stderr(f"rank {rank}: {mine}")
+        self._channel.send({"stalled": mine.to_json()})
+
+    def _end_if_diagnosed(self, waited_seconds: float) -> None:
+        """End the run when rank 0 has the reports of all ranks, or has waited long enough."""
+        is_main, peers = self._world.is_main, self._channel.peers
+        silent = {*peers} - self._reports.keys()
+        if waited_seconds > (_REPORT_SECONDS if is_main else _DIAGNOSIS_SECONDS) or not (silent if is_main else peers):
+            reports = [self._reports[rank] for rank in sorted(self._reports)]
+            self._end(
+                f"{diagnose(reports, silent=silent)}; stacks of all ranks: {self._folder}/; "
+                "raise faults.phase_timeout_seconds if this duration is expected"
+            )
+
+    def _end_after_death(self, rank: int) -> NoReturn:
+        host = self._channel.hosts[rank]
+        self._end(f"rank {rank} ({host}) died in {self.phase}; resume from the last checkpoint with --resume auto")
+
+    def _end(self, text: str, code: int = EXIT_CODE, *, reported: bool = False) -> NoReturn:
+        """Print the reason and end this process at once: its main thread may never return.
+
+        The first rank of each host prints it. Rank 1 prints it too on the host of rank 0, which may be dead, unless
+        the reason came from another rank.
+        """
+        world = self._world
+        if world.is_local_main or (not reported and world.rank == world.local_rank == 1):
+            _write_stderr(f"error: {text}")
+        if world.is_main:
+            self._channel.send_exit_notice({"diagnosis": text, "code": code})
+        os._exit(code)
+
+
+def _write_stderr(line: str) -> None:
+    os.write(2, f"{line}\n".encode())  # not through sys.stderr: the main thread may hold its lock
+
+
+# A forked child does not inherit faulthandler's thread and would wait for it at exit; the next poll starts it again.
+os.register_at_fork(before=faulthandler.cancel_dump_traceback_later)

@@ -1,0 +1,82 @@
+"""The logger "hybrid_rlhf": the main rank logs to the console and a file, other ranks log only warnings.
+
+Third-party loggers are not changed. A closed console or a log file on a full disk is dropped: the run continues
+without it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+from hybrid_rlhf.runtime.world import World
+
+LOGGER_NAME = "hybrid_rlhf"
+
+
+def setup_logging(world: World, *, file: Path | None = None) -> logging.Logger:
+    """Configure the project's logger for this rank.
+
+    Args:
+        world: rank 0 logs at INFO, the others at WARNING with their rank as a prefix.
+        file: a copy of the log of rank 0.
+    """
+    logger = logging.getLogger(LOGGER_NAME)
+    close_log_file()
+    logger.handlers.clear()
+    logger.propagate = False
+    logger.setLevel(logging.INFO if world.is_main else logging.WARNING)
+    form = "%(message)s" if world.is_main else f"rank {world.rank}: %(message)s"
+    handlers: list[logging.Handler] = [_Console(sys.stdout)]
+    if file is not None and world.is_main:
+        handlers.append(_LogFile(file))
+    for handler in handlers:
+        handler.setFormatter(logging.Formatter(form))
+        logger.addHandler(handler)
+    return logger
+
+
+def close_log_file() -> None:
+    """Close log.txt at the end of a run: later messages do not belong to it."""
+    logger = logging.getLogger(LOGGER_NAME)
+    for handler in [handler for handler in logger.handlers if isinstance(handler, _LogFile)]:
+        logger.removeHandler(handler)
+        handler.close()
+
+
+class _Console(logging.StreamHandler):  # type: ignore[type-arg]
+    """Standard output, until it fails."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name that logging calls
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            return super().handleError(record)
+        _drop(self, f"the console cannot be written ({error.strerror}): the run continues without it")
+        # Later prints, and Python's flush at exit, must not fail either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return None
+
+
+class _LogFile(logging.FileHandler):
+    """log.txt, until writing to it fails."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name that logging calls
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            return super().handleError(record)
+        _drop(self, f"{self.baseFilename} cannot be written ({error.strerror}): the run continues without it")
+        return None
+
+
+def _drop(handler: logging.Handler, reason: str) -> None:
+    logger = logging.getLogger(LOGGER_NAME)
+    logger.removeHandler(handler)
+    logger.warning(reason)
+
+
+def shortened(text: str, limit: int = 60) -> str:
+    """Text on one line, truncated; a lone surrogate, which consoles cannot encode, becomes a question mark."""
+    line = " ".join(text.encode(errors="replace").decode().split())
+    return line if len(line) <= limit else line[: limit - 1] + "…"

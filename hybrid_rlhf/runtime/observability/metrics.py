@@ -1,0 +1,150 @@
+"""Metrics of a run: metrics.jsonl, TensorBoard, and a line or a progress bar on the console.
+
+Only rank 0 writes. A line of metrics.jsonl is a JSON object with `step`, `time_seconds` and one entry per metric; a
+value that is not finite is null. A sink that fails is logged once and does not end the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from hybrid_rlhf.runtime.files.json_lines import JsonLinesFile, drop_lines_after, read_lines
+from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+
+METRICS_FILE = "metrics.jsonl"
+logger = logging.getLogger(LOGGER_NAME)
+
+
+class MetricsWriter:
+    """Writes the metrics of each step to a folder."""
+
+    def __init__(self, folder: Path, *, tensorboard: bool, resumed_step: int = 0, start_seconds: float = 0.0) -> None:
+        """Open the sinks.
+
+        Args:
+            folder: run folder.
+            tensorboard: also write events to folder/tensorboard.
+            resumed_step: drop later lines, written by an interrupted run.
+            start_seconds: initial value of time_seconds.
+
+        Raises:
+            OSError: if later lines cannot be dropped.
+        """
+        drop_lines_after(folder / METRICS_FILE, resumed_step)
+        self._lines = JsonLinesFile(folder / METRICS_FILE)
+        self._start = time.monotonic() - start_seconds
+        self._events: Any = None
+        if tensorboard:
+            with self._events_dropped_on_error():
+                from torch.utils.tensorboard import SummaryWriter  # slow to import and optional
+
+                self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_step + 1)
+
+    @property
+    def time_seconds(self) -> float:
+        """Seconds since the start of the run, excluding interruptions."""
+        return time.monotonic() - self._start
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one line."""
+        values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self._lines.append([{"step": step, "time_seconds": round(self.time_seconds, 3), **values}])
+        if self._events is not None:
+            with self._events_dropped_on_error():
+                for name, value in metrics.items():
+                    self._events.add_scalar(name, value, step)
+
+    def flush(self) -> None:
+        """Flush metrics.jsonl to disk: a checkpoint must not be ahead of it."""
+        self._lines.flush()
+
+    def close(self) -> None:
+        """Write pending lines and close the sinks."""
+        self._lines.close()
+        if self._events is not None:
+            with self._events_dropped_on_error():
+                self._events.close()
+
+    @contextlib.contextmanager
+    def _events_dropped_on_error(self) -> Iterator[None]:
+        """Continue without TensorBoard if it fails: metrics.jsonl has the same values."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - its writer raises any error of its thread
+            self._events = None
+            logger.warning("TensorBoard events are no longer written (%s: %s)", type(error).__name__, error)
+
+
+class StepDisplay:
+    """Shows the progress of a loop: a progress bar on a terminal, otherwise one line per step."""
+
+    def __init__(
+        self, title: str, *, total_steps: int, done_steps: int = 0, every: int = 1, enabled: bool = True
+    ) -> None:
+        self._title, self._total, self._every, self._enabled = title, total_steps, every, enabled
+        self._progress: Progress | None = None
+        if enabled and sys.stdout.isatty():
+            self._progress = Progress(
+                TextColumn("[bold]{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[metrics]}"),
+                console=Console(soft_wrap=True),
+            )
+            self._task = self._progress.add_task(title, total=total_steps, completed=done_steps, metrics="")
+
+    def __enter__(self) -> Self:
+        with self._bar_dropped_on_error():
+            if self._progress is not None:
+                self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._bar_dropped_on_error():
+            if self._progress is not None:
+                self._progress.stop()
+
+    def show(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show metrics of a step."""
+        if not self._enabled:
+            return
+        text = "  ".join(f"{name} {format_value(value)}" for name, value in metrics.items())
+        if self._progress is not None:
+            with self._bar_dropped_on_error():
+                self._progress.update(self._task, completed=step, metrics=text)
+        elif step % self._every == 0 or step == self._total:
+            logger.info("%s %d/%d  %s", self._title, step, self._total, text)
+
+    @contextlib.contextmanager
+    def _bar_dropped_on_error(self) -> Iterator[None]:
+        """Continue without the bar if the terminal is closed."""
+        try:
+            yield
+        except OSError as error:
+            self._progress = None
+            logger.info("the progress bar is no longer shown (%s)", error.strerror or type(error).__name__)
+
+
+def format_value(value: float) -> str:
+    """A number in about ten characters at most."""
+    return f"{value:.2e}" if value and abs(value) < 1e-3 else f"{value:.4g}"
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl up to the first incomplete one; null becomes NaN."""
+    lines = read_lines(folder / METRICS_FILE)
+    return [{name: math.nan if value is None else value for name, value in line.items()} for line in lines]

@@ -1,0 +1,86 @@
+"""Progress of long work as log lines: how much is done, at which speed, and the estimated remaining time.
+
+They are plain lines instead of a bar, so that log files and batch systems show them too. Work of less than five seconds
+logs nothing. Lines appear every five seconds in the first minute and every thirty seconds after five minutes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+
+T = TypeVar("T")
+FIRST_SECONDS = 5.0
+"""Until the first line, and shortest interval between lines."""
+_MAX_SECONDS = 30.0
+_GROWTH = 0.1
+"""Between these limits, the interval is this share of the time since the start."""
+logger = logging.getLogger(LOGGER_NAME)
+
+
+class ProgressLog:
+    """Counts finished items; only the logger of the main rank shows it."""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        total: int | None,
+        unit: str = "rows",
+        on_advance: Callable[[], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start the clock.
+
+        Args:
+            what: name of the work.
+            total: number of items; None: unknown.
+            unit: what is counted, in the plural.
+            on_advance: called at every advance.
+            clock: returns seconds.
+        """
+        self._what, self._total, self._unit, self._on_advance, self._clock = what, total, unit, on_advance, clock
+        self._done = 0
+        self._start = clock()
+        self._next = self._start + FIRST_SECONDS
+        self._has_logged = False
+
+    def advance(self, count: int = 1) -> None:
+        """Count finished items. Takes a few microseconds."""
+        self._done += count
+        if self._on_advance is not None:
+            self._on_advance()
+        if self._clock() >= self._next:
+            self._log()
+        if count and self._done == self._total:
+            self.end()
+
+    def track(self, items: Iterable[T]) -> Iterator[T]:
+        """Iterate over items; each is counted when the next one is requested."""
+        for item in items:
+            yield item
+            self.advance()
+        if self._done != self._total:
+            self.end()
+
+    def end(self) -> None:
+        """Log the total, if any line has been logged."""
+        if self._has_logged:
+            seconds = self._clock() - self._start
+            logger.info("%s: %s %s in %.0f s", self._what, f"{self._done:,}", self._unit, seconds)
+
+    def _log(self) -> None:
+        now = self._clock()
+        seconds = now - self._start
+        self._next = now + min(max(FIRST_SECONDS, _GROWTH * seconds), _MAX_SECONDS)
+        self._has_logged = True
+        speed = self._done / seconds
+        of, left = "", ""
+        if self._total is not None:
+            of = f" of {self._total:,}"
+            left = f", {(self._total - self._done) / speed:.0f} s left" if speed else ""
+        logger.info("%s: %s%s %s, %.3g %s/s%s", self._what, f"{self._done:,}", of, self._unit, speed, self._unit, left)

@@ -1,0 +1,51 @@
+"""Sample completions of a run: samples.jsonl, and a few of them on the console."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybrid_rlhf.runtime.files.json_lines import JsonLinesFile, drop_lines_after
+from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME, shortened
+
+SAMPLES_FILE = "samples.jsonl"
+_SHOWN = 2
+logger = logging.getLogger(LOGGER_NAME)
+
+
+class SampleLog:
+    """Writes the samples of every k-th step."""
+
+    def __init__(self, folder: Path, *, every: int, enabled: bool) -> None:
+        self._path, self._every, self._enabled = folder / SAMPLES_FILE, every, enabled
+        self._lines = JsonLinesFile(self._path)
+
+    def resume(self, step: int) -> None:
+        """Drop the lines after a step, written by an interrupted run.
+
+        Raises:
+            OSError: if they cannot be dropped.
+        """
+        if self._enabled:
+            drop_lines_after(self._path, step)
+
+    def flush(self) -> None:
+        """Flush the lines to disk: a checkpoint must not be ahead of them."""
+        self._lines.flush()
+
+    def write(self, step: int, rows: Callable[[], Sequence[dict[str, Any]]]) -> None:
+        """Append the rows of a step, if it is one of the logged ones; `rows` is called only then."""
+        if not self._enabled or not self._every or (step - 1) % self._every:
+            return
+        samples = rows()
+        self._lines.append({"step": step, **row} for row in samples)
+        for row in samples[:_SHOWN]:
+            question = row["prompt"][-1].get("content", "")
+            logger.info(
+                "  sample  %s  ->  %s  (score %.2f)",
+                shortened(question, 100),
+                shortened(row["completion"], 100),
+                row["score"],
+            )

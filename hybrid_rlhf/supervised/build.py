@@ -1,0 +1,214 @@
+"""SFT, reward modeling and preference learning, from config to saved model.
+
+Data is read before models are loaded, so that an error in a file is reported within seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hybrid_rlhf.configs.preference import KTOConfig, PreferenceStepConfig
+from hybrid_rlhf.configs.reward import RewardConfig
+from hybrid_rlhf.configs.sections.batch_plan import BatchPlan, plan_batch
+from hybrid_rlhf.configs.sft import SFTConfig
+from hybrid_rlhf.data.loaders import BatchLoader
+from hybrid_rlhf.data.mismatched import with_mismatched_completions
+from hybrid_rlhf.data.packing import pack_rows
+from hybrid_rlhf.data.row_views import RowSequence
+from hybrid_rlhf.data.rows.stepwise import SEPARATOR_KEY
+from hybrid_rlhf.data.tokenized import load_labelled_data, load_preference_data, load_reward_data, load_sft_data
+from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
+from hybrid_rlhf.engines.ds_config import read_overrides
+from hybrid_rlhf.engines.engine import ModelEngine, Role
+from hybrid_rlhf.loop.saving import finish
+from hybrid_rlhf.loop.setup import (
+    build_frozen_engine,
+    log_plan,
+    memory_advice,
+    pad_token,
+    require_positions,
+    save_condition,
+    start_step,
+)
+from hybrid_rlhf.loop.step import Step
+from hybrid_rlhf.runtime.files.checkpoint_folder import read_manifest
+from hybrid_rlhf.runtime.run import Callback, Run, start_run
+from hybrid_rlhf.supervised.calibration import calibrate, collect_calibration_data, require_held_out
+from hybrid_rlhf.supervised.objectives.distillation import DistillObjective, find_teacher, with_row_numbers
+from hybrid_rlhf.supervised.objectives.reward_labels import RewardLabelObjective
+from hybrid_rlhf.supervised.objectives.reward_pairs import RewardPairObjective
+from hybrid_rlhf.supervised.objectives.sft import SFTObjective
+from hybrid_rlhf.supervised.preference import KTO, PAIR_LOSSES
+from hybrid_rlhf.supervised.preference.objectives import PreferenceLabelObjective, PreferencePairObjective
+from hybrid_rlhf.supervised.preference.reference import ReferenceModel
+from hybrid_rlhf.supervised.trainer import Objective, SupervisedTrainer, total_steps, train_loader
+
+SupervisedConfig = SFTConfig | RewardConfig | PreferenceStepConfig
+
+
+class SFT(Step[SFTConfig]):
+    """Supervised fine-tuning, or distillation with a `distill` section; see `Step` for the arguments."""
+
+    config_type = SFTConfig
+
+    def _run(self) -> None:
+        run_sft(self.config, self.callbacks)
+
+
+class RewardModel(Step[RewardConfig]):
+    """Reward model from preferences, ranked lists or labels; see `Step` for the arguments."""
+
+    config_type = RewardConfig
+
+    def _run(self) -> None:
+        run_reward(self.config, self.callbacks)
+
+
+class PreferenceTuning(Step[PreferenceStepConfig]):
+    """Preference learning without a reward model: DPO, or `algorithm="kto"` and others; see `Step`."""
+
+    config_type = PreferenceStepConfig
+
+    def _run(self) -> None:
+        run_preference(self.config, self.callbacks)
+
+
+def run_sft(config: SFTConfig, callbacks: Sequence[Callback] = ()) -> None:
+    """SFT, or distillation where the config names a teacher."""
+    with start_run(config, callbacks) as run, memory_advice(config, run):
+        path, tokenizer = start_step(config, run, config.model.path)
+        distill = config.distill
+        teacher_path = None if distill is None else find_teacher(config, distill, run, tokenizer)
+        data = load_sft_data(
+            config.data, tokenizer=tokenizer, seed=config.seed, world=run.world, conditional=config.condition
+        )
+        if data.score_buckets is not None:
+            save_condition(data.score_buckets, run)
+        train: RowSequence = data.train
+        if config.data.packing == "best_fit":
+            train = pack_rows(train, capacity=config.data.max_length, seed=config.seed, log=run.world.is_main)
+        role: Role = "actor"
+        objective: Objective[Any] = SFTObjective(pad_token_id=pad_token(tokenizer), device=run.world.device)
+        if distill is not None and teacher_path is not None:
+            role, train = "student", with_row_numbers(train, distill, max_length=config.data.max_length)
+            teacher = build_frozen_engine(config, run, "teacher", teacher_path)
+            objective = DistillObjective(
+                distill, teacher, tokenizer, seed=config.seed, max_length=config.data.max_length
+            )
+        plan = _plan(config, run)
+        engine = _build_learner(config, run, role, path, steps=_steps(config, run, train, plan))
+        SupervisedTrainer(
+            objective, engine, train=train, held_out=data.held_out, plan=plan, config=config.train, run=run
+        ).train()
+        finish(run, {"": engine}, tokenizer)
+
+
+def run_reward(config: RewardConfig, callbacks: Sequence[Callback] = ()) -> None:
+    """A reward model, calibrated where the config requests it."""
+    objective_config = config.objective
+    with start_run(config, callbacks) as run, memory_advice(config, run):
+        path, tokenizer = start_step(config, run, config.model.path)
+        data = load_reward_data(config.data, objective_config, tokenizer=tokenizer, seed=config.seed, world=run.world)
+        if objective_config.calibrate:
+            require_held_out(data.held_out, objective_config.heads)
+        objective_class = RewardLabelObjective if objective_config.loss in ("binary", "steps") else RewardPairObjective
+        objective = objective_class(objective_config, pad_token_id=pad_token(tokenizer), device=run.world.device)
+        plan = _plan(config, run)
+        steps = _steps(config, run, data.train, plan)
+        engine = _build_learner(config, run, "reward", path, steps=steps)
+        SupervisedTrainer[Any](
+            objective, engine, train=data.train, held_out=data.held_out, plan=plan, config=config.train, run=run
+        ).train()
+        if objective_config.loss == "steps":
+            setattr(engine.lm.config, SEPARATOR_KEY, objective_config.step_separator)
+        if objective_config.calibrate:
+            run.watchdog.enter_phase("calibration")
+            scores = collect_calibration_data(objective, engine, data.held_out, plan, run)
+            engine.lm.config.calibration, metrics = calibrate(scores, objective_config.heads, is_main=run.world.is_main)
+            run.log(steps, metrics)
+            run.report("calibration", metrics)
+        finish(run, {"": engine}, tokenizer)
+
+
+def run_preference(config: PreferenceStepConfig, callbacks: Sequence[Callback] = ()) -> None:
+    """Preference learning without a reward model: DPO and its relatives."""
+    with start_run(config, callbacks) as run, memory_advice(config, run):
+        path, tokenizer = start_step(config, run, config.model.path)
+        load = load_labelled_data if config.algorithm.learns_labels else load_preference_data
+        data = load(config.data, tokenizer=tokenizer, seed=config.seed, world=run.world)
+        train, held_out = (
+            with_mismatched_completions(rows, max_length=config.data.max_length)
+            if config.algorithm.learns_labels
+            else rows
+            for rows in (data.train, data.held_out)
+        )
+        plan = _plan(config, run)
+        loader = train_loader(train, plan, run)
+        steps = total_steps(loader, config.train)
+        engine = _build_learner(config, run, "actor", path, steps=steps)
+        section = config.reference
+        reference = None if section is None else ReferenceModel(config, section, run, engine, path, tokenizer)
+        live = reference if section is not None and section.logprobs == "live" else None
+        settings: Any = {"pad_token_id": pad_token(tokenizer), "device": run.world.device, "reference": live}
+        objective: Objective[Any]
+        if isinstance(config.algorithm, KTOConfig):
+            objective = PreferenceLabelObjective(KTO(config.algorithm), **settings)
+        else:
+            objective = PreferencePairObjective(PAIR_LOSSES[config.algorithm.name](config.algorithm), **settings)
+        if reference is not None and live is None:
+            used = _remaining_rows(loader, run, steps)
+            train, held_out = reference.with_cached_logprobs(
+                train, held_out, used=used, collate=objective.collate, plan=plan
+            )
+        SupervisedTrainer[Any](
+            objective, engine, train=train, held_out=held_out, plan=plan, config=config.train, run=run
+        ).train()
+        finish(run, {"": engine}, tokenizer)
+
+
+def _plan(config: SupervisedConfig, run: Run) -> BatchPlan:
+    plan = plan_batch(
+        global_batch_size=config.train.global_batch_size,
+        ranks=run.world.size,
+        micro_batches=config.train.micro_batches,
+    )
+    log_plan(plan, run)
+    return plan
+
+
+def _steps(config: SupervisedConfig, run: Run, train: RowSequence, plan: BatchPlan) -> int:
+    return total_steps(train_loader(train, plan, run), config.train)
+
+
+def _build_learner(config: SupervisedConfig, run: Run, role: Role, path: str, *, steps: int) -> ModelEngine:
+    """The trained model; a hybrid engine where on-policy distillation samples from it."""
+    distill = config.distill if isinstance(config, SFTConfig) else None
+    samples = distill is not None and distill.on_policy_fraction > 0
+    engine = (build_actor if samples else build_engine)(
+        EngineSpec(
+            role,
+            path,
+            config.model,
+            config.zero,
+            config.seed,
+            config.optimizer,
+            config.lora,
+            steps,
+            read_overrides(config.deepspeed_config),
+            heads=tuple(config.objective.heads) if isinstance(config, RewardConfig) else (),
+        ),
+        run.world,
+    )
+    require_positions(engine, config.data.max_length, key="data.max_length")
+    return engine
+
+
+def _remaining_rows(loader: BatchLoader, run: Run, steps: int) -> list[int]:
+    """Training rows that the remaining steps of a run use, in the order of their first use."""
+    done = 0
+    if run.checkpoint is not None:
+        manifest = read_manifest(run.checkpoint)
+        done = manifest["step"]
+        loader.load_state_dict(manifest["loop"]["loader"])
+    return loader.batches.upcoming(max(0, steps - done))

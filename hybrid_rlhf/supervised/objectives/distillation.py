@@ -1,0 +1,178 @@
+"""Knowledge distillation: a student learns a teacher's distribution at each token of the completions.
+
+Completions are those of the data, or the student's own in a fraction distill.on_policy_fraction of the updates (GKD).
+The loss is divided once by the tokens of the whole update, as in SFT.
+
+Sources: Hinton et al. 2015 (arXiv 1503.02531); MiniLLM (arXiv 2306.08543); GKD (arXiv 2306.13649), algorithm 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_rlhf.configs.sft import DistillConfig, SFTConfig
+from hybrid_rlhf.data.chat.conversation import stop_token_ids
+from hybrid_rlhf.data.collation import TokenBatch, collate_tokens
+from hybrid_rlhf.data.packing import row_sequences
+from hybrid_rlhf.data.row_views import AugmentedRows, RowSequence
+from hybrid_rlhf.engines.engine import ModelEngine
+from hybrid_rlhf.engines.hybrid import HybridEngine
+from hybrid_rlhf.engines.partition import gathered
+from hybrid_rlhf.functional.distillation import DistillationRule
+from hybrid_rlhf.functional.losses import LossSum
+from hybrid_rlhf.generation.sampling import SamplingParams, derive_seed
+from hybrid_rlhf.loop.setup import pad_token, require_same_tokens, resolve
+from hybrid_rlhf.models.distillation import Teacher, TeacherTargets
+from hybrid_rlhf.runtime.run import Run
+from hybrid_rlhf.supervised.trainer import Objective
+
+
+@dataclass(frozen=True)
+class DistillBatch:
+    """A micro-batch with the rows it was made of."""
+
+    tokens: TokenBatch
+    rows: Sequence[Mapping[str, Any] | None]
+    """Rows of the data, packed or not; with `place` where completions may be sampled."""
+    on_policy: bool = False
+    """Whether the completions are sampled from the student."""
+
+
+class DistillObjective(Objective[DistillBatch]):
+    """Divergence from a teacher, plus SFT loss by sft_coef."""
+
+    name = "distill"
+
+    def __init__(
+        self,
+        config: DistillConfig,
+        teacher: ModelEngine,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        seed: int,
+        max_length: int,
+    ) -> None:
+        """Take the teacher's engine, the tokenizer of both models, the run's seed and the longest row in tokens."""
+        self._teacher, self._tokenizer, self._device = teacher, tokenizer, teacher.device
+        self._config, self._seed, self._max_length = config, seed, max_length
+        self._pad_token_id = pad_token(tokenizer)
+        self.packs = teacher.packs
+
+    def collate(self, rows: Sequence[Mapping[str, Any] | None]) -> DistillBatch:
+        """See Objective."""
+        return DistillBatch(collate_tokens(rows, self._pad_token_id).to(self._device), rows)
+
+    def resample(self, engine: ModelEngine, batches: Sequence[DistillBatch], *, step: int) -> Sequence[DistillBatch]:
+        """See Objective: updates chosen by a seeded draw replace the completions of the data by the student's own."""
+        draw = np.random.default_rng(derive_seed(self._seed, step)).random()
+        if not isinstance(engine, HybridEngine) or draw >= self._config.on_policy_fraction:
+            return batches
+        sequences_of = [self._sequences(batch, step) for batch in batches]
+        requests = [request for found in sequences_of for _, request in found if request is not None]
+        generation_config = engine.lm.generation_config
+        stop = stop_token_ids(self._tokenizer, generation_config.eos_token_id if generation_config else None)
+        with engine.inference(stop_token_ids=stop) as generation:
+            completions = iter(
+                generation.generate([prompt for prompt, _ in requests], [params for _, params in requests])
+            )
+        replaced = []
+        for batch, found in zip(batches, sequences_of, strict=True):
+            rows = [row if request is None else _completed(request[0], next(completions)) for row, request in found]
+            tokens = collate_tokens(rows, self._pad_token_id).to(self._device)
+            replaced.append(DistillBatch(tokens, batch.rows, on_policy=True))
+        return replaced
+
+    def count(self, batch: DistillBatch) -> int:
+        """See Objective: tokens with loss."""
+        return int(batch.tokens.loss_mask.sum())
+
+    def tokens(self, batch: DistillBatch) -> int:
+        """See Objective."""
+        return int(batch.tokens.attention_mask.sum())
+
+    def loss(self, engine: ModelEngine, batch: DistillBatch) -> LossSum:
+        """See Objective."""
+        tokens, config = batch.tokens, self._config
+        rule = DistillationRule(
+            config.divergence, config.beta, config.temperature, 0.0 if batch.on_policy else config.sft_coef
+        )
+        inputs = (tokens.input_ids, tokens.attention_mask, tokens.loss_mask)
+        module = self._teacher.module
+        assert isinstance(module, Teacher)
+        with torch.no_grad():
+            hidden = self._teacher(*inputs)
+        with gathered(module.head.parameters()):
+            total, divergence, nll = engine(*inputs, targets=TeacherTargets(hidden, module.head, rule))
+        count = torch.tensor(float(self.count(batch)), device=self._device)
+        return LossSum(total, count, {"divergence": divergence, "sft": nll, "on_policy": count * batch.on_policy})
+
+    def metrics(self, means: Mapping[str, float], prefix: str) -> dict[str, float]:
+        """See Objective: sft is the negative log-likelihood per token of the completions, sampled or not."""
+        metrics = {f"{prefix}/{name}": means[name] for name in ("loss", "divergence", "sft")}
+        metrics[f"{prefix}/perplexity"] = math.exp(min(means["sft"], 700.0))
+        return metrics | ({f"{prefix}/on_policy": means["on_policy"]} if prefix == self.name else {})
+
+    def _sequences(
+        self, batch: DistillBatch, step: int
+    ) -> list[tuple[Mapping[str, Any] | None, tuple[list[int], SamplingParams] | None]]:
+        """The sequences of a micro-batch, each with its prompt and sampling parameters; none for text and padding."""
+        found: list[tuple[Mapping[str, Any] | None, tuple[list[int], SamplingParams] | None]] = []
+        for row in batch.rows:
+            for number, sequence in enumerate(row_sequences(row)):
+                begin = 0 if sequence is None or sequence["is_text"] else last_completion_start(sequence["loss_mask"])
+                if row is None or sequence is None or begin == 0:
+                    found.append((sequence, None))
+                    continue
+                sampling = self._config.sampling
+                params = replace(
+                    sampling,
+                    max_new_tokens=min(sampling.max_new_tokens, self._max_length - begin),
+                    seed=derive_seed(self._seed, step, row["place"], number),
+                )
+                found.append((sequence, (sequence["input_ids"][:begin], params)))
+        return found
+
+
+def _completed(prompt: list[int], completions: Sequence[Any]) -> dict[str, Any]:
+    """A row of a prompt and its sampled completion."""
+    sampled = list(completions[0].token_ids)
+    return {"input_ids": prompt + sampled, "loss_mask": [False] * len(prompt) + [True] * len(sampled)}
+
+
+def last_completion_start(loss_mask: Sequence[bool]) -> int:
+    """Position at which the last assistant turn of a conversation begins; 0: there is no prompt before it."""
+    place = len(loss_mask)
+    while place and not loss_mask[place - 1]:
+        place -= 1
+    while place and loss_mask[place - 1]:
+        place -= 1
+    return place
+
+
+def with_row_numbers(rows: RowSequence, config: DistillConfig, *, max_length: int) -> RowSequence:
+    """Rows with their number, the key of the random stream of their samples, and room for a sampled completion."""
+    if not config.on_policy_fraction:
+        return rows
+    lengths, limit = list(rows["length"]), max_length
+    packed = "padded_tokens" in rows.column_names
+    most = list(rows["padded_tokens"]) if packed else [limit] * len(lengths)
+    grown = [min(m, n + m // limit * config.sampling.max_new_tokens) for n, m in zip(lengths, most, strict=True)]
+    return AugmentedRows(rows, lambda place, _: {"place": place}, columns={"length": grown})
+
+
+def find_teacher(config: SFTConfig, distill: DistillConfig, run: Run, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Path of the teacher.
+
+    Raises:
+        UserError: when it does not exist, or its vocabulary differs from the student's.
+    """
+    path = resolve(config, run, distill.teacher, key="distill.teacher")
+    require_same_tokens("teacher", path, tokenizer, config.model, learner="student")
+    return path

@@ -1,0 +1,57 @@
+"""Reward models from labels: of whole completions, or of their steps (process reward models).
+
+Sources: Lightman et al. 2023 (arXiv 2305.20050), Uesato et al. 2022 (arXiv 2211.14275). The score is read at the token
+that ends the completion or step. Deviation: one score with a sigmoid, where Lightman et al. predict probabilities of
+positive, negative and neutral.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hybrid_rlhf.data.collation import RewardLabelBatch, collate_reward_labels
+from hybrid_rlhf.engines.engine import ModelEngine
+from hybrid_rlhf.functional.losses import LossSum
+from hybrid_rlhf.functional.reward_losses import labelled_reward_loss
+from hybrid_rlhf.supervised.objectives.reward_pairs import CalibrationData, ScoreObjective
+
+
+class RewardLabelObjective(ScoreObjective[RewardLabelBatch]):
+    """Trains scores whose sigmoid is the probability that a completion, or a step, is good."""
+
+    def collate(self, rows: Sequence[Mapping[str, Any] | None]) -> RewardLabelBatch:
+        """See Objective."""
+        return collate_reward_labels(rows, self._pad_token_id).to(self._device)
+
+    def count(self, batch: RewardLabelBatch) -> int:
+        """See Objective: labels."""
+        return len(batch.labels)
+
+    def loss(self, engine: ModelEngine, batch: RewardLabelBatch) -> LossSum:
+        """See Objective."""
+        scores = self.outputs(engine, batch)[batch.sequence_index, batch.token_index]
+        correct = (scores.detach() > 0) == (batch.labels >= 0.5)
+        loss = labelled_reward_loss(scores, labels=batch.labels)
+        return self.with_head_counts(loss, correct, batch.head[batch.sequence_index])
+
+    def calibration_data(self, engine: ModelEngine, batch: RewardLabelBatch) -> CalibrationData:
+        """See ScoreObjective."""
+        scores = self.outputs(engine, batch)[batch.sequence_index, batch.token_index]
+        heads = batch.head[batch.sequence_index]
+        return CalibrationData(torch.where(batch.labels >= 0.5, scores, -scores), heads, scores, heads)
+
+    def metrics(self, means: Mapping[str, float], prefix: str) -> dict[str, float]:
+        """See Objective: accuracy over all labels, scores over good and bad ones separately."""
+        good = means["good"]
+        chosen, rejected = means["chosen_score"] / (good or 1.0), means["rejected_score"] / ((1 - good) or 1.0)
+        return {
+            f"{prefix}/loss": means["loss"],
+            f"{prefix}/accuracy": means["accuracy"],
+            f"{prefix}/margin": chosen - rejected,
+            f"{prefix}/chosen_score": chosen,
+            f"{prefix}/rejected_score": rejected,
+            **self.head_accuracies(means, prefix),
+        }

@@ -1,0 +1,48 @@
+"""Step 1: supervised fine-tuning. Loss on assistant tokens only, divided by their number over the whole update.
+
+Source: Ouyang et al. 2022 (arXiv 2203.02155), section 3.5.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hybrid_rlhf.data.collation import TokenBatch, collate_tokens
+from hybrid_rlhf.engines.engine import ModelEngine
+from hybrid_rlhf.functional.losses import LossSum, sft_loss
+from hybrid_rlhf.supervised.trainer import Objective
+
+
+class SFTObjective(Objective[TokenBatch]):
+    """Negative log-likelihood of the assistant's tokens."""
+
+    name = "sft"
+
+    def __init__(self, *, pad_token_id: int, device: torch.device) -> None:
+        self._pad_token_id, self._device = pad_token_id, device
+
+    def collate(self, rows: Sequence[Mapping[str, Any] | None]) -> TokenBatch:
+        """See Objective."""
+        return collate_tokens(rows, self._pad_token_id).to(self._device)
+
+    def count(self, batch: TokenBatch) -> int:
+        """See Objective: tokens with loss."""
+        return int(batch.loss_mask.sum())
+
+    def tokens(self, batch: TokenBatch) -> int:
+        """See Objective."""
+        return int(batch.attention_mask.sum())
+
+    def loss(self, engine: ModelEngine, batch: TokenBatch) -> LossSum:
+        """See Objective."""
+        logprobs, _ = engine(batch.input_ids, batch.attention_mask, batch.loss_mask)
+        return sft_loss(logprobs, mask=batch.loss_mask)
+
+    def metrics(self, means: Mapping[str, float], prefix: str) -> dict[str, float]:
+        """See Objective."""
+        loss = means["loss"]
+        return {f"{prefix}/loss": loss, f"{prefix}/perplexity": math.exp(min(loss, 700.0))}

@@ -1,0 +1,148 @@
+"""Objectives of preference learning: pairs of completions, and completions with labels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.data.collation import (
+    PreferenceBatch,
+    PreferenceLabelBatch,
+    collate_preference_labels,
+    collate_preferences,
+)
+from hybrid_rlhf.engines.engine import ModelEngine
+from hybrid_rlhf.functional.losses import LossSum
+from hybrid_rlhf.supervised.preference.kto import KTO
+from hybrid_rlhf.supervised.preference.pair_loss import PairLoss, PairSide
+from hybrid_rlhf.supervised.preference.reference import EngineContext, completion_logprobs, with_live_logprobs
+from hybrid_rlhf.supervised.trainer import Objective
+
+
+class PreferencePairObjective(Objective[PreferenceBatch]):
+    """A loss on pairs. All completions of a prompt are in one micro-batch, each once."""
+
+    name = "preference"
+
+    def __init__(
+        self, pair_loss: PairLoss, *, pad_token_id: int, device: torch.device, reference: EngineContext | None = None
+    ) -> None:
+        """Take the loss, and a reference that runs at each update; none: rows have its log-probs, or need none."""
+        self._pair_loss, self._reference = pair_loss, reference
+        self._pad_token_id, self._device = pad_token_id, device
+
+    def collate(self, rows: Sequence[Mapping[str, Any] | None]) -> PreferenceBatch:
+        """See Objective."""
+        return collate_preferences(rows, self._pad_token_id).to(self._device)
+
+    def prepare(self, engine: ModelEngine, batches: Sequence[PreferenceBatch]) -> Sequence[PreferenceBatch]:
+        """See Objective."""
+        return batches if self._reference is None else with_live_logprobs(batches, self._reference)
+
+    def count(self, batch: PreferenceBatch) -> int:
+        """See Objective: pairs."""
+        return len(batch.chosen_index)
+
+    def tokens(self, batch: PreferenceBatch) -> int:
+        """See Objective."""
+        return int(batch.attention_mask.sum())
+
+    def loss(self, engine: ModelEngine, batch: PreferenceBatch) -> LossSum:
+        """See Objective."""
+        logprobs, tokens = completion_logprobs(engine, batch), _lengths(batch)
+
+        def side(index: Tensor) -> PairSide:
+            return PairSide(logprobs[index], batch.ref_logprobs[index], tokens[index])
+
+        return self._pair_loss(side(batch.chosen_index), side(batch.rejected_index))
+
+    def metrics(self, means: Mapping[str, float], prefix: str) -> dict[str, float]:
+        """See Objective."""
+        names = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward", "sft")
+        return {f"{prefix}/{name}": means[name] for name in names}
+
+
+class PreferenceLabelObjective(Objective[PreferenceLabelBatch]):
+    """The loss of KTO on completions with labels."""
+
+    name = "preference"
+
+    def __init__(
+        self, kto: KTO, *, pad_token_id: int, device: torch.device, reference: EngineContext | None = None
+    ) -> None:
+        """See PreferencePairObjective."""
+        self._kto, self._reference = kto, reference
+        self._pad_token_id, self._device = pad_token_id, device
+        self._reference_point = torch.zeros((), device=device)
+
+    def collate(self, rows: Sequence[Mapping[str, Any] | None]) -> PreferenceLabelBatch:
+        """See Objective."""
+        return collate_preference_labels(rows, self._pad_token_id).to(self._device)
+
+    @torch.no_grad()
+    def prepare(self, engine: ModelEngine, batches: Sequence[PreferenceLabelBatch]) -> Sequence[PreferenceLabelBatch]:
+        """See Objective: the reference point is a mean over the whole update."""
+        if self._reference is not None:
+            batches = with_live_logprobs(batches, self._reference)
+        sums = torch.zeros(2, device=self._device)
+        for batch in batches:
+            rows = _or_first(batch.mismatched_index)
+            log_ratio = _logprobs_of(engine, batch, rows) - batch.ref_logprobs[rows]
+            count = len(batch.mismatched_index)
+            sums += torch.stack([log_ratio[:count].sum(), torch.tensor(float(count), device=self._device)])
+        total, count = engine.world.all_reduce(sums)
+        self._reference_point = (total / count.clamp(min=1)).clamp(min=0)
+        return batches
+
+    def count(self, batch: PreferenceLabelBatch) -> int:
+        """See Objective: completions with a label."""
+        return len(batch.desirable)
+
+    def tokens(self, batch: PreferenceLabelBatch) -> int:
+        """See Objective."""
+        return int(batch.attention_mask.sum())
+
+    def loss(self, engine: ModelEngine, batch: PreferenceLabelBatch) -> LossSum:
+        """See Objective."""
+        rows, count = _or_first(batch.labelled_index), len(batch.labelled_index)
+        logprobs = _logprobs_of(engine, batch, rows)[:count]
+        ref_logprobs, tokens = batch.ref_logprobs[rows][:count], _lengths(batch)[rows][:count]
+        return self._kto(
+            logprobs - ref_logprobs,
+            mean_logprobs=logprobs / tokens,
+            good=batch.desirable,
+            reference_point=self._reference_point,
+        )
+
+    def metrics(self, means: Mapping[str, float], prefix: str) -> dict[str, float]:
+        """See Objective: rewards are means over good and bad completions separately."""
+        good, bad = max(means["good"], 1e-9), max(1 - means["good"], 1e-9)
+        chosen, rejected = means["good_reward"] / good, means["bad_reward"] / bad
+        return {
+            f"{prefix}/loss": means["loss"],
+            f"{prefix}/accuracy": means["accuracy"],
+            f"{prefix}/margin": chosen - rejected,
+            f"{prefix}/chosen_reward": chosen,
+            f"{prefix}/rejected_reward": rejected,
+            f"{prefix}/kl": means["kl"],
+        }
+
+
+def _lengths(batch: PreferenceBatch | PreferenceLabelBatch) -> Tensor:
+    return batch.response_mask.sum(dim=1).clamp(min=1)
+
+
+def _or_first(rows: Tensor) -> Tensor:
+    """The rows, or the first row if there are none: every rank must run the same number of forwards."""
+    return rows if len(rows) else rows.new_zeros(1)
+
+
+def _logprobs_of(engine: ModelEngine, batch: PreferenceLabelBatch, rows: Tensor) -> Tensor:
+    """[rows] log-probs of some completions of a batch."""
+    width = int(batch.attention_mask[rows].sum(dim=1).max())
+    inputs = (tensor[rows, :width] for tensor in (batch.input_ids, batch.attention_mask, batch.response_mask))
+    logprobs: Tensor = engine(*inputs)[0]
+    return logprobs.sum(dim=1)

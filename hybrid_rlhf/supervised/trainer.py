@@ -1,0 +1,209 @@
+"""Trainer of one model: one optimizer update per batch, and evaluation on held-out rows.
+
+What a batch teaches is an Objective. The loss of an update is divided once, by its count over all micro-batches and
+ranks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from hybrid_rlhf.configs.sections.batch_plan import BatchPlan
+from hybrid_rlhf.configs.sections.training import TrainConfig
+from hybrid_rlhf.data.loaders import BatchLoader
+from hybrid_rlhf.data.row_views import RowSequence
+from hybrid_rlhf.engines.checkpoints import LoopState
+from hybrid_rlhf.engines.engine import ModelEngine
+from hybrid_rlhf.functional.losses import LossSum
+from hybrid_rlhf.loop.checkpointing import CheckpointManager
+from hybrid_rlhf.loop.loss_sums import RunningSums, global_count
+from hybrid_rlhf.loop.non_finite import SkippedUpdates, rows_with_non_finite_loss
+from hybrid_rlhf.loop.trainer import Trainer
+from hybrid_rlhf.runtime.observability.profiling import model_flops_utilisation
+from hybrid_rlhf.runtime.observability.progress import ProgressLog
+from hybrid_rlhf.runtime.observability.timers import peak_memory_gib
+from hybrid_rlhf.runtime.run import Run
+from hybrid_rlhf.runtime.world import World
+
+BatchT = TypeVar("BatchT")
+
+
+class Objective(ABC, Generic[BatchT]):
+    """Loss and metrics of a batch."""
+
+    name: str
+    """Prefix of the training metrics."""
+    packs = True
+    """Whether other models that it uses, such as a teacher, take rows without padding."""
+
+    @abstractmethod
+    def collate(self, rows: Sequence[Mapping[str, Any] | None]) -> BatchT:
+        """Rows of the data as tensors on the device; None is an empty row."""
+
+    def prepare(self, engine: ModelEngine, batches: Sequence[BatchT]) -> Sequence[BatchT]:
+        """The micro-batches of an update, with what must be computed from all of them first. Every rank calls."""
+        return batches
+
+    def resample(self, engine: ModelEngine, batches: Sequence[BatchT], *, step: int) -> Sequence[BatchT]:
+        """The micro-batches of an update, where they are not those of the data. Every rank calls."""
+        return batches
+
+    @abstractmethod
+    def count(self, batch: BatchT) -> int:
+        """Denominator of the loss of a batch: tokens, pairs or labels."""
+
+    @abstractmethod
+    def tokens(self, batch: BatchT) -> int:
+        """Tokens of a batch, without padding."""
+
+    @abstractmethod
+    def loss(self, engine: ModelEngine, batch: BatchT) -> LossSum:
+        """The loss of a batch."""
+
+    @abstractmethod
+    def metrics(self, means: Mapping[str, float], prefix: str) -> dict[str, float]:
+        """Metrics, under a prefix, from the means of the loss and its stats."""
+
+
+class SupervisedTrainer(Trainer, Generic[BatchT]):
+    """Trains one engine with one objective."""
+
+    def __init__(
+        self,
+        objective: Objective[BatchT],
+        engine: ModelEngine,
+        *,
+        train: RowSequence,
+        held_out: RowSequence,
+        plan: BatchPlan,
+        config: TrainConfig,
+        run: Run,
+    ) -> None:
+        self._objective, self._engine = objective, engine
+        self._padded = not (engine.packs and objective.packs)
+        self._plan = replace(plan, micro_batches=replace(plan.micro_batches, padded=self._padded))
+        self._loader = train_loader(train, self._plan, run)
+        self._batches: Iterator[Sequence[Sequence[Mapping[str, Any] | None]]] | None = None
+        self._held_out = held_out
+        self._skipped = SkippedUpdates(run, limit=run.config.faults.max_skipped_steps)
+        super().__init__(
+            objective.name,
+            total_steps=total_steps(self._loader, config),
+            config=config,
+            run=run,
+            checkpoints=CheckpointManager(run, config, {engine.role: engine}),
+            shown_metrics=(objective.name, "eval", "lr", "perf/tokens_per_second"),
+        )
+
+    def step(self, step: int) -> dict[str, float]:
+        """See Trainer."""
+        if self._batches is None:
+            self._batches = self._loader.iterate(self._config.epochs)
+        return self._update(step, next(self._batches))
+
+    def resume(self) -> int | None:
+        """See Trainer."""
+        state = self._checkpoints.resume()
+        if state is None:
+            return None
+        self._loader.load_state_dict(state.content["loader"])
+        self._skipped.load_state_dict(state.content["skipped"])
+        return state.step
+
+    def state(self, step: int) -> LoopState:
+        """See Trainer."""
+        return LoopState(step, {"loader": self._loader.state_dict(), "skipped": self._skipped.state_dict()})
+
+    def _update(self, step: int, micro_batches: Sequence[Sequence[Mapping[str, Any] | None]]) -> dict[str, float]:
+        objective, world = self._objective, self._world
+        sums = RunningSums(world.device)
+        with self._run.timers("training"):
+            collated = [objective.collate(rows) for rows in micro_batches]
+            batches = objective.prepare(self._engine, objective.resample(self._engine, collated, step=step))
+            count = global_count(sum(objective.count(batch) for batch in batches), world)
+            losses = []
+            for batch in batches:
+                loss = objective.loss(self._engine, batch)
+                self._engine.backward(loss.total, count=count)
+                sums.add(loss)
+                losses.append(loss.total.detach())
+            stats = self._engine.step()
+            means = sums.means(world)
+        seconds = self._run.timers.take()["training"]
+        speed = global_count(sum(objective.tokens(batch) for batch in batches), world) / seconds
+        if stats.skipped:
+            self._skipped.keep(step, [dict(row) for row in rows_with_non_finite_loss(micro_batches, losses)])
+        norm = {} if stats.grad_norm is None else {"grad_norm": stats.grad_norm}
+        return {
+            **objective.metrics(means, objective.name),
+            "lr": stats.lr,
+            **norm,
+            "time/training_seconds": seconds,
+            "perf/train_tokens_per_second": speed,
+            "perf/tokens_per_second": speed,
+            **model_flops_utilisation(
+                parameters=self._engine.parameters, tokens=speed, seconds=1.0, ranks=world.size, device=world.device
+            ),
+            "memory/peak_gib": peak_memory_gib(world.device),
+            **self._skipped.record(step, ["the gradient"] if stats.skipped else []),
+        }
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Metrics on the held-out rows; {} if there are none."""
+        if not len(self._held_out):
+            return {}
+        self._run.watchdog.enter_phase("evaluation")
+        sums = RunningSums(self._world.device)
+        progress = self._run.progress("evaluation", total=len(self._held_out))
+        for micro_batches in one_pass(self._held_out, self._plan, self._world, padded=self._padded, progress=progress):
+            batches = [self._objective.collate(rows) for rows in micro_batches]
+            for batch in self._objective.prepare(self._engine, batches):
+                sums.add(self._objective.loss(self._engine, batch))
+        return self._objective.metrics(sums.means(self._world), "eval")
+
+
+def train_loader(rows: RowSequence, plan: BatchPlan, run: Run) -> BatchLoader:
+    """Loader of the training rows, with the run's seed."""
+    return BatchLoader(
+        rows,
+        global_batch_size=plan.global_batch_size,
+        world_rank=run.world.rank,
+        world_size=run.world.size,
+        micro_batches=plan.micro_batches,
+        seed=run.config.seed,
+    )
+
+
+def one_pass(
+    rows: RowSequence, plan: BatchPlan, world: World, *, padded: bool, progress: ProgressLog
+) -> Iterator[list[list[dict[str, Any] | None]]]:
+    """This rank's micro-batches of one pass over all rows, in order; empty rows complete the last batch.
+
+    The progress counts rows and advances after each batch.
+    """
+    size = plan.global_batch_size
+    batches = BatchLoader(
+        rows,
+        global_batch_size=size,
+        world_rank=world.rank,
+        world_size=world.size,
+        micro_batches=replace(plan.micro_batches, padded=padded),
+        seed=0,
+        shuffle=False,
+        drop_last=False,
+    ).iterate(1)
+    for start, micro_batches in zip(range(0, len(rows), size), batches, strict=True):
+        yield micro_batches
+        progress.advance(min(size, len(rows) - start))
+
+
+def total_steps(loader: BatchLoader, config: TrainConfig) -> int:
+    """Optimizer updates of the run."""
+    steps = loader.steps_per_epoch * config.epochs
+    return steps if config.max_steps is None else min(steps, config.max_steps)

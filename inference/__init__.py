@@ -1,1 +1,0 @@
-"""What one does with a trained model: talk to it, have it complete a file, compare it with where it came from."""

@@ -1,0 +1,229 @@
+"""Chat and generate as a user drives them."""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+from datetime import date
+from decimal import Decimal
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hybrid_rlhf.cli import chat, generate
+from hybrid_rlhf.data.chat.conversation import encode_prompt
+from hybrid_rlhf.generation import GenerationEngine, SamplingParams
+from hybrid_rlhf.generation.chat import ChatSession
+from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
+from tests.support.tiny import CHATML, tiny_model, tiny_tokenizer
+
+
+def conversation(template: str = CHATML) -> ChatSession:
+    tokenizer = tiny_tokenizer(template)
+    return ChatSession(GenerationEngine.from_model(tiny_model()), tokenizer, lambda m: encode_prompt(m, tokenizer))
+
+
+def drive(
+    lines: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    template: str = CHATML,
+) -> tuple[ChatSession, str]:
+    """Type lines, then Ctrl-D; what appears."""
+    pending = iter(lines)
+
+    def typed(prompt: str) -> str:
+        line = next(pending, None)
+        if line is None:
+            raise EOFError
+        return line
+
+    monkeypatch.setattr("builtins.input", typed)
+    talk = conversation(template)
+    chat.Session(talk, SamplingParams(max_new_tokens=5, seed=0)).run()
+    return talk, capsys.readouterr().out
+
+
+def test_turns_are_remembered_cleared_and_saved(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "talk.json"
+    talk, out = drive(["hi", "", "again", f"/save {file}", f"/save {file}", "/quit", "never said"], monkeypatch, capsys)
+    assert [m["role"] for m in talk.messages] == ["user", "assistant"] * 2
+    assert [m["content"] for m in talk.messages][::2] == ["hi", "again"]
+    assert json.loads(file.read_text())["messages"] == talk.messages
+    assert out.count("model> ") == 2 and "exists: choose another name" in out
+    talk, out = drive(["hi", "/clear"], monkeypatch, capsys)
+    assert talk.messages == [] and "cleared" in out
+
+
+def test_system_and_set(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    talk, out = drive(
+        [
+            "/system be brief",
+            "/set",
+            "/set temperature 0",
+            "/set top_p x",
+            "/set nothing 1",
+            "/set top_p 7",
+            "/what",
+            "/help",
+        ],
+        monkeypatch,
+        capsys,
+    )
+    assert talk.system == "be brief"
+    assert talk.transcript() == [{"role": "system", "content": "be brief"}]
+    for text in (
+        "max_new_tokens 5",
+        "temperature 0.0",
+        "takes a number, got 'x'",
+        "got 'nothing'",
+        "top_p must be in (0, 1], got 7.0",
+        "unknown command /what",
+        "/quit ",
+    ):
+        assert text in out, text
+
+
+def test_what_cannot_be_answered_is_not_said_and_the_talk_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beyond the model's 256 positions, and against the template."""
+    monkeypatch.setattr(GenerationEngine, "max_positions", 256)
+    talk, out = drive(["hi", "long " * 60, "again"], monkeypatch, capsys)
+    assert "\nerror: the model has 256 positions" in out
+    assert [m["content"] for m in talk.messages[::2]] == ["hi", "again"] and len(talk.messages) == 4
+    template = "{{ raise_exception('not that') if messages[-1]['content'] == 'that' }}{{ messages[-1]['content'] }}"
+    talk, out = drive(["that", "hi"], monkeypatch, capsys, template)
+    assert out.count("error: the chat template must accept") == 1
+    assert [m["role"] for m in talk.messages] == ["user", "assistant"]
+
+
+def test_the_pieces_of_an_answer_are_the_answer() -> None:
+    talk = conversation()
+    pieces = list(talk.say("hi", SamplingParams(max_new_tokens=20, seed=1)))
+    assert len(pieces) > 3
+    assert "".join(pieces).strip().rstrip("\ufffd") == talk.messages[-1]["content"].rstrip("\ufffd").strip()
+
+
+def test_an_interrupted_answer_keeps_what_was_said() -> None:
+    talk = conversation()
+    answer = talk.say("hi", SamplingParams(max_new_tokens=20, seed=1))
+    next(answer)
+    answer.close()
+    assert talk.messages[-1]["role"] == "assistant"
+
+
+def greedily(folder: Path, text: str) -> str:
+    """What Hugging Face's generate answers in four tokens at most."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), load_tokenizer(str(folder))
+    prompt = encode_prompt([{"role": "user", "content": text}], tokenizer)
+    whole = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=4,
+        do_sample=False,
+        pad_token_id=0,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    return str(tokenizer.decode(whole[0, len(prompt) :], skip_special_tokens=True))
+
+
+def test_generate_completes_a_file(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out" / "answers.jsonl"
+    source.write_text('{"prompt": "hi", "id": 7}\n{"messages": [{"role": "user", "content": "yo"}]}\n')
+    line = [
+        str(model_folder),
+        "--input",
+        str(source),
+        "--output",
+        str(output),
+        "--sampling.n",
+        "2",
+        "--sampling.max_new_tokens",
+        "4",
+        "--sampling.temperature",
+        "0",
+    ]
+    generate.main(line)
+    rows = [json.loads(text) for text in output.read_text().splitlines()]
+    assert rows[0]["id"] == 7 and [len(row["completions"]) for row in rows] == [2, 2]
+    first, second = rows[0]["completions"]
+    assert first == second and first["finish_reason"] in ("stop", "length") and first["logprob"] < 0
+    assert [row["completions"][0]["text"] for row in rows] == [greedily(model_folder, text) for text in ("hi", "yo")]
+    assert "2 prompts, " in capsys.readouterr().out
+
+
+def test_columns_that_json_lacks_are_written_as_text(model_folder: Path, tmp_path: Path) -> None:
+    source, output = tmp_path / "in.parquet", tmp_path / "answers.jsonl"
+    row = {"prompt": "hi", "day": date(2024, 5, 1), "price": Decimal("1.50"), "raw": b"ab"}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), source)
+    generate.main(
+        [
+            str(model_folder),
+            "--input",
+            str(source),
+            "--output",
+            str(output),
+            "--sampling.max_new_tokens",
+            "2",
+        ]
+    )
+    (written,) = map(json.loads, output.read_text().splitlines())
+    assert (written["day"], written["price"], written["raw"]) == ("2024-05-01", "1.50", "b'ab'")
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_disk_that_fails_leaves_nothing_beside(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "answers.jsonl"
+    source.write_text('{"prompt": "hi"}\n')
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(output))
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(SystemExit):
+        generate.main(
+            [
+                str(model_folder),
+                "--input",
+                str(source),
+                "--output",
+                str(output),
+                "--sampling.max_new_tokens",
+                "2",
+            ]
+        )
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("line", "rule"),
+    [
+        ([], "a model must be named"),
+        (["absent/folder/x", "--input", "INPUT", "--output", "b"], "absent/folder/x is none: check the path"),
+        (["MODEL", "--input", "absent.jsonl", "--output", "b"], "absent.jsonl does not exist"),
+        (["MODEL"], "--input and --output must name files"),
+        (
+            ["MODEL", "--input", "INPUT", "--output", "OUTPUT", "--device", "cpu", "--dtype", "float16"],
+            "error: dtype float16 needs a GPU, this is a CPU: set --dtype float32 or bfloat16",
+        ),
+    ],
+)
+def test_mistakes_are_one_line(
+    line: list[str], rule: str, model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "hi"}\n')
+    places = {"MODEL": str(model_folder), "INPUT": str(tmp_path / "in.jsonl"), "OUTPUT": str(tmp_path / "out.jsonl")}
+    with pytest.raises(SystemExit) as stopped:
+        generate.main([places.get(word, word) for word in line])
+    assert stopped.value.code == 2
+    err = capsys.readouterr().err
+    assert re.search(rule, err) and err.count("\n") == 1

@@ -1,0 +1,67 @@
+"""The console script: it finds a command, passes its arguments on, and imports nothing more than it needs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import hybrid_rlhf
+from hybrid_rlhf.cli import main as script
+from hybrid_rlhf.cli import plan, train
+
+
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["-h"], ["--help"]):
+        script.main(words)
+        out = capsys.readouterr().out
+        assert all(f"\n  {name} " in out for name in (*script.COMMANDS, "--version"))
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    script.main(["--version"])
+    assert capsys.readouterr().out == f"hybrid-rlhf {hybrid_rlhf.__version__}\n"
+
+
+@pytest.mark.parametrize(("wrong", "nearest"), [("trian", "train"), ("rewards", "reward"), ("--sft", "sft")])
+def test_a_wrong_command_names_the_nearest(wrong: str, nearest: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        script.main([wrong])
+    assert stopped.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: unknown command '{wrong}': the nearest is {nearest};") and err.count("\n") == 1
+
+
+def test_a_command_is_given_its_arguments_and_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(train, "main", lambda argv, *, prog: given.append((argv, prog)))
+    script.main(["train", "--steps", "sft"])
+    script.main(["plan", "--steps", "sft"])
+    assert given == [
+        (["--steps", "sft"], "hybrid-rlhf train"),
+        (["--steps", "sft", "--plan=true"], "hybrid-rlhf plan"),
+    ]
+
+
+def test_plan_starts_no_step_whatever_the_line_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train, "run_step", lambda *_: pytest.fail("a plan starts no step"))
+    monkeypatch.setattr("hybrid_rlhf.memory.report.report", lambda config, steps: (["planned"], False))
+    with pytest.raises(SystemExit) as stopped:
+        plan.main(["--base_model", "BASE", "--data.sources", "rows.jsonl", "--plan", "false"])
+    assert stopped.value.code == 1 and capsys.readouterr().out == "planned\n"
+
+
+@pytest.mark.parametrize("command", script.COMMANDS)
+def test_the_help_of_a_command_loads_no_torch_and_shows_its_name(command: str) -> None:
+    code = (
+        "import sys\nfrom hybrid_rlhf.cli.main import main\n"
+        f"try:\n    main([{command!r}, '--help'])\nexcept SystemExit as stop:\n    assert stop.code == 0\n"
+        "assert not {'torch', 'transformers', 'deepspeed', 'datasets'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"usage: hybrid-rlhf {command} [--config FILE.yaml]"), done.stdout[:200]

@@ -1,0 +1,357 @@
+"""Which keys a config has: those that its algorithm reads, and sections that exist once they are given; and defaults
+that follow from other keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hybrid_rlhf.cli import train
+from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS, OnlineDPOConfig, PPOConfig
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.parsing.command_line import adapter_rates, parse_config, read_config, save_config
+from hybrid_rlhf.configs.parsing.resuming import changed_keys, is_mutable
+from hybrid_rlhf.configs.pipeline import PipelineConfig
+from hybrid_rlhf.configs.preference import PREFERENCE_LOSSES, PreferenceStepConfig
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sft import SFTConfig
+
+NO_CRITIC = "algorithm grpo has no critic, got"
+NOT_READ = {
+    "--algorithm grpo --algorithm.gae_lambda 0.9": "algorithm grpo has no key algorithm.gae_lambda (ppo has), got 0.9",
+    "--algorithm grpo --algorithm.value_clip 0.5": "algorithm grpo has no key algorithm.value_clip (ppo has), got 0.5",
+    "--algorithm grpo --critic.warmup_steps 0": f"{NO_CRITIC} critic.warmup_steps 0",
+    "--algorithm grpo --critic.optimizer.lr 1e-5": f"{NO_CRITIC} critic.optimizer.lr 1e-05",
+    "--algorithm grpo --critic.share_base true": f"{NO_CRITIC} critic.share_base True",
+    "--algorithm grpo --critic.gae_lambda 1": f"{NO_CRITIC} critic.gae_lambda 1",
+    "--algorithm rloo --algorithm.gamma 1": "algorithm rloo has no key algorithm.gamma (ppo, reinforce_pp, "
+    "reinforce_pp_baseline have), got 1",
+    "--algorithm rloo --algorithm.whiten_rewards false": "algorithm rloo has no key algorithm.whiten_rewards (ppo "
+    "has), got False",
+    "--algorithm.divide_by_std true": "algorithm ppo has no key algorithm.divide_by_std (grpo, dr_grpo, dapo and "
+    "others have), got True",
+    "--algorithm.beta 0.1": "algorithm ppo has no key algorithm.beta (online_dpo has), got 0.1",
+    "--algorithm.selected_per_prompt 1": "algorithm ppo has no key algorithm.selected_per_prompt (raft has), got 1",
+    "--algorithm raft --algorithm.clip [0.2,0.2]": "algorithm raft has no key algorithm.clip (ppo, reinforce, rloo and "
+    "others have), got [0.2, 0.2]",
+    "--algorithm online_dpo --algorithm.clip [0.2,0.2]": "algorithm online_dpo has no key algorithm.clip (ppo, "
+    "reinforce, rloo and others have), got [0.2, 0.2]",
+    "--algorithm cispo --algorithm.dual_clip 3": "algorithm cispo has no key algorithm.dual_clip (ppo, reinforce, rloo "
+    "and others have), got 3",
+    "--algorithm online_dpo --algorithm.loss_normalization token": "algorithm online_dpo has no key "
+    "algorithm.loss_normalization (ppo, reinforce, rloo and others have), got token",
+    "--algorithm online_dpo --algorithm.correction null": "algorithm online_dpo has no key algorithm.correction (ppo, "
+    "reinforce, rloo and others have), got None",
+    "--algorithm raft --algorithm.whiten_advantages false": "algorithm raft has no key algorithm.whiten_advantages "
+    "(ppo, reinforce, rloo and others have), got False",
+}
+"""Keys that another algorithm reads, at their defaults too."""
+RULES = {
+    "--algorithm grpo --algorithm.whiten_shift_mean false": ("algorithm.whiten_shift_mean", "False"),
+    "--algorithm grpo --algorithm.whiten_unbiased false": ("algorithm.whiten_unbiased", "False"),
+    "--algorithm.kl.horizon 100": ("algorithm.kl.horizon", "100"),
+    "--algorithm.kl.coef 0": ("algorithm.kl.coef", "got 0"),
+    "--algorithm.kl null --reference.path x": ("reference.path", "got reference.path x"),
+    "--algorithm dapo --reference.refresh_every 2": ("reference", "refresh_every 2"),
+    "--algorithm.penalties.overlong 2": ("algorithm.penalties.overlong", "got 2.0"),
+    "--algorithm.correction.low 0.5": ("algorithm.correction.low", "got 0.5"),
+    "--algorithm.correction.count_masked false": ("algorithm.correction.count_masked", "got False"),
+    "--ptx.sources [x]": ("ptx.coef", "got 0.0"),
+    "--ptx.coef 1": ("ptx.sources", "got none"),
+    "--environment.max_turns 4": ("environment.path", "got ''"),
+    "--rollout.sampling.seed 3": ("rollout.sampling", "got seed 3"),
+    "--rollout.sampling.stop x": ("rollout.sampling", "got stop ['x']"),
+    "--rollout.sampling.repetition_penalty 1.2": ("rollout.sampling", "got repetition_penalty 1.2"),
+    "--actor.lora.rank 0": ("lora.rank", "got 0"),
+}
+"""What a key needs: the key, and the value."""
+READ = [
+    "--algorithm.gae_lambda 0.9 --critic.gae_lambda 0.95 --algorithm.gamma 0.9 --critic.optimizer.lr 1e-5 "
+    "--algorithm.whiten_unbiased false",
+    "--algorithm reinforce_pp --algorithm.gamma 0.9",
+    "--algorithm dapo --algorithm.dynamic_sampling.max_refills 3 --algorithm.penalties.overlong 2 "
+    "--algorithm.divide_by_std false --algorithm.dual_clip 3",
+    "--algorithm online_dpo --algorithm.beta 0.2 --reference.path x",
+    "--algorithm raft --algorithm.selected_per_prompt 2",
+    "--ptx.coef 1 --ptx.sources x --ptx.max_length 64",
+    "--environment.path a:B --environment.max_turns 4",
+    "--algorithm.kl.target 3 --algorithm.kl.horizon 100",
+    "--algorithm.correction.method mask --algorithm.correction.clip 3",
+    "--actor.lora.rank 8 --critic.lora.rank 0 --rollout.kv_cache_gib 1 --rollout.async_sampling.policy_lag 2 "
+    "--algorithm.correction {}",
+    "--algorithm.kl null --algorithm.penalties null --actor.zero.stage 2",
+    "--reward.components [rm,{'function':'a:b','weight':0.5}]",
+]
+
+
+def as_sections(words: list[str]) -> dict[str, Any]:
+    """A command line as the content of a file."""
+    sections: dict[str, Any] = {}
+    for key, value in zip(words[::2], words[1::2], strict=True):
+        *path, name = key[2:].split(".")
+        place = sections
+        for section in path:
+            found = place.setdefault(section, {})
+            place[section] = {"name": found} if isinstance(found, str) else found
+            place = place[section]
+        place[name] = float(value) if value == "1e-5" else yaml.safe_load(value)
+    return sections
+
+
+def refused(config_type: Any, words: list[str]) -> str:
+    with pytest.raises(UserError) as caught:
+        parse_config(config_type, words)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("line", NOT_READ)
+def test_a_key_that_is_not_read_is_refused_on_the_line_in_a_file_and_through_train(line: str, tmp_path: Path) -> None:
+    words, expected = line.split(), f"{NOT_READ[line]}: leave it out"
+    file, whole = tmp_path / "c.yaml", tmp_path / "whole.yaml"
+    file.write_text(yaml.safe_dump(as_sections(words)))
+    whole.write_text(yaml.safe_dump({"rl": as_sections(words)}))
+    inside = [word.replace("--", "--rl.") for word in words]
+    in_pipeline = expected.replace("key algorithm", "key rl.algorithm").replace("got critic", "got rl.critic")
+    spelled = {"[0.2,0.2]": "[0.2, 0.2]", "1e-5:": "1e-05:", "true:": "True:", "false:": "False:"}
+    found = refused(RLConfig, words)
+    for text, value in spelled.items():
+        found = found.replace(text, value)
+    assert found == expected
+    assert refused(RLConfig, ["--config", str(file)]) == f"{file}: {expected}"
+    assert refused(PipelineConfig, ["--config", str(whole)]) == f"{whole}: {in_pipeline}"
+    assert refused(PipelineConfig, inside).split(", got ")[0] == in_pipeline.split(", got ")[0]
+
+
+@pytest.mark.parametrize("line", RULES)
+def test_a_key_without_effect_is_refused_by_key_and_value(line: str) -> None:
+    message = refused(RLConfig, line.split())
+    assert all(part in message for part in RULES[line]) and ": " in message
+
+
+def test_a_section_on_the_line_counts_key_by_key() -> None:
+    assert refused(RLConfig, ["--algorithm", "grpo", "--critic", "{path: x}"]).startswith(f"{NO_CRITIC} critic.path x")
+
+
+@pytest.mark.parametrize("line", READ)
+def test_what_is_read_passes_and_what_is_saved_reads_back(line: str, tmp_path: Path) -> None:
+    config = parse_config(RLConfig, line.split())
+    save_config(config, tmp_path / "c.yaml")
+    assert parse_config(RLConfig, ["--config", str(tmp_path / "c.yaml")]) == config
+
+
+@pytest.mark.parametrize("name", RL_ALGORITHMS)
+def test_a_saved_config_has_what_is_read_alone(name: str, tmp_path: Path) -> None:
+    config = parse_config(RLConfig, ["--algorithm", name])
+    assert type(config.algorithm) is RL_ALGORITHMS[name] and config.algorithm.name == name
+    save_config(config, tmp_path / "c.yaml")
+    assert parse_config(RLConfig, ["--config", str(tmp_path / "c.yaml")]) == config
+    saved = read_config(tmp_path / "c.yaml")
+    assert ("algorithm.gae_lambda" in saved) == ("critic.optimizer.lr" in saved) == (name == "ppo")
+    assert (config.critic is not None) == (name == "ppo")
+    assert ("algorithm.beta" in saved) == (name == "online_dpo") and saved["environment"] is None
+    assert "environment.max_turns" not in saved and "data.max_length" not in saved and "ptx.max_length" not in saved
+    assert "rollout.sampling.seed" not in saved and saved["rollout.sampling.temperature"] == 1.0
+
+
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+def test_a_preference_loss_has_its_own_keys(name: str, tmp_path: Path) -> None:
+    config = parse_config(PreferenceStepConfig, ["--algorithm", name])
+    assert type(config.algorithm) is PREFERENCE_LOSSES[name]
+    assert (config.reference is None) == (name in ("simpo", "orpo"))
+    save_config(config, tmp_path / "c.yaml")
+    assert parse_config(PreferenceStepConfig, ["--config", str(tmp_path / "c.yaml")]) == config
+    own = {"cdpo": "label_smoothing", "simpo": "target_margin", "kto": "desirable_weight"}
+    saved = {key for key in own.values() if f"algorithm.{key}" in read_config(config)}
+    assert saved == {*own.values()} & {own.get(name)}
+
+
+def test_a_config_may_be_built_in_python() -> None:
+    assert RLConfig().critic is not None and RLConfig().algorithm == PPOConfig()
+    with pytest.raises(UserError, match="compares completions of one prompt, got rollout.sampling.n 1"):
+        RLConfig(algorithm=OnlineDPOConfig())
+    with pytest.raises(UserError, match="algorithm reinforce has no critic"):
+        RLConfig(algorithm=RL_ALGORITHMS["reinforce"](), critic=RLConfig().critic)
+
+
+def test_the_last_word_counts_for_a_section_too(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("algorithm: {name: ppo, kl: null}\nactor: {lora: {rank: 4, alpha: 8}}\n")
+    config = parse_config(RLConfig, ["--config", str(file)])
+    assert config.algorithm.kl is None and config.actor.lora is not None and config.actor.lora.rank == 4
+    config = parse_config(RLConfig, ["--config", str(file), "--actor.lora", "null", "--algorithm.kl.target", "3"])
+    assert config.actor.lora is None and config.algorithm.kl is not None and config.algorithm.kl.coef == 0.05
+    config = parse_config(RLConfig, ["--actor.lora.alpha", "8", "--actor.lora", "null", "--actor.lora.rank", "2"])
+    assert config.actor.lora is not None and (config.actor.lora.rank, config.actor.lora.alpha) == (2, 16)
+    refilled = [["--rollout.sampling.n", "2", "--algorithm.dynamic_sampling", word] for word in ("true", "{}")]
+    assert parse_config(RLConfig, refilled[0]) == parse_config(RLConfig, refilled[1]) != RLConfig()
+
+
+def test_the_critic_follows_the_actor_unless_it_is_set() -> None:
+    config = parse_config(RLConfig, ["--actor.lora.rank", "8", "--actor.zero.stage", "2"])
+    assert config.critic is not None and config.critic.lora is None and config.critic.zero is None
+    assert config.critic_lora == config.actor.lora and config.critic_zero.stage == 2
+    config = parse_config(RLConfig, ["--actor.lora.rank", "8", "--critic.lora.rank", "0", "--critic.zero.stage", "1"])
+    assert config.critic_lora is None and config.critic_zero.stage == 1
+
+
+@pytest.mark.parametrize(
+    ("config_type", "line", "expected"),
+    [
+        (SFTConfig, "--distill.beta 0.5", "distill.teacher must name a model, got none"),
+        (SFTConfig, "--condition.template x", "condition.template must contain {bucket}, got 'x'"),
+        (
+            PreferenceStepConfig,
+            "--algorithm orpo --reference.logprobs live",
+            "algorithm orpo has no reference, got reference.logprobs live",
+        ),
+        (PreferenceStepConfig, "--algorithm.label_smoothing 0", "algorithm dpo has no key algorithm.label_smoothing"),
+        (SFTConfig, "--algorithm sft", "unknown option --algorithm"),
+    ],
+)
+def test_other_steps_refuse_what_they_do_not_read(config_type: Any, line: str, expected: str) -> None:
+    assert refused(config_type, line.split()).startswith(expected)
+
+
+def test_the_demos_own_keys_are_nobodys_mistake(tmp_path: Path) -> None:
+    """The demo gives a critic and a KL coefficient of PPO's, which GRPO does not have: they are not the user's."""
+    config = parse_config(PipelineConfig, ["--rl.algorithm", "grpo"], defaults=train.DEMO)
+    assert config.rl.algorithm == RL_ALGORITHMS["grpo"]()
+    save_config(config.rl, tmp_path / "c.yaml")
+    again = parse_config(RLConfig, ["--config", str(tmp_path / "c.yaml")])
+    assert again.rollout == config.rl.rollout and not [key for key in read_config(again) if "critic" in key]
+
+
+def test_what_may_change_when_a_run_resumes_is_marked_on_the_field() -> None:
+    free = [
+        "output_dir",
+        "resume",
+        "logging.every",
+        "faults.max_skipped_steps",
+        "data.cache_dir",
+        "train.save_every",
+        "train.keep_best",
+        "train.micro_batch_tokens",
+        "train.micro_batch_size",
+        "actor.zero.stage",
+        "critic.zero",
+        "critic.zero.stage",
+        "model.gradient_checkpointing",
+        "model.activation_offload",
+        "rollout.offload_states",
+        "rollout.offload_frozen",
+        "rollout.kv_cache_gib",
+        "rollout.keep_weights",
+        "rollout.max_decode_rows",
+        "rollout.tensor_parallel",
+    ]
+    fixed = [
+        "seed",
+        "model.path",
+        "model.dtype",
+        "data.sources",
+        "algorithm.name",
+        "algorithm.kl.coef",
+        "algorithm.beta",
+        "actor.lora.rank",
+        "actor.optimizer.lr",
+        "critic.gae_lambda",
+        "rollout.sampling.temperature",
+        "train.epochs",
+        "rollout.prompts_per_step",
+        "train.max_steps",
+        "train.eval_every",
+        "rollout.async_sampling.policy_lag",
+    ]
+    assert [key for key in free if not is_mutable([RLConfig], key.split("."))] == []
+    assert [key for key in fixed if is_mutable([RLConfig], key.split("."))] == []
+    before, now = ({key: number for key in free + fixed} for number in (0, 1))
+    assert changed_keys(RLConfig, before, now) == sorted(fixed)
+
+
+def rates(config_type: Any, *line: str, **known: Any) -> dict[str, float]:
+    values = read_config(parse_config(config_type, line, **known))
+    return {key: value for key, value in values.items() if key.endswith("optimizer.lr")}
+
+
+def test_adapters_learn_ten_times_faster_unless_the_user_says(tmp_path: Path) -> None:
+    assert rates(SFTConfig) == {"optimizer.lr": 2e-5}
+    assert rates(SFTConfig, "--lora.rank", "16") == {"optimizer.lr": 2e-4}
+    assert rates(SFTConfig, "--lora", "{rank: 16}") == {"optimizer.lr": 2e-4}
+    assert rates(SFTConfig, "--lora.rank", "16", "--optimizer.lr", "2e-5") == {"optimizer.lr": 2e-5}
+    assert rates(SFTConfig, "--lora", "null") == {"optimizer.lr": 2e-5}
+    assert rates(PreferenceStepConfig, "--lora.rank", "4") == {"optimizer.lr": 1e-5}
+    assert rates(RLConfig) == {"actor.optimizer.lr": 1e-6, "critic.optimizer.lr": 1e-5}
+    assert rates(RLConfig, "--actor.lora.rank", "8") == {"actor.optimizer.lr": 1e-5, "critic.optimizer.lr": 1e-4}
+    alone = rates(RLConfig, "--actor.lora.rank", "8", "--critic.lora.rank", "0")
+    assert alone == {"actor.optimizer.lr": 1e-5, "critic.optimizer.lr": 1e-5}
+    assert rates(RLConfig, "--critic.lora.rank", "8") == {"actor.optimizer.lr": 1e-6, "critic.optimizer.lr": 1e-4}
+    assert rates(RLConfig, "--algorithm", "raft") == {"actor.optimizer.lr": 2e-5}
+    assert rates(RLConfig, "--algorithm", "raft", "--actor.lora.rank", "8") == {"actor.optimizer.lr": 2e-4}
+    file = tmp_path / "c.yaml"
+    file.write_text("reward: {lora: {rank: 8}}\nsft: {lora: {rank: 8}, optimizer: {lr: 3.0e-5}}\n")
+    whole = rates(PipelineConfig, "--config", str(file))
+    assert (whole["sft.optimizer.lr"], whole["reward.optimizer.lr"], whole["preference.optimizer.lr"]) == (
+        3e-5,
+        1e-4,
+        1e-6,
+    )
+    demo = rates(PipelineConfig, defaults=train.DEMO)
+    assert (demo["sft.optimizer.lr"], demo["rl.actor.optimizer.lr"]) == (1e-3, 4e-4), "it names its own"
+    other = rates(PipelineConfig, "--sft.lora.rank", "4", "--rl.algorithm", "raft", defaults=train.DEMO)
+    assert (other["sft.optimizer.lr"], other["rl.actor.optimizer.lr"]) == (1e-3, 2e-4)
+
+
+def test_a_saved_config_and_help_show_the_rate_of_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = parse_config(SFTConfig, ["--lora.rank", "16"])
+    save_config(config, tmp_path / "c.yaml")
+    assert yaml.safe_load((tmp_path / "c.yaml").read_text())["optimizer"]["lr"] == 2e-4
+    assert parse_config(SFTConfig, ["--config", str(tmp_path / "c.yaml")]) == config
+    with pytest.raises(SystemExit):
+        parse_config(SFTConfig, ["--lora.rank", "16", "--help"])
+    assert "(type: float, default: 0.0002)" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("line", "prompts", "mini_batches"),
+    [
+        ("", 256, 4),
+        ("--algorithm grpo", 64, 4),
+        ("--algorithm rloo", 64, 1),
+        ("--algorithm online_dpo", 128, 1),
+        ("--algorithm gspo --rollout.prompts_per_step 6", 6, 4),
+        ("--rollout.prompts_per_step 6", 6, 3),
+        ("--rollout.prompts_per_step 2", 2, 2),
+        ("--rollout.prompts_per_step 25", 25, 1),
+        ("--rollout.prompts_per_step 25 --rollout.sampling.n 2", 25, 2),
+        ("--rollout.prompts_per_step 16 --train.micro_batch_size 8", 16, 2),
+        ("--rollout.prompts_per_step 6 --algorithm.mini_batches 6", 6, 6),
+        ("--algorithm remax --rollout.prompts_per_step 8", 8, 1),
+        ("--algorithm remax --algorithm.mini_batches 2", 256, 2),
+    ],
+)
+def test_a_rollout_is_cut_into_what_it_divides_into(line: str, prompts: int, mini_batches: int) -> None:
+    config = parse_config(RLConfig, line.split())
+    assert (config.rollout.prompts_per_step, config.algorithm.mini_batches) == (prompts, mini_batches)
+    assert config.algorithm.clip_is_idle == (mini_batches == 1 and not config.algorithm.single_update)
+
+
+def test_algorithms_of_one_update_are_those_whose_papers_do_not_clip() -> None:
+    once = {name for name, kind in RL_ALGORITHMS.items() if kind.single_update}
+    assert once == {"reinforce", "rloo", "remax", "online_dpo", "raft"}
+    for name in RL_ALGORITHMS:
+        config = parse_config(RLConfig, ["--algorithm", name])
+        assert config.algorithm.updates_once == (name in once) and not config.algorithm.clip_is_idle
+    assert dataclasses.replace(RL_ALGORITHMS["grpo"](), mini_batches=1).clip_is_idle
+
+
+def test_the_default_rates_of_adapters_are_logged_with_those_of_all_weights() -> None:
+    config = parse_config(RLConfig, ["--actor.lora.rank", "8", "--critic.optimizer.lr", "3e-5"])
+    assert adapter_rates(config) == {"actor.optimizer.lr": (1e-5, 1e-6)}
+    assert adapter_rates(parse_config(RLConfig, ["--algorithm", "raft", "--actor.lora.rank", "8"])) == {
+        "actor.optimizer.lr": (2e-4, 2e-5)
+    }

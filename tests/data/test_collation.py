@@ -1,0 +1,106 @@
+"""Collation: padding, masks, pairs."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybrid_rlhf.data.collation import collate_preferences, collate_tokens
+
+PAD = 2
+tokens = st.lists(st.integers(0, 9), min_size=1, max_size=7)  # PAD is among them
+quick = settings(max_examples=60, deadline=None)
+
+
+def marked(ids: list[int]) -> st.SearchStrategy[tuple[list[int], list[bool]]]:
+    """Tokens, and which of them carry loss."""
+    return st.tuples(st.just(ids), st.lists(st.booleans(), min_size=len(ids), max_size=len(ids)))
+
+
+def test_tokens_are_padded_on_the_right() -> None:
+    batch = collate_tokens(
+        [{"input_ids": [5, 2, 7], "loss_mask": [False, True, True]}, None, {"input_ids": [2], "loss_mask": [False]}], 2
+    )
+    assert batch.input_ids.tolist() == [[5, 2, 7], [2, 2, 2], [2, 2, 2]]
+    assert batch.attention_mask.tolist() == [[True] * 3, [True, False, False], [True, False, False]]
+    assert batch.loss_mask.tolist() == [[False, True, True], [False] * 3, [False] * 3]
+
+
+@quick
+@given(st.lists(st.none() | tokens.flatmap(marked), min_size=1, max_size=5))
+def test_collated_tokens_read_back(rows: list[tuple[list[int], list[bool]] | None]) -> None:
+    batch = collate_tokens([row and {"input_ids": row[0], "loss_mask": row[1]} for row in rows], PAD)
+    width = max(len(row[0]) if row else 1 for row in rows)
+    for tensor in (batch.input_ids, batch.attention_mask, batch.loss_mask):
+        assert tensor.shape == (len(rows), width)
+    assert batch.input_ids.dtype is torch.long
+    assert batch.attention_mask.dtype is batch.loss_mask.dtype is torch.bool
+    assert (batch.input_ids[~batch.attention_mask] == PAD).all() and not batch.loss_mask[~batch.attention_mask].any()
+    for index, row in enumerate(rows):
+        ids, loss = row or ([PAD], [False])
+        assert batch.attention_mask[index].tolist() == [place < len(ids) for place in range(width)]
+        assert batch.input_ids[index, : len(ids)].tolist() == ids
+        assert batch.loss_mask[index, : len(ids)].tolist() == [False, *loss[1:]], "the first token has no predecessor"
+
+
+def test_preferences_keep_each_completion_once_and_all_pairs() -> None:
+    rows = [
+        {
+            "responses": [[4, 5], [4, 6, 7], [4]],
+            "masks": [[False, True], [False, True, True], [False]],
+            "pairs": [[0, 1], [0, 2], [2, 1]],
+            "margins": [0.0, 1.0, 2.0],
+        },
+        None,
+        {
+            "responses": [[8], [9, 9]],
+            "masks": [[False], [False, True]],
+            "pairs": [[1, 0]],
+            "margins": [0.5],
+            "ref_logprobs": [-1.5, -2.5],
+        },
+    ]
+    batch = collate_preferences(rows, 0)
+    assert batch.input_ids.shape == (6, 3)
+    assert batch.chosen_index.tolist() == [0, 0, 2, 5]
+    assert batch.rejected_index.tolist() == [1, 2, 1, 4]
+    assert batch.margin.tolist() == [0.0, 1.0, 2.0, 0.5]
+    assert batch.response_mask.sum(dim=1).tolist() == [1, 2, 0, 0, 0, 1]
+    assert batch.ref_logprobs.tolist() == [0.0, 0.0, 0.0, 0.0, -1.5, -2.5]
+    empty = collate_preferences([None], 0)
+    assert len(empty.chosen_index) == 0 and empty.attention_mask.any()
+    assert empty.chosen_index.dtype is torch.long
+
+
+@st.composite
+def preference(draw: st.DrawFn) -> dict[str, list]:  # type: ignore[type-arg]
+    responses = draw(st.lists(tokens, min_size=2, max_size=4))
+    index = st.integers(0, len(responses) - 1)
+    pairs = draw(st.lists(st.tuples(index, index), min_size=1, max_size=4))
+    margins = draw(st.lists(st.floats(-4, 4, width=32), min_size=len(pairs), max_size=len(pairs)))
+    masks = [[place % 2 == 1 for place in range(len(ids))] for ids in responses]
+    return {"responses": responses, "masks": masks, "pairs": [list(pair) for pair in pairs], "margins": margins}
+
+
+@quick
+@given(st.lists(st.one_of(st.none(), preference()), min_size=1, max_size=4))
+def test_collated_pairs_index_their_completions(rows: list[dict[str, list] | None]) -> None:  # type: ignore[type-arg]
+    batch = collate_preferences(rows, PAD)
+    real = [row for row in rows if row is not None]
+    assert len(batch.input_ids) == sum(len(row["responses"]) for row in real) + rows.count(None)
+    sequences = [ids[mask].tolist() for ids, mask in zip(batch.input_ids, batch.attention_mask, strict=True)]
+    for ids, attention, own in zip(batch.input_ids, batch.attention_mask, batch.response_mask, strict=True):
+        if int(attention.sum()) > 1 or len(real) == len(rows):
+            assert own.tolist() == [bool(there) and place % 2 == 1 for place, there in enumerate(attention)]
+        assert own.shape == ids.shape
+    wanted = [(row["responses"][i], row["responses"][j]) for row in real for i, j in row["pairs"]]
+    pairs = zip(batch.chosen_index.tolist(), batch.rejected_index.tolist(), strict=True)
+    assert [(sequences[i], sequences[j]) for i, j in pairs] == wanted
+    assert batch.margin.dtype is torch.float32
+    assert batch.margin.tolist() == [margin for row in real for margin in row["margins"]]
+
+
+def test_a_batch_moves_to_a_device() -> None:
+    batch = collate_tokens([{"input_ids": [1, 2], "loss_mask": [False, True]}], PAD).to(torch.device("meta"))
+    assert {batch.input_ids.device, batch.attention_mask.device, batch.loss_mask.device} == {torch.device("meta")}

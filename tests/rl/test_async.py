@@ -1,0 +1,360 @@
+"""Rollouts ahead of training: by the weights that they say, never more steps behind than allowed, and resumable."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shlex
+import shutil
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.parsing.command_line import parse_config
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
+from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.configs.sections.sampling import SamplingParams
+from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
+from hybrid_rlhf.data.loaders import RowStream
+from hybrid_rlhf.engines.builder import EngineSpec, build_actor
+from hybrid_rlhf.engines.hybrid import HybridEngine
+from hybrid_rlhf.engines.partition import set_weights
+from hybrid_rlhf.rl.batch import Rollout
+from hybrid_rlhf.rl.rollouts.async_sampler import AsyncSampler
+from hybrid_rlhf.rl.rollouts.sampler import Pending, RolloutSampler
+from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE
+from hybrid_rlhf.runtime.observability.timers import Timers
+from hybrid_rlhf.runtime.world import World, solo_world
+from tests.support.faults import Point, run_step
+from tests.support.ranks import run_main, run_ranks
+from tests.support.steps import CLOCK, write_rows
+
+STEPS, PER_STEP, PROMPTS = 6, 2, 20
+
+
+def build(world: World, path: str, *, stage: int = 0, rank: int = 0, **rollout: Any) -> tuple[HybridEngine, RowStream]:
+    config = RolloutConfig(sampling=SamplingParams(n=2, max_new_tokens=8), kv_cache_gib=0.1, **rollout)
+    spec = EngineSpec(
+        "actor",
+        path,
+        ModelConfig(dtype="float32"),
+        ZeroConfig(stage=stage),
+        0,
+        OptimizerConfig(),
+        LoraConfig(rank=rank) if rank else None,
+    )  # type: ignore[arg-type]
+    return build_actor(spec, world, rollout=config), RowStream(PROMPTS, epochs=1, seed=0)
+
+
+def ahead_of(actor: HybridEngine, stream: RowStream, staleness: int, *, max_new_tokens: int = 8) -> AsyncSampler:
+    config = RolloutConfig(sampling=SamplingParams(n=2, max_new_tokens=max_new_tokens))
+    sampler = RolloutSampler(actor, config, stop_token_ids=(), seed=0, timers=Timers(actor.device))
+    prompts = Dataset.from_list([{"input_ids": [5 + row, 7, 9]} for row in range(PROMPTS)])
+    return AsyncSampler(
+        sampler, prompts=prompts, stream=stream, per_step=PER_STEP, total_steps=STEPS, policy_lag=staleness
+    )
+
+
+def change(actor: HybridEngine, step: int) -> None:
+    """What an update does: other values in the same memory."""
+    generator = torch.Generator().manual_seed(step)
+    for parameter in actor.lm.parameters():
+        shape = getattr(parameter, "ds_shape", parameter.shape)
+        set_weights(parameter, 0.3 * torch.randn(shape, generator=generator))
+    actor._engine.global_steps += 1
+
+
+def told(actor: HybridEngine, rollout: Rollout) -> torch.Tensor:
+    """What the current weights say of sampled tokens, [N, T]."""
+    with torch.no_grad():
+        logprobs = actor(rollout.input_ids, rollout.attention_mask, rollout.response_mask)[0]
+        return torch.where(rollout.response_mask, logprobs, 0.0)
+
+
+def whose(world: World, path: str, staleness: int, stage: int, rank: int) -> list[tuple[int, float, float]]:
+    """Of each step how many updates made the weights that sampled, how far its log-probs are from theirs, and from the
+    current ones; a rollout ahead samples only after the weights have changed."""
+    actor, stream = build(world, path, stage=stage, rank=rank)
+    ahead = ahead_of(actor, stream, staleness)
+    taken = []
+    for step in range(1, STEPS + 1):
+        with ahead._sampler._one_at_a_time:  # the threads wait until the weights have changed
+            taken.append(ahead.take(step)[1])
+            ahead.begin(step)
+            change(actor, step)
+        for later in ahead._ahead.values():
+            if isinstance(later.completions, Pending):
+                later.completions.call.result()
+    assert not ahead._ahead and stream.taken == STEPS * PER_STEP
+    fresh, _ = build(world, path, stage=stage, rank=rank)
+    off: dict[int, list[torch.Tensor]] = {}
+    for version in range(STEPS + 1):
+        off[version] = [(told(fresh, one) - one.sampled_logprobs).abs().max() for one in taken]
+        change(fresh, version + 1)
+    found = []
+    for place, one in enumerate(taken):
+        (version,) = one.weight_versions[one.response_mask].unique().tolist()
+        assert not one.weight_versions[~one.response_mask].any()
+        assert one.stale_updates(place) == place - version
+        found.append((version, float(off[version][place]), float(off[place + 1][place])))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("staleness", "stage", "ranks", "rank"), [(0, 0, 1, 0), (1, 0, 1, 0), (2, 3, 2, 0), (1, 2, 1, 4)]
+)
+def test_tokens_are_of_the_weights_that_they_say(
+    staleness: int, stage: int, ranks: int, rank: int, model_folder: Path, tmp_path: Path
+) -> None:
+    for found in run_ranks(whose, ranks, tmp_path, str(model_folder), staleness, stage, rank):
+        assert [version for version, _, _ in found] == [max(0, step - staleness) for step in range(STEPS)]
+        for _, own, other in found:
+            assert own < 1e-4 < 1e-2 < other
+
+
+def unchanged(world: World, path: str, staleness: int) -> list[dict[str, torch.Tensor]]:
+    """All that is sampled while the weights stay as they are."""
+    actor, stream = build(world, path)
+    ahead = ahead_of(actor, stream, staleness)
+    found = []
+    for step in range(1, STEPS + 1):
+        found.append(ahead.take(step)[1].tensors())
+        ahead.begin(step)
+    return found
+
+
+def test_sampling_ahead_gives_what_sampling_at_the_time_gives(model_folder: Path, tmp_path: Path) -> None:
+    plain = run_ranks(unchanged, 1, tmp_path / "0", str(model_folder), 0)[0]
+    for staleness in (1, 3):
+        ahead = run_ranks(unchanged, 1, tmp_path / str(staleness), str(model_folder), staleness)[0]
+        for one, other in zip(plain, ahead, strict=True):
+            assert one.keys() == other.keys()
+            assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def stopped_early(world: World, path: str) -> str:
+    """Why the rollout ahead of a loop that fails ends."""
+    actor, stream = build(world, path)
+    ahead = ahead_of(actor, stream, 1, max_new_tokens=400)
+    with contextlib.suppress(KeyError), ahead.running():
+        ahead.take(1)
+        ahead.begin(1)
+        pending = ahead._ahead[2].completions
+        raise KeyError
+    assert isinstance(pending, Pending) and pending.call.has_ended()
+    try:
+        pending.call.result()
+    except RuntimeError as error:
+        return str(error)
+    return "it went on"
+
+
+def test_a_rollout_that_nobody_waits_for_ends(model_folder: Path, tmp_path: Path) -> None:
+    assert "closed" in run_ranks(stopped_early, 1, tmp_path, str(model_folder))[0]
+
+
+def favours_short(completions: Sequence[str], **columns: Any) -> list[float]:
+    """A reward."""
+    return [-float(len(text)) for text in completions]
+
+
+def line(folder: Path, model: Path, rows: Path, *more: str) -> list[str]:
+    return [
+        "--model.path",
+        str(model),
+        "--data.sources",
+        str(rows),
+        "--data.max_eval_rows",
+        "2",
+        "--output_dir",
+        str(folder),
+        "--reward.components",
+        json.dumps([{"function": f"{__file__}:favours_short"}]),
+        "--rollout.prompts_per_step",
+        "2",
+        "--rollout.sampling.max_new_tokens",
+        "8",
+        "--rollout.kv_cache_gib",
+        "0.1",
+        "--algorithm.correction.method",
+        "truncate",
+        "--algorithm.mini_batches",
+        "1",
+        "--train.max_steps",
+        "4",
+        "--train.save_every",
+        "1",
+        "--train.keep_last",
+        "9",
+        "--actor.optimizer.lr",
+        "1e-3",
+        "--logging.tensorboard",
+        "false",
+        "--data.cache_dir",
+        str(rows.parent / "cache"),
+        "--train.eval_every",
+        "1",
+        *more,
+    ]
+
+
+def results(folder: Path) -> list[dict[str, float]]:
+    lines = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in told.items() if not key.startswith(CLOCK)} for told in lines]
+
+
+class TwoTurns:
+    """An environment."""
+
+    def reset(self, row: Mapping[str, Any]) -> None:
+        self.turns = 0
+
+    def step(self, completion: str) -> tuple[str, float, bool]:
+        self.turns += 1
+        return "and?", float(len(completion)), self.turns == 2
+
+
+@pytest.mark.parametrize("name", ["ppo", "dapo", "rloo"])
+def test_a_run_goes_on_with_the_rollouts_that_were_ahead(name: str, model_folder: Path, tmp_path: Path) -> None:
+    rows, folder = write_rows(tmp_path / "rows.jsonl"), tmp_path / "run"
+    start = line(folder, model_folder, rows, "--algorithm", name, "--rollout.async_sampling.policy_lag", "2")
+    if name == "dapo":
+        start += ["--rollout.sampling.n", "3"]
+    if name == "rloo":
+        start += ["--environment.path", f"{__file__}:TwoTurns", "--rollout.sampling.max_new_tokens", "60"]
+    run_main("hybrid_rlhf.cli.rl", 1, start)
+    whole, weights = results(folder), (folder / "actor" / "model.safetensors").read_bytes()
+    stale = [told["rollout/stale_updates"] for told in whole[1:]]
+    if name != "dapo":
+        assert stale == [0.0, 1.0, 2.0, 2.0]
+    else:  # what replaces groups of equal scores is of the current weights
+        assert stale[0] == 0 and all(0 < of <= bound for of, bound in zip(stale[1:], (1, 2, 2), strict=True))
+    (folder / "finished.json").unlink()
+    for step in (3, 4):
+        shutil.rmtree(folder / "checkpoints" / f"step_{step}")
+    if name == "ppo":  # what is ahead is used also where nothing more is to be
+        start += ["--rollout.async_sampling", "null"]
+        uncorrected = [*start, "--resume", "auto", "--algorithm.correction", "null"]
+        assert run_step("hybrid_rlhf.cli.rl", 1, uncorrected, errors=tmp_path / "errors.txt") == [2]
+        assert "older weights sampled" in (tmp_path / "errors.txt").read_text()
+    run_main("hybrid_rlhf.cli.rl", 1, [*start, "--resume", "auto"])
+    assert results(folder) == whole
+    assert (folder / "actor" / "model.safetensors").read_bytes() == weights
+
+
+@pytest.mark.parametrize("name", ["rloo", "raft"])
+def test_a_run_that_is_stopped_in_mid_step_goes_on(name: str, model_folder: Path, tmp_path: Path) -> None:
+    """One update a rollout, before which old log-probs are the sampler's own; raft learns from some rows only."""
+    rows, folder = write_rows(tmp_path / "rows.jsonl"), tmp_path / "run"
+    start = line(folder, model_folder, rows, "--algorithm", name, "--rollout.async_sampling.policy_lag", "1")
+    start += ["--rollout.sampling.n", "2"]
+    run_main("hybrid_rlhf.cli.rl", 1, start)
+    whole, weights = results(folder), (folder / "actor" / "model.safetensors").read_bytes()
+    shutil.rmtree(folder)
+    scoring = "hybrid_rlhf.rl.rollouts.scoring:RolloutScorer.compute_logprobs"
+    point = Point(scoring, 4, 0, signal=signal.SIGTERM)  # the third step's
+    assert run_step("hybrid_rlhf.cli.rl", 1, start, point) == [STOPPED_EXIT_CODE]
+    assert any("_update_" in path.name for path in (folder / "checkpoints").iterdir())
+    run_main("hybrid_rlhf.cli.rl", 1, [*start, "--resume", "auto"])
+    assert results(folder) == whole
+    assert (folder / "actor" / "model.safetensors").read_bytes() == weights
+
+
+class Failing:
+    """A sampler whose rollouts ahead fail."""
+
+    def __init__(self) -> None:
+        self.sampled: list[tuple[int, list[Any]]] = []
+
+    def sample(self, prompts: Sequence[Any], *, step: int, greedy: bool) -> str:
+        self.sampled.append((step, [prompt["input_ids"][0] for prompt in prompts]))
+        return "completions"
+
+    def begin(self, prompts: Sequence[Any], *, step: int, greedy: bool) -> Pending:
+        return Pending(None, None, None)  # type: ignore[arg-type]
+
+    def await_in_step(self, pending: Pending) -> None:
+        pass
+
+    def finish(self, pending: Pending) -> None:
+        raise UserError("environment x failed")
+
+
+def test_a_rollout_that_fails_ahead_costs_no_checkpoint() -> None:
+    prompts = Dataset.from_list([{"input_ids": [row]} for row in range(4)])
+
+    def build_ahead() -> tuple[AsyncSampler, Failing]:
+        sampler, stream = Failing(), RowStream(4, epochs=1, seed=0)
+        sizes = {"per_step": 2, "total_steps": 2, "policy_lag": 1}
+        return AsyncSampler(sampler, prompts=prompts, stream=stream, **sizes), sampler  # type: ignore[arg-type]
+
+    ahead, _ = build_ahead()
+    ahead.take(1)
+    ahead.begin(1)
+    state = ahead.state_dict()
+    assert [part["step"] for part in state] == [2] and not ahead.tensors()
+    with pytest.raises(UserError, match="environment x failed"):
+        ahead.take(2)
+    again, sampler = build_ahead()
+    again.load_state_dict(state, {}, solo_world(torch.device("cpu")))
+    assert again.take(2) == (state[0]["rows"], "completions")
+    assert sampler.sampled == [(2, state[0]["rows"])], "it is sampled when it is due"
+
+
+def test_the_correction_is_that_of_the_weights_that_sampled(model_folder: Path, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl")
+    found = {}
+    for staleness in (0, 1):
+        folder = tmp_path / str(staleness)
+        lag = ["--rollout.async_sampling.policy_lag", "1"] if staleness else []
+        own = [*lag, "--algorithm", "rloo", "--rollout.sampling.n", "2"]
+        run_main("hybrid_rlhf.cli.rl", 1, line(folder, model_folder, rows, *own))
+        found[staleness] = results(folder)[1:]
+    assert all(told["rollout/correction_mean"] == pytest.approx(1.0, abs=1e-4) for told in found[0])
+    assert all(abs(told["rollout/correction_mean"] - 1) > 1e-3 for told in found[1][1:])
+    assert all(told["rollout/logprob_abs_diff_max"] < 1e-3 for told in found[0])
+    assert all(told["rollout/logprob_abs_diff_max"] > 1e-2 for told in found[1][1:])
+
+
+def test_the_command_of_the_page_runs(model_folder: Path, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "async.md").read_text()
+    (command,) = re.findall(r"^    python (training/.*?[^\\])$", page, re.MULTILINE | re.DOTALL)
+    words = shlex.split(command.replace("\\\n", " "))
+    assert words[:3] == ["training/step3_ppo/main.py", "--algorithm", "rloo"] and "--reward.components" in words
+    ours = line(tmp_path / "run", model_folder, write_rows(tmp_path / "rows.jsonl"))
+    words = [str(model_folder) if word.startswith("output/") else word for word in words[1:]]
+    del words[
+        words.index("--reward.components") : words.index("--reward.components") + 2
+    ]  # a function stands for the model
+    run_main("hybrid_rlhf.cli.rl", 1, [*words, *ours])
+    assert results(tmp_path / "run")[2]["rollout/stale_updates"] == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            ["--rollout.async_sampling.policy_lag", "0", "--rollout.kv_cache_gib", "1"],
+            "policy_lag must be 1 or more, got 0",
+        ),
+        (["--rollout.async_sampling.policy_lag", "1"], "rollout.kv_cache_gib"),
+        (["--rollout.async_sampling.policy_lag", "1", "--rollout.kv_cache_gib", "1"], "algorithm.correction null"),
+        (
+            ["--rollout.async_sampling.policy_lag", "1", "--rollout.keep_weights", "true"],
+            "keep_weights True: give False",
+        ),
+        (["--rollout.async_sampling.policy_lag", "1", "--rollout.tensor_parallel", "2"], "tensor_parallel 2: give 1"),
+        (["--rollout.async_sampling.policy_lag", "1", "--rollout.backend", "module"], "backend module: give auto"),
+    ],
+)
+def test_what_cannot_run_ahead_is_refused(given: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        parse_config(RLConfig, given)

@@ -1,0 +1,216 @@
+"""What a step learns from: which completions, from how many prompts, and what becomes of the others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+
+from hybrid_rlhf.configs.algorithms import PPOConfig
+from hybrid_rlhf.configs.parsing.command_line import parse_config
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.algorithm import DynamicSamplingConfig, PenaltiesConfig
+from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
+from hybrid_rlhf.data.loaders import RowStream
+from hybrid_rlhf.rl.algorithms import ALGORITHMS
+from hybrid_rlhf.rl.batch import Batch, MiniBatchPlanner, Rollout
+from hybrid_rlhf.rl.rollouts.collector import Collector, NothingToLearn, _joined
+from hybrid_rlhf.rl.rollouts.scoring import score_penalties
+from tests.support.rl import rollout_of
+
+ROWS = 23
+SAMPLES = 3
+
+
+def completions_of(lengths: list[int], *, mark: list[int] | None = None, stopped: bool = True, **known: Any) -> Rollout:
+    """Prompts of one token, that says which prompt it is, and responses of some lengths."""
+    width = 1 + max(lengths)
+    attention = torch.arange(width) < 1 + torch.tensor(lengths)[:, None]
+    ids = torch.zeros(attention.shape, dtype=torch.long)
+    ids[:, 0] = torch.tensor(mark or [0] * len(lengths))
+    response = attention & (torch.arange(width) > 0)
+    ended = torch.full((len(lengths),), stopped)
+    return rollout_of(attention, response, input_ids=ids, sampled_logprobs=-1.0 * response, stopped=ended, **known)
+
+
+class Scripted:
+    """A sampler and a scorer whose scores are known: of prompt p all alike unless p is in `mixed`."""
+
+    def __init__(self, mixed: set[int]) -> None:
+        self.mixed = mixed
+        self.sampled: list[tuple[int, int, list[int]]] = []
+        self.actor = SimpleNamespace(weight_version=0)
+
+    def sample(self, prompts: Any, *, step: int, first: int = 0, greedy: bool) -> Rollout:
+        marks = [prompt["input_ids"][0] for prompt in prompts]
+        self.sampled.append((step, first, marks))
+        each = SAMPLES + greedy
+        return completions_of(
+            [2 + mark % 3 for mark in marks for _ in range(each)], mark=[m for m in marks for _ in range(each)]
+        )
+
+    def score(self, prompts: Any, found: Rollout, *, first: int, greedy: bool, refill: bool) -> Rollout:
+        count = len(found.input_ids)
+        row = torch.arange(count)
+        marks = found.input_ids[:, 0]
+        mixed = torch.tensor([int(mark) in self.mixed for mark in marks])
+        scores = torch.where(mixed, (row % SAMPLES).float(), 1.0)
+        return replace(
+            found,
+            groups=first + row // SAMPLES,
+            scores=scores,
+            penalties=torch.zeros(count),
+            metrics={"reward/x/mean": float(scores.mean()), "reward/x/dropped": 1.0},
+        )
+
+
+def collector(
+    mixed: set[int], *, per_step: int = 4, name: str = "dapo", **changes: Any
+) -> tuple[Collector, Scripted, RowStream]:
+    config = replace(parse_config(RLConfig, ["--algorithm", name]).algorithm, **changes)
+    scripted = Scripted(mixed)
+    data = Dataset.from_list([{"input_ids": [row]} for row in range(ROWS)])
+    stream = RowStream(ROWS, epochs=2, seed=1)
+    algorithm = ALGORITHMS[name](config)
+    roles: Any = scripted, scripted
+    whole = Collector(*roles, algorithm, prompts=data, stream=stream, per_step=per_step, total_steps=100)
+    return whole, scripted, stream
+
+
+def test_dynamic_sampling_keeps_every_accepted_group_to_the_end_of_the_data() -> None:
+    mixed = {row for row in range(ROWS) if row % 3}
+    collect, scripted, stream = collector(mixed, dynamic_sampling=DynamicSamplingConfig(max_refills=100))
+    steps = []
+    while stream.left:
+        try:
+            steps.append(collect.collect(len(steps) + 1))
+        except NothingToLearn:
+            break
+    order = [mark for _, _, marks in scripted.sampled for mark in marks]
+    assert sorted(order) == sorted([*range(ROWS)] * 2), "each prompt once an epoch"
+    accepted = [mark for mark in order if mark in mixed]
+    learned = [row for step in steps for row in step.prompt_rows[::SAMPLES].tolist()]
+    assert learned == accepted, "all of them, in their order"
+    assert [len(step) // SAMPLES for step in steps[:-1]] == [4] * (len(steps) - 1), "full but for the last"
+    for step in steps:
+        assert torch.equal(step.input_ids[:, 0], step.prompt_rows)
+        assert torch.equal(step.groups[::SAMPLES].sort().values, step.groups[::SAMPLES])
+    firsts = [(step, first) for step, first, _ in scripted.sampled]
+    assert len(set(firsts)) == len(firsts), "a refill has random streams of its own"
+    assert steps[0].metrics["rollout/accepted_prompts"] < 1
+
+
+def test_a_step_ends_after_so_many_refills_with_what_it_has() -> None:
+    collect, scripted, stream = collector({0}, per_step=2, dynamic_sampling=DynamicSamplingConfig(max_refills=3))
+    found = []
+    while stream.left:
+        before = len(scripted.sampled)
+        try:
+            found.append(len(collect.collect(1)))
+        except NothingToLearn as told:
+            assert "the scores of each prompt are equal" in str(told)
+            assert told.metrics["rollout/accepted_prompts"] == 0 and told.metrics["objective/scores"] == 1.0
+        assert len(scripted.sampled) - before <= 4
+    assert found == [SAMPLES, SAMPLES], "prompt 0 of each epoch"
+
+
+def test_metrics_are_of_all_that_was_sampled() -> None:
+    collect, scripted, _ = collector({row for row in range(ROWS) if row % 2}, name="raft")
+    found = collect.collect(1)
+    assert len(scripted.sampled) == 1 and 0 < len(found) <= 4
+    differing = [row for row in scripted.sampled[0][2] if row % 2]
+    assert found.prompt_rows.tolist() == differing, "one of each prompt whose scores differ"  # type: ignore[union-attr]
+    told = found.metrics
+    assert told["rollout/chosen_scores"] > told["objective/scores"] == pytest.approx(told["reward/x/mean"])
+    assert told["reward/x/dropped"] == 1.0
+
+
+def test_scored_rows_join_at_their_longest() -> None:
+    first = completions_of(
+        [1, 3], groups=torch.tensor([0, 0]), scores=torch.tensor([1.0, 2.0]), penalties=torch.zeros(2)
+    )
+    second = completions_of(
+        [5, 2, 2, 1], groups=torch.tensor([1, 1, 2, 2]), scores=torch.ones(4), penalties=torch.zeros(4)
+    )
+    parts = [
+        replace(first, metrics={"a/mean": 1.0, "a/failures": 2.0}),
+        replace(second, metrics={"a/mean": 4.0, "a/failures": 1.0}),
+    ]
+    whole = _joined(parts)
+    assert whole.input_ids.shape == (6, 6)
+    assert whole.lengths.tolist() == [2, 4, 6, 3, 3, 2]
+    assert whole.metrics == {"a/mean": pytest.approx(3.0), "a/failures": 3.0}
+    some = whole.select(torch.tensor([True, True, False, False, False, True]))
+    none = whole.select(torch.zeros(6, dtype=torch.bool))
+    assert none.scores is not None and len(none.scores) == len(none) == 0, "none is no mistake"
+    assert some.input_ids.shape == (3, 4)
+    assert some.groups is not None and some.groups.tolist() == [0, 0, 2]
+
+
+def test_overlong_completions_are_punished_as_in_the_paper() -> None:
+    lengths = [1, 6, 7, 8, 9, 10]
+    config = PenaltiesConfig(overlong_fraction=0.4, overlong=2.0)
+    found = score_penalties(completions_of(lengths), config, max_new_tokens=10, scores_std=3.0)
+    paper = [0 if n <= 6 else ((10 - 4) - n) / 4 for n in lengths]  # eq. 13
+    torch.testing.assert_close(found, -2.0 * torch.tensor(paper))
+    both = PenaltiesConfig(missing_eos=0.5, length=0.25)
+    found = score_penalties(completions_of([2, 4], stopped=False), both, max_new_tokens=10, scores_std=3.0)
+    assert found.tolist() == [1.0, 1.5]
+
+
+def test_a_completion_without_an_end_loses_a_deviation_of_the_scores() -> None:
+    found = score_penalties(
+        completions_of([2, 4], stopped=False), PPOConfig().penalties, max_new_tokens=10, scores_std=3.0
+    )
+    assert found.tolist() == [3.0, 3.0]
+    found = score_penalties(completions_of([2, 4]), PPOConfig().penalties, max_new_tokens=10, scores_std=3.0)
+    assert found.tolist() == [0.0, 0.0]
+
+
+def test_a_stream_gives_each_row_once_an_epoch_and_goes_on_where_it_was() -> None:
+    stream = RowStream(5, epochs=3, seed=7)
+    taken = [stream.take(4) for _ in range(5)]
+    assert [len(rows) for rows in taken] == [4, 4, 4, 3, 0] and stream.left == 0
+    flat = [row for rows in taken for row in rows]
+    epochs = [flat[i : i + 5] for i in (0, 5, 10)]
+    assert all(sorted(epoch) == [0, 1, 2, 3, 4] for epoch in epochs) and epochs[0] != epochs[1]
+    again = RowStream(5, epochs=3, seed=7)
+    again.take(6)
+    later = RowStream(5, epochs=3, seed=7)
+    later.load_state_dict(again.state_dict())
+    assert later.take(20) == flat[6:]
+
+
+def test_neighbours_stay_in_one_micro_batch() -> None:
+    rollout = completions_of([1, 9, 2, 2, 7, 3, 5, 5, 1, 1])
+    for micro in (MicroBatches(rows=1), MicroBatches(rows=4), MicroBatches(rows=None, tokens=12)):
+        seen: list[int] = []
+        for rank in range(2):
+            plan = MiniBatchPlanner(micro, rank=rank, ranks=2, seed=3).plan(rollout, mini_batches=2, together=2)
+            for part in plan.micro_batches:
+                assert len(part) % 2 == 0
+                for first, second in zip(part[::2], part[1::2], strict=True):
+                    assert (first is None and second is None) or (second == first + 1 and first % 2 == 0)  # type: ignore[operator]
+                seen += [row for row in part if row is not None]
+            assert sum(plan.sequences) == 10 and sum(plan.tokens) == 36
+        assert sorted(seen) == list(range(10))
+
+
+def test_a_batch_can_leave_rows_out_and_comes_back_from_a_checkpoint() -> None:
+    values, scores = torch.arange(18.0).view(3, 6), torch.tensor([1.0, 2.0, 3.0])
+    rollout = completions_of(
+        [1, 5, 3], scores=scores, penalties=torch.zeros(3), old_logprobs=values, ref_logprobs=values
+    )
+    kept = Batch(rollout, values, values, metrics={"a": 1.0}).rows([0, 2])
+    assert kept.rollout.penalized_scores.tolist() == [1.0, 3.0] and kept.rollout.lengths.tolist() == [2, 4]
+    assert kept.rollout.ref_logprobs is not None and kept.rollout.old_values is None
+    for found in (kept.rollout.ref_logprobs, kept.rewards, kept.advantages):
+        assert torch.equal(found, values[[0, 2], :4])
+    again = Batch.from_tensors(kept.tensors(), torch.device("cpu"), kept.metrics)
+    assert again.rollout.old_values is None and torch.equal(again.advantages, kept.advantages)
+    assert again.tensors().keys() == kept.tensors().keys() and again.metrics == {"a": 1.0}
+    assert all(torch.equal(tensor, kept.tensors()[name]) for name, tensor in again.tensors().items())

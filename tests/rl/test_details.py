@@ -1,0 +1,261 @@
+"""The details that are keys: each does what its key says, and nothing where it is off."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections.algorithm import CorrectionConfig, KLConfig, PenaltiesConfig
+from hybrid_rlhf.configs.sections.model import ModelConfig
+from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
+from hybrid_rlhf.engines.averaging import WeightAverage
+from hybrid_rlhf.engines.builder import EngineSpec, build_engine
+from hybrid_rlhf.engines.partition import copy_weights
+from hybrid_rlhf.functional.divergences import kl_k2, kl_k3
+from hybrid_rlhf.functional.masking import masked_sum
+from hybrid_rlhf.rl.algorithms.ppo import PPO
+from hybrid_rlhf.rl.batch import Batch
+from hybrid_rlhf.rl.metrics import rollout_metrics
+from hybrid_rlhf.rl.rollouts.advantages import estimate_advantages
+from hybrid_rlhf.rl.rollouts.score_scaling import ScoreScaling
+from hybrid_rlhf.rl.updates.policy_loss import MiniBatch, PolicyLoss
+from hybrid_rlhf.rl.updates.updater import Updater
+from hybrid_rlhf.runtime.world import World
+from tests.support.rl import ALGORITHM, SAMPLING, build_parts, collect, sample_and_score, score
+
+
+def weights(engine: Any) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in engine.module.parameters()]
+
+
+def test_a_single_update_reads_the_actor_once(world: World, paths: dict[str, str]) -> None:
+    once = replace(ALGORITHM, epochs=1)
+    parts = build_parts(world, paths, algorithm=once)
+    forwards: list[int] = []
+    parts.roles.actor.module.register_forward_hook(lambda *_: forwards.append(1))
+    collect(parts)
+    forwards.clear()  # the first switch checks the layout once
+    batch, plan = collect(parts)
+    assert not forwards, "scoring does not read the actor"
+    torch.testing.assert_close(batch.rollout.old_logprobs, batch.rollout.sampled_logprobs, atol=0, rtol=0)
+    slow = build_parts(world, paths, algorithm=ALGORITHM)
+    expected, _ = score(slow, batch.rollout)
+    report = Updater(parts.roles, PPO(once), rollout=SAMPLING).update(batch, [plan])
+    assert len(forwards) == len(plan.mini_batches[0])
+    torch.testing.assert_close(report.batch.rollout.old_logprobs, expected.old_logprobs, atol=0, rtol=0)
+    assert report.metrics["val/ratio"] == 1 and report.metrics["policy/approxkl"] == 0
+    assert 0 < rollout_metrics(report.batch)["rollout/logprob_abs_diff_mean"] < 1e-5
+
+
+def test_a_learning_rate_of_zero_never_moves_the_ratio(world: World, paths: dict[str, str]) -> None:
+    parts = build_parts(world, paths, algorithm=replace(ALGORITHM, epochs=3, mini_batches=2))
+    for group in parts.roles.actor._engine.optimizer.param_groups:
+        group["lr"] = 0.0
+    batch, plan = collect(parts, mini_batches=2)
+    parts.roles.actor._engine.lr_scheduler = None
+    report = parts.updater.update(batch, [plan] * 3)
+    assert report.metrics["policy/approxkl"] == 0 and report.metrics["val/ratio"] == 1
+
+
+def test_passes_end_when_the_policy_has_gone_too_far(world: World, paths: dict[str, str]) -> None:
+    updates = {}
+    for target in (None, 1e-9, 1e9):
+        parts = build_parts(world, paths)
+        batch, plan = collect(parts)
+        config = replace(ALGORITHM, target_kl=target)
+        report = Updater(parts.roles, PPO(config), rollout=SAMPLING).update(batch, [plan] * 4)
+        updates[target] = report.metrics["rollout/updates"]
+    assert updates == {None: 4, 1e-9: 2, 1e9: 4}, "the first mini-batch has an approxkl of exactly 0"
+
+
+def test_a_warm_up_moves_the_critic_alone(world: World, paths: dict[str, str]) -> None:
+    parts = build_parts(world, paths)
+    batch, plan = collect(parts)
+    before = weights(parts.roles.actor), weights(parts.roles.critic)
+    report = parts.updater.update(batch, [plan], train_actor=False)
+    assert all(map(torch.equal, before[0], weights(parts.roles.actor)))
+    assert not all(map(torch.equal, before[1], weights(parts.roles.critic)))
+    assert "loss/policy" not in report.metrics and "loss/value" in report.metrics
+
+
+@pytest.mark.parametrize(("estimator", "function"), [("k2", kl_k2), ("k3", kl_k3)])
+def test_the_kl_may_be_a_term_of_the_loss(
+    estimator: Any,
+    function: Any,
+    world: World,
+    paths: dict[str, str],
+) -> None:
+    config = replace(ALGORITHM, kl=KLConfig(where="loss", estimator=estimator))
+    parts = build_parts(world, paths, algorithm=config)
+    batch, plan = collect(parts)
+    mask = batch.rollout.response_mask
+    last = torch.zeros_like(mask).scatter(1, (mask * torch.arange(mask.shape[1])).argmax(1)[:, None], True)
+    assert (batch.rewards[mask & ~last] == 0).all(), "no penalty in the reward"
+    indices = plan.mini_batches[0][0]
+    mini_batch = MiniBatch(plan.tokens[0], plan.sequences[0], kl_coef=0.3)
+    policy_loss = PolicyLoss(parts.roles.actor, PPO(config), temperature=0.8, max_tokens=10)
+    loss, current = policy_loss(batch.rows(indices), mini_batch)
+    plain = PolicyLoss(parts.roles.actor, PPO(replace(config, kl=KLConfig())), temperature=0.8, max_tokens=10)
+    without, _ = plain(batch.rows(indices), mini_batch)
+    rows = torch.tensor(indices)
+    reference = batch.rollout.ref_logprobs[rows, : current.shape[1]]
+    kl = masked_sum(function(current, ref_logprobs=reference), mask=mask[rows, : current.shape[1]])
+    torch.testing.assert_close(loss.total - without.total, 0.3 * kl, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(loss.stats["kl"], kl, atol=1e-5, rtol=1e-4)
+    assert float(kl) > 0.01
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_the_loss_may_be_a_mean_over_the_tokens_that_a_correction_keeps(
+    epochs: int, world: World, paths: dict[str, str]
+) -> None:
+    kl = KLConfig(where="loss", estimator="k2")
+    found = []
+    for counts in (True, False):
+        correction = CorrectionConfig(method="mask", count_masked=counts)
+        learned = replace(ALGORITHM, epochs=epochs, correction=correction, kl=kl)
+        parts = build_parts(world, paths, algorithm=learned)
+        batch, plan = collect(parts, mini_batches=1)
+        mask = batch.rollout.response_mask
+        dropped = mask & (torch.arange(mask.shape[1]) % 3 == 0)
+        drawn = batch.rollout.drawn_logprobs - 5.0 * dropped  # ratios of exp(5), and of 1
+        rollout = replace(batch.rollout, drawn_logprobs=drawn)
+        batch = replace(batch, rollout=rollout, advantages=1.0 * mask)
+        report = Updater(parts.roles, PPO(learned), rollout=SAMPLING).update(batch, [plan])
+        found.append(report.metrics["loss/policy"])
+        assert report.metrics["rollout/correction_mean"] == pytest.approx(
+            1 - float(dropped.sum() / mask.sum()), abs=1e-4
+        )
+    kept = 1 - float(dropped.sum()) / float(mask.sum())
+    assert 0.3 < kept < 0.9 and found == pytest.approx([-kept, -1.0], abs=1e-4)
+
+
+def test_the_entropy_bonus_is_the_entropy_of_the_whole_distribution(world: World, paths: dict[str, str]) -> None:
+    parts = build_parts(world, paths)
+    batch, plan = collect(parts)
+    indices, mini_batch = plan.mini_batches[0][0], MiniBatch(plan.tokens[0], plan.sequences[0])
+    totals = [
+        PolicyLoss(parts.roles.actor, PPO(replace(ALGORITHM, entropy_coef=coef)), temperature=0.8, max_tokens=10)(
+            batch.rows(indices), mini_batch
+        )[0].total
+        for coef in (0.0, 0.25)
+    ]
+    rows = batch.rollout.rows(indices)
+    logits = parts.roles.actor.lm(input_ids=rows.input_ids, attention_mask=rows.attention_mask.long()).logits / 0.8
+    entropy = torch.distributions.Categorical(logits=logits[:, :-1]).entropy()
+    expected = 0.25 * masked_sum(entropy.detach(), mask=rows.response_mask[:, 1:])
+    assert float(expected) > 1
+    torch.testing.assert_close((totals[0] - totals[1]).detach(), expected, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.01])
+def test_a_gradient_is_scaled_down_to_its_limit(limit: float, world: World, paths: dict[str, str]) -> None:
+    """AdamW with lr and eps of 10^6 each subtracts the gradient."""
+    optimizer = OptimizerConfig(lr=1e6, eps=1e6, schedule="constant", warmup_fraction=0.0, max_grad_norm=limit)
+    critic = build_engine(EngineSpec("critic", paths["reward"], ModelConfig(), ZeroConfig(), 0, optimizer), world)
+    before = torch.cat([p.detach().double().flatten() for p in critic.lm.parameters()])
+    ids = torch.tensor([[5, 6, 7, 8]])
+    critic.backward(critic(ids, torch.ones_like(ids, dtype=torch.bool)).square().sum(), count=1.0)
+    norm = critic.step().grad_norm
+    moved = before - torch.cat([p.detach().double().flatten() for p in critic.lm.parameters()])
+    assert norm is not None and norm > 0.1
+    assert float(moved.norm()) == pytest.approx(limit or norm, rel=1e-2)
+
+
+def test_the_log_ratio_is_no_loss() -> None:
+    with pytest.raises(UserError, match="take k2 or k3"):
+        KLConfig(where="loss")
+
+
+def test_rewards_and_advantages_are_whitened_as_asked(world: World, paths: dict[str, str]) -> None:
+    parts = build_parts(world, paths)
+    rollout, _ = sample_and_score(parts)
+    mask = rollout.response_mask
+
+    def estimated(**changes: Any) -> Batch:
+        learner = PPO(replace(ALGORITHM, **changes))
+        return estimate_advantages(rollout, learner, scaling=parts.scaling, kl_coef=0.1)
+
+    plain = estimated(whiten_advantages=False)
+    for unbiased in (True, False):
+        found = estimated(whiten_advantages=False, whiten_rewards=True, whiten_unbiased=unbiased)
+        expected = plain.rewards[mask] / plain.rewards[mask].std(correction=int(unbiased))
+        shift = plain.rewards[mask].mean() - expected.mean()
+        torch.testing.assert_close(found.rewards[mask], expected + shift, atol=1e-4, rtol=1e-4)
+        for shifted in (True, False):
+            found = estimated(whiten_shift_mean=shifted, whiten_unbiased=unbiased)
+            values = plain.advantages[mask]
+            expected = (values - values.mean()) / values.std(correction=int(unbiased))
+            expected = expected if shifted else expected + values.mean()
+            torch.testing.assert_close(found.advantages[mask], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_penalties_and_scaling_reach_the_last_reward(world: World, paths: dict[str, str]) -> None:
+    config = replace(
+        ALGORITHM,
+        penalties=PenaltiesConfig(missing_eos=0.5, length=0.25),
+        score_clip=None,
+        score_scaling="running",
+        whiten_advantages=False,
+    )
+    parts = build_parts(world, paths, algorithm=config)
+    rollout, _ = sample_and_score(parts)
+    lengths = rollout.response_mask.sum(dim=1)
+    assert rollout.scores is not None and rollout.penalties is not None
+    torch.testing.assert_close(rollout.penalties, 0.25 * lengths + 0.5 * (~rollout.stopped))
+    batch = estimate_advantages(rollout, parts.algorithm, scaling=ScoreScaling("running"), kl_coef=0.0)
+    scaled = (rollout.scores - rollout.scores.mean()) / rollout.scores.std()
+    torch.testing.assert_close(batch.rewards.sum(dim=1), scaled - rollout.penalties, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(batch.rollout.penalized_scores, rollout.scores - rollout.penalties)
+
+
+def test_scaling_knows_all_scores_so_far_and_comes_back_from_a_checkpoint() -> None:
+    torch.manual_seed(0)
+    parts = [torch.randn(size) * 3 + 5 for size in (1, 7, 30)]
+    running = ScoreScaling("running")
+    for number, part in enumerate(parts):
+        seen = torch.cat(parts[: number + 1])
+        expected = (part - seen.mean()) / (seen.std() if len(seen) > 1 else 1.0)
+        torch.testing.assert_close(running(part), expected, atol=1e-5, rtol=1e-4)
+    initial = ScoreScaling("initial")
+    assert initial.needs_initial_scores
+    initial.observe(parts[2])
+    again = ScoreScaling("initial")
+    again.load_state_dict(initial.state_dict())
+    assert not again.needs_initial_scores
+    torch.testing.assert_close(again(parts[1]), (parts[1] - parts[2].mean()) / parts[2].std())
+    assert ScoreScaling("none")(parts[0]) is parts[0] and ScoreScaling("none").metrics() == {}
+
+
+def test_the_reference_may_follow_the_actor(world: World, paths: dict[str, str]) -> None:
+    parts = build_parts(world, paths)
+    batch, plan = collect(parts)
+    assert parts.roles.reference is not None and float(batch.rollout.kl.abs().max()) > 0
+    parts.updater.update(batch, [plan])
+    copy_weights(parts.roles.actor.lm, parts.roles.reference.lm)
+    followed, _ = collect(parts)
+    assert float(followed.rollout.kl.abs().max()) == 0
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_an_averaged_actor_generates_with_its_own_weights(
+    keep: bool,
+    world: World,
+    paths: dict[str, str],
+) -> None:
+    parts = build_parts(world, paths)
+    parts.roles.actor._rollout = replace(parts.roles.actor._rollout, keep_weights=keep)
+    average = WeightAverage(parts.roles.actor.module, decay=0.999999)
+    batch, plan = collect(parts)
+    parts.updater.update(batch, [plan])
+    moved, _ = collect(parts)
+    with average.applied(), parts.roles.actor.other_weights():
+        averaged, _ = collect(parts)
+    again, _ = collect(parts)
+    assert torch.equal(averaged.rollout.input_ids, batch.rollout.input_ids)
+    assert torch.equal(again.rollout.input_ids, moved.rollout.input_ids)
+    assert not torch.equal(moved.rollout.sampled_logprobs, averaged.rollout.sampled_logprobs)

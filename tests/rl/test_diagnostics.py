@@ -1,0 +1,93 @@
+"""What lasts over rollouts is reported once, in one line with its fix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hybrid_rlhf.configs.parsing.command_line import parse_config
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sft import SFTConfig
+from hybrid_rlhf.loop.setup import start_step
+from hybrid_rlhf.rl.build import plan_step
+from hybrid_rlhf.rl.metrics import Diagnostics
+from hybrid_rlhf.runtime.run import start_run
+
+
+def watched(values: list[float], metric: str, log_lines: list[str], *, enabled: bool = True) -> list[str]:
+    log_lines.clear()
+    signs = Diagnostics(enabled=enabled)
+    for step, value in enumerate(values, start=1):
+        signs.watch(step, {metric: value, "objective/scores_std": 5.25, "critic/lr": 1e-5})
+    return list(log_lines)
+
+
+def test_a_critic_that_never_helps_is_reported_after_ten_rollouts(log_lines: list[str]) -> None:
+    name = "val/explained_variance"
+    (line,) = watched([-0.4] * 15, name, log_lines)
+    assert line.startswith(
+        "step 10: val/explained_variance is -0.4, out of range for 10 rollouts in a row: the critic predicts"
+    )
+    for part in ("critic.optimizer.lr (1e-05)", "critic.warmup_steps", "deviation is 5.25", "algorithm.score_scaling"):
+        assert part in line
+    assert "\n" not in line
+    assert not watched([-0.4] * 9 + [0.1] + [-0.4] * 9, name, log_lines)
+    assert len(watched([-1.0] * 10 + [0.1] + [-1.0] * 10, name, log_lines)) == 2, "again, after it had gone away"
+    assert not watched([-0.4] * 15, name, log_lines, enabled=False), "on one rank"
+    assert not watched([-0.4] * 15, "loss/value", log_lines), "without a critic there is none"
+
+
+def test_answers_that_all_run_into_the_limit_are_reported(log_lines: list[str]) -> None:
+    (line,) = watched([0.5] + [0.95] * 8, "completions/clipped_ratio", log_lines)
+    assert line.startswith(
+        "step 6: completions/clipped_ratio is 0.95, out of range for 5 rollouts in a row: almost no completion"
+    )
+    for part in (
+        "rollout.sampling.max_new_tokens",
+        "algorithm.penalties.missing_eos above the standard deviation of the scores, 5.25",
+    ):
+        assert part in line
+    assert not watched([0.95] * 4 + [0.9] * 4, "completions/clipped_ratio", log_lines)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (
+            "--rollout.prompts_per_step 25",
+            "give algorithm.mini_batches or algorithm.epochs 2 or more, and rollout.prompts_per_step a multiple of 4",
+        ),
+        ("--algorithm grpo --algorithm.mini_batches 1", "give algorithm.mini_batches or algorithm.epochs 2 or more"),
+        ("--algorithm remax", None),
+        ("--algorithm grpo", None),
+    ],
+)
+def test_a_clip_that_never_acts_is_reported(
+    line: str, expected: str | None, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = parse_config(RLConfig, [*line.split(), "--output_dir", str(tmp_path / "run")])
+    with start_run(config) as run:
+        plan_step(config, run)
+    lines = "".join(capfd.readouterr()).splitlines()
+    warned = [text for text in lines if "its clip never acts" in text]
+    assert len(warned) == (expected is not None)
+    assert expected is None or warned[0].endswith(f"clip never acts: {expected}")
+    assert any(f"updates: {config.algorithm.mini_batches} from a rollout of " in text for text in lines)
+
+
+def test_the_log_tells_the_rate_of_adapters(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, model_folder: Path
+) -> None:
+    def told(*line: str) -> list[str]:
+        kind = RLConfig if any("actor" in word for word in line) else SFTConfig
+        config = parse_config(kind, [*line, "--output_dir", str(tmp_path / str(len(line) + len(str(line))))])
+        with start_run(config) as run:
+            start_step(config, run, str(model_folder))
+        return [text for text in "".join(capfd.readouterr()).splitlines() if "with adapters" in text]
+
+    (line,) = told("--lora.rank", "16")
+    assert line.endswith("optimizer.lr is 0.0002, the default with adapters: ten times the 2e-05 of all weights")
+    assert not told("--lora.rank", "16", "--optimizer.lr", "1e-4") and not told()
+    both = told("--actor.lora.rank", "4", "--critic.lora.rank", "4")
+    assert [text.split(" is ")[0].split()[-1] for text in both] == ["actor.optimizer.lr", "critic.optimizer.lr"]

@@ -1,0 +1,125 @@
+"""Rows that the reward drops count nowhere: what is learned is what a rollout without them teaches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.parsing.command_line import parse_config
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.algorithm import DynamicSamplingConfig
+from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
+from hybrid_rlhf.data.loaders import RowStream
+from hybrid_rlhf.rl.algorithms import ALGORITHMS
+from hybrid_rlhf.rl.batch import Batch, Rollout
+from hybrid_rlhf.rl.metrics import evaluation_metrics, rollout_metrics
+from hybrid_rlhf.rl.parts import RLParts
+from hybrid_rlhf.rl.rewards import ComponentScores, Reward, RewardBatch, RewardComponent
+from hybrid_rlhf.rl.rollouts.collector import Collector
+from hybrid_rlhf.rl.updates.kl_controller import KLController
+from hybrid_rlhf.rl.updates.policy_loss import MiniBatch
+from hybrid_rlhf.runtime.world import World
+from tests.support.rl import ALGORITHM, PROMPTS, build_parts, sample_and_score
+
+ROWS = 8
+ROWS_DROPPED = [0, 3, 4, 5, 7]
+
+
+class Judge(RewardComponent):
+    """Scores a row by its number, and fails on some."""
+
+    reads_text = False
+
+    def __init__(self, failing: list[int]) -> None:
+        super().__init__(RewardComponentConfig(function="a:judge", on_failure="drop"))
+        self._failing = failing
+
+    def begin(self, share: RewardBatch) -> Callable[[], ComponentScores]:
+        failures = {place: "no" for place, row in enumerate(share.rows) if row in self._failing}
+        values = [None if place in failures else float(row) for place, row in enumerate(share.rows)]
+        return lambda: ComponentScores(values, failures)
+
+
+def collect_with_failures(
+    world: World, paths: dict[str, str], failing: list[int], mini_batches: int
+) -> tuple[RLParts, Rollout, Batch]:
+    algorithm = replace(ALGORITHM, score_scaling="running", score_clip=None)
+    parts = build_parts(world, paths, algorithm=algorithm, reward=Reward([Judge(failing)], world))
+    rollout, _ = sample_and_score(parts, mini_batches=mini_batches)
+    return parts, rollout, parts.estimate(rollout, kl_coef=0.1)
+
+
+def test_dropped_rows_are_in_no_tensor_and_no_figure(world: World, paths: dict[str, str]) -> None:
+    _, whole, _ = collect_with_failures(world, paths, [], 1)
+    kept = [row for row in range(ROWS) if row not in ROWS_DROPPED]
+    parts, rollout, batch = collect_with_failures(world, paths, ROWS_DROPPED, 1)
+    assert rollout.groups is not None and rollout.groups.tolist() == [row // 2 for row in kept]
+    assert whole.groups is not None and whole.groups.tolist() == [row // 2 for row in range(ROWS)]
+    assert rollout.scores is not None and rollout.scores.tolist() == [float(row) for row in kept]
+    assert rollout.metrics["reward/judge/dropped"] == len(ROWS_DROPPED)
+    width, mask, computed = rollout.input_ids.shape[1], rollout.response_mask, rollout.tensors()
+    assert whole.tensors().keys() == computed.keys()
+    for name, tensor in whole.tensors().items():
+        expected, found = tensor[kept], computed[name]
+        expected = expected[:, :width] if expected.dim() == 2 else expected
+        if name in ("old_logprobs", "ref_logprobs", "old_values"):
+            torch.testing.assert_close(found[mask], expected[mask], atol=1e-5, rtol=1e-5)
+        else:
+            assert torch.equal(found, expected), name
+    metrics = rollout_metrics(batch)
+    assert metrics["objective/scores"] == pytest.approx(float(whole.penalized_scores[kept].mean()))
+    assert metrics["completions/mean_length"] == float(whole.response_mask[kept].sum(dim=1).float().mean())
+    assert parts.scaling.metrics()["objective/scaling_mean"] == pytest.approx(sum(kept) / len(kept))
+    assert evaluation_metrics(rollout, prefix="eval")["eval/scores"] == metrics["objective/scores"]
+    assert ALGORITHM.kl is not None
+    controller = KLController(replace(ALGORITHM.kl, target=1.0))
+    controller.update(10.0, completions=len(rollout))
+    assert controller.kl_coef == pytest.approx(ALGORITHM.kl.coef * (1 + 0.2 * len(kept) / ALGORITHM.kl.horizon))
+
+
+@pytest.mark.parametrize("name", ["dapo", "raft"])
+def test_a_refill_may_be_dropped_whole_and_a_rollout_may_not(name: str, world: World, paths: dict[str, str]) -> None:
+    """The first two prompts differ in their scores, of the third there are none, and then the data ends."""
+    judge = Judge([])
+    parts = build_parts(world, paths, reward=Reward([judge], world))
+    config = replace(parse_config(RLConfig, ["--algorithm", name]).algorithm, dynamic_sampling=DynamicSamplingConfig())
+    algorithm = ALGORITHMS[name](config)
+    data, stream = Dataset.from_list(PROMPTS[:3]), RowStream(3, epochs=1, seed=0)
+    collector = Collector(
+        parts.sampler, parts.scorer, algorithm, prompts=data, stream=stream, per_step=2, total_steps=1
+    )
+    inner, calls = parts.scorer.score, []
+
+    def score(*given: Any, **named: Any) -> Any:
+        judge._failing = list(range(ROWS)) if calls else [2, 3]
+        calls.append(named["refill"])
+        return inner(*given, **named)
+
+    parts.scorer.score = score  # type: ignore[method-assign]
+    collected = collector.collect(1)
+    assert calls == [False, True] and len(collected) == (2 if name == "dapo" else 1)
+    judge._failing = list(range(ROWS))
+    with pytest.raises(UserError, match="must leave completions to learn from, all 8 of a rollout are dropped"):
+        inner(PROMPTS, parts.sampler.sample(PROMPTS, step=1))
+
+
+@pytest.mark.parametrize("mini_batches", [1, 2, 8])
+def test_ratios_are_1_and_updates_are_of_what_is_left(mini_batches: int, world: World, paths: dict[str, str]) -> None:
+    """More mini-batches than rows too: none of them is empty."""
+    parts, rollout, batch = collect_with_failures(world, paths, ROWS_DROPPED, mini_batches)
+    plan = parts.planner.plan(rollout, step=1, mini_batches=mini_batches)
+    for indices in plan.mini_batches[0]:
+        loss, _ = parts.updater.policy_loss(batch.rows(indices), MiniBatch(tokens=1.0, sequences=1.0))
+        assert float(loss.stats["ratio"]) == float(loss.count), "every ratio is 1"
+    assert sum(plan.tokens) == float(rollout.response_mask.sum()) and all(plan.tokens)
+    assert sum(plan.sequences) == ROWS - len(ROWS_DROPPED)
+    report = parts.updater.update(batch, [plan])
+    assert report.metrics["rollout/updates"] == min(mini_batches, ROWS - len(ROWS_DROPPED))
+    assert all(value == value for value in report.metrics.values()), "none is NaN"
+    assert all(bool(p.isfinite().all()) for p in parts.roles.actor.module.parameters())

@@ -1,0 +1,740 @@
+"""Turns of the actor and of environments: what is learned from, what is not, who says that it is over, what fails."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+import shlex
+import time
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_rlhf.cli import train
+from hybrid_rlhf.configs.algorithms import GRPOConfig
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.parsing.command_line import parse_config
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.algorithm import PenaltiesConfig
+from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
+from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
+from hybrid_rlhf.configs.sections.model import ModelConfig
+from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.configs.sections.sampling import SamplingParams
+from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
+from hybrid_rlhf.data.chat.conversation import encode_prompt
+from hybrid_rlhf.data.chat.template import render
+from hybrid_rlhf.engines.builder import EngineSpec, build_actor
+from hybrid_rlhf.functional.advantages import gae, shaped_rewards
+from hybrid_rlhf.generation.sampling import Completion
+from hybrid_rlhf.rl.algorithms.grpo import GRPO
+from hybrid_rlhf.rl.batch import Rollout
+from hybrid_rlhf.rl.environments import EnvironmentRunner, StepResult, load_environment
+from hybrid_rlhf.rl.environments.calculator import Calculator, compute
+from hybrid_rlhf.rl.environments.calls import CallFailure, EnvironmentCalls
+from hybrid_rlhf.rl.environments.episodes import Episode, as_rollout, episode_metrics
+from hybrid_rlhf.rl.environments.observations import ObservationEncoder
+from hybrid_rlhf.rl.metrics import rollout_metrics
+from hybrid_rlhf.rl.parts import RLParts
+from hybrid_rlhf.rl.rewards import CompletionTexts, Reward
+from hybrid_rlhf.rl.roles import Roles
+from hybrid_rlhf.rl.rollouts.scoring import score_penalties
+from hybrid_rlhf.rl.updates.updater import Updater
+from hybrid_rlhf.runtime.observability.timers import Timers
+from hybrid_rlhf.runtime.world import World
+from tests.support.ranks import run_main, run_ranks
+from tests.support.tiny import CHATML, tiny_model, tiny_tokenizer
+
+CPU = torch.device("cpu")
+STOP = tuple(range(3, 60))
+"""A random actor ends its turns now and then."""
+SAMPLING = RolloutConfig(
+    prompts_per_step=3,
+    max_prompt_tokens=80,
+    sampling=SamplingParams(n=2, max_new_tokens=120, temperature=0.8),
+)
+ALGORITHM = GRPOConfig(kl=None, loss_normalization="token", mini_batches=1)
+
+
+def row(text: str, **columns: Any) -> dict[str, Any]:
+    """A row as `load_prompt_data` gives it."""
+    prompt = [{"role": "user", "content": text}]
+    ids = encode_prompt(prompt, tiny_tokenizer())
+    return {"input_ids": ids, "prompt": json.dumps(prompt), "columns": json.dumps(columns)}
+
+
+PROMPTS = [row("a", turns=3), row("bcd", turns=1), row("ef", turns=9)]
+
+
+class Scripted:
+    """Says how many bytes it was told, for as many turns as the row wants; each turn earns its number."""
+
+    def __init__(self, *, opening: Any = None, stop_strings: Any = ()) -> None:
+        self._opening, self._turn, self.stop_strings = opening, 0, stop_strings
+
+    def reset(self, row: Mapping[str, Any]) -> Any:
+        assert row["prompt"][0]["role"] == "user"
+        self._turns = row["turns"]
+        return self._opening
+
+    def step(self, completion: str) -> tuple[str | None, float, bool]:
+        self._turn += 1
+        return f"{len(completion)}", float(self._turn), self._turn == self._turns
+
+
+class Waiting(Scripted):
+    """The same, in coroutines that share an event loop."""
+
+    async def reset(self, row: Mapping[str, Any]) -> Any:
+        self._loop = asyncio.get_running_loop()
+        return super().reset(row)
+
+    async def step(self, completion: str) -> tuple[str | None, float, bool]:
+        assert asyncio.get_running_loop() is self._loop
+        await asyncio.sleep(0.05)
+        return super().step(completion)
+
+
+def build(
+    world: World,
+    path: str,
+    kind: Any = Scripted,
+    *,
+    sampling: RolloutConfig = SAMPLING,
+    algorithm: GRPOConfig = ALGORITHM,
+    options: dict[str, Any] | None = None,
+    **settings: Any,
+) -> RLParts:
+    """An actor with an environment and no other reward."""
+    config = EnvironmentConfig(path=f"{kind.__module__}:{kind.__name__}", options=options or {}, **settings)
+    optimizer = OptimizerConfig(lr=1e-2, schedule="constant", warmup_fraction=0.0)
+    spec = EngineSpec("actor", path, ModelConfig(dtype="float32"), ZeroConfig(), 0, optimizer)
+    roles = Roles(build_actor(spec, world, rollout=sampling), Reward([], world))
+    make, timers, tokenizer = load_environment(config, world), Timers(world.device), tiny_tokenizer()
+    assert make is not None
+    runner = EnvironmentRunner(make, config, rollout=sampling, tokenizer=tokenizer, device=world.device)
+    return RLParts.of(
+        roles,
+        GRPO(algorithm),
+        sampling=sampling,
+        tokenizer=tokenizer,
+        reads_reference=False,
+        stop_token_ids=STOP,
+        micro_batches=MicroBatches(2),
+        seed=0,
+        timers=timers,
+        environments=runner,
+    )
+
+
+def scored(parts: RLParts, rollout: Rollout) -> Rollout:
+    """Completions of PROMPTS with scores and log-probs."""
+    rollout = parts.scorer.score(PROMPTS, rollout)
+    return parts.scorer.compute_logprobs(rollout, parts.planner.plan(rollout))
+
+
+def turns_of(rollout: Rollout, place: int) -> list[list[int]]:
+    """Positions of each turn of the actor."""
+    runs: list[list[int]] = []
+    for position in rollout.response_mask[place].nonzero().flatten().tolist():
+        if runs and runs[-1][-1] == position - 1:
+            runs[-1].append(position)
+        else:
+            runs.append([position])
+    return runs
+
+
+def test_stop_strings_end_a_turn_where_they_are_complete(world: World, paths: dict[str, str]) -> None:
+    free = build(world, paths["actor"], max_turns=1, max_turn_tokens=12)
+    tokenizer, whole = tiny_tokenizer(), free.sampler.sample(PROMPTS, step=1)
+    said = [whole.input_ids[place, turns_of(whole, place)[0]].tolist() for place in range(6)]
+    stop = tokenizer.decode(max(said, key=len))[3:5]  # what one of them says midway
+    cut = [next((n for n in range(1, len(ids)) if stop in tokenizer.decode(ids[:n])), len(ids)) for ids in said]
+    assert any(n < len(ids) for n, ids in zip(cut, said, strict=True))
+    held = build(
+        world,
+        paths["actor"],
+        max_turns=2,
+        max_turn_tokens=12,
+        options={"stop_strings": [stop]},
+        sampling=replace(SAMPLING, kv_cache_gib=0.1),
+    )
+    rollout = held.sampler.sample(PROMPTS, step=1)
+    ahead, _ = held.sampler.finish(held.sampler.begin(PROMPTS, step=1))
+    assert torch.equal(rollout.input_ids, ahead.input_ids)
+    for place, (ids, n) in enumerate(zip(said, cut, strict=True)):
+        first, *more = turns_of(rollout, place)
+        assert rollout.input_ids[place, first].tolist() == ids[:n]
+        if stop in tokenizer.decode(ids[:n]) and more:  # the end of the turn is told, not sampled
+            told = tokenizer.decode(rollout.input_ids[place, first[-1] + 1 : more[0][0]])
+            assert told.startswith("<|im_end|>"), told
+        assert json.loads(PROMPTS[place // 2]["columns"])["turns"] != 1 or rollout.stopped[place] == (
+            stop in tokenizer.decode(ids[:n]) or ids[n - 1] in STOP
+        )
+
+
+@pytest.mark.parametrize("kind", [Scripted, Waiting])
+def test_an_episode_is_what_was_sampled_and_what_was_told(kind: Any, world: World, paths: dict[str, str]) -> None:
+    parts = build(world, paths["actor"], kind, max_turns=3, max_turn_tokens=12)
+    rollout = parts.sampler.sample(PROMPTS, step=1)
+    tokenizer = tiny_tokenizer()
+    assert rollout.turn_rewards is not None
+    for place in range(6):
+        prompt, runs = PROMPTS[place // 2], turns_of(rollout, place)
+        wanted = json.loads(prompt["columns"])["turns"]
+        assert len(runs) == min(wanted, 3)
+        ids = rollout.input_ids[place].tolist()
+        assert ids[: runs[0][0]] == prompt["input_ids"]
+        for number, run in enumerate(runs):
+            assert len(run) <= 12 and all(ids[position] not in STOP for position in run[:-1])
+            earned = rollout.turn_rewards[place, run]
+            assert earned[-1] == number + 1 and (earned[:-1] == 0).all(), "at the turn's last token"
+        for before, after in zip(runs, runs[1:], strict=False):
+            said = tokenizer.decode([ids[position] for position in before], skip_special_tokens=True)
+            between = tokenizer.decode(ids[before[-1] + 1 : after[0]])
+            assert between == f"<|im_end|>\n<|im_start|>tool\n{len(said)}<|im_end|>\n<|im_start|>assistant\n"
+        assert int(rollout.lengths[place]) == runs[-1][-1] + 1, "it ends with the actor's own words"
+        ended = len(runs) == wanted and ids[runs[-1][-1]] in STOP
+        assert bool(rollout.stopped[place]) == ended
+    assert rollout.stopped.any() and not rollout.stopped[4:].any(), "who would go on was cut off"
+    assert float(rollout.turn_rewards.sum()) == 2 * (6 + 1 + 6)
+    told = episode_metrics(rollout)
+    assert told["environment/turns"] == pytest.approx((3 + 1 + 3) / 3)
+    assert told["environment/reward"] == pytest.approx(2 * 13 / 6)
+    assert told["environment/truncated"] == pytest.approx(1 - float(rollout.stopped.float().mean()))
+
+
+def test_all_that_follows_the_prompt_fits_in_max_new_tokens(world: World, paths: dict[str, str]) -> None:
+    sampling = replace(SAMPLING, sampling=replace(SAMPLING.sampling, max_new_tokens=64))
+    parts = build(world, paths["actor"], sampling=sampling, max_turns=50, max_turn_tokens=6)
+    rollout = parts.sampler.sample(PROMPTS, step=1)
+    followed = rollout.lengths - torch.tensor([len(PROMPTS[i // 2]["input_ids"]) for i in range(6)])
+    assert int(followed.max()) <= 64 and not rollout.stopped[4:].any()
+    assert (64 - followed[4:] <= 22).all(), "no observation, of 21 tokens or 22, is added without room for its answer"
+    overlong = PenaltiesConfig(overlong_fraction=0.5, length=0.01)
+    expected = (followed - 32).clamp(min=0) / 32 + 0.01 * rollout.response_mask.sum(dim=1)
+    torch.testing.assert_close(score_penalties(rollout, overlong, max_new_tokens=64, scores_std=1.0), expected)
+
+
+def test_log_probs_are_the_training_forwards_with_observations_in_between(world: World, paths: dict[str, str]) -> None:
+    parts = build(world, paths["actor"], max_turns=3, algorithm=replace(ALGORITHM, epochs=2), max_turn_tokens=12)
+    rollout = parts.sampler.sample(PROMPTS, step=1)
+    old_logprobs = scored(parts, rollout).old_logprobs
+    mask = rollout.response_mask
+    assert old_logprobs is not None and old_logprobs is not rollout.sampled_logprobs
+    torch.testing.assert_close(old_logprobs, rollout.sampled_logprobs, atol=1e-5, rtol=1e-4)
+    assert (rollout.sampled_logprobs[mask] != 0).all()
+    for outside in (rollout.sampled_logprobs, rollout.drawn_logprobs, old_logprobs):
+        assert (outside[~mask] == 0).all()
+
+
+def test_scores_are_the_environments_and_rewards_lie_where_they_were_earned(
+    world: World, paths: dict[str, str]
+) -> None:
+    parts = build(world, paths["actor"], max_turns=3, max_turn_tokens=12)
+    rollout = parts.scorer.score(PROMPTS, parts.sampler.sample(PROMPTS, step=1, greedy=True), greedy=True)
+    scores, turn_rewards = rollout.scores, rollout.turn_rewards
+    assert scores is not None and turn_rewards is not None
+    assert scores.tolist() == [6, 6, 1, 1, 6, 6] and rollout.greedy_scores is not None
+    assert rollout.greedy_scores.tolist() == [6, 6, 1, 1, 6, 6] and rollout.metrics["environment/turns"] > 2
+    rollout = parts.scorer.compute_logprobs(rollout, parts.planner.plan(rollout))
+    torch.testing.assert_close(parts.estimate(rollout, kl_coef=0.0).rewards, turn_rewards)
+    clipping = build(
+        world, paths["actor"], max_turns=3, max_turn_tokens=12, algorithm=replace(ALGORITHM, score_clip=5.0)
+    )
+    batch = clipping.estimate(rollout, kl_coef=0.0)
+    assert batch.rewards.sum(dim=1).tolist() == pytest.approx([5, 5, 1, 1, 5, 5], abs=1e-5)
+    factor = torch.tensor([5 / 6, 5 / 6, 1, 1, 5 / 6, 5 / 6])[:, None]
+    torch.testing.assert_close(batch.rewards, turn_rewards * factor)  # a clip scales every turn
+    assert rollout_metrics(batch)["objective/score_clipfrac"] == pytest.approx(4 / 6)
+    assert batch.rollout.greedy_scores.tolist() == [5, 5, 1, 1, 5, 5], "and from a baseline"  # type: ignore[union-attr]
+    scaling = build(
+        world, paths["actor"], max_turns=3, max_turn_tokens=12, algorithm=replace(ALGORITHM, score_scaling="running")
+    )
+    rewards = scaling.estimate(rollout, kl_coef=0.0).rewards
+    deviation = float(scores.std())
+    torch.testing.assert_close(rewards.sum(dim=1), (scores - scores.mean()) / deviation)
+    first = turns_of(rollout, 0)[0][-1]
+    assert float(rewards[0, first]) == pytest.approx(1 / deviation), "and scaling holds for each part"
+
+
+def test_an_observation_moves_nothing(world: World, paths: dict[str, str]) -> None:
+    """Neither its advantages nor its old log-probs change loss or gradient."""
+    parts = build(world, paths["actor"], max_turns=3, max_turn_tokens=12)
+    rollout = parts.sampler.sample(PROMPTS, step=1)
+    plan, outside = parts.planner.plan(rollout), ~rollout.response_mask
+    batch = parts.estimate(scored(parts, rollout), kl_coef=0.0)
+    batch = replace(batch, advantages=torch.randn(outside.shape))
+    old_logprobs = torch.where(outside, -7.0, batch.rollout.old_logprobs)
+    odd = replace(
+        batch,
+        rollout=replace(batch.rollout, old_logprobs=old_logprobs),
+        advantages=torch.where(outside, 1e3, batch.advantages),
+    )
+    found = []
+    for view in (batch, odd):
+        roles = build(world, paths["actor"]).roles
+        before = torch.cat([weight.detach().flatten().clone() for weight in roles.actor.lm.parameters()])
+        updater = Updater(roles, GRPO(replace(ALGORITHM, epochs=2)), rollout=SAMPLING)
+        metrics = updater.update(view, [plan, plan]).metrics
+        found.append((metrics["loss/policy"], torch.cat([w.detach().flatten() for w in roles.actor.lm.parameters()])))
+        assert not torch.equal(found[-1][1], before)
+    assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
+
+
+def test_gae_passes_over_observations_as_if_they_took_no_time() -> None:
+    chance = torch.Generator().manual_seed(0)
+    rewards, values = torch.randn(2, 1, 12, generator=chance)
+    mask = torch.tensor([[0, 1, 1, 1, 0, 0, 0, 1, 1, 0, 1, 0]], dtype=torch.bool)
+    found = gae(rewards, values=values, mask=mask, gamma=0.9, lam=0.8)
+    compact = gae(rewards[mask][None], values=values[mask][None], mask=torch.ones(1, 6), gamma=0.9, lam=0.8)
+    for whole, short in zip(found, compact, strict=True):
+        torch.testing.assert_close(whole[mask][None], short)
+        assert (whole[~mask] == 0).all()
+
+
+def test_what_was_earned_before_is_not_given_again_at_the_end() -> None:
+    mask = torch.tensor([[0, 1, 1, 0, 1], [0, 1, 0, 0, 0]], dtype=torch.bool)
+    earned = torch.tensor([[0, 0, 2.0, 0, 1.0], [0, 0.5, 0, 0, 0]])
+    rewards = shaped_rewards(
+        scores=torch.tensor([4.0, 0.25]), kl=torch.ones(2, 5), mask=mask, kl_coef=0.1, earned=earned
+    )
+    torch.testing.assert_close(rewards, torch.tensor([[0, -0.1, 1.9, 0, 1.9], [0, 0.15, 0, 0, 0]]))
+
+
+def on_ranks(world: World, path: str, sizes: list[int]) -> list[dict[str, Any]]:
+    """What comes of prompts with as many ranks generating together."""
+    return [_on_ranks(world, path, size) for size in sizes]
+
+
+def _on_ranks(world: World, path: str, tensor_parallel: int) -> dict[str, Any]:
+    sampling = replace(SAMPLING, tensor_parallel=tensor_parallel)
+    parts = build(world, path, sampling=sampling, max_turns=3, max_turn_tokens=12)
+    rollout = parts.sampler.sample(PROMPTS, step=1)
+    result = {name: tensor.tolist() for name, tensor in rollout.tensors().items()}
+    result["scores"] = parts.scorer.score(PROMPTS, rollout).scores.tolist()
+    result["one"] = parts.sampler.sample(PROMPTS[:1], step=2).input_ids.tolist()  # a rank has no share
+    failing = build(world, path, Failing, sampling=sampling, options={"how": "raise", "where": "c"}, max_turns=2)
+    try:
+        failing.sampler.sample(PROMPTS, step=1)
+    except UserError as error:
+        result["failure"] = str(error)
+    return result
+
+
+def test_episodes_are_the_same_on_any_ranks_and_a_failure_stops_all(
+    tmp_path: Path, world: World, paths: dict[str, str]
+) -> None:
+    (alone,) = on_ranks(world, paths["actor"], [1])
+    assert "failed in 2 of 6 episodes: it raised ValueError: no" in alone["failure"]
+    for found in [one for rank in run_ranks(on_ranks, 2, tmp_path, paths["actor"], [1, 2]) for one in rank]:
+        for name in ("input_ids", "response_mask", "turn_rewards", "stopped", "scores", "one", "failure"):
+            assert found[name] == alone[name], name
+        torch.testing.assert_close(
+            torch.tensor(found["sampled_logprobs"]), torch.tensor(alone["sampled_logprobs"]), atol=1e-5, rtol=1e-4
+        )
+
+
+class Failing(Scripted):
+    """Fails on prompts with a letter, in its second turn or at once."""
+
+    def __init__(self, *, how: str, where: str, at: int = 1) -> None:
+        super().__init__()
+        self._how, self._where, self._at = how, where, at
+
+    def reset(self, row: Mapping[str, Any]) -> Any:
+        self._fails = self._where in row["prompt"][0]["content"]
+        super().reset(row)
+        return self._fail(0)
+
+    def step(self, completion: str) -> Any:
+        step = super().step(completion)
+        return self._fail(self._turn, step)
+
+    def _fail(self, turn: int, right: Any = None) -> Any:
+        if not self._fails or turn != self._at:
+            return right
+        if self._how == "raise":
+            raise ValueError("no")
+        if self._how == "sleep":
+            time.sleep(5)
+        return {
+            "number": 3.0,
+            "nan": ("x", math.nan, False),
+            "bool": ("x", True, False),
+            "silent": (None, 1.0, False),
+            "done": ("x", 1.0, 1),
+            "long": "x" * 200,
+            "role": [{"role": "me", "content": "x"}],
+        }.get(self._how)
+
+
+@pytest.mark.parametrize(
+    ("how", "at", "reason"),
+    [
+        ("raise", 1, r"it raised ValueError: no \(test_environments.py:\d+\)"),
+        ("raise", 0, "it raised ValueError: no"),
+        ("sleep", 2, "it took longer than 1 s"),
+        ("number", 1, r"step must return \(observation, reward, done\), it returned 3.0"),
+        ("number", 0, "reset must return messages, a text or None, it returned 3.0"),
+        ("role", 0, "reset must return messages"),
+        ("long", 0, r"reset returned \d+ tokens, rollout.max_prompt_tokens is 80"),
+        ("nan", 1, "step must return a finite number as reward, it returned nan"),
+        ("bool", 1, "step must return a finite number as reward, it returned True"),
+        ("done", 2, "step must return done as True or False, it returned 1"),
+        ("silent", 1, "step must return a text as observation, it returned None"),
+    ],
+)
+def test_an_environment_that_fails_stops_the_run_or_ends_its_episode(
+    how: str, at: int, reason: str, world: World, paths: dict[str, str], log_lines: list[str]
+) -> None:
+    limit = 1.0 if how == "sleep" else 30.0  # a loaded machine is no fault of the others
+    settings: dict[str, Any] = {"max_turns": 3, "max_turn_tokens": 12, "timeout_seconds": limit}
+    options = {"how": how, "where": "e", "at": at}
+    parts = build(world, paths["actor"], Failing, options=options, **settings)
+    with pytest.raises(
+        UserError, match=f"environment .*:Failing failed in 2 of 6 episodes: {reason}.*; fix it"
+    ) as told:
+        parts.sampler.sample(PROMPTS, step=1)
+    assert "\n" not in str(told.value)
+    parts = build(world, paths["actor"], Failing, options=options, on_failure="zero", **settings)
+    rollout = parts.sampler.sample(PROMPTS, step=1)
+    assert [len(turns_of(rollout, place)) for place in range(6)] == [3, 3, 1, 1, max(at, 1), max(at, 1)]
+    scores = parts.scorer.score(PROMPTS, rollout).scores.tolist()
+    assert scores == [6, 6, 1, 1, max(at - 1, 0), max(at - 1, 0)] and not rollout.stopped[4:].any()
+    assert sum("gives 0 and ends in 2 of 6 episodes" in line for line in log_lines) == 1
+
+
+def test_calls_run_at_once_and_a_blocked_loop_is_left() -> None:
+    calls = EnvironmentCalls(timeout_seconds=1.0, device=CPU)
+
+    async def wait() -> int:
+        await asyncio.sleep(0.2)
+        return 3
+
+    async def block() -> None:
+        time.sleep(2)
+
+    async def mine() -> None:
+        raise TimeoutError("mine")
+
+    async def stubborn() -> None:
+        await asyncio.sleep(30)
+
+    start = time.perf_counter()
+    assert calls([wait] * 50) == [3] * 50 and calls([lambda: time.sleep(0.2)] * 20) == [None] * 20
+    assert time.perf_counter() - start < 1.0
+    quick = EnvironmentCalls(timeout_seconds=0.2, device=CPU)
+
+    async def leave() -> None:
+        raise SystemExit(3)
+
+    raised, late, left = quick([mine, stubborn, leave])
+    assert "it raised SystemExit: 3" in left.reason and "SystemExit" in quick([lambda: exit(3)])[0].reason
+    assert "it raised TimeoutError: mine" in raised.reason and late == CallFailure("it took longer than 0.2 s")
+    start = time.perf_counter()
+    assert quick([block] * 9) == [CallFailure("it took longer than 0.2 s")] * 9
+    assert time.perf_counter() - start < 1.5, "they waited together"
+    assert calls([wait]) == [3] and EnvironmentCalls(timeout_seconds=1.0, device=CPU)([wait]) == [3]
+    assert quick([lambda: time.sleep(2)] * 16) == [CallFailure("it took longer than 0.2 s")] * 16
+    assert "16 earlier calls still hang" in quick([lambda: 1])[0].reason
+
+
+def test_reset_may_give_the_prompt(world: World, paths: dict[str, str]) -> None:
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    for opening, expected in (("u", messages[1:]), (messages, messages)):
+        parts = build(world, paths["actor"], options={"opening": opening}, max_turns=1)
+        rollout = parts.sampler.sample(PROMPTS, step=1)
+        ids = encode_prompt(expected, tiny_tokenizer())
+        assert all(rollout.input_ids[place, : turns_of(rollout, place)[0][0]].tolist() == ids for place in range(6))
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (CHATML, "<|im_end|>\n<|im_start|>tool\n4 < 5<|im_end|>\n<|im_start|>assistant\n"),
+        (None, "<|im_end|>\n\nTool: 4 < 5\n\nAssistant:"),
+        (  # says nothing of a tool
+            "{% for m in messages %}{% if m['role'] == 'user' %}[{{ m['content'] }}]{% elif m['role'] == 'assistant' %}"
+            "{{ m['content'] }} <|im_end|>{% endif %}{% endfor %}",
+            " <|im_end|>[4 < 5]",
+        ),
+        (  # refuses a tool
+            "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+            "<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}",
+            "<user>4 < 5<assistant>",
+        ),
+    ],
+)
+def test_observations_are_turns_of_the_tool_or_else_of_the_user(template: str | None, expected: str) -> None:
+    tokenizer = tiny_tokenizer(template)
+    turns = ObservationEncoder(tokenizer, max_observation_tokens=6)
+    assert tokenizer.decode(turns.observation_ids("4 < 5", end_token=None)) == expected
+    after_end = tokenizer.decode(turns.observation_ids("4 < 5", end_token=tokenizer.eos_token_id))
+    assert after_end == expected.lstrip().removeprefix("<|im_end|>"), "an end that was sampled is not repeated"
+    assert "123456" in (cut := tokenizer.decode(turns.observation_ids("123456789", end_token=None)))
+    assert "7" not in cut
+    if template in (CHATML, None):
+        messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
+        before = render(messages[:1], tokenizer, add_generation_prompt=True) + ("a" if template else " a")
+        messages.append({"role": "tool", "content": "4 < 5"})
+        assert before + expected == render(messages, tokenizer, add_generation_prompt=True), "as a conversation reads"
+
+
+def test_a_template_without_a_place_for_observations_is_refused() -> None:
+    with pytest.raises(UserError, match="needs a chat template that shows a tool's or a user's turn"):
+        ObservationEncoder(tiny_tokenizer("{{ messages[0]['content'] }}"), max_observation_tokens=9)
+
+
+def test_text_of_an_episode_is_what_the_actor_said() -> None:
+    tokenizer = tiny_tokenizer()
+    episode = Episode(tokenizer("Q").input_ids)
+    for said, told in (("one", "TOLD"), ("two", None)):
+        ids = tokenizer(said + "<|im_end|>").input_ids
+        zeros = [0.0] * len(ids)
+        episode.add_turn(Completion(ids, zeros, "stop", zeros))
+        if told is not None:
+            episode.add_observation(tokenizer(told).input_ids)
+    answers = CompletionTexts.read([row("Q")], as_rollout([episode], CPU), tokenizer)
+    assert answers.completions == ["one\ntwo"]
+    plain = Rollout.of_completions([[5]], [Completion([70, 2], [-1.0, -2.0], "stop", [-1.0, -2.0])], CPU)
+    assert plain.turn_rewards is None and episode_metrics(plain) == {}
+
+
+def test_what_is_no_environment_is_refused(tmp_path: Path, world: World) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "class Half:\n    def reset(self, row): pass\n\nx = 3\n\n"
+        "class Needy:\n    def __init__(self, level): pass\n"
+        "    def reset(self, row): pass\n    def step(self, text): pass\n"
+    )
+    for path, options, rule in (
+        (f"{tmp_path}/absent.py:E", {}, "absent.py does not exist"),
+        ("no_such_module:E", {}, "environment.path: no_such_module:E cannot be imported"),
+        (f"{file}:x", {}, "names a class, .* is a int"),
+        (f"{file}:Half", {}, "has no step"),
+        (f"{file}:Needy", {}, "cannot be made with the options {}.*level"),
+        (f"{file}:Needy", {"levle": 1}, "cannot be made with the options .*levle"),
+        (
+            f"{__name__}:Scripted",
+            {"stop_strings": "</calc>"},
+            "is a list of texts, none of them empty, .* has '</calc>'",
+        ),
+        (f"{__name__}:Scripted", {"stop_strings": [""]}, "is a list of texts, none of them empty, .* has \\[''\\]"),
+    ):
+        with pytest.raises(UserError, match=rule):
+            load_environment(EnvironmentConfig(path=path, options=options), world)
+    assert load_environment(None, world) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        (["--environment.path", "calculator"], "must be module:Class"),
+        (["--environment.path", "a:B", "--environment.max_turns", "0"], "max_turns must be 1 or more"),
+        (["--environment.path", "a:B", "--environment.timeout_seconds", "0"], "timeout_seconds must be above 0"),
+        (["--environment.path", "a:B", "--environment.options", "3"], "must be dict"),
+        (["--environment.path", "a:B", "--environment.options", "{1: 2}"], "options are names"),
+        (["--environment.path", "a:B", "--environment.options", "{d: .nan}"], "options are names"),
+        (["--environment.options", "{tries: 2}"], "environment.path must be module:Class"),
+    ],
+)
+def test_wrong_environments_are_refused(words: list[str], rule: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rule):
+        parse_config(RLConfig, words)
+
+
+def test_the_calculator_computes_and_nothing_else() -> None:
+    for text, value in {"12*7": 84, " (1 + 2) / 4": 0.75, "-2 ** 2": -4, "7 // 2 % 2": 1, "2**0.5": 2**0.5}.items():
+        assert compute(text) == pytest.approx(value)
+    for text in (
+        "",
+        "1 +",
+        "x",
+        "__import__('os')",
+        "'a' * 9",
+        "9**9**9",
+        "1/0",
+        "(-8)**0.5",
+        "[1][0]",
+        "True + 1",
+        "1 < 2",
+        "1" * 300,
+        "(" * 150,
+        "1e400",
+        "10**15 * 10",
+        "abs(1)",
+        "1j",
+        "2**-1e9**9",
+        "0**-1",
+        "\0",
+    ):
+        with pytest.raises(ValueError, match="."):
+            compute(text)
+
+
+def test_the_calculator_as_an_episode() -> None:
+    game = Calculator(call_reward=0.1)
+    opening = game.reset({"prompt": [{"role": "user", "content": "12*7?"}], "answer": 84})
+    assert opening[0]["content"].startswith("12*7?\n\nWrite <calc>")
+    assert game.step("let me see <calc>12 * 7</calc>") == StepResult("84", 0.1, False)
+    assert game.step("<calc>12 *</calc>") == StepResult("error: not an expression", 0.0, False)
+    observation, reward, done = game.step("hm")
+    assert observation is not None and "<answer>" in observation and not reward and not done
+    assert game.step("so <answer> 84.0 </answer>") == StepResult(None, 1.0, True)
+    assert game.step("<answer>85</answer>")[1:] == (0.0, True) and game.step("<answer>?</answer>")[1:] == (0.0, True)
+    with pytest.raises(ValueError, match="the column answer must be a number"):
+        game.reset({"prompt": opening, "answer": "many"})
+
+
+def test_reasoning_gym_makes_and_judges_its_problems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("reasoning_gym")
+    from hybrid_rlhf.rl.environments import reasoning_gym as adapter
+
+    file = tmp_path / "rows.jsonl"
+    adapter.main(["chain_sum", str(file), "3", "7"])
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len({row["prompt"] for row in rows}) == 3
+    for index, found in enumerate(rows):
+        problem = adapter.problems("chain_sum", 3, 7, "{}")[index]
+        seen = {**found, "prompt": [{"role": "user", "content": found["prompt"]}]}
+        game = adapter.ReasoningGym(tries=2)
+        assert game.reset(seen)[0]["content"] == f"{problem['question']}\n\n{adapter.INSTRUCTION}"
+        observation, reward, done = game.step("<answer>nonsense</answer>")
+        assert observation and reward == 0 and not done, "a second try"
+        assert game.step(f"so <answer>{problem['answer']}</answer>") == StepResult(None, 1.0, True)
+        once = adapter.ReasoningGym()
+        once.reset(seen)
+        assert once.step(problem["answer"]) == StepResult(None, 1.0, True)
+        once = adapter.ReasoningGym()
+        once.reset(seen)
+        assert once.step("no") == StepResult(None, pytest.approx(0.0, abs=0.1), True)
+    adapter.write_rows("chain_sum", file, size=1, max_terms=2)
+    assert json.loads(file.read_text())["settings"] == {"max_terms": 2}
+    with pytest.raises(UserError, match="has no data set no_such_set"):
+        adapter.main(["no_such_set", str(file), "3"])
+    with pytest.raises(SystemExit):
+        adapter.main(["chain_sum"])
+
+
+def test_the_page_is_right(tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/environments.md: its class works, its commands parse, its table has the defaults."""
+    page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    Path("guess.py").write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0])
+    commands = re.findall(r"^    python training/step3_ppo/main.py (.*?[^\\])$", page, re.DOTALL | re.MULTILINE)
+    configs = [parse_config(RLConfig, shlex.split(line.replace("\\\n", " "))) for line in commands]
+    assert len(configs) == 3
+    for config in configs:
+        assert load_environment(config.environment, world) is not None
+    make = load_environment(configs[0].environment, world)
+    assert make is not None
+    game: Any = make()
+    assert game.reset({"prompt": [], "secret": 7}) == "I think of a number from 1 to 10. Which?"
+    told = [game.step(said) for said in ("3", "nine", "9", " 7")]
+    assert told == [
+        ("Higher.", 0.0, False),
+        ("That is no number.", -0.1, False),
+        ("Lower.", 0.0, False),
+        (None, 1.0, True),
+    ]
+    rows = dict(re.findall(r"^\| `environment\.(\w+)` \| (\S+) \|", page, re.MULTILINE))
+    plain = {field.name: getattr(EnvironmentConfig(path="a:B"), field.name) for field in fields(EnvironmentConfig)}
+    plain["path"] = None  # the section is null until it is given
+    shown = {name: "none" if value is None else f"`{value}`" for name, value in plain.items()}
+    assert {name: value.strip("`") for name, value in rows.items()} == {
+        name: value.strip("`").removesuffix(".0") for name, value in shown.items()
+    }
+
+
+def test_with_an_environment_no_reward_model_is_needed() -> None:
+    line = ["--steps", "sft,rl", "--rl.environment.path", "a:B"]
+    config = train.parse_config(train.PipelineConfig, line, prog="train.py", defaults=train.DEMO)
+    trained, without = (
+        replace(config, steps="sft,reward,rl"),
+        replace(config, rl=replace(config.rl, environment=None)),
+    )
+    for view, expected in ((config, []), (trained, ["step2_reward"]), (without, ["step2_reward"])):
+        components = train.step_config("rl", view).reward.components
+        assert [Path(path).name for path in components] == expected
+
+
+def test_a_run_learns_from_an_environment_alone(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{i}", "turns": 1 + i % 3}) + "\n" for i in range(24)))
+    own = tmp_path / "mine.py"
+    own.write_text(
+        "class Counting:\n    def __init__(self, weight): self.weight, self.turn = weight, 0\n"
+        "    async def reset(self, row): self.turns = row['turns']\n"
+        "    def step(self, text):\n        self.turn += 1\n"
+        "        return 'go on', self.weight * (len(set(text)) - 8), self.turn == self.turns\n"
+    )
+    folder = tmp_path / "run"
+    line = [
+        "--algorithm",
+        "grpo",
+        "--model.path",
+        str(tmp_path / "model"),
+        "--data.sources",
+        str(rows),
+        "--data.cache_dir",
+        str(tmp_path / "cache"),
+        "--data.max_eval_rows",
+        "4",
+        "--output_dir",
+        str(folder),
+        "--environment.path",
+        f"{own}:Counting",
+        "--environment.options",
+        "{weight: 0.1}",
+        "--environment.max_turn_tokens",
+        "8",
+        "--environment.max_turns",
+        "2",
+        "--rollout.prompts_per_step",
+        "3",
+        "--rollout.sampling.n",
+        "2",
+        "--rollout.sampling.max_new_tokens",
+        "64",
+        "--rollout.max_prompt_tokens",
+        "48",
+        "--actor.optimizer.lr",
+        "1e-3",
+        "--train.max_steps",
+        "3",
+        "--train.save_every",
+        "1",
+        "--logging.tensorboard",
+        "false",
+        "--logging.samples_every",
+        "1",
+        "--algorithm.mini_batches",
+        "2",
+    ]
+    run_main("hybrid_rlhf.cli.rl", 2, line)
+    told = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [metrics["step"] for metrics in told] == [0, 1, 2, 3]
+    assert all(math.isfinite(value) for metrics in told for value in metrics.values())
+    for metrics in told[1:]:
+        assert 1 <= metrics["environment/turns"] <= 2 and 0 < metrics["environment/truncated"] <= 1
+        assert metrics["objective/scores"] == pytest.approx(metrics["environment/reward"], abs=1e-5)
+        assert metrics["rollout/logprob_abs_diff_max"] < 1e-3 and metrics["actor/grad_norm"] > 0
+        assert metrics["time/environment_seconds"] > 0
+    assert "eval/environment/turns" in told[0] and "reward/model/mean" not in told[1]
+    samples = [json.loads(text) for text in (folder / "samples.jsonl").read_text().splitlines()]
+    assert any("tool\ngo on" in sample["completion"] for sample in samples)
+    (folder / "finished.json").unlink()
+    weights = (folder / "actor" / "model.safetensors").read_bytes()
+    for newest in (folder / "checkpoints").glob("step_3*"):
+        newest.rename(tmp_path / newest.name)
+    run_main("hybrid_rlhf.cli.rl", 2, [*line, "--resume", "auto"])
+    assert (folder / "actor" / "model.safetensors").read_bytes() == weights

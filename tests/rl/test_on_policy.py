@@ -1,0 +1,392 @@
+"""Each on-policy algorithm against its paper's formula in plain loops, torch autograd, and the others."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.parsing.command_line import parse_config
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.algorithm import AlgorithmConfig
+from hybrid_rlhf.functional.losses import LossSum
+from hybrid_rlhf.rl.algorithms import ALGORITHMS, Algorithm
+from hybrid_rlhf.rl.algorithms.algorithm import per_token
+from hybrid_rlhf.rl.batch import Batch, Rollout
+from tests.support.rl import rollout_of
+
+GROUPS = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2])
+SCORES = torch.tensor([1.0, 0.0, 0.5, 2.0, 2.0, 2.0, -1.0, 3.0])
+CRITIC_FREE = [name for name, kind in RL_ALGORITHMS.items() if not kind.needs_critic]
+BY_OUTCOME = ["rloo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce_pp_baseline"]
+
+
+def algorithm(name: str, **changes: Any) -> Algorithm:
+    config = parse_config(RLConfig, ["--algorithm", name]).algorithm
+    return ALGORITHMS[name](replace(config, **changes))
+
+
+def scored(scores: Tensor = SCORES, *, seed: int = 0, kl: float = 0.1) -> tuple[Tensor, Rollout]:
+    """Rewards of completions of 1 to 6 tokens, some with a gap: a penalty on each token, and a score at the end."""
+    chance = torch.Generator().manual_seed(seed)
+    rows = len(scores)
+    time = torch.arange(8)
+    mask = (time >= 1) & (time < 1 + torch.randint(1, 7, (rows, 1), generator=chance))
+    mask &= (torch.rand(mask.shape, generator=chance) > 0.2) | (time == 1)
+    rewards = torch.where(mask, -kl * torch.rand(mask.shape, generator=chance), 0.0)
+    for row in range(rows):
+        rewards[row, int(mask[row].nonzero().max())] += scores[row]
+    values = torch.randn(mask.shape, generator=chance)
+    return rewards, rollout_of(mask, mask, groups=GROUPS, old_values=values, greedy_scores=SCORES[GROUPS * 3 % 8])
+
+
+def slowly(name: str, rewards: Tensor, rollout: Rollout, config: AlgorithmConfig) -> Tensor:
+    """The papers' advantages, a completion and a token at a time."""
+    rows, mask, groups = rewards.tolist(), rollout.response_mask.tolist(), rollout.groups.tolist()  # type: ignore[union-attr]
+    outcomes = [sum(r for r, m in zip(row, marks, strict=True) if m) for row, marks in zip(rows, mask, strict=True)]
+    found = torch.zeros_like(rewards)
+    for i, (row, marks) in enumerate(zip(rows, mask, strict=True)):
+        group = [outcomes[j] for j in range(len(outcomes)) if groups[j] == groups[i]]
+        others = [outcomes[j] for j in range(len(outcomes)) if groups[j] == groups[i] and j != i]
+        mean = sum(group) / len(group)
+        deviation = math.sqrt(sum((x - mean) ** 2 for x in group) / (len(group) - 1))
+        for t in range(len(row)):
+            if not marks[t]:
+                continue
+            later = [(s, row[s]) for s in range(t, len(row)) if marks[s]]
+            gamma = getattr(config, "gamma", 1.0)
+            to_come = sum(r * gamma**place for place, (_, r) in enumerate(later))
+            named = {
+                "reinforce": outcomes[i] - sum(outcomes) / len(outcomes),
+                "rloo": outcomes[i] - sum(others) / len(others),
+                "remax": to_come - float(rollout.greedy_scores[i]),  # type: ignore[index]
+                "reinforce_pp": to_come,
+                "reinforce_pp_baseline": to_come - mean * gamma ** (len(later) - 1),
+                "dr_grpo": outcomes[i] - mean,
+                "online_dpo": math.copysign(1.0, outcomes[i] - mean),
+                "raft": 1.0,
+            }
+            found[i, t] = named.get(name, (outcomes[i] - mean) / (deviation + 1e-4))
+    return found
+
+
+@pytest.mark.parametrize("name", CRITIC_FREE)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_advantages_are_the_papers(name: str, seed: int) -> None:
+    rewards, rollout = scored(seed=seed)
+    learner = algorithm(name, **({"gamma": 0.9} if name.startswith("reinforce_pp") else {}))
+    advantages = learner.advantages(rewards, rollout)
+    assert learner.returns(rewards, rollout) is None
+    torch.testing.assert_close(advantages, slowly(name, rewards, rollout, learner.config), atol=1e-5, rtol=1e-4)
+    assert (advantages[~rollout.response_mask] == 0).all()
+
+
+@pytest.mark.parametrize(("lam", "value_lam"), [(0.8, 0.8), (1.0, 0.5), (0.0, 1.0)])
+def test_ppo_is_gae_by_a_lambda_of_the_actor_and_one_of_the_critic(lam: float, value_lam: float) -> None:
+    rewards, rollout = scored()
+    learner = ALGORITHMS["ppo"](replace(algorithm("ppo").config, gamma=0.9, gae_lambda=lam), value_lam=value_lam)
+    advantages, returns = learner.advantages(rewards, rollout), learner.returns(rewards, rollout)
+    assert rollout.old_values is not None and returns is not None
+    for row in range(len(rollout)):
+        places = rollout.response_mask[row].nonzero().flatten().tolist()
+        advantage, to_learn, next_value = 0.0, 0.0, 0.0
+        for t in reversed(places):
+            value = float(rollout.old_values[row, t])
+            error = float(rewards[row, t]) + 0.9 * next_value - value
+            advantage, to_learn = error + 0.9 * lam * advantage, error + 0.9 * value_lam * to_learn
+            next_value = value
+            assert float(advantages[row, t]) == pytest.approx(advantage, abs=1e-5)
+            assert float(returns[row, t]) == pytest.approx(to_learn + value, abs=1e-5)
+
+
+def test_by_default_both_lambdas_are_1() -> None:
+    """Advantages are what was earned less the value, returns what was earned: the closed form at lambda 1."""
+    config = parse_config(RLConfig, [])
+    assert config.critic is not None
+    rewards, rollout = scored()
+    learner, mask = ALGORITHMS["ppo"](config.algorithm, value_lam=config.critic.gae_lambda), rollout.response_mask
+    advantages, returns = learner.advantages(rewards, rollout), learner.returns(rewards, rollout)
+    assert rollout.old_values is not None and returns is not None
+    to_go = torch.where(mask, rewards, 0.0).flip(1).cumsum(1).flip(1)
+    torch.testing.assert_close(returns[mask], to_go[mask])
+    torch.testing.assert_close(advantages[mask], (to_go - rollout.old_values)[mask])
+
+
+def test_reinforce_takes_the_mean_of_all_before() -> None:
+    learner = algorithm("reinforce")
+    outcomes = []
+    for seed, shift in enumerate((0.0, 3.0, -1.0)):
+        rewards, rollout = scored(SCORES + shift, seed=seed)
+        outcome = rewards.sum(dim=1)
+        baseline = torch.cat(outcomes).mean() if outcomes else outcome.mean()
+        expected = per_token(outcome - baseline, rollout)
+        again = type(learner)(learner.config)
+        again.load_state_dict(learner.state_dict())
+        torch.testing.assert_close(again.advantages(rewards, rollout), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(learner.advantages(rewards, rollout), expected, atol=1e-5, rtol=1e-5)
+        outcomes.append(outcome)
+
+
+@dataclass(frozen=True)
+class LossCase:
+    """What a loss is computed from."""
+
+    logprobs: Tensor
+    batch: Batch
+    weights: Tensor = field(default_factory=lambda: torch.ones(1, 1))
+    tokens_per_completion: float = 1.0
+
+    def loss(self, learner: Algorithm) -> LossSum:
+        """That of an algorithm."""
+        return learner.loss(
+            self.logprobs, self.batch, weights=self.weights, tokens_per_completion=self.tokens_per_completion
+        )
+
+    @property
+    def mask(self) -> Tensor:
+        return self.batch.rollout.response_mask
+
+
+def loss_case(
+    logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, *, ref: Tensor | None = None, **more: Any
+) -> LossCase:
+    rollout = rollout_of(mask, mask, old_logprobs=old, ref_logprobs=ref)
+    return LossCase(logprobs, Batch(rollout, torch.zeros_like(old), advantages), **more)
+
+
+def random_case(seed: int = 0, *, rows: int = 6, length: int = 5, advantages: Tensor | None = None) -> LossCase:
+    chance = torch.Generator().manual_seed(seed)
+    old = -1 - torch.rand(rows, length, generator=chance)
+    logprobs = (old + 0.5 * torch.randn(rows, length, generator=chance)).requires_grad_()
+    mask = torch.arange(length) < torch.randint(1, length + 1, (rows, 1), generator=chance)
+    ref = old + 0.3 * torch.randn(rows, length, generator=chance)
+    if advantages is None:
+        advantages = torch.randn(rows, 1, generator=chance).expand(rows, length)
+    weights, mean_tokens = torch.ones(rows, 1), float(mask.sum()) / rows
+    return loss_case(logprobs, old, advantages, mask, ref=ref, weights=weights, tokens_per_completion=mean_tokens)
+
+
+def loss_of_row(name: str, case: LossCase, i: int, config: AlgorithmConfig) -> Tensor:
+    """The papers' loss of a completion, summed over its tokens."""
+    places = case.mask[i].nonzero().flatten().tolist()
+    logp, old = ([x[i, t] for t in places] for x in (case.logprobs, case.batch.rollout.old_logprobs))  # type: ignore[index]
+    total = torch.zeros(())
+    ratios = [(a - b).exp() for a, b in zip(logp, old, strict=True)]
+    if name == "gspo":
+        mean: Tensor = torch.stack([a - b for a, b in zip(logp, old, strict=True)]).mean()
+        ratios = [mean.exp()] * len(places)
+    for t, place in enumerate(places):
+        advantage, ratio = case.batch.advantages[i, place], ratios[t]
+        low, high = (1 - config.clip[0], 1 + config.clip[1]) if name != "raft" else (0, 0)
+        if name == "cispo":
+            total = total - ratio.detach().clamp(low, high) * advantage * logp[t]
+        elif name == "raft":
+            total = total - logp[t]
+        else:
+            total = total - torch.min(ratio * advantage, ratio.clamp(low, high) * advantage)
+    return total
+
+
+@pytest.mark.parametrize("name", [name for name in RL_ALGORITHMS if name != "online_dpo"])
+def test_losses_are_the_papers_and_so_are_their_gradients(name: str) -> None:
+    learner = algorithm(name)
+    if name == "gspo":
+        learner.config = replace(learner.config, clip=(0.1, 0.2))
+    if name == "cispo":
+        learner.config = replace(learner.config, clip=(0.3, 0.3))
+    case = random_case()
+    loss = case.loss(learner)
+    assert float(loss.count) == int(case.mask.sum())
+    expected = sum((loss_of_row(name, case, i, learner.config) for i in range(len(case.mask))), torch.zeros(()))
+    torch.testing.assert_close(loss.total, expected, atol=1e-5, rtol=1e-5)
+    found = torch.autograd.grad(loss.total, case.logprobs)[0]
+    torch.testing.assert_close(found, torch.autograd.grad(expected, case.logprobs)[0], atol=1e-5, rtol=1e-5)
+    assert float(found.abs().max()) > 0.01 and (found[~case.mask] == 0).all()
+    weighed = replace(case, weights=torch.full_like(case.weights, 3.0)).loss(learner)
+    torch.testing.assert_close(weighed.total, 3 * loss.total)
+
+
+def test_clips_bind_where_they_say() -> None:
+    low = algorithm("dapo")
+    ratio = torch.tensor([[0.5, 0.9, 1.25, 1.5]])
+    ones = torch.ones_like(ratio)
+    case = loss_case(ratio.log(), 0 * ones, ones, ones.bool(), tokens_per_completion=4.0)
+    assert float(case.loss(low).stats["clipfrac"]) == 1, "1.25 is below 1 + 0.28"
+    assert float(case.loss(algorithm("grpo")).stats["clipfrac"]) == 2
+    cispo = algorithm("cispo")
+    assert float(case.loss(cispo).stats["clipfrac"]) == 0
+    far = replace(case, logprobs=torch.tensor([[7.0, 5.0, 4.9, 0.0]]).log())
+    assert float(far.loss(cispo).stats["clipfrac"]) == 1, "above 5 only"
+
+
+def test_gspo_of_one_token_is_ppo() -> None:
+    learner, ppo = algorithm("gspo", clip=(0.2, 0.2)), algorithm("ppo")
+    case = random_case(length=1)
+    losses = [case.loss(method) for method in (learner, ppo)]
+    assert torch.equal(losses[0].total, losses[1].total)
+    gradients = [torch.autograd.grad(loss.total, case.logprobs)[0] for loss in losses]
+    assert torch.equal(*gradients) and float(losses[0].stats["clipfrac"]) > 0
+
+
+def test_gspo_gives_a_masked_token_no_gradient_and_the_others_their_own() -> None:
+    learner = algorithm("gspo", clip=(0.2, 0.2))
+    logprobs = torch.tensor([[-1.0, -2.0], [-0.5, -0.7]], requires_grad=True)
+    ones = torch.ones(2, 2)
+    case = loss_case(logprobs, logprobs.detach().clone(), ones, ones.bool(), weights=ones, tokens_per_completion=2.0)
+    whole = torch.autograd.grad(case.loss(learner).total, logprobs)[0]
+    assert whole.tolist() == [[-1, -1], [-1, -1]]
+    masked = replace(case, weights=torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
+    found = torch.autograd.grad(masked.loss(learner).total, logprobs)[0]
+    assert found.tolist() == [[-1, 0], [-1, -1]], "weights 1 and 0 gave -0.5 to both tokens before"
+
+
+def test_grpo_without_deviation_is_rloo_but_for_a_factor() -> None:
+    given = scored()
+    plain = algorithm("grpo", divide_by_std=False).advantages(*given)
+    rloo = algorithm("rloo").advantages(*given)
+    sizes = torch.tensor([3, 3, 3, 3, 3, 3, 2, 2])[:, None]
+    torch.testing.assert_close(plain, rloo * (sizes - 1) / sizes, atol=1e-6, rtol=1e-5)
+    assert torch.equal(algorithm("dr_grpo").advantages(*given), plain)
+
+
+@pytest.mark.parametrize("name", BY_OUTCOME)
+def test_a_group_of_equal_rewards_teaches_nothing(name: str) -> None:
+    rewards, rollout = scored(kl=0.0)
+    learner = algorithm(name, **({"clip": (1.0, 9.0)} if hasattr(RL_ALGORITHMS[name], "clip") else {}))
+    advantages = learner.advantages(rewards, rollout)
+    equal = GROUPS == 1
+    assert (advantages[equal] == 0).all() and (advantages[~equal] != 0).any()
+    case = random_case(rows=8, length=8)
+    batch = replace(case.batch, advantages=advantages)
+    batch = replace(batch, rollout=replace(batch.rollout, response_mask=rollout.response_mask))
+    loss = replace(case, batch=batch).loss(learner)
+    gradient = torch.autograd.grad(loss.total, case.logprobs)[0]
+    assert (gradient[equal] == 0).all() and (gradient[~equal] != 0).any()
+
+
+def pairs(seed: int = 0) -> tuple[LossCase, list[tuple[int, int]]]:
+    """Three pairs of neighbours, and an empty one that fills a micro-batch up."""
+    winners = torch.tensor([1.0, -1, -1, 1, 1, -1, 0, 0])
+    case = random_case(seed, rows=8, advantages=winners[:, None].expand(8, 5))
+    case.mask[6:] = False
+    return replace(case, tokens_per_completion=1.0), [(0, 1), (3, 2), (4, 5)]
+
+
+def test_online_dpo_with_a_perfect_judge_is_dpo() -> None:
+    case, couples = pairs()
+    learner = algorithm("online_dpo", beta=0.3)
+    ref = case.batch.rollout.ref_logprobs
+    assert ref is not None
+    change = torch.where(case.mask, case.logprobs - ref, 0.0).sum(dim=1)
+    leads = torch.stack([change[better] - change[worse] for better, worse in couples])
+    expected = -torch.nn.functional.logsigmoid(0.3 * leads).sum()
+    loss = case.loss(learner)
+    torch.testing.assert_close(loss.total / 2, expected)  # over completions, of which a pair has two
+    found, wanted = (torch.autograd.grad(x, case.logprobs)[0] for x in (loss.total / 2, expected))
+    torch.testing.assert_close(found, wanted)
+    same = replace(case, logprobs=ref.clone())
+    assert float(same.loss(learner).total) == pytest.approx(2 * 3 * math.log(2), rel=1e-6)
+
+
+def test_online_dpo_takes_whole_pairs_whose_scores_differ() -> None:
+    learner = algorithm("online_dpo")
+    groups = torch.tensor([0, 0, 1, 1, 2, 3, 3])
+    scores = torch.tensor([1.0, 2, 5, 5, 9, 1, 1])
+    penalties = torch.tensor([0.0, 0, 0, 0, 0, 0, 0.5])
+    chosen = learner.select(scores, penalties=penalties, groups=groups)
+    assert chosen.tolist() == [True, True, False, False, False, True, True]
+
+
+def test_dynamic_sampling_takes_groups_that_differ_in_their_scores() -> None:
+    nothing = torch.zeros_like(SCORES)
+    chosen = algorithm("dapo").select(SCORES, penalties=nothing, groups=GROUPS)
+    assert torch.equal(chosen, GROUPS != 1)
+    assert algorithm("dapo", dynamic_sampling=None).select(SCORES, penalties=nothing, groups=GROUPS).all()
+    lengths_differ = torch.arange(8).float()
+    chosen = algorithm("dapo").select(SCORES, penalties=lengths_differ, groups=GROUPS)
+    assert torch.equal(chosen, GROUPS != 1), "lengths alone accept no group"
+
+
+@pytest.mark.parametrize("best", [1, 2])
+def test_rejection_sampling_takes_the_best(best: int) -> None:
+    learner = algorithm("raft", selected_per_prompt=best)
+    penalties = torch.tensor([0.9, 0, 0, 0, 0.1, 0, 0, 0])
+    chosen = learner.select(SCORES, penalties=penalties, groups=GROUPS).nonzero().flatten().tolist()
+    assert chosen == ([2, 7] if best == 1 else [0, 2, 6, 7]), "nothing of the second prompt, whose scores are equal"
+    for least, left in ((0.4, [2, 7]), (0.5, [7]), (3.0, [])):
+        learner = algorithm("raft", selected_per_prompt=best, select_above=least)
+        assert learner.select(SCORES, penalties=penalties, groups=GROUPS).nonzero().flatten().tolist() == left
+    all_wrong = torch.zeros_like(SCORES)
+    assert not learner.select(all_wrong, penalties=all_wrong, groups=GROUPS).any()
+    lengths_differ = torch.arange(8).float()
+    learner = algorithm("raft", selected_per_prompt=best)
+    assert not learner.select(all_wrong, penalties=lengths_differ, groups=GROUPS).any(), "the shortest is wrong too"
+
+
+def test_every_algorithm_has_settings_and_defaults_that_parse() -> None:
+    assert set(RL_ALGORITHMS) == set(ALGORITHMS)
+    for name, kind in RL_ALGORITHMS.items():
+        config = parse_config(RLConfig, ["--algorithm", name, "--reward.components", "somewhere"])
+        assert config.algorithm.name == name and type(config.algorithm) is kind
+        assert config.algorithm.score_clip is None, "scores are clipped only where asked"
+        assert config.uses_reference == (config.algorithm.kl is not None or name == "online_dpo")
+    told = parse_config(RLConfig, ["--algorithm.kl.coef", "0.5", "--algorithm=grpo", "--rollout.sampling.n", "3"])
+    assert told.algorithm.kl is not None
+    assert (told.algorithm.kl.coef, told.algorithm.kl.estimator, told.rollout.sampling.n) == (0.5, "k3", 3)
+
+
+MISTAKES = {
+    "--algorithm grpo --rollout.sampling.n 1": "algorithm grpo compares completions of one prompt, got "
+    "rollout.sampling.n 1: give 2 or more",
+    "--algorithm online_dpo --rollout.sampling.n 4": "algorithm online_dpo learns from pairs, got "
+    "rollout.sampling.n 4: give 2",
+    **{
+        f"--algorithm online_dpo --algorithm.{key} {value}": f"algorithm online_dpo has no key algorithm.{key} (ppo, "
+        f"reinforce, rloo and others have), got {value}: leave it out"
+        for key, value in (
+            ("mask_truncated", "true"),
+            ("whiten_advantages", "true"),
+            ("loss_normalization", "sequence"),
+        )
+    },
+    "--algorithm online_dpo --algorithm.correction.method truncate": "algorithm online_dpo has no key "
+    "algorithm.correction (ppo, reinforce, rloo and others have), got {'method': 'truncate'}: leave it out",
+    "--algorithm grpo --algorithm.whiten_rewards true": "algorithm grpo has no key algorithm.whiten_rewards (ppo has), "
+    "got true: leave it out",
+    "--algorithm grpo --algorithm.select_above 0.5": "algorithm grpo has no key algorithm.select_above (raft has), got "
+    "0.5: leave it out",
+    "--algorithm raft --algorithm.kl.coef 0.1": "algorithm raft selects by scores, got algorithm.kl.where reward: give "
+    "--algorithm.kl.where loss and --algorithm.kl.estimator k3",
+    "--algorithm rloo --critic.warmup_steps 3": "algorithm rloo has no critic, got critic.warmup_steps 3: leave it out",
+    "--algorithm.dynamic_sampling true": "algorithm.dynamic_sampling compares completions of one prompt, got "
+    "rollout.sampling.n 1: give 2 or more",
+    "--algorithm raft --algorithm.selected_per_prompt 8": "algorithm.selected_per_prompt must be below "
+    "rollout.sampling.n 8, got 8: lower it",
+    "--algorithm dapo --reference.refresh_every 4": "algorithm dapo without algorithm.kl has no reference, got "
+    "reference.path None and refresh_every 4: leave the section out",
+    "--algorithm.kl.target 3 --algorithm.kl.coef 0": "algorithm.kl.coef must be above 0, got 0.0: give --algorithm.kl "
+    "null for no penalty",
+    "--algorithm.correction.low 0.5": "algorithm.correction.low is for method mask, got 0.5 with truncate: leave it "
+    "out",
+    "--algorithm.correction.method truncate --algorithm.correction.count_masked false": "algorithm.correction."
+    "count_masked is for method mask, got False with truncate: leave it out",
+    "--algorithm.correction.method mask --algorithm.correction.low 2": "algorithm.correction.low must be above 0 and "
+    "at most 1, got 2.0: give for example 0.5",
+    "--algorithm.penalties.overlong_fraction 2": "algorithm.penalties.overlong_fraction must be in [0, 1], got 2.0: "
+    "give for example 0.2",
+    "--algorithm gpro": "algorithm must be one of ppo, reinforce, rloo, remax, reinforce_pp, reinforce_pp_baseline, "
+    "grpo, dr_grpo, dapo, gspo, cispo, online_dpo, raft, got gpro: the nearest is gspo",
+}
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_what_cannot_be_is_refused(line: str) -> None:
+    with pytest.raises(UserError) as error:
+        parse_config(RLConfig, line.split())
+    assert str(error.value) == MISTAKES[line]

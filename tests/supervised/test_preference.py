@@ -1,0 +1,324 @@
+"""Losses on preferences against their papers in plain numbers and torch autograd; what a whole run makes of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.cli.preference import main
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.parsing.command_line import parse_config
+from hybrid_rlhf.configs.preference import PREFERENCE_LOSSES, KTOConfig, PreferenceStepConfig
+from hybrid_rlhf.engines.engine import ModelEngine
+from hybrid_rlhf.supervised.preference import KTO, PAIR_LOSSES, PairLoss, PairSide, reference
+from tests.support.ranks import run_main
+from tests.support.steps import run_outputs, write_rows
+from tests.support.tiny import VOCABULARY, tiny_model, tiny_tokenizer
+
+PAIRS = 6
+
+
+def pair_loss(name: str, **changes: Any) -> PairLoss:
+    config = parse_config(PreferenceStepConfig, ["--algorithm", name]).algorithm
+    return PAIR_LOSSES[name](replace(config, **changes))
+
+
+def sides(seed: int = 0) -> tuple[PairSide, PairSide]:
+    chance = torch.Generator().manual_seed(seed)
+
+    def side() -> PairSide:
+        tokens = torch.randint(1, 9, (PAIRS,), generator=chance)
+        logprobs = -tokens * (0.5 + torch.rand(PAIRS, generator=chance))
+        reference = logprobs + torch.randn(PAIRS, generator=chance)
+        return PairSide(logprobs.requires_grad_(), reference, tokens)
+
+    return side(), side()
+
+
+def log_sigmoid(x: float) -> float:
+    return -math.log1p(math.exp(-x))
+
+
+def paper(name: str, chosen: PairSide, rejected: PairSide, i: int, c: Any) -> float:
+    """The loss of pair i, by the formula."""
+    w, l = float(chosen.logprobs[i].detach()), float(rejected.logprobs[i].detach())  # noqa: E741
+    rw, rl = float(chosen.ref_logprobs[i]), float(rejected.ref_logprobs[i])
+    nw, nl = int(chosen.tokens[i]), int(rejected.tokens[i])
+    lead = (w - rw) - (l - rl)
+    odds = [math.exp(x / n) / (1 - math.exp(x / n)) for x, n in ((w, nw), (l, nl))]
+    preference: float = {
+        "dpo": lambda: -log_sigmoid(c.beta * lead),
+        "cdpo": lambda: (
+            -(1 - c.label_smoothing) * log_sigmoid(c.beta * lead) - c.label_smoothing * log_sigmoid(-c.beta * lead)
+        ),
+        "ipo": lambda: ((w - rw) / nw - (l - rl) / nl - 1 / (2 * c.beta)) ** 2,
+        "hinge": lambda: max(0.0, 1 - c.beta * lead),
+        "simpo": lambda: -log_sigmoid(c.beta * (w / nw - l / nl) - c.target_margin),
+        "orpo": lambda: -c.beta * log_sigmoid(math.log(odds[0] / odds[1])),
+    }[name]()
+    return preference - c.sft_coef * w / nw
+
+
+@pytest.mark.parametrize("name", PAIR_LOSSES)
+@pytest.mark.parametrize("sft_coef", [None, 0.7])
+def test_losses_are_the_papers(name: str, sft_coef: float | None) -> None:
+    learner = pair_loss(name) if sft_coef is None else pair_loss(name, sft_coef=sft_coef)
+    chosen, rejected = sides()
+    found = learner(chosen, rejected)
+    expected = sum(paper(name, chosen, rejected, i, learner.config) for i in range(PAIRS))
+    assert found.total.item() == pytest.approx(expected, rel=1e-5)
+    assert float(found.count) == PAIRS
+    # the derivative by differences, of each side's first log-prob
+    gradients = torch.autograd.grad(found.total, [chosen.logprobs, rejected.logprobs])
+    for place, (side, gradient) in enumerate(zip((chosen, rejected), gradients, strict=True)):
+        moved = []
+        for shift in (-1e-4, 1e-4):
+            nudged = side.logprobs.detach().double().clone()
+            nudged[0] += shift
+            both = [chosen, rejected]
+            both[place] = replace(side, logprobs=nudged)
+            moved.append(paper(name, both[0], both[1], 0, learner.config))
+        assert float(gradient[0]) == pytest.approx((moved[1] - moved[0]) / 2e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("dpo", math.log(2)), ("cdpo", math.log(2)), ("hinge", 1.0), ("ipo", 25.0)]
+)
+def test_equal_answers_have_a_known_loss(name: str, value: float) -> None:
+    same, _ = sides()
+    found = pair_loss(name)(same, same)
+    assert found.total.item() == pytest.approx(PAIRS * value, rel=1e-6)
+    assert float(found.stats["accuracy"]) == 0 and float(found.stats["margin"]) == 0
+
+
+def test_simpo_and_orpo_ask_no_reference() -> None:
+    chosen, rejected = sides()
+    for name in ("simpo", "orpo"):
+        learner = pair_loss(name)
+        other = [replace(side, ref_logprobs=side.ref_logprobs - 3) for side in (chosen, rejected)]
+        assert torch.equal(learner(chosen, rejected).total, learner(other[0], other[1]).total)
+        assert not PREFERENCE_LOSSES[name].needs_reference
+
+
+def kto_paper(log_ratio: float, good: bool, point: float, config: Any) -> float:
+    if good:
+        return float(config.desirable_weight * (1 - 1 / (1 + math.exp(-config.beta * (log_ratio - point)))))
+    return float(config.undesirable_weight * (1 - 1 / (1 + math.exp(-config.beta * (point - log_ratio)))))
+
+
+def test_kto_is_the_paper_s() -> None:
+    config = parse_config(
+        PreferenceStepConfig,
+        "--algorithm kto --algorithm.desirable_weight 1.3 --algorithm.undesirable_weight 0.8 "
+        "--algorithm.sft_coef 0.5".split(),
+    ).algorithm
+    assert isinstance(config, KTOConfig)
+    log_ratio = torch.tensor([0.5, -1.0, 2.0, 0.4], requires_grad=True)
+    mean: Tensor = torch.tensor([-1.0, -2.0, -0.5, -3.0], requires_grad=True)
+    good, point = torch.tensor([True, False, True, False]), torch.tensor(0.3)
+    found = KTO(config)(log_ratio, mean_logprobs=mean, good=good, reference_point=point)
+    expected = sum(kto_paper(r, g, 0.3, config) for r, g in zip(log_ratio.tolist(), good.tolist(), strict=True))
+    assert found.total.item() == pytest.approx(expected + 0.5 * 1.5, rel=1e-5)
+    gradient, of_mean = torch.autograd.grad(found.total, [log_ratio, mean])
+    assert (gradient[good] < 0).all() and (gradient[~good] > 0).all(), "good ones rise, bad ones fall"
+    assert of_mean.tolist() == [-0.5, 0.0, -0.5, 0.0]
+    assert float(found.stats["accuracy"]) == 3, "0.5 and 2.0 are above the point and -1.0 below, but 0.4 is not"
+
+
+MISTAKES = {
+    "--algorithm simpo --reference.path x": "algorithm simpo has no reference, got reference.path x: leave it out",
+    "--algorithm.beta 0": "algorithm.beta must be above 0, got 0.0: give for example 0.1",
+    "--algorithm cdpo --algorithm.label_smoothing 0.5": "algorithm.label_smoothing must be in [0, 0.5), got 0.5: give "
+    "for example 0.1",
+    "--algorithm.sft_coef -1": "algorithm.sft_coef must be 0 or more, got -1.0: raise it",
+    "--algorithm.label_smoothing 0.1": "algorithm dpo has no key algorithm.label_smoothing (cdpo has), got 0.1: leave "
+    "it out",
+    "--algorithm ipo --algorithm.undesirable_weight 2": "algorithm ipo has no key "
+    "algorithm.undesirable_weight (kto has), got 2: leave it out",
+    "--algorithm ppo": "algorithm must be one of dpo, cdpo, ipo, hinge, simpo, orpo, kto, got ppo: the nearest is ipo",
+}
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_what_cannot_be_is_refused(line: str) -> None:
+    with pytest.raises(UserError) as error:
+        parse_config(PreferenceStepConfig, line.split())
+    assert str(error.value) == MISTAKES[line]
+
+
+def test_every_algorithm_is_in_the_table() -> None:
+    assert {*PAIR_LOSSES, "kto"} == set(PREFERENCE_LOSSES)
+
+
+@pytest.mark.parametrize("name", ["dpo", "kto"])
+def test_a_kept_reference_says_what_a_live_one_does(name: str, tmp_path: Path, model_folder: Path) -> None:
+    """The same run with log-probs read once, by a second model at each update, and gone on with after an end."""
+    rows = write_rows(tmp_path / "rows.jsonl")
+    line = [
+        "--algorithm",
+        name,
+        "--model.path",
+        str(model_folder),
+        "--data.sources",
+        str(rows),
+        "--data.max_length",
+        "64",
+        "--data.cache_dir",
+        str(tmp_path / "cache"),
+        "--logging.tensorboard",
+        "false",
+        "--train.max_steps",
+        "4",
+        "--train.global_batch_size",
+        "8",
+        "--optimizer.lr",
+        "1e-3",
+        "--data.max_eval_rows",
+        "4",
+        "--train.save_every",
+        "2",
+        "--train.keep_last",
+        "9",
+    ]
+    runs = {}
+    for how in ("cached", "live"):
+        runs[how] = tmp_path / how
+        run_main("hybrid_rlhf.cli.preference", 1, [*line, "--reference.logprobs", how, "--output_dir", str(runs[how])])
+    losses = [
+        [told["preference/loss"] for told in run_outputs(folder)["metrics"] if told["step"]] for folder in runs.values()
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5) and losses[0][3] < losses[0][0]
+    whole = run_outputs(runs["cached"])
+    (runs["cached"] / "finished.json").unlink()
+    shutil.rmtree(runs["cached"] / "checkpoints" / "step_4")
+    kept = runs["cached"] / "reference_logprobs.json"
+    asked = kept.stat().st_mtime_ns
+    run_main("hybrid_rlhf.cli.preference", 1, [*line, "--output_dir", str(runs["cached"]), "--resume", "auto"])
+    assert kept.stat().st_mtime_ns == asked, "the reference was not asked again"
+    assert run_outputs(runs["cached"]) == whole
+
+
+def start(workspace: Path, model: Path, output: Path, *line: str) -> None:
+    main(
+        [
+            "--model.path",
+            str(model),
+            "--data.sources",
+            str(workspace / "rows.jsonl"),
+            "--data.max_length",
+            "64",
+            "--data.cache_dir",
+            str(workspace / "cache"),
+            "--logging.tensorboard",
+            "false",
+            "--train.max_steps",
+            "1",
+            "--train.global_batch_size",
+            "8",
+            "--data.max_eval_rows",
+            "4",
+            "--output_dir",
+            str(output),
+            *line,
+        ]
+    )
+
+
+@pytest.mark.parametrize("more", [(), ("--lora.rank", "2"), ("--algorithm", "kto")], ids=["dpo", "lora", "kto"])
+def test_the_reference_reads_only_the_rows_that_the_run_uses(
+    more: tuple[str, ...], tmp_path: Path, model_folder: Path
+) -> None:
+    """16 steps need no epoch's rows; a run that is resumed for longer adds what is missing, by the first actor."""
+    rows = [{"prompt": f"say {i}", "chosen": str(i), "rejected": "x" * (i % 5 + 1)} for i in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    line = ["--train.global_batch_size", "4", "--optimizer.lr", "1e-2", *more]
+    kept = {}
+    for folder, steps, resume in (("run", 2, "never"), ("run", 9, "auto"), ("fresh", 9, "never")):
+        (tmp_path / folder / "finished.json").unlink(missing_ok=True)
+        start(
+            tmp_path,
+            model_folder,
+            tmp_path / folder,
+            *line,
+            "--train.max_steps",
+            str(steps),
+            "--resume",
+            resume,
+            "--train.save_every",
+            "2" if steps == 2 else "0",
+        )
+        kept[folder, steps] = json.loads((tmp_path / folder / "reference_logprobs.json").read_text())["logprobs"]
+    short, resumed, fresh = kept.values()
+    assert len(short) == 2 * 4 + 2 and len(resumed) == len(fresh) == 9 * 4 + 2, "and two rows are held out"
+    assert {key: resumed[key] for key in short} == short, "not read again"
+    assert resumed.keys() == fresh.keys()
+    for key, values in fresh.items():
+        assert resumed[key] == pytest.approx(values, abs=1e-4)
+
+
+@pytest.mark.parametrize("line", [("--algorithm", "kto"), ("--seed", "5"), ()])
+def test_log_probs_of_another_run_are_not_taken_for_this_one_s(
+    line: tuple[str, ...], tmp_path: Path, model_folder: Path
+) -> None:
+    """A run that ended before its first checkpoint and is started anew: with another algorithm, seed, or model."""
+    write_rows(tmp_path / "rows.jsonl")
+    shutil.copytree(model_folder, tmp_path / "model")
+    start(tmp_path, tmp_path / "model", tmp_path / "fresh", *line)
+    start(tmp_path, tmp_path / "model", tmp_path / "run")
+    (tmp_path / "run" / "finished.json").unlink()
+    shutil.rmtree(tmp_path / "run" / "checkpoints", ignore_errors=True)
+    if not line:
+        tiny_model(7).save_pretrained(tmp_path / "model")
+        shutil.rmtree(tmp_path / "fresh")
+        start(tmp_path, tmp_path / "model", tmp_path / "fresh")
+    start(tmp_path, tmp_path / "model", tmp_path / "run", "--resume", "auto", *line)
+    assert [told["eval/loss"] for told in run_outputs(tmp_path / "run")["metrics"]] == [
+        told["eval/loss"] for told in run_outputs(tmp_path / "fresh")["metrics"]
+    ]
+
+
+def test_a_reference_of_its_own_must_share_the_tokens_and_goes_once_it_has_read(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(tmp_path / "rows.jsonl")
+    for name, tokens in (("other", 0), ("stranger", 3)):
+        tokenizer = tiny_tokenizer()
+        tokenizer.add_tokens([f"<{token}>" for token in range(tokens)])
+        tiny_model(3, vocab_size=VOCABULARY + tokens).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    for logprobs in ("cached", "live"):
+        with pytest.raises(SystemExit):
+            start(
+                tmp_path,
+                model_folder,
+                tmp_path / f"no {logprobs}",
+                "--reference.path",
+                str(tmp_path / "stranger"),
+                "--reference.logprobs",
+                logprobs,
+            )
+        assert "the reference must share the actor's tokens" in capsys.readouterr().err
+    built: list[ModelEngine] = []
+    inner = reference.build_frozen_engine
+
+    def build_frozen_engine(*given: Any) -> ModelEngine:
+        built.append(inner(*given))
+        return built[-1]
+
+    monkeypatch.setattr(reference, "build_frozen_engine", build_frozen_engine)
+    for stage in ("0", "3"):
+        start(
+            tmp_path, model_folder, tmp_path / stage, "--reference.path", str(tmp_path / "other"), "--zero.stage", stage
+        )
+        (engine,) = built
+        weights = [t for p in engine.module.parameters() for t in (p, getattr(p, "ds_tensor", p))]
+        assert weights and not any(weight.numel() for weight in weights)
+        built.clear()

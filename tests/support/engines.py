@@ -1,0 +1,78 @@
+"""Training engines of a tiny actor: settings, one update, and a sequence of updates, generation and saving."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
+from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
+from hybrid_rlhf.engines.builder import EngineSpec, build_actor
+from hybrid_rlhf.engines.partition import full_tensors
+from hybrid_rlhf.functional.losses import sft_loss
+from hybrid_rlhf.generation import SamplingParams
+from hybrid_rlhf.models.pretrained.saving import save_model
+from hybrid_rlhf.runtime.world import World
+from tests.support.tiny import tiny_tokenizer
+
+PROMPTS = [[5, 6, 7], [9, 8], [4, 4, 4, 4]]
+
+
+def actor_spec(
+    path: Path, *, stage: int = 0, lora: int = 0, dtype: str = "float32", lr: float = 1e-2, **zero: bool
+) -> EngineSpec:
+    """An actor that trains from the model of a folder, at a constant learning rate."""
+    return EngineSpec(
+        "actor",
+        str(path),
+        ModelConfig(dtype=dtype),
+        ZeroConfig(stage=stage, **zero),
+        0,  # type: ignore[arg-type]
+        OptimizerConfig(lr=lr, schedule="constant", warmup_fraction=0.0),
+        LoraConfig(rank=lora) if lora else None,
+        10,
+    )
+
+
+def token_rows() -> torch.Tensor:
+    """Four rows of random tokens, the same in each call."""
+    return torch.randint(3, 200, (4, 10), generator=torch.Generator().manual_seed(0))
+
+
+def train_step(engine: Any, world: World) -> float:
+    """One update on four rows, shared over the ranks; the loss of all."""
+    ids = token_rows()[world.rank :: world.size].to(world.device)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    total = 0.0
+    for row in range(len(ids)):
+        logprobs, _ = engine(ids[row : row + 1], mask[row : row + 1], mask[row : row + 1])
+        loss = sft_loss(logprobs, mask=mask[row : row + 1])
+        engine.backward(loss.total, count=36)
+        total += float(loss.total.detach())
+    engine.step()
+    return float(world.all_reduce(torch.tensor(total, device=world.device)))
+
+
+def train_generate_save(world: World, path: Path, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Train, generate, train, save."""
+    engine = build_actor(actor_spec(path, **settings), world)
+    losses = [train_step(engine, world)]
+    held = [
+        p.detach().clone() if not hasattr(p, "ds_tensor") else p.ds_tensor.detach().clone()
+        for p in engine.module.parameters()
+    ]
+    with engine.inference(stop_token_ids=()) as generation:
+        completions = generation.generate(PROMPTS[world.rank :], SamplingParams(max_new_tokens=6, temperature=0.0))
+    after = [p.detach() if not hasattr(p, "ds_tensor") else p.ds_tensor for p in engine.module.parameters()]
+    same = all(torch.equal(a, b) for a, b in zip(held, after, strict=True))
+    released = all(p.numel() == 0 for p in engine.module.parameters() if hasattr(p, "ds_tensor") and not p.ds_persist)
+    save_model(folder, full_tensors(engine.lm, world), lm=engine.lm, tokenizer=tiny_tokenizer(), world=world)
+    losses += [train_step(engine, world), train_step(engine, world)]
+    return {
+        "losses": losses,
+        "same": same,
+        "released": released,
+        "completions": [samples[0].token_ids for samples in completions],
+    }

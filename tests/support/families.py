@@ -1,0 +1,121 @@
+"""A tiny random model for each row of the family table, and for its variants."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from tests.support.tiny import VOCABULARY
+
+COMMON = {"vocab_size": VOCABULARY, "pad_token_id": 2, "eos_token_id": 2, "bos_token_id": 1}
+SMALL = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 128}
+GQA = {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2}
+FALCON = {**SMALL, "ffn_hidden_size": 80}
+VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
+    "llama": ("llama", {**GQA, "tie_word_embeddings": True}),
+    "llama with biases": ("llama", {**GQA, "attention_bias": True, "mlp_bias": True}),
+    "llama of three heads": ("llama", {**GQA, "hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3}),
+    "llama 3 rope": (
+        "llama",
+        {
+            **GQA,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+    "yarn": (
+        "qwen2",
+        {
+            **GQA,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+    "mistral": ("mistral", {**GQA, "sliding_window": 6}),
+    "qwen2": ("qwen2", GQA),
+    "qwen2 with some windows": (
+        "qwen2",
+        {**GQA, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {**GQA, "head_dim": 16}),
+    "gemma2": (
+        "gemma2",
+        {
+            **GQA,
+            "head_dim": 16,
+            "sliding_window": 6,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "query_pre_attn_scalar": 8,
+        },
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {
+            **GQA,
+            "head_dim": 16,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "phi3": ("phi3", {**GQA, "sliding_window": 7}),
+    "phi3 partial rotary": (
+        "phi3",
+        {
+            **GQA,
+            "head_dim": 8,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "opt": ("opt", {**SMALL, "ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "opt 350m": ("opt", {**SMALL, "ffn_dim": 48, "word_embed_proj_dim": 16, "do_layer_norm_before": False}),
+    "gpt2": ("gpt2", {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128}),
+    "gpt2 scaled by layer": (
+        "gpt2",
+        {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128, "scale_attn_by_inverse_layer_idx": True},
+    ),
+    "pythia": ("gpt_neox", {**SMALL, "intermediate_size": 48}),
+    "gpt_neox in sequence": ("gpt_neox", {**SMALL, "intermediate_size": 48, "use_parallel_residual": False}),
+    "bloom": ("bloom", {"hidden_size": 32, "n_layer": 3, "n_head": 4}),
+    "bloom of six heads": ("bloom", {"hidden_size": 48, "n_layer": 2, "n_head": 6}),
+    "falcon 7b": ("falcon", {**FALCON, "new_decoder_architecture": False, "multi_query": True}),
+    "falcon 40b": ("falcon", {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon 11b": (
+        "falcon",
+        {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    ),
+    "falcon rw": (
+        "falcon",
+        {
+            **FALCON,
+            "new_decoder_architecture": False,
+            "multi_query": False,
+            "parallel_attn": False,
+            "alibi": True,
+            "bias": True,
+        },
+    ),
+}
+
+
+def variant(name: str, *, seed: int = 0) -> PreTrainedModel:
+    """A random model whose every weight, biases and norms too, matters."""
+    family, settings = VARIANTS[name]
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(family, **{**COMMON, **settings})
+    # sdpa leaves out Gemma 2's soft cap
+    attention = {"attn_implementation": "eager"} if family == "gemma2" else {}
+    model = AutoModelForCausalLM.from_config(config, **attention).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    return model

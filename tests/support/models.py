@@ -1,0 +1,93 @@
+"""Models for each convention of the head, padded rows for them, and the same model with packed rows."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from hybrid_rlhf.models.packing import packs, use_packing
+from tests.support.families import COMMON
+from tests.support.tiny import VOCABULARY
+
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+GQA = {**SMALL, "num_key_value_heads": 2}
+HEAD_FAMILIES = {
+    "llama": GQA,
+    "mistral": {**GQA, "sliding_window": 4},
+    "qwen2": GQA,
+    "qwen3": {**GQA, "head_dim": 8},
+    "gemma2": {**GQA, "head_dim": 8, "final_logit_softcapping": 3.0},
+    "gemma3_text": {**GQA, "head_dim": 8},
+    "phi3": GQA,
+    "granite": {**GQA, "logits_scaling": 4.0},
+    "cohere": {**GQA, "logit_scale": 0.5},
+    "opt": {
+        "hidden_size": 32,
+        "ffn_dim": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "word_embed_proj_dim": 16,
+    },
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "gpt_neox": {**SMALL, "max_position_embeddings": 64},
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "falcon": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "new_decoder_architecture": False},
+    "phi": {**SMALL, "max_position_embeddings": 64},
+    "hyperclovax": {**GQA, "logits_scaling": 0.5},
+}
+
+
+def build_model(family: str, auto: type = AutoModelForCausalLM, **extra: object) -> PreTrainedModel:
+    """A random model of a row of the table, whose every weight matters."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{**COMMON, **HEAD_FAMILIES[family], **extra})
+    config.initializer_range = 0.2
+    model = auto.from_config(config).eval()
+    for parameter in model.parameters():  # fresh biases are zero and would prove nothing
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def padded_rows(lengths: list[int], *, left: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random rows [B, T], padded; ids and mask."""
+    generator = torch.Generator().manual_seed(1)
+    width = max(lengths)
+    ids = torch.full((len(lengths), width), 2)
+    mask = torch.zeros(len(lengths), width, dtype=torch.bool)
+    for row, length in enumerate(lengths):
+        span = slice(width - length, width) if left else slice(0, length)
+        ids[row, span] = torch.randint(3, VOCABULARY, (length,), generator=generator)
+        mask[row, span] = True
+    return ids, mask
+
+
+def packed_and_padded(family: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """The same model packed and padded."""
+    padded, packed = build_model(family), build_model(family)
+    if family == "gemma2":
+        for model in (padded, packed):
+            model.set_attn_implementation("eager")
+    use_packing(packed)
+    assert packs(packed) and not packs(padded)
+    return packed, padded
+
+
+def assert_same_gradients(packed: torch.nn.Module, padded: torch.nn.Module, *arguments: object) -> None:
+    """The same outputs, and gradients of a weighted sum of them."""
+    outputs = []
+    for module in (packed, padded):
+        module.zero_grad()
+        output = module(*arguments)
+        output = output if isinstance(output, torch.Tensor) else torch.stack(output)
+        weights = torch.linspace(-1, 1, output.numel()).view(output.shape)
+        (output * weights).sum().backward()
+        outputs.append(output.detach())
+    torch.testing.assert_close(outputs[0], outputs[1], atol=2e-5, rtol=1e-4)
+    gradients = [dict(module.named_parameters()) for module in (packed, padded)]
+    for name, parameter in gradients[0].items():
+        expected = gradients[1][name].grad
+        assert (parameter.grad is None) == (expected is None), name
+        if expected is not None:
+            torch.testing.assert_close(
+                parameter.grad, expected, atol=1e-4 * float(expected.abs().max()) + 1e-6, rtol=1e-4
+            )

@@ -1,0 +1,103 @@
+"""Run a function, or the main of a step, on several gloo ranks.
+
+Ranks are forked from a server that has imported everything and computed nothing: a process costs a tenth of a second
+instead of the eight that the imports take, and starts as clean as one of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import multiprocessing
+
+_LIMIT_SECONDS = 300
+FORKSERVER = get_context("forkserver")
+FORKSERVER.set_forkserver_preload(
+    [
+        "hybrid_rlhf.rl.build",
+        "hybrid_rlhf.supervised.build",
+        # Imported late, or by the test modules of functions that ranks run: a quarter of a short rank's processor time.
+        "deepspeed.module_inject.auto_ep_config",
+        "setuptools",
+        "distutils.ccompiler",  # after setuptools, which provides it
+        "docstring_parser",
+        "hypothesis",
+        "pytest",
+    ]
+)
+
+
+def run_ranks(
+    function: Callable[..., Any], ranks: int, folder: Path, *arguments: Any, start_method: str = "forkserver"
+) -> list[Any]:
+    """function(world, *arguments) on each rank of a fresh process group; what each returns.
+
+    What is read when a process starts, as malloc's settings, needs start_method "spawn".
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    _start(_call, ranks, start_method, function, str(folder), arguments)
+    return [pickle.loads((folder / f"{rank}.pkl").read_bytes()) for rank in range(ranks)]
+
+
+def run_main(module: str, ranks: int, line: Sequence[str]) -> None:
+    """The main of a step as torchrun would start it; fails where a rank does."""
+    _start(_main, ranks, "forkserver", module, list(line))
+
+
+def environment(ranks: int) -> dict[str, str]:
+    """The variables that torchrun sets for all ranks of a new process group on this host."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return {
+        **os.environ,
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def _start(target: Callable[..., None], ranks: int, start_method: str, *arguments: Any) -> None:
+    started = multiprocessing.start_processes(
+        enter, args=(environment(ranks), target, arguments), nprocs=ranks, start_method=start_method, join=False
+    )
+    deadline = time.monotonic() + _LIMIT_SECONDS
+    while not started.join(timeout=1.0):  # whether all have ended; raises where one failed
+        if time.monotonic() > deadline:
+            for process in started.processes:
+                process.kill()
+            raise TimeoutError(f"ranks were not done within {_LIMIT_SECONDS} s")
+
+
+def enter(rank: int, environment: Mapping[str, str], target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    """Be a rank: target(rank, *arguments), and the end of the process."""
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    target(rank, *arguments)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # libraries' C++ threads may abort a process that ends while they run
+
+
+def _call(rank: int, function: Callable[..., Any], folder: str, arguments: tuple[Any, ...]) -> None:
+    from hybrid_rlhf.runtime.world import close_world, init_world
+
+    result = function(init_world(timeout_seconds=120), *arguments)
+    (Path(folder) / f"{rank}.pkl").write_bytes(pickle.dumps(result))
+    close_world()
+
+
+def _main(rank: int, module: str, line: Sequence[str]) -> None:
+    import_module(module).main(line)

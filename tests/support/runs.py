@@ -1,0 +1,86 @@
+"""Runs as a user starts them: command lines, their environment, settings, and the commands of the documentation."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hybrid_rlhf.cli import train
+from hybrid_rlhf.configs.sections.run import LoggingConfig
+from hybrid_rlhf.configs.sft import SFTConfig
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+ALGORITHMS_PAGE = (ROOT / "docs" / "algorithms.md").read_text()
+
+
+def run_python(line: Sequence[str], *, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """Python with these words, in the root of the repository."""
+    return subprocess.run(
+        [sys.executable, *line], capture_output=True, text=True, timeout=timeout, env=ENVIRONMENT, cwd=ROOT
+    )
+
+
+def pipeline_line(output: Path, model: Path, rows: Path) -> list[str]:
+    """The command line of two updates of each step."""
+    line = ["train.py", "--base_model", str(model), "--output_dir", str(output), "--data.sources", str(rows)]
+    for step in ("sft", "reward"):
+        line += [f"--{step}.train.global_batch_size", "4", f"--{step}.train.max_steps", "2"]
+        line += [f"--{step}.data.max_length", "64"]
+    for step in ("sft", "reward", "rl"):
+        line += [f"--{step}.data.cache_dir", str(output.parent / "cache")]
+    return [
+        *line,
+        "--rl.rollout.prompts_per_step",
+        "4",
+        "--rl.rollout.sampling.max_new_tokens",
+        "6",
+        "--rl.train.max_steps",
+        "2",
+        "--rl.rollout.max_prompt_tokens",
+        "48",
+        "--rl.actor.ema_decay",
+        "0.9",
+        "--rl.logging.samples_every",
+        "1",
+    ]
+
+
+def sft_line(output: Path, model: Path, rows: Path, *more: str) -> list[str]:
+    """The command line of step 1 by itself."""
+    return [
+        "training/step1_sft/main.py",
+        "--model.path",
+        str(model),
+        "--data.sources",
+        str(rows),
+        "--output_dir",
+        str(output),
+        "--train.global_batch_size",
+        "4",
+        "--data.max_length",
+        "64",
+        "--data.cache_dir",
+        str(output.parent / "cache"),
+        "--logging.tensorboard",
+        "false",
+        *more,
+    ]
+
+
+def sft_config(folder: Path, resume: str = "never") -> SFTConfig:
+    """Settings of a run in a folder."""
+    return replace(SFTConfig(), output_dir=str(folder), resume=resume, logging=LoggingConfig(tensorboard=False))
+
+
+def documented_step(line: str) -> tuple[str, Any]:
+    """The last step of a command of the page, as train.py would run it."""
+    config = train.parse_config(train.PipelineConfig, shlex.split(line), prog="train.py", defaults=train.DEMO)
+    name = config.step_names[-1]
+    return name, train.step_config(name, config)

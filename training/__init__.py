@@ -1,1 +1,0 @@
-"""Entry points of the three steps, one folder each."""
