@@ -110,7 +110,7 @@ class RL(Step[RLConfig]):
         if reward is not None:
             rewards = [reward] if callable(reward) or isinstance(reward, (str, Mapping)) else list(reward)
             components = [{"function": register(each)} if callable(each) else each for each in rewards]
-            settings["reward"] = {**settings.get("reward", {}), "components": components}
+            settings["reward"] = {"components": components}
         if environment is not None:
             settings["environment"] = {"path": register(environment)} if isinstance(environment, type) else environment
         super().__init__(config, **settings)

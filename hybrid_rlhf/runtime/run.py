@@ -166,7 +166,17 @@ def start_run(config: StepConfig, callbacks: Sequence[Callback] = ()) -> Iterato
             choose_product_backend(world, folder, checkpoint=checkpoint, deterministic=config.deterministic)
             with Watchdog(world, folder, limit_seconds=config.faults.phase_timeout_seconds) as watchdog:
                 timers = Timers(world.device, on_phase=watchdog.enter_phase)
-                run = Run(world, folder, config, timers, watchdog, checkpoint, warm_start, callbacks, initial_resume)
+                run = Run(
+                    world,
+                    folder,
+                    config,
+                    timers,
+                    watchdog,
+                    checkpoint,
+                    warm_start=warm_start,
+                    callbacks=callbacks,
+                    initial_resume=initial_resume,
+                )
                 try:
                     with _config_restored_on_error(run):
                         yield run

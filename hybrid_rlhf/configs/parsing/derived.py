@@ -49,14 +49,17 @@ def derived_defaults(tree: Section) -> dict[str, Any]:
 def lora_rates(tree: Section, chosen: dict[str, Any]) -> dict[str, float]:
     """The default learning rate of each model with adapters, by dotted key."""
     found = {}
+
+    def add_rate(optimizer: Section) -> None:
+        key = optimizer.keys["lr"]
+        found[key.name] = float(Decimal(str(chosen.get(key.name, key.default))) * LORA_RATE_FACTOR)
+
     for section in tree.walk():
         if _has_adapters(section) and (optimizer := section.sections.get("optimizer")):
-            key = optimizer.keys["lr"]
-            found[key.name] = float(Decimal(str(chosen.get(key.name, key.default))) * LORA_RATE_FACTOR)
+            add_rate(optimizer)
         critic, actor = section.sections.get("critic"), section.sections.get("actor")
         if critic and actor and not critic.sections["lora"].is_on and _has_adapters(actor):
-            key = critic.sections["optimizer"].keys["lr"]
-            found[key.name] = float(Decimal(str(chosen.get(key.name, key.default))) * LORA_RATE_FACTOR)
+            add_rate(critic.sections["optimizer"])
     return found
 
 

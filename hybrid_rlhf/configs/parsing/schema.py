@@ -139,7 +139,7 @@ def _section(kind: type, layers: Sequence[Layer], *, name: str, default: Any) ->
         if not declared.init:
             _check_name(inside, key, variant)
         elif section_kinds(declared, hint):
-            _add_section(section, declared, hint, inside, key, default=_default_of(declared, default))
+            _add_section(section, declared, hint, inside, key, default=getattr(default, declared.name, None))
         else:
             section.keys[declared.name] = Key(key, hint, getattr(default, declared.name), kind, marks.advanced)
             for layer, value in inside:
@@ -150,11 +150,11 @@ def _section(kind: type, layers: Sequence[Layer], *, name: str, default: Any) ->
     for layer in layers:
         for unknown in layer.content:
             if layer.strict and unknown not in {declared.name for declared in dataclasses.fields(kind)}:
-                raise _Unknown(f"{name}.{unknown}" if name else str(unknown), layer)
+                raise UnknownKey(f"{name}.{unknown}" if name else str(unknown), layer)
     return section
 
 
-class _Unknown(Exception):
+class UnknownKey(Exception):
     """A key that is not there; the caller knows what else there is."""
 
     def __init__(self, name: str, layer: Layer) -> None:
@@ -311,17 +311,13 @@ def check_null(value: Any, key: str, hint: Any) -> None:
         raise UserError(f"{key} must be {type_name(hint)}, got null: give a value, or leave it out")
 
 
-def unknown_key(error: Exception, config_type: type, layers: Sequence[Layer]) -> UserError:
+def unknown_key(error: UnknownKey, config_type: type, layers: Sequence[Layer]) -> UserError:
     """The error of an unknown key, with the nearest one."""
-    assert isinstance(error, _Unknown)
     known = _known_keys(config_type, layers)
     nearest = _closest(error.name, known)
     if error.layer.origin is None:
         return UserError(f"unknown option --{error.name}: the nearest is {nearest}")
     return UserError(f"{_place(error.layer)}unknown key {error.name}: the nearest is {nearest}")
-
-
-UnknownKey = _Unknown
 
 
 def _known_keys(config_type: type, layers: Sequence[Layer]) -> list[str]:
@@ -364,10 +360,6 @@ def _default_instance(kind: type) -> Any:
         elif declared.default_factory is not dataclasses.MISSING:
             values[declared.name] = declared.default_factory()
     return types.SimpleNamespace(**values)
-
-
-def _default_of(declared: dataclasses.Field[Any], parent: Any) -> Any:
-    return getattr(parent, declared.name, None)
 
 
 def _place(layer: Layer) -> str:

@@ -114,12 +114,13 @@ class RolloutScorer:
         roles, temperature = self._roles, self._config.sampling.temperature
         batches = [(indices, rollout.rows(indices)) for indices in plan.micro_batches]
         old, ref, values = rollout.sampled_logprobs, None, None
-        stale = rollout.stale_updates(roles.actor.weight_version)
         with self._timers("scoring"):
             if self._reads_reference:
                 with self._reference() as reference:
                     ref = self._read(batches, rollout, lambda batch: _logprobs(reference, batch, temperature))
-            if (stale and self._reads_reference) or self._algorithm.reads_old_logprobs:
+            if self._algorithm.reads_old_logprobs or (
+                self._reads_reference and rollout.stale_updates(roles.actor.weight_version)
+            ):
                 old = self._read(batches, rollout, lambda batch: _logprobs(roles.actor, batch, temperature))
             if (critic := roles.critic) is not None:
                 values = self._read(
