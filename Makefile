@@ -1,16 +1,22 @@
 # Two commands on a fresh machine with Python 3.11: `make demo` and `make test`.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
+# A worker waits for the processes that its tests start, so one more than cores keeps them busy.
+WORKERS := $(shell expr $$(nproc 2>/dev/null || echo 2) + 1)
 PIP := $(VENV)/bin/pip install --quiet --constraint constraints.txt
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test wheel-demo faults lint audit bench gpu venv clean
+.PHONY: demo test families wheel-demo faults lint audit bench gpu venv clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/python train.py $(ARGS)
 
 test: $(VENV)/.test
-	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -n logical --maxprocesses 4 --dist loadfile $(ARGS)
+	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# Checks every model type of transformers' causal-LM mapping, in minutes, and writes docs/models.md.
+families: $(VENV)/.test
+	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m tests.families.sweep $(ARGS)
 
 # Builds the wheel, installs it into an empty environment outside the checkout, and runs `hybrid-rlhf demo` there.
 wheel-demo: $(VENV)/.test

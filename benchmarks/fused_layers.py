@@ -20,7 +20,7 @@ from hybrid_rlhf.functional.products import BACKENDS, linear, use_backend
 from hybrid_rlhf.models.fused_layers import fuse_layers
 from hybrid_rlhf.models.packing import use_packing
 from hybrid_rlhf.models.policy import backbone_hidden
-from hybrid_rlhf.models.pretrained.loading import _BackendLinear
+from hybrid_rlhf.models.pretrained.loading import BackendLinear
 from hybrid_rlhf.runtime.host_memory import keep_freed_memory
 
 TURNS = 8
@@ -39,7 +39,7 @@ def model(*, fused: bool) -> PreTrainedModel:
     made = AutoModelForCausalLM.from_config(config)
     for module in made.modules():
         if type(module) is nn.Linear:
-            module.__class__ = _BackendLinear
+            module.__class__ = BackendLinear
     if fused:
         fuse_layers(made)
     use_packing(made)

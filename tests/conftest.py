@@ -28,6 +28,12 @@ from tests.support.tiny import tiny_config, tiny_model, tiny_tokenizer
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with a slow test first: a worker that starts one last would run it while the others are idle."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
     return tiny_tokenizer()

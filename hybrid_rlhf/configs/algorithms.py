@@ -21,6 +21,7 @@ from hybrid_rlhf.configs.sections.algorithm import (
     KLConfig,
     PenaltiesConfig,
     PolicyGradientConfig,
+    SingleUpdateConfig,
     SurrogateConfig,
 )
 from hybrid_rlhf.configs.sections.rules import require
@@ -59,38 +60,27 @@ class PPOConfig(SurrogateConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReinforceConfig(SurrogateConfig):
+class ReinforceConfig(SingleUpdateConfig, SurrogateConfig):
     """REINFORCE with a moving average as baseline (Ahmadian et al. 2024, arXiv 2402.14740, eq. 4 and 5)."""
 
-    single_update = True
-
     name: Literal["reinforce"] = field(default="reinforce", init=False)
-    mini_batches: int = 1
-    """Optimizer updates per pass over a rollout (1: the paper)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RLOOConfig(SurrogateConfig):
+class RLOOConfig(SingleUpdateConfig, SurrogateConfig):
     """RLOO (Ahmadian et al. 2024, arXiv 2402.14740, section 3.2)."""
 
-    single_update = True
     fewest_completions = 2
     defaults_elsewhere: ClassVar[Mapping[str, Any]] = {"rollout.sampling.n": 4}
 
     name: Literal["rloo"] = field(default="rloo", init=False)
-    mini_batches: int = 1
-    """Optimizer updates per pass over a rollout (1: the paper)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReMaxConfig(SurrogateConfig):
+class ReMaxConfig(SingleUpdateConfig, SurrogateConfig):
     """ReMax (Li et al. 2023, arXiv 2310.10505): the greedy completion's score is the baseline."""
 
-    single_update = True
-
     name: Literal["remax"] = field(default="remax", init=False)
-    mini_batches: int = 1
-    """Optimizer updates per pass over a rollout (1: the paper)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,18 +174,15 @@ class CISPOConfig(GroupConfig, ClippedConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnlineDPOConfig(AlgorithmConfig):
+class OnlineDPOConfig(SingleUpdateConfig):
     """Online DPO (Guo et al. 2024, arXiv 2402.04792): pairs of completions, compared by the reward."""
 
     needs_reference = True
     learns_pairs = True
-    single_update = True
     fewest_completions = 2
     defaults_elsewhere: ClassVar[Mapping[str, Any]] = {"rollout.sampling.n": 2}
 
     name: Literal["online_dpo"] = field(default="online_dpo", init=False)
-    mini_batches: int = 1
-    """Optimizer updates per pass over a rollout (1: the paper)."""
     beta: float = 0.1
     """Strength of the regularization to the reference (0.1: DPO, arXiv 2305.18290)."""
     kl: KLConfig | None = None
@@ -208,20 +195,17 @@ class OnlineDPOConfig(AlgorithmConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RAFTConfig(PolicyGradientConfig):
+class RAFTConfig(SingleUpdateConfig, PolicyGradientConfig):
     """RAFT (Dong et al. 2023, arXiv 2304.06767): supervised learning on the best completions of each prompt.
 
     The learning rate is that of SFT, for the loss is SFT's.
     """
 
     selects = True
-    single_update = True
     fewest_completions = 2
     defaults_elsewhere: ClassVar[Mapping[str, Any]] = {"rollout.sampling.n": 8, "actor.optimizer.lr": 2e-5}
 
     name: Literal["raft"] = field(default="raft", init=False)
-    mini_batches: int = 1
-    """Optimizer updates per pass over a rollout (1: the paper)."""
     kl: KLConfig | None = None
     selected_per_prompt: int = 1
     """Completions per prompt that are trained on, the best first (1: the paper)."""

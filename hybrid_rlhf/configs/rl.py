@@ -13,7 +13,7 @@ from hybrid_rlhf.configs.sections.model import CriticLoraConfig, LoraConfig
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig, require_distinct_names
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.rules import require, whole_number
-from hybrid_rlhf.configs.sections.run import StepConfig
+from hybrid_rlhf.configs.sections.run import FaultsConfig, StepConfig
 from hybrid_rlhf.configs.sections.setting import setting
 from hybrid_rlhf.configs.sections.training import LoopConfig, OptimizerConfig, ZeroConfig
 
@@ -143,6 +143,23 @@ class RewardSumConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RLFaultsConfig(FaultsConfig):
+    """Which faults end a run."""
+
+    max_logprob_diff: float | None = setting(None, advanced=True)
+    """Largest difference in nats between log-probs of the sampler and of training, of fixed tokens after each weight
+    sync and in the mean over a rollout of current weights; beyond it the run stops. null: 0.002 in float32, 0.1 in
+    lower precision, more where logits are large."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.max_logprob_diff is None or self.max_logprob_diff > 0,
+            f"faults.max_logprob_diff must be above 0 nats, got {self.max_logprob_diff}: give for example 0.1",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class RLConfig(StepConfig):
     """RL: an actor learns from its own completions and their rewards, by PPO, GRPO or another algorithm."""
 
@@ -158,6 +175,7 @@ class RLConfig(StepConfig):
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     ptx: PtxConfig | None = None
     train: LoopConfig = field(default_factory=LoopConfig)
+    faults: RLFaultsConfig = setting(default_factory=RLFaultsConfig, mutable=True)
 
     def __post_init__(self) -> None:
         name = self.algorithm.name

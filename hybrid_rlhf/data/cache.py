@@ -20,10 +20,10 @@ import datasets
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.files.cache import cache_folder
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.world import World, run_once_per_host
 
-DEFAULT_CACHE = "~/.cache/hybrid_rlhf"
 _MANY_ROWS = 20_000
 """From here on writing takes seconds, and the log announces it."""
 logger = logging.getLogger(LOGGER_NAME)
@@ -48,7 +48,7 @@ def cached_rows(
         UserError: raised by `make`, on every rank.
     """
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
-    folder = Path(cache_dir or DEFAULT_CACHE).expanduser() / "tokens" / digest
+    folder = cache_folder(cache_dir) / "tokens" / digest
     run_once_per_host(world, lambda: _write(folder, make))
     return datasets.load_from_disk(str(folder))
 

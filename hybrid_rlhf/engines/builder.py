@@ -90,13 +90,19 @@ def build_engine(spec: EngineSpec, world: World) -> ModelEngine:
     return _build(ModelEngine, spec, world)
 
 
-def build_actor(spec: EngineSpec, world: World, *, rollout: RolloutConfig | None = None) -> HybridEngine:
+def build_actor(
+    spec: EngineSpec,
+    world: World,
+    *,
+    rollout: RolloutConfig | None = None,
+    max_logprob_diff: float | None = None,
+) -> HybridEngine:
     """Build an actor's engine, which also generates, as the rollout section says.
 
     Raises:
         UserError: as `build_engine`, or when the rollout needs inference weights and the model has none.
     """
-    return _build(partial(HybridEngine, rollout=rollout), spec, world)
+    return _build(partial(HybridEngine, rollout=rollout, max_logprob_diff=max_logprob_diff), spec, world)
 
 
 def _build(engine_type: Callable[..., EngineT], spec: EngineSpec, world: World) -> EngineT:

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from transformers import PreTrainedTokenizerBase
 
@@ -24,13 +23,13 @@ from hybrid_rlhf.engines.deepspeed_internals import zero3_hooks_removed
 from hybrid_rlhf.engines.engine import EngineOptions, ModelEngine, Role
 from hybrid_rlhf.engines.offload import OffloadedStates
 from hybrid_rlhf.engines.partition import GatheredWeight, base_parameters, full_weights, gathered, has_partitions
+from hybrid_rlhf.engines.weight_check import WeightCheck, logprob_limit
 from hybrid_rlhf.generation.backends.backend import GenerationBackend
-from hybrid_rlhf.generation.backends.module import ModuleBackend
+from hybrid_rlhf.generation.backends.module import ModuleBackend, ModuleSupport
 from hybrid_rlhf.generation.backends.native import NativeBackend
 from hybrid_rlhf.generation.engine import GenerationEngine, default_stop_token_ids
 from hybrid_rlhf.generation.model.decoder import Decoder
-from hybrid_rlhf.generation.weights.conversion import check_inference_weights, plan_inference_weights
-from hybrid_rlhf.models.head_check import probe_tokens
+from hybrid_rlhf.generation.weights.conversion import plan_inference_weights
 from hybrid_rlhf.models.lora import has_lora, lora_merged
 from hybrid_rlhf.models.pretrained.loading import DTYPES
 from hybrid_rlhf.runtime.world import World
@@ -59,6 +58,7 @@ class HybridEngine(ModelEngine):
         options: EngineOptions | None = None,
         *,
         rollout: RolloutConfig | None = None,
+        max_logprob_diff: float | None = None,
     ) -> None:
         """Wrap an engine; every rank must call.
 
@@ -68,6 +68,7 @@ class HybridEngine(ModelEngine):
             world: the ranks that train it.
             options: see EngineOptions.
             rollout: how it generates; none: the defaults.
+            max_logprob_diff: see faults.max_logprob_diff.
 
         Raises:
             UserError: when tensor_parallel or async_sampling needs inference weights and the model has none.
@@ -82,15 +83,20 @@ class HybridEngine(ModelEngine):
         self.decode_bytes = 0
         """Bytes that decoding read on this rank in the last rollout."""
         self._host_states = OffloadedStates(engine, world.device)
-        self._checked = False
+        self._check = WeightCheck(self, max_logprob_diff)
+        dtype = next(self.lm.parameters()).dtype
+        inference_dtype = DTYPES.get(self._rollout.dtype, dtype)
+        self.max_logprob_diff = logprob_limit(max_logprob_diff, dtype, inference_dtype)
+        """Largest mean difference of log-probs between sampler and trainer, in nats, beyond which a run stops."""
         self._kept: _KeptBackend | None = None
+        self._module_support: ModuleSupport | None = None
         self._inference_weights = None
         if self._rollout.backend == "auto":
             self._inference_weights = plan_inference_weights(
                 self.lm,
                 [name for name, _ in base_parameters(self.lm)],
                 world=self.generation_world,
-                dtype=DTYPES.get(self._rollout.dtype, next(self.lm.parameters()).dtype),
+                dtype=inference_dtype,
                 in_place=self._keeps,
             )
         if self._inference_weights is None and self._rollout.policy_lag:
@@ -203,23 +209,14 @@ class HybridEngine(ModelEngine):
         )
 
     def _build_decoder(self, *, can_view: Callable[[GatheredWeight], bool]) -> Decoder:
-        """The decoder of the current weights, checked in the first call; weights that `can_view` are not copied."""
+        """The decoder of the current weights, checked; weights that `can_view` are not copied."""
         assert self._inference_weights is not None, "called for models with inference weights only"
         decoder = self._inference_weights.build(
             (weight.name, weight.merged(), can_view(weight))
             for weight in full_weights(self.lm, bucket_elements=BUCKET_ELEMENTS)
         )
-        if not self._checked:
-            self._check(decoder)
+        self._check(decoder, updates=self.weight_version)
         return decoder
-
-    @torch.no_grad()
-    def _check(self, decoder: Decoder) -> None:
-        """Once per run: compare the inference weights with the training forward."""
-        tokens = torch.tensor([probe_tokens(decoder.architecture.vocab_size)], device=self.device)
-        counts = torch.ones_like(tokens, dtype=torch.bool)
-        check_inference_weights(decoder, self(tokens, counts, counts)[0][0, 1:])
-        self._checked = True
 
     @contextlib.contextmanager
     def _module_backend(self) -> Iterator[ModuleBackend]:
@@ -230,4 +227,6 @@ class HybridEngine(ModelEngine):
                 stack.enter_context(gathered(list(self.lm.parameters())))
             if has_lora(self.lm):
                 stack.enter_context(lora_merged(self.lm))
-            yield ModuleBackend(self.lm, max_batch_rows=self._rollout.max_decode_rows)
+            backend = ModuleBackend(self.lm, max_batch_rows=self._rollout.max_decode_rows, support=self._module_support)
+            self._module_support = backend.support
+            yield backend

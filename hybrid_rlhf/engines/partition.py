@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hybrid_rlhf.engines.deepspeed_internals import full_elements, is_partitioned
-from hybrid_rlhf.models.lora import lora_layers, merged_weight
+from hybrid_rlhf.models.lora import base_weight, lora_layers, merged_weight, plain_name, weights_of
 from hybrid_rlhf.runtime.world import World
 
 
@@ -64,7 +64,7 @@ def base_parameters(lm: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """A model's weights under their Hugging Face names: tied ones once, adapters excluded."""
     for name, parameter in lm.named_parameters():
         if ".lora_" not in name:
-            yield name.replace(".base_layer.", "."), parameter
+            yield plain_name(name), parameter
 
 
 def full_weights(lm: nn.Module, *, bucket_elements: int) -> Iterator[GatheredWeight]:
@@ -74,7 +74,7 @@ def full_weights(lm: nn.Module, *, bucket_elements: int) -> Iterator[GatheredWei
         lm: partitioned or not, with adapters or without.
         bucket_elements: most elements gathered at once; a larger weight is gathered alone.
     """
-    adapted: dict[int, LoraLayer] = {id(layer.get_base_layer().weight): layer for _, layer in lora_layers(lm)}
+    adapted: dict[int, LoraLayer] = {id(base_weight(layer)): layer for _, layer in lora_layers(lm)}
     bucket: list[GatheredWeight] = []
     parts: list[nn.Parameter] = []
     elements = 0
@@ -82,7 +82,7 @@ def full_weights(lm: nn.Module, *, bucket_elements: int) -> Iterator[GatheredWei
     for number, (name, parameter) in enumerate(weights, start=1):
         layer = adapted.get(id(parameter))
         bucket.append(GatheredWeight(name, parameter, layer))
-        mine = [parameter] if layer is None else [p for n, p in layer.named_parameters() if n != "base_layer.bias"]
+        mine = [parameter] if layer is None else weights_of(layer)
         parts += mine
         elements += sum(full_elements(part) for part in mine)
         if number == len(weights) or elements + full_elements(weights[number][1]) > bucket_elements:

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 from datasets import Dataset
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.files.cache import cache_folder
 from hybrid_rlhf.configs.parsing.command_line import build_config, plain
 from hybrid_rlhf.configs.parsing.schema import Layer
 from hybrid_rlhf.configs.sections.run import StepConfig
@@ -125,7 +126,7 @@ def _sources(data: Rows, cache_dir: str | None) -> list[Any]:
     if not all(isinstance(row, Mapping) and "path" not in row for row in rows):
         return rows  # paths and sources of a blend
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    folder = Path(os.path.expanduser(cache_dir or "~/.cache/hybrid_rlhf")) / "rows"
+    folder = cache_folder(cache_dir) / "rows"
     file = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.jsonl"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)

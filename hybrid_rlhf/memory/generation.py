@@ -14,7 +14,7 @@ import torch
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.generation.backends.native import PREFILL_TOKENS
 from hybrid_rlhf.generation.batching.slots import FREE_SHARE, WorkingMemory, slot_tokens, slots_within
-from hybrid_rlhf.generation.weights.families import FAMILIES
+from hybrid_rlhf.generation.weights.describe import FAMILIES
 from hybrid_rlhf.memory.shapes import ParameterCounts, ShapedModel
 
 _FLOAT32 = 4

@@ -24,13 +24,14 @@ from hybrid_rlhf.configs.files.reading import regular_file
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.memory.live_bytes import LiveBytes
 from hybrid_rlhf.models.activation_offload import ActivationOffload
-from hybrid_rlhf.models.lora import choose_trained, lora_layers
+from hybrid_rlhf.models.lora import base_weight, choose_trained, lora_layers
 from hybrid_rlhf.models.packing import packs, places
 from hybrid_rlhf.models.policy import HeadLogprobs
 from hybrid_rlhf.models.pretrained.embedded import embedded_gguf
 from hybrid_rlhf.models.pretrained.folders import load_config, reading
 from hybrid_rlhf.models.pretrained.loading import AUTO_CLASS, Architecture, adapt_config, adapt_model
 from hybrid_rlhf.models.pretrained.sources import EMBEDDED_MODEL, quiet_transformers
+from hybrid_rlhf.models.structure import layer_list
 
 _LAYERS_RUN = (2, 4)
 """Numbers of layers that are measured. Layers are alike, so the memory of all of them is extrapolated from these."""
@@ -240,15 +241,13 @@ def _count(lm: PreTrainedModel, architecture: Architecture) -> ParameterCounts:
         frozen=sum(p.numel() for p in parameters if not p.requires_grad),
         largest=max(p.numel() for p in parameters),
         products=products,
-        adapted=sum(layer.get_base_layer().weight.numel() for _, layer in lora_layers(lm)),
+        adapted=sum(base_weight(layer).numel() for _, layer in lora_layers(lm)),
     )
 
 
 def _layer_list(lm: PreTrainedModel) -> nn.ModuleList:
-    layers: int = lm.config.get_text_config().num_hidden_layers
-    for module in lm.base_model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == layers:
-            return module
+    if (layers := layer_list(lm)) is not None:
+        return layers
     raise UserError(f"a plan needs a model with a list of layers, {type(lm).__name__} has none: leave out --plan")
 
 

@@ -18,6 +18,8 @@ from hybrid_rlhf.functional.logprobs import token_logprobs
 from hybrid_rlhf.models.policy import Policy
 
 PROBE_TOKENS = 24
+_PREFIX_TOKENS = 15
+"""Tokens of the padded row with which padding, or packing, is checked."""
 FLOAT32_TOLERANCE = 2e-3
 """Largest difference of the probe's log-probs in float32, in nats."""
 _LOW_PRECISION_TOLERANCE = 0.25
@@ -84,12 +86,16 @@ def require_own_logits(lm: PreTrainedModel) -> None:
     if lm.base_model is lm:
         raise UserError(f"log-probs need the hidden states below the head, {name} has no backbone: {report}")
     tokens = probe_tokens(lm.config.get_text_config().vocab_size)
-    ids = torch.tensor([tokens], device=lm.device)
+    expected = module_logprobs(lm, tokens)
+    ids = torch.tensor([tokens, tokens], device=lm.device)
     real = torch.ones_like(ids, dtype=torch.bool)
-    found = Policy(lm)(ids, real, real)[0][0, 1:]
-    result = agreement(found, module_logprobs(lm, tokens), lm.dtype, low_precision=_LOW_PRECISION_TOLERANCE)
+    real[1, _PREFIX_TOKENS:] = False  # the beginning of the same row, padded: a causal model has the same log-probs
+    whole, prefix = Policy(lm)(ids.where(real, 0), real, real)[0]
+    found = torch.cat([whole[1:], prefix[1:_PREFIX_TOKENS]])
+    expected = torch.cat([expected, expected[: _PREFIX_TOKENS - 1]])
+    result = agreement(found, expected, lm.dtype, low_precision=_LOW_PRECISION_TOLERANCE)
     if not result.holds:
         raise UserError(
-            f"log-probs must agree with the logits of {name} to {result.tolerance} nats, they differ by "
-            f"{result.measured:.3g}: {report}"
+            f"log-probs of padded rows must agree with the logits of {name} to {result.tolerance} nats, they differ "
+            f"by {result.measured:.3g}: {report}"
         )

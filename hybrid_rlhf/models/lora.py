@@ -7,22 +7,28 @@ Merged weights are always new tensors: adding to the training weights and subtra
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 
 import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import TaskType, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.model import LoraConfig
+from hybrid_rlhf.models.families import WITHOUT_ADAPTERS
 from hybrid_rlhf.models.pretrained.folders import reading
 from hybrid_rlhf.models.pretrained.loading import Architecture
 
 _ADAPTER = "default"
+_SPECIAL_LINEAR = re.compile("Router|Grouped")
+"""Class names of linear layers whose forward is no plain product."""
 
 
 def choose_trained(
@@ -49,30 +55,71 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, architecture: Architect
     Raises:
         UserError: when lora.target_modules matches no module, the head, or an embedding tied to the head.
     """
+    if reason := WITHOUT_ADAPTERS.get(model.config.model_type):
+        raise UserError(f"{type(model).__name__} has no adapters, {reason}: set lora to null")
     task = TaskType.CAUSAL_LM if architecture == "causal_lm" else TaskType.SEQ_CLS
+    head = _head(model, architecture)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # same initial adapters however the model was loaded
         with reading(f"lora.target_modules {config.target_modules} does not fit", "name linear layers of the model"):
+            everything = config.target_modules == "all-linear"
             inject_adapter_in_model(
                 PeftLoraConfig(
                     r=config.rank,
                     lora_alpha=config.alpha,
-                    target_modules=config.target_modules,
+                    target_modules=linear_layers(model, head) if everything else config.target_modules,
+                    target_parameters=stacked_experts(model) if everything else None,
                     lora_dropout=0.0,
                     task_type=task,
                 ),
                 model,
                 _ADAPTER,
             )
-    head = model.get_output_embeddings() if architecture == "causal_lm" else model.score
+    head = _head(model, architecture)  # it may be wrapped by now
     if isinstance(head, BaseTunerLayer):
         raise UserError(f"lora.target_modules must not match the head, got {config.target_modules}: remove it")
-    if any(layer.get_base_layer().weight is head.weight for _, layer in lora_layers(model)):
+    if any(base_weight(layer) is head.weight for _, layer in lora_layers(model)):
         raise UserError(
             f"lora.target_modules must not match an embedding tied to the head, got {config.target_modules}: remove it"
         )
+    adapted = [id(base_weight(layer)) for _, layer in lora_layers(model)]
+    if len(set(adapted)) < len(adapted):
+        raise UserError(
+            f"lora needs a weight of its own for each adapter, layers of {type(model).__name__} share theirs: set lora "
+            "to null"
+        )
     if architecture == "scorer":
         head.requires_grad_(True)
+
+
+def _head(model: PreTrainedModel, architecture: Architecture) -> nn.Module:
+    head: nn.Module = model.get_output_embeddings() if architecture == "causal_lm" else model.score
+    return head
+
+
+def linear_layers(model: PreTrainedModel, head: nn.Module) -> list[str]:
+    """Names of the layers that "all-linear" adapts: all that compute a plain product, except the head.
+
+    Left out: routers, products in groups, and projections whose weight Mamba's mixers read without calling the layer,
+    which would leave an adapter unused.
+    """
+    names = []
+    for name, module in model.named_modules():
+        owner, _, own = name.rpartition(".")
+        bypassed = own in ("dt_proj", "out_proj") and hasattr(model.get_submodule(owner), "ssm_state_size")
+        special = _SPECIAL_LINEAR.search(type(module).__name__)
+        if isinstance(module, (nn.Linear, Conv1D)) and module is not head and not special and not bypassed:
+            names.append(name)
+    return names
+
+
+def stacked_experts(model: PreTrainedModel) -> list[str]:
+    """Names of the weights that stack a projection of all experts of a layer; their biases are left out."""
+    return [
+        name
+        for name, _ in model.named_parameters()
+        if name.split(".")[-2:-1] == ["experts"] and not name.endswith("bias")
+    ]
 
 
 def has_lora(module: nn.Module) -> bool:
@@ -104,9 +151,25 @@ def lora_layers(module: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
             yield name, layer
 
 
+def base_weight(layer: LoraLayer) -> nn.Parameter:
+    """The weight that a layer adapts; a mixture of experts has all experts of a projection in one."""
+    weight: nn.Parameter = layer.get_param() if isinstance(layer, ParamWrapper) else layer.get_base_layer().weight
+    return weight
+
+
+def plain_name(name: str) -> str:
+    """A weight's name in the model without adapters; a module with two adapted weights has the prefix twice."""
+    return name.replace(".base_layer", "")
+
+
+def weights_of(layer: LoraLayer) -> list[nn.Parameter]:
+    """The adapted weight and its adapter."""
+    return [base_weight(layer), layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight]
+
+
 def merged_weight(layer: LoraLayer) -> Tensor:
     """base + scale * B @ A as a new tensor, in the shape and dtype of the base weight."""
-    base: Tensor = layer.get_base_layer().weight
+    base = base_weight(layer)
     with torch.no_grad():
         return base.detach() + layer.get_delta_weight(_ADAPTER).to(base.dtype)
 
@@ -118,12 +181,12 @@ def lora_merged(module: nn.Module) -> Iterator[None]:
     All weights must be gathered.
     """
     layers = [layer for _, layer in lora_layers(module)]
-    kept = [layer.get_base_layer().weight.data for layer in layers]
+    kept = [base_weight(layer).data for layer in layers]
     for layer in layers:
-        layer.get_base_layer().weight.data = merged_weight(layer)
+        base_weight(layer).data = merged_weight(layer)
     try:
         with adapters_off(module):
             yield
     finally:
         for layer, data in zip(layers, kept, strict=True):
-            layer.get_base_layer().weight.data = data
+            base_weight(layer).data = data

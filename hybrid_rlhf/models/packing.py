@@ -25,14 +25,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from hybrid_rlhf.functional.masking import position_ids
+from hybrid_rlhf.models.families import PACKING_FAMILIES
 from hybrid_rlhf.models.varlen import boundaries, head_size, varlen_attention
 
 PACKED_ATTENTION = "hybrid_rlhf_packed"
 """Name of our function among transformers' attention implementations."""
-PACKING_FAMILIES = frozenset(
-    {"llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "opt", "gpt2", "gpt_neox"}
-)
-"""Model types in which tokens interact through attention only; a test checks each."""
 _MIN_LENGTH_RATIO = 0.75
 """Shortest row of a group, as a share of its longest."""
 _MOST_GROUPS = 4
@@ -42,9 +39,9 @@ _MIN_SAVING = {"cpu": 2**12, "cuda": 2**22}
 
 def use_packing(lm: PreTrainedModel) -> None:
     """Let a model use packed rows if its family and kernel support them; others use padded rows."""
-    kernel = lm.config._attn_implementation
-    if lm.config.model_type in PACKING_FAMILIES and (kernel == "sdpa" or _softcap(lm) is not None):
+    if lm.config.model_type in PACKING_FAMILIES and lm.config._attn_implementation in ("sdpa", "eager"):
         lm.set_attn_implementation(PACKED_ATTENTION)
+        vars(lm)["has_own_scores"] = _has_own_scores(lm)  # read for every batch
 
 
 def packs(lm: PreTrainedModel) -> bool:
@@ -96,8 +93,10 @@ def pack(lm: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Pack
 
 def _ends(lm: PreTrainedModel, real: Tensor) -> Tensor | None:
     """Boundaries of rows [B, T] for a varlen kernel: int32 [1, 1, 1, B + 1], with the longest length; or none."""
-    size = head_size(lm.config.get_text_config())
-    if _softcap(lm) is not None or varlen_attention(real.device, lm.dtype, size) is None:
+    config = lm.config.get_text_config()
+    if vars(lm)["has_own_scores"] or config.is_heterogeneous:  # the latter has heads of several sizes
+        return None
+    if varlen_attention(real.device, lm.dtype, head_size(config)) is None:
         return None
     sizes = real.sum(dim=1)
     mask: Any = boundaries(sizes)[None, None, None]
@@ -208,6 +207,7 @@ def packed_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **other: Any,
 ) -> tuple[Tensor, None]:
     """Attention of packed rows; padded rows (generation through the module) are computed as by transformers.
@@ -222,6 +222,7 @@ def packed_attention(
         scaling: scores are multiplied by it; none: 1 / sqrt(D).
         sliding_window: tokens that a query attends to, itself included; none: all before it.
         softcap: scores s become softcap * tanh(s / softcap).
+        s_aux: [A], a score per head that takes part in the softmax but has no value (attention sinks of gpt-oss).
         other: further arguments of transformers to attention functions.
 
     Returns:
@@ -230,9 +231,9 @@ def packed_attention(
     if attention_mask is not None and attention_mask.dtype == torch.int32:
         return _attend_varlen(query, key, value, attention_mask, scaling, sliding_window), None
     if attention_mask is None or attention_mask.dtype != torch.int64:
-        if softcap is None:
+        if softcap is None and s_aux is None:
             return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **other)  # type: ignore[no-any-return]
-        mixed = _attend(query, key, value, attention_mask, scaling, softcap)
+        mixed = _attend(query, key, value, attention_mask, scaling, softcap, s_aux)
         return mixed.transpose(1, 2).contiguous(), None
     groups: list[_Group] = attention_mask.groups  # type: ignore[attr-defined]
     counts = [len(group.places) for group in groups]
@@ -240,7 +241,7 @@ def packed_attention(
     outputs = []
     for tokens, group in zip(parts, groups, strict=True):
         q, k, v = (group.pad(x) for x in tokens)
-        mixed = _attend(q, k, v, _window(group.longest, sliding_window, query.device), scaling, softcap)
+        mixed = _attend(q, k, v, _window(group.longest, sliding_window, query.device), scaling, softcap, s_aux)
         outputs.append(group.unpad(mixed))
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None], None
 
@@ -266,29 +267,41 @@ def _window(length: int, size: int | None, device: torch.device) -> Tensor | Non
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, softcap: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """[B, A, L, D] of padded rows; causal without a mask."""
     gqa = query.shape[1] != key.shape[1]
-    if softcap is None:
+    if softcap is None and sinks is None:
         return torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa
         )
     if gqa:
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = softcap * torch.tanh(scores / softcap)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if mask is None:
         mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).tril(
             scores.shape[3] - scores.shape[2]
         )
     # Not -inf: a padded query attends to no key, and its NaN would spread.
-    weights = scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(dim=-1, dtype=torch.float32)
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores)], dim=-1)
+    weights = scores.softmax(dim=-1, dtype=torch.float32)[..., : key.shape[2]]
     return weights.to(value.dtype) @ value
 
 
-def _softcap(lm: PreTrainedModel) -> float | None:
-    return getattr(lm.config, "attn_logit_softcapping", None)
+def _has_own_scores(lm: PreTrainedModel) -> bool:
+    """Whether attention does more to its scores than a varlen kernel does: soft caps, sinks."""
+    capped = getattr(lm.config, "attn_logit_softcapping", None) is not None
+    return capped or any(name.endswith(".sinks") for name, _ in lm.named_parameters())
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

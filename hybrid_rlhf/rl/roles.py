@@ -78,7 +78,10 @@ def build_roles(
 
     section = config.actor
     actor = build_actor(
-        trained("actor", actor_path, section.zero, section.optimizer, section.lora), run.world, rollout=config.rollout
+        trained("actor", actor_path, section.zero, section.optimizer, section.lora),
+        run.world,
+        rollout=config.rollout,
+        max_logprob_diff=config.faults.max_logprob_diff,
     )
     if config.ptx is not None:
         require_positions(actor, config.ptx.max_length, key="ptx.max_length")

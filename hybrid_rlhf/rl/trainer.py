@@ -123,6 +123,7 @@ class RLTrainer(Trainer):
                 between=self._checkpoint_within(step, batch),
             )
         metrics = {**rollout_metrics(report.batch), **batch.metrics, **report.metrics, **self._speed(report, start)}
+        self._require_own_samples(step, metrics)
         if "objective/kl" in metrics:
             self._kl.update(metrics["objective/kl"], completions=len(batch))
         if due(step, config.reference.refresh_every):
@@ -159,6 +160,16 @@ class RLTrainer(Trainer):
             rows = sorted({row for rows in faulty.values() for row in rows})
             self._skipped.keep(step, self._texts(rollout, rows))
         raise NonFiniteError([f"{what} of {len(rows)} completions" for what, rows in faulty.items()])
+
+    def _require_own_samples(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Raise UserError if current weights sampled tokens with other log-probs than training gives them."""
+        found, limit = metrics["rollout/logprob_abs_diff_mean"], self._roles.actor.max_logprob_diff
+        require(
+            found <= limit or bool(metrics.get("rollout/stale_updates")),
+            f"sampler and training must agree to {limit:.3g} nats per token in the mean, they differ by {found:.3g} in "
+            f"the rollout of step {step}, while the weights agree: set rollout.backend to module and report the model, "
+            "or raise faults.max_logprob_diff",
+        )
 
     def _write_samples(self, step: int, rollout: Rollout, report: UpdateReport) -> None:
         self._samples.write(step, lambda: self._texts(rollout))

@@ -24,6 +24,7 @@ import torch
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.files.atomic import write_whole
+from hybrid_rlhf.configs.files.cache import cache_folder
 from hybrid_rlhf.functional.products import BACKENDS, Backend, backend, linear, use_backend
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.world import World
@@ -31,7 +32,6 @@ from hybrid_rlhf.runtime.world import World
 VARIABLE = "HYBRID_RLHF_PRODUCTS"
 RECORD = "products.json"
 """In a run folder and in the cache: the choice for each machine, by `machine_key`."""
-CACHE = "~/.cache/hybrid_rlhf"
 _DETERMINISTIC: Backend = "onednn"
 _SHAPES = ((512, 576, 1536), (512, 1536, 576))
 """Tokens, inputs and outputs."""
@@ -65,7 +65,7 @@ def choose_product_backend(
     if world.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return backend()
     if world.is_main:
-        cache = cache or Path(CACHE).expanduser()
+        cache = cache or cache_folder()
         choice, reason = _decided(forced, deterministic) or _found(folder, checkpoint, cache) or _measured(cache)
         logger.info("matrix products: %s (%s)", {"onednn": "oneDNN", "torch": "torch's own"}[choice], reason)
         _write(folder, choice)

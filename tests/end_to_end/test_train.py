@@ -15,7 +15,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.support.faults import run_step
-from tests.support.runs import ENVIRONMENT, ROOT, pipeline_line, run_python, sft_line
+from tests.support.runs import ENVIRONMENT, ROOT, pipeline_line, rl_line, run_python, sft_line
 
 CONTRACT = {
     "step1_sft": ["sft/loss", "sft/perplexity", "eval/loss"],
@@ -122,35 +122,9 @@ def test_a_function_and_a_model_make_a_reward(
         f"    - {{function: '{tmp_path}/rules.py:brevity', weight: 0.5}}\n"
         f"    - {{name: liked, model: '{finished[0]}/step2_reward'}}\n"
     )
-    done = run_python(
-        [
-            "training/step3_ppo/main.py",
-            "--config",
-            str(config),
-            "--model.path",
-            str(model_folder),
-            "--data.sources",
-            str(pair_rows),
-            "--output_dir",
-            str(tmp_path / "out"),
-            "--rollout.prompts_per_step",
-            "4",
-            "--rollout.sampling.max_new_tokens",
-            "6",
-            "--train.max_steps",
-            "2",
-            "--data.eval_fraction",
-            "0",
-            "--data.cache_dir",
-            str(tmp_path / "cache"),
-            "--algorithm.score_scaling",
-            "initial",
-            "--logging.profile_steps",
-            "[2]",
-            "--algorithm.penalties.missing_eos",
-            "0",
-        ]
-    )
+    more = ["--algorithm.score_scaling", "initial", "--algorithm.penalties.missing_eos", "0"]
+    more += ["--config", str(config), "--logging.profile_steps", "[2]"]
+    done = run_python(rl_line(tmp_path / "out", model_folder, pair_rows, *more))
     assert done.returncode == 0, done.stderr[-3000:]
     metrics = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()][-1]
     total = 0.5 * metrics["reward/brevity/mean"] + metrics["reward/liked/mean"]

@@ -15,7 +15,7 @@ import torch
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.runtime.run import effective_resume
 from hybrid_rlhf.runtime.world import solo_world
-from tests.support.runs import ENVIRONMENT, ROOT, sft_line
+from tests.support.runs import ENVIRONMENT, ROOT, rl_line, sft_line
 
 DIES_ONCE = """
 import os, signal, sys, threading, time
@@ -75,31 +75,8 @@ def test_a_reward_that_hangs_is_named_with_its_line(model_folder: Path, rows: Pa
     config.write_text(
         f"reward:\n  components:\n    - {{function: '{tmp_path}/rewards.py:slow', timeout_seconds: 900}}\n"
     )
-    done = torchrun(
-        [
-            "training/step3_ppo/main.py",
-            "--config",
-            str(config),
-            "--model.path",
-            str(model_folder),
-            "--data.sources",
-            str(rows),
-            "--output_dir",
-            str(tmp_path / "out"),
-            "--rollout.prompts_per_step",
-            "4",
-            "--rollout.sampling.max_new_tokens",
-            "6",
-            "--train.max_steps",
-            "2",
-            "--data.eval_fraction",
-            "0",
-            "--data.cache_dir",
-            str(tmp_path / "cache"),
-            "--faults.phase_timeout_seconds",
-            "30",
-        ]
-    )
+    more = ["--config", str(config), "--faults.phase_timeout_seconds", "30"]
+    done = torchrun(rl_line(tmp_path / "out", model_folder, rows, *more))
     assert done.returncode != 0
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert error.startswith("error: rank 1 is stalled: in scoring of step 1 since ")

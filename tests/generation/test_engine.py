@@ -179,22 +179,24 @@ def module_engine(model: PreTrainedModel, stop: Iterable[int]) -> GenerationEngi
 
 def test_rows_that_have_ended_cost_the_module_no_further_step() -> None:
     model = tiny_model()
+    engine = module_engine(model, range(3, 60))
     rows: list[int] = []
     model.register_forward_pre_hook(
         lambda module, inputs, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
     )
-    module_engine(model, range(3, 60)).generate(SHORT_PROMPTS, replace(SHORT_SAMPLED, max_new_tokens=60))
+    engine.generate(SHORT_PROMPTS, replace(SHORT_SAMPLED, max_new_tokens=60))
     assert len(rows) < 60, "stops once all have"
     assert rows[-1] < rows[1], "rows leave the batch"
 
 
 def test_the_module_reads_the_prompt_of_n_samples_once() -> None:
     model = tiny_model()
+    engine = module_engine(model, ())
     shapes: list[tuple[int, ...]] = []
     model.register_forward_pre_hook(
         lambda module, inputs, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
-    module_engine(model, ()).generate([SHORT_PROMPTS[0]], replace(SHORT_SAMPLED, n=4, max_new_tokens=3))
+    engine.generate([SHORT_PROMPTS[0]], replace(SHORT_SAMPLED, n=4, max_new_tokens=3))
     assert shapes == [(1, 5), (4, 1), (4, 1)]
 
 

@@ -14,13 +14,13 @@ from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.model.layers import ACTIVATIONS
 from hybrid_rlhf.generation.weights.conversion import check_inference_weights, decoder_of, probe_logprobs
-from hybrid_rlhf.generation.weights.families import FAMILIES, NotDescribed, describe
+from hybrid_rlhf.generation.weights.describe import NotDescribed, describe
 from hybrid_rlhf.generation.weights.split import Split
-from hybrid_rlhf.models.families import keep_float32_logits
+from hybrid_rlhf.models.families import FAMILIES, keep_float32_logits
 from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens
 from hybrid_rlhf.runtime.world import solo_world
 from tests.support.families import VARIANTS, variant
-from tests.support.tiny import tiny_model
+from tests.support.tiny import VOCABULARY, tiny_model
 
 CPU = torch.device("cpu")
 GENERATOR = torch.Generator().manual_seed(0)
@@ -103,7 +103,7 @@ def test_logits_of_bfloat16_inference_weights_stay_in_float32(name: str, packed:
 @pytest.mark.parametrize(
     ("family", "settings", "reason"),
     [
-        ("granite", {}, "no row for model type granite"),
+        ("olmo", {}, "no row for model type olmo"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "of type dynamic"),
         ("llama", {"hidden_act": "tanh"}, "no activation tanh"),
         ("bloom", {"apply_residual_connection_post_layernorm": True}, "residuals after the norm"),
@@ -148,6 +148,17 @@ def test_weights_are_views_where_they_can_be() -> None:
         weights = decoder_from(model)._weights
     for product in (layer_product for layer in weights.layers for layer_product in (layer.qkv, layer.o, layer.up)):
         assert product.weight.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "glm4_moe", "granitemoe"])
+def test_experts_in_grouped_products_compute_as_one_by_one(name: str) -> None:
+    """The way of a GPU, here without packed weights."""
+    model, tokens = variant(name), probe_tokens(VOCABULARY)
+    with torch.backends.mkldnn.flags(enabled=False):
+        decoder = decoder_from(model)
+        found = probe_logprobs(decoder, tokens)
+    assert any(layer.experts is not None and len(layer.experts.up) for layer in decoder._weights.layers)
+    torch.testing.assert_close(found, module_logprobs(model, tokens), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("size", range(1, 9))

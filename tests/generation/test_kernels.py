@@ -26,7 +26,7 @@ from hybrid_rlhf.generation.batching.cache import KVCache
 from hybrid_rlhf.generation.model import decoder, layers
 from hybrid_rlhf.generation.model.attention import Attention
 from hybrid_rlhf.generation.model.layers import ACTIVATIONS, Norm
-from hybrid_rlhf.generation.weights.families import describe
+from hybrid_rlhf.generation.weights.describe import describe
 from hybrid_rlhf.generation.weights.split import Split
 from hybrid_rlhf.runtime.world import default_device
 from tests.support.families import variant

@@ -7,14 +7,16 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from hybrid_rlhf.models import packing
-from hybrid_rlhf.models.packing import PACKED_ATTENTION, PACKING_FAMILIES, packs, use_packing
+from hybrid_rlhf.models.families import PACKING_FAMILIES
+from hybrid_rlhf.models.packing import PACKED_ATTENTION, packs, use_packing
 from hybrid_rlhf.models.policy import Policy, Scorer
 from tests.support.families import variant
-from tests.support.models import assert_same_gradients, build_model, packed_and_padded, padded_rows
+from tests.support.model_types import tiny_of_type
+from tests.support.models import HEAD_FAMILIES, assert_same_gradients, build_model, packed_and_padded, padded_rows
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("family", sorted(PACKING_FAMILIES))
+@pytest.mark.parametrize("family", sorted(PACKING_FAMILIES & HEAD_FAMILIES.keys()))
 def test_packed_rows_give_the_logprobs_and_gradients_of_padded_ones(family: str, checkpointing: bool) -> None:
     packed, padded = packed_and_padded(family)
     if checkpointing:
@@ -29,6 +31,16 @@ def test_packed_rows_give_the_logprobs_and_gradients_of_padded_ones(family: str,
         wanted = mask.clone()
         wanted[:, 3] = False  # a gap in the response
         assert_same_gradients(Policy(packed), Policy(padded), ids, mask, wanted, 0.7)
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "gemma4_text", "qwen3_moe", "deepseek_v3"])
+def test_types_that_pack_have_the_gradients_of_padded_ones(model_type: str) -> None:
+    """Sinks, heads of several sizes, experts, latent attention."""
+    packed, padded = tiny_of_type(model_type), tiny_of_type(model_type)
+    use_packing(packed)
+    assert packs(packed) and not packs(padded)
+    ids, mask = padded_rows([19, 1, 5, 12])
+    assert_same_gradients(Policy(packed), Policy(padded), ids % 128, mask, mask)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2"])

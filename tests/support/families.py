@@ -10,6 +10,8 @@ from tests.support.tiny import VOCABULARY
 COMMON = {"vocab_size": VOCABULARY, "pad_token_id": 2, "eos_token_id": 2, "bos_token_id": 1}
 SMALL = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 128}
 GQA = {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 FALCON = {**SMALL, "ffn_hidden_size": 80}
 VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("llama", {**GQA, "tie_word_embeddings": True}),
@@ -88,6 +90,60 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "gpt_neox in sequence": ("gpt_neox", {**SMALL, "intermediate_size": 48, "use_parallel_residual": False}),
     "bloom": ("bloom", {"hidden_size": 32, "n_layer": 3, "n_head": 4}),
     "bloom of six heads": ("bloom", {"hidden_size": 48, "n_layer": 2, "n_head": 6}),
+    **{name: (name, GQA) for name in ("arcee", "ernie4_5", "internlm3", "seed_oss", "starcoder2")},
+    **{name: (name, {**GQA, "pad_token_id": 2}) for name in ("gemma", "glm", "glm4", "olmo2")},
+    "helium": ("helium", {**GQA, "head_dim": 8}),
+    "ministral": ("ministral", {**GQA, "head_dim": 8, "sliding_window": 6}),
+    "smollm3": ("smollm3", {**GQA, "no_rope_layers": [1, 0, 1]}),
+    "granite": (
+        "granite",
+        {
+            **GQA,
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 2.0,
+            "residual_multiplier": 0.7,
+            "logits_scaling": 0.8,
+        },
+    ),
+    "olmo3": ("olmo3", {**GQA, "sliding_window": 6, "layer_types": WINDOWS}),
+    "exaone4": ("exaone4", {**GQA, "sliding_window": 6, "layer_types": WINDOWS}),
+    "cohere": ("cohere", {**GQA, "logit_scale": 2.0}),
+    "cohere2": ("cohere2", {**GQA, "logit_scale": 4.0, "head_dim": 8, "sliding_window": 6, "layer_types": WINDOWS}),
+    "nemotron": ("nemotron", {**GQA, "head_dim": 8}),
+    "stablelm": ("stablelm", GQA),
+    "stablelm in parallel": ("stablelm", {**GQA, "use_parallel_residual": True, "use_qkv_bias": True}),
+    "phi": ("phi", GQA),
+    "mixtral": ("mixtral", {**GQA, "num_local_experts": 4}),
+    "qwen2_moe": ("qwen2_moe", {**GQA, **EXPERTS, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]}),
+    "qwen3_moe": ("qwen3_moe", {**GQA, **EXPERTS, "head_dim": 8, "norm_topk_prob": True}),
+    "olmoe": ("olmoe", {**GQA, **EXPERTS, "norm_topk_prob": True}),
+    "glm4_moe": (
+        "glm4_moe",
+        {
+            **GQA,
+            "head_dim": 8,
+            "use_qk_norm": True,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "n_shared_experts": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "granitemoe": ("granitemoe", {**GQA, "num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 0.5}),
+    "granitemoeshared": (
+        "granitemoeshared",
+        {
+            **GQA,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 40,
+            "logits_scaling": 0.5,
+        },
+    ),
     "falcon 7b": ("falcon", {**FALCON, "new_decoder_architecture": False, "multi_query": True}),
     "falcon 40b": ("falcon", {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon 11b": (
@@ -118,4 +174,7 @@ def variant(name: str, *, seed: int = 0) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(config, **attention).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.4)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.1)
     return model

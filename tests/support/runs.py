@@ -54,24 +54,21 @@ def pipeline_line(output: Path, model: Path, rows: Path) -> list[str]:
 
 def sft_line(output: Path, model: Path, rows: Path, *more: str) -> list[str]:
     """The command line of step 1 by itself."""
-    return [
-        "training/step1_sft/main.py",
-        "--model.path",
-        str(model),
-        "--data.sources",
-        str(rows),
-        "--output_dir",
-        str(output),
-        "--train.global_batch_size",
-        "4",
-        "--data.max_length",
-        "64",
-        "--data.cache_dir",
-        str(output.parent / "cache"),
-        "--logging.tensorboard",
-        "false",
-        *more,
-    ]
+    line = _step_line("training/step1_sft/main.py", output, model, rows)
+    line += ["--train.global_batch_size", "4", "--data.max_length", "64", "--logging.tensorboard", "false"]
+    return [*line, *more]
+
+
+def rl_line(output: Path, model: Path, rows: Path, *more: str) -> list[str]:
+    """The command line of two steps of step 3 by itself."""
+    line = _step_line("training/step3_ppo/main.py", output, model, rows)
+    line += ["--rollout.prompts_per_step", "4", "--rollout.sampling.max_new_tokens", "6"]
+    return [*line, "--train.max_steps", "2", "--data.eval_fraction", "0", *more]
+
+
+def _step_line(script: str, output: Path, model: Path, rows: Path) -> list[str]:
+    line = [script, "--model.path", str(model), "--data.sources", str(rows), "--output_dir", str(output)]
+    return [*line, "--data.cache_dir", str(output.parent / "cache")]
 
 
 def sft_config(folder: Path, resume: str = "never") -> SFTConfig:

@@ -325,3 +325,13 @@ class GroupConfig(AlgorithmConfig):
     penalties: PenaltiesConfig | None = None
     divide_by_std: bool = True
     """Advantages are divided by the standard deviation of a prompt's scores (GRPO), or not (Dr. GRPO)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SingleUpdateConfig(AlgorithmConfig):
+    """What algorithms whose paper makes one update per rollout read."""
+
+    single_update = True
+
+    mini_batches: int = 1
+    """Optimizer updates per pass over a rollout (1: the paper)."""

@@ -1,7 +1,10 @@
-"""Generation through the Hugging Face module and its own cache, for models without inference weights.
+"""Generation through a Hugging Face module, for models without inference weights.
 
-Prompts are left-padded, and position ids count real tokens. A prompt with `n` samples is computed once. Finished rows
-leave the batch when half of it has finished, unless a layer keeps a recurrent state, which has no rows to select.
+Families differ in what their modules support: padded rows, a cache, and rows of a cache that can be selected. A probe
+of two short prompts measures it (`probe_module`), against the module's own forward over whole sequences, so that a
+family needs no entry here and cannot sample from a distribution that it does not have. Prompts are left-padded where
+that changes nothing, else prompts of one length decode together; without a usable cache every step computes the whole
+sequence again.
 
 Shapes: P prompts, B live rows, T tokens so far.
 """
@@ -9,8 +12,11 @@ Shapes: P prompts, B live rows, T tokens so far.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,58 +25,164 @@ from transformers import DynamicCache, PreTrainedModel
 from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, SamplingMode
 from hybrid_rlhf.generation.batching.requests import NewTokens, Request
 from hybrid_rlhf.generation.sampler import Sampler
+from hybrid_rlhf.generation.weights.conversion import LOW_PRECISION_TOLERANCE
+from hybrid_rlhf.models.head_check import agreement, probe_tokens
 from hybrid_rlhf.models.policy import wide_logits
 from hybrid_rlhf.models.pretrained.loading import position_limit
+from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.world import solo_world
 
+logger = logging.getLogger(LOGGER_NAME)
 _DEFAULT_ROWS = 256
 """Most completions to decode together by default: the module's cache is not planned."""
+
+
+@dataclass(frozen=True)
+class ModuleSupport:
+    """What the forward of a model supports; each part that it lacks makes generation slower."""
+
+    padding: bool = True
+    """Left-padded rows have the logits of unpadded ones."""
+    cache: bool = True
+    """A step with the cache has the logits of the whole sequence."""
+    own_cache: bool = False
+    """The module must create the cache itself."""
+    cache_rows: bool = True
+    """Rows of the cache can be repeated and selected."""
 
 
 class ModuleBackend:
     """Decodes with the weights of a Hugging Face model, as they are and where they are."""
 
-    def __init__(self, lm: PreTrainedModel, *, max_batch_rows: int | None = None) -> None:
-        """Args: a model with full weights on one device, and the most completions to decode together (none: 256)."""
-        self._lm: PreTrainedModel | None = lm
+    def __init__(
+        self, lm: PreTrainedModel, *, max_batch_rows: int | None = None, support: ModuleSupport | None = None
+    ) -> None:
+        """Take a model.
+
+        Args:
+            lm: with full weights on one device.
+            max_batch_rows: most completions to decode together; none: 256.
+            support: what an earlier `probe_module` of this model returned; none: probe.
+        """
+        self._module: ModuleForward | None = ModuleForward(lm, support or probe_module(lm))
         self._max_rows = max_batch_rows or _DEFAULT_ROWS
         self.max_positions = position_limit(lm)
         self.decode_bytes = 0
 
+    @property
+    def support(self) -> ModuleSupport:
+        """What the module supports."""
+        assert self._module is not None
+        return self._module.support
+
     def run(self, requests: Sequence[Request]) -> Iterator[NewTokens]:
         """See GenerationBackend."""
-        if self._lm is None:
+        if self._module is None:
             raise RuntimeError("a backend must be open to generate, this one was closed")
-        for batch in _batches(self._lm, requests, max_rows=self._max_rows):
-            yield from _ModuleBatch(self._lm, batch).steps()
+        for batch in _batches(requests, max_rows=self._max_rows, same_length=not self._module.support.padding):
+            yield from _ModuleBatch(self._module, batch).steps()
 
     def close(self) -> None:
         """See GenerationBackend."""
-        self._lm = None
+        self._module = None
+
+
+class ModuleForward:
+    """The forward of a Hugging Face causal LM, in the way that its family supports."""
+
+    def __init__(self, lm: PreTrainedModel, support: ModuleSupport) -> None:
+        self.lm, self.support = lm, support
+        self.vocab_size: int = lm.config.get_text_config().vocab_size
+        self.device = next(lm.parameters()).device
+        accepted = inspect.signature(lm.forward).parameters
+        self._takes_positions = "position_ids" in accepted
+        self._takes_logits_to_keep = "logits_to_keep" in accepted
+        self._cache_name = "cache_params" if "cache_params" in accepted else "past_key_values"  # Mamba's name for it
+        self._takes_cache = self._cache_name in accepted
+
+    def start(self, prompts: Sequence[Sequence[int]]) -> tuple[ModuleState, Tensor]:
+        """The state and next-token logits [B, V] after prompts."""
+        longest = max(len(prompt) for prompt in prompts)
+        ids = torch.zeros(len(prompts), longest, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+            mask[row, longest - len(prompt) :] = 1
+        cache = DynamicCache(config=self.lm.config) if self.support.cache and not self.support.own_cache else None
+        state = ModuleState(ids.to(self.device), mask.to(self.device), cache)
+        return state, self._logits(state, new=longest)
+
+    def step(self, state: ModuleState, tokens: Tensor) -> Tensor:
+        """Next-token logits [B, V] after one more token [B] per row."""
+        state.ids = torch.cat([state.ids, tokens[:, None]], dim=1)
+        state.mask = torch.cat([state.mask, state.mask.new_ones(len(tokens), 1)], dim=1)
+        return self._logits(state, new=1 if self.support.cache else state.ids.shape[1])
+
+    def _logits(self, state: ModuleState, *, new: int) -> Tensor:
+        extra: dict[str, object] = {}
+        if self.support.cache:
+            extra["use_cache"] = True
+            if state.cache is not None:
+                extra[self._cache_name] = state.cache
+        elif self._takes_cache:
+            extra["use_cache"] = False
+        if self.support.padding:
+            extra["attention_mask"] = state.mask
+            if self._takes_positions:
+                extra["position_ids"] = (state.mask.cumsum(dim=1) - 1).clamp(min=0)[:, -new:]
+        if self._takes_logits_to_keep:
+            extra["logits_to_keep"] = 1
+        with wide_logits(self.lm):
+            output = self.lm(input_ids=state.ids[:, -new:], **extra)
+        if self.support.cache:
+            state.cache = getattr(output, self._cache_name)
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+
+@dataclass
+class ModuleState:
+    """Rows that decode together."""
+
+    ids: Tensor
+    """[B, T]."""
+    mask: Tensor
+    """[B, T], 1 on real tokens."""
+    cache: Any
+
+    def repeat(self, n: int) -> None:
+        """Each row n times, next to each other."""
+        self.ids, self.mask = self.ids.repeat_interleave(n, dim=0), self.mask.repeat_interleave(n, dim=0)
+        if self.cache is not None:
+            self.cache.batch_repeat_interleave(n)
+
+    def select(self, rows: Tensor) -> None:
+        """Rows [n] only."""
+        self.ids, self.mask = self.ids[rows], self.mask[rows]
+        if self.cache is not None:
+            self.cache.batch_select_indices(rows)
 
 
 class _ModuleBatch:
     """A batch of prompts with the same number of samples."""
 
-    def __init__(self, lm: PreTrainedModel, requests: Sequence[Request]) -> None:
+    def __init__(self, module: ModuleForward, requests: Sequence[Request]) -> None:
         """Take requests, ordered by prompt, with the same number of samples for each prompt."""
-        self._lm = lm
-        self._device = next(lm.parameters()).device
+        self._module = module
         self._samples = requests[0].params.n
-        self._prompts = [request.prompt for request in requests[:: self._samples]]
         self._live = list(requests)
-        vocab_size = lm.config.get_text_config().vocab_size
-        self._sampler = Sampler(vocab_size, SamplingMode.of(requests), solo_world(self._device))
-        self._rows = DecodeBatch.of(requests, vocab_size=vocab_size, device=self._device)
-        accepted = inspect.signature(lm.forward).parameters
-        self._takes_positions = "position_ids" in accepted
-        self._takes_logits_to_keep = "logits_to_keep" in accepted
-        self._cache_name = "cache_params" if "cache_params" in accepted else "past_key_values"  # Mamba's name for it
+        self._sampler = Sampler(module.vocab_size, SamplingMode.of(requests), solo_world(module.device))
+        self._rows = DecodeBatch.of(requests, vocab_size=module.vocab_size, device=module.device)
 
     @torch.no_grad()
     def steps(self) -> Iterator[NewTokens]:
         """Decode to the end; yields the new tokens of each step."""
-        mask, cache, logits = self._prefill()
+        module, n = self._module, self._samples
+        once = module.support.cache_rows
+        state, logits = module.start([request.prompt for request in self._live[:: n if once else 1]])
+        if once and n > 1:
+            state.repeat(n)
+            logits = logits.repeat_interleave(n, dim=0)
         while True:
             drawn = self._sampler(logits.float(), self._rows)
             yield self._append(drawn.tokens.tolist(), drawn.logprobs.tolist(), drawn.sampling_logprobs.tolist())
@@ -78,43 +190,12 @@ class _ModuleBatch:
             if not live:
                 return
             tokens = drawn.tokens
-            if 2 * len(live) <= len(self._live) and _has_rows(cache):
-                kept = torch.tensor(live, device=self._device)
-                cache.batch_select_indices(kept)
-                mask, tokens = mask[kept], tokens[kept]
-                self._live, self._rows = [self._live[slot] for slot in live], self._rows.select(kept)
-            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-            logits = self._forward(tokens[:, None], mask, cache)
-
-    def _prefill(self) -> tuple[Tensor, DynamicCache, Tensor]:
-        cache, n = DynamicCache(config=self._lm.config), self._samples
-        prompts = self._prompts if _has_rows(cache) else [request.prompt for request in self._live]
-        longest = max(len(prompt) for prompt in prompts)
-        ids = torch.zeros(len(prompts), longest, dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(prompts):
-            ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-            mask[row, longest - len(prompt) :] = 1
-        ids, mask = ids.to(self._device), mask.to(self._device)
-        logits = self._forward(ids, mask, cache)
-        if n > 1 and _has_rows(cache):
-            cache.batch_repeat_interleave(n)
-            mask, logits = mask.repeat_interleave(n, dim=0), logits.repeat_interleave(n, dim=0)
-        return mask, cache, logits
-
-    def _forward(self, ids: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
-        """Next-token logits [B, V]."""
-        extra: dict[str, object] = {self._cache_name: cache}
-        if not _is_recurrent(self._lm):  # not padded, and would apply the mask of all tokens to the new one
-            extra["attention_mask"] = mask
-        if self._takes_positions:
-            extra["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        if self._takes_logits_to_keep:
-            extra["logits_to_keep"] = 1
-        with wide_logits(self._lm):
-            output = self._lm(input_ids=ids, use_cache=True, **extra)
-        logits: Tensor = output.logits[:, -1]
-        return logits
+            if 2 * len(live) <= len(self._live) and module.support.cache_rows:
+                kept = torch.tensor(live, device=module.device)
+                state.select(kept)
+                tokens, self._rows = tokens[kept], self._rows.select(kept)
+                self._live = [self._live[slot] for slot in live]
+            logits = module.step(state, tokens)
 
     def _append(self, tokens: list[int], logprobs: list[float], sampling_logprobs: list[float]) -> NewTokens:
         new: NewTokens = []
@@ -125,8 +206,77 @@ class _ModuleBatch:
         return new
 
 
-def _batches(lm: PreTrainedModel, requests: Sequence[Request], *, max_rows: int) -> Iterator[list[Request]]:
-    """Requests that decode together: the same number of samples, similar prompt lengths, at most `max_rows` rows."""
+@torch.no_grad()
+def probe_module(lm: PreTrainedModel) -> ModuleSupport:
+    """Measure what the forward of a model supports, on its device; see ModuleSupport.
+
+    The reference is the module's forward over a whole unpadded sequence, which defines the model.
+    """
+    whole = ModuleForward(lm, ModuleSupport(padding=False, cache=False))
+    tokens = probe_tokens(whole.vocab_size)
+    short, long, other = (_ProbeRow.of(whole, row) for row in (tokens[:8], tokens[:13], tokens[-13:]))
+    for padding in (True, False):
+        for own_cache in (False, True):
+            support = ModuleSupport(padding, own_cache=own_cache)
+            together = [[short, long]] if padding else [[short], [long]]
+            if not (padding and _selects_tokens(lm)) and all(_holds(lm, support, rows) for rows in together):
+                return replace(support, cache_rows=_holds(lm, support, [long, other], exchanged=True))
+    logger.warning(
+        "generation of %s has no usable cache: every step computes the whole sequence again", type(lm).__name__
+    )
+    return ModuleSupport(padding=False, cache=False)
+
+
+@dataclass(frozen=True)
+class _ProbeRow:
+    """A prompt, the tokens of two steps after it, and the logits [3, V] before each of these and after the last."""
+
+    prompt: list[int]
+    steps: list[int]
+    logits: Tensor
+
+    @classmethod
+    def of(cls, whole: ModuleForward, tokens: list[int]) -> _ProbeRow:
+        logits = [whole.start([tokens[:end]])[1][0].float() for end in range(len(tokens) - 2, len(tokens) + 1)]
+        return cls(tokens[:-2], tokens[-2:], torch.stack(logits))
+
+
+def _holds(lm: PreTrainedModel, support: ModuleSupport, rows: Sequence[_ProbeRow], *, exchanged: bool = False) -> bool:
+    """Whether rows that decode together have their logits, also after rows of the cache are repeated and selected."""
+    module = ModuleForward(lm, support)
+    try:
+        state, logits = module.start([row.prompt for row in rows])
+        if exchanged:
+            state.repeat(2)
+            state.select(torch.tensor([2, 1], device=module.device))
+            logits, rows = logits.flip(0), list(reversed(rows))
+        steps = torch.tensor([row.steps for row in rows], device=module.device)
+        found = torch.stack([logits, *(module.step(state, tokens) for tokens in steps.unbind(dim=1))], dim=1)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, AssertionError):
+        return False  # what a family raises for arguments that it does not support
+    expected = torch.stack([row.logits for row in rows])
+    return agreement(
+        found.float().log_softmax(dim=-1),
+        expected.log_softmax(dim=-1),
+        lm.dtype,
+        low_precision=LOW_PRECISION_TOLERANCE,
+        magnitude=float(expected.abs().amax(dim=-1).mean()),
+    ).holds
+
+
+def _selects_tokens(lm: PreTrainedModel) -> bool:
+    """Whether attention selects the best keys of all (DeepSeek's sparse attention): it may select padding, but only in
+    sequences longer than the probe's."""
+    return any(
+        isinstance(size, int) for name, size in vars(lm.config.get_text_config()).items() if "index_topk" in name
+    )
+
+
+def _batches(requests: Sequence[Request], *, max_rows: int, same_length: bool) -> Iterator[list[Request]]:
+    """Requests that decode together: the same number of samples, similar or the same prompt lengths, at most
+    `max_rows` rows."""
     groups: dict[int, list[list[Request]]] = {}
     for request in requests:
         prompts = groups.setdefault(request.params.n, [])
@@ -136,25 +286,13 @@ def _batches(lm: PreTrainedModel, requests: Sequence[Request], *, max_rows: int)
     for n, prompts in groups.items():
         prompts.sort(key=_prompt_tokens)
         size = max(1, max_rows // n)
-        groups_of_prompts = (
-            [prompts]
-            if not _is_recurrent(lm)
-            else [list(same_length) for _, same_length in groupby(prompts, _prompt_tokens)]
-        )
-        for together in groups_of_prompts:
+        by_length: list[list[list[Request]]] = [prompts]
+        if same_length:
+            by_length = [list(same) for _, same in groupby(prompts, _prompt_tokens)]
+        for together in by_length:
             for start in range(0, len(together), size):
                 yield [request for samples in together[start : start + size] for request in samples]
 
 
 def _prompt_tokens(samples: Sequence[Request]) -> int:
     return len(samples[0].prompt)
-
-
-def _is_recurrent(lm: PreTrainedModel) -> bool:
-    """Whether a model has layers with a recurrent state, which padding would change."""
-    return bool(getattr(lm, "_is_stateful", False))
-
-
-def _has_rows(cache: DynamicCache) -> bool:
-    """Whether rows can be selected in every layer of a cache."""
-    return bool(cache.layers) and all(hasattr(layer, "batch_select_indices") for layer in cache.layers)

@@ -30,7 +30,6 @@ class Decoder:
         self.kernels = kernels_for(world.device)
         self._weights = weights
         self._activation = ACTIVATIONS[architecture.activation]
-        self._gated = weights.layers[0].up.outputs == 2 * len(split.mlp)
         # HF multiplies by the scale in the dtype of the weights
         self._embed_scale = float(torch.tensor(architecture.embed_scale, dtype=weights.embed.dtype))
         self._inv_freq = [
@@ -51,14 +50,28 @@ class Decoder:
         """Recompute what is derived from weights, after these were updated in place."""
         self._weights.refresh()
 
-    def hidden(self, tokens: Tensor, positions: Tensor, attend: AttentionFunction) -> Tensor:
-        """Last hidden states [T, H] of tokens [T] at positions [T], before the final norm."""
+    def hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: AttentionFunction,
+        *,
+        observe: Callable[[Tensor], None] | None = None,
+    ) -> Tensor:
+        """Last hidden states [T, H] of tokens [T] at positions [T], before the final norm.
+
+        `observe`, if given, receives the states before the first layer and after each.
+        """
         x = self._embed(tokens, positions)
+        if observe is not None:
+            observe(x)
         tables = [self._rotary_table(kind, positions) for kind in range(len(self.architecture.kinds))]
         block = getattr(self, f"_{self.architecture.block}")
         for index, layer in enumerate(self._weights.layers):
             table = tables[self.architecture.layer_kinds[index]]
             x = block(x, layer, lambda h, i=index, w=layer, t=table: self._attention(h, i, w, t, attend))
+            if observe is not None:
+                observe(x)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -93,10 +106,9 @@ class Decoder:
     # -- the three orders of norm, attention and MLP
 
     def _sequential(self, x: Tensor, w: LayerWeights, attention: Callable[[Tensor], Tensor]) -> Tensor:
-        mixed = _normed(w.attention_out_norm, attention(_normed(w.attention_norm, x)))
-        assert w.mlp_norm is not None
-        x, normed = w.mlp_norm.after_adding(x, mixed)
-        return x + _normed(w.mlp_out_norm, self._mlp(normed, w))
+        mixed = self._scaled(_normed(w.attention_out_norm, attention(_normed(w.attention_norm, x))))
+        x, normed = (x + mixed,) * 2 if w.mlp_norm is None else w.mlp_norm.after_adding(x, mixed)
+        return x + self._scaled(_normed(w.mlp_out_norm, self._mlp(normed, w)))
 
     def _parallel(self, x: Tensor, w: LayerWeights, attention: Callable[[Tensor], Tensor]) -> Tensor:
         normed = _normed(w.attention_norm, x)
@@ -114,16 +126,29 @@ class Decoder:
             qkv = torch.cat([w.q_norm(q), w.k_norm(k), v], dim=1)
         return self.world.all_reduce(w.o(attend(index, qkv, table).reshape(len(x), heads * d)))
 
+    def _scaled(self, added: Tensor) -> Tensor:
+        scale = self.architecture.residual_scale
+        return added if scale == 1.0 else added * scale
+
     def _mlp(self, x: Tensor, w: LayerWeights) -> Tensor:
-        up = w.up(x)
-        if not self._gated:
-            up = self._activation(up)
-        elif self.kernels is not None:
-            up = self.kernels.gated(up, self.architecture.activation)
-        else:
-            gate, up = up.chunk(2, dim=-1)
-            up = self._activation(gate) * up
-        return self.world.all_reduce(w.down(up))
+        parts = []
+        if w.up is not None and w.down is not None:
+            up = w.up(x)
+            dense = w.down(self._gate(up) if self.architecture.gated_mlp else self._activation(up))
+            if w.shared_router is not None:
+                dense = dense * functional.linear(x, w.shared_router).sigmoid()
+            parts.append(dense)
+        if w.experts is not None:
+            parts.append(w.experts(x, self._gate))
+        return self.world.all_reduce(sum(parts[1:], parts[0]))
+
+    def _gate(self, both: Tensor) -> Tensor:
+        """activation(gate) * up of [T, 2 I]."""
+        if self.kernels is not None:
+            result: Tensor = self.kernels.gated(both, self.architecture.activation)
+            return result
+        gate, up = both.chunk(2, dim=-1)
+        return self._activation(gate) * up
 
     def _rotary_table(self, kind: int, positions: Tensor) -> Table:
         """Cosines and signed sines [T, 1, R]."""

@@ -25,7 +25,7 @@ _TILE_BYTES = 16 * 2**10
 _PROGRAMS = 256
 """Programs that fill a large GPU; with fewer rows, each row is split."""
 _MOST_SPLITS = 32
-_ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+_ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
 
 
 @triton.jit
@@ -185,6 +185,8 @@ def _gated_kernel(gate_up, out, width, ACTIVATION: tl.constexpr, BLOCK: tl.const
         g = g * tl.sigmoid(1.5957691216057308 * (g + 0.044715 * g * g * g))
     else:
         g = tl.maximum(g, 0.0)
+        if ACTIVATION == 4:
+            g = g * g
     tl.store(out + row * width + place, g * up, mask=inside)
 
 

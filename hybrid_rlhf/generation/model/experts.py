@@ -1,0 +1,114 @@
+"""Mixture of experts: a router selects some MLPs for each token.
+
+Tensor-parallel ranks hold different experts (expert parallelism): each computes the tokens of its own, and the sum over
+ranks that every MLP ends with adds the rest. Tokens are sorted by expert; on a GPU one grouped product per projection
+computes all experts, with shapes that do not depend on the routing, as a CUDA graph requires; on a CPU each selected
+expert is one product with weights in oneDNN's format. The router computes in float32.
+
+Source: Shazeer et al. 2017 (arXiv 1701.06538); softmax of all or of the chosen (Mixtral, arXiv 2401.04088; Granite);
+sigmoid with a correction of the choice, and groups (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+
+Shapes: T tokens, H hidden, E experts, X experts of this rank, k experts per token, I inner units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hybrid_rlhf.generation.model.layers import InferenceLinear
+from hybrid_rlhf.generation.weights.description import Experts
+
+
+class RoutedExperts:
+    """The routed experts of one layer on one rank."""
+
+    def __init__(
+        self,
+        kind: Experts,
+        *,
+        router: Tensor,
+        up: Tensor,
+        down: Tensor,
+        mine: range,
+        correction: Tensor | None,
+        pack: bool,
+    ) -> None:
+        """Take the weights.
+
+        Args:
+            kind: sizes and routing.
+            router: [E, H].
+            up: [X, 2 I, H], gate and up.
+            down: [X, H, I].
+            mine: the experts of this rank.
+            correction: [E], added to the scores by which experts are chosen; or none.
+            pack: copy the weights into oneDNN's blocked format.
+        """
+        self._kind, self._mine, self.router, self._correction = kind, mine, router, correction
+        self.up, self.down = up, down
+        self._packed = None
+        if pack:
+            self._packed = [
+                (InferenceLinear(one, None, pack=True), InferenceLinear(other, None, pack=True))
+                for one, other in zip(up, down, strict=True)
+            ]
+            self.up = self.down = up.new_empty(0)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all experts of this rank; a step with few tokens reads fewer."""
+        products = [self.up, self.down] if self._packed is None else [p.weight for both in self._packed for p in both]
+        return sum(weight.numel() * weight.element_size() for weight in products)
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights [T, k] float32 and indices [T, k] of the experts of tokens [T, H]."""
+        kind = self._kind
+        logits = functional.linear(x.float(), self.router.float())
+        if kind.router == "softmax_of_chosen":
+            chosen, index = logits.topk(kind.per_token, dim=-1)
+            return chosen.softmax(dim=-1) * kind.scale, index
+        scores = logits.softmax(dim=-1) if kind.router == "softmax" else logits.sigmoid()
+        choice = scores if self._correction is None else scores + self._correction
+        if kind.groups > 1:
+            choice = choice.masked_fill(~self._in_best_groups(choice), -torch.inf)
+        index = choice.topk(kind.per_token, dim=-1)[1]
+        weights = scores.gather(1, index)
+        if kind.normalise:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + (1e-20 if kind.router == "sigmoid" else 0.0))
+        return weights * kind.scale, index
+
+    def _in_best_groups(self, choice: Tensor) -> Tensor:
+        """[T, E] bool: experts of the groups with the largest sum of their two best scores."""
+        grouped = choice.unflatten(1, (self._kind.groups, -1))
+        best = grouped.topk(2, dim=-1)[0].sum(dim=-1).topk(self._kind.chosen_groups, dim=-1)[1]
+        mask = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=choice.device).scatter_(1, best, True)
+        return mask[:, :, None].expand_as(grouped).flatten(1)
+
+    def __call__(self, x: Tensor, activate: Callable[[Tensor], Tensor]) -> Tensor:
+        """This rank's part of the sum over experts, [T, H] of [T, H].
+
+        Args:
+            x: tokens.
+            activate: activation(gate) * up of [n, 2 I].
+        """
+        weights, index = self.route(x)
+        # this rank's experts come first, as 0 to X - 1
+        experts, order = ((index.flatten() - self._mine.start) % self._kind.count).sort(stable=True)
+        tokens, weights = order // self._kind.per_token, weights.flatten()[order, None].to(x.dtype)
+        ends = torch.searchsorted(experts, torch.arange(len(self._mine), device=x.device), right=True, out_int32=True)
+        out = torch.zeros_like(x)
+        if self._packed is not None:
+            start = 0
+            for (up, down), end in zip(self._packed, ends.tolist(), strict=True):
+                part, start = slice(start, end), end
+                if part.start < part.stop:
+                    out.index_add_(0, tokens[part], down(activate(up(x[tokens[part]]))) * weights[part])
+            return out
+        inner = activate(functional.grouped_mm(x[tokens], self.up.transpose(1, 2), offs=ends))
+        mixed = functional.grouped_mm(inner, self.down.transpose(1, 2), offs=ends) * weights
+        # behind the last group, which belongs to other ranks, the products are unset
+        return out.index_add_(0, tokens, torch.where((experts < len(self._mine))[:, None], mixed, 0.0))

@@ -1,0 +1,138 @@
+"""Maps a Hugging Face model to a ModelDescription, by its row of the family table (models/families/table.py).
+
+Models without a row generate through their Hugging Face module; `describe` gives the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hybrid_rlhf.generation.weights.description import Activation, AttentionKind, Experts, ModelDescription, Rotary
+from hybrid_rlhf.models.families import FAMILIES, Family, head_convention
+from hybrid_rlhf.models.lora import plain_name
+
+
+class NotDescribed(Exception):
+    """A model that the decoder cannot compute; the message gives the reason."""
+
+
+def describe(lm: PreTrainedModel) -> tuple[ModelDescription, Mapping[str, str]]:
+    """The architecture of a causal LM, and the names of its modules.
+
+    Raises:
+        NotDescribed: when no row of the table covers it.
+    """
+    config = lm.config
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        raise NotDescribed(f"no row for model type {config.model_type}")
+    for reason, holds in family.unsupported.items():
+        if holds(config):
+            raise NotDescribed(reason)
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    head = head_convention(config)
+    common: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "heads": heads,
+        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": head_dim,
+        "mlp_size": getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        "norm": "rms" if hasattr(config, "rms_norm_eps") else "layer",
+        "norm_eps": _first(config, *_NORM_EPS, default=1e-5),
+        "activation": _first(config, "hidden_act", "hidden_activation", "activation_function"),
+        "gated_mlp": not family.names.keys().isdisjoint(("gate", "gate_up")),
+        "final_softcap": head.softcap,
+        "logit_scale": head.scale,
+    }
+    settings = family.settings(config)
+    if family.experts is not None:
+        settings |= _experts(lm, family)
+    scale = settings.pop("scale", head_dim**-0.5)
+    unrotated = settings.pop("layers_without_rotary", ())
+    if settings.get("alibi") is not None:
+        unrotated = range(config.num_hidden_layers)
+    kinds, layer_kinds = _kinds(lm, scale, unrotated)
+    fields = {**common, "kinds": kinds, "layer_kinds": layer_kinds, **settings}
+    return ModelDescription(**{**fields, "activation": _activation(fields["activation"])}), family.names
+
+
+def _experts(lm: PreTrainedModel, family: Family) -> dict[str, Any]:
+    assert family.experts is not None
+    layers = range(lm.config.num_hidden_layers)
+    weights = {plain_name(name) for name, _ in lm.named_parameters()}
+    corrections = {plain_name(name): buffer.detach().float().flatten() for name, buffer in lm.named_buffers()}
+    correction = family.names.get("router_correction", "")
+    return {
+        "experts": Experts(**family.experts(lm.config)),
+        "expert_layers": frozenset(i for i in layers if f"{family.names['router'].format(i)}.weight" in weights),
+        "router_corrections": {i: corrections[name] for i in layers if (name := correction.format(i)) in corrections},
+    }
+
+
+def _first(config: PreTrainedConfig, *names: str, default: Any = None) -> Any:
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), default)
+
+
+_NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "relu": "relu",
+    "relu2": "relu2",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+
+def _activation(name: str | None) -> Activation:
+    if name is not None and name not in _ACTIVATIONS:
+        raise NotDescribed(f"no activation {name}")
+    return _ACTIVATIONS[name or "gelu"]
+
+
+def _kinds(
+    lm: PreTrainedModel, scale: float | list[float], unrotated: Container[int]
+) -> tuple[tuple[AttentionKind, ...], tuple[int, ...]]:
+    """The kinds of attention in a model, which differ in window and rotary table or in scale; and each layer's kind.
+
+    Layers in `unrotated` have no rotary positions.
+    """
+    config, layers = lm.config, lm.config.num_hidden_layers
+    if isinstance(scale, list):
+        return tuple(AttentionKind(one) for one in scale), tuple(range(layers))
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * layers
+    if unknown := set(types) - {"full_attention", "sliding_attention"}:
+        raise NotDescribed(f"no layer type {min(unknown)}")
+    each = [(name, layer not in unrotated) for layer, name in enumerate(types)]
+    order = sorted(set(each))
+    kinds = tuple(
+        AttentionKind(scale, window if name == "sliding_attention" else None, _rotary(lm, name) if rotates else None)
+        for name, rotates in order
+    )
+    return kinds, tuple(order.index(one) for one in each)
+
+
+_STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+
+
+def _rotary(lm: PreTrainedModel, layer_type: str) -> Rotary | None:
+    """The table that the model itself computed; tables that change with the sequence length are not supported."""
+    module: Any = getattr(lm.base_model, "rotary_emb", None)
+    if module is None:
+        return None
+    kind, prefix = module.rope_type, ""
+    if isinstance(kind, dict):  # a table for each layer type
+        kind, prefix = kind[layer_type], f"{layer_type}_"
+    if kind not in _STATIC_ROPE:
+        raise NotDescribed(f"rotary positions of type {kind} change with the length")
+    inv_freq = getattr(module, f"{prefix}inv_freq").detach().float().cpu()
+    return Rotary(inv_freq, float(getattr(module, f"{prefix}attention_scaling")))

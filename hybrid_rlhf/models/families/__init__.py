@@ -1,0 +1,23 @@
+"""What differs between model families, for training and generation.
+
+Read `table.py` (one row per family), then `head.py` (how logits are computed).
+"""
+
+from hybrid_rlhf.models.families.head import (
+    HeadConvention,
+    has_float32_logits,
+    head_convention,
+    keep_float32_logits,
+)
+from hybrid_rlhf.models.families.table import FAMILIES, PACKING_FAMILIES, WITHOUT_ADAPTERS, Family
+
+__all__ = [
+    "FAMILIES",
+    "PACKING_FAMILIES",
+    "WITHOUT_ADAPTERS",
+    "Family",
+    "HeadConvention",
+    "has_float32_logits",
+    "head_convention",
+    "keep_float32_logits",
+]

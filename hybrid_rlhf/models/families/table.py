@@ -1,0 +1,381 @@
+"""The family table: where the weights of a model type are, what its config does not state under the common names, and
+whether its rows can be packed.
+
+Training reads `PACKING_FAMILIES`; generation builds inference weights of the types in `FAMILIES` (describe.py in
+generation/weights). A new family is one row here and one variant in the tests. Types without a row generate through
+their Hugging Face module.
+
+In names, {} is the layer, and | separates alternatives. A name is that of a module and stands for its weight and, if
+there is one, its bias.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+PACKING_FAMILIES = frozenset(
+    """
+    afmoe apertus arcee axk1 beam biogpt bitnet cohere cohere2 cohere2_moe cohere_compass_text cwm deepseek_v2
+    deepseek_v3 diffllama ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text gemma3n_text
+    gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe
+    granitemoe_swa granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3
+    iquestcoder jais2 jetmoe laguna llama mellum mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl_text ministral
+    ministral3 mistral mixtral nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe
+    qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu
+    """.split()
+)
+"""Model types in which tokens interact only through attention that transformers dispatches by name, windows included;
+`make families` checks each."""
+
+WITHOUT_ADAPTERS = {"reformer": "its reversible layers pass no gradient to them"}
+"""Model types that cannot learn adapters, with the reason."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A row of the table."""
+
+    names: Mapping[str, str]
+    """The decoder's names to the model's modules."""
+    settings: Callable[[PreTrainedConfig], dict[str, Any]] = field(default=lambda config: {})
+    """Fields of ModelDescription that this family derives in its own way."""
+    unsupported: Mapping[str, Callable[[PreTrainedConfig], bool]] = field(default_factory=dict)
+    """Variants of the family that the decoder does not support, by reason."""
+    experts: Callable[[PreTrainedConfig], dict[str, Any]] | None = None
+    """Fields of Experts, for a family with a mixture of experts."""
+
+
+def _slopes(heads: int) -> torch.Tensor:
+    """ALiBi's slopes [heads]: a geometric sequence, completed from every other term of the next (its section 3)."""
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
+    slopes += [2.0 ** (-4.0 * (2 * i + 1) / power) for i in range(heads - power)]
+    return torch.tensor(slopes)
+
+
+def _llama_like(**other: str) -> dict[str, str]:
+    layer = "model.layers.{}."
+    names = {
+        "embed": "model.embed_tokens",
+        "final_norm": "model.norm",
+        "head": "lm_head",
+        "attention_norm": f"{layer}input_layernorm",
+        "mlp_norm": f"{layer}post_attention_layernorm",
+        "q": f"{layer}self_attn.q_proj",
+        "k": f"{layer}self_attn.k_proj",
+        "v": f"{layer}self_attn.v_proj",
+        "q_norm": f"{layer}self_attn.q_norm",
+        "k_norm": f"{layer}self_attn.k_norm",
+        "o": f"{layer}self_attn.o_proj",
+        "gate": f"{layer}mlp.gate_proj",
+        "up": f"{layer}mlp.up_proj",
+        "down": f"{layer}mlp.down_proj",
+    }
+    return {**names, **{name: layer + module for name, module in other.items()}}
+
+
+_PHI3 = _llama_like(qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj")
+for _separate in ("q", "k", "v", "gate", "up"):
+    del _PHI3[_separate]
+_GEMMA = _llama_like(
+    attention_out_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_out_norm="post_feedforward_layernorm",
+)
+_OPT = {
+    "embed": "model.decoder.embed_tokens",
+    "positions": "model.decoder.embed_positions",
+    "head": "lm_head",
+    "embed_in": "model.decoder.project_in",
+    "embed_out": "model.decoder.project_out",
+    "final_norm": "model.decoder.final_layer_norm",
+    "attention_norm": "model.decoder.layers.{}.self_attn_layer_norm",
+    "mlp_norm": "model.decoder.layers.{}.final_layer_norm",
+    "q": "model.decoder.layers.{}.self_attn.q_proj",
+    "k": "model.decoder.layers.{}.self_attn.k_proj",
+    "v": "model.decoder.layers.{}.self_attn.v_proj",
+    "o": "model.decoder.layers.{}.self_attn.out_proj",
+    "up": "model.decoder.layers.{}.fc1",
+    "down": "model.decoder.layers.{}.fc2",
+}
+_GPT2 = {
+    "embed": "transformer.wte",
+    "positions": "transformer.wpe",
+    "final_norm": "transformer.ln_f",
+    "head": "lm_head",
+    "attention_norm": "transformer.h.{}.ln_1",
+    "mlp_norm": "transformer.h.{}.ln_2",
+    "qkv": "transformer.h.{}.attn.c_attn",
+    "o": "transformer.h.{}.attn.c_proj",
+    "up": "transformer.h.{}.mlp.c_fc",
+    "down": "transformer.h.{}.mlp.c_proj",
+}
+_NEOX = {
+    "embed": "gpt_neox.embed_in",
+    "final_norm": "gpt_neox.final_layer_norm",
+    "head": "lm_head|embed_out",
+    "attention_norm": "gpt_neox.layers.{}.input_layernorm",
+    "mlp_norm": "gpt_neox.layers.{}.post_attention_layernorm",
+    "qkv": "gpt_neox.layers.{}.attention.query_key_value",
+    "o": "gpt_neox.layers.{}.attention.dense",
+    "up": "gpt_neox.layers.{}.mlp.dense_h_to_4h",
+    "down": "gpt_neox.layers.{}.mlp.dense_4h_to_h",
+}
+_BLOOM = {
+    "embed": "transformer.word_embeddings",
+    "embed_norm": "transformer.word_embeddings_layernorm",
+    "final_norm": "transformer.ln_f",
+    "head": "lm_head",
+    "attention_norm": "transformer.h.{}.input_layernorm",
+    "mlp_norm": "transformer.h.{}.post_attention_layernorm",
+    "qkv": "transformer.h.{}.self_attention.query_key_value",
+    "o": "transformer.h.{}.self_attention.dense",
+    "up": "transformer.h.{}.mlp.dense_h_to_4h",
+    "down": "transformer.h.{}.mlp.dense_4h_to_h",
+}
+_FALCON = {
+    **{role: name for role, name in _BLOOM.items() if role != "embed_norm"},
+    "attention_norm": "transformer.h.{}.input_layernorm|transformer.h.{}.ln_attn",
+    "mlp_norm": "transformer.h.{}.post_attention_layernorm|transformer.h.{}.ln_mlp",
+}
+
+
+def _falcon(config: PreTrainedConfig) -> dict[str, Any]:
+    grouped, parallel = config.new_decoder_architecture, config.new_decoder_architecture or config.parallel_attn
+    kv_heads = config.num_kv_heads if grouped or not config.multi_query else 1
+    head_dim = config.hidden_size // config.num_attention_heads
+    return {
+        "kv_heads": kv_heads,
+        "qkv_order": "stacked" if config.multi_query and not grouped else "grouped",
+        "block": "parallel" if parallel else "sequential",
+        "activation": config.activation,
+        "mlp_size": config.ffn_hidden_size,
+        "alibi": _slopes(config.num_attention_heads) if config.alibi else None,
+        "alibi_scale": head_dim**-0.5,
+        "alibi_bfloat16": True,
+    }
+
+
+def _gemma(config: PreTrainedConfig) -> dict[str, Any]:
+    return {
+        "scale": config.query_pre_attn_scalar**-0.5,
+        "norm_offset": 1.0,
+        "norm_in_float32": True,
+        "embed_scale": config.hidden_size**0.5,
+        "attention_softcap": config.attn_logit_softcapping,
+    }
+
+
+def _gpt2(config: PreTrainedConfig) -> dict[str, Any]:
+    scale = (config.hidden_size // config.num_attention_heads) ** -0.5 if config.scale_attn_weights else 1.0
+    by_layer = config.scale_attn_by_inverse_layer_idx
+    return {
+        "scale": [scale / (layer + 1) for layer in range(config.num_hidden_layers)] if by_layer else scale,
+        "transposed": True,
+        "max_positions": config.max_position_embeddings,
+        "mlp_size": config.n_inner or 4 * config.hidden_size,
+    }
+
+
+def _opt(config: PreTrainedConfig) -> dict[str, Any]:
+    return {
+        "mlp_size": config.ffn_dim,
+        "position_offset": 2,
+        "max_positions": config.max_position_embeddings,
+        "block": "sequential" if config.do_layer_norm_before else "post_norm",
+        "norm_eps": 1e-5,
+    }
+
+
+def _neox(config: PreTrainedConfig) -> dict[str, Any]:
+    return {"qkv_order": "grouped", "block": "parallel" if config.use_parallel_residual else "sequential"}
+
+
+def _bloom(config: PreTrainedConfig) -> dict[str, Any]:
+    return {"qkv_order": "grouped", "alibi": _slopes(config.num_attention_heads), "activation": "gelu_pytorch_tanh"}
+
+
+def _glm(config: PreTrainedConfig) -> dict[str, Any]:
+    return {"interleaved_rotary": True}
+
+
+def _olmo2(config: PreTrainedConfig) -> dict[str, Any]:
+    return {"qk_norm_over_heads": True, "norm_in_float32": True}
+
+
+def _smollm3(config: PreTrainedConfig) -> dict[str, Any]:
+    return {"layers_without_rotary": [layer for layer, uses in enumerate(config.no_rope_layers) if not uses]}
+
+
+def _granite(config: PreTrainedConfig) -> dict[str, Any]:
+    return {
+        "scale": config.attention_multiplier,
+        "embed_scale": config.embedding_multiplier,
+        "residual_scale": config.residual_multiplier,
+    }
+
+
+def _cohere(config: PreTrainedConfig) -> dict[str, Any]:
+    full = [] if config.model_type == "cohere" else _full_layers(config)
+    return {"block": "parallel", "interleaved_rotary": True, "norm_in_float32": True, "layers_without_rotary": full}
+
+
+def _exaone4(config: PreTrainedConfig) -> dict[str, Any]:
+    return {"layers_without_rotary": _full_layers(config) if config.sliding_window is not None else []}
+
+
+def _full_layers(config: PreTrainedConfig) -> list[int]:
+    return [layer for layer, name in enumerate(config.layer_types) if name == "full_attention"]
+
+
+_POST_NORMS = _llama_like(attention_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm")
+for _before in ("attention_norm", "mlp_norm"):
+    del _POST_NORMS[_before]
+_PLAIN_MLP = _llama_like()
+del _PLAIN_MLP["gate"]
+_GLM = _llama_like(gate_up="mlp.gate_up_proj")
+for _separate in ("gate", "up"):
+    del _GLM[_separate]
+_PHI = {
+    **_llama_like(o="self_attn.dense", up="mlp.fc1", down="mlp.fc2", q_norm="self_attn.q_layernorm"),
+    "k_norm": "model.layers.{}.self_attn.k_layernorm",
+    "final_norm": "model.final_layernorm",
+}
+_STARCODER2 = _llama_like(up="mlp.c_fc", down="mlp.c_proj")
+for _absent in ("gate",):
+    del _PHI[_absent], _STARCODER2[_absent]
+
+
+def _moe_like(block: str = "mlp", router: str = "gate", **other: str) -> dict[str, str]:
+    """A Llama whose MLPs are mixtures of experts, all or some."""
+    names = {
+        "router": f"{block}.{router}",
+        "router_correction": f"{block}.{router}.e_score_correction_bias",
+        "experts_up": f"{block}.experts.gate_up_proj",
+        "experts_down": f"{block}.experts.down_proj",
+    }
+    return _llama_like(**names, **other)
+
+
+def _shared(module: str) -> dict[str, str]:
+    return {f"shared_{name}": f"{module}.{name}_proj" for name in ("gate", "up", "down")}
+
+
+def _experts(config: PreTrainedConfig, *, count: int, **more: Any) -> dict[str, Any]:
+    return {"count": count, "per_token": config.num_experts_per_tok, **more}
+
+
+def _qwen_experts(config: PreTrainedConfig) -> dict[str, Any]:
+    return _experts(
+        config,
+        count=config.num_experts,
+        normalise=config.norm_topk_prob,
+        shared_size=getattr(config, "shared_expert_intermediate_size", 0),
+    )
+
+
+def _olmoe_experts(config: PreTrainedConfig) -> dict[str, Any]:
+    return _experts(config, count=config.num_experts, normalise=config.norm_topk_prob)
+
+
+def _mixtral_experts(config: PreTrainedConfig) -> dict[str, Any]:
+    return _experts(config, count=config.num_local_experts, normalise=True)
+
+
+def _granite_experts(config: PreTrainedConfig) -> dict[str, Any]:
+    return _experts(
+        config,
+        count=config.num_local_experts,
+        router="softmax_of_chosen",
+        shared_size=getattr(config, "shared_intermediate_size", 0),
+    )
+
+
+def _glm4_experts(config: PreTrainedConfig) -> dict[str, Any]:
+    return _experts(
+        config,
+        count=config.n_routed_experts,
+        router="sigmoid",
+        normalise=config.norm_topk_prob,
+        scale=config.routed_scaling_factor,
+        groups=config.n_group,
+        chosen_groups=config.topk_group,
+        shared_size=config.moe_intermediate_size * config.n_shared_experts,
+    )
+
+
+_QWEN2_MOE = _moe_like(**_shared("mlp.shared_expert"), shared_router="mlp.shared_expert_gate")
+_GLM4_MOE = _moe_like(**_shared("mlp.shared_experts"))
+_GRANITE_MOE = _moe_like("block_sparse_moe", "router")
+_GRANITE_SHARED = _moe_like(
+    "block_sparse_moe", "router", shared_gate_up="shared_mlp.input_linear", shared_down="shared_mlp.output_linear"
+)
+
+_LLAMA = Family(_llama_like())
+_GEMMA_FAMILY = Family(
+    _GEMMA,
+    _gemma,
+    {"attention in both directions": lambda c: bool(getattr(c, "use_bidirectional_attention", False))},
+)
+FAMILIES: dict[str, Family] = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+    "gemma2": _GEMMA_FAMILY,
+    "gemma3_text": _GEMMA_FAMILY,
+    "phi3": Family(_PHI3),
+    "gemma": Family(
+        _llama_like(), lambda c: {"norm_offset": 1.0, "norm_in_float32": True, "embed_scale": c.hidden_size**0.5}
+    ),
+    "ministral": _LLAMA,
+    "seed_oss": _LLAMA,
+    "internlm3": _LLAMA,
+    "arcee": Family(_PLAIN_MLP),
+    "ernie4_5": Family(_llama_like(), _glm),
+    "helium": Family(_llama_like(), lambda c: {"interleaved_rotary": True, "norm_in_float32": True}),
+    "smollm3": Family(_llama_like(), _smollm3),
+    "granite": Family(_llama_like(), _granite),
+    "olmo2": Family(_POST_NORMS, _olmo2),
+    "olmo3": Family(_POST_NORMS, _olmo2),
+    "exaone4": Family(_POST_NORMS, _exaone4),
+    "glm": Family(_GLM, _glm),
+    "glm4": Family(
+        {
+            **_GLM,
+            "attention_out_norm": "model.layers.{}.post_self_attn_layernorm",
+            "mlp_out_norm": "model.layers.{}.post_mlp_layernorm",
+        },
+        _glm,
+    ),
+    "cohere": Family(_llama_like(), _cohere, {"norms of each head": lambda c: c.use_qk_norm}),
+    "cohere2": Family(_llama_like(), _cohere),
+    "nemotron": Family(_PLAIN_MLP, lambda c: {"norm_offset": 1.0}),
+    "starcoder2": Family(_STARCODER2),
+    "stablelm": Family(
+        _llama_like(),
+        lambda c: {"block": "parallel" if c.use_parallel_residual else "sequential"},
+        {"norms of each head": lambda c: c.qk_layernorm},
+    ),
+    "mixtral": Family(_moe_like(), experts=_mixtral_experts),
+    "qwen2_moe": Family(_QWEN2_MOE, experts=_qwen_experts),
+    "qwen3_moe": Family(_moe_like(), experts=_qwen_experts),
+    "olmoe": Family(
+        _moe_like(), _olmo2, experts=_olmoe_experts, unsupported={"clipped queries": lambda c: c.clip_qkv is not None}
+    ),
+    "glm4_moe": Family(_GLM4_MOE, experts=_glm4_experts),
+    "granitemoe": Family(_GRANITE_MOE, _granite, experts=_granite_experts),
+    "granitemoeshared": Family(_GRANITE_SHARED, _granite, experts=_granite_experts),
+    "phi": Family(_PHI, lambda c: {"block": "parallel"}),
+    "opt": Family(_OPT, _opt, {"norms without weights": lambda c: not c.layer_norm_elementwise_affine}),
+    "gpt2": Family(_GPT2, _gpt2, {"cross attention": lambda c: c.add_cross_attention}),
+    "gpt_neox": Family(_NEOX, _neox),
+    "bloom": Family(_BLOOM, _bloom, {"residuals after the norm": lambda c: c.apply_residual_connection_post_layernorm}),
+    "falcon": Family(_FALCON, _falcon),
+}

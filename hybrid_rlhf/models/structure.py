@@ -1,0 +1,13 @@
+"""Parts of a Hugging Face model that every family has, found without knowing the family."""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers import PreTrainedModel
+
+
+def layer_list(lm: PreTrainedModel) -> nn.ModuleList | None:
+    """The list of a model's layers; none where there is no list of that length."""
+    layers: int = lm.config.get_text_config().num_hidden_layers
+    lists = (module for module in lm.base_model.modules() if isinstance(module, nn.ModuleList))
+    return next((module for module in lists if len(module) == layers), None)

@@ -1,0 +1,206 @@
+"""The check after each weight sync: thirteen faults are caught and placed; clean steps raise no alarm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.engines import hybrid
+from hybrid_rlhf.engines.builder import build_actor
+from hybrid_rlhf.engines.hybrid import HybridEngine
+from hybrid_rlhf.generation.model.decoder import Decoder
+from hybrid_rlhf.generation.model.layers import ACTIVATIONS
+from hybrid_rlhf.runtime.world import World
+from tests.support.engines import actor_spec, train_step
+from tests.support.families import variant
+
+Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """A weight on its way into the inference weights."""
+
+    name: str
+    values: Tensor
+    is_copy: bool = True
+    is_persistent: bool = True
+
+    def merged(self) -> Tensor:
+        """Its value."""
+        return self.values
+
+
+def exchanged(one: str, other: str) -> Callable[[Weights], None]:
+    def change(weights: Weights) -> None:
+        weights[one], weights[other] = weights[other], weights[one]
+
+    return change
+
+
+def scaled(name: str, factor: float) -> Callable[[Weights], None]:
+    def change(weights: Weights) -> None:
+        weights[name] = weights[name] * factor
+
+    return change
+
+
+def moved(name: str, offset: float) -> Callable[[Weights], None]:
+    def change(weights: Weights) -> None:
+        weights[name] = weights[name] + offset
+
+    return change
+
+
+def reordered(name: str) -> Callable[[Weights], None]:
+    def change(weights: Weights) -> None:
+        weights[name] = weights[name].flip(0)
+
+    return change
+
+
+LAYER = "model.layers.1."
+WRONG_WEIGHTS: dict[str, tuple[str, Callable[[Weights], None], str]] = {
+    "queries and keys exchanged": (
+        "llama of three heads",
+        exchanged(LAYER + "self_attn.q_proj.weight", LAYER + "self_attn.k_proj.weight"),
+        "layer 1",
+    ),
+    "a norm's offset": ("llama", moved(LAYER + "input_layernorm.weight", 1.0), "layer 1"),
+    "a quantisation scale": ("llama", scaled(LAYER + "mlp.down_proj.weight", 1.25), "layer 1"),
+    "a head that is not tied": ("qwen3", reordered("lm_head.weight"), "the head"),
+    "an embedding of other tokens": ("qwen3", reordered("model.embed_tokens.weight"), "the embedding"),
+    "layers exchanged": (
+        "llama",
+        exchanged("model.layers.0.mlp.up_proj.weight", LAYER + "mlp.up_proj.weight"),
+        "layer 0",
+    ),
+    "experts exchanged": ("qwen3_moe", reordered(LAYER + "mlp.experts.gate_up_proj"), "layer 1"),
+    "a router of other experts": ("qwen3_moe", reordered(LAYER + "mlp.gate.weight"), "layer 1"),
+}
+
+
+def wrong_rotary(decoder: Decoder) -> None:
+    decoder._inv_freq = [None if table is None else table * 1.3 for table in decoder._inv_freq]
+
+
+def no_window(decoder: Decoder) -> None:
+    kinds = tuple(replace(kind, window=None) for kind in decoder.architecture.kinds)
+    decoder.architecture = replace(decoder.architecture, kinds=kinds)
+
+
+def wrong_activation(decoder: Decoder) -> None:
+    decoder._activation = ACTIVATIONS["relu"]
+
+
+def shifted_positions(decoder: Decoder) -> None:
+    right = decoder.hidden
+    vars(decoder)["hidden"] = lambda tokens, positions, attend, **more: right(
+        tokens, positions + 3 * (len(tokens) == 1), attend, **more
+    )
+
+
+WRONG_DECODERS: dict[str, tuple[str, Callable[[Decoder], None], str]] = {
+    "a rotary base": ("llama", wrong_rotary, "layer 0"),
+    "a window left out": ("mistral", no_window, "layer 0"),
+    "an activation": ("llama", wrong_activation, "layer 0"),
+    "positions of decoding": ("llama", shifted_positions, "the head"),
+}
+
+
+def actor_of(name: str, world: World, folder: Path, **settings: Any) -> HybridEngine:
+    variant(name).save_pretrained(folder)
+    return build_actor(actor_spec(folder, lr=0.05, **settings), world)
+
+
+def sync(actor: HybridEngine) -> None:
+    with actor.inference(stop_token_ids=()):
+        pass
+
+
+@pytest.mark.parametrize("fault", WRONG_WEIGHTS)
+def test_wrong_weights_are_caught_and_placed(
+    fault: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, change, place = WRONG_WEIGHTS[fault]
+    actor = actor_of(name, world, tmp_path)
+    sync(actor)
+    train_step(actor, world)
+    right = hybrid.full_weights
+
+    def wrong(*arguments: Any, **more: Any) -> Iterator[Streamed]:
+        weights = {weight.name: weight.merged().clone() for weight in right(*arguments, **more)}
+        change(weights)
+        yield from (Streamed(name, values) for name, values in weights.items())
+
+    monkeypatch.setattr(hybrid, "full_weights", wrong)
+    with pytest.raises(UserError, match=f"after the weight sync of update 1, first in {place}"):
+        sync(actor)
+
+
+@pytest.mark.parametrize("fault", WRONG_DECODERS)
+def test_a_wrong_forward_is_caught_and_placed(
+    fault: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, change, place = WRONG_DECODERS[fault]
+    actor = actor_of(name, world, tmp_path)
+    assert actor._inference_weights is not None
+    right = actor._inference_weights.build
+
+    def wrong(*arguments: Any) -> Decoder:
+        decoder = right(*arguments)
+        change(decoder)
+        return decoder
+
+    monkeypatch.setattr(actor._inference_weights, "build", wrong)
+    with pytest.raises(UserError, match=f"must agree with the training forward.*first in {place}"):
+        sync(actor)
+
+
+@pytest.mark.parametrize("fault", ["adapters left out", "a bucket of old weights"])
+def test_weights_that_do_not_follow_training_are_caught(
+    fault: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actor = actor_of("llama", world, tmp_path, lora=4 * (fault == "adapters left out"))
+    sync(actor)
+    right = hybrid.full_weights
+    old = {weight.name: weight.merged().clone() for weight in right(actor.lm, bucket_elements=1)}
+    train_step(actor, world)
+
+    def wrong(*arguments: Any, **more: Any) -> Iterator[Any]:
+        for weight in right(*arguments, **more):
+            stale = fault == "adapters left out" or weight.name.startswith(LAYER)
+            yield Streamed(weight.name, old[weight.name]) if stale else weight
+
+    monkeypatch.setattr(hybrid, "full_weights", wrong)
+    with pytest.raises(UserError, match="after the weight sync of update 1, first in layer"):
+        sync(actor)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_clean_syncs_raise_no_alarm(dtype: str, world: World, tmp_path: Path) -> None:
+    actor = actor_of("llama", world, tmp_path, dtype=dtype, lora=4)
+    for _ in range(40):
+        train_step(actor, world)
+        sync(actor)
+
+
+@pytest.mark.faults
+def test_five_hundred_clean_syncs_raise_no_alarm(world: World, tmp_path: Path) -> None:
+    actor = actor_of("qwen3_moe", world, tmp_path)
+    for _ in range(500):
+        train_step(actor, world)
+        sync(actor)
+
+
+def test_the_limit_can_be_set(world: World, tmp_path: Path) -> None:
+    variant("llama").save_pretrained(tmp_path)
+    actor = build_actor(actor_spec(tmp_path), world, max_logprob_diff=1e-12)
+    with pytest.raises(UserError, match="must agree with the training forward to 1e-12 nats"):
+        sync(actor)

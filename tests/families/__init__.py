@@ -1,0 +1,1 @@
+"""Every causal LM of transformers, tiny: generation, training, adapters, reward models."""

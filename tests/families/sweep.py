@@ -1,0 +1,325 @@
+"""Every model type of transformers' causal-LM mapping, tiny and random, against its own Hugging Face module.
+
+    python -m tests.families.sweep                       # all types, in minutes; writes docs/models.md
+    python -m tests.families.sweep --types llama gemma2  # some, printed
+
+Two promises are checked: a type trains and generates as its module computes, or it is refused in one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
+from hybrid_rlhf.generation import GenerationEngine, SamplingParams
+from hybrid_rlhf.generation.backends.module import ModuleBackend
+from hybrid_rlhf.generation.backends.native import NativeBackend
+from hybrid_rlhf.generation.weights.split import Split
+from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens, require_own_logits
+from hybrid_rlhf.models.lora import add_lora, lora_merged
+from hybrid_rlhf.models.packing import packs
+from hybrid_rlhf.models.policy import Policy, Scorer
+from hybrid_rlhf.models.pretrained.loading import adapt_config, adapt_model
+from tests.support.model_types import NotBuilt, model_types, tiny_of_type
+
+GREEDY = SamplingParams(max_new_tokens=10, temperature=0.0)
+LENGTHS = (9, 4, 17)
+"""Prompt tokens: below and above the windows and selections of the tiny models."""
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+YES, NO = "yes", "-"
+
+
+@dataclass(frozen=True)
+class TypeReport:
+    """What a model type can be used for; a text that begins with "refused" or "wrong" has the reason."""
+
+    model_type: str
+    generation: str
+    training: str = NO
+    tensor_parallel: str = NO
+    lora: str = NO
+    reward_model: str = NO
+
+    @property
+    def is_correct(self) -> bool:
+        """Whether nothing is wrong: what works is right, and what does not is refused."""
+        return not any(str(value).startswith("wrong") for value in vars(self).values())
+
+    @property
+    def is_built(self) -> bool:
+        """Whether transformers builds it."""
+        return not self.generation.startswith("not built")
+
+
+def check_type(model_type: str) -> TypeReport:
+    """Build a type and check it."""
+    try:
+        model = tiny_of_type(model_type)
+    except NotBuilt as error:
+        return TypeReport(model_type, f"not built: {error}")
+    try:
+        with torch.no_grad():
+            model(input_ids=torch.tensor([prompts()[0]]))
+    except Exception as error:  # noqa: BLE001
+        return TypeReport(model_type, f"not built: its own forward fails: {_line(error)}")
+    try:
+        return _check(model_type, model)
+    except Exception as error:  # noqa: BLE001 - one type must not end the sweep of all
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        return TypeReport(model_type, f"wrong: {_line(error)} ({Path(place.filename).name}:{place.lineno})")
+
+
+def _check(model_type: str, model: PreTrainedModel) -> TypeReport:
+    generation, tensor_parallel = _generation(copy.deepcopy(model))
+    training = _training(model)
+    works = training in ("packed", "padded")
+    return TypeReport(
+        model_type,
+        generation,
+        training,
+        tensor_parallel,
+        _lora(copy.deepcopy(model)) if works else NO,
+        _reward_model(model_type),
+    )
+
+
+def prompts() -> list[list[int]]:
+    """Prompts of different lengths."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 120, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def adapted(model: PreTrainedModel) -> PreTrainedModel:
+    """A model as `load_model` prepares it."""
+    adapt_config(model.config, "causal_lm")
+    adapt_model(model, ModelConfig())
+    return model
+
+
+@torch.no_grad()
+def _generation(model: PreTrainedModel) -> tuple[str, str]:
+    """How a type generates, and whether tensor parallelism splits it."""
+    model.generation_config.forced_eos_token_id = None
+    try:
+        expected = [hugging_face_greedy(model, prompt) for prompt in prompts()]
+    except Exception as error:  # noqa: BLE001 - whatever transformers' own generate raises for one of its models
+        return f"refused by transformers' generate: {_line(error)}", NO
+    try:
+        engine = GenerationEngine.from_model(adapted(model), stop_token_ids=())
+    except UserError as error:
+        return f"refused: {error}", NO
+    found = [samples[0].token_ids for samples in engine.generate(prompts(), GREEDY)]
+    backend = engine.backend
+    if found != expected and found != [own_greedy(model, prompt) for prompt in prompts()]:
+        return "wrong: greedy tokens differ from generate", NO
+    if isinstance(backend, NativeBackend):
+        return "inference weights", _tensor_parallel(backend)
+    assert isinstance(backend, ModuleBackend)
+    if not backend.support.cache:
+        return "module, without cache", NO
+    return ("module" if backend.support.padding else "module, prompts of one length"), NO
+
+
+def _tensor_parallel(backend: NativeBackend) -> str:
+    try:
+        Split.of(backend.decoder.architecture, 0, 2)
+    except UserError as error:
+        return f"refused: {error}"
+    return YES
+
+
+def hugging_face_greedy(model: PreTrainedModel, prompt: Sequence[int]) -> list[int]:
+    """Greedy tokens by transformers' generate, of one unpadded prompt."""
+    ids = torch.tensor([prompt])
+    whole = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=GREEDY.max_new_tokens,
+        do_sample=False,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    return whole[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
+
+
+def own_greedy(model: PreTrainedModel, prompt: Sequence[int]) -> list[int]:
+    """Greedy tokens by the forward over whole sequences, which defines a model; the cache of some types, and the
+    positions that generate passes to some, compute something else."""
+    ids = list(prompt)
+    for _ in range(GREEDY.max_new_tokens):
+        ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@torch.no_grad()
+def _training(model: PreTrainedModel) -> str:
+    expected = [module_logprobs(model, prompt) for prompt in prompts()]
+    trained = adapted(copy.deepcopy(model))
+    try:
+        require_own_logits(trained)
+    except UserError as error:
+        return f"refused: {error}"
+    found = _padded(Policy(trained))
+    if worst(found, expected) > 1e-4:
+        return f"wrong: log-probs differ by {worst(found, expected):.2g}"
+    if packs(trained) and worst(found, [_alone(Policy(trained), prompt) for prompt in prompts()]) > 1e-5:
+        return "wrong: packed rows depend on each other"
+    return "packed" if packs(trained) else "padded"
+
+
+def batch_of(rows: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
+    """Token ids and mask of rows, padded on the right."""
+    width = max(map(len, rows))
+    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    return ids, torch.tensor([[True] * len(row) + [False] * (width - len(row)) for row in rows])
+
+
+def _padded(policy: Policy) -> list[Tensor]:
+    """Log-probs of the prompts as one batch."""
+    rows = prompts()
+    ids, real = batch_of(rows)
+    logprobs = policy(ids, real, real)[0]
+    return [logprobs[index, 1 : len(row)] for index, row in enumerate(rows)]
+
+
+def _alone(policy: Policy, prompt: list[int]) -> Tensor:
+    ids, real = batch_of([prompt])
+    return policy(ids, real, real)[0][0, 1:]  # type: ignore[no-any-return]
+
+
+def worst(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Largest difference."""
+    return max(float((one - other).abs().max()) for one, other in zip(found, expected, strict=True))
+
+
+def _lora(model: PreTrainedModel) -> str:
+    """Whether adapters learn, and merged weights compute as adapters do."""
+    model = adapted(model)
+    try:
+        add_lora(model, LoraConfig(), "causal_lm", seed=0)
+    except UserError as error:
+        return f"refused: {error}"
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    tokens = probe_tokens(model.config.get_text_config().vocab_size)
+    separate = module_logprobs(model, tokens)
+    with lora_merged(model):
+        merged = module_logprobs(model, tokens)
+    if worst([merged], [separate]) > 1e-3:
+        return "wrong: merged weights differ from adapters"
+    _padded(Policy(model))[0].sum().backward()
+    learned = [p.grad for name, p in model.named_parameters() if "lora_B" in name and p.grad is not None]
+    return YES if any(bool(grad.abs().max() > 0) for grad in learned) else "wrong: adapters do not learn"
+
+
+@torch.no_grad()
+def _reward_model(model_type: str) -> str:
+    # a selection of all keys: among keys with a score of exactly 0, an indexer selects by chance
+    every_key = {"index_topk": 64} if hasattr(CONFIG_MAPPING[model_type](), "index_topk") else {}
+    try:
+        model = tiny_of_type(model_type, AutoModelForSequenceClassification, num_labels=1, **every_key)
+    except NotBuilt:
+        return NO
+    if not hasattr(model, "score"):
+        return NO
+    scorer = Scorer(adapted(model))
+    rows = prompts()
+    found = scorer(*batch_of(rows))
+    for index, row in enumerate(rows):
+        alone = scorer(*batch_of([row]))[0]
+        if worst([found[index, : len(row)]], [alone]) > 1e-4:
+            return "wrong: scores of padded rows differ"
+    return YES
+
+
+def _line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+
+
+def page(reports: Sequence[TypeReport]) -> str:
+    """docs/models.md."""
+    built = [report for report in reports if report.is_built]
+    counts: Callable[[str], int] = lambda start: sum(r.generation.startswith(start) for r in built)  # noqa: E731
+    trained = [report for report in built if report.training in ("packed", "padded")]
+    rows = "\n".join(
+        f"| `{r.model_type}` | {_cell(r.generation)} | {_cell(r.training)} | {_cell(r.tensor_parallel)} | "
+        f"{_cell(r.lora)} | {_cell(r.reward_model)} |"
+        for r in built
+    )
+    rest = "\n".join(
+        f"- `{r.model_type}`: {r.generation.removeprefix('not built: ')}" for r in reports if not r.is_built
+    )
+    return PAGE_TEXT.format(
+        version=transformers.__version__,
+        types=len(reports),
+        built=len(built),
+        native=counts("inference weights"),
+        module=counts("module"),
+        packed=sum(report.training == "packed" for report in trained),
+        padded=sum(report.training == "padded" for report in trained),
+        rows=rows,
+        rest=rest,
+    )
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+PAGE_TEXT = """# Models
+
+Written by `make families`, which builds every model type of the causal-LM mapping of transformers {version}, tiny and
+random, from its own config: {types} types, of which {built} are built. A type generates and trains as its Hugging Face
+module computes (greedy tokens equal `generate`, log-probs agree to 1e-4, packed rows are independent to 1e-5), or it
+is refused with the line in the table. The same checks run when a model is loaded.
+
+- **Generation**: *inference weights* are the library's own decoder ({native} types): continuous batching, CUDA graphs,
+  tensor parallelism. *module* is the Hugging Face module ({module} types): rows are padded; where padding changes the
+  result, prompts of one length decode together; without a usable cache each step computes the whole sequence.
+- **Training**: *packed* rows have no padding ({packed} types); others are padded ({padded} types).
+- **Reward model**: the type has a sequence classifier with a score per token; critics are reward models too.
+
+| Type | Generation | Training | Tensor parallel | LoRA | Reward model |
+|---|---|---|---|---|---|
+{rows}
+
+Types of which no tiny model is built:
+
+{rest}
+"""
+
+
+def main() -> None:
+    """Check types, each group in a process of its own; write the page if all types were checked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--types", nargs="*", help="model types; default: all, and write docs/models.md")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    reports = []
+    for model_type in options.types or model_types():
+        report = check_type(model_type)
+        reports.append(report)
+        print(" | ".join(str(value) for value in vars(report).values()), flush=True)
+    if not options.types:
+        PAGE.write_text(page(reports))
+        print(f"written: {PAGE}")
+    sys.exit(0 if all(report.is_correct for report in reports) else 1)
+
+
+if __name__ == "__main__":
+    main()

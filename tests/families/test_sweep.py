@@ -1,0 +1,53 @@
+"""The sweep over model types: a part of it here, all of it in `make families`."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.families.sweep import PAGE, check_type
+from tests.support.model_types import model_types
+
+IN_USE = {
+    "llama": ("inference weights", "packed"),
+    "gpt2": ("inference weights", "packed"),
+    "bloom": ("inference weights", "padded"),
+    "qwen3_moe": ("inference weights", "packed"),
+    "gpt_oss": ("module", "packed"),
+    "gemma4_text": ("module", "packed"),
+    "deepseek_v3": ("module", "packed"),
+    "qwen3_5_text": ("module", "padded"),
+    "jamba": ("module", "padded"),
+    "mamba": ("module, prompts of one length", "padded"),
+    "minimax": ("module", "padded"),
+    "deepseek_v32": ("module, without cache", "padded"),
+    "rwkv": ("module, without cache", "padded"),
+}
+"""How each generates and trains."""
+REFUSED = {
+    "bert": "log-probs of padded rows must agree with the logits of BertLMHeadModel",
+    "cpmant": "log-probs of padded rows must agree with the logits of CpmAntForCausalLM",
+}
+
+
+@pytest.mark.parametrize("model_type", IN_USE)
+def test_a_type_trains_and_generates_as_its_module_computes(model_type: str) -> None:
+    report = check_type(model_type)
+    assert report.is_correct, report
+    assert (report.generation, report.training) == IN_USE[model_type]
+    assert report.lora == "yes"
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_a_type_that_trains_wrongly_is_refused(model_type: str) -> None:
+    report = check_type(model_type)
+    assert report.is_correct and REFUSED[model_type] in report.training
+
+
+def test_adapters_on_weights_that_layers_share_are_refused() -> None:
+    assert "lora needs a weight of its own for each adapter" in check_type("zamba2").lora
+
+
+def test_the_page_has_every_type() -> None:
+    """`make families` writes it."""
+    text = PAGE.read_text()
+    assert [name for name in model_types() if f"`{name}`" not in text] == []
