@@ -59,16 +59,21 @@ def _attention(
     module: Any, group: int, d: int, splits: int, rows: int, kv_heads: int, capacity: int, copy: float
 ) -> dict[str, float]:
     torch.manual_seed(0)
-    keys, values = (torch.randn(rows, kv_heads, capacity, d).to(DEVICE, DTYPE) for _ in "kv")
+    keys, values = (torch.randn(rows * capacity // 16, 16, kv_heads, d).to(DEVICE, DTYPE) for _ in "kv")
+    pages = torch.randperm(len(keys)).int().view(rows, -1).to(DEVICE)
     queries = torch.randn(rows, group * kv_heads, d).to(DEVICE, DTYPE)
     positions = torch.full((rows,), capacity - 1, device=DEVICE)
     own, module._splits = module._splits, lambda programs, capacity: splits
     try:
 
         def run() -> Tensor:
-            return module.decode_attention(queries, keys, values, positions, scale=d**-0.5)  # type: ignore[no-any-return]
+            return module.paged_attention(queries, keys, values, pages, positions, scale=d**-0.5)  # type: ignore[no-any-return]
 
-        k, v = (x[:1].double().repeat_interleave(group, dim=1) for x in (keys, values))
+        first = pages[0].long()
+        k, v = (
+            x[first].flatten(0, 1).double().repeat_interleave(group, dim=1).transpose(0, 1)[None]
+            for x in (keys, values)
+        )
         exact = functional.scaled_dot_product_attention(queries[:1, :, None].double(), k, v)[:, :, 0]
         return _figures(run, run()[:1], exact, 2 * keys.numel() * keys.element_size(), copy)
     finally:

@@ -1,6 +1,6 @@
 """Memory of generation besides the training weights: inference weights, KV cache, temporaries. Bytes on one rank.
 
-Follows the rules of generation/weights/loader.py and generation/batching/slots.py, from shapes alone.
+Follows the rules of generation/weights/loader.py and generation/batching/capacity.py, from shapes alone.
 """
 
 from __future__ import annotations
@@ -13,9 +13,16 @@ import torch
 
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.generation.backends.native import PREFILL_TOKENS
-from hybrid_rlhf.generation.batching.slots import FREE_SHARE, WorkingMemory, slot_tokens, slots_within
-from hybrid_rlhf.generation.weights.describe import FAMILIES
+from hybrid_rlhf.generation.batching.cache import CacheLayout, page_bytes
+from hybrid_rlhf.generation.batching.capacity import (
+    FREE_SHARE,
+    Sequences,
+    WorkingMemory,
+    capacity_tokens,
+    rows_and_pages,
+)
 from hybrid_rlhf.memory.shapes import ParameterCounts, ShapedModel
+from hybrid_rlhf.models.families import FAMILIES
 
 _FLOAT32 = 4
 
@@ -93,16 +100,23 @@ def _sizes(model: ShapedModel, tensor_parallel: int) -> _Sizes:
 
 
 def _capacity(rollout: RolloutConfig, device: torch.device) -> int:
-    return slot_tokens(rollout.max_prompt_tokens + rollout.sampling.max_new_tokens, device)
+    return capacity_tokens(rollout.max_prompt_tokens + rollout.sampling.max_new_tokens, device)
 
 
-def slot_bytes(model: ShapedModel, rollout: RolloutConfig, *, dtype: torch.dtype, device: torch.device) -> float:
-    """Bytes of the keys and values of one completion of the maximum length."""
-    s = _sizes(model, rollout.tensor_parallel)
-    return 2.0 * s.layers * s.kv_heads * s.head_dim * dtype.itemsize * _capacity(rollout, device)
+@dataclass(frozen=True)
+class CachePlan:
+    """The KV cache of a rollout."""
+
+    cache_bytes: float
+    rows: int
+    """Completions decoded at once."""
+    wanted_rows: int
+    """With unlimited memory."""
+    full_length_rows: int
+    """Of these, how many have room at the maximum length at once."""
 
 
-def decode_slots(
+def cache_plan(
     model: ShapedModel,
     rollout: RolloutConfig,
     *,
@@ -110,17 +124,38 @@ def decode_slots(
     room_bytes: float,
     dtype: torch.dtype,
     device: torch.device,
-) -> tuple[int, int]:
-    """Completions decoded at once, and the number that unlimited memory would allow."""
+) -> CachePlan:
+    """How generation divides memory: all rows at the maximum length if there is room, else as much as fits."""
     groups = max(1, ranks // rollout.tensor_parallel)
     wanted = -(-rollout.prompts_per_step // groups) * rollout.sampling.n
     if rollout.max_decode_rows is not None:
         wanted = min(wanted, rollout.max_decode_rows)
-    slot = slot_bytes(model, rollout, dtype=dtype, device=device)
+    sequences = _sequences(model, rollout, rows=wanted, dtype=dtype, device=device)
     if rollout.kv_cache_gib is not None:
-        return max(1, min(wanted, slots_within(rollout.kv_cache_gib * 2**30, slot, WorkingMemory()))), wanted
-    working = working_memory(model, rollout, rows=wanted, dtype=dtype, device=device)
-    return max(1, min(wanted, slots_within(FREE_SHARE[device.type] * room_bytes, slot, working))), wanted
+        budget, working = rollout.kv_cache_gib * 2**30, WorkingMemory()
+    else:
+        budget = FREE_SHARE[device.type] * room_bytes
+        working = working_memory(model, rollout, rows=wanted, dtype=dtype, device=device)
+    rows, pages = rows_and_pages(budget, sequences, working)
+    pages = max(pages, sequences.longest_pages)
+    each = sequences.layout.pages_of(sequences.longest_tokens)
+    return CachePlan(float(pages * sequences.page_bytes), rows, wanted, min(rows, max(1, (pages - 1) // each)))
+
+
+def _sequences(
+    model: ShapedModel, rollout: RolloutConfig, *, rows: int, dtype: torch.dtype, device: torch.device
+) -> Sequences:
+    """Sequences of the maximum length; windows, which need less, are left out."""
+    s = _sizes(model, rollout.tensor_parallel)
+    layout = CacheLayout((None,), (1,), s.layers, tuple((0, layer) for layer in range(s.layers)))
+    return Sequences(
+        layout,
+        page_bytes(layout, kv_heads=int(s.kv_heads), head_dim=s.head_dim, dtype=dtype),
+        longest_tokens=rollout.max_prompt_tokens + rollout.sampling.max_new_tokens,
+        prompt_tokens=rollout.max_prompt_tokens,
+        rows=rows,
+        prefill_tokens=PREFILL_TOKENS[device.type],
+    )
 
 
 def working_memory(
@@ -138,8 +173,8 @@ def working_memory(
 
 
 def decode_buffer_bytes(
-    model: ShapedModel, rollout: RolloutConfig, *, slots: int, dtype: torch.dtype, device: torch.device
+    model: ShapedModel, rollout: RolloutConfig, *, rows: int, dtype: torch.dtype, device: torch.device
 ) -> float:
-    """Temporaries with so many slots. The pool of CUDA graphs keeps its own besides those of a prefill."""
-    working = working_memory(model, rollout, rows=slots, dtype=dtype, device=device)
-    return max(working.prefill, slots * working.row) + (slots * working.row if working.cuda_graphs else 0.0)
+    """Temporaries with so many rows. The pool of CUDA graphs keeps its own besides those of a prefill."""
+    working = working_memory(model, rollout, rows=rows, dtype=dtype, device=device)
+    return max(working.prefill, rows * working.row) + (rows * working.row if working.cuda_graphs else 0.0)

@@ -23,7 +23,7 @@ from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.engines.ds_config import deepspeed_config, read_overrides
 from hybrid_rlhf.engines.hybrid import BUCKET_ELEMENTS
 from hybrid_rlhf.memory.engine import FLOAT32, EngineMemory, MemoryUse, engine_memory
-from hybrid_rlhf.memory.generation import decode_buffer_bytes, decode_slots, inference_weight_bytes, slot_bytes
+from hybrid_rlhf.memory.generation import cache_plan, decode_buffer_bytes, inference_weight_bytes
 from hybrid_rlhf.memory.shapes import BatchShape, Shapes
 from hybrid_rlhf.models.distillation import CHUNK_LOGITS, CHUNK_TOKENS
 from hybrid_rlhf.models.pretrained.loading import DTYPES, Architecture, training_dtype
@@ -193,14 +193,13 @@ class Planner:
         build += BUCKET_ELEMENTS * dtype.itemsize if gathers else 0
         if rollout.offload_states:
             base += MemoryUse(optimizer=-actor.movable, host=actor.movable)
-        slot = slot_bytes(actor.model, rollout, dtype=dtype, device=device)
         room = self.machine.device_bytes - (base + MemoryUse(inference=weights)).device
-        slots, wanted = decode_slots(
-            actor.model, rollout, ranks=self.machine.ranks, room_bytes=room, dtype=dtype, device=device
-        )
-        cache = MemoryUse(cache=slots * slot)
-        run = decode_buffer_bytes(actor.model, rollout, slots=slots, dtype=dtype, device=device)
-        note = "" if slots == wanted else f"{slots} of {wanted} completions at once"
+        plan = cache_plan(actor.model, rollout, ranks=self.machine.ranks, room_bytes=room, dtype=dtype, device=device)
+        cache = MemoryUse(cache=plan.cache_bytes)
+        run = decode_buffer_bytes(actor.model, rollout, rows=plan.rows, dtype=dtype, device=device)
+        note = ""
+        if plan.full_length_rows < plan.wanted_rows:
+            note = f"{plan.rows} of {plan.wanted_rows} completions at once, {plan.full_length_rows} at full length"
         buffers = max(run, build - cache.cache)
         need = base + MemoryUse(inference=weights) + cache + MemoryUse(buffers=buffers)
         kept = MemoryUse(inference=copies, buffers=run) if copies else MemoryUse(inference=weights)

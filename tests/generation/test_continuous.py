@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.functional.logprobs import token_logprobs
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
-from hybrid_rlhf.generation.batching.prefixes import BLOCK_TOKENS, PrefixIndex
+from hybrid_rlhf.generation.batching import capacity, continuous
+from hybrid_rlhf.generation.batching.cache import BLOCK_TOKENS
+from hybrid_rlhf.generation.batching.continuous import ContinuousBatch
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.sampling import per_request
 from tests.support.families import variant
@@ -24,7 +26,6 @@ from tests.support.generation import (
     SYSTEM_PROMPT,
     completions_alone,
     random_tokens,
-    requests_for,
     token_ids_of,
 )
 from tests.support.tiny import tiny_model, tiny_tokenizer
@@ -83,9 +84,7 @@ def test_the_prompt_of_n_samples_is_read_once(read: list[int]) -> None:
     assert read == [40, 8, 8]
     read.clear()
     GenerationEngine.from_model(tiny_model(), stop_token_ids=(), max_batch_rows=6).generate([prompt], params)
-    assert read[:3] == [40, 6, 6] and sum(read) == 40 + 2 * 8 + 40, (
-        "two samples came late, nobody was left to copy from"
-    )
+    assert read == [40, 6, 6, 1, 2, 2], "two samples came late, and computed the last token of the prompt"
 
 
 def test_a_common_prefix_is_read_once(read: list[int]) -> None:
@@ -94,11 +93,87 @@ def test_a_common_prefix_is_read_once(read: list[int]) -> None:
         SamplingParams(max_new_tokens=2, seed=0),
     )
     shared = len(SYSTEM_PROMPT) // BLOCK_TOKENS * BLOCK_TOKENS
-    assert read == [len(SYSTEM_PROMPT) + 2, 2 * len(SYSTEM_PROMPT) + 4 - 2 * shared, 3]
+    assert read == [3 * len(SYSTEM_PROMPT) + 6 - 2 * shared, 3], "in the step that computes it"
+
+
+def test_prompts_and_turns_are_cached_until_the_weights_change(read: list[int]) -> None:
+    model, prompt = tiny_model(), random_tokens(40)
+    engine = GenerationEngine.from_model(model, stop_token_ids=())
+    params = SamplingParams(max_new_tokens=9, temperature=0.0)
+    ((first,),) = engine.generate([prompt], params)
+    read.clear()
+    assert engine.generate([prompt], params)[0][0].token_ids == first.token_ids
+    assert read == [1] * 9, "of the prompt, only the last token is computed again"
+    read.clear()
+    turn = prompt + first.token_ids + random_tokens(5)
+    ((second,),) = engine.generate([turn], params)
+    assert read == [6] + [1] * 8, "the last sampled token and the five new ones"
+    alone = GenerationEngine.from_model(model, stop_token_ids=()).generate([turn], params)
+    assert second.token_ids == alone[0][0].token_ids
+    engine.backend.sync_weights(engine.backend.decoder)
+    read.clear()
+    engine.generate([prompt], params)
+    assert read[0] == 40
+
+
+@pytest.mark.parametrize("name", ["llama of three heads", "mistral", "gemma3"])
+@pytest.mark.parametrize("spare_blocks", [0, 3, 9])
+@pytest.mark.parametrize("chunk", [7, 1000])
+def test_requests_that_are_preempted_go_on_where_they_were(
+    name: str, spare_blocks: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With memory for little more than the longest request, and completions that are longer than expected."""
+    model, sampling = variant(name), replace(SAMPLED, max_new_tokens=40)
+    prompts = [*PROMPTS, *(random_tokens(10) for _ in range(5))]
+    free = GenerationEngine.from_model(model, stop_token_ids=range(3, 6))
+    expected = free.generate(prompts, sampling)
+    monkeypatch.setattr(continuous._ExpectedLength, "of", lambda self, limit: 1.0)
+    monkeypatch.setattr(capacity.Sequences, "least_pages", lambda self, rows: self.longest_pages)
+    cache = free.backend.held.cache
+    pages = 1 + cache.layout.pages_of(44 + 40, computed_together=chunk) + spare_blocks * cache.layout.tables
+    tight = GenerationEngine.from_model(
+        model,
+        stop_token_ids=range(3, 6),
+        kv_cache_gib=pages * 2 * cache.keys[:, 0].nbytes / 2**30,
+        prefill_tokens=chunk,
+    )
+    found = tight.generate(prompts, sampling)
+    assert tight.backend.held.cache.pages == pages and tight.backend.held.rows == 24
+    assert token_ids_of(found) == token_ids_of(expected)
+    for mine, theirs in zip(sum(found, []), sum(expected, []), strict=True):
+        torch.testing.assert_close(torch.tensor(mine.logprobs), torch.tensor(theirs.logprobs), atol=1e-4, rtol=0)
+    assert tight.backend.preemptions > 0
+    assert tight.backend.held.pool.used_pages == 0, "all blocks are given back"
+
+
+def test_a_caller_that_stops_early_leaves_no_block_behind() -> None:
+    engine = GenerationEngine.from_model(tiny_model(), stop_token_ids=STOP_TOKEN_IDS)
+    stream = engine.stream(random_tokens(40), SamplingParams(max_new_tokens=30, seed=1, min_new_tokens=5))
+    next(stream), next(stream)
+    assert engine.backend.held.pool.used_pages == 3
+    stream.close()
+    assert engine.backend.held.pool.used_pages == 0
+    assert token_ids_of(engine.generate(PROMPTS, SAMPLED)) == completions_alone()
+
+
+def test_little_of_the_cache_in_use_is_wasted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Completions of 200 tokens and more, of very different lengths."""
+    shares = []
+    launch = ContinuousBatch._launch
+
+    def launched(self: ContinuousBatch) -> None:
+        launch(self)
+        tokens = sum(row.computed for row in self._decoding)
+        shares.append((tokens, self._pool.used_pages * BLOCK_TOKENS))
+
+    monkeypatch.setattr(ContinuousBatch, "_launch", launched)
+    engine = GenerationEngine.from_model(tiny_model(), stop_token_ids=range(3, 4), prefill_tokens=10_000)
+    engine.generate([random_tokens(200 + 7 * i) for i in range(12)], SamplingParams(max_new_tokens=300, seed=3))
+    assert sum(used for used, _ in shares) > 0.96 * sum(taken for _, taken in shares)
 
 
 def test_rows_that_have_ended_leave_and_others_enter(read: list[int]) -> None:
-    prompts = [random_tokens(4) for _ in range(24)]
+    prompts = [[100 + i, *random_tokens(3)] for i in range(24)]
     params = SamplingParams(max_new_tokens=40, seed=1)
     engine = GenerationEngine.from_model(tiny_model(), stop_token_ids=range(3, 60), max_batch_rows=8)
     results = engine.generate(prompts, params)
@@ -147,27 +222,6 @@ def test_stop_strings_end_with_the_token_that_completes_them() -> None:
         assert completion.token_ids == ids[: ends[0]] and completion.finish_reason == "stop"
     with pytest.raises(UserError, match="stop needs a tokenizer"):
         GenerationEngine.from_model(tiny_model()).generate(PROMPTS, replace(params, stop=("a",)))
-
-
-@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=50), min_size=1, max_size=8), st.data())
-def test_the_prefix_index_finds_the_longest_whole_blocks(prompts: list[list[int]], data: st.DataObject) -> None:
-    index, held = PrefixIndex(), []
-    for prompt in prompts:
-        (request,) = requests_for([SamplingParams()], prompt=prompt)
-        index.add(request)
-        held.append(request)
-    for gone in data.draw(st.sets(st.integers(0, len(prompts) - 1))):
-        index.remove(held[gone])
-        held[gone] = None  # type: ignore[call-overload]
-    for prompt in prompts:
-        holder, shared = index.longest(prompt)
-        best = 0
-        for request in filter(None, held):
-            same = 0
-            while same < min(len(prompt) - 1, len(request.prompt)) and request.prompt[same] == prompt[same]:
-                same += 1
-            best = max(best, same // BLOCK_TOKENS * BLOCK_TOKENS)
-        assert shared == best and (holder in held if best else holder is None)
 
 
 def test_what_decoding_reads_is_counted() -> None:

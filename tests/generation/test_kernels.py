@@ -22,9 +22,9 @@ from torch.nn import functional
 
 from hybrid_rlhf.generation import GenerationEngine
 from hybrid_rlhf.generation.batching import workspace
-from hybrid_rlhf.generation.batching.cache import KVCache
+from hybrid_rlhf.generation.batching.cache import BLOCK_TOKENS, CacheLayout, KVCache
 from hybrid_rlhf.generation.model import decoder, layers
-from hybrid_rlhf.generation.model.attention import Attention
+from hybrid_rlhf.generation.model.attention import Attention, DecodeRows
 from hybrid_rlhf.generation.model.layers import ACTIVATIONS, Norm
 from hybrid_rlhf.generation.weights.describe import describe
 from hybrid_rlhf.generation.weights.split import Split
@@ -61,14 +61,17 @@ def test_a_step_attends_and_writes_as_torch_does(name: str, capacity: int, on_th
     architecture, _ = describe(variant(name))
     split = Split.of(architecture, 0, 1)
     torch.manual_seed(0)
+    layout = CacheLayout.of(architecture, capacity)
+    blocks = -(-capacity // BLOCK_TOKENS)
+    sizes = {"kv_heads": len(split.kv_heads), "head_dim": architecture.head_dim}
     caches = [
-        KVCache(architecture, split, slots=4, capacity_tokens=capacity, dtype=torch.float32, device=DEVICE)
-        for _ in "ab"
+        KVCache(layout, pages=3 * layout.tables * blocks, **sizes, dtype=torch.float32, device=DEVICE) for _ in "ab"
     ]
     for store in ("keys", "values"):
         filled = torch.randn_like(caches[0].keys)
         for cache in caches:
             getattr(cache, store).copy_(filled)
+    pages = torch.randperm(caches[0].pages).int().view(layout.tables, 3, blocks)
     positions = torch.tensor([capacity - 1, 0, capacity // 2])
     qkv = torch.randn(3, len(split.heads) + 2 * len(split.kv_heads), architecture.head_dim)
     rotary = architecture.kinds[0].rotary
@@ -80,7 +83,8 @@ def test_a_step_attends_and_writes_as_torch_does(name: str, capacity: int, on_th
         table = (angles.cos(), angles.sin() * signs)
     mixed = []
     for cache, used in zip(caches, (None, kernels), strict=True):
-        attend = Attention(architecture, split, cache, used).decode(positions, shortest=1, longest=capacity)
+        attention = Attention(architecture, split, cache, capacity_tokens=capacity, kernels=used)
+        attend = attention.step(DecodeRows(pages, positions, capacity))
         mixed.append([attend(layer, qkv, table) for layer in range(architecture.layers)])
     torch.testing.assert_close(mixed[1], mixed[0], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(caches[1].keys, caches[0].keys)
@@ -94,11 +98,14 @@ def test_parts_of_a_row_combine_to_the_whole(
 ) -> None:
     monkeypatch.setattr(kernels, "_splits", lambda programs, capacity: splits)
     torch.manual_seed(0)
-    queries, (keys, values) = torch.randn(3, 6, 24).to(dtype), torch.randn(2, 4, 2, 700, 24).to(dtype)
-    positions = torch.tensor([699, 3, 200])
-    found = kernels.decode_attention(queries, keys, values, positions, scale=0.2)
+    queries, (keys, values) = torch.randn(3, 6, 24).to(dtype), torch.randn(2, 140, 16, 2, 24).to(dtype)
+    positions, pages = torch.tensor([699, 3, 200]), torch.randperm(140)[:132].int().view(3, 44)
+    found = kernels.paged_attention(queries, keys, values, pages, positions, scale=0.2)
     for row, position in enumerate(positions.tolist()):
-        k, v = (x[row, :, : position + 1].double().repeat_interleave(3, dim=0) for x in (keys, values))
+        k, v = (
+            x[pages[row].long()].flatten(0, 1)[: position + 1].double().repeat_interleave(3, dim=1).transpose(0, 1)
+            for x in (keys, values)
+        )
         expected = functional.scaled_dot_product_attention(queries[row, :, None].double(), k, v, scale=0.2)[:, 0]
         close = {"atol": 1e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-2, "rtol": 1e-2}
         torch.testing.assert_close(found[row].double(), expected, **close)
@@ -147,12 +154,11 @@ def test_a_step_may_be_looked_at_late(rows: int, monkeypatch: pytest.MonkeyPatch
     """As on a GPU: padded batches, and rows that have ended take part in one step more."""
     expected, sizes = completions_alone(), []
 
-    def padded(self: workspace.Workspace, live: list[object]) -> workspace.Fetch:
+    def padded(self: workspace.Workspace, batch: int, *, longest: int) -> workspace.Fetch:
         self.steps_in_flight = 1
-        batch = workspace._graph_rows(len(live), self.cache.slots)
-        sizes.append(batch)
-        result = self.step(batch)[:, : len(live)].clone()
-        return result.tolist
+        rows = workspace._graph_rows(batch, self.most_rows)
+        sizes.append(rows)
+        return self.step(rows)[:, :batch].clone().tolist
 
     monkeypatch.setattr(workspace.Workspace, "decode", padded)
     engine = GenerationEngine.from_model(tiny_model(), stop_token_ids=STOP_TOKEN_IDS, max_batch_rows=rows)
@@ -161,9 +167,9 @@ def test_a_step_may_be_looked_at_late(rows: int, monkeypatch: pytest.MonkeyPatch
 
 
 def test_sizes_of_batch_are_few_and_never_too_small() -> None:
-    for slots in (1, 7, 100, 1000):
-        rungs = [workspace._graph_rows(rows, slots) for rows in range(1, slots + 1)]
-        assert all(rows <= rung <= slots for rows, rung in enumerate(rungs, start=1))
+    for most in (1, 7, 100, 1000):
+        rungs = [workspace._graph_rows(rows, most) for rows in range(1, most + 1)]
+        assert all(rows <= rung <= most for rows, rung in enumerate(rungs, start=1))
         assert rungs == sorted(rungs) and len(set(rungs)) <= 45
 
 
@@ -176,9 +182,10 @@ from hybrid_rlhf.generation.model import kernels
 TYPES = {"*bf16": torch.bfloat16, "*fp32": torch.float32}
 
 def shared_bytes(kernel, constants, floats=(), model="*bf16"):
-    pointers = {"positions": "*i64", "tops": "*fp32", "sums": "*fp32", "bias": "*fp32"}
+    pointers = {"positions": "*i64", "places": "*i64", "pages": "*i32"}
+    pointers |= {"tops": "*fp32", "sums": "*fp32", "bias": "*fp32"}
     scalars = {"scale", "cap", "eps"}
-    counts = {"window", "kv_heads", "capacity", "width"}
+    counts = {"window", "kv_heads", "row_pages", "bias_keys", "width"}
     signature = {}
     for name in kernel.arg_names:
         if name in constants: signature[name] = "constexpr"
@@ -187,13 +194,13 @@ def shared_bytes(kernel, constants, floats=(), model="*bf16"):
         else: signature[name] = "*fp32" if name in floats else pointers.get(name, model)
     # as at run time: what is a multiple of 16 is loaded ahead into shared memory
     aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names)
-               if signature[name].startswith("*") or name == "capacity"}
+               if signature[name].startswith("*")}
     source = ASTSource(kernel, signature, constants, aligned)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32)).metadata.shared
 
 def attention(d, model, splits=8, cap=False, bias=False, window=False):
     pad = max(16, triton.next_power_of_2(d))
-    constants = dict(G=7, G_PAD=16, D=d, D_PAD=pad, KEYS=kernels.keys_at_once(pad, TYPES[model]), SPLITS=splits,
+    constants = dict(N=16, G=7, G_PAD=16, D=d, D_PAD=pad, KEYS=kernels.keys_at_once(pad, TYPES[model]), SPLITS=splits,
                      CAP=cap, BIAS=bias, WINDOW=window)
     floats = ("out",) if splits > 1 else ()
     return shared_bytes(kernels._decode_attention_kernel, constants, floats, model)

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from hybrid_rlhf.functional.masking import position_ids
 from hybrid_rlhf.generation import GenerationEngine
-from hybrid_rlhf.generation.batching.slots import DeviceMemory, device_memory
+from hybrid_rlhf.generation.batching.capacity import DeviceMemory, device_memory
 from hybrid_rlhf.generation.model.layers import ACTIVATIONS
 from hybrid_rlhf.models.packing import pack, use_packing
 from hybrid_rlhf.models.policy import Policy
@@ -34,10 +34,15 @@ def random(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(*shape, device=GPU, dtype=dtype)
 
 
-def exact_row(queries: Tensor, keys: Tensor, values: Tensor, row: int, position: int, scale: float) -> Tensor:
-    """[A, D] float64 attention of one row over its slot."""
-    group = queries.shape[1] // keys.shape[1]
-    k, v = (x[row, :, : position + 1].double().repeat_interleave(group, dim=0) for x in (keys, values))
+def exact_row(
+    queries: Tensor, keys: Tensor, values: Tensor, pages: Tensor, row: int, position: int, scale: float
+) -> Tensor:
+    """[A, D] float64 attention of one row over its pages."""
+    group = queries.shape[1] // keys.shape[2]
+    k, v = (
+        x[pages[row].long()].flatten(0, 1)[: position + 1].double().repeat_interleave(group, dim=1).transpose(0, 1)
+        for x in (keys, values)
+    )
     scores = (queries[row, :, None].double() @ k.transpose(1, 2)) * scale
     return (scores.softmax(dim=-1) @ v)[:, 0]
 
@@ -53,13 +58,14 @@ def test_attention_of_a_step(
     monkeypatch.setattr(kernels, "_splits", lambda programs, capacity: splits)
     torch.manual_seed(0)
     rows, kv_heads, capacity = 16, 4, 4224
-    keys, values = random(2, rows, kv_heads, capacity, d, dtype=dtype)
+    keys, values = random(2, rows * capacity // 16, 16, kv_heads, d, dtype=dtype)
+    pages = torch.randperm(len(keys), device=GPU).int().view(rows, -1)
     queries = random(rows, group * kv_heads, d, dtype=dtype)
     positions = torch.randint(capacity, (rows,), device=GPU)
     positions[:3] = torch.tensor([0, 63, capacity - 1], device=GPU)
-    found = kernels.decode_attention(queries, keys, values, positions, scale=d**-0.5)
+    found = kernels.paged_attention(queries, keys, values, pages, positions, scale=d**-0.5)
     for row in range(rows):
-        expected = exact_row(queries, keys, values, row, int(positions[row]), d**-0.5)
+        expected = exact_row(queries, keys, values, pages, row, int(positions[row]), d**-0.5)
         torch.testing.assert_close(found[row].double(), expected, atol=CLOSE[dtype], rtol=CLOSE[dtype])
 
 
@@ -67,22 +73,24 @@ def test_attention_of_a_step(
 def test_a_cache_of_more_than_two_to_the_31_elements(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from hybrid_rlhf.generation.model import kernels
 
-    slots, kv_heads, capacity, d = 80, 8, 32768, 128
+    rows, kv_heads, capacity, d = 80, 8, 32768, 128
     if device_memory(GPU).available < 16 * 2**30:
         pytest.skip("needs 16 GiB")
     monkeypatch.setattr(kernels, "_splits", lambda programs, capacity: splits)
     torch.manual_seed(0)
-    keys, values = (random(slots, kv_heads, capacity, d, dtype=torch.bfloat16) for _ in "kv")
+    keys, values = (random(rows * capacity // 16, 16, kv_heads, d, dtype=torch.bfloat16) for _ in "kv")
+    pages = torch.arange(len(keys), device=GPU, dtype=torch.int32).view(rows, -1)
     assert keys.numel() > 2**31
-    qkv = random(slots, 32 + 2 * kv_heads, d, dtype=torch.bfloat16)
-    positions = torch.full((slots,), capacity - 1, device=GPU)
-    queries = kernels.rotate_and_write(qkv, None, positions, keys, values)
+    qkv = random(rows, 32 + 2 * kv_heads, d, dtype=torch.bfloat16)
+    positions = torch.full((rows,), capacity - 1, device=GPU)
+    places = pages[:, -1].long() * 16 + 15
+    queries = kernels.rotate_and_write(qkv, None, places, keys, values)
     assert torch.equal(queries, qkv[:, :32])
-    assert torch.equal(keys[:, :, -1], qkv[:, 32 : 32 + kv_heads])
-    assert torch.equal(values[:, :, -1], qkv[:, 32 + kv_heads :])
-    found = kernels.decode_attention(queries, keys, values, positions, scale=d**-0.5)
-    for row in (0, slots - 1):
-        expected = exact_row(queries, keys, values, row, capacity - 1, d**-0.5)
+    assert torch.equal(keys[pages[:, -1].long(), -1], qkv[:, 32 : 32 + kv_heads])
+    assert torch.equal(values[pages[:, -1].long(), -1], qkv[:, 32 + kv_heads :])
+    found = kernels.paged_attention(queries, keys, values, pages, positions, scale=d**-0.5)
+    for row in (0, rows - 1):
+        expected = exact_row(queries, keys, values, pages, row, capacity - 1, d**-0.5)
         torch.testing.assert_close(found[row].double(), expected, atol=2e-3, rtol=2e-2)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from hybrid_rlhf.generation import Completion, GenerationEngine, SamplingParams
-from hybrid_rlhf.generation.batching.prefixes import BLOCK_TOKENS
+from hybrid_rlhf.generation.batching.cache import BLOCK_TOKENS
 from hybrid_rlhf.generation.batching.requests import Request
 from hybrid_rlhf.generation.sampling import per_request, uniform_stream
 from tests.support.tiny import tiny_model

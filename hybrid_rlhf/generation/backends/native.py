@@ -1,34 +1,57 @@
-"""The library's own decoder: inference weights, a KV cache in slots, continuous batching, CUDA graphs on a GPU.
+"""The library's own decoder: inference weights, a paged KV cache, continuous batching, CUDA graphs on a GPU.
 
-The backend allocates its workspace (KV cache, tables, CUDA graphs) in the first call and keeps it as long as it fits
-the requests of later calls. After a weight sync it keeps the workspace if the weights were written in place, since the
-addresses in its CUDA graphs are then still valid.
+The backend allocates KV cache and workspace (tables, CUDA graphs) in the first call and keeps them as long as they fit
+the requests of later calls. Prefixes stay cached between calls until the weights change. After a weight sync the
+workspace is kept if the weights were written in place, since the addresses in its CUDA graphs are then still valid.
 """
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.generation.batching.cache import bytes_per_token
-from hybrid_rlhf.generation.batching.continuous import ContinuousBatch
-from hybrid_rlhf.generation.batching.requests import NewTokens, Request
-from hybrid_rlhf.generation.batching.slots import (
+from hybrid_rlhf.generation.batching.blocks import BlockPool
+from hybrid_rlhf.generation.batching.cache import CacheLayout, KVCache, bytes_per_token, page_bytes
+from hybrid_rlhf.generation.batching.capacity import (
+    Sequences,
     WorkingMemory,
     available_bytes,
-    slot_tokens,
-    slots_within,
+    capacity_tokens,
+    new_cache,
+    rows_and_pages,
     working_memory,
 )
+from hybrid_rlhf.generation.batching.continuous import ContinuousBatch
+from hybrid_rlhf.generation.batching.requests import NewTokens, Request
 from hybrid_rlhf.generation.batching.workspace import Workspace
 from hybrid_rlhf.generation.model.decoder import Decoder
 
 PREFILL_TOKENS = {"cpu": 2048, "cuda": 16384}
 """Prompt tokens of one prefill, by device."""
+
+
+@dataclass
+class HeldCache:
+    """A KV cache and what it was allocated for."""
+
+    cache: KVCache
+    pool: BlockPool
+    rows: int
+    """Completions that are decoded together."""
+    wanted: tuple[int, int]
+    """Rows and pages that unlimited memory would have allowed."""
+
+    def serves(self, sequences: Sequences) -> bool:
+        """Whether a cache allocated for these would not be larger."""
+        wanted = (sequences.rows, sequences.pages(sequences.rows))
+        fits = sequences.longest_pages <= self.cache.pages
+        return fits and self.cache.layout == sequences.layout and all(map(operator.le, wanted, self.wanted))
 
 
 class NativeBackend:
@@ -48,7 +71,7 @@ class NativeBackend:
         Args:
             decoder: holds the inference weights.
             max_batch_rows: most completions to decode together; none: as many as fit in memory.
-            kv_cache_gib: memory for keys and values; none: what is free on the device (batching/slots.py).
+            kv_cache_gib: memory for keys and values; none: what is free on the device (batching/capacity.py).
             prefill_tokens: prompt tokens of one prefill; none: 2048 on a CPU, 16384 on a GPU.
             cuda_graphs: capture decoding steps in CUDA graphs on a GPU. While a graph is captured, no other thread may
                 use the device.
@@ -59,8 +82,12 @@ class NativeBackend:
         self._cuda_graphs = cuda_graphs
         self.max_positions = decoder.architecture.max_positions
         self.decode_bytes = 0
+        self.preemptions = 0
+        """Requests that were computed again because blocks ran out."""
+        self.held: HeldCache | None = None
+        """KV cache of the last call."""
         self.workspace: Workspace | None = None
-        """KV cache, tables and CUDA graphs of the last call."""
+        """Tables and CUDA graphs of the last call."""
 
     @property
     def decoder(self) -> Decoder:
@@ -78,21 +105,27 @@ class NativeBackend:
         """
         if decoder is not self._decoder:
             self._release_workspace()
+            self.held = None
+        elif self.held is not None:
+            self.held.pool.forget_prefixes()
         self._decoder = decoder
 
     def run(self, requests: Sequence[Request]) -> Iterator[NewTokens]:
         """See GenerationBackend."""
         decoder = self.decoder
-        self.workspace = self._workspace_for(decoder, requests)
-        batch = ContinuousBatch(self.workspace, requests, prefill_tokens=self._prefill_tokens)
+        self.workspace = workspace = self._workspace_for(decoder, requests)
+        assert self.held is not None
+        batch = ContinuousBatch(workspace, self.held.pool, requests, prefill_tokens=self._prefill_tokens)
         yield from batch.steps()
-        cached = bytes_per_token(decoder.architecture, decoder.split, decoder.dtype)
+        self.preemptions += batch.preemptions
+        cached = bytes_per_token(decoder.architecture, len(decoder.split.kv_heads), decoder.dtype)
         self.decode_bytes += batch.decode_steps * decoder.product_bytes
         self.decode_bytes += cached * sum(request.attended_tokens for request in requests)
 
     def close(self) -> None:
         """See GenerationBackend."""
         self._release_workspace()
+        self.held = None
         self._decoder = None
 
     def _release_workspace(self) -> None:
@@ -101,51 +134,87 @@ class NativeBackend:
             workspace.close()
 
     def _workspace_for(self, decoder: Decoder, requests: Sequence[Request]) -> Workspace:
-        """The last call's workspace if it serves these requests too, else a new one with as many slots as fit."""
-        needed_tokens = max(len(request.prompt) + len(request.uniforms) for request in requests)
-        wanted_slots = min(len(requests), self._max_batch_rows or sys.maxsize)
+        """The last call's workspace if it serves these requests too, else a new one."""
+        sequences = self._sequences(decoder, requests)
+        if self.held is None or not self.held.serves(sequences):
+            self.held = self._cache_for(decoder, requests, sequences)
+        held, longest = self.held, sequences.longest_tokens
+        rows = min(held.rows, sequences.rows)
         if self.workspace is not None and self.workspace.serves(
-            requests, wanted_slots=wanted_slots, capacity_tokens=needed_tokens
+            requests, cache=held.cache, rows=rows, capacity_tokens=longest
         ):
             return self.workspace
-        self._release_workspace()  # before free memory is measured
-        capacity = min(slot_tokens(needed_tokens, decoder.world.device), self.max_positions or sys.maxsize)
-        slots = self._slots(decoder, requests, wanted_slots=wanted_slots, capacity_tokens=capacity)
-        return Workspace(
+        self._release_workspace()
+        capacity = capacity_tokens(longest, decoder.world.device, self.max_positions)
+        self.workspace = Workspace(
             decoder,
             requests,
-            slots=slots,
-            wanted_slots=wanted_slots,
+            cache=held.cache,
+            rows=held.rows,
             capacity_tokens=capacity,
             cuda_graphs=self._cuda_graphs,
         )
+        return self.workspace
 
-    def _slots(self, decoder: Decoder, requests: Sequence[Request], *, wanted_slots: int, capacity_tokens: int) -> int:
-        """How many slots of `capacity_tokens` fit in memory, up to `wanted_slots`; the same number on every rank.
+    def _sequences(self, decoder: Decoder, requests: Sequence[Request]) -> Sequences:
+        longest = max(len(request.prompt) + len(request.uniforms) for request in requests)
+        layout = CacheLayout.of(
+            decoder.architecture, capacity_tokens(longest, decoder.world.device, self.max_positions)
+        )
+        a, split = decoder.architecture, decoder.split
+        return Sequences(
+            layout,
+            page_bytes(layout, kv_heads=len(split.kv_heads), head_dim=a.head_dim, dtype=decoder.dtype),
+            longest_tokens=longest,
+            prompt_tokens=max(len(request.prompt) for request in requests),
+            rows=min(len(requests), self._max_batch_rows or sys.maxsize),
+            prefill_tokens=self._prefill_tokens,
+        )
+
+    def _cache_for(self, decoder: Decoder, requests: Sequence[Request], sequences: Sequences) -> HeldCache:
+        """A cache as large as memory allows; the held one, grown, where both fit, so that its prefixes remain.
 
         Raises:
             UserError: when memory has no room for one completion.
         """
-        world = decoder.world
-        slot_bytes = capacity_tokens * bytes_per_token(decoder.architecture, decoder.split, decoder.dtype)
-        if self._kv_cache_gib is not None:
-            budget, working = self._kv_cache_gib * 2**30, WorkingMemory()
-        else:
-            working = working_memory(
-                decoder,
-                requests,
-                rows=wanted_slots,
-                prefill_tokens=self._prefill_tokens,
-                cuda_graphs=self._cuda_graphs,
-            )
-            budget = available_bytes(world)
-        slots = min(wanted_slots, slots_within(budget, slot_bytes, working))
+        held, wanted = self.held, (sequences.rows, sequences.pages(sequences.rows))
+        if held is not None and held.cache.layout != sequences.layout:
+            self._release_workspace()
+            held = self.held = None
+        own = 0 if held is None else held.cache.pages * sequences.page_bytes
+        budget, working = self._budget(decoder, requests, sequences, own)
+        rows, pages = rows_and_pages(budget, sequences, working)
         # Free memory and KV heads may differ between ranks.
-        slots = int(world.all_reduce(torch.tensor(slots, device=world.device), dist.ReduceOp.MIN))
-        if slots < 1:
+        both = decoder.world.all_reduce(torch.tensor([rows, pages], device=decoder.world.device), dist.ReduceOp.MIN)
+        rows, pages = map(int, both.tolist())
+        if pages < 1:
+            one = sequences.longest_pages * sequences.page_bytes
             raise UserError(
-                f"the KV cache must hold one completion of {capacity_tokens} tokens, {slot_bytes / 2**30:.2f} GiB, its "
-                f"budget is {max(0.0, budget - working.prefill) / 2**30:.2f} GiB: lower max_new_tokens or raise "
+                f"the KV cache must hold one completion of {sequences.longest_tokens} tokens, {one / 2**30:.2g} GiB, "
+                f"its budget is {max(0.0, budget - working.prefill) / 2**30:.2g} GiB: lower max_new_tokens or raise "
                 "kv_cache_gib"
             )
-        return slots
+        if held is not None and pages <= held.cache.pages:
+            return HeldCache(held.cache, held.pool, max(rows, held.rows), wanted)
+        self._release_workspace()  # it refers to the old cache
+        if held is not None and own + pages * sequences.page_bytes <= budget:
+            held.pool.grow(pages)
+            return HeldCache(held.cache.grown(pages), held.pool, rows, wanted)
+        held = self.held = None  # freed before the new one is allocated
+        cache = new_cache(decoder, sequences.layout, pages=pages)
+        return HeldCache(cache, BlockPool(sequences.layout, pages), rows, wanted)
+
+    def _budget(
+        self, decoder: Decoder, requests: Sequence[Request], sequences: Sequences, own: int
+    ) -> tuple[float, WorkingMemory]:
+        """Bytes for cache and temporaries, and what the temporaries take; `own`: bytes of the held cache."""
+        if self._kv_cache_gib is not None:
+            return self._kv_cache_gib * 2**30, WorkingMemory()
+        working = working_memory(
+            decoder,
+            requests,
+            rows=sequences.rows,
+            prefill_tokens=self._prefill_tokens,
+            cuda_graphs=self._cuda_graphs,
+        )
+        return available_bytes(decoder.world) + own, working

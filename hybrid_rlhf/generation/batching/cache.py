@@ -1,57 +1,132 @@
-"""The KV cache: one slot per running completion, contiguous memory for the longest sequence.
+"""The KV cache: pages of keys and values, and how the layers of a model share them.
 
-Why slots and not pages: the longest sequence of a rollout is known before it starts, so slots can have its size.
-Attention reads contiguous rows in place, without a block table, and a batch of live rows is a view. The price is memory
-for tokens that are never sampled; a request waits until a slot is free.
+Layers that attend to the same number of tokens form a layer group. Each sequence has a list of blocks for each group
+(blocks.py), so layers with a sliding window release the blocks that they no longer need while others keep theirs. All
+groups take pages from one pool: a page holds `BLOCK_TOKENS` tokens of `layers_per_page` layers, the greatest common
+divisor of the sizes of the groups. A model whose layers are alike has one group, and one page per block.
 
-Shapes: L layers, S slots, K KV heads of this rank, C token capacity of a slot, D head size.
+Shapes: P pages, K KV heads of this rank, D head size.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from hybrid_rlhf.generation.weights.description import ModelDescription
-from hybrid_rlhf.generation.weights.split import Split
+
+BLOCK_TOKENS = 16
+"""Tokens of a block. On average half of a sequence's last block is unused."""
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """Which layers share pages."""
+
+    windows: tuple[int | None, ...]
+    """For each layer group, the tokens that its queries attend to; none: all."""
+    pages: tuple[int, ...]
+    """For each layer group, the pages of a block."""
+    layers_per_page: int
+    places: tuple[tuple[int, int], ...]
+    """For each layer, its page table, and its place in a page."""
+
+    @classmethod
+    def of(cls, architecture: ModelDescription, capacity_tokens: int) -> CacheLayout:
+        """The layout for sequences of at most `capacity_tokens`; a window of that size or above is none."""
+
+        def window(layer: int) -> int | None:
+            own = architecture.kinds[architecture.layer_kinds[layer]].window
+            return None if own is None or own >= capacity_tokens else own
+
+        each = [window(layer) for layer in range(architecture.layers)]
+        windows = sorted(set(each), key=lambda size: math.inf if size is None else size, reverse=True)
+        counts = [each.count(one) for one in windows]
+        together = math.gcd(*counts)
+        pages = [count // together for count in counts]
+        seen = [0] * len(windows)
+        places = []
+        for size in each:
+            group = windows.index(size)
+            places.append((sum(pages[:group]) + seen[group] // together, seen[group] % together))
+            seen[group] += 1
+        return cls(tuple(windows), tuple(pages), together, tuple(places))
+
+    @property
+    def tables(self) -> int:
+        """Page tables of a sequence: pages of its blocks in all layer groups."""
+        return sum(self.pages)
+
+    def pages_of(self, tokens: int, *, computed_together: int = 1) -> int:
+        """Most pages that a sequence holds at once when it is computed in chunks of `computed_together` tokens."""
+        blocks = -(-tokens // BLOCK_TOKENS)
+        most = [
+            blocks if window is None else min(blocks, -(-(window + computed_together) // BLOCK_TOKENS) + 1)
+            for window in self.windows
+        ]
+        return sum(count * own for count, own in zip(most, self.pages, strict=True))
 
 
 class KVCache:
-    """Keys and values [L, S, K, C, D]."""
+    """Keys and values [layers_per_page, P, BLOCK_TOKENS, K, D]."""
 
     def __init__(
         self,
-        architecture: ModelDescription,
-        split: Split,
+        layout: CacheLayout,
         *,
-        slots: int,
-        capacity_tokens: int,
+        pages: int,
+        kv_heads: int,
+        head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (architecture.layers, slots, len(split.kv_heads), capacity_tokens, architecture.head_dim)
+        self.layout = layout
+        shape = (layout.layers_per_page, pages, BLOCK_TOKENS, kv_heads, head_dim)
         # Zeros, not uninitialised memory: an attention weight of 0 times NaN is NaN.
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys)
 
     @property
-    def slots(self) -> int:
-        """Number of slots."""
+    def pages(self) -> int:
+        """Number of pages."""
         return self.keys.shape[1]
 
-    @property
-    def capacity_tokens(self) -> int:
-        """Tokens that fit in one slot."""
-        return self.keys.shape[3]
+    def of_layer(self, layer: int) -> tuple[int, torch.Tensor, torch.Tensor]:
+        """The page table of a layer, and its keys and values [P, BLOCK_TOKENS, K, D]."""
+        table, place = self.layout.places[layer]
+        return table, self.keys[place], self.values[place]
 
-    def copy(self, source: int, targets: Sequence[int], tokens: int) -> None:
-        """Copy the first tokens of one slot to others."""
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy pages, given as (source, target)."""
+        if not pairs:
+            return
+        sources, targets = torch.tensor(pairs, device=self.keys.device).unbind(dim=1)
         for store in (self.keys, self.values):
-            for target in targets:
-                store[:, target, :, :tokens] = store[:, source, :, :tokens]
+            store[:, targets] = store[:, sources]
+
+    def grown(self, pages: int) -> KVCache:
+        """A cache of more pages with the content of this one."""
+        _, _, _, kv_heads, head_dim = self.keys.shape
+        larger = KVCache(
+            self.layout,
+            pages=pages,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            dtype=self.keys.dtype,
+            device=self.keys.device,
+        )
+        larger.keys[:, : self.pages], larger.values[:, : self.pages] = self.keys, self.values
+        return larger
 
 
-def bytes_per_token(architecture: ModelDescription, split: Split, dtype: torch.dtype) -> int:
-    """Bytes of one token's keys and values on this rank."""
-    return 2 * architecture.layers * len(split.kv_heads) * architecture.head_dim * dtype.itemsize
+def page_bytes(layout: CacheLayout, *, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes of a page."""
+    return 2 * layout.layers_per_page * BLOCK_TOKENS * kv_heads * head_dim * dtype.itemsize
+
+
+def bytes_per_token(architecture: ModelDescription, kv_heads: int, dtype: torch.dtype) -> int:
+    """Bytes of one token's keys and values on a rank with so many KV heads."""
+    return 2 * architecture.layers * kv_heads * architecture.head_dim * dtype.itemsize

@@ -1,184 +1,345 @@
 """Continuous batching: requests enter as others finish, and every step decodes all live rows.
 
-A step is either a prefill of new requests, or one token for each live row. Live rows always occupy the first slots of
-the KV cache: when a row finishes, the last row moves to its slot. A prefix that a prompt shares with that of a live row
-is copied from its slot, so the prompt of `n` samples and a common system prompt are computed once. On a GPU, scheduling
-is asynchronous: the host processes the result of a step while the next one runs, so a finished row runs one extra step
+A step computes one token of each live row and, within a budget, chunks of the prompts of entering requests, in one
+forward. A prompt begins with the longest prefix that is cached (blocks.py); the samples of one prompt share its blocks.
+How many requests run is limited by memory: one enters if there is room for it and for what the live ones are expected
+to grow by. When blocks run out nevertheless, the youngest request is preempted: it gives up its blocks, waits, and is
+computed again from its tokens. The oldest is never preempted, so all requests finish. On a GPU, scheduling is
+asynchronous: the host processes the result of a step while the next one runs, so a finished row runs one extra step
 whose output is discarded.
+
+Source: arXiv 2309.06180, section 4.5 (preemption by recomputation); chunked prefill: arXiv 2308.16369.
 
 Shapes: T tokens, B live rows.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
-from hybrid_rlhf.generation.batching.prefixes import PrefixIndex
+from hybrid_rlhf.generation.batching.blocks import BlockPool, BlockTable, blocks_of
+from hybrid_rlhf.generation.batching.cache import BLOCK_TOKENS
 from hybrid_rlhf.generation.batching.requests import NewTokens, Request
-from hybrid_rlhf.generation.batching.workspace import Fetch, Workspace
-from hybrid_rlhf.generation.model.attention import Span
+from hybrid_rlhf.generation.batching.workspace import Fetch, Prompts, Workspace
+from hybrid_rlhf.generation.model.attention import Chunks
+
+
+@dataclass(eq=False)
+class _Row:
+    """A running request."""
+
+    request: Request
+    age: int
+    """Place in the order of arrival."""
+    table: BlockTable
+    computed: int = 0
+    """Tokens whose keys and values are in the cache, or will be by the steps that have been launched."""
+    listed: int = 0
+    """Blocks whose pages are in the workspace's table."""
+    samples: list[_Row] = field(default_factory=list)
+    """Other samples of the prompt, which enter with this one."""
 
 
 @dataclass
-class _Prefill:
-    """A prompt to be computed, for one or more of its samples."""
+class _ExpectedLength:
+    """Expected length of a completion: tokens sampled per finished completion.
 
-    requests: list[Request]
-    slot: int
-    """Of the first sample; the others use the slots after it."""
-    done_tokens: int
-    """Prompt tokens whose keys and values are in the slot."""
-    hidden: Tensor | None = field(default=None)
-    """[H] after the last token, once computed."""
+    That is the maximum likelihood of a constant chance to end, with running completions counted as censored; before
+    any has finished, half of the limit.
+    """
 
-    @property
-    def prompt(self) -> Sequence[int]:
-        return self.requests[0].prompt
+    tokens: float = 0.0
+    finished: float = 0.0
+
+    def of(self, limit: int) -> float:
+        """The mean for a completion of at most `limit` tokens."""
+        return min(limit, (self.tokens + limit / 2) / (self.finished + 1))
 
 
 class ContinuousBatch:
     """Decodes requests to their ends."""
 
-    def __init__(self, workspace: Workspace, requests: Sequence[Request], *, prefill_tokens: int) -> None:
+    def __init__(
+        self,
+        workspace: Workspace,
+        pool: BlockPool,
+        requests: Sequence[Request],
+        *,
+        prefill_tokens: int,
+    ) -> None:
         """Prepare.
 
         Args:
-            workspace: with at least one slot, each long enough for any of the requests.
+            workspace: with at least one row.
+            pool: of its cache, with pages for any one of the requests at its full length.
             requests: ordered by prompt.
-            prefill_tokens: most prompt tokens of one prefill; a longer prompt is computed in chunks.
+            prefill_tokens: most prompt tokens of one step; a longer prompt is computed in chunks.
         """
-        self._workspace, self._decoder, self._cache = workspace, workspace.decoder, workspace.cache
-        self._waiting = deque(requests)
-        self._rows: list[Request] = []
-        self._in_flight: deque[tuple[list[Request], Fetch]] = deque()
-        self._prefixes = PrefixIndex()
+        self._workspace, self._pool = workspace, pool
+        self._waiting = deque(enumerate(requests))
+        self._decoding: list[_Row] = []
+        self._entering: list[_Row] = []
+        """Rows whose prompts are not computed yet, by age; samples after the first are with it."""
+        self._in_flight: deque[tuple[list[_Row], Fetch]] = deque()
         self._prefill_tokens = prefill_tokens
-        self._min_free_slots = max(1, self._cache.slots // 8)
-        self._device = self._cache.keys.device
+        self._expected = _ExpectedLength()
+        self._preempted = False
+        """Whether nothing enters until a row has finished."""
+        self._device = workspace.pages.device
         self.decode_steps = 0
-        """Decoding steps so far."""
+        """Steps so far."""
+        self.preemptions = 0
+        """Requests that were computed again."""
 
     @torch.inference_mode()
     def steps(self) -> Iterator[NewTokens]:
         """Decode to the end; yields the new tokens of each step."""
-        while self._waiting or self._rows:
-            free = self._cache.slots - len(self._rows)
-            if self._waiting and free >= min(len(self._waiting), self._min_free_slots):
-                while self._in_flight:
+        try:
+            while self._waiting or self._live:
+                if self._pages_missing() > self._pool.available_pages:
+                    if self._in_flight:
+                        yield self._collect()
+                    else:
+                        self._preempt(max(self._live, key=lambda row: row.age))
+                    continue
+                self._launch()
+                while len(self._in_flight) > self._workspace.steps_in_flight:
                     yield self._collect()
-                while self._waiting and len(self._rows) < self._cache.slots:
-                    yield self._run_prefills(self._admit())
-            else:
-                self.decode_steps += 1
-                self._in_flight.append((self._rows, self._workspace.decode(self._rows)))
-                if len(self._in_flight) > self._workspace.steps_in_flight:
-                    yield self._collect()
+        finally:
+            self._release_all()
 
-    def _admit(self) -> list[_Prefill]:
-        """Take the next requests from the queue, and copy the prefixes that they share with live rows.
+    @property
+    def _live(self) -> list[_Row]:
+        return [*self._decoding, *(one for row in self._entering for one in (row, *row.samples))]
 
-        A prompt that shares a longer prefix with one admitted now than with any live row is deferred until that one is
-        computed.
-        """
-        prefills: list[_Prefill] = []
-        admitted, deferred = PrefixIndex(), []
-        slot, tokens = len(self._rows), 0
-        while self._waiting and slot < self._cache.slots and tokens < self._prefill_tokens:
-            request = self._waiting.popleft()
-            if prefills and prefills[-1].requests[0].prompt_index == request.prompt_index:
-                prefills[-1].requests.append(request)
-                slot += 1
-                continue
-            donor, shared = self._prefixes.longest(request.prompt)
-            if admitted.longest(request.prompt)[1] > shared:
-                deferred.append(request)
-                continue
-            if donor is not None:
-                self._cache.copy(self._rows.index(donor), [slot], shared)
-            prefills.append(_Prefill([request], slot, shared))
-            admitted.add(request)
-            slot += 1
-            tokens += len(request.prompt) - shared
-        self._waiting.extendleft(reversed(deferred))
-        return prefills
+    def _pages_missing(self) -> int:
+        """Pages that the next step allocates for the rows that are live already."""
+        capacity = self._workspace.capacity_tokens
+        missing = sum(row.table.missing_pages(min(row.computed + 1, capacity)) for row in self._decoding)
+        budget = self._prefill_tokens
+        for row in self._entering:
+            length = min(budget, row.request.tokens - row.computed)
+            missing += row.table.missing_pages(row.computed + length)
+            budget -= length
+            if row.computed + length == row.request.tokens:
+                missing += len(row.samples) * self._tail_pages(row)
+        return missing
 
-    def _run_prefills(self, prefills: list[_Prefill]) -> NewTokens:
-        """Compute prompts, in chunks, and sample the first tokens of their completions."""
-        unfinished = list(prefills)
-        while unfinished:
-            self._run_chunk(unfinished, self._prefill_tokens)
-            unfinished = [prefill for prefill in unfinished if prefill.hidden is None]
-        for one in prefills:
-            self._cache.copy(one.slot, range(one.slot + 1, one.slot + len(one.requests)), len(one.prompt))
-        hidden = torch.stack([prefill.hidden for prefill in prefills if prefill.hidden is not None])
-        of_request = [index for index, prefill in enumerate(prefills) for _ in prefill.requests]
-        logits = self._decoder.logits(hidden)[torch.tensor(of_request, device=self._device)]
-        entered = [request for prefill in prefills for request in prefill.requests]
-        fetch = self._workspace.first_tokens(logits, len(self._rows), entered)
-        self._rows = self._rows + entered
-        for request in entered:
-            self._prefixes.add(request)
-        return self._append(entered, fetch)
+    def _tail_pages(self, row: _Row) -> int:
+        """Pages that each further sample of a prompt copies."""
+        return self._pool.layout.tables if row.request.tokens % BLOCK_TOKENS else 0
 
-    def _run_chunk(self, prefills: list[_Prefill], budget_tokens: int) -> None:
-        """One forward over as many prompt tokens as the budget allows, grouped by position and length."""
-        pieces: dict[tuple[int, int], list[_Prefill]] = {}
-        for prefill in prefills:
-            length = min(len(prefill.prompt) - prefill.done_tokens, budget_tokens)
-            if length:
-                pieces.setdefault((prefill.done_tokens, length), []).append(prefill)
-            budget_tokens -= length
-        tokens: list[int] = []
-        positions: list[int] = []
-        spans: list[Span] = []
-        for (start, length), group in pieces.items():
-            spans.append(Span([prefill.slot for prefill in group], start, length))
-            for prefill in group:
-                tokens += prefill.prompt[start : start + length]
-                positions += range(start, start + length)
-        hidden = self._decoder.hidden(
-            torch.tensor(tokens, device=self._device),
-            torch.tensor(positions, device=self._device),
-            self._workspace.attention.prefill(spans),
+    # -- one step
+
+    def _launch(self) -> None:
+        """Start the next step."""
+        batch = len(self._decoding)
+        capacity = self._workspace.capacity_tokens
+        entries = []
+        for place, row in enumerate(self._decoding):
+            row.computed = min(row.computed + 1, capacity)
+            row.table.extend(row.computed)
+            entries += self._unlisted(row, place)
+        longest = max((row.computed for row in self._decoding), default=1)
+        chunks = self._chunks()
+        finished = [row for row, start, length in chunks if start + length == row.request.tokens]
+        entered = [one for row in finished for one in (row, *row.samples)]
+        forks = [pair for row in finished for one in row.samples for pair in self._fork(row, one)]
+        for place, row in enumerate(entered, start=batch):
+            entries += self._unlisted(row, place)
+        self._workspace.set_pages(entries)
+        if chunks:
+            prompts = self._prompts(chunks, finished)
+            fetch = self._workspace.prefill(batch, prompts, [row.request for row in entered], longest=longest)
+        else:
+            fetch = self._workspace.decode(batch, longest=longest)
+        self.decode_steps += batch > 0
+        self._workspace.cache.copy(forks)
+        for row, start, length in chunks:
+            row.table.set_ready(start, start + length)
+        for row in finished:
+            row.table.index(row.request.all_token_ids)
+        self._entering = [row for row in self._entering if row not in finished]
+        self._decoding = self._decoding + entered
+        if any(self._pool.layout.windows):
+            for row in (*self._decoding, *self._entering):
+                row.table.trim(row.computed)
+        self._in_flight.append((self._decoding, fetch))
+
+    @staticmethod
+    def _unlisted(row: _Row, place: int) -> list[tuple[int, int, list[int]]]:
+        """Entries of the page table for the blocks that a row has got since the last step."""
+        if row.listed == len(row.table.blocks):
+            return []
+        new = row.table.page_table(row.listed)
+        entries = [(place, row.listed + offset, pages) for offset, pages in enumerate(new)]
+        row.listed += len(new)
+        return entries
+
+    def _chunks(self) -> list[tuple[_Row, int, int]]:
+        """The chunks of the next step, as (row, start, length), with their blocks."""
+        budget, chunks = self._prefill_tokens, list[tuple[_Row, int, int]]()
+        for entering in self._entering:
+            budget -= self._append_chunk(chunks, entering, budget)
+        room = self._room() if self._waiting else 0
+        if self._may_enter(room):
+            while budget > 0 and (row := self._next_entering(room)) is not None:
+                room -= sum(self._expected_pages(one.request) for one in (row, *row.samples))
+                budget -= self._append_chunk(chunks, row, budget)
+        return chunks
+
+    def _append_chunk(self, chunks: list[tuple[_Row, int, int]], row: _Row, budget: int) -> int:
+        length = min(budget, row.request.tokens - row.computed)
+        if length:
+            chunks.append((row, row.computed, length))
+            row.computed += length
+            row.table.extend(row.computed)
+            # Whoever is admitted next may share the blocks: this step computes them before they are read.
+            row.table.index(row.request.all_token_ids[: row.computed // BLOCK_TOKENS * BLOCK_TOKENS])
+        return length
+
+    def _fork(self, row: _Row, sample: _Row) -> list[tuple[int, int]]:
+        sample.computed = row.computed
+        return sample.table.fork(row.table, row.computed)
+
+    def _prompts(self, chunks: Sequence[tuple[_Row, int, int]], finished: Sequence[_Row]) -> Prompts:
+        device, tokens, positions, last = self._device, list[int](), list[int](), list[int]()
+        for row, start, length in chunks:
+            tokens += row.request.all_token_ids[start : start + length]
+            positions += range(start, start + length)
+            if start + length == row.request.tokens:
+                last.append(len(tokens) - 1)
+        tables = [row.table.page_table() for row, _, _ in chunks]
+        pages = torch.zeros(self._pool.layout.tables, len(chunks), max(map(len, tables)), dtype=torch.int32)
+        for place, table in enumerate(tables):
+            pages[:, place, : len(table)] = torch.tensor(table, dtype=torch.int32).t()
+        return Prompts(
+            Chunks(pages.to(device), [start for _, start, _ in chunks], [length for _, _, length in chunks]),
+            torch.tensor(tokens, device=device),
+            torch.tensor(positions, device=device),
+            torch.tensor(last, dtype=torch.long, device=device),
+            torch.tensor(
+                [place for place, row in enumerate(finished) for _ in (row, *row.samples)],
+                dtype=torch.long,
+                device=device,
+            ),
         )
-        end = 0
-        for (start, length), group in pieces.items():
-            for prefill in group:
-                end += length
-                prefill.done_tokens = start + length
-                if prefill.done_tokens == len(prefill.prompt):
-                    prefill.hidden = hidden[end - 1]
+
+    # -- who enters, and who has to wait
+
+    def _may_enter(self, room: int) -> bool:
+        """Whether there is room for several requests: prompts are cheaper together."""
+        live = len(self._live)
+        wanted = min(len(self._waiting), max(1, live // 8))
+        if not live or not wanted:
+            return bool(wanted)
+        if self._preempted or live + wanted > self._workspace.most_rows:
+            return False
+        return room >= wanted * self._expected_pages(self._waiting[0][1])
+
+    def _room(self) -> int:
+        """Available pages, less what the live rows are expected to grow by."""
+        growth = 0
+        for row in self._entering:
+            shared = row.request.tokens // BLOCK_TOKENS
+            growth += sum(self._expected_blocks(one.request) - shared for one in row.samples)
+            growth += max(0, self._expected_blocks(row.request) - len(row.table.blocks))
+        for row in self._decoding:
+            growth += max(0, self._expected_blocks(row.request) - len(row.table.blocks))
+        return self._pool.available_pages - growth * self._pool.layout.tables
+
+    def _expected_blocks(self, request: Request) -> int:
+        """Blocks of a request at its end, or after its next token if that is expected to be past."""
+        limit, drawn = len(request.uniforms), len(request.token_ids)
+        return blocks_of(len(request.prompt) + max(min(limit, drawn + 1), int(self._expected.of(limit))))
+
+    def _expected_pages(self, request: Request) -> int:
+        return self._expected_blocks(request) * self._pool.layout.tables
+
+    def _next_entering(self, room: int) -> _Row | None:
+        """Admit the next request, with the other samples of its prompt, if there is room for it."""
+        free_rows = self._workspace.most_rows - len(self._live)
+        if not self._waiting or not free_rows:
+            return None
+        age, request = self._waiting[0]
+        room -= self._expected_pages(request)
+        if room < 0 and self._live:
+            return None
+        self._waiting.popleft()
+        row = _Row(request, age, BlockTable(self._pool))
+        row.computed, copies = row.table.begin(self._pool.match(request.all_token_ids))
+        self._workspace.cache.copy(copies)
+        self._entering.append(row)
+        while self._waiting and len(row.samples) + 1 < free_rows:
+            age, sample = self._waiting[0]
+            room -= self._expected_pages(sample)
+            if sample.prompt_index != request.prompt_index or request.token_ids or sample.token_ids or room < 0:
+                break
+            self._waiting.popleft()
+            row.samples.append(_Row(sample, age, BlockTable(self._pool)))
+        return row
+
+    def _preempt(self, row: _Row) -> None:
+        """Take back the blocks of a row; its request waits in its old place."""
+        self.preemptions += 1
+        self._preempted = True
+        if row in self._decoding:
+            self._remove({row})
+        elif row in self._entering:
+            row.table.release()
+            self._entering.remove(row)
+        for leader in self._entering:
+            leader.samples = [sample for sample in leader.samples if sample is not row]
+        ages = [age for age, _ in self._waiting]
+        self._waiting.insert(bisect.bisect(ages, row.age), (row.age, row.request))
+
+    # -- results
 
     def _collect(self) -> NewTokens:
-        """Wait for the oldest step in flight and process its result."""
-        return self._append(*self._in_flight.popleft())
-
-    def _append(self, requests: Sequence[Request], fetch: Fetch) -> NewTokens:
-        """Append the tokens of a step to its requests, except those that had finished before, and free their slots."""
+        """Wait for the oldest step in flight; append its tokens, except those of rows that had finished before."""
+        rows, fetch = self._in_flight.popleft()
         new: NewTokens = []
-        for request, token, *logprobs in zip(requests, *fetch(), strict=True):
+        finished = set[_Row]()
+        for row, token, *logprobs in zip(rows, *fetch(), strict=True):
+            request = row.request
             if request.finish_reason is None:
                 request.append(int(token), *logprobs)
                 new.append((request, int(token)))
-        if any(request.finish_reason for request, _ in new):
-            self._rows = self._compacted()
+                self._expected.tokens += 1
+                if request.finish_reason is not None:
+                    self._expected.finished += 1
+                    finished.add(row)
+        if finished:
+            self._preempted = False
+            self._remove(finished)
         return new
 
-    def _compacted(self) -> list[Request]:
-        """The unfinished rows, in slots 0, 1, ...: the last row moves to the slot of each finished one."""
-        rows = list(self._rows)
-        for slot in reversed(range(len(rows))):
-            if rows[slot].finish_reason is None:
+    def _remove(self, gone: set[_Row]) -> None:
+        """Take rows out of the batch, and leave their blocks to later sequences that begin alike.
+
+        The last row moves to the place of each.
+        """
+        rows = list(self._decoding)
+        for place in reversed(range(len(rows))):
+            row = rows[place]
+            if row not in gone:
                 continue
-            self._prefixes.remove(rows[slot])
             last = rows.pop()
-            if slot < len(rows):
-                rows[slot] = last
-                self._cache.copy(len(rows), [slot], last.tokens)
-                self._workspace.rows.move(len(rows), slot)
-        return rows
+            if place < len(rows):
+                rows[place] = last
+            self._workspace.move(len(rows), place)
+            row.table.set_ready(0, row.request.tokens - 1)
+            row.table.index(row.request.all_token_ids[:-1])
+            row.table.release()
+        self._decoding = rows
+
+    def _release_all(self) -> None:
+        """Give back all blocks, also when the caller stops before the end."""
+        for row in self._live:
+            row.table.release()
+        self._workspace.pages.zero_()

@@ -1,9 +1,9 @@
-"""The state and sampling parameters of all rows as tensors on the device: row i belongs to slot i of the KV cache.
+"""The state and sampling parameters of all rows as tensors on the device: row i is that of the i-th live completion.
 
 Why tables: a step then needs no data from the host, so it can be captured in a CUDA graph, and the host can process
 its result while the next step runs. All numbers of a row are in two tables, so a row moves with two copies.
 
-Shapes: S slots, V vocabulary.
+Shapes: S rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ class DecodeBatch:
     """[S, V] bool, tokens of prompt and completion; none without a repetition penalty."""
 
     @classmethod
-    def empty(cls, slots: int, requests: Sequence[Request], *, vocab_size: int, device: torch.device) -> DecodeBatch:
+    def empty(cls, rows: int, requests: Sequence[Request], *, vocab_size: int, device: torch.device) -> DecodeBatch:
         """Tables wide enough for any of the requests."""
         stops = max(len(request.stop) for request in requests)
         longest = max(len(request.uniforms) for request in requests)
         seen = None
         if SamplingMode.of(requests).repetition_penalty:
-            seen = torch.zeros(slots, vocab_size, dtype=torch.bool, device=device)
-        integers = torch.zeros(slots, len(_INTEGERS) + stops, dtype=torch.long, device=device)
-        floats = torch.ones(slots, len(_FLOATS) + longest, dtype=torch.float64, device=device)
+            seen = torch.zeros(rows, vocab_size, dtype=torch.bool, device=device)
+        integers = torch.zeros(rows, len(_INTEGERS) + stops, dtype=torch.long, device=device)
+        floats = torch.ones(rows, len(_FLOATS) + longest, dtype=torch.float64, device=device)
         return cls(integers, floats, seen)
 
     @classmethod
@@ -88,8 +88,8 @@ class DecodeBatch:
         fits = all(len(request.stop) <= stops and len(request.uniforms) <= longest for request in requests)
         return fits and (self.seen is not None or not SamplingMode.of(requests).repetition_penalty)
 
-    def fill(self, slot: int, requests: Sequence[Request]) -> None:
-        """Write requests whose prompts are computed into the rows from `slot` on."""
+    def fill(self, first: int, requests: Sequence[Request]) -> None:
+        """Write requests into the rows from `first` on, each before the token that is sampled next."""
         integers = np.zeros((len(requests), self.integers.shape[1]), dtype=np.int64)
         floats = np.zeros((len(requests), self.floats.shape[1]))
         for row, request in enumerate(requests):
@@ -99,13 +99,13 @@ class DecodeBatch:
             integers[row, 6:] = (stop + stop[:1] * integers.shape[1])[: integers.shape[1] - 6] if stop else 0
             floats[row, :4] = [getattr(params, name) for name in _FLOATS]
             floats[row, 4 : 4 + len(request.uniforms)] = request.uniforms
-        part = slice(slot, slot + len(requests))
+        part = slice(first, first + len(requests))
         self.integers[part] = torch.from_numpy(integers).to(self.integers.device)
         self.floats[part] = torch.from_numpy(floats).to(self.floats.device)
         if self.seen is not None:
             self.seen[part] = False
-            for row, request in enumerate(requests, start=slot):
-                self.seen[row, torch.tensor(sorted(set(request.prompt)), device=self.seen.device)] = True
+            for row, request in enumerate(requests, start=first):
+                self.seen[row, torch.tensor(sorted(set(request.all_token_ids)), device=self.seen.device)] = True
 
     def move(self, source: int, target: int) -> None:
         """Copy row `source` to row `target`."""
@@ -198,6 +198,7 @@ class DecodeBatch:
 
 
 def _integers(request: Request, params: SamplingParams, *, has_stop_tokens: bool) -> list[int]:
-    """A row before its first token, in the order of _INTEGERS."""
+    """A row before its next token, in the order of _INTEGERS."""
     min_new_tokens = params.min_new_tokens if has_stop_tokens else 0
-    return [0, len(request.prompt) - 1, 0, params.top_k, int(params.greedy), min_new_tokens]
+    drawn = len(request.token_ids)
+    return [0, request.tokens - 1, drawn, params.top_k, int(params.greedy), min_new_tokens]

@@ -37,6 +37,11 @@ class Request:
         return len(self.prompt) + len(self.token_ids)
 
     @property
+    def all_token_ids(self) -> list[int]:
+        """Prompt and completion so far."""
+        return [*self.prompt, *self.token_ids]
+
+    @property
     def attended_tokens(self) -> int:
         """Tokens whose keys and values decoding has read: for each token except the first, all before it."""
         decoded = max(0, len(self.token_ids) - 1)

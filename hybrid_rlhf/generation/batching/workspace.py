@@ -1,4 +1,4 @@
-"""The memory of decoding: KV cache, tables of the rows, and CUDA graphs of a decoding step on a GPU.
+"""Steps of the decoder: tables of the rows, sampling, and CUDA graphs of a decoding step on a GPU.
 
 Why it outlives a call: a CUDA graph holds addresses. As long as weights, cache and tables stay at theirs, a step that
 was captured once is replayed with one launch, over all rollouts of a run. Without graphs the host launches every kernel
@@ -11,14 +11,15 @@ import bisect
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.generation.batching.cache import KVCache
+from hybrid_rlhf.generation.batching.cache import BLOCK_TOKENS, KVCache
 from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, SamplingMode
 from hybrid_rlhf.generation.batching.requests import Request
-from hybrid_rlhf.generation.model.attention import Attention
+from hybrid_rlhf.generation.model.attention import Attention, Chunks, DecodeRows
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.sampler import SampledTokens, Sampler
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
@@ -35,15 +36,15 @@ Fetch = Callable[[], list[list[float]]]
 
 
 class Workspace:
-    """Decodes the rows in the first slots of a KV cache, one token per row and step."""
+    """Computes the steps of live rows, which occupy the first rows of its tables."""
 
     def __init__(
         self,
         decoder: Decoder,
         requests: Sequence[Request],
         *,
-        slots: int,
-        wanted_slots: int,
+        cache: KVCache,
+        rows: int,
         capacity_tokens: int,
         cuda_graphs: bool = True,
     ) -> None:
@@ -52,24 +53,25 @@ class Workspace:
         Args:
             decoder: of the model.
             requests: what will be generated, for the width of the tables.
-            slots: completions decoded together.
-            wanted_slots: as many as there would be with unlimited memory.
-            capacity_tokens: of a slot.
+            cache: of keys and values.
+            rows: most completions decoded together.
+            capacity_tokens: of the longest sequence.
             cuda_graphs: capture decoding steps in CUDA graphs on a GPU. While a graph is captured, no other thread may
                 use the device.
         """
         device = decoder.world.device
-        self.decoder, self._wanted_slots = decoder, wanted_slots
-        self.cache = KVCache(
+        self.decoder, self.cache, self.capacity_tokens = decoder, cache, capacity_tokens
+        self.attention = Attention(
             decoder.architecture,
             decoder.split,
-            slots=slots,
+            cache,
             capacity_tokens=capacity_tokens,
-            dtype=decoder.dtype,
-            device=device,
+            kernels=decoder.kernels,
         )
-        self.attention = Attention(decoder.architecture, decoder.split, self.cache, decoder.kernels)
-        self.rows = DecodeBatch.empty(slots, requests, vocab_size=decoder.architecture.vocab_size, device=device)
+        self.rows = DecodeBatch.empty(rows, requests, vocab_size=decoder.architecture.vocab_size, device=device)
+        blocks = -(-capacity_tokens // BLOCK_TOKENS)
+        self.pages = torch.zeros(cache.layout.tables, rows, blocks, dtype=torch.int32, device=device)
+        """[page tables, S, M]: the pages of each row; page 0, which nobody reads, where there is none."""
         self.steps_in_flight = 1 if device.type == "cuda" else 0
         """Steps that are started before the result of an earlier one is fetched."""
         self._mode = SamplingMode.of(requests)
@@ -79,47 +81,100 @@ class Workspace:
             self._graphs = _Graphs(self.rows, device)
         close_with_world(self)
 
+    @property
+    def most_rows(self) -> int:
+        """Most completions decoded together."""
+        return self.pages.shape[1]
+
     def close(self) -> None:
         """Release the CUDA graphs and their memory; the rest is freed with the last reference. Idempotent."""
         graphs, self._graphs = self._graphs, None
         if graphs is not None:
             graphs.close()
 
-    def serves(self, requests: Sequence[Request], *, wanted_slots: int, capacity_tokens: int) -> bool:
+    def serves(self, requests: Sequence[Request], *, cache: KVCache, rows: int, capacity_tokens: int) -> bool:
         """Whether requests can be generated here as well as in a workspace allocated for them."""
         return (
-            self._wanted_slots >= wanted_slots
-            and self.cache.capacity_tokens >= capacity_tokens
+            self.cache is cache
+            and self.most_rows >= rows
+            and self.capacity_tokens >= capacity_tokens
             and self._mode == SamplingMode.of(requests)
             and self.rows.has_room_for(requests)
         )
 
-    def first_tokens(self, logits: Tensor, slot: int, requests: Sequence[Request]) -> Fetch:
-        """Sample the first tokens of requests from logits [n, V]; the requests occupy the slots from `slot` on."""
-        self.rows.fill(slot, requests)
-        return _fetch(_stacked(self._sampler(logits, self.rows.view(slot, slot + len(requests)))))
+    def set_pages(self, entries: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+        """Write page tables: row, block, and its page in each table."""
+        if entries:
+            rows, blocks, pages = zip(*entries, strict=True)
+            where = torch.tensor([rows, blocks], device=self.pages.device)
+            self.pages[:, where[0], where[1]] = torch.tensor(pages, dtype=torch.int32, device=self.pages.device).t()
 
-    def decode(self, live: Sequence[Request]) -> Fetch:
-        """Sample one token for each of the live rows, which occupy the first slots."""
+    def move(self, source: int, target: int) -> None:
+        """Move a row to the place of one that has finished, and leave its own empty."""
+        if source != target:
+            self.rows.move(source, target)
+            self.pages[:, target] = self.pages[:, source]
+        self.pages[:, source] = 0
+
+    def decode(self, batch: int, *, longest: int) -> Fetch:
+        """Sample one token for each of the first `batch` rows, of `longest` tokens at most with the new one."""
         if self._graphs is not None:
-            return _fetch(self._graphs(self.step, _graph_rows(len(live), self.cache.slots))[:, : len(live)])
-        lengths = [request.tokens for request in live]
-        return _fetch(self.step(len(live), shortest=min(lengths), longest=max(lengths)))
+            return _fetch(self._graphs(self.step, _graph_rows(batch, self.most_rows))[:, :batch])
+        return _fetch(self.step(batch, longest=longest))
 
-    def step(self, batch: int, *, shortest: int = 1, longest: int | None = None) -> Tensor:
-        """[3, B]: one step of the first `batch` rows.
+    def prefill(self, batch: int, prompts: Prompts, entering: Sequence[Request], *, longest: int) -> Fetch:
+        """Sample one token for each of the first `batch` rows, and the next tokens of requests that enter after them.
+
+        Args:
+            batch: rows that decode.
+            prompts: chunks of prompts computed in the same step.
+            entering: requests whose prompts are computed with this step, in the order of `prompts.last`.
+            longest: see `decode`.
+        """
+        self.rows.fill(batch, entering)
+        return _fetch(self.step(batch, longest=longest, prompts=prompts))
+
+    def step(self, batch: int, *, longest: int | None = None, prompts: Prompts | None = None) -> Tensor:
+        """[3, B + entering]: one step of the first `batch` rows and of chunks of prompts.
 
         Args:
             batch: rows.
-            shortest: length of the shortest row; kernels read lengths from the device instead.
-            longest: of the longest; none: the capacity of a slot.
+            longest: tokens of the longest row; kernels read lengths from the device instead; none: the capacity.
+            prompts: or none.
         """
         rows = self.rows.view(0, batch)
-        # A CUDA graph also runs rows that have finished or are unused: they must stay within their slots.
-        positions = rows.position.clamp(max=self.cache.capacity_tokens - 1)
-        attend = self.attention.decode(positions, shortest=shortest, longest=longest or self.cache.capacity_tokens)
-        hidden = self.decoder.hidden(rows.token, positions, attend)
-        return _stacked(self._sampler(self.decoder.logits(hidden), rows))
+        # A CUDA graph also runs rows that have finished or are unused: they must stay within their tables.
+        tokens, positions = rows.token, rows.position.clamp(max=self.capacity_tokens - 1)
+        decoding = None
+        if batch:
+            decoding = DecodeRows(self.pages[:, :batch], positions, longest or self.capacity_tokens)
+        chunks = None
+        if prompts is not None:
+            chunks = prompts.chunks
+            tokens, positions = torch.cat([tokens, prompts.tokens]), torch.cat([positions, prompts.positions])
+        hidden = self.decoder.hidden(tokens, positions, self.attention.step(decoding, chunks))
+        if prompts is None:
+            return _stacked(self._sampler(self.decoder.logits(hidden), rows))
+        if not batch and not len(prompts.of_request):
+            return hidden.new_empty(3, 0, dtype=torch.float64)
+        logits = self.decoder.logits(torch.cat([hidden[:batch], hidden[batch:][prompts.last]]))
+        places = torch.cat([torch.arange(batch, device=hidden.device), batch + prompts.of_request])
+        return _stacked(self._sampler(logits[places], self.rows.view(0, len(places))))
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Chunks of prompts in one step, T tokens in all."""
+
+    chunks: Chunks
+    tokens: Tensor
+    """[T]."""
+    positions: Tensor
+    """[T]."""
+    last: Tensor
+    """Index in T of the last token of each prompt that ends in this step."""
+    of_request: Tensor
+    """For each entering request, which of these."""
 
 
 class _Graphs:
@@ -172,12 +227,12 @@ class _Graphs:
         return graph, result
 
 
-def _graph_rows(rows: int, slots: int) -> int:
+def _graph_rows(rows: int, most: int) -> int:
     """The batch size that a number of rows is rounded up to."""
     if rows > _GRAPH_ROWS[-1]:
         step = max(_GRAPH_ROWS[-1] // 4, 1 << ((rows - 1).bit_length() - 4))
-        return min(slots, -(-rows // step) * step)
-    return min(slots, _GRAPH_ROWS[bisect.bisect_left(_GRAPH_ROWS, rows)])
+        return min(most, -(-rows // step) * step)
+    return min(most, _GRAPH_ROWS[bisect.bisect_left(_GRAPH_ROWS, rows)])
 
 
 def _stacked(drawn: SampledTokens) -> Tensor:

@@ -1,11 +1,12 @@
-"""Attention of new tokens over the KV cache: for a prefill of many prompts, and for one token per live row.
+"""Attention of new tokens over the paged KV cache, in steps that mix prompts with decoding rows.
 
-Both first rotate queries and keys and write the new keys and values to the cache. Decoding treats the query heads that
-share a KV head as one matrix, so that keys are read once for all of them. A prefill is one call of a varlen kernel if
-there is one (models/varlen.py), else one call per length.
+A step computes one token for each decoding row, and chunks of prompts. It first rotates queries and keys and writes the
+new keys and values to the cache, so that a sequence may read what another one in the same step computes. Rows then
+attend through kernels that read pages in place (kernels.py, cpu_kernels.py), chunks through a varlen kernel
+(models/varlen.py). Where there is no kernel, torch gathers the pages of each sequence.
 
 Shapes: T tokens, B rows, A heads and K KV heads of this rank, G = A / K, D head size, R rotated dimensions, L new
-tokens, S tokens in all.
+tokens, S tokens in all, M blocks of the longest sequence.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hybrid_rlhf.generation.batching.cache import KVCache
+from hybrid_rlhf.generation.batching.cache import BLOCK_TOKENS, KVCache
 from hybrid_rlhf.generation.model.layers import rotate
 from hybrid_rlhf.generation.weights.description import ModelDescription
 from hybrid_rlhf.generation.weights.split import Split
@@ -37,70 +38,76 @@ class AttentionFunction(Protocol):
 
 
 @dataclass(frozen=True)
-class Span:
-    """Slots whose prefill has the same start and length; the tokens are ordered by slot."""
+class DecodeRows:
+    """One token for each of B rows."""
 
-    slots: Sequence[int]
-    start: int
-    length: int
+    pages: Tensor
+    """[page tables, B, M] int32."""
+    positions: Tensor
+    """[B] of the new tokens."""
+    longest: int
+    """Tokens of the longest row, the new one included; kernels read lengths from the device instead."""
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Parts of prompts: chunk i has the tokens starts[i] to starts[i] + lengths[i] - 1 of its sequence."""
+
+    pages: Tensor
+    """[page tables, chunks, M] int32."""
+    starts: Sequence[int]
+    lengths: Sequence[int]
 
     @property
-    def tokens(self) -> int:
-        """Tokens of all slots."""
-        return len(self.slots) * self.length
+    def ends(self) -> list[int]:
+        """Tokens of each sequence up to the end of its chunk."""
+        return [start + length for start, length in zip(self.starts, self.lengths, strict=True)]
 
 
 class Attention:
-    """What prefill and decoding share: attention scores of the architecture, and the cache."""
+    """What steps share: the attention scores of the architecture, and the cache."""
 
     def __init__(
-        self, architecture: ModelDescription, split: Split, cache: KVCache, kernels: ModuleType | None = None
+        self,
+        architecture: ModelDescription,
+        split: Split,
+        cache: KVCache,
+        *,
+        capacity_tokens: int,
+        kernels: ModuleType | None = None,
     ) -> None:
-        """Args: the model, this rank's part of it, the cache, and the module of Triton kernels if decoding uses it."""
-        self._architecture, self._cache, self._kernels = architecture, cache, kernels
-        device = cache.keys.device
-        self._kv_heads, self._group = len(split.kv_heads), len(split.heads) // len(split.kv_heads)
-        self._dtype = cache.keys.dtype
+        """Args: the model, this rank's part of it, the cache, its longest sequence, and kernels if there are any."""
+        self.architecture, self.cache, self.kernels = architecture, cache, kernels
+        self.kv_heads, self.group = len(split.kv_heads), len(split.heads) // len(split.kv_heads)
+        device, self._dtype = cache.keys.device, cache.keys.dtype
         self.alibi = None
         """[A, S] float32, what ALiBi adds to the scores of each key."""
         if architecture.alibi is not None:
             slopes = architecture.alibi[split.heads.start : split.heads.stop, None]
             slopes = slopes.bfloat16() if architecture.alibi_bfloat16 else slopes
-            places = torch.arange(cache.capacity_tokens)
+            places = torch.arange(capacity_tokens)
             self.alibi = ((slopes * places).float() * architecture.alibi_scale).to(self._dtype).float().to(device)
 
         self.varlen = None
-        """Varlen kernel of a prefill; none where there is none, or the model caps or biases scores."""
+        """Varlen kernel of chunks; none where there is none, or the model caps or biases scores."""
         if self.alibi is None and architecture.attention_softcap is None:
             self.varlen = varlen_attention(device, self._dtype, architecture.head_dim)
 
-    def prefill(self, spans: Sequence[Span]) -> AttentionFunction:
-        """Attention of the tokens of spans, one span after the other."""
-        return PrefillAttention(self, spans) if self.varlen is None else VarlenPrefill(self, spans)
-
-    def decode(self, positions: Tensor, *, shortest: int, longest: int) -> AttentionFunction:
-        """Attention of one token in each of the first slots.
-
-        Args:
-            positions: [B] of the new tokens; row i writes into slot i.
-            shortest: tokens of the shortest row, the new one included; the kernels read lengths on the device instead.
-            longest: tokens of the longest row; likewise.
-        """
-        if self._kernels is not None:
-            return KernelAttention(self, self._kernels, positions)
-        return DecodeAttention(self, positions, shortest, longest)
+    def step(self, rows: DecodeRows | None, chunks: Chunks | None = None) -> AttentionFunction:
+        """Attention of a step, the tokens of which are those of the rows, then those of each chunk."""
+        return StepAttention(self, rows, chunks)
 
     def rotated(self, qkv: Tensor, table: Table) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [T, A, D], keys and values [T, K, D]."""
-        heads = self._kv_heads * self._group
-        qk, v = qkv[:, : heads + self._kv_heads], qkv[:, heads + self._kv_heads :]
+        heads = self.kv_heads * self.group
+        qk, v = qkv[:, : heads + self.kv_heads], qkv[:, heads + self.kv_heads :]
         if table is not None:
             qk = rotate(qk, *table)
         return qk[:, :heads], qk[:, heads:], v
 
     def sees_all_before(self, kind: int, start: int, end: int) -> bool:
         """Whether a causal mask is enough for queries at positions start to end - 1 and keys 0 to end - 1."""
-        window = self._architecture.kinds[kind].window
+        window = self.architecture.kinds[kind].window
         return self.alibi is None and start == 0 and (window is None or window >= end)
 
     def bias(self, kind: int, queries: Tensor, keys: int) -> Tensor:
@@ -108,7 +115,7 @@ class Attention:
         place = torch.arange(keys, device=queries.device)
         distance = queries[..., None] - place
         seen = distance >= 0
-        window = self._architecture.kinds[kind].window
+        window = self.architecture.kinds[kind].window
         if window is not None and keys > window:
             seen &= distance < window
         bias = torch.zeros((), dtype=self._dtype, device=queries.device).expand(seen.shape).unsqueeze(-2)
@@ -119,14 +126,14 @@ class Attention:
 
     def mix(self, kind: int, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, causal: bool) -> Tensor:
         """Attention [n, A, L, D] of q [n, A, L, D] over k, v [n, K, S, D]; bias [n or 1, A or 1, L, S]."""
-        if self._architecture.attention_softcap is None:
+        if self.architecture.attention_softcap is None:
             return functional.scaled_dot_product_attention(
                 q,
                 k,
                 v,
                 attn_mask=bias,
                 is_causal=causal,
-                scale=self._architecture.kinds[kind].scale,
+                scale=self.architecture.kinds[kind].scale,
                 enable_gqa=q.shape[1] != k.shape[1],
             )
         n, heads, length, d = q.shape
@@ -139,7 +146,7 @@ class Attention:
 
         On a CPU this takes half the time of torch's flash attention for small G, as in decoding.
         """
-        scale, cap = self._architecture.kinds[kind].scale, self._architecture.attention_softcap
+        scale, cap = self.architecture.kinds[kind].scale, self.architecture.attention_softcap
         scores = torch.bmm(q, k.transpose(1, 2)).float().mul_(scale)
         if cap is not None:
             scores.div_(cap).tanh_().mul_(cap)
@@ -148,141 +155,167 @@ class Attention:
         return torch.bmm(scores.softmax(dim=-1).to(v.dtype), v)
 
 
-class PrefillAttention:
-    """Prefill of prompts or chunks of them, one attention call per span."""
+class StepAttention:
+    """Attention of one step; what layers share is computed once."""
 
-    def __init__(self, attention: Attention, spans: Sequence[Span]) -> None:
-        self._attention, self._spans = attention, spans
-        device = attention._cache.keys.device
-        self._slots = [torch.tensor(span.slots, device=device) for span in spans]
-        kinds = range(len(attention._architecture.kinds))
-        self._biases = [[self._make_bias(span, kind) for kind in kinds] for span in spans]
-
-    def __call__(self, layer: int, qkv: Tensor, table: Table) -> Tensor:
-        """See AttentionFunction."""
-        attention, cache = self._attention, self._attention._cache
-        kind = attention._architecture.layer_kinds[layer]
-        q, k, v = attention.rotated(qkv, table)
-        mixed, offset = torch.empty_like(q), 0
-        for span, slots, biases in zip(self._spans, self._slots, self._biases, strict=True):
-            part, end = slice(offset, offset + span.tokens), span.start + span.length
-            offset += span.tokens
-            rows, new_keys, new_values = (
-                x[part].unflatten(0, (len(span.slots), span.length)).transpose(1, 2) for x in (q, k, v)
-            )
-            cache.keys[layer, slots, :, span.start : end] = new_keys
-            cache.values[layer, slots, :, span.start : end] = new_values
-            if span.start:
-                new_keys, new_values = cache.keys[layer, slots, :, :end], cache.values[layer, slots, :, :end]
-            out = attention.mix(kind, rows, new_keys, new_values, biases[kind], causal=biases[kind] is None)
-            mixed[part] = out.transpose(1, 2).flatten(0, 1)
-        return mixed
-
-    def _make_bias(self, span: Span, kind: int) -> Tensor | None:
-        """[1, A or 1, L, S]; none where a causal mask is enough."""
-        attention, end = self._attention, span.start + span.length
-        capped = attention._architecture.attention_softcap is not None  # this path has no causal kernel
-        if not capped and attention.sees_all_before(kind, span.start, end):
-            return None
-        queries = torch.arange(span.start, end, device=attention._cache.keys.device)
-        return attention.bias(kind, queries, end).transpose(0, 1)[None]
-
-
-class VarlenPrefill:
-    """Prefill of prompts or chunks of them, in one call of a varlen kernel."""
-
-    def __init__(self, attention: Attention, spans: Sequence[Span]) -> None:
-        self._attention, device = attention, attention._cache.keys.device
-        starts = [span.start for span in spans for _ in span.slots]
-        lengths = [span.length for span in spans for _ in span.slots]
-        ends = [start + length for start, length in zip(starts, lengths, strict=True)]
-        slots = torch.tensor([slot for span in spans for slot in span.slots], device=device)
-
-        def where(firsts: Sequence[int], sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-            """Slot and position of each token, and the boundaries of the sequences."""
-            counts = torch.tensor(sizes, device=device)
-            limits = boundaries(counts)
-            shift = torch.tensor(firsts, device=device) - limits[:-1]
-            places = torch.arange(sum(sizes), device=device) + shift.repeat_interleave(counts, output_size=sum(sizes))
-            return slots.repeat_interleave(counts, output_size=sum(sizes)), places, limits
-
-        self._slots, self._places, new_ends = where(starts, lengths)
-        self._read: tuple[Tensor, Tensor] | None = None
-        """Slots and positions of all keys; none where all keys are new."""
-        key_ends = new_ends
-        if any(starts):
-            *self._read, key_ends = where([0] * len(ends), ends)  # type: ignore[assignment]
-        self._ends, self._longest = (new_ends, key_ends), (max(lengths), max(ends))
+    def __init__(self, attention: Attention, rows: DecodeRows | None, chunks: Chunks | None) -> None:
+        self._attention = attention
+        self._batch = 0 if rows is None else len(rows.positions)
+        parts = []
+        self._decode: RowAttention | RowKernel | None = None
+        if rows is not None:
+            parts.append(_places(rows.pages, rows.positions))
+            kernel = attention.kernels is not None
+            self._decode = RowKernel(attention, rows) if kernel else RowAttention(attention, rows)
+        self._prefill: ChunkAttention | VarlenChunks | None = None
+        if chunks is not None:
+            parts.append(_chunk_places(chunks, chunks.starts, chunks.lengths))
+            self._prefill = (ChunkAttention if attention.varlen is None else VarlenChunks)(attention, chunks)
+        self._places = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
     def __call__(self, layer: int, qkv: Tensor, table: Table) -> Tensor:
         """See AttentionFunction."""
-        attention, cache = self._attention, self._attention._cache
-        assert attention.varlen is not None
-        kind = attention._architecture.kinds[attention._architecture.layer_kinds[layer]]
-        q, k, v = attention.rotated(qkv, table)
-        keys, values = cache.keys[layer], cache.values[layer]
-        keys[self._slots, :, self._places] = k
-        values[self._slots, :, self._places] = v
-        if self._read is not None:
-            slots, places = self._read
-            k, v = keys[slots, :, places], values[slots, :, places]
-        return attention.varlen(q, k, v, self._ends, self._longest, scale=kind.scale, window=kind.window)
+        attention, batch = self._attention, self._batch
+        kind = attention.architecture.layer_kinds[layer]
+        tables, keys, values = attention.cache.of_layer(layer)
+        places = self._places[tables]
+        if attention.kernels is not None:
+            queries = attention.kernels.rotate_and_write(qkv, table, places, keys, values)
+            new_keys = new_values = None
+        else:
+            queries, new_keys, new_values = attention.rotated(qkv, table)
+            keys.flatten(0, 1).index_copy_(0, places, new_keys)
+            values.flatten(0, 1).index_copy_(0, places, new_values)
+        mixed = []
+        if self._decode is not None:
+            mixed.append(self._decode(kind, tables, queries[:batch], keys, values))
+        if self._prefill is not None:
+            mixed.append(self._prefill(kind, tables, queries[batch:], keys, values))
+        return torch.cat(mixed) if len(mixed) > 1 else mixed[0]
 
 
-class DecodeAttention:
-    """One token for each of the first B slots."""
+class RowAttention:
+    """Rows by torch: the pages of all rows are gathered, up to the longest row."""
 
-    def __init__(self, attention: Attention, positions: Tensor, shortest: int, longest: int) -> None:
-        cache = attention._cache
-        self._attention, self._longest = attention, longest
-        self._kv_heads, self._group = attention._kv_heads, attention._group
-        heads = torch.arange(self._kv_heads, device=positions.device)
-        rows = torch.arange(len(positions), device=positions.device)[:, None] * self._kv_heads + heads
-        self._places = (rows * cache.capacity_tokens + positions[:, None]).flatten()
-        kinds = range(len(attention._architecture.kinds))
-        self._biases = [self._make_bias(kind, positions, shortest) for kind in kinds]
+    def __init__(self, attention: Attention, rows: DecodeRows) -> None:
+        self._attention = attention
+        self._pages = rows.pages[:, :, : -(-rows.longest // BLOCK_TOKENS)].long()
+        keys = self._pages.shape[2] * BLOCK_TOKENS
+        self._biases = [self._bias(kind, rows.positions, keys) for kind in range(len(attention.architecture.kinds))]
 
-    def __call__(self, layer: int, qkv: Tensor, table: Table) -> Tensor:
-        """See AttentionFunction."""
-        attention, cache = self._attention, self._attention._cache
-        q, k, v = attention.rotated(qkv, table)
-        keys, values = cache.keys[layer].flatten(0, 1), cache.values[layer].flatten(0, 1)
-        keys.flatten(0, 1).index_copy_(0, self._places, k.flatten(0, 1))
-        values.flatten(0, 1).index_copy_(0, self._places, v.flatten(0, 1))
-        batch, kind = len(q), attention._architecture.layer_kinds[layer]
-        rows = q.reshape(batch * self._kv_heads, self._group, -1)
-        seen = (slice(0, len(rows)), slice(0, self._longest))
-        return attention.mix_rows(kind, rows, keys[seen], values[seen], self._biases[kind]).view(batch, -1, q.shape[-1])
-
-    def _make_bias(self, kind: int, positions: Tensor, shortest: int) -> Tensor | None:
-        """[B * K, G or 1, S]; none where every row attends to all keys."""
-        if shortest == self._longest and self._attention.sees_all_before(kind, 0, self._longest):
-            return None
-        bias = self._attention.bias(kind, positions, self._longest)
+    def _bias(self, kind: int, positions: Tensor, keys: int) -> Tensor:
+        """[B * K, G or 1, S]."""
+        keys = min(keys, self._attention.alibi.shape[1]) if self._attention.alibi is not None else keys
+        bias = self._attention.bias(kind, positions, keys)
         if bias.shape[1] == 1:
-            return bias.repeat_interleave(self._kv_heads, dim=0)
-        return bias.reshape(len(positions) * self._kv_heads, self._group, -1)
+            return bias.repeat_interleave(self._attention.kv_heads, dim=0)
+        return bias.reshape(len(positions) * self._attention.kv_heads, self._attention.group, -1)
+
+    def __call__(self, kind: int, table: int, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """[B, A, D] of queries [B, A, D] over pages [P, BLOCK_TOKENS, K, D]."""
+        bias = self._biases[kind]
+        k, v = (
+            store[self._pages[table]].flatten(1, 2)[:, : bias.shape[-1]].transpose(1, 2).flatten(0, 1)
+            for store in (keys, values)
+        )
+        rows = q.reshape(len(k), self._attention.group, -1)
+        return self._attention.mix_rows(kind, rows, k, v, bias).view(q.shape)
 
 
-class KernelAttention:
-    """The same with Triton kernels on a GPU. Shapes do not depend on lengths, as a CUDA graph requires."""
+class RowKernel:
+    """Rows by a kernel that reads pages in place. Shapes do not depend on lengths, as a CUDA graph requires."""
 
-    def __init__(self, attention: Attention, kernels: ModuleType, positions: Tensor) -> None:
-        self._attention, self._kernels, self._positions = attention, kernels, positions
+    def __init__(self, attention: Attention, rows: DecodeRows) -> None:
+        self._attention, self._rows = attention, rows
 
-    def __call__(self, layer: int, qkv: Tensor, table: Table) -> Tensor:
-        """See AttentionFunction."""
-        a, cache = self._attention._architecture, self._attention._cache
-        keys, values, kind = cache.keys[layer], cache.values[layer], a.kinds[a.layer_kinds[layer]]
-        queries = self._kernels.rotate_and_write(qkv, table, self._positions, keys, values)
-        mixed: Tensor = self._kernels.decode_attention(
-            queries,
+    def __call__(self, kind: int, table: int, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """[B, A, D] of queries [B, A, D] over pages [P, BLOCK_TOKENS, K, D]."""
+        a = self._attention.architecture
+        assert self._attention.kernels is not None
+        mixed: Tensor = self._attention.kernels.paged_attention(
+            q,
             keys,
             values,
-            self._positions,
-            scale=kind.scale,
-            window=kind.window,
+            self._rows.pages[table],
+            self._rows.positions,
+            scale=a.kinds[kind].scale,
+            window=a.kinds[kind].window,
             softcap=a.attention_softcap,
             bias=self._attention.alibi,
         )
         return mixed
+
+
+class ChunkAttention:
+    """Chunks by torch, one attention call for all chunks of the same start and length."""
+
+    def __init__(self, attention: Attention, chunks: Chunks) -> None:
+        self._attention, self._chunks = attention, chunks
+        spans: dict[tuple[int, int], list[int]] = {}
+        for index, span in enumerate(zip(chunks.starts, chunks.lengths, strict=True)):
+            spans.setdefault(span, []).append(index)
+        device = attention.cache.keys.device
+        offsets = [0]
+        for length in chunks.lengths:
+            offsets.append(offsets[-1] + length)
+        self._spans = []
+        for (start, length), members in spans.items():
+            tokens = torch.tensor([[offsets[i] + place for place in range(length)] for i in members], device=device)
+            blocks = -(-(start + length) // BLOCK_TOKENS)
+            pages = chunks.pages[:, torch.tensor(members, device=device), :blocks].long()
+            kinds = range(len(attention.architecture.kinds))
+            biases = [self._bias(kind, start, start + length) for kind in kinds]
+            self._spans.append((start + length, tokens, pages, biases))
+
+    def _bias(self, kind: int, start: int, end: int) -> Tensor | None:
+        """[1, A or 1, L, S]; none where a causal mask is enough."""
+        attention = self._attention
+        capped = attention.architecture.attention_softcap is not None  # this path has no causal kernel
+        if not capped and attention.sees_all_before(kind, start, end):
+            return None
+        queries = torch.arange(start, end, device=attention.cache.keys.device)
+        return attention.bias(kind, queries, end).transpose(0, 1)[None]
+
+    def __call__(self, kind: int, table: int, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """[T, A, D] of queries [T, A, D] over pages [P, BLOCK_TOKENS, K, D]."""
+        mixed = torch.empty_like(q)
+        for end, tokens, pages, biases in self._spans:
+            k, v = (store[pages[table]].flatten(1, 2)[:, :end].transpose(1, 2) for store in (keys, values))
+            out = self._attention.mix(kind, q[tokens].transpose(1, 2), k, v, biases[kind], causal=biases[kind] is None)
+            mixed[tokens] = out.transpose(1, 2)
+        return mixed
+
+
+class VarlenChunks:
+    """Chunks by one call of a varlen kernel."""
+
+    def __init__(self, attention: Attention, chunks: Chunks) -> None:
+        self._attention = attention
+        device, ends = attention.cache.keys.device, chunks.ends
+        self._read = _chunk_places(chunks, [0] * len(ends), ends)
+        limits = [boundaries(torch.tensor(sizes, device=device)) for sizes in (chunks.lengths, ends)]
+        self._ends, self._longest = (limits[0], limits[1]), (max(chunks.lengths), max(ends))
+
+    def __call__(self, kind: int, table: int, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """[T, A, D] of queries [T, A, D] over pages [P, BLOCK_TOKENS, K, D]."""
+        assert self._attention.varlen is not None
+        own, read = self._attention.architecture.kinds[kind], self._read[table]
+        k, v = keys.flatten(0, 1)[read], values.flatten(0, 1)[read]
+        return self._attention.varlen(q, k, v, self._ends, self._longest, scale=own.scale, window=own.window)
+
+
+def _places(pages: Tensor, positions: Tensor) -> Tensor:
+    """[page tables, B] where the tokens at positions [B] of rows lie in a cache [P * BLOCK_TOKENS]."""
+    own = pages.gather(2, (positions // BLOCK_TOKENS).expand(len(pages), -1)[:, :, None]).squeeze(2)
+    return own.long() * BLOCK_TOKENS + positions % BLOCK_TOKENS
+
+
+def _chunk_places(chunks: Chunks, starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """[page tables, T] where tokens starts[i] to starts[i] + lengths[i] - 1 of each chunk's sequence lie."""
+    device, total = chunks.pages.device, sum(lengths)
+    counts = torch.tensor(lengths, device=device)
+    index = torch.arange(len(lengths), device=device).repeat_interleave(counts, output_size=total)
+    shift = torch.tensor(starts, device=device) - (counts.cumsum(0) - counts)
+    positions = torch.arange(total, device=device) + shift[index]
+    own = chunks.pages[:, index, positions // BLOCK_TOKENS]
+    return own.long() * BLOCK_TOKENS + positions % BLOCK_TOKENS

@@ -1,12 +1,13 @@
 """Triton kernels of a decoding step on a GPU, for operations that take torch several passes over memory.
 
-One kernel applies rotary positions and writes to the KV cache. Attention of one token over a slot reads positions on
-the device and splits long rows over programs (flash decoding: the parts are combined by their maxima and sums, arXiv
-2205.14135, section 3.1). Residual addition and the following norm are one kernel, and so are activation and product of
-a gated MLP. Each kernel has a reference in torch (attention.py, layers.py), which the tests compare it with. All
-arithmetic is float32; the references round intermediate results to the dtype of the model.
+One kernel applies rotary positions and writes to the KV cache. Attention of one token over the pages of its row reads
+page tables and positions on the device and splits long rows over programs (flash decoding: the parts are combined by
+their maxima and sums, arXiv 2205.14135, section 3.1). Residual addition and the following norm are one kernel, and so
+are activation and product of a gated MLP. Each kernel has a reference in torch (attention.py, layers.py), which the
+tests compare it with. All arithmetic is float32; the references round intermediate results to the dtype of the model.
 
-Shapes: B rows, A heads and K KV heads of this rank, G = A / K, D head size, C tokens of a slot.
+Shapes: T tokens, B rows, A heads and K KV heads of this rank, G = A / K, D head size, P pages of N tokens, M pages of
+the longest row.
 """
 
 from __future__ import annotations
@@ -33,18 +34,17 @@ def _rotate_and_write_kernel(
     qkv,
     cos,
     sin,
-    positions,
+    places,
     queries,
     keys,
     values,
     kv_heads,
-    capacity,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """One head of one row: queries to [B, A, D], keys and values to the cache [S, K, C, D] of a layer."""
+    """One head of one token: queries to [T, A, D], keys and values to the cache [P, N, K, D] of a layer."""
     row, head = tl.program_id(0), tl.program_id(1)
     place = tl.arange(0, D_PAD)
     inside = place < D
@@ -61,11 +61,11 @@ def _rotate_and_write_kernel(
         tl.store(queries + (row * HEADS + head) * D + place, x, mask=inside)
     else:
         kv_head = (head - HEADS) % kv_heads
-        slot = (row * kv_heads + kv_head).to(tl.int64) * capacity + tl.load(positions + row)
+        target = (tl.load(places + row) * kv_heads + kv_head) * D
         if head < HEADS + kv_heads:
-            tl.store(keys + slot * D + place, x, mask=inside)
+            tl.store(keys + target + place, x, mask=inside)
         else:
-            tl.store(values + slot * D + place, x, mask=inside)
+            tl.store(values + target + place, x, mask=inside)
 
 
 @triton.jit
@@ -73,6 +73,7 @@ def _decode_attention_kernel(
     queries,
     keys,
     values,
+    pages,
     positions,
     bias,
     out,
@@ -82,7 +83,9 @@ def _decode_attention_kernel(
     cap,
     window,
     kv_heads,
-    capacity,
+    row_pages,
+    bias_keys,
+    N: tl.constexpr,
     G: tl.constexpr,
     G_PAD: tl.constexpr,
     D: tl.constexpr,
@@ -102,7 +105,6 @@ def _decode_attention_kernel(
     span = tl.cdiv(tl.cdiv(length - first, SPLITS), KEYS) * KEYS
     start = first + split * span
     end = tl.minimum(start + span, length)
-    base = (row * kv_heads + kv_head).to(tl.int64) * capacity * D
     query, place = tl.arange(0, G_PAD), tl.arange(0, D_PAD)
     head = (row * kv_heads + kv_head) * G + query
     here = (query < G)[:, None] & (place < D)[None, :]
@@ -112,19 +114,21 @@ def _decode_attention_kernel(
     mixed = tl.zeros([G_PAD, D_PAD], tl.float32)
     for block in range(start, end, KEYS):
         key = block + tl.arange(0, KEYS)
+        page = tl.load(pages + row * row_pages + key // N, mask=key < end, other=0).to(tl.int64)
+        base = ((page * N + key % N) * kv_heads + kv_head) * D
         seen = (key < end)[:, None] & (place < D)[None, :]
-        k = tl.load(keys + base + key[:, None] * D + place[None, :], mask=seen, other=0.0)
+        k = tl.load(keys + base[:, None] + place[None, :], mask=seen, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if CAP:
             scores = cap * (2.0 * tl.sigmoid(2.0 * scores / cap) - 1.0)
         if BIAS:
             added = (query < G)[:, None] & (key < end)[None, :]
-            scores += tl.load(bias + (kv_head * G + query)[:, None] * capacity + key[None, :], mask=added, other=0.0)
+            scores += tl.load(bias + (kv_head * G + query)[:, None] * bias_keys + key[None, :], mask=added, other=0.0)
         scores = tl.where((key < end)[None, :], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp(scores - higher[:, None])
         faded = tl.exp(top - higher)
-        v = tl.load(values + base + key[:, None] * D + place[None, :], mask=seen, other=0.0)
+        v = tl.load(values + base[:, None] + place[None, :], mask=seen, other=0.0)
         mixed = mixed * faded[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         total = total * faded + tl.sum(weights, 1)
         top = higher
@@ -191,35 +195,34 @@ def _gated_kernel(gate_up, out, width, ACTIVATION: tl.constexpr, BLOCK: tl.const
 
 
 def rotate_and_write(
-    qkv: Tensor, table: tuple[Tensor, Tensor] | None, positions: Tensor, keys: Tensor, values: Tensor
+    qkv: Tensor, table: tuple[Tensor, Tensor] | None, places: Tensor, keys: Tensor, values: Tensor
 ) -> Tensor:
     """Rotate queries and keys, write keys and values to the cache.
 
     Args:
-        qkv: [B, A + 2 K, D].
-        table: cosines and signed sines [B, 1, R] of the first R dimensions; none: no rotation.
-        positions: [B]; row i writes into slot i.
-        keys: [S, K, C, D] of a layer.
+        qkv: [T, A + 2 K, D].
+        table: cosines and signed sines [T, 1, R] of the first R dimensions; none: no rotation.
+        places: [T] int64, where each token lies in P * N tokens.
+        keys: [P, N, K, D] of a layer.
         values: as keys.
 
     Returns:
-        queries [B, A, D].
+        queries [T, A, D].
     """
-    batch, all_heads, d = qkv.shape
-    kv_heads, capacity = keys.shape[1:3]
+    tokens, all_heads, d = qkv.shape
+    kv_heads = keys.shape[2]
     heads = all_heads - 2 * kv_heads
-    queries = qkv.new_empty(batch, heads, d)
+    queries = qkv.new_empty(tokens, heads, d)
     cos, sin = (qkv, qkv) if table is None else table
-    _rotate_and_write_kernel[batch, all_heads](
+    _rotate_and_write_kernel[tokens, all_heads](
         qkv,
         cos,
         sin,
-        positions,
+        places,
         queries,
         keys,
         values,
         kv_heads,
-        capacity,
         HEADS=heads,
         D=d,
         D_PAD=triton.next_power_of_2(d),
@@ -229,10 +232,11 @@ def rotate_and_write(
     return queries
 
 
-def decode_attention(
+def paged_attention(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
+    pages: Tensor,
     positions: Tensor,
     *,
     scale: float,
@@ -240,22 +244,23 @@ def decode_attention(
     softcap: float | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Attention [B, A, D] of one token per row over its slot.
+    """Attention [B, A, D] of one token per row over the pages of the row.
 
     Args:
-        queries: [B, A, D]; row i reads slot i.
-        keys: [S, K, C, D] of a layer, the new ones among them.
+        queries: [B, A, D].
+        keys: [P, N, K, D] of a layer, the new ones among them.
         values: as keys.
+        pages: [B, M] int32; keys i * N to i * N + N - 1 of row b lie in page pages[b, i].
         positions: [B] of the new tokens; keys up to and including them are attended to.
         scale: scores are multiplied by it.
-        window: tokens that a query attends to, itself included; none: all.
+        window: tokens that a query attends to, itself included; none: all. Pages before it may be any.
         softcap: scores s become cap tanh(s / cap); none: no cap.
-        bias: [A, C] float32, added to the scores of each head on the keys of a slot; none: no bias.
+        bias: [A, S] float32, added to the scores of each head by the position of the key; none: no bias.
     """
     batch, heads, d = queries.shape
-    kv_heads, capacity = keys.shape[1:3]
+    page_tokens, kv_heads = keys.shape[1:3]
     group, d_pad = heads // kv_heads, max(16, triton.next_power_of_2(d))
-    splits, block = _splits(batch * kv_heads, capacity), keys_at_once(d_pad, keys.dtype)
+    splits, block = _splits(batch * kv_heads, pages.shape[1] * page_tokens), keys_at_once(d_pad, keys.dtype)
     mixed = torch.empty_like(queries)
     parts = mixed if splits == 1 else queries.new_empty(batch, heads, splits, d, dtype=torch.float32)
     tops, sums = queries.new_empty(2, batch, heads, splits, dtype=torch.float32)
@@ -263,6 +268,7 @@ def decode_attention(
         queries,
         keys,
         values,
+        pages,
         positions,
         tops if bias is None else bias,
         parts,
@@ -272,7 +278,9 @@ def decode_attention(
         softcap or 1.0,
         window or 0,
         kv_heads,
-        capacity,
+        pages.stride(0),
+        0 if bias is None else bias.shape[1],
+        N=page_tokens,
         G=group,
         G_PAD=max(16, triton.next_power_of_2(group)),
         D=d,
@@ -294,7 +302,7 @@ def keys_at_once(padded_head_dim: int, dtype: torch.dtype) -> int:
 
 
 def _splits(programs: int, capacity: int) -> int:
-    """Parts of a row: as many as fill the GPU, none shorter than two tiles of a full slot; a power of two."""
+    """Parts of a row: as many as fill the GPU, none shorter than two tiles of a full row; a power of two."""
     useful = min(_PROGRAMS // programs, capacity // (2 * _MOST_KEYS), _MOST_SPLITS)
     return 1 if useful < 2 else 1 << (useful.bit_length() - 1)
 

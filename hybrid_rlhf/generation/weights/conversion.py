@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.functional.logprobs import token_logprobs
-from hybrid_rlhf.generation.batching.cache import KVCache
-from hybrid_rlhf.generation.model.attention import Attention, Span
+from hybrid_rlhf.generation.batching.cache import CacheLayout, KVCache
+from hybrid_rlhf.generation.model.attention import Attention, Chunks, DecodeRows
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.sampler import gather_vocabulary
 from hybrid_rlhf.generation.weights.describe import NotDescribed, describe
@@ -111,14 +111,14 @@ def probe_logprobs(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
 def probe_logits(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
     """Logits [P - 1, V] float32 after all tokens except the last: one half by prefill, the other token by token."""
     a, device = decoder.architecture, decoder.world.device
-    attention = _probe_attention(decoder, len(tokens))
+    attention, pages = _probe_attention(decoder, len(tokens))
     ids = torch.tensor(tokens, device=device)
     half = len(tokens) // 2
     places = torch.arange(len(tokens), device=device)
-    hidden = [decoder.hidden(ids[:half], places[:half], attention.prefill([Span([0], 0, half)]))]
+    hidden = [decoder.hidden(ids[:half], places[:half], attention.step(None, Chunks(pages, [0], [half])))]
     for place in range(half, len(tokens) - 1):
         one = slice(place, place + 1)
-        attend = attention.decode(places[one], shortest=place + 1, longest=place + 1)
+        attend = attention.step(DecodeRows(pages, places[one], place + 1))
         hidden.append(decoder.hidden(ids[one], places[one], attend))
     return gather_vocabulary(decoder.logits(torch.cat(hidden)), a.vocab_size, decoder.world)
 
@@ -127,16 +127,27 @@ def probe_logits(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
 def probe_hidden(decoder: Decoder, tokens: Sequence[int]) -> list[Tensor]:
     """Hidden states [P, H] before the first layer and after each, by one prefill."""
     device, states = decoder.world.device, list[Tensor]()
-    attend = _probe_attention(decoder, len(tokens)).prefill([Span([0], 0, len(tokens))])
+    attention, pages = _probe_attention(decoder, len(tokens))
+    attend = attention.step(None, Chunks(pages, [0], [len(tokens)]))
     places = torch.arange(len(tokens), device=device)
     decoder.hidden(torch.tensor(tokens, device=device), places, attend, observe=states.append)
     return states
 
 
-def _probe_attention(decoder: Decoder, tokens: int) -> Attention:
+def _probe_attention(decoder: Decoder, tokens: int) -> tuple[Attention, Tensor]:
+    """Attention over a cache for one sequence, and its pages."""
     a, device = decoder.architecture, decoder.world.device
-    cache = KVCache(a, decoder.split, slots=1, capacity_tokens=tokens, dtype=decoder.dtype, device=device)
-    return Attention(a, decoder.split, cache, decoder.kernels)
+    layout = CacheLayout.of(a, tokens)
+    cache = KVCache(
+        layout,
+        pages=layout.pages_of(tokens, computed_together=tokens),
+        kv_heads=len(decoder.split.kv_heads),
+        head_dim=a.head_dim,
+        dtype=decoder.dtype,
+        device=device,
+    )
+    pages = torch.arange(cache.pages, dtype=torch.int32, device=device).view(layout.tables, 1, -1)
+    return Attention(a, decoder.split, cache, capacity_tokens=tokens, kernels=decoder.kernels), pages
 
 
 def agreement_with(decoder: Decoder, expected: Tensor) -> LogitAgreement:

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import GenerationEngine
 from hybrid_rlhf.generation.backends import native
-from hybrid_rlhf.generation.batching import slots, workspace
-from hybrid_rlhf.generation.batching.cache import bytes_per_token
-from hybrid_rlhf.generation.batching.slots import DeviceMemory, WorkingMemory, slots_within
+from hybrid_rlhf.generation.batching import capacity, workspace
+from hybrid_rlhf.generation.batching.cache import CacheLayout
+from hybrid_rlhf.generation.batching.capacity import DeviceMemory, Sequences, WorkingMemory, rows_and_pages
 from hybrid_rlhf.generation.batching.workspace import Workspace, _Graphs
 from hybrid_rlhf.runtime.observability import timers
 from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, completions_alone, token_ids_of
@@ -35,21 +35,32 @@ def test_what_the_allocator_holds_without_using_it_is_available() -> None:
 
 @given(
     budget=st.floats(0, 1e6),
-    slot=st.floats(1, 1e4),
+    page=st.integers(1, 1000),
+    longest=st.integers(2, 2000),
+    prompt=st.floats(0, 1),
+    wanted=st.integers(1, 300),
     prefill=st.floats(0, 1e6),
     row=st.floats(0, 1e3),
     cuda_graphs=st.booleans(),
 )
-def test_slots_and_all_that_runs_beside_them_fit(
-    budget: float, slot: float, prefill: float, row: float, cuda_graphs: bool
+def test_rows_pages_and_all_that_runs_beside_them_fit(
+    budget: float, page: int, longest: int, prompt: float, wanted: int, prefill: float, row: float, cuda_graphs: bool
 ) -> None:
-    def taken(count: int) -> float:
-        return count * slot + max(prefill, count * row) + (count * row if cuda_graphs else 0.0)
+    layout = CacheLayout((None, 100), (1, 3), 2, ())
+    sequences = Sequences(layout, page, longest, 1 + int(prompt * (longest - 2)), wanted, 64)
 
-    found = slots_within(budget, slot, WorkingMemory(prefill, row, cuda_graphs))
-    assert found >= 0
-    assert found == 0 or taken(found) <= budget * (1 + 1e-9)
-    assert taken(found + 1) > budget * (1 - 1e-9), "one more would not fit"
+    def taken(rows: int, pages: int) -> float:
+        return pages * page + max(prefill, rows * row) + (rows * row if cuda_graphs else 0.0)
+
+    rows, pages = rows_and_pages(budget, sequences, WorkingMemory(prefill, row, cuda_graphs))
+    assert 1 <= rows <= wanted
+    if not pages:
+        assert taken(1, sequences.longest_pages) > budget * (1 - 1e-9), "not even one would fit"
+        return
+    assert pages >= sequences.longest_pages and taken(rows, pages) <= budget * (1 + 1e-9)
+    if rows < wanted:
+        assert taken(rows + 1, sequences.least_pages(rows + 1)) > budget * (1 - 1e-9), "one more would not fit"
+    assert pages == sequences.pages(rows) or taken(rows, pages + 1) > budget * (1 - 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -58,19 +69,16 @@ def test_slots_and_all_that_runs_beside_them_fit(
 def test_the_cache_takes_what_memory_leaves_beside_a_prefill(
     memory: DeviceMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """100,000 bytes in both cases, half of them for generation; of these 10,000 for a prefill."""
-    monkeypatch.setattr(slots, "device_memory", lambda device: memory)
-    monkeypatch.setattr(native, "working_memory", lambda *_, **__: WorkingMemory(prefill=10_000))
+    """100,000 bytes in both cases, half of them for generation; of these 5,000 for a prefill."""
+    monkeypatch.setattr(capacity, "device_memory", lambda device: memory)
+    monkeypatch.setattr(native, "working_memory", lambda *_, **__: WorkingMemory(prefill=5_000))
     generation = GenerationEngine.from_model(tiny_model(), stop_token_ids=STOP_TOKEN_IDS)
-    decoder = generation.backend.decoder
-    assert decoder is not None
-    longest = max(map(len, PROMPTS)) + SAMPLED.max_new_tokens
-    slot = longest * bytes_per_token(decoder.architecture, decoder.split, decoder.dtype)
-    assert slot < 40_000
     assert token_ids_of(generation.generate(PROMPTS, SAMPLED)) == completions_alone()
-    assert generation.backend.workspace is not None and generation.backend.workspace.cache.slots == 40_000 // slot
-    monkeypatch.setattr(native, "working_memory", lambda *_, **__: WorkingMemory(prefill=50_000 - slot / 2))
-    with pytest.raises(UserError, match="KV cache must hold one completion"):
+    page = 16 * 256  # 2 layers, keys and values of 2 heads of 8 in float32
+    held = generation.backend.held
+    assert held is not None and held.cache.pages == 45_000 // page
+    monkeypatch.setattr(native, "working_memory", lambda *_, **__: WorkingMemory(prefill=50_000 - 4 * page))
+    with pytest.raises(UserError, match="KV cache must hold one completion of 58 tokens"):
         GenerationEngine.from_model(tiny_model(), stop_token_ids=STOP_TOKEN_IDS).generate(PROMPTS, SAMPLED)
 
 
@@ -83,13 +91,13 @@ def test_the_memory_of_a_prefill_and_of_a_step_is_measured_by_running_them(monke
     read: list[int] = []
     hidden = decoder.hidden
     monkeypatch.setattr(decoder, "hidden", lambda tokens, *rest: read.append(len(tokens)) or hidden(tokens, *rest))
-    monkeypatch.setattr(slots, "peak_bytes", lambda device, run: (run(), 5000 + 1000 * read[-1])[1])
-    found = slots.measured_memory(decoder, requests, rows=5, prefill_tokens=100, cuda_graphs=True)
+    monkeypatch.setattr(capacity, "peak_bytes", lambda device, run: (run(), 5000 + 1000 * read[-1])[1])
+    found = capacity.measured_memory(decoder, requests, rows=5, prefill_tokens=100, cuda_graphs=True)
     longest = max(map(len, PROMPTS))
     prompts = min(5, 100 // longest)
     assert read == [prompts * longest] * 2 + [5, 5, 2, 2], "each once to warm up"
     assert found == WorkingMemory(prefill=5000 + 1000 * prompts * longest, row=1000, cuda_graphs=True)
-    assert slots.measured_memory(decoder, requests, rows=1, prefill_tokens=1, cuda_graphs=False).row == 6000
+    assert capacity.measured_memory(decoder, requests, rows=1, prefill_tokens=1, cuda_graphs=False).row == 6000
 
 
 def test_a_measurement_keeps_the_peak_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,10 +115,10 @@ def test_as_many_rows_as_are_asked_for_are_decoded_together() -> None:
     prompts = [[5, 6, 7]] * 300
     generation = GenerationEngine.from_model(tiny_model(), stop_token_ids=())
     generation.generate(prompts, replace(SAMPLED, n=1, max_new_tokens=2))
-    assert generation.backend.workspace is not None and generation.backend.workspace.cache.slots == 300
+    assert generation.backend.workspace is not None and generation.backend.workspace.most_rows == 300
     bound = GenerationEngine.from_model(tiny_model(), stop_token_ids=(), max_batch_rows=70)
     bound.generate(prompts, replace(SAMPLED, n=1, max_new_tokens=2))
-    assert bound.backend.workspace is not None and bound.backend.workspace.cache.slots == 70
+    assert bound.backend.workspace is not None and bound.backend.workspace.most_rows == 70
 
 
 class FakeGraph:
@@ -165,8 +173,9 @@ def capturing(rows: int = 4) -> Workspace:
     found, generation.backend.workspace = generation.backend.workspace, None
     assert found is not None
     found._graphs = _Graphs(found.rows, CPU)
-    for batch in (1, 2, 1):
-        found._graphs(found.step, batch)
+    with torch.inference_mode():
+        for batch in (1, 2, 1):
+            found._graphs(found.step, batch)
     return found
 
 

@@ -1,4 +1,4 @@
-"""How many completions are decoded together: as many KV slots as fit in free memory.
+"""How many completions are decoded together, and with how large a KV cache: what fits in free memory.
 
 On a GPU, free memory is that of the driver plus what torch's allocator has reserved but does not use, which is most of
 the memory after a training step. The temporary memory of generation is subtracted, as measured on the model: the peak
@@ -8,15 +8,17 @@ does the same (`profile_run`). On a CPU half of the free memory is used.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import psutil
 import torch
 
+from hybrid_rlhf.generation.batching.cache import CacheLayout, KVCache
 from hybrid_rlhf.generation.batching.requests import Request
 from hybrid_rlhf.generation.batching.workspace import Workspace
-from hybrid_rlhf.generation.model.attention import Span
+from hybrid_rlhf.generation.model.attention import Chunks
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.runtime.observability.timers import peak_bytes
 from hybrid_rlhf.runtime.world import World
@@ -24,7 +26,7 @@ from hybrid_rlhf.runtime.world import World
 FREE_SHARE = {"cpu": 0.5, "cuda": 0.9}
 """Largest share of free memory that generation takes by default."""
 _CAPACITY_GRANULE = {"cpu": 1, "cuda": 128}
-"""Slot capacities are rounded up to a multiple of it, so that later rollouts fit in the same slots."""
+"""Tables have columns for a multiple of so many tokens, so that later rollouts fit in them."""
 _MEASURED_ROWS = 64
 """Most rows of the step whose memory is measured."""
 _CPU_ROW_LOGITS = 4
@@ -59,18 +61,60 @@ class WorkingMemory:
     """Whether CUDA graphs keep their memory in a pool while a prefill runs."""
 
 
-def slot_tokens(needed: int, device: torch.device) -> int:
-    """Capacity of a slot, in tokens, for sequences of up to `needed` tokens."""
+@dataclass(frozen=True)
+class Sequences:
+    """What a cache is for."""
+
+    layout: CacheLayout
+    page_bytes: int
+    longest_tokens: int
+    """Prompt and completion, at most."""
+    prompt_tokens: int
+    """Longest prompt."""
+    rows: int
+    """Completions that would be decoded together with unlimited memory."""
+    prefill_tokens: int
+
+    @property
+    def longest_pages(self) -> int:
+        """Pages of one sequence of the maximum length, and page 0."""
+        return 1 + self.layout.pages_of(self.longest_tokens, computed_together=self.prefill_tokens)
+
+    def pages(self, rows: int) -> int:
+        """Pages of so many sequences of the maximum length."""
+        return self.longest_pages + (rows - 1) * self.layout.pages_of(self.longest_tokens)
+
+    def least_pages(self, rows: int) -> int:
+        """Pages without which so many rows would mostly wait: completions of a quarter of their limit."""
+        typical = self.prompt_tokens + (self.longest_tokens - self.prompt_tokens) // 4
+        return max(self.longest_pages, rows * self.layout.pages_of(typical))
+
+
+def capacity_tokens(needed: int, device: torch.device, max_positions: int | None = None) -> int:
+    """Longest sequence that tables have columns for, so that those of later calls fit too."""
     granule = _CAPACITY_GRANULE[device.type]
-    return -(-needed // granule) * granule
+    return min(-(-needed // granule) * granule, max_positions or sys.maxsize)
 
 
-def slots_within(budget_bytes: float, slot_bytes: float, working: WorkingMemory) -> int:
-    """The most slots s for which s * slot + max(prefill, s * row), plus s * row with CUDA graphs, fit in a budget."""
-    pool = working.row if working.cuda_graphs else 0.0
-    beside_prefill = (budget_bytes - working.prefill) // (slot_bytes + pool)
-    beside_step = budget_bytes // (slot_bytes + pool + working.row)
-    return max(0, int(min(beside_prefill, beside_step)))
+def rows_and_pages(budget_bytes: float, sequences: Sequences, working: WorkingMemory) -> tuple[int, int]:
+    """How many completions are decoded together, and the pages of the cache; 0 pages if not one sequence fits.
+
+    The most rows for which their temporary memory leaves room for `least_pages`; then as many pages as fit.
+    """
+
+    def pages_beside(rows: int) -> int:
+        temporary = max(working.prefill, rows * working.row) + (rows * working.row if working.cuda_graphs else 0.0)
+        return int((budget_bytes - temporary) // sequences.page_bytes)
+
+    low, high = 1, sequences.rows
+    while low < high:
+        middle = (low + high + 1) // 2
+        if pages_beside(middle) >= sequences.least_pages(middle):
+            low = middle
+        else:
+            high = middle - 1
+    pages = min(pages_beside(low), sequences.pages(low))
+    return low, pages if pages >= sequences.longest_pages else 0
 
 
 def available_bytes(world: World) -> float:
@@ -113,27 +157,41 @@ def measured_memory(
     device = decoder.world.device
     length = min(max(len(request.prompt) for request in requests), prefill_tokens)
     prompts = max(1, min(rows, prefill_tokens // length))
-    workspace = _small_workspace(decoder, requests, slots=prompts, tokens=length)
+    workspace = _small_workspace(decoder, requests, rows=1, tokens=length)
     prefill = _peak(device, lambda: _read(workspace, prompts, length))
     most = min(rows, _MEASURED_ROWS)
-    workspace = _small_workspace(decoder, requests, slots=most, tokens=1)
+    workspace = _small_workspace(decoder, requests, rows=most, tokens=1)
     step = _peak(device, lambda: workspace.step(most))
     smaller = _peak(device, lambda: workspace.step(most // 2)) if most > 1 else 0
     row = max(0.0, (step - smaller) / (most - most // 2))
     return WorkingMemory(prefill=max(prefill, step - most * row), row=row, cuda_graphs=cuda_graphs)
 
 
-def _small_workspace(decoder: Decoder, requests: Sequence[Request], *, slots: int, tokens: int) -> Workspace:
-    """A workspace for a measurement."""
-    capacity = slot_tokens(tokens, decoder.world.device)
-    return Workspace(decoder, requests, slots=slots, wanted_slots=slots, capacity_tokens=capacity, cuda_graphs=False)
+def _small_workspace(decoder: Decoder, requests: Sequence[Request], *, rows: int, tokens: int) -> Workspace:
+    """A workspace for a measurement; all its rows share the pages of one sequence, as only memory matters."""
+    capacity = capacity_tokens(tokens, decoder.world.device)
+    layout = CacheLayout.of(decoder.architecture, capacity)
+    cache = new_cache(decoder, layout, pages=1 + layout.pages_of(capacity))
+    return Workspace(decoder, requests, cache=cache, rows=rows, capacity_tokens=capacity, cuda_graphs=False)
 
 
-def _read(workspace: Workspace, slots: int, length: int) -> None:
-    """Run a prefill of `slots` prompts of `length` tokens."""
-    device = workspace.decoder.world.device
-    positions = torch.arange(length, device=device).repeat(slots)
-    attend = workspace.attention.prefill([Span(range(slots), 0, length)])
+def new_cache(decoder: Decoder, layout: CacheLayout, *, pages: int) -> KVCache:
+    """A KV cache for a decoder."""
+    return KVCache(
+        layout,
+        pages=pages,
+        kv_heads=len(decoder.split.kv_heads),
+        head_dim=decoder.architecture.head_dim,
+        dtype=decoder.dtype,
+        device=decoder.world.device,
+    )
+
+
+def _read(workspace: Workspace, prompts: int, length: int) -> None:
+    """Run a prefill of `prompts` prompts of `length` tokens."""
+    positions = torch.arange(length, device=workspace.decoder.world.device).repeat(prompts)
+    pages = workspace.pages.expand(-1, prompts, -1)
+    attend = workspace.attention.step(None, Chunks(pages, [0] * prompts, [length] * prompts))
     workspace.decoder.hidden(torch.zeros_like(positions), positions, attend)
 
 

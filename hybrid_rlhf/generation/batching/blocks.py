@@ -1,0 +1,285 @@
+"""KV blocks: who uses them, which prefixes they hold, and which are evicted when memory runs out.
+
+A block holds keys and values of `BLOCK_TOKENS` consecutive tokens in the layers of one layer group (cache.py).
+Sequences with a common prefix share its blocks, which are counted by references. A block without references keeps its
+content, and serves later sequences that begin alike, until its memory is needed: the least recently used is evicted
+first. A sequence that leaves a cached prefix inside a block copies the block.
+
+Source: paged attention (arXiv 2309.06180, sections 4.2 to 4.4); the tree of prefixes as in RadixAttention (arXiv
+2312.07104, section 3), here with whole blocks as its edges. Prefixes are compared by their tokens, not by hashes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hybrid_rlhf.generation.batching.cache import BLOCK_TOKENS, CacheLayout
+
+_TAILS = 64
+"""Most children of a prefix that are compared with a sequence that leaves it within a block, the latest first."""
+
+
+@dataclass(eq=False)
+class Block:
+    """Keys and values of BLOCK_TOKENS consecutive tokens in one layer group."""
+
+    group: int
+    pages: tuple[int, ...]
+    references: int = 1
+    ready: bool = False
+    """Whether the content was computed by a step that has been launched."""
+    prefix: _Prefix | None = None
+    """Where other sequences find it."""
+
+
+@dataclass(eq=False)
+class _Prefix:
+    """A node of the tree: the tokens after its parent, at most BLOCK_TOKENS, and their block in each layer group."""
+
+    tokens: tuple[int, ...]
+    parent: _Prefix | None
+    blocks: list[Block | None]
+    children: dict[tuple[int, ...], _Prefix] = field(default_factory=dict)
+
+    def child(self, tokens: Sequence[int]) -> _Prefix:
+        """The child of these tokens, new if there is none."""
+        key = tuple(tokens)
+        if key not in self.children:
+            self.children[key] = _Prefix(key, self, [None] * len(self.blocks))
+        return self.children[key]
+
+
+@dataclass(frozen=True)
+class Match:
+    """Blocks of a prefix that a sequence shares, by depth, then layer group."""
+
+    blocks: list[list[Block | None]]
+    tail: list[Block] | None = None
+    """Blocks of which it shares the first `tail_tokens` tokens."""
+    tail_tokens: int = 0
+
+
+class BlockPool:
+    """All blocks of a KV cache."""
+
+    def __init__(self, layout: CacheLayout, pages: int) -> None:
+        """Args: how layers share pages, and the pages of the cache; page 0 is left to rows that are not in use."""
+        self.layout = layout
+        self.pages = pages - 1
+        self._free = list(range(pages - 1, 0, -1))
+        self._idle: OrderedDict[Block, None] = OrderedDict()
+        self._idle_pages = 0
+        self._root = _Prefix((), None, [None] * len(layout.windows))
+
+    @property
+    def available_pages(self) -> int:
+        """Pages that can be allocated, those of blocks without references included."""
+        return len(self._free) + self._idle_pages
+
+    @property
+    def used_pages(self) -> int:
+        """Pages of blocks with references."""
+        return self.pages - self.available_pages
+
+    def grow(self, pages: int) -> None:
+        """Add pages behind the present ones, up to `pages` in all."""
+        self._free[:0] = range(pages - 1, self.pages, -1)
+        self.pages = pages - 1
+
+    def allocate(self, group: int) -> Block:
+        """A block of a layer group, the content of which is undefined. There must be enough available pages."""
+        count = self.layout.pages[group]
+        while len(self._free) < count:
+            self._evict(next(iter(self._idle)))
+        return Block(group, tuple(self._free.pop() for _ in range(count)))
+
+    def share(self, block: Block) -> Block:
+        """Add a reference."""
+        if not block.references:
+            del self._idle[block]
+            self._idle_pages -= len(block.pages)
+        block.references += 1
+        return block
+
+    def release(self, block: Block) -> None:
+        """Drop a reference. A block without any keeps its content if it is computed and others can find it."""
+        block.references -= 1
+        if block.references:
+            return
+        if block.prefix is not None and block.ready:
+            self._idle[block] = None
+            self._idle_pages += len(block.pages)
+        else:
+            self._forget(block)
+            self._free.extend(block.pages)
+
+    def forget_prefixes(self) -> None:
+        """Nothing cached is found any more, as after a change of the weights."""
+        for block in list(self._idle):
+            self._evict(block)
+        self._root = _Prefix((), None, self._root.blocks)
+
+    def match(self, tokens: Sequence[int]) -> Match:
+        """The longest cached prefix; the last token is never part of it, since its hidden state is needed."""
+        needed = [math.inf if window is None else -(-(window - 1) // BLOCK_TOKENS) for window in self.layout.windows]
+        node, path, best = self._root, list[_Prefix](), 0
+        present = [0] * len(needed)
+        for start in range(0, len(tokens) - BLOCK_TOKENS, BLOCK_TOKENS):
+            child = node.children.get(tuple(tokens[start : start + BLOCK_TOKENS]))
+            if child is None:
+                break
+            path.append(child)
+            node = child
+            present = [0 if block is None else count + 1 for count, block in zip(present, child.blocks, strict=True)]
+            if all(count >= min(len(path), least) for count, least in zip(present, needed, strict=True)):
+                best = len(path)
+        kept = [
+            [block if best - depth <= least else None for block, least in zip(one.blocks, needed, strict=True)]
+            for depth, one in enumerate(path[:best])
+        ]
+        return self._with_tail(kept, path[best - 1] if best else self._root, tokens[best * BLOCK_TOKENS : -1])
+
+    def _with_tail(self, blocks: list[list[Block | None]], node: _Prefix, tokens: Sequence[int]) -> Match:
+        """Add what a child of the last node shares with the next tokens."""
+        found = Match(blocks)
+        for child in itertools.islice(reversed(node.children.values()), _TAILS):
+            tail = [block for block in child.blocks if block is not None and block.ready]
+            same = _common(child.tokens, tokens)
+            if len(tail) == len(child.blocks) and same > found.tail_tokens:
+                found = Match(blocks, tail, same)
+        return found
+
+    def index(self, tokens: Sequence[int], blocks: Sequence[Sequence[Block | None]]) -> None:
+        """Let later sequences find blocks; [i][group] holds tokens i * BLOCK_TOKENS and after."""
+        node = self._root
+        for place, held in enumerate(blocks):
+            node = node.child(tokens[place * BLOCK_TOKENS : (place + 1) * BLOCK_TOKENS])
+            for group, block in enumerate(held):
+                if block is not None and node.blocks[group] is None:
+                    self._forget(block)
+                    node.blocks[group], block.prefix = block, node
+
+    def _evict(self, block: Block) -> None:
+        del self._idle[block]
+        self._idle_pages -= len(block.pages)
+        self._forget(block)
+        self._free.extend(block.pages)
+
+    def _forget(self, block: Block) -> None:
+        """Take a block out of the tree, and the nodes that are left empty."""
+        node, block.prefix = block.prefix, None
+        if node is None:
+            return
+        node.blocks[block.group] = None
+        while node.parent is not None and not node.children and not any(node.blocks):
+            node.parent.children.pop(node.tokens, None)
+            node = node.parent
+
+
+class BlockTable:
+    """The blocks of one sequence, in each layer group."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self.blocks: list[list[Block | None]] = []
+        """[i][group]: of tokens i * BLOCK_TOKENS and after; none where no token to come attends to them."""
+        self._first = [0] * len(pool.layout.windows)
+
+    def begin(self, match: Match) -> tuple[int, list[tuple[int, int]]]:
+        """Share a cached prefix; returns its tokens, and pages to copy, as (source, target)."""
+        share = self._pool.share
+        self.blocks = [[None if block is None else share(block) for block in held] for held in match.blocks]
+        self._first = [
+            next((place for place, held in enumerate(self.blocks) if held[group] is not None), 0)
+            for group in range(len(self._first))
+        ]
+        whole = len(self.blocks) * BLOCK_TOKENS
+        if match.tail is None or self._pool.available_pages < 2 * self._pool.layout.tables:
+            return whole, []
+        held = [share(block) for block in match.tail]  # allocating must not evict it
+        copies = self._copies(held)
+        for block in held:
+            self._pool.release(block)
+        return whole + match.tail_tokens, copies
+
+    def fork(self, source: BlockTable, tokens: int) -> list[tuple[int, int]]:
+        """Share the first tokens of another sequence; returns pages to copy, as (source, target)."""
+        whole, share = tokens // BLOCK_TOKENS, self._pool.share
+        self.blocks = [[None if block is None else share(block) for block in held] for held in source.blocks[:whole]]
+        self._first = list(source._first)
+        if tokens % BLOCK_TOKENS == 0:
+            return []
+        return self._copies([block for block in source.blocks[whole] if block is not None])
+
+    def _copies(self, tail: Sequence[Block]) -> list[tuple[int, int]]:
+        own = [self._pool.allocate(block.group) for block in tail]
+        self.blocks.append(list(own))
+        return [pair for one, other in zip(tail, own, strict=True) for pair in zip(one.pages, other.pages, strict=True)]
+
+    def missing_pages(self, tokens: int) -> int:
+        """Pages that `extend` allocates."""
+        return max(0, blocks_of(tokens) - len(self.blocks)) * self._pool.layout.tables
+
+    def extend(self, tokens: int) -> None:
+        """Allocate blocks for tokens up to a total. There must be enough available pages."""
+        while len(self.blocks) < blocks_of(tokens):
+            self.blocks.append([self._pool.allocate(group) for group in range(len(self._first))])
+
+    def trim(self, tokens: int) -> None:
+        """Release the blocks that no token from number `tokens` on attends to."""
+        for group, window in enumerate(self._pool.layout.windows):
+            if window is None:
+                continue
+            end = max(0, tokens - window + 1) // BLOCK_TOKENS
+            for place in range(self._first[group], min(end, len(self.blocks))):
+                block = self.blocks[place][group]
+                if block is not None:
+                    self.blocks[place][group] = None
+                    self._pool.release(block)
+            self._first[group] = max(self._first[group], min(end, len(self.blocks)))
+
+    def index(self, tokens: Sequence[int]) -> None:
+        """Let later sequences find the blocks of these tokens, the first of this one."""
+        self._pool.index(tokens, self.blocks[: blocks_of(len(tokens))])
+
+    def set_ready(self, start: int, end: int) -> None:
+        """Note that the step that computes tokens start to end - 1 was launched."""
+        for held in self.blocks[start // BLOCK_TOKENS : blocks_of(end)]:
+            for block in held:
+                if block is not None:
+                    block.ready = True
+
+    def page_table(self, start: int = 0) -> list[list[int]]:
+        """[i - start][table]: the pages of the blocks from the i-th on; 0 where a block is released."""
+        empty = [(0,) * count for count in self._pool.layout.pages]
+        return [
+            [page for group, block in enumerate(held) for page in (empty[group] if block is None else block.pages)]
+            for held in self.blocks[start:]
+        ]
+
+    def release(self) -> None:
+        """Drop all references, the last block's first, so that the end of a prefix is evicted before its beginning."""
+        for held in reversed(self.blocks):
+            for block in held:
+                if block is not None:
+                    self._pool.release(block)
+        self.blocks = []
+
+
+def blocks_of(tokens: int) -> int:
+    """Blocks that hold so many tokens."""
+    return -(-tokens // BLOCK_TOKENS)
+
+
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Length of the common prefix."""
+    length = 0
+    for one, other in zip(first, second, strict=False):
+        if one != other:
+            break
+        length += 1
+    return length

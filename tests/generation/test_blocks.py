@@ -1,0 +1,163 @@
+"""The pool of KV blocks: nothing is lost, and a prefix that is found holds what it says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybrid_rlhf.generation.batching.blocks import BlockPool, BlockTable, blocks_of
+from hybrid_rlhf.generation.batching.cache import BLOCK_TOKENS, CacheLayout
+from hybrid_rlhf.generation.weights.describe import describe
+from tests.support.families import variant
+
+PLAIN = CacheLayout((None,), (1,), 4, ())
+MIXED = CacheLayout((None, 20), (1, 3), 2, ())
+WINDOWS = CacheLayout((20,), (2,), 2, ())
+
+
+@dataclass
+class Memory:
+    """What each page holds, as a step would write it."""
+
+    pool: BlockPool
+    pages: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
+    """Content of a page by place: all tokens up to and including the one there, on which keys and values depend."""
+
+    def write(self, table: BlockTable, tokens: list[int], start: int) -> None:
+        """Compute tokens from `start` on."""
+        for place in range(start, len(tokens)):
+            block, offset = divmod(place, BLOCK_TOKENS)
+            for page in table.page_table()[block]:
+                content = self.pages.setdefault(page, [()] * BLOCK_TOKENS)
+                content[offset] = tuple(tokens[: place + 1])
+        table.set_ready(start, len(tokens))
+
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        for source, target in pairs:
+            self.pages[target] = list(self.pages[source])
+
+    def check(self, table: BlockTable, tokens: list[int]) -> None:
+        """That a sequence finds what its next token attends to."""
+        column = 0
+        for group, window in enumerate(self.pool.layout.windows):
+            first = 0 if window is None else max(0, len(tokens) - window + 1)
+            for place in range(first, len(tokens)):
+                block, offset = divmod(place, BLOCK_TOKENS)
+                for page in table.page_table()[block][column : column + self.pool.layout.pages[group]]:
+                    assert page > 0 and self.pages[page][offset] == tuple(tokens[: place + 1])
+            column += self.pool.layout.pages[group]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    layout=st.sampled_from([PLAIN, MIXED, WINDOWS]),
+    blocks=st.integers(6, 20),
+    sequences=st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 1), min_size=1, max_size=70),  # few tokens: prefixes are often shared
+            st.integers(0, 40),
+            st.integers(0, 3),
+        ),
+        min_size=1,
+        max_size=12,
+    ),
+)
+def test_sequences_that_share_blocks_find_their_own_tokens(
+    layout: CacheLayout, blocks: int, sequences: list[tuple[list[int], int, int]]
+) -> None:
+    pool = BlockPool(layout, 1 + blocks * layout.tables)
+    memory, live = Memory(pool), list[tuple[BlockTable, list[int]]]()
+
+    def end(place: int) -> None:
+        table, tokens = live.pop(place)
+        table.index(tokens)
+        table.release()
+
+    for prompt, new, ending in sequences:
+        needed = (blocks_of(len(prompt) + new) + 2) * layout.tables
+        while pool.available_pages < needed and live:
+            end(0)
+        table = BlockTable(pool)
+        computed, copies = table.begin(pool.match(prompt))
+        assert computed < len(prompt)
+        memory.copy(copies)
+        memory.check(table, prompt[:computed])
+        table.extend(len(prompt))
+        memory.write(table, prompt, computed)
+        table.index(prompt)
+        sample = BlockTable(pool)
+        memory.copy(sample.fork(table, len(prompt)))
+        memory.check(sample, prompt)
+        sample.release()
+        tokens = list(prompt)
+        for token in range(new):
+            table.trim(len(tokens))
+            tokens.append(token % 2)
+            table.extend(len(tokens))
+            memory.write(table, tokens, len(tokens) - 1)
+        memory.check(table, tokens)
+        live.append((table, tokens))
+        for other, content in live:
+            memory.check(other, content)
+        for _ in range(min(ending, len(live))):
+            end(0)
+    while live:
+        end(0)
+    assert pool.used_pages == 0 and pool.available_pages == blocks * layout.tables
+    pool.forget_prefixes()
+    assert len(pool._free) == len(set(pool._free)) == pool.pages and not pool._root.children
+
+
+def test_the_least_recently_used_prefix_is_evicted_first_and_its_end_before_its_beginning() -> None:
+    pool = BlockPool(PLAIN, 1 + 6)
+    texts = [[text] * 33 for text in range(2)]
+    for tokens in texts:
+        table = BlockTable(pool)
+        table.extend(33)
+        table.set_ready(0, 33)
+        table.index(tokens)
+        table.release()
+    found = BlockTable(pool)
+    found.begin(pool.match(texts[0]))  # used again
+    found.release()
+    other = BlockTable(pool)
+    other.extend(3 * BLOCK_TOKENS)  # both ends, and one block more
+    assert [len(pool.match([*tokens, 9]).blocks) for tokens in texts] == [2, 1]
+    other.extend(4 * BLOCK_TOKENS)
+    assert [len(pool.match([*tokens, 9]).blocks) for tokens in texts] == [2, 0]
+
+
+def test_a_block_that_was_not_computed_is_not_found() -> None:
+    pool, tokens = BlockPool(PLAIN, 9), list(range(40))
+    table = BlockTable(pool)
+    table.extend(40)
+    table.index(tokens)
+    assert pool.match(tokens).tail is None, "its end would be copied before it is computed"
+    table.release()
+    assert not pool.match(tokens).blocks
+
+
+def test_a_grown_pool_hands_out_each_page_once() -> None:
+    pool = BlockPool(PLAIN, 4)
+    first = [pool.allocate(0).pages[0] for _ in range(2)]
+    pool.grow(9)
+    assert sorted([*first, *(pool.allocate(0).pages[0] for _ in range(pool.available_pages))]) == list(range(1, 9))
+
+
+@pytest.mark.parametrize(
+    ("name", "capacity", "windows", "pages"),
+    [("gemma3", 100, (None, 6), None), ("gemma3", 6, (None,), (1,)), ("mistral", 100, (6,), (1,))],
+)
+def test_layers_of_one_window_share_pages(
+    name: str, capacity: int, windows: tuple[int | None, ...], pages: tuple[int, ...] | None
+) -> None:
+    architecture, _ = describe(variant(name))
+    layout = CacheLayout.of(architecture, capacity)
+    assert layout.windows == windows and (pages is None or layout.pages == pages)
+    assert len(set(layout.places)) == architecture.layers == layout.tables * layout.layers_per_page
+    assert layout.pages_of(96) == sum(
+        count * (6 if window is None else 2) for count, window in zip(layout.pages, windows, strict=True)
+    )
