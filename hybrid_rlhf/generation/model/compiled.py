@@ -73,9 +73,9 @@ def load(source: Path) -> ctypes.CDLL:
 def openmp_parallel() -> int:
     """Address of GOMP_parallel in the OpenMP runtime that torch uses.
 
-    It is looked up where the dynamic linker finds it for torch: in the global scope first, where a preloaded runtime is,
-    then in the libraries that libtorch_cpu needs, by whatever name a build of torch bundles its runtime. The runtimes of
-    Intel and LLVM have this function too.
+    It is looked up where the dynamic linker finds it for torch: in the global scope first, where a preloaded runtime
+    is, then in the libraries that libtorch_cpu needs, by whatever name a build of torch bundles its runtime. The
+    runtimes of Intel and LLVM have this function too.
 
     Raises:
         CannotCompile: if torch uses no such runtime.

@@ -27,8 +27,10 @@ constexpr int QUERIES = 3;
 constexpr int SPAN = 128;         // a long row is split into spans of about so many keys
 constexpr int MOST_KEYS = 192;    // of a span
 constexpr int TILE = 32;          // keys whose values are added up in registers; a multiple of L
-constexpr int AHEAD = 16;         // keys between an access and its prefetch
-constexpr int64_t MANY = 1 << 14; // elements of an operation that is worth waking threads for
+constexpr int AHEAD = 8;          // keys between an access and its prefetch
+// Elements from which waking threads pays. They gain little before, and where other processes keep the cores busy, a
+// parallel operation may wait a time slice for its last thread.
+constexpr int64_t MANY = 1 << 16;
 constexpr float INF = std::numeric_limits<float>::infinity();
 constexpr int OK = 0, NO_MEMORY = 1, OUTSIDE = 2;
 
@@ -83,30 +85,47 @@ template <class T> INLINE vf rounded(vf x) {
 }
 template <> INLINE vf rounded<float>(vf x) { return x; }
 
-INLINE float sum(vf x) {
-    float total = 0;
-    for (int i = 0; i < L; ++i) total += x[i];
-    return total;
+#if defined(__clang__)
+#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define PICK(a, b, ...) __builtin_shuffle(a, b, vi{__VA_ARGS__})
+#endif
+
+// f of neighbouring lanes in each 128 bits: of a, then of b. In two steps, four vectors become one whose 128 bits each
+// have one result per vector. Shuffles inside of 128 bits are the cheap ones.
+template <class F> INLINE vf join_lanes(vf a, vf b, const F& f) {
+#if defined(__AVX512F__)
+    return f(PICK(a, b, 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30),
+             PICK(a, b, 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31));
+#elif defined(__AVX__)
+    return f(PICK(a, b, 0, 2, 8, 10, 4, 6, 12, 14), PICK(a, b, 1, 3, 9, 11, 5, 7, 13, 15));
+#else
+    return f(PICK(a, b, 0, 2, 4, 6), PICK(a, b, 1, 3, 5, 7));
+#endif
 }
 
-// Sums of neighbouring lanes: of a, then of b.
-INLINE vf pair_sums(vf a, vf b) {
+// f of neighbouring 128 bits: of a, then of b.
+template <class F> INLINE vf join_quarters(vf a, vf b, const F& f) {
 #if defined(__AVX512F__)
-#define EVEN 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
-#define ODD 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
+    return f(PICK(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27),
+             PICK(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31));
 #elif defined(__AVX__)
-#define EVEN 0, 2, 4, 6, 8, 10, 12, 14
-#define ODD 1, 3, 5, 7, 9, 11, 13, 15
+    return f(PICK(a, b, 0, 1, 2, 3, 8, 9, 10, 11), PICK(a, b, 4, 5, 6, 7, 12, 13, 14, 15));
 #else
-#define EVEN 0, 2, 4, 6
-#define ODD 1, 3, 5, 7
-#endif
-#if defined(__clang__)
-    return __builtin_shufflevector(a, b, EVEN) + __builtin_shufflevector(a, b, ODD);
-#else
-    return __builtin_shuffle(a, b, vi{EVEN}) + __builtin_shuffle(a, b, vi{ODD});
+    return a;
 #endif
 }
+
+INLINE vf plus(vf a, vf b) { return a + b; }
+
+// f of all lanes, in each lane.
+template <class F> INLINE vf reduced(vf x, const F& f) {
+    x = join_lanes(x, x, f);
+    x = join_lanes(x, x, f);
+    for (int n = 4; n < L; n *= 2) x = join_quarters(x, x, f);
+    return x;
+}
+INLINE float sum(vf x) { return reduced(x, plus)[0]; }
 
 // e^x by 2^n e^r with |r| <= ln(2) / 2 and the polynomial of Cephes' expf: 1e-7 relative. 0 below the normal numbers,
 // infinity from 2^127 on; NaN stays NaN.
@@ -274,34 +293,53 @@ struct Scratch {
 
 INLINE int64_t padded(int64_t n) { return (n + L - 1) / L * L; }
 
-// Scores of L keys and G queries: out[g * MOST_KEYS + i]. Keys past n are copies of the last one.
+// Keeps a vector in a register: compilers would rather read it again for each use, and loads are what limits the loops.
+INLINE void keep(vf& x) {
+#if defined(__AVX512F__)
+    asm("" : "+v"(x));
+#elif defined(__x86_64__)
+    asm("" : "+x"(x));
+#elif defined(__aarch64__)
+    asm("" : "+w"(x));
+#endif
+}
+
+// Adds products of G queries and 4 keys to sums, for the dimensions of one vector.
 template <class T, int G>
+INLINE void multiply(const float* queries, int64_t d_pad, const T* const (&keys)[4], int64_t c, int64_t left, vf (&sums)[4][G]) {
+    vf query[G];
+    for (int g = 0; g < G; ++g) query[g] = load(queries + g * d_pad + c);
+    for (int i = 0; i < 4; ++i) {
+        vf key = load(keys[i] + c, left);
+        keep(key);
+        for (int g = 0; g < G; ++g) sums[i][g] += key * query[g];
+    }
+}
+
+// Scores of L keys and G queries: out[g * MOST_KEYS + i]. Keys past n are copies of the last one. WHOLE: d is a multiple
+// of a vector.
+template <class T, int G, bool WHOLE>
 INLINE void score(const float* queries, int64_t d_pad, const T* keys, const int64_t* offsets, int n, int64_t d, float* out) {
-    vf part[G][L / 4] = {};
-    for (int four = 0; four < L && four < n; four += 4) {
-        const T* k[4];
-        for (int i = 0; i < 4; ++i) k[i] = keys + offsets[four + i];
+    vf part[G][L / 4];
+    for (int four = 0; four < L; four += 4) {
+        const T *k[4], *later[4];
+        for (int i = 0; i < 4; ++i) k[i] = keys + offsets[four + i], later[i] = keys + offsets[four + i + AHEAD];
+        vf sums[4][G];
         for (int i = 0; i < 4; ++i)
-            for (int64_t c = 0; c < d; c += 64 / (int64_t)sizeof(T))
-                __builtin_prefetch(keys + offsets[four + i + AHEAD] + c);
-        vf sums[4][G] = {};
+            for (int g = 0; g < G; ++g) sums[i][g] = vf{};
         int64_t c = 0;
-        for (; c + L <= d; c += L)
-            for (int i = 0; i < 4; ++i) {
-                vf key = load(k[i] + c);
-                for (int g = 0; g < G; ++g) sums[i][g] += key * load(queries + g * d_pad + c);
+        if (four < n)
+            for (; c + L <= d; c += L) {
+                for (int i = 0; i < 4; ++i) __builtin_prefetch(later[i] + c);
+                multiply<T, G>(queries, d_pad, k, c, L, sums);
             }
-        if (c < d)
-            for (int i = 0; i < 4; ++i) {
-                vf key = load(k[i] + c, d - c);
-                for (int g = 0; g < G; ++g) sums[i][g] += key * load(queries + g * d_pad + c);
-            }
+        if (!WHOLE && four < n) multiply<T, G>(queries, d_pad, k, c, d - c, sums);
         for (int g = 0; g < G; ++g)
-            part[g][four / 4] = pair_sums(pair_sums(sums[0][g], sums[1][g]), pair_sums(sums[2][g], sums[3][g]));
+            part[g][four / 4] = join_lanes(join_lanes(sums[0][g], sums[1][g], plus), join_lanes(sums[2][g], sums[3][g], plus), plus);
     }
     for (int g = 0; g < G; ++g) {
         for (int left = L / 4; left > 1; left /= 2)
-            for (int i = 0; i < left / 2; ++i) part[g][i] = pair_sums(part[g][2 * i], part[g][2 * i + 1]);
+            for (int i = 0; i < left / 2; ++i) part[g][i] = join_quarters(part[g][2 * i], part[g][2 * i + 1], plus);
         store(out + g * MOST_KEYS, part[g][0]);
     }
 }
@@ -318,6 +356,7 @@ INLINE void mix(const float* weights, const T* values, const int64_t* offsets, i
         for (int j = 0; j < N * L; j += 64 / (int)sizeof(T)) __builtin_prefetch(later + j);
         for (int j = 0; j < N; ++j) {
             vf value = N == 1 ? load(from, left) : load(from + j * L);
+            keep(value);
             for (int g = 0; g < G; ++g) sums[g][j] += weights[g * MOST_KEYS + i] * value;
         }
     }
@@ -327,7 +366,8 @@ INLINE void mix(const float* weights, const T* values, const int64_t* offsets, i
 
 template <class T, int G>
 void score_all(const float* queries, int64_t d_pad, const T* keys, const int64_t* offsets, int n, int64_t d, float* out) {
-    score<T, G>(queries, d_pad, keys, offsets, n, d, out);
+    if (d % L == 0) return score<T, G, true>(queries, d_pad, keys, offsets, n, d, out);
+    return score<T, G, false>(queries, d_pad, keys, offsets, n, d, out);
 }
 
 template <class T, int G>
@@ -372,20 +412,14 @@ template <class T> struct MixGroup {
 
 // Scores of a head to weights e^(score - top); returns their sum.
 float weigh(float* scores, int n, float softcap, const float* bias, float* top) {
+    if (softcap != 0.0f)
+        for (int i = 0; i < n; i += L) store(scores + i, softcap * tanh(load(scores + i) / softcap));
+    if (bias != nullptr)
+        for (int i = 0; i < n; i += L) store(scores + i, load(scores + i) + load(bias + i, n - i));
     for (int i = n; i < padded(n); ++i) scores[i] = -INF;
     vf best = all(-INF);
-    for (int i = 0; i < n; i += L) {
-        vf x = load(scores + i);
-        if (softcap != 0.0f) x = softcap * tanh(x / softcap);
-        if (bias != nullptr) x += load(bias + i, n - i);
-        if (n - i < L)
-            for (int j = n - i; j < L; ++j) x[j] = -INF;
-        store(scores + i, x);
-        best = larger(best, x);
-    }
-    float most = best[0];
-    for (int i = 1; i < L; ++i) most = best[i] > most ? best[i] : most;
-    *top = most;
+    for (int i = 0; i < n; i += L) best = larger(best, load(scores + i));
+    float most = *top = reduced(best, larger)[0];
     float shift = most == -INF ? 0.0f : most;  // no key with weight
     vf total = {};
     for (int i = 0; i < n; i += L) {
@@ -410,20 +444,27 @@ template <class T> bool locate(const Attention<T>& a, const Task& task, int64_t*
     return true;
 }
 
-// Sums the parts of a head in their order, with the weight e^(top - highest top), and the sink.
+// Sums the parts of a head in their order, with the weight e^(top - highest top), and the sink. Overwrites tops.
 template <class T>
-void finish_head(const Attention<T>& a, int64_t row, int64_t head, const float* parts, int32_t count, int64_t stride, int64_t d_pad) {
-    const float* tops = parts + a.heads * d_pad + head;
+void finish_head(const Attention<T>& a, int64_t row, int64_t head, float* parts, int32_t count, int64_t stride, int64_t d_pad) {
+    float* tops = parts + a.heads * d_pad + head;
     const float* sums = tops + a.heads;
-    float top = a.sinks == nullptr ? -INF : a.sinks[head];
-    for (int32_t i = 0; i < count; ++i) top = tops[i * stride] > top ? tops[i * stride] : top;
-    float shift = top == -INF ? 0.0f : top;
-    float total = a.sinks == nullptr ? 0.0f : exp(all(a.sinks[head] - shift))[0];
-    for (int32_t i = 0; i < count; ++i) total += exp(all(tops[i * stride] - shift))[0] * sums[i * stride];
+    float total = sums[0];
+    if (count == 1 && a.sinks == nullptr) {
+        tops[0] = 1.0f;
+    } else {
+        float top = a.sinks == nullptr ? -INF : a.sinks[head];
+        for (int32_t i = 0; i < count; ++i) top = tops[i * stride] > top ? tops[i * stride] : top;
+        float shift = top == -INF ? 0.0f : top;
+        total = a.sinks == nullptr ? 0.0f : exp(all(a.sinks[head] - shift))[0];
+        for (int32_t i = 0; i < count; ++i) {
+            tops[i * stride] = exp(all(tops[i * stride] - shift))[0];
+            total += tops[i * stride] * sums[i * stride];
+        }
+    }
     for (int64_t c = 0; c < a.d; c += L) {
         vf mixed = {};
-        for (int32_t i = 0; i < count; ++i)
-            mixed += exp(all(tops[i * stride] - shift)) * load(parts + i * stride + head * d_pad + c);
+        for (int32_t i = 0; i < count; ++i) mixed += tops[i * stride] * load(parts + i * stride + head * d_pad + c);
         store(a.out + (row * a.heads + head) * a.d + c, mixed / total, a.d - c);
     }
 }
@@ -521,7 +562,7 @@ template <class T> int attention(const Attention<T>& a, Threads threads) {
             }
         }
     };
-    deal(threads, tasks > 1 && total * a.heads * a.d >= MANY, threads.count, 1, work);
+    deal(threads, tasks > 1 && total * a.heads * a.d >= 2 * MANY, threads.count, 1, work);
     free(memory);
     return failed.load() ? OUTSIDE : OK;
 }
@@ -560,7 +601,7 @@ template <class T, class W> void norm_row(const Norm<T, W>& a, int64_t row) {
 }
 
 template <class T, class W> int norm(const Norm<T, W>& a, Threads threads) {
-    deal(threads, a.rows * a.width >= 2 * MANY, a.rows, grain_of(threads, a.rows), [&](int64_t row, int64_t end) {
+    deal(threads, a.rows * a.width >= MANY, a.rows, grain_of(threads, a.rows), [&](int64_t row, int64_t end) {
         for (; row < end; ++row) norm_row(a, row);
     });
     return OK;
@@ -592,54 +633,89 @@ template <class T> int gated(int64_t activation, const T* both, T* out, int64_t 
 
 }  // namespace
 
-// `half`: tensors of the model are bfloat16, not float32. All return OK or the number of an error.
+// Each function takes one struct of 8-byte fields, which cpu_kernels.py packs: ctypes would take longer to convert single
+// arguments than small kernels run. `half`: tensors of the model are bfloat16, not float32. A pointer may be null where
+// the comment of the struct above says so. All return OK or the number of an error.
 extern "C" {
 
-int hybrid_rotate_and_write(void* parallel, int64_t threads, int64_t half, const void* qkv, const void* cos, const void* sin,
-                            const int64_t* places, void* queries, void* keys, void* values, int64_t tokens, int64_t heads,
-                            int64_t kv_heads, int64_t d, int64_t width, int64_t slots) {
-    Threads team{(Parallel)parallel, (int)threads};
+struct Context {
+    Parallel parallel;
+    int64_t threads, half;
+    Threads team() const { return Threads{parallel, (int)threads}; }
+};
+
+struct RotateAndWrite {
+    Context context;
+    const void *qkv, *cos, *sin;
+    const int64_t* places;
+    void *queries, *keys, *values;
+    int64_t tokens, heads, kv_heads, d, width, slots;
+};
+
+int hybrid_rotate_and_write(const RotateAndWrite* a) {
     auto call = [&](auto kind) {
         using T = decltype(kind);
-        return rotate_and_write(Rotation<T>{(const T*)qkv, (const T*)cos, (const T*)sin, places, (T*)queries, (T*)keys,
-                                            (T*)values, tokens, heads, kv_heads, d, width, slots}, team);
+        return rotate_and_write(Rotation<T>{(const T*)a->qkv, (const T*)a->cos, (const T*)a->sin, a->places, (T*)a->queries,
+                                            (T*)a->keys, (T*)a->values, a->tokens, a->heads, a->kv_heads, a->d, a->width,
+                                            a->slots}, a->context.team());
     };
-    return half ? call(bfloat16{}) : call(float{});
+    return a->context.half ? call(bfloat16{}) : call(float{});
 }
 
-int hybrid_paged_attention(void* parallel, int64_t threads, int64_t half, const void* queries, const void* keys,
-                           const void* values, const int32_t* blocks, const int64_t* positions, const float* bias,
-                           const float* sinks, void* out, int64_t batch, int64_t heads, int64_t kv_heads, int64_t d,
-                           int64_t blocks_of_row, int64_t block_tokens, int64_t cache_blocks, int64_t bias_width,
-                           int64_t window, float scale, float softcap) {
-    Threads team{(Parallel)parallel, (int)threads};
+struct PagedAttention {
+    Context context;
+    const void *queries, *keys, *values;
+    const int32_t* blocks;
+    const int64_t* positions;
+    const float *bias, *sinks;
+    void* out;
+    int64_t batch, heads, kv_heads, d, blocks_of_row, block_tokens, cache_blocks, bias_width, window;
+    double scale, softcap;
+};
+
+int hybrid_paged_attention(const PagedAttention* a) {
     auto call = [&](auto kind) {
         using T = decltype(kind);
-        return attention(Attention<T>{(const T*)queries, (const T*)keys, (const T*)values, blocks, positions, bias, sinks,
-                                      (T*)out, batch, heads, kv_heads, d, blocks_of_row, block_tokens, cache_blocks,
-                                      bias_width, window, scale, softcap}, team);
+        return attention(Attention<T>{(const T*)a->queries, (const T*)a->keys, (const T*)a->values, a->blocks, a->positions,
+                                      a->bias, a->sinks, (T*)a->out, a->batch, a->heads, a->kv_heads, a->d,
+                                      a->blocks_of_row, a->block_tokens, a->cache_blocks, a->bias_width, a->window,
+                                      (float)a->scale, (float)a->softcap}, a->context.team());
     };
-    return half ? call(bfloat16{}) : call(float{});
+    return a->context.half ? call(bfloat16{}) : call(float{});
 }
 
-int hybrid_norm(void* parallel, int64_t threads, int64_t half, int64_t half_weight, const void* x, const void* delta,
-                const void* weight, void* added, void* normed, int64_t rows, int64_t inner, int64_t outer_stride,
-                int64_t inner_stride, int64_t width, float eps, int64_t in_float32) {
-    Threads team{(Parallel)parallel, (int)threads};
+struct NormRows {
+    Context context;
+    const void *x, *delta, *weight;
+    void *added, *normed;
+    int64_t half_weight, rows, inner, outer_stride, inner_stride, width, in_float32;
+    double eps;
+};
+
+int hybrid_norm(const NormRows* a) {
     auto call = [&](auto kind, auto weight_kind) {
         using T = decltype(kind);
         using W = decltype(weight_kind);
-        return norm(Norm<T, W>{(const T*)x, (const T*)delta, (const W*)weight, (T*)added, (T*)normed, rows, inner,
-                               outer_stride, inner_stride, width, eps, in_float32 != 0}, team);
+        return norm(Norm<T, W>{(const T*)a->x, (const T*)a->delta, (const W*)a->weight, (T*)a->added, (T*)a->normed, a->rows,
+                               a->inner, a->outer_stride, a->inner_stride, a->width, (float)a->eps, a->in_float32 != 0},
+                    a->context.team());
     };
-    if (!half) return call(float{}, float{});
-    return half_weight ? call(bfloat16{}, bfloat16{}) : call(bfloat16{}, float{});
+    if (!a->context.half) return call(float{}, float{});
+    return a->half_weight ? call(bfloat16{}, bfloat16{}) : call(bfloat16{}, float{});
 }
 
-int hybrid_gated(void* parallel, int64_t threads, int64_t half, int64_t activation, const void* both, void* out,
-                 int64_t rows, int64_t width) {
-    Threads team{(Parallel)parallel, (int)threads};
-    if (half) return gated(activation, (const bfloat16*)both, (bfloat16*)out, rows, width, team);
-    return gated(activation, (const float*)both, (float*)out, rows, width, team);
+struct Gated {
+    Context context;
+    const void* both;
+    void* out;
+    int64_t activation, rows, width;
+};
+
+int hybrid_gated(const Gated* a) {
+    auto call = [&](auto kind) {
+        using T = decltype(kind);
+        return gated(a->activation, (const T*)a->both, (T*)a->out, a->rows, a->width, a->context.team());
+    };
+    return a->context.half ? call(bfloat16{}) : call(float{});
 }
 }

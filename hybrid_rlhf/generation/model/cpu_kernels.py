@@ -17,9 +17,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from collections.abc import Sequence
+import struct
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,13 +33,16 @@ _SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 _ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
 _NO_MEMORY, _OUTSIDE = 1, 2
 """Errors of the library; 0: none."""
-_P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_SIGNATURES: dict[str, Sequence[Any]] = {
-    "hybrid_rotate_and_write": (_P, _I, _I, *[_P] * 7, *[_I] * 6),
-    "hybrid_paged_attention": (_P, _I, _I, *[_P] * 8, *[_I] * 9, _F, _F),
-    "hybrid_norm": (_P, _I, _I, _I, *[_P] * 5, *[_I] * 5, _F, _I),
-    "hybrid_gated": (_P, _I, _I, _I, _P, _P, _I, _I),
+_STRUCTS = {
+    name: struct.Struct(f"@{fields}")
+    for name, fields in (
+        ("hybrid_rotate_and_write", "3q7q6q"),
+        ("hybrid_paged_attention", "3q8q9q2d"),
+        ("hybrid_norm", "3q5q7qd"),
+        ("hybrid_gated", "3q2q3q"),
+    )
 }
+"""The structs that the library takes: address of GOMP_parallel, threads and dtype, then addresses and numbers."""
 logger = logging.getLogger(LOGGER_NAME)
 
 
@@ -51,13 +53,16 @@ class _Library:
         """Raises CannotCompile."""
         self._parallel = openmp_parallel()
         library = load(_SOURCE)
-        self._functions = {name: library[name] for name in _SIGNATURES}
-        for name, function in self._functions.items():
-            function.argtypes, function.restype = _SIGNATURES[name], ctypes.c_int
+        self._kernels = {name: (library[name], fields.pack) for name, fields in _STRUCTS.items()}
+        for function, _ in self._kernels.values():
+            function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
 
-    def call(self, name: str, *arguments: Any) -> None:
-        """Run a kernel with as many threads as torch uses."""
-        error = self._functions[name](self._parallel, torch.get_num_threads(), *arguments)
+    def call(self, name: str, dtype: torch.dtype, *arguments: float) -> None:
+        """Run a kernel on tensors of a dtype with as many threads as torch uses."""
+        if dtype not in DTYPES:
+            raise TypeError(f"the dtype must be float32 or bfloat16, got {dtype}")
+        function, pack = self._kernels[name]
+        error = function(pack(self._parallel, torch.get_num_threads(), dtype == torch.bfloat16, *arguments))
         if error == _OUTSIDE:
             raise IndexError(f"{name}: a position, place or block is outside the KV cache")
         if error == _NO_MEMORY:
@@ -103,19 +108,29 @@ def rotate_and_write(
     tokens, all_heads, d = qkv.shape
     blocks, block_tokens, kv_heads, _ = keys.shape
     heads = all_heads - 2 * kv_heads
-    qkv = qkv.contiguous()
-    cos, sin = (qkv, qkv) if table is None else (table[0].contiguous(), table[1].contiguous())
-    width = 0 if table is None else cos.shape[-1]
-    _check((keys, values), qkv.dtype, (blocks, block_tokens, kv_heads, d))
-    _check((places,), torch.int64, (tokens,))
+    qkv, dtype, width = qkv.contiguous(), qkv.dtype, 0
+    cos, sin = (qkv, qkv) if table is None else table
+    _check(keys, dtype, (blocks, block_tokens, kv_heads, d))
+    _check(values, dtype, keys.shape)
+    _check(places, torch.int64, (tokens,))
     if table is not None:
-        _check((cos, sin), qkv.dtype, (tokens, 1, width))
+        width = cos.shape[-1]
+        _check(cos, dtype, (tokens, 1, width))
+        _check(sin, dtype, (tokens, 1, width))
     queries = qkv.new_empty(tokens, heads, d)
+    addresses = (qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), places.data_ptr(), queries.data_ptr())
     _library().call(
         "hybrid_rotate_and_write",
-        _half(qkv),
-        *(x.data_ptr() for x in (qkv, cos, sin, places, queries, keys, values)),
-        *(tokens, heads, kv_heads, d, width, blocks * block_tokens),
+        dtype,
+        *addresses,
+        keys.data_ptr(),
+        values.data_ptr(),
+        tokens,
+        heads,
+        kv_heads,
+        d,
+        width,
+        blocks * block_tokens,
     )
     return queries
 
@@ -149,23 +164,35 @@ def paged_attention(
     """
     batch, heads, d = queries.shape
     cache_blocks, block_tokens, kv_heads, _ = keys.shape
-    queries = queries.contiguous()
-    _check((keys, values), queries.dtype, (cache_blocks, block_tokens, kv_heads, d))
-    _check((blocks,), torch.int32, (batch, blocks.shape[1]))
-    _check((positions,), torch.int64, (batch,))
+    queries, dtype, of_row = queries.contiguous(), queries.dtype, blocks.shape[1]
+    _check(keys, dtype, (cache_blocks, block_tokens, kv_heads, d))
+    _check(values, dtype, keys.shape)
+    _check(blocks, torch.int32, (batch, of_row))
+    _check(positions, torch.int64, (batch,))
     if bias is not None:
-        _check((bias,), torch.float32, (heads, bias.shape[1]))
+        _check(bias, torch.float32, (heads, bias.shape[1]))
     if sinks is not None:
-        _check((sinks,), torch.float32, (heads,))
+        _check(sinks, torch.float32, (heads,))
     mixed = torch.empty_like(queries)
+    addresses = (queries.data_ptr(), keys.data_ptr(), values.data_ptr(), blocks.data_ptr(), positions.data_ptr())
     _library().call(
         "hybrid_paged_attention",
-        _half(queries),
-        *(x.data_ptr() for x in (queries, keys, values, blocks, positions)),
-        *(None if x is None else x.data_ptr() for x in (bias, sinks)),
+        dtype,
+        *addresses,
+        0 if bias is None else bias.data_ptr(),
+        0 if sinks is None else sinks.data_ptr(),
         mixed.data_ptr(),
-        *(batch, heads, kv_heads, d, blocks.shape[1], block_tokens, cache_blocks),
-        *(0 if bias is None else bias.shape[1], window or 0, scale, softcap or 0.0),
+        batch,
+        heads,
+        kv_heads,
+        d,
+        of_row,
+        block_tokens,
+        cache_blocks,
+        0 if bias is None else bias.shape[1],
+        window or 0,
+        scale,
+        softcap or 0.0,
     )
     return mixed
 
@@ -181,7 +208,7 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, in_flo
         in_float32: apply the weight before rounding.
     """
     x, delta = x.contiguous(), delta.contiguous()
-    _check((delta,), x.dtype, tuple(x.shape))
+    _check(delta, x.dtype, x.shape)
     added, normed = torch.empty_like(x), torch.empty_like(x)
     _norm(x, delta, weight, eps, in_float32, added, normed)
     return added, normed
@@ -207,39 +234,41 @@ def _norm(
         raise ValueError(f"rows must be [T, H] or [T, heads, H], got {list(x.shape)}")
     width, inner = x.shape[-1], 1 if x.dim() == 2 else x.shape[1]
     wide = weight.dtype == torch.float32
-    _check((weight,), torch.float32 if wide else x.dtype, (width,))
+    _check(weight, torch.float32 if wide else x.dtype, (width,))
+    outer_stride, inner_stride = x.stride()[:2]
     _library().call(
         "hybrid_norm",
-        _half(x),
-        0 if wide else 1,
-        *(None if y is None else y.data_ptr() for y in (x, delta, weight, added, normed)),
-        *(len(x) * inner, inner, x.stride(0), x.stride(1), width, eps, in_float32),
+        x.dtype,
+        x.data_ptr(),
+        0 if delta is None else delta.data_ptr(),
+        weight.data_ptr(),
+        0 if added is None else added.data_ptr(),
+        normed.data_ptr(),
+        not wide,
+        x.shape[0] * inner,
+        inner,
+        outer_stride,
+        inner_stride,
+        width,
+        in_float32,
+        eps,
     )
 
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     """activation(gate) * up [T, M] of [T, 2 M]."""
     gate_up = gate_up.contiguous()
-    tokens, width = len(gate_up), gate_up.shape[-1] // 2
+    tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(tokens, width)
-    _library().call(
-        "hybrid_gated", _half(gate_up), _ACTIVATIONS[activation], gate_up.data_ptr(), out.data_ptr(), tokens, width
-    )
+    addresses = (gate_up.data_ptr(), out.data_ptr())
+    _library().call("hybrid_gated", gate_up.dtype, *addresses, _ACTIVATIONS[activation], tokens, width)
     return out
 
 
-def _half(x: Tensor) -> int:
-    """How the library names the dtype."""
-    if x.dtype not in DTYPES:
-        raise TypeError(f"the dtype must be float32 or bfloat16, got {x.dtype}")
-    return int(x.dtype == torch.bfloat16)
-
-
-def _check(tensors: Sequence[Tensor], dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def _check(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """The library gets addresses alone: it would read another layout wrong without an error."""
-    for x in tensors:
-        if x.dtype != dtype or x.shape != shape or not x.is_contiguous():
-            raise ValueError(
-                f"a tensor must be contiguous, {dtype} and {list(shape)}, got {x.dtype}, {list(x.shape)} and strides "
-                f"{list(x.stride())}"
-            )
+    if x.dtype != dtype or x.shape != shape or not x.is_contiguous():
+        raise ValueError(
+            f"a tensor must be contiguous, {dtype} and {list(shape)}, got {x.dtype}, {list(x.shape)} and strides "
+            f"{list(x.stride())}"
+        )
