@@ -16,9 +16,16 @@ from torch import Tensor
 from hybrid_rlhf.generation.model import compiled, cpu_kernels
 from hybrid_rlhf.generation.model.layers import ACTIVATIONS, rotate
 
-needs_compiler = pytest.mark.skipif(not cpu_kernels.available(), reason="the CPU kernels cannot be compiled here")
+needs_compiler = pytest.mark.usefixtures("compiled_kernels")
 DTYPES = [torch.float32, torch.bfloat16]
 BLOCK_TOKENS = 16
+
+
+@pytest.fixture(scope="module")
+def compiled_kernels() -> None:
+    """Compiled here, not when tests are collected."""
+    if not cpu_kernels.available():
+        pytest.skip("the CPU kernels cannot be compiled here")
 
 
 @pytest.fixture(autouse=True)

@@ -24,10 +24,10 @@ constexpr int QUERIES = 3;
 constexpr int L = 4;
 constexpr int QUERIES = 3;
 #endif
-constexpr int SPAN = 128;         // a long row is split into spans of about so many keys
-constexpr int MOST_KEYS = 192;    // of a span
-constexpr int TILE = 32;          // keys whose values are added up in registers; a multiple of L
-constexpr int AHEAD = 8;          // keys between an access and its prefetch
+constexpr int SPAN = 128;       // a long row is split into spans of about so many keys
+constexpr int MOST_KEYS = 192;  // of a span
+constexpr int TILE = 32;        // keys whose values are added up in registers; a multiple of L
+constexpr int AHEAD = 8;        // keys between an access and its prefetch
 // Elements from which waking threads pays. They gain little before, and where other processes keep the cores busy, a
 // parallel operation may wait a time slice for its last thread.
 constexpr int64_t MANY = 1 << 16;
@@ -66,24 +66,30 @@ INLINE void store(bfloat16* to, vf x) {  // to the nearest, ties to even, as tor
     memcpy(to, &rounded, sizeof rounded);
 }
 // The first n lanes, for sizes that are no multiple of a vector; the others are 0 and not stored.
-template <class T> INLINE vf load(const T* from, int64_t n) {
+template <class T>
+INLINE vf load(const T* from, int64_t n) {
     if (n >= L) return load(from);
     T part[L] = {};
     for (int64_t i = 0; i < n; ++i) part[i] = from[i];
     return load(part);
 }
-template <class T> INLINE void store(T* to, vf x, int64_t n) {
+template <class T>
+INLINE void store(T* to, vf x, int64_t n) {
     if (n >= L) return store(to, x);
     T part[L];
     store(part, x);
     for (int64_t i = 0; i < n; ++i) to[i] = part[i];
 }
-template <class T> INLINE vf rounded(vf x) {
+template <class T>
+INLINE vf rounded(vf x) {
     T part[L];
     store(part, x);
     return load(part);
 }
-template <> INLINE vf rounded<float>(vf x) { return x; }
+template <>
+INLINE vf rounded<float>(vf x) {
+    return x;
+}
 
 #if defined(__clang__)
 #define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -93,7 +99,8 @@ template <> INLINE vf rounded<float>(vf x) { return x; }
 
 // f of neighbouring lanes in each 128 bits: of a, then of b. In two steps, four vectors become one whose 128 bits each
 // have one result per vector. Shuffles inside of 128 bits are the cheap ones.
-template <class F> INLINE vf join_lanes(vf a, vf b, const F& f) {
+template <class F>
+INLINE vf join_lanes(vf a, vf b, const F& f) {
 #if defined(__AVX512F__)
     return f(PICK(a, b, 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30),
              PICK(a, b, 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31));
@@ -105,7 +112,8 @@ template <class F> INLINE vf join_lanes(vf a, vf b, const F& f) {
 }
 
 // f of neighbouring 128 bits: of a, then of b.
-template <class F> INLINE vf join_quarters(vf a, vf b, const F& f) {
+template <class F>
+INLINE vf join_quarters(vf a, vf b, const F& f) {
 #if defined(__AVX512F__)
     return f(PICK(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27),
              PICK(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31));
@@ -119,7 +127,8 @@ template <class F> INLINE vf join_quarters(vf a, vf b, const F& f) {
 INLINE vf plus(vf a, vf b) { return a + b; }
 
 // f of all lanes, in each lane.
-template <class F> INLINE vf reduced(vf x, const F& f) {
+template <class F>
+INLINE vf reduced(vf x, const F& f) {
     x = join_lanes(x, x, f);
     x = join_lanes(x, x, f);
     for (int n = 4; n < L; n *= 2) x = join_quarters(x, x, f);
@@ -182,7 +191,8 @@ INLINE vf gelu(vf x) {
 
 enum Activation { SILU, GELU, GELU_TANH, RELU, RELU2 };
 
-template <int ACTIVATION> INLINE vf activated(vf x) {
+template <int ACTIVATION>
+INLINE vf activated(vf x) {
     if (ACTIVATION == SILU) return x * sigmoid(x);
     if (ACTIVATION == GELU) return gelu(x);
     if (ACTIVATION == GELU_TANH) return x * sigmoid(1.5957691216057308f * (x + 0.044715f * x * x * x));
@@ -200,7 +210,8 @@ struct Threads {
 };
 
 // Calls body(first, last) for parts of 0..total, each `grain` long, from all threads or from this one.
-template <class F> void deal(Threads threads, bool many, int64_t total, int64_t grain, const F& body) {
+template <class F>
+void deal(Threads threads, bool many, int64_t total, int64_t grain, const F& body) {
     if (threads.count <= 1 || !many || total <= grain) return body(int64_t{0}, total);
     struct Shared {
         const F& body;
@@ -227,14 +238,16 @@ int64_t grain_of(Threads threads, int64_t total) {
 
 // -- rotary positions and the cache
 
-template <class T> struct Rotation {
+template <class T>
+struct Rotation {
     const T *qkv, *cos, *sin;
     const int64_t* places;
     T *queries, *keys, *values;
     int64_t tokens, heads, kv_heads, d, width, slots;
 };
 
-template <class T> void rotate_head(const T* from, const T* cos, const T* sin, T* to, int64_t half, int64_t d) {
+template <class T>
+void rotate_head(const T* from, const T* cos, const T* sin, T* to, int64_t half, int64_t d) {
     for (int64_t i = 0; i < half; i += L) {
         int64_t n = half - i;
         vf a = load(from + i, n), b = load(from + half + i, n);
@@ -244,25 +257,29 @@ template <class T> void rotate_head(const T* from, const T* cos, const T* sin, T
     memcpy(to + 2 * half, from + 2 * half, (d - 2 * half) * sizeof(T));
 }
 
-template <class T> int rotate_and_write(const Rotation<T>& r, Threads threads) {
+template <class T>
+int rotate_and_write(const Rotation<T>& r, Threads threads) {
     for (int64_t t = 0; t < r.tokens; ++t)
         if (r.places[t] < 0 || r.places[t] >= r.slots) return OUTSIDE;
     int64_t all_heads = r.heads + 2 * r.kv_heads, size = r.kv_heads * r.d;
-    deal(threads, r.tokens * all_heads * r.d >= MANY, r.tokens, grain_of(threads, r.tokens), [&](int64_t t, int64_t end) {
-        for (; t < end; ++t) {
-            const T *from = r.qkv + t * all_heads * r.d, *cos = r.cos + t * r.width, *sin = r.sin + t * r.width;
-            T *queries = r.queries + t * r.heads * r.d, *keys = r.keys + r.places[t] * size;
-            for (int64_t h = 0; h < r.heads + r.kv_heads; ++h, from += r.d)
-                rotate_head(from, cos, sin, h < r.heads ? queries + h * r.d : keys + (h - r.heads) * r.d, r.width / 2, r.d);
-            memcpy(r.values + r.places[t] * size, from, size * sizeof(T));
-        }
-    });
+    deal(threads, r.tokens * all_heads * r.d >= MANY, r.tokens, grain_of(threads, r.tokens),
+         [&](int64_t t, int64_t end) {
+             for (; t < end; ++t) {
+                 const T *from = r.qkv + t * all_heads * r.d, *cos = r.cos + t * r.width, *sin = r.sin + t * r.width;
+                 T *queries = r.queries + t * r.heads * r.d, *keys = r.keys + r.places[t] * size;
+                 for (int64_t h = 0; h < r.heads + r.kv_heads; ++h, from += r.d)
+                     rotate_head(from, cos, sin, h < r.heads ? queries + h * r.d : keys + (h - r.heads) * r.d,
+                                 r.width / 2, r.d);
+                 memcpy(r.values + r.places[t] * size, from, size * sizeof(T));
+             }
+         });
     return OK;
 }
 
 // -- attention
 
-template <class T> struct Attention {
+template <class T>
+struct Attention {
     const T *queries, *keys, *values;
     const int32_t* blocks;
     const int64_t* positions;
@@ -306,7 +323,8 @@ INLINE void keep(vf& x) {
 
 // Adds products of G queries and 4 keys to sums, for the dimensions of one vector.
 template <class T, int G>
-INLINE void multiply(const float* queries, int64_t d_pad, const T* const (&keys)[4], int64_t c, int64_t left, vf (&sums)[4][G]) {
+INLINE void multiply(const float* queries, int64_t d_pad, const T* const (&keys)[4], int64_t c, int64_t left,
+                     vf (&sums)[4][G]) {
     vf query[G];
     for (int g = 0; g < G; ++g) query[g] = load(queries + g * d_pad + c);
     for (int i = 0; i < 4; ++i) {
@@ -316,10 +334,11 @@ INLINE void multiply(const float* queries, int64_t d_pad, const T* const (&keys)
     }
 }
 
-// Scores of L keys and G queries: out[g * MOST_KEYS + i]. Keys past n are copies of the last one. WHOLE: d is a multiple
-// of a vector.
+// Scores of L keys and G queries: out[g * MOST_KEYS + i]. Keys past n are copies of the last one. WHOLE: d is a
+// multiple of a vector.
 template <class T, int G, bool WHOLE>
-INLINE void score(const float* queries, int64_t d_pad, const T* keys, const int64_t* offsets, int n, int64_t d, float* out) {
+INLINE void score(const float* queries, int64_t d_pad, const T* keys, const int64_t* offsets, int n, int64_t d,
+                  float* out) {
     vf part[G][L / 4];
     for (int four = 0; four < L; four += 4) {
         const T *k[4], *later[4];
@@ -335,7 +354,8 @@ INLINE void score(const float* queries, int64_t d_pad, const T* keys, const int6
             }
         if (!WHOLE && four < n) multiply<T, G>(queries, d_pad, k, c, d - c, sums);
         for (int g = 0; g < G; ++g)
-            part[g][four / 4] = join_lanes(join_lanes(sums[0][g], sums[1][g], plus), join_lanes(sums[2][g], sums[3][g], plus), plus);
+            part[g][four / 4] =
+                join_lanes(join_lanes(sums[0][g], sums[1][g], plus), join_lanes(sums[2][g], sums[3][g], plus), plus);
     }
     for (int g = 0; g < G; ++g) {
         for (int left = L / 4; left > 1; left /= 2)
@@ -346,7 +366,8 @@ INLINE void score(const float* queries, int64_t d_pad, const T* keys, const int6
 
 // Adds weight * value of n keys to mixed [G, d_pad], N vectors from c on.
 template <class T, int G, int N>
-INLINE void mix(const float* weights, const T* values, const int64_t* offsets, int n, int64_t d_pad, int64_t c, int64_t left, float* mixed) {
+INLINE void mix(const float* weights, const T* values, const int64_t* offsets, int n, int64_t d_pad, int64_t c,
+                int64_t left, float* mixed) {
     vf sums[G][N];
     for (int g = 0; g < G; ++g)
         for (int j = 0; j < N; ++j) sums[g][j] = load(mixed + g * d_pad + c + j * L);
@@ -365,13 +386,15 @@ INLINE void mix(const float* weights, const T* values, const int64_t* offsets, i
 }
 
 template <class T, int G>
-void score_all(const float* queries, int64_t d_pad, const T* keys, const int64_t* offsets, int n, int64_t d, float* out) {
+void score_all(const float* queries, int64_t d_pad, const T* keys, const int64_t* offsets, int n, int64_t d,
+               float* out) {
     if (d % L == 0) return score<T, G, true>(queries, d_pad, keys, offsets, n, d, out);
     return score<T, G, false>(queries, d_pad, keys, offsets, n, d, out);
 }
 
 template <class T, int G>
-void mix_all(const float* weights, const T* values, const int64_t* offsets, int n, int64_t d, int64_t d_pad, float* mixed) {
+void mix_all(const float* weights, const T* values, const int64_t* offsets, int n, int64_t d, int64_t d_pad,
+             float* mixed) {
     constexpr int N = L == 16 || G == 1 ? 4 : 2;
     int64_t c = 0;
     for (; c + N * L <= d; c += N * L) mix<T, G, N>(weights, values, offsets, n, d_pad, c, L, mixed);
@@ -379,7 +402,8 @@ void mix_all(const float* weights, const T* values, const int64_t* offsets, int 
 }
 
 // Calls body.template run<G>(head) for groups of 1 to QUERIES heads that share a KV head, as even as possible.
-template <class F> INLINE void for_groups(int64_t head, int64_t group, const F& body) {
+template <class F>
+INLINE void for_groups(int64_t head, int64_t group, const F& body) {
     for (int64_t left = (group + QUERIES - 1) / QUERIES; left > 0; --left) {
         int64_t size = (group + left - 1) / left;
         if (size == 1) body.template run<1>(head);
@@ -390,23 +414,29 @@ template <class F> INLINE void for_groups(int64_t head, int64_t group, const F& 
     }
 }
 
-template <class T> struct ScoreGroup {
+template <class T>
+struct ScoreGroup {
     const Scratch& s;
     const T* keys;
     int first, n;
     int64_t d, d_pad;
-    template <int G> INLINE void run(int64_t head) const {
-        score_all<T, G>(s.queries + head * d_pad, d_pad, keys, s.offsets + first, n, d, s.scores + head * MOST_KEYS + first);
+    template <int G>
+    INLINE void run(int64_t head) const {
+        score_all<T, G>(s.queries + head * d_pad, d_pad, keys, s.offsets + first, n, d,
+                        s.scores + head * MOST_KEYS + first);
     }
 };
 
-template <class T> struct MixGroup {
+template <class T>
+struct MixGroup {
     const Scratch& s;
     const T* values;
     int first, n;
     int64_t d, d_pad;
-    template <int G> INLINE void run(int64_t head) const {
-        mix_all<T, G>(s.scores + head * MOST_KEYS + first, values, s.offsets + first, n, d, d_pad, s.mixed + head * d_pad);
+    template <int G>
+    INLINE void run(int64_t head) const {
+        mix_all<T, G>(s.scores + head * MOST_KEYS + first, values, s.offsets + first, n, d, d_pad,
+                      s.mixed + head * d_pad);
     }
 };
 
@@ -431,7 +461,8 @@ float weigh(float* scores, int n, float softcap, const float* bias, float* top) 
 }
 
 // Writes offsets of the cache for the keys of a task; false if a block is not one of the cache.
-template <class T> bool locate(const Attention<T>& a, const Task& task, int64_t* offsets) {
+template <class T>
+bool locate(const Attention<T>& a, const Task& task, int64_t* offsets) {
     const int32_t* blocks = a.blocks + task.row * a.blocks_of_row;
     int64_t size = a.kv_heads * a.d, position = task.first;
     for (int i = 0; i < task.count;) {
@@ -446,7 +477,8 @@ template <class T> bool locate(const Attention<T>& a, const Task& task, int64_t*
 
 // Sums the parts of a head in their order, with the weight e^(top - highest top), and the sink. Overwrites tops.
 template <class T>
-void finish_head(const Attention<T>& a, int64_t row, int64_t head, float* parts, int32_t count, int64_t stride, int64_t d_pad) {
+void finish_head(const Attention<T>& a, int64_t row, int64_t head, float* parts, int32_t count, int64_t stride,
+                 int64_t d_pad) {
     float* tops = parts + a.heads * d_pad + head;
     const float* sums = tops + a.heads;
     float total = sums[0];
@@ -471,7 +503,8 @@ void finish_head(const Attention<T>& a, int64_t row, int64_t head, float* parts,
 
 // One span of a row, for all its heads, so that blocks are read as they lie in memory. The result goes to `part`: mixed
 // values [A, d_pad], then the highest score [A] and the sum of weights [A] of each head.
-template <class T> bool attend(const Attention<T>& a, const Task& task, Scratch& s, float* part) {
+template <class T>
+bool attend(const Attention<T>& a, const Task& task, Scratch& s, float* part) {
     int64_t d_pad = padded(a.d), group = a.heads / a.kv_heads;
     if (!locate(a, task, s.offsets)) return false;
     s.mixed = part;
@@ -499,7 +532,8 @@ template <class T> bool attend(const Attention<T>& a, const Task& task, Scratch&
 
 // Splits rows into spans, the longest first so that threads end at about the same time. Returns their number.
 // `tasks` may be null, to count only.
-template <class T> int64_t split(const Attention<T>& a, Task* tasks, Row* rows, int64_t* parts) {
+template <class T>
+int64_t split(const Attention<T>& a, Task* tasks, Row* rows, int64_t* parts) {
     int64_t begin[MOST_KEYS + 2] = {}, count = 0;
     *parts = 0;
     for (int pass = tasks == nullptr ? 1 : 0; pass < 2; ++pass) {
@@ -513,9 +547,14 @@ template <class T> int64_t split(const Attention<T>& a, Task* tasks, Row* rows, 
             }
             for (int64_t i = 0; i < spans; ++i) {
                 int64_t start = i * length / spans, n = (i + 1) * length / spans - start;
-                if (pass == 0) ++begin[MOST_KEYS - n + 1];
-                else if (tasks == nullptr) ++count;
-                else tasks[begin[MOST_KEYS - n]++] = Task{b, first + start, spans > 1 ? *parts - spans + i : -1, (int32_t)n}, ++count;
+                if (pass == 0)
+                    ++begin[MOST_KEYS - n + 1];
+                else if (tasks == nullptr)
+                    ++count;
+                else
+                    tasks[begin[MOST_KEYS - n]++] =
+                        Task{b, first + start, spans > 1 ? *parts - spans + i : -1, (int32_t)n},
+                                            ++count;
             }
         }
         if (pass == 0)
@@ -524,7 +563,8 @@ template <class T> int64_t split(const Attention<T>& a, Task* tasks, Row* rows, 
     return count;
 }
 
-template <class T> int attention(const Attention<T>& a, Threads threads) {
+template <class T>
+int attention(const Attention<T>& a, Threads threads) {
     int64_t total = 0;
     for (int64_t b = 0; b < a.batch; ++b) {
         if (a.positions[b] < 0 || a.positions[b] >= a.blocks_of_row * a.block_tokens) return OUTSIDE;
@@ -534,7 +574,8 @@ template <class T> int attention(const Attention<T>& a, Threads threads) {
     int64_t parts, tasks = split<T>(a, nullptr, nullptr, &parts), d_pad = padded(a.d), stride = a.heads * (d_pad + 2);
     int64_t per_thread = a.heads * (d_pad + MOST_KEYS + L) + stride;
     // One piece of memory: rows, tasks, parts of long rows, then what each thread needs.
-    size_t bytes = a.batch * sizeof(Row) + tasks * sizeof(Task) + (parts * stride + threads.count * per_thread) * sizeof(float);
+    size_t bytes =
+        a.batch * sizeof(Row) + tasks * sizeof(Task) + (parts * stride + threads.count * per_thread) * sizeof(float);
     char* memory = static_cast<char*>(malloc(bytes));
     if (memory == nullptr) return NO_MEMORY;
     Row* rows = reinterpret_cast<Row*>(memory);
@@ -569,7 +610,8 @@ template <class T> int attention(const Attention<T>& a, Threads threads) {
 
 // -- norms and activations
 
-template <class T, class W> struct Norm {
+template <class T, class W>
+struct Norm {
     const T *x, *delta;  // delta null: none
     const W* weight;
     T *added, *normed;
@@ -578,7 +620,8 @@ template <class T, class W> struct Norm {
     bool in_float32;
 };
 
-template <class T, class W> void norm_row(const Norm<T, W>& a, int64_t row) {
+template <class T, class W>
+void norm_row(const Norm<T, W>& a, int64_t row) {
     const T* x = a.x + row / a.inner * a.outer_stride + row % a.inner * a.inner_stride;
     T *added = a.added + row * a.width, *normed = a.normed + row * a.width;
     vf squares[4] = {};
@@ -600,7 +643,8 @@ template <class T, class W> void norm_row(const Norm<T, W>& a, int64_t row) {
     }
 }
 
-template <class T, class W> int norm(const Norm<T, W>& a, Threads threads) {
+template <class T, class W>
+int norm(const Norm<T, W>& a, Threads threads) {
     deal(threads, a.rows * a.width >= MANY, a.rows, grain_of(threads, a.rows), [&](int64_t row, int64_t end) {
         for (; row < end; ++row) norm_row(a, row);
     });
@@ -610,31 +654,39 @@ template <class T, class W> int norm(const Norm<T, W>& a, Threads threads) {
 template <class T, int ACTIVATION>
 int gated(const T* both, T* out, int64_t rows, int64_t width, Threads threads) {
     int64_t block = 1024, blocks = (width + block - 1) / block;
-    deal(threads, rows * width >= MANY, rows * blocks, grain_of(threads, rows * blocks), [&](int64_t i, int64_t last) {
-        for (; i < last; ++i) {
-            int64_t row = i / blocks, c = i % blocks * block, end = c + block < width ? c + block : width;
-            const T *gate = both + row * 2 * width, *up = gate + width;
-            for (; c < end; c += L)
-                store(out + row * width + c, activated<ACTIVATION>(load(gate + c, end - c)) * load(up + c, end - c), end - c);
-        }
-    });
+    deal(threads, 2 * rows * width >= MANY, rows * blocks, grain_of(threads, rows * blocks),
+         [&](int64_t i, int64_t last) {
+             for (; i < last; ++i) {
+                 int64_t row = i / blocks, c = i % blocks * block, end = c + block < width ? c + block : width;
+                 const T *gate = both + row * 2 * width, *up = gate + width;
+                 for (; c < end; c += L)
+                     store(out + row * width + c,
+                           activated<ACTIVATION>(load(gate + c, end - c)) * load(up + c, end - c), end - c);
+             }
+         });
     return OK;
 }
 
-template <class T> int gated(int64_t activation, const T* both, T* out, int64_t rows, int64_t width, Threads threads) {
+template <class T>
+int gated(int64_t activation, const T* both, T* out, int64_t rows, int64_t width, Threads threads) {
     switch (activation) {
-        case SILU: return gated<T, SILU>(both, out, rows, width, threads);
-        case GELU: return gated<T, GELU>(both, out, rows, width, threads);
-        case GELU_TANH: return gated<T, GELU_TANH>(both, out, rows, width, threads);
-        case RELU: return gated<T, RELU>(both, out, rows, width, threads);
-        default: return gated<T, RELU2>(both, out, rows, width, threads);
+        case SILU:
+            return gated<T, SILU>(both, out, rows, width, threads);
+        case GELU:
+            return gated<T, GELU>(both, out, rows, width, threads);
+        case GELU_TANH:
+            return gated<T, GELU_TANH>(both, out, rows, width, threads);
+        case RELU:
+            return gated<T, RELU>(both, out, rows, width, threads);
+        default:
+            return gated<T, RELU2>(both, out, rows, width, threads);
     }
 }
 
 }  // namespace
 
-// Each function takes one struct of 8-byte fields, which cpu_kernels.py packs: ctypes would take longer to convert single
-// arguments than small kernels run. `half`: tensors of the model are bfloat16, not float32. A pointer may be null where
+// Each function takes one struct of 8-byte fields, which cpu_kernels.py packs: ctypes would take longer to convert
+// single arguments than small kernels run. `half`: tensors of the model are bfloat16, not float32. A pointer may be null where
 // the comment of the struct above says so. All return OK or the number of an error.
 extern "C" {
 
@@ -655,9 +707,10 @@ struct RotateAndWrite {
 int hybrid_rotate_and_write(const RotateAndWrite* a) {
     auto call = [&](auto kind) {
         using T = decltype(kind);
-        return rotate_and_write(Rotation<T>{(const T*)a->qkv, (const T*)a->cos, (const T*)a->sin, a->places, (T*)a->queries,
-                                            (T*)a->keys, (T*)a->values, a->tokens, a->heads, a->kv_heads, a->d, a->width,
-                                            a->slots}, a->context.team());
+        return rotate_and_write(
+            Rotation<T>{(const T*)a->qkv, (const T*)a->cos, (const T*)a->sin, a->places, (T*)a->queries, (T*)a->keys,
+                        (T*)a->values, a->tokens, a->heads, a->kv_heads, a->d, a->width, a->slots},
+            a->context.team());
     };
     return a->context.half ? call(bfloat16{}) : call(float{});
 }
@@ -676,10 +729,11 @@ struct PagedAttention {
 int hybrid_paged_attention(const PagedAttention* a) {
     auto call = [&](auto kind) {
         using T = decltype(kind);
-        return attention(Attention<T>{(const T*)a->queries, (const T*)a->keys, (const T*)a->values, a->blocks, a->positions,
-                                      a->bias, a->sinks, (T*)a->out, a->batch, a->heads, a->kv_heads, a->d,
-                                      a->blocks_of_row, a->block_tokens, a->cache_blocks, a->bias_width, a->window,
-                                      (float)a->scale, (float)a->softcap}, a->context.team());
+        return attention(
+            Attention<T>{(const T*)a->queries, (const T*)a->keys, (const T*)a->values, a->blocks, a->positions, a->bias,
+                         a->sinks, (T*)a->out, a->batch, a->heads, a->kv_heads, a->d, a->blocks_of_row, a->block_tokens,
+                         a->cache_blocks, a->bias_width, a->window, (float)a->scale, (float)a->softcap},
+            a->context.team());
     };
     return a->context.half ? call(bfloat16{}) : call(float{});
 }
@@ -696,9 +750,10 @@ int hybrid_norm(const NormRows* a) {
     auto call = [&](auto kind, auto weight_kind) {
         using T = decltype(kind);
         using W = decltype(weight_kind);
-        return norm(Norm<T, W>{(const T*)a->x, (const T*)a->delta, (const W*)a->weight, (T*)a->added, (T*)a->normed, a->rows,
-                               a->inner, a->outer_stride, a->inner_stride, a->width, (float)a->eps, a->in_float32 != 0},
-                    a->context.team());
+        return norm(
+            Norm<T, W>{(const T*)a->x, (const T*)a->delta, (const W*)a->weight, (T*)a->added, (T*)a->normed, a->rows,
+                       a->inner, a->outer_stride, a->inner_stride, a->width, (float)a->eps, a->in_float32 != 0},
+            a->context.team());
     };
     if (!a->context.half) return call(float{}, float{});
     return a->half_weight ? call(bfloat16{}, bfloat16{}) : call(bfloat16{}, float{});

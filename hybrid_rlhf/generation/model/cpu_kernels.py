@@ -115,6 +115,8 @@ def rotate_and_write(
     _check(places, torch.int64, (tokens,))
     if table is not None:
         width = cos.shape[-1]
+        if width > d or width % 2:
+            raise ValueError(f"rotated dimensions must be even and at most {d}, got {width}")
         _check(cos, dtype, (tokens, 1, width))
         _check(sin, dtype, (tokens, 1, width))
     queries = qkv.new_empty(tokens, heads, d)
@@ -164,6 +166,8 @@ def paged_attention(
     """
     batch, heads, d = queries.shape
     cache_blocks, block_tokens, kv_heads, _ = keys.shape
+    if heads % kv_heads:
+        raise ValueError(f"heads must be a multiple of KV heads, got {heads} and {kv_heads}")
     queries, dtype, of_row = queries.contiguous(), queries.dtype, blocks.shape[1]
     _check(keys, dtype, (cache_blocks, block_tokens, kv_heads, d))
     _check(values, dtype, keys.shape)
