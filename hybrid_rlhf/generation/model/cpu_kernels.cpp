@@ -283,7 +283,7 @@ struct Attention {
     const T *queries, *keys, *values;
     const int32_t* blocks;
     const int64_t* positions;
-    const float *bias, *sinks;
+    const float *bias, *sinks;  // null: none
     T* out;
     int64_t batch, heads, kv_heads, d, blocks_of_row, block_tokens, cache_blocks, bias_width, window;
     float scale, softcap;  // softcap 0: none
@@ -686,8 +686,8 @@ int gated(int64_t activation, const T* both, T* out, int64_t rows, int64_t width
 }  // namespace
 
 // Each function takes one struct of 8-byte fields, which cpu_kernels.py packs: ctypes would take longer to convert
-// single arguments than small kernels run. `half`: tensors of the model are bfloat16, not float32. A pointer may be null where
-// the comment of the struct above says so. All return OK or the number of an error.
+// single arguments than small kernels run. `half`: tensors of the model are bfloat16, not float32. A pointer may be
+// null where the comment of the struct above says so. All return OK or the number of an error.
 extern "C" {
 
 struct Context {
