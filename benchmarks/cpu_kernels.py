@@ -1,0 +1,129 @@
+"""Operations of a decoding step on a CPU: compiled kernels against torch's operations.
+
+    python -m benchmarks.cpu_kernels
+
+One layer of SmolLM2-135M's shape, float32, 32 rows: between 64 and 160 tokens, and lengths that are geometric with a
+mean of 112. torch attends over slots as long as the longest row (as `DecodeAttention` does), the kernel over blocks of
+16 tokens in random places. Each operation runs for one layer after the other, as in a model, so that no cache holds
+what the next layer needs; matrix products in between keep torch's threads busy. The two take turns; medians in
+microseconds per layer are printed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hybrid_rlhf.generation.model import cpu_kernels
+from hybrid_rlhf.generation.model.layers import rotate
+
+ROWS, LAYERS, ROUNDS, BLOCK_TOKENS = 32, 30, 21, 16
+HEADS, KV_HEADS, D, HIDDEN, MLP = 9, 3, 64, 576, 1536
+SCALE, EPS = D**-0.5, 1e-5
+Operation = Callable[[int], object]
+"""Of a layer."""
+
+
+def attention_operations(lengths: Tensor) -> dict[str, tuple[Operation, Operation]]:
+    """By torch and by kernels: rotary positions with the writing of the cache, and attention."""
+    capacity = (int(lengths.max()) + BLOCK_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    of_row = capacity // BLOCK_TOKENS
+    slots = [torch.randn(LAYERS, ROWS, KV_HEADS, capacity, D) for _ in "kv"]
+    paged = [torch.randn(LAYERS, ROWS * of_row, BLOCK_TOKENS, KV_HEADS, D) for _ in "kv"]
+    blocks, positions = torch.randperm(ROWS * of_row).view(ROWS, of_row).int(), lengths - 1
+    rows = torch.arange(ROWS)
+    places = blocks[rows, positions // BLOCK_TOKENS].long() * BLOCK_TOKENS + positions % BLOCK_TOKENS
+    slot_rows = rows[:, None] * KV_HEADS + torch.arange(KV_HEADS)
+    slot_places = (slot_rows * capacity + positions[:, None]).flatten()
+    longest = int(lengths.max())
+    masked = torch.arange(longest) >= lengths[:, None, None]
+    mask = torch.zeros(ROWS, 1, longest).masked_fill(masked, -torch.inf).repeat_interleave(KV_HEADS, dim=0)
+    qkv, queries = torch.randn(ROWS, HEADS + 2 * KV_HEADS, D), torch.randn(ROWS, HEADS, D)
+    angles = torch.rand(ROWS, 1, D)
+    table = (angles.cos(), angles.sin())
+
+    def torch_write(layer: int) -> None:
+        turned = rotate(qkv[:, : HEADS + KV_HEADS], *table)
+        for cache, new in zip(slots, (turned[:, HEADS:], qkv[:, HEADS + KV_HEADS :]), strict=True):
+            cache[layer].flatten(0, 2).index_copy_(0, slot_places, new.flatten(0, 1))
+
+    def torch_attend(layer: int) -> Tensor:
+        k, v = (cache[layer].flatten(0, 1)[:, :longest] for cache in slots)
+        scores = torch.bmm(queries.view(ROWS * KV_HEADS, -1, D), k.transpose(1, 2)).mul_(SCALE)
+        scores += mask
+        return torch.bmm(scores.softmax(dim=-1), v)
+
+    def kernel_write(layer: int) -> Tensor:
+        return cpu_kernels.rotate_and_write(qkv, table, places, paged[0][layer], paged[1][layer])
+
+    def kernel_attend(layer: int) -> Tensor:
+        return cpu_kernels.paged_attention(queries, paged[0][layer], paged[1][layer], blocks, positions, scale=SCALE)
+
+    return {"rotate and write": (torch_write, kernel_write), "attention": (torch_attend, kernel_attend)}
+
+
+def row_operations() -> dict[str, tuple[Operation, Operation]]:
+    """By torch and by kernels: what does not depend on lengths."""
+    x, delta, weight, both = (
+        torch.randn(shape) for shape in ((ROWS, HIDDEN), (ROWS, HIDDEN), (HIDDEN,), (ROWS, 2 * MLP))
+    )
+
+    def torch_norm(layer: int) -> object:
+        added = x + delta
+        return added, functional.rms_norm(added, (HIDDEN,), weight, EPS)
+
+    def torch_gate(layer: int) -> Tensor:
+        gate, up = both.chunk(2, dim=-1)
+        return functional.silu(gate) * up
+
+    return {
+        "add and norm": (torch_norm, lambda _: cpu_kernels.add_rms_norm(x, delta, weight, EPS, in_float32=False)),
+        "silu and product": (torch_gate, lambda _: cpu_kernels.gated(both, "silu")),
+    }
+
+
+def microseconds(operation: Operation) -> float:
+    """Of one layer, between matrix products that are not counted."""
+    x, weight = torch.randn(ROWS, HIDDEN), torch.randn(HIDDEN, HIDDEN)
+    spent = 0.0
+    for layer in range(LAYERS):
+        torch.mm(x, weight)
+        start = time.perf_counter()
+        operation(layer)
+        spent += time.perf_counter() - start
+    return spent / LAYERS * 1e6
+
+
+def compare(title: str, operations: dict[str, tuple[Operation, Operation]]) -> None:
+    """Print the medians of operations that take turns."""
+    for name, both in operations.items():
+        taken: tuple[list[float], list[float]] = ([], [])
+        for turn in range(ROUNDS + 2):
+            for operation, times in zip(both, taken, strict=True):
+                spent = microseconds(operation)
+                if turn > 1:  # the first ones warm up
+                    times.append(spent)
+        by_torch, by_kernel = map(statistics.median, taken)
+        print(f"{title:22} {name:18} torch {by_torch:7.1f}  kernel {by_kernel:7.1f}  {by_torch / by_kernel:5.2f} times")
+
+
+def main() -> None:
+    """Measure in turn, print."""
+    if not cpu_kernels.available():
+        raise SystemExit("the kernels cannot be compiled here")
+    torch.manual_seed(0)
+    print(f"microseconds per layer, {torch.get_num_threads()} threads")
+    uniform = torch.linspace(64, 160, ROWS).long()
+    ragged = torch.empty(ROWS).geometric_(1 / 112).long().clamp(max=1024)
+    for title, lengths in (("64 to 160 tokens", uniform), (f"ragged, to {int(ragged.max())} tokens", ragged)):
+        compare(title, attention_operations(lengths))
+    compare("any length", row_operations())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,776 @@
+// Kernels of a decoding step on a CPU; cpu_kernels.py calls them and documents arguments and shapes.
+//
+// A plain C interface that needs neither torch's headers, which take half a minute to compile, nor the C++ runtime.
+// Arithmetic is float32 on vectors of the compiler (GCC's vector extensions, which Clang has too). Threads are those of
+// the OpenMP runtime that torch has loaded: the caller passes its GOMP_parallel, and work is dealt by a shared counter.
+// Results depend neither on the number of threads nor on the other rows of a batch.
+
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int L = 16;       // lanes of a vector
+constexpr int QUERIES = 4;  // most queries of a KV head at once: as many as fit in the registers
+#elif defined(__AVX__)
+constexpr int L = 8;
+constexpr int QUERIES = 3;
+#else
+constexpr int L = 4;
+constexpr int QUERIES = 3;
+#endif
+constexpr int SPAN = 128;       // a long row is split into spans of about so many keys
+constexpr int MOST_KEYS = 192;  // of a span
+constexpr int TILE = 32;        // keys whose values are added up in registers; a multiple of L
+constexpr int AHEAD = 8;        // keys between an access and its prefetch
+// Elements from which waking threads pays. They gain little before, and where other processes keep the cores busy, a
+// parallel operation may wait a time slice for its last thread.
+constexpr int64_t MANY = 1 << 16;
+constexpr float INF = std::numeric_limits<float>::infinity();
+constexpr int OK = 0, NO_MEMORY = 1, OUTSIDE = 2;
+
+typedef float vf __attribute__((vector_size(4 * L)));
+typedef int32_t vi __attribute__((vector_size(4 * L)));
+typedef uint32_t vu __attribute__((vector_size(4 * L)));
+typedef uint16_t vh __attribute__((vector_size(2 * L)));
+
+struct bfloat16 {
+    uint16_t bits;
+};
+
+#define INLINE inline __attribute__((always_inline))
+
+INLINE vf all(float x) { return x - vf{}; }
+INLINE vf larger(vf a, vf b) { return a > b ? a : b; }
+
+INLINE vf load(const float* from) {
+    vf x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+INLINE vf load(const bfloat16* from) {
+    vh x;
+    memcpy(&x, from, sizeof x);
+    return (vf)(__builtin_convertvector(x, vu) << 16);
+}
+INLINE void store(float* to, vf x) { memcpy(to, &x, sizeof x); }
+INLINE void store(bfloat16* to, vf x) {  // to the nearest, ties to even, as torch rounds
+    vu bits = (vu)x;
+    bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    vh rounded = __builtin_convertvector(x == x ? bits : vu{} + 0x7fc0, vh);
+    memcpy(to, &rounded, sizeof rounded);
+}
+// The first n lanes, for sizes that are no multiple of a vector; the others are 0 and not stored.
+template <class T>
+INLINE vf load(const T* from, int64_t n) {
+    if (n >= L) return load(from);
+    T part[L] = {};
+    for (int64_t i = 0; i < n; ++i) part[i] = from[i];
+    return load(part);
+}
+template <class T>
+INLINE void store(T* to, vf x, int64_t n) {
+    if (n >= L) return store(to, x);
+    T part[L];
+    store(part, x);
+    for (int64_t i = 0; i < n; ++i) to[i] = part[i];
+}
+template <class T>
+INLINE vf rounded(vf x) {
+    T part[L];
+    store(part, x);
+    return load(part);
+}
+template <>
+INLINE vf rounded<float>(vf x) {
+    return x;
+}
+
+#if defined(__clang__)
+#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define PICK(a, b, ...) __builtin_shuffle(a, b, vi{__VA_ARGS__})
+#endif
+
+// f of neighbouring lanes in each 128 bits: of a, then of b. In two steps, four vectors become one whose 128 bits each
+// have one result per vector. Shuffles inside of 128 bits are the cheap ones.
+template <class F>
+INLINE vf join_lanes(vf a, vf b, const F& f) {
+#if defined(__AVX512F__)
+    return f(PICK(a, b, 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30),
+             PICK(a, b, 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31));
+#elif defined(__AVX__)
+    return f(PICK(a, b, 0, 2, 8, 10, 4, 6, 12, 14), PICK(a, b, 1, 3, 9, 11, 5, 7, 13, 15));
+#else
+    return f(PICK(a, b, 0, 2, 4, 6), PICK(a, b, 1, 3, 5, 7));
+#endif
+}
+
+// f of neighbouring 128 bits: of a, then of b.
+template <class F>
+INLINE vf join_quarters(vf a, vf b, const F& f) {
+#if defined(__AVX512F__)
+    return f(PICK(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27),
+             PICK(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31));
+#elif defined(__AVX__)
+    return f(PICK(a, b, 0, 1, 2, 3, 8, 9, 10, 11), PICK(a, b, 4, 5, 6, 7, 12, 13, 14, 15));
+#else
+    return a;
+#endif
+}
+
+INLINE vf plus(vf a, vf b) { return a + b; }
+
+// f of all lanes, in each lane.
+template <class F>
+INLINE vf reduced(vf x, const F& f) {
+    x = join_lanes(x, x, f);
+    x = join_lanes(x, x, f);
+    for (int n = 4; n < L; n *= 2) x = join_quarters(x, x, f);
+    return x;
+}
+INLINE float sum(vf x) { return reduced(x, plus)[0]; }
+
+// e^x by 2^n e^r with |r| <= ln(2) / 2 and the polynomial of Cephes' expf: 1e-7 relative. 0 below the normal numbers,
+// infinity from 2^127 on; NaN stays NaN.
+INLINE vf exp(vf x) {
+    const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
+    vf shifted = x * 1.44269504088896341f + magic;
+    vf n = shifted - magic;
+    vf r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    vf p = all(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    vf power = (vf)(((vi)shifted - 0x4b400000 + 127) << 23);
+    vf result = x > 88.02f ? all(INF) : p * power;
+    return x < -87.33f ? vf{} : result;
+}
+
+INLINE vf sigmoid(vf x) { return 1.0f / (1.0f + exp(-x)); }
+
+// Cephes' tanhf, 1e-7 relative.
+INLINE vf tanh(vf x) {
+    vf size = x < 0.0f ? -x : x, z = x * x;
+    vf p = all(-5.70498872745e-3f);
+    p = p * z + 2.06390887954e-2f;
+    p = p * z - 5.37397155531e-2f;
+    p = p * z + 1.33314422036e-1f;
+    p = p * z - 3.33332819422e-1f;
+    vf small = p * z * x + x;
+    vf large = 1.0f - 2.0f / (exp(size + size) + 1.0f);
+    large = x < 0.0f ? -large : large;
+    return size < 0.625f ? small : large;
+}
+
+// x Phi(x); the complementary error function is that of Numerical Recipes (erfcc), 2e-7 relative.
+INLINE vf gelu(vf x) {
+    vf z = (x < 0.0f ? -x : x) * 0.7071067811865476f;
+    vf t = 1.0f / (1.0f + 0.5f * z);
+    vf p = all(0.17087277f);
+    p = p * t - 0.82215223f;
+    p = p * t + 1.48851587f;
+    p = p * t - 1.13520398f;
+    p = p * t + 0.27886807f;
+    p = p * t - 0.18628806f;
+    p = p * t + 0.09678418f;
+    p = p * t + 0.37409196f;
+    p = p * t + 1.00002368f;
+    p = p * t - 1.26551223f;
+    vf half = 0.5f * t * exp(p - z * z);
+    return x * (x < 0.0f ? half : 1.0f - half);
+}
+
+enum Activation { SILU, GELU, GELU_TANH, RELU, RELU2 };
+
+template <int ACTIVATION>
+INLINE vf activated(vf x) {
+    if (ACTIVATION == SILU) return x * sigmoid(x);
+    if (ACTIVATION == GELU) return gelu(x);
+    if (ACTIVATION == GELU_TANH) return x * sigmoid(1.5957691216057308f * (x + 0.044715f * x * x * x));
+    vf positive = x < 0.0f ? vf{} : x;
+    return ACTIVATION == RELU ? positive : positive * positive;
+}
+
+// -- threads
+
+using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);  // GOMP_parallel
+
+struct Threads {
+    Parallel parallel;
+    int count;
+};
+
+// Calls body(first, last) for parts of 0..total, each `grain` long, from all threads or from this one.
+template <class F>
+void deal(Threads threads, bool many, int64_t total, int64_t grain, const F& body) {
+    if (threads.count <= 1 || !many || total <= grain) return body(int64_t{0}, total);
+    struct Shared {
+        const F& body;
+        int64_t total, grain;
+        std::atomic<int64_t> next;
+    } shared{body, total, grain, {0}};
+    auto work = [](void* data) {
+        auto& mine = *static_cast<Shared*>(data);
+        for (;;) {
+            int64_t first = mine.next.fetch_add(mine.grain, std::memory_order_relaxed);
+            if (first >= mine.total) return;
+            int64_t last = first + mine.grain;
+            mine.body(first, last < mine.total ? last : mine.total);
+        }
+    };
+    threads.parallel(work, &shared, static_cast<unsigned>(threads.count), 0);
+}
+
+// Parts for a few turns of each thread.
+int64_t grain_of(Threads threads, int64_t total) {
+    int64_t grain = total / (4 * int64_t{threads.count});
+    return grain > 0 ? grain : 1;
+}
+
+// -- rotary positions and the cache
+
+template <class T>
+struct Rotation {
+    const T *qkv, *cos, *sin;
+    const int64_t* places;
+    T *queries, *keys, *values;
+    int64_t tokens, heads, kv_heads, d, width, slots;
+};
+
+template <class T>
+void rotate_head(const T* from, const T* cos, const T* sin, T* to, int64_t half, int64_t d) {
+    for (int64_t i = 0; i < half; i += L) {
+        int64_t n = half - i;
+        vf a = load(from + i, n), b = load(from + half + i, n);
+        store(to + i, a * load(cos + i, n) + b * load(sin + i, n), n);
+        store(to + half + i, b * load(cos + half + i, n) + a * load(sin + half + i, n), n);
+    }
+    memcpy(to + 2 * half, from + 2 * half, (d - 2 * half) * sizeof(T));
+}
+
+template <class T>
+int rotate_and_write(const Rotation<T>& r, Threads threads) {
+    for (int64_t t = 0; t < r.tokens; ++t)
+        if (r.places[t] < 0 || r.places[t] >= r.slots) return OUTSIDE;
+    int64_t all_heads = r.heads + 2 * r.kv_heads, size = r.kv_heads * r.d;
+    deal(threads, r.tokens * all_heads * r.d >= MANY, r.tokens, grain_of(threads, r.tokens),
+         [&](int64_t t, int64_t end) {
+             for (; t < end; ++t) {
+                 const T *from = r.qkv + t * all_heads * r.d, *cos = r.cos + t * r.width, *sin = r.sin + t * r.width;
+                 T *queries = r.queries + t * r.heads * r.d, *keys = r.keys + r.places[t] * size;
+                 for (int64_t h = 0; h < r.heads + r.kv_heads; ++h, from += r.d)
+                     rotate_head(from, cos, sin, h < r.heads ? queries + h * r.d : keys + (h - r.heads) * r.d,
+                                 r.width / 2, r.d);
+                 memcpy(r.values + r.places[t] * size, from, size * sizeof(T));
+             }
+         });
+    return OK;
+}
+
+// -- attention
+
+template <class T>
+struct Attention {
+    const T *queries, *keys, *values;
+    const int32_t* blocks;
+    const int64_t* positions;
+    const float *bias, *sinks;  // null: none
+    T* out;
+    int64_t batch, heads, kv_heads, d, blocks_of_row, block_tokens, cache_blocks, bias_width, window;
+    float scale, softcap;  // softcap 0: none
+};
+
+// Keys first..first + count - 1 of a row. `part`: where the result of the span is kept; -1: it is the whole row.
+struct Task {
+    int64_t row, first, part;
+    int32_t count;
+};
+
+// What the spans of a row share. The last one to end combines them.
+struct Row {
+    int64_t part;
+    int32_t parts;
+    std::atomic<int32_t> pending;
+};
+
+// Per thread. Sizes are multiples of a vector.
+struct Scratch {
+    float *queries, *scores, *mixed;         // [A, d_pad], [A, MOST_KEYS], [A, d_pad]
+    int64_t offsets[MOST_KEYS + AHEAD + L];  // elements of the cache before a token; the last one repeated
+};
+
+INLINE int64_t padded(int64_t n) { return (n + L - 1) / L * L; }
+
+// Keeps a vector in a register: compilers would rather read it again for each use, and loads are what limits the loops.
+INLINE void keep(vf& x) {
+#if defined(__AVX512F__)
+    asm("" : "+v"(x));
+#elif defined(__x86_64__)
+    asm("" : "+x"(x));
+#elif defined(__aarch64__)
+    asm("" : "+w"(x));
+#endif
+}
+
+// Adds products of G queries and 4 keys to sums, for the dimensions of one vector.
+template <class T, int G>
+INLINE void multiply(const float* queries, int64_t d_pad, const T* const (&keys)[4], int64_t c, int64_t left,
+                     vf (&sums)[4][G]) {
+    vf query[G];
+    for (int g = 0; g < G; ++g) query[g] = load(queries + g * d_pad + c);
+    for (int i = 0; i < 4; ++i) {
+        vf key = load(keys[i] + c, left);
+        keep(key);
+        for (int g = 0; g < G; ++g) sums[i][g] += key * query[g];
+    }
+}
+
+// Scores of L keys and G queries: out[g * MOST_KEYS + i]. Keys past n are copies of the last one. WHOLE: d is a
+// multiple of a vector.
+template <class T, int G, bool WHOLE>
+INLINE void score(const float* queries, int64_t d_pad, const T* keys, const int64_t* offsets, int n, int64_t d,
+                  float* out) {
+    vf part[G][L / 4];
+    for (int four = 0; four < L; four += 4) {
+        const T *k[4], *later[4];
+        for (int i = 0; i < 4; ++i) k[i] = keys + offsets[four + i], later[i] = keys + offsets[four + i + AHEAD];
+        vf sums[4][G];
+        for (int i = 0; i < 4; ++i)
+            for (int g = 0; g < G; ++g) sums[i][g] = vf{};
+        int64_t c = 0;
+        if (four < n)
+            for (; c + L <= d; c += L) {
+                for (int i = 0; i < 4; ++i) __builtin_prefetch(later[i] + c);
+                multiply<T, G>(queries, d_pad, k, c, L, sums);
+            }
+        if (!WHOLE && four < n) multiply<T, G>(queries, d_pad, k, c, d - c, sums);
+        for (int g = 0; g < G; ++g)
+            part[g][four / 4] =
+                join_lanes(join_lanes(sums[0][g], sums[1][g], plus), join_lanes(sums[2][g], sums[3][g], plus), plus);
+    }
+    for (int g = 0; g < G; ++g) {
+        for (int left = L / 4; left > 1; left /= 2)
+            for (int i = 0; i < left / 2; ++i) part[g][i] = join_quarters(part[g][2 * i], part[g][2 * i + 1], plus);
+        store(out + g * MOST_KEYS, part[g][0]);
+    }
+}
+
+// Adds weight * value of n keys to mixed [G, d_pad], N vectors from c on.
+template <class T, int G, int N>
+INLINE void mix(const float* weights, const T* values, const int64_t* offsets, int n, int64_t d_pad, int64_t c,
+                int64_t left, float* mixed) {
+    vf sums[G][N];
+    for (int g = 0; g < G; ++g)
+        for (int j = 0; j < N; ++j) sums[g][j] = load(mixed + g * d_pad + c + j * L);
+    for (int i = 0; i < n; ++i) {
+        const T* from = values + offsets[i] + c;
+        const T* later = values + offsets[i + AHEAD] + c;
+        for (int j = 0; j < N * L; j += 64 / (int)sizeof(T)) __builtin_prefetch(later + j);
+        for (int j = 0; j < N; ++j) {
+            vf value = N == 1 ? load(from, left) : load(from + j * L);
+            keep(value);
+            for (int g = 0; g < G; ++g) sums[g][j] += weights[g * MOST_KEYS + i] * value;
+        }
+    }
+    for (int g = 0; g < G; ++g)
+        for (int j = 0; j < N; ++j) store(mixed + g * d_pad + c + j * L, sums[g][j]);
+}
+
+template <class T, int G>
+void score_all(const float* queries, int64_t d_pad, const T* keys, const int64_t* offsets, int n, int64_t d,
+               float* out) {
+    if (d % L == 0) return score<T, G, true>(queries, d_pad, keys, offsets, n, d, out);
+    return score<T, G, false>(queries, d_pad, keys, offsets, n, d, out);
+}
+
+template <class T, int G>
+void mix_all(const float* weights, const T* values, const int64_t* offsets, int n, int64_t d, int64_t d_pad,
+             float* mixed) {
+    constexpr int N = L == 16 || G == 1 ? 4 : 2;
+    int64_t c = 0;
+    for (; c + N * L <= d; c += N * L) mix<T, G, N>(weights, values, offsets, n, d_pad, c, L, mixed);
+    for (; c < d; c += L) mix<T, G, 1>(weights, values, offsets, n, d_pad, c, d - c, mixed);
+}
+
+// Calls body.template run<G>(head) for groups of 1 to QUERIES heads that share a KV head, as even as possible.
+template <class F>
+INLINE void for_groups(int64_t head, int64_t group, const F& body) {
+    for (int64_t left = (group + QUERIES - 1) / QUERIES; left > 0; --left) {
+        int64_t size = (group + left - 1) / left;
+        if (size == 1) body.template run<1>(head);
+        if (size == 2) body.template run<2>(head);
+        if (size == 3) body.template run<3>(head);
+        if (size == 4) body.template run<4>(head);
+        head += size, group -= size;
+    }
+}
+
+template <class T>
+struct ScoreGroup {
+    const Scratch& s;
+    const T* keys;
+    int first, n;
+    int64_t d, d_pad;
+    template <int G>
+    INLINE void run(int64_t head) const {
+        score_all<T, G>(s.queries + head * d_pad, d_pad, keys, s.offsets + first, n, d,
+                        s.scores + head * MOST_KEYS + first);
+    }
+};
+
+template <class T>
+struct MixGroup {
+    const Scratch& s;
+    const T* values;
+    int first, n;
+    int64_t d, d_pad;
+    template <int G>
+    INLINE void run(int64_t head) const {
+        mix_all<T, G>(s.scores + head * MOST_KEYS + first, values, s.offsets + first, n, d, d_pad,
+                      s.mixed + head * d_pad);
+    }
+};
+
+// Scores of a head to weights e^(score - top); returns their sum.
+float weigh(float* scores, int n, float softcap, const float* bias, float* top) {
+    if (softcap != 0.0f)
+        for (int i = 0; i < n; i += L) store(scores + i, softcap * tanh(load(scores + i) / softcap));
+    if (bias != nullptr)
+        for (int i = 0; i < n; i += L) store(scores + i, load(scores + i) + load(bias + i, n - i));
+    for (int i = n; i < padded(n); ++i) scores[i] = -INF;
+    vf best = all(-INF);
+    for (int i = 0; i < n; i += L) best = larger(best, load(scores + i));
+    float most = *top = reduced(best, larger)[0];
+    float shift = most == -INF ? 0.0f : most;  // no key with weight
+    vf total = {};
+    for (int i = 0; i < n; i += L) {
+        vf weight = exp(load(scores + i) - shift);
+        store(scores + i, weight);
+        total += weight;
+    }
+    return sum(total);
+}
+
+// Writes offsets of the cache for the keys of a task; false if a block is not one of the cache.
+template <class T>
+bool locate(const Attention<T>& a, const Task& task, int64_t* offsets) {
+    const int32_t* blocks = a.blocks + task.row * a.blocks_of_row;
+    int64_t size = a.kv_heads * a.d, position = task.first;
+    for (int i = 0; i < task.count;) {
+        int64_t block = blocks[position / a.block_tokens], inside = position % a.block_tokens;
+        if (block < 0 || block >= a.cache_blocks) return false;
+        for (; inside < a.block_tokens && i < task.count; ++inside, ++i, ++position)
+            offsets[i] = (block * a.block_tokens + inside) * size;
+    }
+    for (int i = task.count; i < task.count + AHEAD + L; ++i) offsets[i] = offsets[task.count - 1];
+    return true;
+}
+
+// Sums the parts of a head in their order, with the weight e^(top - highest top), and the sink. Overwrites tops.
+template <class T>
+void finish_head(const Attention<T>& a, int64_t row, int64_t head, float* parts, int32_t count, int64_t stride,
+                 int64_t d_pad) {
+    float* tops = parts + a.heads * d_pad + head;
+    const float* sums = tops + a.heads;
+    float total = sums[0];
+    if (count == 1 && a.sinks == nullptr) {
+        tops[0] = 1.0f;
+    } else {
+        float top = a.sinks == nullptr ? -INF : a.sinks[head];
+        for (int32_t i = 0; i < count; ++i) top = tops[i * stride] > top ? tops[i * stride] : top;
+        float shift = top == -INF ? 0.0f : top;
+        total = a.sinks == nullptr ? 0.0f : exp(all(a.sinks[head] - shift))[0];
+        for (int32_t i = 0; i < count; ++i) {
+            tops[i * stride] = exp(all(tops[i * stride] - shift))[0];
+            total += tops[i * stride] * sums[i * stride];
+        }
+    }
+    for (int64_t c = 0; c < a.d; c += L) {
+        vf mixed = {};
+        for (int32_t i = 0; i < count; ++i) mixed += tops[i * stride] * load(parts + i * stride + head * d_pad + c);
+        store(a.out + (row * a.heads + head) * a.d + c, mixed / total, a.d - c);
+    }
+}
+
+// One span of a row, for all its heads, so that blocks are read as they lie in memory. The result goes to `part`: mixed
+// values [A, d_pad], then the highest score [A] and the sum of weights [A] of each head.
+template <class T>
+bool attend(const Attention<T>& a, const Task& task, Scratch& s, float* part) {
+    int64_t d_pad = padded(a.d), group = a.heads / a.kv_heads;
+    if (!locate(a, task, s.offsets)) return false;
+    s.mixed = part;
+    memset(part, 0, a.heads * d_pad * sizeof(float));
+    for (int64_t h = 0; h < a.heads; ++h)
+        for (int64_t c = 0; c < a.d; c += L)
+            store(s.queries + h * d_pad + c, load(a.queries + (task.row * a.heads + h) * a.d + c, a.d - c) * a.scale);
+    for (int first = 0; first < task.count; first += L) {
+        int n = task.count - first;
+        for (int64_t k = 0; k < a.kv_heads; ++k)
+            for_groups(k * group, group, ScoreGroup<T>{s, a.keys + k * a.d, first, n < L ? n : L, a.d, d_pad});
+    }
+    for (int64_t h = 0; h < a.heads; ++h) {
+        const float* bias = a.bias == nullptr ? nullptr : a.bias + h * a.bias_width + task.first;
+        float* top = part + a.heads * d_pad + h;
+        top[a.heads] = weigh(s.scores + h * MOST_KEYS, task.count, a.softcap, bias, top);
+    }
+    for (int first = 0; first < task.count; first += TILE) {
+        int n = task.count - first;
+        for (int64_t k = 0; k < a.kv_heads; ++k)
+            for_groups(k * group, group, MixGroup<T>{s, a.values + k * a.d, first, n < TILE ? n : TILE, a.d, d_pad});
+    }
+    return true;
+}
+
+// Splits rows into spans, the longest first so that threads end at about the same time. Returns their number.
+// `tasks` may be null, to count only.
+template <class T>
+int64_t split(const Attention<T>& a, Task* tasks, Row* rows, int64_t* parts) {
+    int64_t begin[MOST_KEYS + 2] = {}, count = 0;
+    *parts = 0;
+    for (int pass = tasks == nullptr ? 1 : 0; pass < 2; ++pass) {
+        for (int64_t b = 0; b < a.batch; ++b) {
+            int64_t end = a.positions[b] + 1, first = a.window > 0 && end > a.window ? end - a.window : 0;
+            int64_t length = end - first, spans = (length + SPAN / 2) / SPAN;
+            if (spans < 1) spans = 1;
+            if (pass == 1 && spans > 1) {
+                if (tasks != nullptr) rows[b].part = *parts, rows[b].parts = spans, rows[b].pending.store(spans);
+                *parts += spans;
+            }
+            for (int64_t i = 0; i < spans; ++i) {
+                int64_t start = i * length / spans, n = (i + 1) * length / spans - start;
+                if (pass == 0)
+                    ++begin[MOST_KEYS - n + 1];
+                else if (tasks == nullptr)
+                    ++count;
+                else
+                    tasks[begin[MOST_KEYS - n]++] =
+                        Task{b, first + start, spans > 1 ? *parts - spans + i : -1, (int32_t)n},
+                                            ++count;
+            }
+        }
+        if (pass == 0)
+            for (int i = 1; i < MOST_KEYS + 2; ++i) begin[i] += begin[i - 1];
+    }
+    return count;
+}
+
+template <class T>
+int attention(const Attention<T>& a, Threads threads) {
+    int64_t total = 0;
+    for (int64_t b = 0; b < a.batch; ++b) {
+        if (a.positions[b] < 0 || a.positions[b] >= a.blocks_of_row * a.block_tokens) return OUTSIDE;
+        if (a.bias != nullptr && a.positions[b] >= a.bias_width) return OUTSIDE;
+        total += a.positions[b] + 1;
+    }
+    int64_t parts, tasks = split<T>(a, nullptr, nullptr, &parts), d_pad = padded(a.d), stride = a.heads * (d_pad + 2);
+    int64_t per_thread = a.heads * (d_pad + MOST_KEYS + L) + stride;
+    // One piece of memory: rows, tasks, parts of long rows, then what each thread needs.
+    size_t bytes =
+        a.batch * sizeof(Row) + tasks * sizeof(Task) + (parts * stride + threads.count * per_thread) * sizeof(float);
+    char* memory = static_cast<char*>(malloc(bytes));
+    if (memory == nullptr) return NO_MEMORY;
+    Row* rows = reinterpret_cast<Row*>(memory);
+    Task* queue = reinterpret_cast<Task*>(rows + a.batch);
+    float* kept = reinterpret_cast<float*>(queue + tasks);
+    float* own = kept + parts * stride;
+    split(a, queue, rows, &parts);
+    std::atomic<int> workers{0}, next{0}, failed{0};
+    auto work = [&](int64_t, int64_t) {
+        Scratch s;
+        s.queries = own + workers.fetch_add(1) * per_thread;
+        s.scores = s.queries + a.heads * d_pad;
+        float* whole = s.scores + a.heads * MOST_KEYS + L;
+        for (int64_t i; (i = next.fetch_add(1)) < tasks;) {
+            const Task& task = queue[i];
+            if (!attend(a, task, s, task.part < 0 ? whole : kept + task.part * stride)) {
+                failed.store(1);
+                continue;
+            }
+            if (task.part < 0) {
+                for (int64_t h = 0; h < a.heads; ++h) finish_head(a, task.row, h, whole, 1, stride, d_pad);
+            } else if (Row& row = rows[task.row]; row.pending.fetch_sub(1) == 1) {
+                for (int64_t h = 0; h < a.heads; ++h)
+                    finish_head(a, task.row, h, kept + row.part * stride, row.parts, stride, d_pad);
+            }
+        }
+    };
+    deal(threads, tasks > 1 && total * a.heads * a.d >= 2 * MANY, threads.count, 1, work);
+    free(memory);
+    return failed.load() ? OUTSIDE : OK;
+}
+
+// -- norms and activations
+
+template <class T, class W>
+struct Norm {
+    const T *x, *delta;  // delta null: none
+    const W* weight;
+    T *added, *normed;
+    int64_t rows, inner, outer_stride, inner_stride, width;  // row i of x is at i / inner, i % inner
+    float eps;
+    bool in_float32;
+};
+
+template <class T, class W>
+void norm_row(const Norm<T, W>& a, int64_t row) {
+    const T* x = a.x + row / a.inner * a.outer_stride + row % a.inner * a.inner_stride;
+    T *added = a.added + row * a.width, *normed = a.normed + row * a.width;
+    vf squares[4] = {};
+    for (int64_t c = 0, k = 0; c < a.width; c += L, k = (k + 1) & 3) {
+        vf v = load(x + c, a.width - c);
+        if (a.delta != nullptr) {
+            v = rounded<T>(v + load(a.delta + row * a.width + c, a.width - c));
+            store(added + c, v, a.width - c);
+        }
+        squares[k] += v * v;
+    }
+    float mean = sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / a.width;
+    float factor = 1.0f / std::sqrt(mean + a.eps);
+    if (a.delta != nullptr) x = added;
+    for (int64_t c = 0; c < a.width; c += L) {
+        vf v = load(x + c, a.width - c) * factor;
+        if (!a.in_float32) v = rounded<T>(v);
+        store(normed + c, v * load(a.weight + c, a.width - c), a.width - c);
+    }
+}
+
+template <class T, class W>
+int norm(const Norm<T, W>& a, Threads threads) {
+    deal(threads, a.rows * a.width >= MANY, a.rows, grain_of(threads, a.rows), [&](int64_t row, int64_t end) {
+        for (; row < end; ++row) norm_row(a, row);
+    });
+    return OK;
+}
+
+template <class T, int ACTIVATION>
+int gated(const T* both, T* out, int64_t rows, int64_t width, Threads threads) {
+    int64_t block = 1024, blocks = (width + block - 1) / block;
+    deal(threads, 2 * rows * width >= MANY, rows * blocks, grain_of(threads, rows * blocks),
+         [&](int64_t i, int64_t last) {
+             for (; i < last; ++i) {
+                 int64_t row = i / blocks, c = i % blocks * block, end = c + block < width ? c + block : width;
+                 const T *gate = both + row * 2 * width, *up = gate + width;
+                 for (; c < end; c += L)
+                     store(out + row * width + c,
+                           activated<ACTIVATION>(load(gate + c, end - c)) * load(up + c, end - c), end - c);
+             }
+         });
+    return OK;
+}
+
+template <class T>
+int gated(int64_t activation, const T* both, T* out, int64_t rows, int64_t width, Threads threads) {
+    switch (activation) {
+        case SILU:
+            return gated<T, SILU>(both, out, rows, width, threads);
+        case GELU:
+            return gated<T, GELU>(both, out, rows, width, threads);
+        case GELU_TANH:
+            return gated<T, GELU_TANH>(both, out, rows, width, threads);
+        case RELU:
+            return gated<T, RELU>(both, out, rows, width, threads);
+        default:
+            return gated<T, RELU2>(both, out, rows, width, threads);
+    }
+}
+
+}  // namespace
+
+// Each function takes one struct of 8-byte fields, which cpu_kernels.py packs: ctypes would take longer to convert
+// single arguments than small kernels run. `half`: tensors of the model are bfloat16, not float32. A pointer may be
+// null where the comment of the struct above says so. All return OK or the number of an error.
+extern "C" {
+
+struct Context {
+    Parallel parallel;
+    int64_t threads, half;
+    Threads team() const { return Threads{parallel, (int)threads}; }
+};
+
+struct RotateAndWrite {
+    Context context;
+    const void *qkv, *cos, *sin;
+    const int64_t* places;
+    void *queries, *keys, *values;
+    int64_t tokens, heads, kv_heads, d, width, slots;
+};
+
+int hybrid_rotate_and_write(const RotateAndWrite* a) {
+    auto call = [&](auto kind) {
+        using T = decltype(kind);
+        return rotate_and_write(
+            Rotation<T>{(const T*)a->qkv, (const T*)a->cos, (const T*)a->sin, a->places, (T*)a->queries, (T*)a->keys,
+                        (T*)a->values, a->tokens, a->heads, a->kv_heads, a->d, a->width, a->slots},
+            a->context.team());
+    };
+    return a->context.half ? call(bfloat16{}) : call(float{});
+}
+
+struct PagedAttention {
+    Context context;
+    const void *queries, *keys, *values;
+    const int32_t* blocks;
+    const int64_t* positions;
+    const float *bias, *sinks;
+    void* out;
+    int64_t batch, heads, kv_heads, d, blocks_of_row, block_tokens, cache_blocks, bias_width, window;
+    double scale, softcap;
+};
+
+int hybrid_paged_attention(const PagedAttention* a) {
+    auto call = [&](auto kind) {
+        using T = decltype(kind);
+        return attention(
+            Attention<T>{(const T*)a->queries, (const T*)a->keys, (const T*)a->values, a->blocks, a->positions, a->bias,
+                         a->sinks, (T*)a->out, a->batch, a->heads, a->kv_heads, a->d, a->blocks_of_row, a->block_tokens,
+                         a->cache_blocks, a->bias_width, a->window, (float)a->scale, (float)a->softcap},
+            a->context.team());
+    };
+    return a->context.half ? call(bfloat16{}) : call(float{});
+}
+
+struct NormRows {
+    Context context;
+    const void *x, *delta, *weight;
+    void *added, *normed;
+    int64_t half_weight, rows, inner, outer_stride, inner_stride, width, in_float32;
+    double eps;
+};
+
+int hybrid_norm(const NormRows* a) {
+    auto call = [&](auto kind, auto weight_kind) {
+        using T = decltype(kind);
+        using W = decltype(weight_kind);
+        return norm(
+            Norm<T, W>{(const T*)a->x, (const T*)a->delta, (const W*)a->weight, (T*)a->added, (T*)a->normed, a->rows,
+                       a->inner, a->outer_stride, a->inner_stride, a->width, (float)a->eps, a->in_float32 != 0},
+            a->context.team());
+    };
+    if (!a->context.half) return call(float{}, float{});
+    return a->half_weight ? call(bfloat16{}, bfloat16{}) : call(bfloat16{}, float{});
+}
+
+struct Gated {
+    Context context;
+    const void* both;
+    void* out;
+    int64_t activation, rows, width;
+};
+
+int hybrid_gated(const Gated* a) {
+    auto call = [&](auto kind) {
+        using T = decltype(kind);
+        return gated(a->activation, (const T*)a->both, (T*)a->out, a->rows, a->width, a->context.team());
+    };
+    return a->context.half ? call(bfloat16{}) : call(float{});
+}
+}

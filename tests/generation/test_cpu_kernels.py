@@ -1,0 +1,321 @@
+"""Compiled CPU kernels, each against the same in plain torch, and the compilation where something is in its way."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.generation.model import compiled, cpu_kernels
+from hybrid_rlhf.generation.model.layers import ACTIVATIONS, rotate
+
+needs_compiler = pytest.mark.usefixtures("compiled_kernels")
+DTYPES = [torch.float32, torch.bfloat16]
+BLOCK_TOKENS = 16
+
+
+@pytest.fixture(scope="module")
+def compiled_kernels() -> None:
+    """Compiled here, not when tests are collected."""
+    if not cpu_kernels.available():
+        pytest.skip("the CPU kernels cannot be compiled here")
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    """Work is shared, as it is outside tests."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(before)
+
+
+def tolerance(dtype: torch.dtype) -> dict[str, float]:
+    """Of results that are rounded to the dtype once."""
+    return {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 8e-3, "atol": 1e-4}
+
+
+class Cache:
+    """Random queries and cache, and attention over them by softmax over gathered keys, in float64."""
+
+    def __init__(
+        self, lengths: list[int], *, kv_heads: int, group: int, d: int, dtype: torch.dtype, block_tokens: int = 16
+    ) -> None:
+        self.most = -(-max(lengths) // block_tokens)
+        count = len(lengths) * self.most + 3
+        self.keys, self.values = (torch.randn(count, block_tokens, kv_heads, d).to(dtype) for _ in "kv")
+        self.queries = torch.randn(len(lengths), kv_heads * group, d).to(dtype)
+        self.blocks = torch.randperm(count)[: len(lengths) * self.most].view(len(lengths), -1).int()
+        self.positions = torch.tensor(lengths) - 1
+
+    def attend(self, **options: Any) -> Tensor:
+        """By the kernel."""
+        return cpu_kernels.paged_attention(
+            self.queries, self.keys, self.values, self.blocks, self.positions, scale=0.2, **options
+        )
+
+    def expected(
+        self,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+        bias: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """[B, A, D] float64."""
+        rows = []
+        for row, position in enumerate(self.positions.tolist()):
+            first = 0 if window is None else max(0, position + 1 - window)
+            seen = torch.arange(first, position + 1)
+            size = self.keys.shape[1]
+            ids = self.blocks[row][seen // size].long()
+            group = self.queries.shape[1] // self.keys.shape[2]
+            k, v = (
+                x[ids, seen % size].double().transpose(0, 1).repeat_interleave(group, dim=0)
+                for x in (self.keys, self.values)
+            )
+            scores = torch.einsum("ad,asd->as", self.queries[row].double(), k) * 0.2
+            if softcap is not None:
+                scores = softcap * (scores / softcap).tanh()
+            if bias is not None:
+                scores = scores + bias[:, first : position + 1]
+            sunk = scores if sinks is None else torch.cat([scores, sinks[:, None].double()], dim=1)
+            rows.append(torch.einsum("as,asd->ad", sunk.softmax(dim=-1)[:, : len(seen)], v))
+        return torch.stack(rows)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("d", [8, 16, 20, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("group", [1, 3, 4, 8])
+def test_attention_over_blocks_of_ragged_rows(d: int, group: int, dtype: torch.dtype) -> None:
+    cache = Cache([1, 16, 17, 300, 100], kv_heads=2, group=group, d=d, dtype=dtype)
+    torch.testing.assert_close(cache.attend().double(), cache.expected(), **tolerance(dtype))
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_tokens", [5, 16, 64])
+@pytest.mark.parametrize("given", ["window", "softcap", "bias", "sinks", "all"])
+def test_attention_with_what_models_change(given: str, block_tokens: int, dtype: torch.dtype) -> None:
+    cache = Cache([1, 40, 41, 333], kv_heads=2, group=3, d=48, dtype=dtype, block_tokens=block_tokens)
+    options = {"window": 40, "softcap": 2.0, "bias": torch.randn(6, 400), "sinks": torch.randn(6)}
+    options = options if given == "all" else {given: options[given]}
+    torch.testing.assert_close(cache.attend(**options).double(), cache.expected(**options), **tolerance(dtype))
+
+
+@needs_compiler
+def test_attention_does_not_read_blocks_before_the_window_or_past_the_position() -> None:
+    cache = Cache([100, 64], kv_heads=1, group=2, d=32, dtype=torch.float32)
+    expected = cache.expected(window=20)
+    cache.blocks[0, :5] = -1
+    cache.blocks[1, 4:] = 10**6
+    cache.blocks[1, :2] = -7
+    torch.testing.assert_close(cache.attend(window=20).double(), expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(IndexError, match="block"):
+        cache.attend(window=21 + 16)
+
+
+@needs_compiler
+def test_rows_may_share_blocks() -> None:
+    cache = Cache([90, 70, 50], kv_heads=3, group=3, d=64, dtype=torch.float32)
+    cache.blocks[:, :3] = cache.blocks[:1, :3].clone()
+    torch.testing.assert_close(cache.attend().double(), cache.expected(), rtol=1e-5, atol=1e-5)
+
+
+@needs_compiler
+def test_a_row_does_not_depend_on_threads_or_other_rows() -> None:
+    cache = Cache([20_000, 1, 129, 700], kv_heads=1, group=2, d=32, dtype=torch.float32)
+    together = cache.attend()
+    torch.testing.assert_close(together.double(), cache.expected(), rtol=1e-5, atol=1e-5)
+    torch.set_num_threads(1)
+    assert torch.equal(cache.attend(), together)
+    for row in range(4):
+        alone = slice(row, row + 1)
+        one = cpu_kernels.paged_attention(
+            cache.queries[alone], cache.keys, cache.values, cache.blocks[alone], cache.positions[alone], scale=0.2
+        )
+        assert torch.equal(one, together[alone])
+
+
+@needs_compiler
+def test_attention_with_masked_keys_large_scores_and_nan() -> None:
+    cache = Cache([200, 300], kv_heads=1, group=2, d=16, dtype=torch.float32)
+    bias = torch.zeros(2, 400)
+    bias[:, :180] = -torch.inf
+    bias[:, 181] = 1e4
+    torch.testing.assert_close(cache.attend(bias=bias).double(), cache.expected(bias=bias), rtol=1e-5, atol=1e-5)
+    bias[0] = -torch.inf
+    out = cache.attend(bias=bias)
+    assert out[:, 0].isnan().all() and out[:, 1].isfinite().all(), "no key at all, as torch's softmax"
+    cache.keys[cache.blocks[1, 2].long(), 3, 0, 5] = torch.nan
+    assert cache.attend()[1].isnan().all() and cache.attend()[0].isfinite().all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("d", "width"), [(64, 64), (80, 32), (96, 96), (40, 20), (128, 0)])
+def test_rotation_and_writing(d: int, width: int, dtype: torch.dtype) -> None:
+    tokens, heads, kv_heads = 37, 6, 2
+    qkv = torch.randn(tokens, heads + 2 * kv_heads, d).to(dtype)
+    keys, values = (torch.randn(10, BLOCK_TOKENS, kv_heads, d).to(dtype) for _ in "kv")
+    angles = torch.rand(tokens, 1, width // 2) * 100
+    table = None
+    if width:
+        table = (angles.cos().repeat(1, 1, 2).to(dtype), torch.cat([-angles.sin(), angles.sin()], dim=-1).to(dtype))
+    places = torch.randperm(10 * BLOCK_TOKENS)[:tokens]
+    qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
+    if table is not None:
+        qk = rotate(qk.float(), table[0].float(), table[1].float()).to(dtype)
+    expected_keys, expected_values = keys.clone(), values.clone()
+    expected_keys.view(-1, kv_heads, d)[places] = qk[:, heads:]
+    expected_values.view(-1, kv_heads, d)[places] = v
+    queries = cpu_kernels.rotate_and_write(qkv, table, places, keys, values)
+    for got, expected in ((queries, qk[:, :heads]), (keys, expected_keys), (values, expected_values)):
+        torch.testing.assert_close(got, expected.contiguous(), rtol=1e-6 if dtype == torch.float32 else 8e-3, atol=1e-5)
+    places[3] = 10 * BLOCK_TOKENS
+    with pytest.raises(IndexError, match="place"):
+        cpu_kernels.rotate_and_write(qkv, table, places, keys, values)
+
+
+@needs_compiler
+@pytest.mark.parametrize("in_float32", [False, True])
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)])
+@pytest.mark.parametrize("width", [64, 576, 100])
+def test_norms(width: int, dtypes: tuple[torch.dtype, torch.dtype], in_float32: bool) -> None:
+    dtype, weight_dtype = dtypes
+    x, delta, weight = torch.randn(70, width).to(dtype), torch.randn(70, width).to(dtype), torch.randn(width)
+    weight = weight.to(weight_dtype)
+
+    def expected(rows: Tensor) -> Tensor:
+        """Two roundings, or one."""
+        normed = rows.double() * (rows.double().square().mean(dim=-1, keepdim=True) + 1e-5).rsqrt()
+        normed = normed if in_float32 else normed.to(dtype).double()
+        return (normed * weight.double()).to(dtype)
+
+    added, normed = cpu_kernels.add_rms_norm(x, delta, weight, 1e-5, in_float32=in_float32)
+    assert torch.equal(added, x + delta)
+    torch.testing.assert_close(normed, expected(added), **tolerance(dtype))
+    alone = cpu_kernels.rms_norm(x, weight, 1e-5, in_float32=in_float32)
+    torch.testing.assert_close(alone, expected(x), **tolerance(dtype))
+    heads = torch.randn(5, 6, width).to(dtype)[:, 1:4]
+    of_heads = cpu_kernels.rms_norm(heads, weight, 1e-5, in_float32=in_float32)
+    torch.testing.assert_close(of_heads, expected(heads), **tolerance(dtype))
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+def test_gates(activation: Any, dtype: torch.dtype) -> None:
+    function = ACTIVATIONS[activation]
+    both = (torch.randn(33, 2 * 1500) * 4).to(dtype)
+    gate, up = both.double().chunk(2, dim=-1)
+    expected = (function(gate) * up).to(dtype)
+    close = {"rtol": 3e-6, "atol": 1e-12} if dtype == torch.float32 else {"rtol": 8e-3, "atol": 1e-12}
+    # The normal distribution's tail, where 1 + erf loses all digits in float32.
+    inside = torch.where((gate > -6) | (expected == 0), 1, 0).bool()
+    got = cpu_kernels.gated(both, activation)
+    torch.testing.assert_close(got[inside], expected[inside], **close)
+    torch.testing.assert_close(got, expected, rtol=1e-4 if dtype == torch.float32 else 8e-3, atol=1e-12)
+    special = torch.tensor([[torch.nan, 90.0, -90.0, 1e20, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0]], dtype=dtype)
+    out = cpu_kernels.gated(special, activation)[0].float()
+    assert out[0].isnan() and out[1:].isfinite().logical_or(out[1:] > 1e38).all() and abs(out[2]) < 1e-30
+
+
+@needs_compiler
+def test_a_layout_that_the_library_would_read_wrong_is_refused() -> None:
+    cache = Cache([20], kv_heads=2, group=1, d=16, dtype=torch.float32)
+    cache.blocks = cache.blocks.long()
+    with pytest.raises(ValueError, match="contiguous"):
+        cache.attend()
+    with pytest.raises(TypeError, match="float16"):
+        cpu_kernels.gated(torch.zeros(2, 4, dtype=torch.float16), "silu")
+
+
+@needs_compiler
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_threads_are_those_of_torchs_openmp_runtime() -> None:
+    """A second runtime would have threads of its own, which wait for work on the cores of torch's."""
+    torch_library = ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"))))
+    of_torch = ctypes.cast(torch_library.omp_get_max_threads, ctypes.c_void_p).value
+    assert of_torch is not None
+    assert mapped_file(compiled.openmp_parallel()) == mapped_file(of_torch)
+    loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "cpu_kernels-" in line}
+    assert loaded and all(b"omp.so" not in Path(path).read_bytes() for path in loaded)
+
+
+def mapped_file(address: int) -> str:
+    """The file that is mapped at an address of this process."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(end, 16) for end in line.split()[0].split("-"))
+        if first <= address < last:
+            return line.split()[-1]
+    raise AssertionError(hex(address))
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """An empty cache, and nothing loaded."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    cpu_kernels._library_or_none.cache_clear()
+    yield tmp_path
+    cpu_kernels._library_or_none.cache_clear()
+
+
+@needs_compiler
+def test_processes_compile_at_the_same_time(fresh: Path) -> None:
+    source = fresh / "small.cpp"
+    source.write_text('extern "C" int one() { return 1; }')
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=compiled.load, args=(source,)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    assert [path.suffix for path in (fresh / ".cache/hybrid_rlhf/kernels").iterdir()] == [".so"]
+
+
+def test_without_a_compiler_the_log_says_what_to_do(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert not cpu_kernels.available() and not cpu_kernels.available()
+    assert len(log_lines) == 1 and "no C++ compiler (no-such-compiler): install g++" in log_lines[0]
+    with pytest.raises(RuntimeError, match="available"):
+        cpu_kernels.gated(torch.zeros(1, 2), "silu")
+
+
+@needs_compiler
+def test_an_error_of_the_compiler_is_logged(fresh: Path, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]) -> None:
+    source = fresh / "wrong.cpp"
+    source.write_text("int f() { return nothing; }")
+    monkeypatch.setattr(cpu_kernels, "_SOURCE", source)
+    assert not cpu_kernels.available()
+    assert "int f() { return nothing; }" in log_lines[0], "the compiler's own words"
+    assert not list((fresh / ".cache/hybrid_rlhf/kernels").iterdir())
+
+
+@needs_compiler
+def test_a_damaged_library_is_compiled_again_and_a_read_only_home_is_no_obstacle(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = fresh / "small.cpp"
+    source.write_text('extern "C" int one() { return 1; }')
+    assert compiled.load(source)["one"]() == 1
+    (path,) = (fresh / ".cache/hybrid_rlhf/kernels").iterdir()
+    path.unlink()
+    path.write_text("no library")
+    assert compiled.load(source)["one"]() == 1
+    (fresh / "file").touch()
+    monkeypatch.setenv("HOME", str(fresh / "file"))
+    source.write_text('extern "C" int one() { return 2; }')
+    assert compiled.load(source)["one"]() == 2
