@@ -15,7 +15,6 @@ from hybrid_rlhf.engines import hybrid
 from hybrid_rlhf.engines.builder import build_actor
 from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.generation.model.decoder import Decoder
-from hybrid_rlhf.generation.model.layers import ACTIVATIONS
 from hybrid_rlhf.runtime.world import World
 from tests.support.engines import actor_spec, train_step
 from tests.support.families import variant
@@ -96,7 +95,7 @@ def no_window(decoder: Decoder) -> None:
 
 
 def wrong_activation(decoder: Decoder) -> None:
-    decoder._activation = ACTIVATIONS["relu"]
+    decoder.architecture = replace(decoder.architecture, activation="relu")
 
 
 def shifted_positions(decoder: Decoder) -> None:

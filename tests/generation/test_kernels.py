@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional
 
 from hybrid_rlhf.generation import GenerationEngine
 from hybrid_rlhf.generation.batching import workspace
@@ -49,7 +48,7 @@ def on_the_device() -> Iterator[None]:
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels on the CPU too."""
     for module in (decoder, layers):
-        monkeypatch.setattr(module, "kernels_for", lambda device: kernels)
+        monkeypatch.setattr(module, "kernels_for", lambda device, dtype: kernels)
     yield
 
 
@@ -85,7 +84,7 @@ def test_a_step_attends_and_writes_as_torch_does(name: str, capacity: int, on_th
     for cache, used in zip(caches, (None, kernels), strict=True):
         attention = Attention(architecture, split, cache, capacity_tokens=capacity, kernels=used)
         attend = attention.step(DecodeRows(pages, positions, capacity))
-        mixed.append([attend(layer, qkv, table) for layer in range(architecture.layers)])
+        mixed.append([attend(layer, qkv, table, None) for layer in range(architecture.layers)])
     torch.testing.assert_close(mixed[1], mixed[0], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(caches[1].keys, caches[0].keys)
     assert torch.equal(caches[1].values, caches[0].values)
@@ -93,20 +92,25 @@ def test_a_step_attends_and_writes_as_torch_does(name: str, capacity: int, on_th
 
 @pytest.mark.parametrize("splits", [1, 2, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("with_sinks", [False, True])
 def test_parts_of_a_row_combine_to_the_whole(
-    splits: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, on_the_device: None
+    splits: int, dtype: torch.dtype, with_sinks: bool, monkeypatch: pytest.MonkeyPatch, on_the_device: None
 ) -> None:
     monkeypatch.setattr(kernels, "_splits", lambda programs, capacity: splits)
     torch.manual_seed(0)
     queries, (keys, values) = torch.randn(3, 6, 24).to(dtype), torch.randn(2, 140, 16, 2, 24).to(dtype)
     positions, pages = torch.tensor([699, 3, 200]), torch.randperm(140)[:132].int().view(3, 44)
-    found = kernels.paged_attention(queries, keys, values, pages, positions, scale=0.2)
+    sinks = torch.randn(6) if with_sinks else None
+    found = kernels.paged_attention(queries, keys, values, pages, positions, scale=0.2, sinks=sinks)
     for row, position in enumerate(positions.tolist()):
         k, v = (
             x[pages[row].long()].flatten(0, 1)[: position + 1].double().repeat_interleave(3, dim=1).transpose(0, 1)
             for x in (keys, values)
         )
-        expected = functional.scaled_dot_product_attention(queries[row, :, None].double(), k, v, scale=0.2)[:, 0]
+        scores = (queries[row, :, None].double() @ k.transpose(1, 2))[:, 0] * 0.2
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:, None].double()], dim=1)
+        expected = (scores.softmax(dim=1)[:, None, : position + 1] @ v)[:, 0]
         close = {"atol": 1e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-2, "rtol": 1e-2}
         torch.testing.assert_close(found[row].double(), expected, **close)
 
@@ -143,7 +147,7 @@ def test_a_family_samples_with_kernels_what_it_does_without(
         GenerationEngine.from_model(model, stop_token_ids=STOP_TOKEN_IDS).generate(PROMPTS[:3], sampling)
     )
     for module in (decoder, layers):
-        monkeypatch.setattr(module, "kernels_for", lambda device: None)
+        monkeypatch.setattr(module, "kernels_for", lambda device, dtype: None)
     assert found == token_ids_of(
         GenerationEngine.from_model(model, stop_token_ids=STOP_TOKEN_IDS).generate(PROMPTS[:3], sampling)
     )
@@ -183,7 +187,7 @@ TYPES = {"*bf16": torch.bfloat16, "*fp32": torch.float32}
 
 def shared_bytes(kernel, constants, floats=(), model="*bf16"):
     pointers = {"positions": "*i64", "places": "*i64", "pages": "*i32"}
-    pointers |= {"tops": "*fp32", "sums": "*fp32", "bias": "*fp32"}
+    pointers |= {"tops": "*fp32", "sums": "*fp32", "bias": "*fp32", "sinks": "*fp32"}
     scalars = {"scale", "cap", "eps"}
     counts = {"window", "kv_heads", "row_pages", "bias_keys", "width"}
     signature = {}
@@ -198,10 +202,10 @@ def shared_bytes(kernel, constants, floats=(), model="*bf16"):
     source = ASTSource(kernel, signature, constants, aligned)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32)).metadata.shared
 
-def attention(d, model, splits=8, cap=False, bias=False, window=False):
+def attention(d, model, splits=8, cap=False, bias=False, window=False, sinks=False):
     pad = max(16, triton.next_power_of_2(d))
     constants = dict(N=16, G=7, G_PAD=16, D=d, D_PAD=pad, KEYS=kernels.keys_at_once(pad, TYPES[model]), SPLITS=splits,
-                     CAP=cap, BIAS=bias, WINDOW=window)
+                     CAP=cap, BIAS=bias, WINDOW=window, SINKS=sinks)
     floats = ("out",) if splits > 1 else ()
     return shared_bytes(kernels._decode_attention_kernel, constants, floats, model)
 """
@@ -210,7 +214,7 @@ _ALL = """
 for width in (0, 64, 16):
     shared_bytes(kernels._rotate_and_write_kernel, dict(HEADS=14, D=64, D_PAD=64, WIDTH=width))
 for splits in (1, 8):
-    for flags in ((0, 0, 0), (1, 0, 1), (0, 1, 0)):
+    for flags in ((0, 0, 0, 0), (1, 0, 1, 0), (0, 1, 0, 0), (0, 0, 1, 1)):
         attention(80, "*bf16", splits, *map(bool, flags))
 shared_bytes(kernels._combine_kernel, dict(D=80, D_PAD=128, SPLITS=8), floats=("parts",))
 for in_float32 in (False, True):

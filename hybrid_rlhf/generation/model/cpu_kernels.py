@@ -162,7 +162,7 @@ def paged_attention(
         window: tokens that a query attends to, itself included; none: all.
         softcap: scores s become cap tanh(s / cap); none: no cap.
         bias: [A, S] float32, added to the scores of each head on the key of a position; none: no bias.
-        sinks: [A] float32, the score of a key without a value for each head; none: there is none.
+        sinks: [A], the score of a key without a value for each head; none: there is none.
     """
     batch, heads, d = queries.shape
     cache_blocks, block_tokens, kv_heads, _ = keys.shape
@@ -176,6 +176,7 @@ def paged_attention(
     if bias is not None:
         _check(bias, torch.float32, (heads, bias.shape[1]))
     if sinks is not None:
+        sinks = sinks.float()
         _check(sinks, torch.float32, (heads,))
     mixed = torch.empty_like(queries)
     addresses = (queries.data_ptr(), keys.data_ptr(), values.data_ptr(), blocks.data_ptr(), positions.data_ptr())

@@ -27,9 +27,8 @@ class Decoder:
 
     def __init__(self, architecture: ModelDescription, weights: DecoderWeights, split: Split, world: World) -> None:
         self.architecture, self.split, self.world = architecture, split, world
-        self.kernels = kernels_for(world.device)
+        self.kernels = kernels_for(world.device, weights.embed.dtype)
         self._weights = weights
-        self._activation = ACTIVATIONS[architecture.activation]
         # HF multiplies by the scale in the dtype of the weights
         self._embed_scale = float(torch.tensor(architecture.embed_scale, dtype=weights.embed.dtype))
         self._inv_freq = [
@@ -124,7 +123,7 @@ class Decoder:
         if w.q_norm is not None and w.k_norm is not None:
             q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
             qkv = torch.cat([w.q_norm(q), w.k_norm(k), v], dim=1)
-        return self.world.all_reduce(w.o(attend(index, qkv, table).reshape(len(x), heads * d)))
+        return self.world.all_reduce(w.o(attend(index, qkv, table, w.sinks).reshape(len(x), heads * d)))
 
     def _scaled(self, added: Tensor) -> Tensor:
         scale = self.architecture.residual_scale
@@ -134,7 +133,9 @@ class Decoder:
         parts = []
         if w.up is not None and w.down is not None:
             up = w.up(x)
-            dense = w.down(self._gate(up) if self.architecture.gated_mlp else self._activation(up))
+            dense = w.down(
+                self._gate(up) if self.architecture.gated_mlp else ACTIVATIONS[self.architecture.activation](up)
+            )
             if w.shared_router is not None:
                 dense = dense * functional.linear(x, w.shared_router).sigmoid()
             parts.append(dense)
@@ -148,7 +149,7 @@ class Decoder:
             result: Tensor = self.kernels.gated(both, self.architecture.activation)
             return result
         gate, up = both.chunk(2, dim=-1)
-        return self._activation(gate) * up
+        return ACTIVATIONS[self.architecture.activation](gate) * up
 
     def _rotary_table(self, kind: int, positions: Tensor) -> Table:
         """Cosines and signed sines [T, 1, R]."""

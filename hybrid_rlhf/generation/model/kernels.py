@@ -76,6 +76,7 @@ def _decode_attention_kernel(
     pages,
     positions,
     bias,
+    sinks,
     out,
     tops,
     sums,
@@ -95,6 +96,7 @@ def _decode_attention_kernel(
     CAP: tl.constexpr,
     BIAS: tl.constexpr,
     WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """One part of the keys of one KV head of one row, for all its queries."""
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -111,6 +113,10 @@ def _decode_attention_kernel(
     q = tl.load(queries + head[:, None] * D + place[None, :], mask=here, other=0.0)
     top = tl.full([G_PAD], float("-inf"), tl.float32)
     total = tl.zeros([G_PAD], tl.float32)
+    if SINKS:
+        if split == 0:  # a key without a value
+            top = tl.load(sinks + kv_head * G + query, mask=query < G, other=0.0).to(tl.float32)
+            total += 1.0
     mixed = tl.zeros([G_PAD, D_PAD], tl.float32)
     for block in range(start, end, KEYS):
         key = block + tl.arange(0, KEYS)
@@ -243,6 +249,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     bias: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention [B, A, D] of one token per row over the pages of the row.
 
@@ -256,6 +263,7 @@ def paged_attention(
         window: tokens that a query attends to, itself included; none: all. Pages before it may be any.
         softcap: scores s become cap tanh(s / cap); none: no cap.
         bias: [A, S] float32, added to the scores of each head by the position of the key; none: no bias.
+        sinks: [A], the score of a key without a value for each head; none: there is none.
     """
     batch, heads, d = queries.shape
     page_tokens, kv_heads = keys.shape[1:3]
@@ -271,6 +279,7 @@ def paged_attention(
         pages,
         positions,
         tops if bias is None else bias,
+        tops if sinks is None else sinks,
         parts,
         tops,
         sums,
@@ -290,6 +299,7 @@ def paged_attention(
         CAP=softcap is not None,
         BIAS=bias is not None,
         WINDOW=window is not None,
+        SINKS=sinks is not None,
     )
     if splits > 1:
         _combine_kernel[(batch * heads,)](parts, tops, sums, mixed, D=d, D_PAD=d_pad, SPLITS=splits)

@@ -1,7 +1,7 @@
 """Linear layers, norms and activations of the decoder, each in the form that is fastest on its device.
 
 On a CPU weights are packed once into oneDNN's blocked format, which is about twice as fast at the small batches of
-decoding. On a GPU a weight may be a view of the training weight.
+decoding, and norms are compiled kernels (cpu_kernels.py). On a GPU a weight may be a view of the training weight.
 
 Shapes: T tokens, N outputs, K inputs.
 """
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hybrid_rlhf.functional.products import onednn_linear, wide_linear
+from hybrid_rlhf.generation.model import cpu_kernels
 from hybrid_rlhf.generation.weights.description import Activation, ModelDescription
 from hybrid_rlhf.runtime.world import World
 
@@ -71,7 +72,7 @@ class Norm:
         self._weight, self._bias = weight, bias
         if self._offset:
             self._weight = weight.float() + self._offset if self._rms else weight + self._offset
-        self._kernels = kernels_for(weight.device) if self._rms else None
+        self._kernels = kernels_for(weight.device, weight.dtype) if self._rms else None
 
     def refresh(self) -> None:
         """Recompute what is derived from the weight, after it was updated in place."""
@@ -80,6 +81,8 @@ class Norm:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Same shape and dtype as x."""
+        if self._kernels is cpu_kernels:
+            return cpu_kernels.rms_norm(x, self._weight, self._eps, in_float32=self._in_float32)
         if not self._rms:
             return functional.layer_norm(x, self._shape, self._weight, self._bias, self._eps)
         if self._in_float32:
@@ -95,9 +98,14 @@ class Norm:
         return x, self(x)
 
 
-def kernels_for(device: torch.device) -> ModuleType | None:
-    """The module of Triton kernels (kernels.py) on a GPU; none on a CPU."""
-    return importlib.import_module("hybrid_rlhf.generation.model.kernels") if device.type == "cuda" else None
+def kernels_for(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
+    """The module of kernels for a device and dtype: Triton's (kernels.py) on a GPU, compiled ones on a CPU.
+
+    None where a CPU has no compiler, or the dtype no kernels; torch's operations compute the same then.
+    """
+    if device.type == "cuda":
+        return importlib.import_module("hybrid_rlhf.generation.model.kernels")
+    return cpu_kernels if dtype in cpu_kernels.DTYPES and cpu_kernels.available() else None
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:

@@ -106,6 +106,8 @@ class ModelDescription:
     router_corrections: Mapping[int, Tensor] = field(default_factory=dict)
     """For some of these layers [experts], added to the scores by which experts are chosen; training leaves them."""
     attention_softcap: float | None = None
+    sinks: bool = False
+    """Each head has the score of a key without a value (gpt-oss)."""
     final_softcap: float | None = None
     logit_scale: float = 1.0
     embed_scale: float = 1.0

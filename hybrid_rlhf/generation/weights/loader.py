@@ -48,6 +48,8 @@ class LayerWeights:
     down: InferenceLinear | None
     """The MLP, or the shared experts of a layer with a mixture; `up` holds gate and up fused where it is gated."""
     experts: RoutedExperts | None
+    sinks: Tensor | None
+    """[A], see AttentionFunction."""
     shared_router: Tensor | None
     """[1, H], whose sigmoid weighs the shared experts (Qwen2-MoE)."""
 
@@ -192,6 +194,7 @@ class WeightLoader:
         products: dict[str, Any] = {name: self._linear(f"{layer}.{name}") for name in ("qkv", "o", "up", "down")}
         products["experts"] = self._experts(layer) if layer in self.architecture.expert_layers else None
         products["shared_router"] = self._take(f"{layer}.shared_router.weight")
+        products["sinks"] = self._take(f"{layer}.sinks.weight")
         norms: dict[str, Any] = {name: self._norm(f"{layer}.{name}") for name in LAYER_NORMS}
         for name, heads in (("q_norm", self.architecture.heads), ("k_norm", self.architecture.kv_heads)):
             norms[name] = self._head_norm(f"{layer}.{name}", heads)
@@ -259,6 +262,7 @@ class WeightLoader:
                     pick = self._halves(pick)
                 self._place(f"{layer}.qkv", role, pick, layer, part=index, parts=3)
         self._place_row_parallel(f"{layer}.o", "o", q, layer)
+        self._place_one(f"{layer}.sinks.weight", "sinks", "weight", _rows(split.heads), layer)
 
     def _norm_rows(self, role: str) -> Pick:
         """A norm's weights on this rank: all, except where queries or keys are normed over all heads."""
