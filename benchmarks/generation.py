@@ -3,7 +3,12 @@
     python -m benchmarks.generation                       # SmolLM2-135M, or --model small (a random 28M Llama)
     python -m benchmarks.generation --scenario ragged --requests 64 --new_tokens 128 --peers generate generate_batch
     python -m benchmarks.generation --requests 16 --n 8 --prompt_tokens 128 --new_tokens 1   # what samples cost to read
+    python -m benchmarks.generation --scenario memory --requests 64 --new_tokens 256 --peers   # little cache memory
     python -m benchmarks.generation --vllm_python ENV/bin/python --json result.json
+
+In `memory`, requests have the same limit and end at random, after an eighth of it on average; the engine with memory
+for 16 rows of full length, and with at most 16 rows, which is what a slot of full length for each would allow, run
+beside it.
 
 All peers run in turn in one run, several times after a warm-up; medians and ratios are printed. Speeds count useful
 tokens: those a request asked for. The limit is what the matrix products of the same work take alone.
@@ -12,6 +17,7 @@ tokens: those a request asked for. The limit is what the matrix products of the 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -22,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,11 +36,13 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.backends.native import NativeBackend
+from hybrid_rlhf.generation.batching.cache import bytes_per_token
+from hybrid_rlhf.generation.batching.requests import Request
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.sampling import derive_seed
 from hybrid_rlhf.generation.weights.conversion import decoder_of
@@ -44,7 +52,26 @@ from hybrid_rlhf.runtime.world import default_device, default_dtype, solo_world
 
 DEVICE = default_device()
 DTYPE = default_dtype(DEVICE)
+_SMALL = {
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 32000,
+}
 SHAPES: dict[str, dict[str, Any]] = {
+    "small-gemma3": {**_SMALL, "model_type": "gemma3_text", "sliding_window": 64},
+    "small-olmo2": {**_SMALL, "model_type": "olmo2"},
+    "small-glm4": {**_SMALL, "model_type": "glm4", "pad_token_id": 0},
+    "small-moe": {
+        **_SMALL,
+        "model_type": "qwen3_moe",
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 256,
+    },
     "small": {
         "hidden_size": 384,
         "intermediate_size": 1024,
@@ -90,6 +117,8 @@ class Work:
     prompts: list[list[int]]
     lengths: list[int]
     n: int = 1
+    limit: int | None = None
+    """Of all requests, which end before it as if they had stopped; none: each has its own length as its limit."""
 
     @property
     def useful_tokens(self) -> int:
@@ -106,20 +135,47 @@ def make_work(scenario: str, *, requests: int, prompt_tokens: int, new_tokens: i
 
     if scenario == "uniform":
         return Work([prompt(prompt_tokens) for _ in range(requests)], [new_tokens] * requests, n)
-    stops = torch.rand(requests, generator=generator).clamp(min=1e-9).log() / math.log(1 - 4 / new_tokens)
+    chance = (8 if scenario == "memory" else 4) / new_tokens
+    stops = torch.rand(requests, generator=generator).clamp(min=1e-9).log() / math.log(1 - chance)
     lengths = [min(new_tokens, 1 + int(stop)) for stop in stops]
     sizes = torch.randint(prompt_tokens // 2, 2 * prompt_tokens, (requests,), generator=generator).tolist()
-    return Work([prompt(size) for size in sizes], lengths, n)
+    limit = new_tokens if scenario == "memory" else None
+    return Work([prompt(size) for size in sizes], lengths, n, limit)
 
 
-def ours(decoder: Decoder, work: Work) -> Callable[[], None]:
-    """This engine; each request ends at its own length, as if it had stopped there."""
+def ours(decoder: Decoder, work: Work, *, cached: bool = False, **settings: Any) -> Callable[[], None]:
+    """This engine; each request ends at its own length. `cached`: prompts of the last run are found in the cache."""
     params = [
-        SamplingParams(max_new_tokens=length, n=work.n, seed=derive_seed(0, index))
+        SamplingParams(max_new_tokens=work.limit or length, n=work.n, seed=derive_seed(0, index))
         for index, length in enumerate(work.lengths)
     ]
-    engine = GenerationEngine(NativeBackend(decoder))
-    return lambda: _expect(sum(len(c.token_ids) for s in engine.generate(work.prompts, params) for c in s), work)
+    backend = NativeBackend(decoder, **settings)
+    engine = GenerationEngine(backend)
+
+    def run() -> None:
+        if not cached:
+            backend.sync_weights(decoder)
+        with ending_at(work.lengths):
+            _expect(sum(len(c.token_ids) for s in engine.generate(work.prompts, params) for c in s), work)
+
+    return run
+
+
+@contextlib.contextmanager
+def ending_at(lengths: list[int]) -> Iterator[None]:
+    """Requests stop after a number of tokens that the engine does not know before."""
+    append = Request.append
+
+    def stopping(request: Request, *token: Any) -> None:
+        append(request, *token)
+        if len(request.token_ids) == lengths[request.prompt_index]:
+            request.finish_reason = "stop"
+
+    Request.append = stopping  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Request.append = append  # type: ignore[method-assign]
 
 
 def _expect(tokens: int, work: Work) -> None:
@@ -281,11 +337,35 @@ def load(name: str) -> PreTrainedModel:
     if name in SHAPES:
         torch.manual_seed(0)
         with torch.device(DEVICE):
-            config = LlamaConfig(**SHAPES[name], max_position_embeddings=4096)
+            shape = {"model_type": "llama", "max_position_embeddings": 4096, **SHAPES[name]}
+            config = AutoConfig.for_model(**shape)
             return AutoModelForCausalLM.from_config(config, dtype=DTYPE).eval()
     path = resolve_model(name, world=solo_world(DEVICE))
     lm, _ = load_model(path, "causal_lm", config=ModelConfig(), dtype=DTYPE)
     return lm.to(DEVICE).eval()  # type: ignore[arg-type, return-value]
+
+
+def in_process(
+    options: argparse.Namespace, lm: PreTrainedModel, decoder: Decoder, work: Work
+) -> dict[str, Callable[[], None]]:
+    """What runs in this process, by name."""
+    peers = {"matrix products": matrix_products(decoder, work), "this engine": ours(decoder, work)}
+    if decoder.architecture.expert_layers:
+        del peers["matrix products"]  # which experts a token takes is not known before
+    if options.cached:
+        peers["this engine, cached"] = ours(decoder, work, cached=True)
+    if options.scenario == "memory":
+        longest = max(map(len, work.prompts)) + options.new_tokens
+        cache = 16 * longest * bytes_per_token(decoder.architecture, len(decoder.split.kv_heads), DTYPE)
+        peers["memory of 16 rows"] = ours(decoder, work, kv_cache_gib=cache / 2**30)
+        peers["16 rows"] = ours(decoder, work, max_batch_rows=16)
+    if options.n > 1:
+        peers["this engine, n = 1"] = ours(decoder, replace(work, n=1))
+    if "generate" in options.peers:
+        peers["HF generate"] = hf_generate(lm, work)
+    if "generate_batch" in options.peers:
+        peers["HF generate_batch"] = hf_generate_batch(lm, work)
+    return peers
 
 
 def main() -> None:
@@ -305,16 +385,7 @@ def main() -> None:
         raise SystemExit(
             f"{options.model} has no inference weights, so there is nothing to measure: give another --model"
         )
-    peers: dict[str, Callable[[], float]] = {
-        "matrix products": partial(timed, matrix_products(decoder, work)),
-        "this engine": partial(timed, ours(decoder, work)),
-    }
-    if options.n > 1:
-        peers["this engine, n = 1"] = partial(timed, ours(decoder, replace(work, n=1)))
-    if "generate" in options.peers:
-        peers["HF generate"] = partial(timed, hf_generate(lm, work))
-    if "generate_batch" in options.peers:
-        peers["HF generate_batch"] = partial(timed, hf_generate_batch(lm, work))
+    peers = {name: partial(timed, run) for name, run in in_process(options, lm, decoder, work).items()}
     vllm = None
     if options.vllm_python:
         vllm = VLLM(options.vllm_python, lm, work, Path(tempfile.mkdtemp()))
@@ -358,7 +429,7 @@ def report(options: argparse.Namespace, work: Work, seconds: dict[str, list[floa
 def parse() -> argparse.Namespace:
     """The command line; a benchmark is no part of the product and needs no more than argparse."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scenario", choices=["uniform", "ragged"], default="uniform")
+    parser.add_argument("--scenario", choices=["uniform", "ragged", "memory"], default="uniform")
     parser.add_argument("--model", default="embedded", help=f"embedded, a folder, or a shape: {', '.join(SHAPES)}")
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--prompt_tokens", type=int, default=32)
@@ -366,6 +437,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--n", type=int, default=1, help="samples of each prompt")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--peers", nargs="*", default=["generate"], choices=["generate", "generate_batch"])
+    parser.add_argument("--cached", action="store_true", help="also with prompts that are cached")
     parser.add_argument("--vllm_python", help="python of an environment with vLLM")
     parser.add_argument("--json", help="file for the raw times")
     return parser.parse_args()

@@ -15,6 +15,7 @@ from hybrid_rlhf.engines import hybrid
 from hybrid_rlhf.engines.builder import build_actor
 from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.generation.model.decoder import Decoder
+from hybrid_rlhf.generation.model.layers import ACTIVATIONS
 from hybrid_rlhf.runtime.world import World
 from tests.support.engines import actor_spec, train_step
 from tests.support.families import variant
@@ -96,6 +97,7 @@ def no_window(decoder: Decoder) -> None:
 
 def wrong_activation(decoder: Decoder) -> None:
     decoder.architecture = replace(decoder.architecture, activation="relu")
+    decoder._activation = ACTIVATIONS["relu"]
 
 
 def shifted_positions(decoder: Decoder) -> None:

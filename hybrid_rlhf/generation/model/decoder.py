@@ -27,6 +27,7 @@ class Decoder:
 
     def __init__(self, architecture: ModelDescription, weights: DecoderWeights, split: Split, world: World) -> None:
         self.architecture, self.split, self.world = architecture, split, world
+        self._activation = ACTIVATIONS[architecture.activation]
         self.kernels = kernels_for(world.device, weights.embed.dtype)
         self._weights = weights
         # HF multiplies by the scale in the dtype of the weights
@@ -133,9 +134,7 @@ class Decoder:
         parts = []
         if w.up is not None and w.down is not None:
             up = w.up(x)
-            dense = w.down(
-                self._gate(up) if self.architecture.gated_mlp else ACTIVATIONS[self.architecture.activation](up)
-            )
+            dense = w.down(self._gate(up) if self.architecture.gated_mlp else self._activation(up))
             if w.shared_router is not None:
                 dense = dense * functional.linear(x, w.shared_router).sigmoid()
             parts.append(dense)
@@ -149,7 +148,7 @@ class Decoder:
             result: Tensor = self.kernels.gated(both, self.architecture.activation)
             return result
         gate, up = both.chunk(2, dim=-1)
-        return ACTIVATIONS[self.architecture.activation](gate) * up
+        return self._activation(gate) * up
 
     def _rotary_table(self, kind: int, positions: Tensor) -> Table:
         """Cosines and signed sines [T, 1, R]."""
