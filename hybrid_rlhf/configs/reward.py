@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hybrid_rlhf.configs.sections.data import RowDataConfig
-from hybrid_rlhf.configs.sections.model import LoraConfig
+from hybrid_rlhf.configs.sections.model import SCORER_KEYS, LoraConfig, ModelConfig
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.configs.sections.run import StepConfig
 from hybrid_rlhf.configs.sections.setting import setting
@@ -55,6 +55,7 @@ class RewardConfig(StepConfig):
 
     output_dir: str = setting("output/step2_reward", mutable=True)
     """Folder of the run: model, config.yaml, metrics.jsonl, checkpoints."""
+    model: ModelConfig = setting(default_factory=ModelConfig, keys=SCORER_KEYS)
     data: RowDataConfig = field(default_factory=RowDataConfig)
     lora: LoraConfig | None = None
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))

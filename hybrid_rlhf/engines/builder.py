@@ -28,6 +28,7 @@ from hybrid_rlhf.models.head_check import require_own_logits
 from hybrid_rlhf.models.lora import choose_trained
 from hybrid_rlhf.models.policy import Policy, Scorer
 from hybrid_rlhf.models.pretrained.loading import Architecture, load_model, training_dtype
+from hybrid_rlhf.models.routers import router_loss
 from hybrid_rlhf.runtime.world import World
 
 ARCHITECTURE: dict[Role, Architecture] = {
@@ -143,6 +144,8 @@ def _build(engine_type: Callable[..., EngineT], spec: EngineSpec, world: World) 
     )
     engine, *_ = deepspeed.initialize(model=module, config=config, optimizer=optimizer, lr_scheduler=schedule)
     module.train()
+    if isinstance(module, Policy):
+        module.router_loss = router_loss(lm, spec.model)
     options = EngineOptions(section.max_grad_norm, offload_activations=spec.model.activation_offload)
     return engine_type(spec.role, engine, world, options)
 

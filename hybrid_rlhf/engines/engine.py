@@ -26,6 +26,7 @@ from hybrid_rlhf.engines.deepspeed_internals import (
     skip_model_step,
 )
 from hybrid_rlhf.engines.offload import OffloadedWeights
+from hybrid_rlhf.functional.losses import LossSum
 from hybrid_rlhf.models.activation_offload import ActivationOffload
 from hybrid_rlhf.models.lora import adapters_off, has_lora
 from hybrid_rlhf.models.packing import packs
@@ -144,6 +145,16 @@ class ModelEngine:
         """
         # DeepSpeed averages over ranks; multiplied by their number, that is a sum.
         self._engine.backward(total * (self.world.size / max(count, 1.0)), scale_wrt_gas=False)
+
+    def with_router_losses(self, loss: LossSum, weights: Tensor) -> LossSum:
+        """A loss with those of the routers in the last forward, if the model has them (models/routers.py).
+
+        Args:
+            loss: of the micro-batch.
+            weights: [B], the share of each sequence in the loss's count.
+        """
+        found = getattr(self.module, "router_losses", None)
+        return loss if found is None else found.added_to(loss, weights)
 
     def step(self) -> UpdateStats:
         """Apply the accumulated gradient, step the schedule, clear the gradient."""

@@ -85,7 +85,7 @@ class Student(Policy):
         """Without targets as Policy; with targets, loss, divergence and -log p of the tokens, scalar sums."""
         if targets is None:
             return super().forward(input_ids, attention_mask, token_mask, temperature)
-        hidden, wanted = hidden_before(self.lm, input_ids, attention_mask, token_mask)
+        hidden, wanted = self.hidden(input_ids, attention_mask, token_mask)
         return self.head(hidden, input_ids[wanted], temperature, targets)
 
 

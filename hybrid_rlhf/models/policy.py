@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from hybrid_rlhf.functional.masking import last_index, position_ids
 from hybrid_rlhf.functional.products import wide_linear
 from hybrid_rlhf.models.families import has_float32_logits, head_convention
 from hybrid_rlhf.models.packing import pack, packs
+from hybrid_rlhf.models.routers import RouterLoss, RouterLosses
 
 HEAD_CHUNK_TOKENS = 512
 """Tokens whose logits are held at a time: the fewest for which the products are still fast."""
@@ -70,6 +72,20 @@ class Policy(nn.Module):
         super().__init__()
         self.lm = lm
         self.head = HeadLogprobs(lm)
+        self.router_loss: RouterLoss | None = None
+        """Set to compute the losses of the routers in each forward with gradient."""
+        self.router_losses: RouterLosses | None = None
+        """Those of the last forward."""
+
+    def hidden(self, input_ids: Tensor, attention_mask: Tensor, token_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """`hidden_before`, with router losses."""
+        self.router_losses = None
+        if self.router_loss is None or not torch.is_grad_enabled():
+            return hidden_before(self.lm, input_ids, attention_mask, token_mask)
+        logits: list[Tensor] = []
+        found = hidden_before(self.lm, input_ids, attention_mask, token_mask, router_logits=logits)
+        self.router_losses = self.router_loss(logits, attention_mask.bool())
+        return found
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, token_mask: Tensor, temperature: float = 1.0
@@ -85,7 +101,7 @@ class Policy(nn.Module):
         Returns:
             logprobs and entropy, [B, T] float32, 0 outside token_mask.
         """
-        hidden, wanted = hidden_before(self.lm, input_ids, attention_mask, token_mask)
+        hidden, wanted = self.hidden(input_ids, attention_mask, token_mask)
         logprobs, entropy = self.head(hidden, input_ids[wanted], temperature)
         return _scatter(logprobs, wanted), _scatter(entropy, wanted)
 
@@ -143,28 +159,45 @@ def values_before(outputs: Tensor) -> Tensor:
 
 
 def hidden_before(
-    lm: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, token_mask: Tensor
+    lm: PreTrainedModel,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    token_mask: Tensor,
+    *,
+    router_logits: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Last hidden states [N, H] before the tokens of a mask, row by row, and the mask [B, T] without first tokens."""
     real = attention_mask.bool()
-    hidden = backbone_hidden(lm, input_ids, real)
+    hidden = backbone_hidden(lm, input_ids, real, router_logits=router_logits)
     place = real.flatten().cumsum(dim=0).view(real.shape) - 1
     wanted = token_mask.bool() & real & (position_ids(real) > 0)
     return hidden[place[wanted] - 1], wanted
 
 
-def backbone_hidden(lm: PreTrainedModel, input_ids: Tensor, real: Tensor) -> Tensor:
-    """Last hidden states [N, H] of the real tokens of [B, T], row by row; packed if the model uses packed rows."""
+def backbone_hidden(
+    lm: PreTrainedModel, input_ids: Tensor, real: Tensor, *, router_logits: list[Tensor] | None = None
+) -> Tensor:
+    """Last hidden states [N, H] of the real tokens of [B, T], row by row; packed if the model uses packed rows.
+
+    The list, if given, receives the router logits [N, E] of each mixture of experts.
+    """
     backbone = lm.base_model
+    options: dict[str, Any] = {"use_cache": False}
+    if router_logits is not None:
+        options["output_router_logits"] = True
     if packs(lm):
         packed = pack(lm, input_ids, real)
-        return packed.unpacked(backbone(**packed.arguments, use_cache=False).last_hidden_state[0])
-    positions = {}
-    if "position_ids" in inspect.signature(backbone.forward).parameters:  # families with ALiBi have none
-        positions["position_ids"] = position_ids(real)
-    output = backbone(input_ids=input_ids, attention_mask=real.long(), use_cache=False, **positions)
-    hidden: Tensor = output.last_hidden_state
-    return hidden[real]
+        output = backbone(**packed.arguments, **options)
+        in_order = packed.unpacked
+    else:
+        if "position_ids" in inspect.signature(backbone.forward).parameters:  # families with ALiBi have none
+            options["position_ids"] = position_ids(real)
+        output = backbone(input_ids=input_ids, attention_mask=real.long(), **options)
+        in_order = lambda states: states[real.flatten()]  # noqa: E731
+    if router_logits is not None:
+        router_logits += [in_order(logits.flatten(0, -2)) for logits in output.router_logits]
+    hidden: Tensor = in_order(output.last_hidden_state.flatten(0, 1))
+    return hidden
 
 
 def _scatter(flat: Tensor, where: Tensor) -> Tensor:

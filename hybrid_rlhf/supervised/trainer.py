@@ -24,6 +24,7 @@ from hybrid_rlhf.loop.checkpointing import CheckpointManager
 from hybrid_rlhf.loop.loss_sums import RunningSums, global_count
 from hybrid_rlhf.loop.non_finite import SkippedUpdates, rows_with_non_finite_loss
 from hybrid_rlhf.loop.trainer import Trainer
+from hybrid_rlhf.models.routers import ROUTER_METRICS
 from hybrid_rlhf.runtime.observability.profiling import model_flops_utilisation
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 from hybrid_rlhf.runtime.observability.timers import peak_memory_gib
@@ -141,6 +142,7 @@ class SupervisedTrainer(Trainer, Generic[BatchT]):
         norm = {} if stats.grad_norm is None else {"grad_norm": stats.grad_norm}
         return {
             **objective.metrics(means, objective.name),
+            **{f"{objective.name}/{name}": means[name] for name in ROUTER_METRICS if name in means},
             "lr": stats.lr,
             **norm,
             "time/training_seconds": seconds,

@@ -8,11 +8,17 @@ from typing import Any
 
 import pytest
 
+from tests.support.families import variant
 from tests.support.ranks import run_main
+from tests.support.tiny import tiny_tokenizer
 
 TOLERANCE = 1e-4
 STEPS = {
     "sft": ("hybrid_rlhf.cli.sft", ["sft/loss", "grad_norm", "eval/loss"]),
+    "moe": (
+        "hybrid_rlhf.cli.sft",
+        ["sft/loss", "sft/router_aux_loss", "sft/router_z_loss", "sft/router_max_share", "grad_norm", "eval/loss"],
+    ),
     "reward": ("hybrid_rlhf.cli.reward", ["reward/loss", "reward/accuracy", "grad_norm", "eval/loss"]),
     "listwise": ("hybrid_rlhf.cli.reward", ["reward/loss", "reward/accuracy", "grad_norm", "eval/loss"]),
     "steps": ("hybrid_rlhf.cli.reward", ["reward/loss", "reward/accuracy_b", "grad_norm", "eval/loss"]),
@@ -61,6 +67,8 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> P
     for name, content in (("rows", rows), ("lists", lists)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
     (folder / "model").symlink_to(model_folder)
+    for part in (variant("qwen2_moe"), tiny_tokenizer()):
+        part.save_pretrained(folder / "moe")
     return folder
 
 
@@ -95,7 +103,7 @@ def options(name: str, workspace: Path, stage: int, micro: str) -> list[str]:
         return [
             *common,
             "--model.path",
-            str(workspace / "model"),
+            str(workspace / ("moe" if name == "moe" else "model")),
             "--data.max_length",
             "64",
             "--optimizer.lr",
@@ -104,6 +112,7 @@ def options(name: str, workspace: Path, stage: int, micro: str) -> list[str]:
             "8",
             "--zero.stage",
             str(stage),
+            *(["--model.router_aux_loss_coef", "0.1", "--model.router_z_loss_coef", "0.01"] if name == "moe" else []),
             *(["--objective.loss", name] if name in ("listwise", "steps") else []),
             *(["--objective.heads", "[a, b]"] if name == "steps" else []),
             *(["--algorithm", name, "--optimizer.warmup_fraction", "0"] if name in ("dpo", "kto") else []),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.configs.sections.setting import setting
+
+ROUTER_KEYS = ("router_aux_loss_coef", "router_z_loss_coef")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +27,24 @@ class ModelConfig:
     """Attention kernel, by its transformers name; auto: sdpa where the model has it, else eager."""
     gradient_checkpointing: bool = setting(False, mutable=True)
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    router_aux_loss_coef: float | None = setting(None, advanced=True)
+    """Weight of the load-balancing loss of a mixture of experts (Switch, arXiv 2101.03961, eq. 4); null: the model's
+    own if its config says output_router_logits, as in transformers, else 0."""
+    router_z_loss_coef: float | None = setting(None, advanced=True)
+    """Weight of the router z-loss of a mixture of experts (ST-MoE, arXiv 2202.08906, eq. 5: 0.001); null: as above."""
     activation_offload: bool = setting(False, advanced=True, mutable=True)
     """Keep activations in host memory until the backward pass; with gradient_checkpointing, one per layer."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""
+
+    def __post_init__(self) -> None:
+        for name in ROUTER_KEYS:
+            value = getattr(self, name)
+            require(value is None or value >= 0, f"model.{name} must be 0 (off) or more, got {value}: raise it")
+
+
+SCORER_KEYS = tuple(key.name for key in fields(ModelConfig) if key.name not in ROUTER_KEYS)
+"""Keys of a model that is trained as a scorer only."""
 
 
 @dataclass(frozen=True, kw_only=True)

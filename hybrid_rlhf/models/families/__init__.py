@@ -9,12 +9,19 @@ from hybrid_rlhf.models.families.head import (
     head_convention,
     keep_float32_logits,
 )
-from hybrid_rlhf.models.families.table import FAMILIES, PACKING_FAMILIES, WITHOUT_ADAPTERS, Family
+from hybrid_rlhf.models.families.table import (
+    FAMILIES,
+    PACKING_FAMILIES,
+    WITHOUT_ADAPTERS,
+    WITHOUT_ROUTER_LOSSES,
+    Family,
+)
 
 __all__ = [
     "FAMILIES",
     "PACKING_FAMILIES",
     "WITHOUT_ADAPTERS",
+    "WITHOUT_ROUTER_LOSSES",
     "Family",
     "HeadConvention",
     "has_float32_logits",

@@ -36,6 +36,9 @@ PACKING_FAMILIES = frozenset(
 WITHOUT_ADAPTERS = {"reformer": "its reversible layers pass no gradient to them"}
 """Model types that cannot learn adapters, with the reason."""
 
+WITHOUT_ROUTER_LOSSES = frozenset(["doge"])
+"""Model types whose router has no logit per expert: Doge's has keys, of which an expert is a pair."""
+
 
 @dataclass(frozen=True)
 class Family:

@@ -33,6 +33,7 @@ from hybrid_rlhf.models.fused_layers import fuse_layers
 from hybrid_rlhf.models.packing import use_packing
 from hybrid_rlhf.models.pretrained.folders import load_config, reading, stored_elements
 from hybrid_rlhf.models.pretrained.sources import quiet_transformers
+from hybrid_rlhf.models.routers import route_without_noise
 from hybrid_rlhf.runtime.world import default_device, default_dtype
 
 Architecture = Literal["causal_lm", "scorer"]
@@ -206,7 +207,8 @@ def adapt_config(config: PreTrainedConfig, architecture: Architecture, *, heads:
 
 
 def adapt_model(model: PreTrainedModel, config: ModelConfig) -> None:
-    """Set dropout without a config key, faster layers on a CPU, packed attention, activation checkpointing."""
+    """Set dropout without a config key, faster layers on a CPU, packed attention, routers without noise, activation
+    checkpointing."""
     on_cpu = default_device().type == "cpu"
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -217,5 +219,6 @@ def adapt_model(model: PreTrainedModel, config: ModelConfig) -> None:
         fuse_layers(model)
     if config.attention in ("auto", "sdpa"):
         use_packing(model)
+    route_without_noise(model)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

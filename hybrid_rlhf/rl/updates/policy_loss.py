@@ -79,7 +79,8 @@ class PolicyLoss:
             total = total + mini_batch.kl_coef * masked_sum(weights * kl, mask=mask)
             stats["kl"] = masked_sum(kl.detach(), mask=mask)
         stats["entropy"] = masked_sum(entropy.detach(), mask=mask)
-        return LossSum(total, loss.count, {**loss.stats, **stats}), current
+        loss = LossSum(total, loss.count, {**loss.stats, **stats})
+        return self._actor.with_router_losses(loss, mask.sum(dim=1)), current
 
     def kept(self, rollout: Rollout) -> Tensor:
         """[N, T] bool, the response tokens that algorithm.correction does not mask."""

@@ -111,7 +111,8 @@ class DistillObjective(Objective[DistillBatch]):
         with gathered(module.head.parameters()):
             total, divergence, nll = engine(*inputs, targets=TeacherTargets(hidden, module.head, rule))
         count = torch.tensor(float(self.count(batch)), device=self._device)
-        return LossSum(total, count, {"divergence": divergence, "sft": nll, "on_policy": count * batch.on_policy})
+        loss = LossSum(total, count, {"divergence": divergence, "sft": nll, "on_policy": count * batch.on_policy})
+        return engine.with_router_losses(loss, tokens.loss_mask.sum(dim=1))
 
     def metrics(self, means: Mapping[str, float], prefix: str) -> dict[str, float]:
         """See Objective: sft is the negative log-likelihood per token of the completions, sampled or not."""

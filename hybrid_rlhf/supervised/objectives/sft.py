@@ -14,6 +14,7 @@ import torch
 from hybrid_rlhf.data.collation import TokenBatch, collate_tokens
 from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.functional.losses import LossSum, sft_loss
+from hybrid_rlhf.models.routers import ROUTER_TOTAL
 from hybrid_rlhf.supervised.trainer import Objective
 
 
@@ -40,9 +41,10 @@ class SFTObjective(Objective[TokenBatch]):
     def loss(self, engine: ModelEngine, batch: TokenBatch) -> LossSum:
         """See Objective."""
         logprobs, _ = engine(batch.input_ids, batch.attention_mask, batch.loss_mask)
-        return sft_loss(logprobs, mask=batch.loss_mask)
+        return engine.with_router_losses(sft_loss(logprobs, mask=batch.loss_mask), batch.loss_mask.sum(dim=1))
 
     def metrics(self, means: Mapping[str, float], prefix: str) -> dict[str, float]:
         """See Objective."""
         loss = means["loss"]
-        return {f"{prefix}/loss": loss, f"{prefix}/perplexity": math.exp(min(loss, 700.0))}
+        nll = loss - means.get(ROUTER_TOTAL, 0.0)
+        return {f"{prefix}/loss": loss, f"{prefix}/perplexity": math.exp(min(nll, 700.0))}

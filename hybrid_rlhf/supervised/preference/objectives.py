@@ -57,7 +57,9 @@ class PreferencePairObjective(Objective[PreferenceBatch]):
         def side(index: Tensor) -> PairSide:
             return PairSide(logprobs[index], batch.ref_logprobs[index], tokens[index])
 
-        return self._pair_loss(side(batch.chosen_index), side(batch.rejected_index))
+        loss = self._pair_loss(side(batch.chosen_index), side(batch.rejected_index))
+        both = torch.cat([batch.chosen_index, batch.rejected_index])
+        return engine.with_router_losses(loss, 0.5 * both.bincount(minlength=len(logprobs)))
 
     def metrics(self, means: Mapping[str, float], prefix: str) -> dict[str, float]:
         """See Objective."""
@@ -110,12 +112,13 @@ class PreferenceLabelObjective(Objective[PreferenceLabelBatch]):
         rows, count = _or_first(batch.labelled_index), len(batch.labelled_index)
         logprobs = _logprobs_of(engine, batch, rows)[:count]
         ref_logprobs, tokens = batch.ref_logprobs[rows][:count], _lengths(batch)[rows][:count]
-        return self._kto(
+        loss = self._kto(
             logprobs - ref_logprobs,
             mean_logprobs=logprobs / tokens,
             good=batch.desirable,
             reference_point=self._reference_point,
         )
+        return engine.with_router_losses(loss, (torch.arange(len(rows), device=rows.device) < count).float())
 
     def metrics(self, means: Mapping[str, float], prefix: str) -> dict[str, float]:
         """See Objective: rewards are means over good and bad completions separately."""
