@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -76,11 +77,16 @@ def launch(
     name: str, workspace: Path, *, ranks: int, stage: int, micro: str, extra: list[str] | None = None
 ) -> list[dict[str, Any]]:
     """Three updates of a step; the lines of metrics.jsonl."""
-    output = workspace / f"{name}-{ranks}-{stage}-{micro}{'-x' if extra else ''}".replace(" ", "")
+    output = workspace / "-".join([name, str(ranks), str(stage), micro.replace(" ", ""), *hashed(extra)])
     if not (output / "finished.json").exists():
         line = [*options(name, workspace, stage, micro), "--output_dir", str(output), *(extra or [])]
         run_main(STEPS[name][0], ranks, line)
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def hashed(extra: list[str] | None) -> list[str]:
+    """A part of a folder's name."""
+    return [hashlib.sha256(json.dumps(extra).encode()).hexdigest()[:8]] if extra else []
 
 
 def options(name: str, workspace: Path, stage: int, micro: str) -> list[str]:
@@ -167,3 +173,25 @@ def test_losses_change_with_the_seed(workspace: Path) -> None:
     first = launch("sft", workspace, ranks=1, stage=0, micro="8")
     other = launch("sft", workspace, ranks=1, stage=0, micro="8", extra=["--seed", "4"])
     assert first[1]["sft/loss"] != pytest.approx(other[1]["sft/loss"], abs=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("name", "loss", "more"),
+    [
+        ("sft", "sft/loss", []),
+        ("sft", "distill/loss", ["--distill.teacher", "moe"]),
+        ("dpo", "preference/loss", []),
+        ("kto", "preference/loss", []),
+        ("ppo", "loss/policy", ["--algorithm.epochs", "1", "--algorithm.mini_batches", "1"]),
+    ],
+)
+def test_every_step_adds_the_losses_of_routers(name: str, loss: str, more: list[str], workspace: Path) -> None:
+    launch("reward", workspace, ranks=1, stage=0, micro="8")
+    more = [str(workspace / "moe") if word == "moe" else word for word in more]
+    first = []
+    for coef in (0.0, 0.5):
+        extra = [*more, "--model.path", str(workspace / "moe"), "--model.router_aux_loss_coef", str(coef)]
+        first.append(launch(name, workspace, ranks=1, stage=0, micro="4", extra=[*extra, "--train.max_steps", "1"])[1])
+    metric = f"{'actor' if name == 'ppo' else loss.split('/')[0]}/router_aux_loss"
+    assert metric not in first[0] and first[1][metric] >= 2
+    assert first[1][loss] - first[0][loss] == pytest.approx(0.5 * first[1][metric], rel=1e-4)
