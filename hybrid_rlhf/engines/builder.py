@@ -12,9 +12,11 @@ from typing import Any, TypeVar
 
 import deepspeed
 import torch
+from deepspeed.utils import set_z3_leaf_module
 from torch import nn
 from transformers import PreTrainedModel
 
+from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
@@ -29,6 +31,7 @@ from hybrid_rlhf.models.lora import choose_trained
 from hybrid_rlhf.models.policy import Policy, Scorer
 from hybrid_rlhf.models.pretrained.loading import Architecture, load_model, training_dtype
 from hybrid_rlhf.models.routers import router_loss
+from hybrid_rlhf.models.structure import listed_mixtures
 from hybrid_rlhf.runtime.world import World
 
 ARCHITECTURE: dict[Role, Architecture] = {
@@ -132,6 +135,8 @@ def _build(engine_type: Callable[..., EngineT], spec: EngineSpec, world: World) 
     module: nn.Module = MODULES[spec.role](lm)
     if architecture == "causal_lm" and not partitioned:
         require_own_logits(lm.to(world.device))  # type: ignore[arg-type]
+    if world.size > 1:
+        _gather_experts_together(lm, config["zero_optimization"]["stage"], learns=spec.optimizer is not None)
     if spec.optimizer is None:
         engine, *_ = deepspeed.initialize(model=module, config=config)
         module.eval()
@@ -148,6 +153,25 @@ def _build(engine_type: Callable[..., EngineT], spec: EngineSpec, world: World) 
         module.router_loss = router_loss(lm, spec.model)
     options = EngineOptions(section.max_grad_norm, offload_activations=spec.model.activation_offload)
     return engine_type(spec.role, engine, world, options)
+
+
+def _gather_experts_together(lm: PreTrainedModel, stage: int, *, learns: bool) -> None:
+    """Prepare experts that are modules of their own for ranks whose tokens go to different ones.
+
+    ZeRO-3 gathers the weights of a module when it is called, so ranks would wait for each other; it gathers those of a
+    leaf all at once. Stages 1 and 2 reduce buckets of the gradients that a rank has, in the order in which it has them.
+
+    Raises:
+        UserError: for a trained model of this kind under stage 1 or 2.
+    """
+    mixtures = listed_mixtures(lm)
+    if mixtures and learns and stage in (1, 2):
+        raise UserError(
+            f"zero.stage {stage} on several ranks needs experts in one weight, {type(lm).__name__} has a module for "
+            "each: use zero.stage 0 or 3"
+        )
+    for mixture in mixtures:
+        set_z3_leaf_module(mixture, True)
 
 
 def _head_lr(spec: EngineSpec, critic: PreTrainedModel, *, fresh: bool) -> float:

@@ -11,3 +11,9 @@ def layer_list(lm: PreTrainedModel) -> nn.ModuleList | None:
     layers: int = lm.config.get_text_config().num_hidden_layers
     lists = (module for module in lm.base_model.modules() if isinstance(module, nn.ModuleList))
     return next((module for module in lists if len(module) == layers), None)
+
+
+def listed_mixtures(lm: nn.Module) -> list[nn.Module]:
+    """Mixtures of experts whose experts are modules of their own, as in models with remote code; transformers' own
+    stack their weights."""
+    return [block for block in lm.modules() if isinstance(getattr(block, "experts", None), nn.ModuleList)]

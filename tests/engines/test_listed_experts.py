@@ -1,0 +1,92 @@
+"""A mixture whose experts are modules of their own, as models with remote code have them, under ZeRO-3: ranks whose
+tokens go to different experts must gather the same weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers.models.qwen2 import modeling_qwen2
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.engines.builder import build_engine
+from hybrid_rlhf.runtime.world import World
+from tests.support.engines import actor_spec, train_step
+from tests.support.ranks import run_ranks
+from tests.support.tiny import tiny_config
+
+EXPERTS = 8
+UPDATES = 3
+
+
+class ListedMixture(nn.Module):
+    """Each token passes through one expert of a list; an expert without tokens is not called."""
+
+    def __init__(self, config: Qwen2Config) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.hidden_size, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(config.hidden_size, 24), nn.SiLU(), nn.Linear(24, config.hidden_size))
+            for _ in range(EXPERTS)
+        )
+        self.called: set[int] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).softmax(dim=-1).max(dim=-1)
+        out = torch.zeros_like(x)
+        for index in chosen.unique().tolist():
+            self.called.add(index)
+            out = out + self.experts[index](x * (chosen == index)[..., None]) * (weights * (chosen == index))[..., None]
+        return out
+
+
+def use_listed_mixture() -> None:
+    """For this process."""
+    modeling_qwen2.Qwen2MLP = ListedMixture
+
+
+def train(world: World, folder: Path, stage: int) -> dict[str, Any]:
+    """Losses of some updates, and the experts that this rank's tokens went to."""
+    use_listed_mixture()
+    everything = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+    spec = replace(actor_spec(folder, stage=stage), deepspeed_overrides=everything if stage == 3 else {})
+    engine = build_engine(spec, world)
+    losses = [train_step(engine, world) for _ in range(UPDATES)]
+    return {"losses": losses, "called": [m.called for m in engine.module.modules() if isinstance(m, ListedMixture)]}
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(modeling_qwen2, "Qwen2MLP", ListedMixture)
+    settings = {key: value for key, value in tiny_config().to_dict().items() if key not in ("model_type", "head_dim")}
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(Qwen2Config(**settings)).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ranks_that_route_to_different_experts_train_together(stage: int, model: Path, tmp_path: Path) -> None:
+    expected = run_ranks(train, 1, tmp_path / "one", model, 0)[0]
+    found = run_ranks(train, 2, tmp_path / "two", model, stage)
+    assert found[0]["called"] != found[1]["called"], "or the test proves nothing"
+    for rank in found:
+        assert rank["losses"] == pytest.approx(expected["losses"], rel=1e-4)
+
+
+def refusal(world: World, folder: Path, stage: int) -> str:
+    """The error that a rank raises."""
+    use_listed_mixture()
+    with pytest.raises(UserError) as caught:
+        build_engine(actor_spec(folder, stage=stage), world)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_stages_that_would_mix_up_their_gradients_are_refused(stage: int, model: Path, tmp_path: Path) -> None:
+    for line in run_ranks(refusal, 2, tmp_path / "two", model, stage):
+        assert line.startswith(f"zero.stage {stage} on several ranks needs experts in one weight, Qwen2ForCausalLM has")
