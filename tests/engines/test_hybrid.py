@@ -350,7 +350,8 @@ def parallel(world: World, folder: Path, names: list[str]) -> dict[str, Any]:
 def test_families_split_over_ranks_sample_what_one_process_does(ranks: int, tmp_path: Path) -> None:
     names = ["llama with biases", "gemma2", "phi3", "opt 350m", "gpt2", "pythia", "bloom", "falcon 7b", "falcon 40b"]
     if ranks == 2:
-        names += ["llama of three heads", "olmo2", "glm4", "cohere2", "phi", "qwen2_moe", "glm4_moe"]
+        names += ["llama of three heads", "olmo2", "glm4", "cohere2", "phi", "qwen2_moe", "glm4_moe", "phimoe"]
+        names += ["stablelm with norms of each head", "cohere with norms of each head"]
     else:
         names = ["llama with biases", "gpt2", "falcon 7b", "olmo2"]
     for name in names:

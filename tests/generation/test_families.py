@@ -150,7 +150,7 @@ def test_weights_are_views_where_they_can_be() -> None:
         assert product.weight.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
 
 
-@pytest.mark.parametrize("name", ["qwen2_moe", "glm4_moe", "granitemoe"])
+@pytest.mark.parametrize("name", ["qwen2_moe", "glm4_moe", "granitemoe", "phimoe"])
 def test_experts_in_grouped_products_compute_as_one_by_one(name: str) -> None:
     """The way of a GPU, here without packed weights."""
     model, tokens = variant(name), probe_tokens(VOCABULARY)

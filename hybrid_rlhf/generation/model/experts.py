@@ -6,7 +6,9 @@ computes all experts, with shapes that do not depend on the routing, as a CUDA g
 expert is one product with weights in oneDNN's format. The router computes in float32.
 
 Source: Shazeer et al. 2017 (arXiv 1701.06538); softmax of all or of the chosen (Mixtral, arXiv 2401.04088; Granite);
-sigmoid with a correction of the choice, and groups (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+sigmoid with a correction of the choice, and groups (DeepSeek-V3, arXiv 2412.19437, section 2.1.2); SparseMixer-v2 as
+used after training (arXiv 2409.12136, as in transformers' phimoe); biases and clamped SwiGLU (gpt-oss, arXiv
+2508.10925, section 2.2, as in transformers' gpt_oss).
 
 Shapes: T tokens, H hidden, E experts, X experts of this rank, k experts per token, I inner units.
 """
@@ -14,6 +16,7 @@ Shapes: T tokens, H hidden, E experts, X experts of this rank, k experts per tok
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -36,6 +39,9 @@ class RoutedExperts:
         mine: range,
         correction: Tensor | None,
         pack: bool,
+        router_bias: Tensor | None = None,
+        up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
     ) -> None:
         """Take the weights.
 
@@ -47,15 +53,16 @@ class RoutedExperts:
             mine: the experts of this rank.
             correction: [E], added to the scores by which experts are chosen; or none.
             pack: copy the weights into oneDNN's blocked format.
+            router_bias: [E], or none.
+            up_bias: [X, 2 I], or none.
+            down_bias: [X, H], or none.
         """
-        self._kind, self._mine, self.router, self._correction = kind, mine, router, correction
-        self.up, self.down = up, down
+        self._kind, self._mine, self._correction = kind, mine, correction
+        self.router, self.router_bias = router, router_bias
+        self.up, self.up_bias, self.down, self.down_bias = up, up_bias, down, down_bias
         self._packed = None
         if pack:
-            self._packed = [
-                (InferenceLinear(one, None, pack=True), InferenceLinear(other, None, pack=True))
-                for one, other in zip(up, down, strict=True)
-            ]
+            self._packed = list(zip(_packed(up, up_bias), _packed(down, down_bias), strict=True))
             self.up = self.down = up.new_empty(0)
 
     @property
@@ -67,7 +74,10 @@ class RoutedExperts:
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights [T, k] float32 and indices [T, k] of the experts of tokens [T, H]."""
         kind = self._kind
-        logits = functional.linear(x.float(), self.router.float())
+        bias = None if self.router_bias is None else self.router_bias.float()
+        logits = functional.linear(x.float(), self.router.float(), bias)
+        if kind.router == "sparsemixer":
+            return self._sparsemixer(logits)
         if kind.router == "softmax_of_chosen":
             chosen, index = logits.topk(kind.per_token, dim=-1)
             return chosen.softmax(dim=-1) * kind.scale, index
@@ -80,6 +90,17 @@ class RoutedExperts:
         if kind.normalise:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + (1e-20 if kind.router == "sigmoid" else 0.0))
         return weights * kind.scale, index
+
+    def _sparsemixer(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """As `route`: each expert is the best that is left, and is weighed against those near it only."""
+        weights, index, left = [], [], logits
+        for _ in range(self._kind.per_token):
+            best, place = left.max(dim=-1, keepdim=True)
+            far = (best - logits) / logits.abs().clamp(min=best) > self._kind.near
+            weights.append(left.masked_fill(far, -torch.inf).softmax(dim=-1).gather(1, place))
+            index.append(place)
+            left = left.scatter(1, place, -torch.inf)
+        return torch.cat(weights, dim=1), torch.cat(index, dim=1)
 
     def _in_best_groups(self, choice: Tensor) -> Tensor:
         """[T, E] bool: experts of the groups with the largest sum of their two best scores."""
@@ -95,6 +116,8 @@ class RoutedExperts:
             x: tokens.
             activate: activation(gate) * up of [n, 2 I].
         """
+        if self._kind.clamp is not None:
+            activate = partial(clamped_swiglu, limit=self._kind.clamp)
         weights, index = self.route(x)
         # this rank's experts come first, as 0 to X - 1
         experts, order = ((index.flatten() - self._mine.start) % self._kind.count).sort(stable=True)
@@ -108,7 +131,30 @@ class RoutedExperts:
                 if part.start < part.stop:
                     out.index_add_(0, tokens[part], down(activate(up(x[tokens[part]]))) * weights[part])
             return out
-        inner = activate(functional.grouped_mm(x[tokens], self.up.transpose(1, 2), offs=ends))
-        mixed = functional.grouped_mm(inner, self.down.transpose(1, 2), offs=ends) * weights
+        own = experts.clamp(max=len(self._mine) - 1)
+        inner = activate(
+            _biased(functional.grouped_mm(x[tokens], self.up.transpose(1, 2), offs=ends), self.up_bias, own)
+        )
+        mixed = (
+            _biased(functional.grouped_mm(inner, self.down.transpose(1, 2), offs=ends), self.down_bias, own) * weights
+        )
         # behind the last group, which belongs to other ranks, the products are unset
         return out.index_add_(0, tokens, torch.where((experts < len(self._mine))[:, None], mixed, 0.0))
+
+
+def clamped_swiglu(both: Tensor, *, limit: float) -> Tensor:
+    """(up + 1) gate sigmoid(1.702 gate) of gate and up [n, 2 I], clamped: the gate from above, up on both sides."""
+    gate, up = both.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+def _packed(weights: Tensor, biases: Tensor | None) -> list[InferenceLinear]:
+    """The products of [X, outputs, inputs], in oneDNN's blocked format."""
+    of_each = [None] * len(weights) if biases is None else biases
+    return [InferenceLinear(weight, bias, pack=True) for weight, bias in zip(weights, of_each, strict=True)]
+
+
+def _biased(products: Tensor, biases: Tensor | None, experts: Tensor) -> Tensor:
+    """Products [n, N] of experts [n] with their biases [X, N]."""
+    return products if biases is None else products + biases[experts]

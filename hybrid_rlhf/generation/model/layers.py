@@ -128,6 +128,23 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, swapped, sin)
 
 
+class HeadNorm:
+    """RMS or layer norm of each head, with weights of its own."""
+
+    def __init__(self, weight: Tensor, architecture: ModelDescription) -> None:
+        """Args: weights [heads, D], and the model."""
+        self._weight, self._eps = weight, architecture.norm_eps
+        self._normalise = functional.rms_norm if architecture.norm == "rms" else functional.layer_norm
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, heads, D]."""
+        normed = self._normalise(x.float(), x.shape[-1:], eps=self._eps)
+        return (self._weight.float() * normed).to(x.dtype)
+
+    def refresh(self) -> None:
+        """Nothing is derived from the weight."""
+
+
 class SplitNorm:
     """RMS norm over a dimension that tensor-parallel ranks share: OLMo 2's norm over all heads."""
 

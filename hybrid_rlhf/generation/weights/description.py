@@ -17,6 +17,10 @@ Block = Literal["sequential", "parallel", "post_norm"]
 QKVOrder = Literal["stacked", "grouped"]
 """Rows of a fused QKV weight: stacked, all of Q, then K, then V; grouped, per KV head its queries, key and value."""
 
+QKNorm = Literal["shared", "per_head", "over_heads"]
+"""Norms of queries and keys: each head with the same weights, each with its own (Cohere), or all heads together (OLMo
+2)."""
+
 
 @dataclass(frozen=True, eq=False)
 class Rotary:
@@ -45,8 +49,11 @@ class Experts:
 
     count: int
     per_token: int
-    router: Literal["softmax", "softmax_of_chosen", "sigmoid"] = "softmax"
-    """Weights of the chosen experts: their part of the softmax of all, the softmax of theirs alone, or sigmoids."""
+    router: Literal["softmax", "softmax_of_chosen", "sigmoid", "sparsemixer"] = "softmax"
+    """Weights of the chosen experts: their part of the softmax of all, the softmax of theirs alone, sigmoids, or each
+    one's part of the softmax of those near it that are left (Phi-MoE)."""
+    near: float = 0.0
+    """Sparsemixer: a logit is near the best if it is below it by at most this share of the larger of both."""
     normalise: bool = False
     """The weights of the chosen experts are divided by their sum."""
     scale: float = 1.0
@@ -56,6 +63,12 @@ class Experts:
     chosen_groups: int = 1
     shared_size: int = 0
     """Inner units of the experts that every token uses; 0: none."""
+    clamp: float | None = None
+    """Gate and up are clamped to it, and the activation is (up + 1) gate sigmoid(1.702 gate) (gpt-oss)."""
+    transposed: bool = False
+    """Weights of the experts are stored [in, out] (gpt-oss)."""
+    alternating: bool = False
+    """Gate and up alternate in the stored weights (gpt-oss), they are not one after the other."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -82,8 +95,7 @@ class ModelDescription:
     qkv_order: QKVOrder = "stacked"
     interleaved_rotary: bool = False
     """Rotary positions rotate neighbouring dimensions of a head, not its halves; the rows of Q and K are reordered."""
-    qk_norm_over_heads: bool = False
-    """Queries and keys are normed over all heads together (OLMo 2), not each head by itself."""
+    qk_norm: QKNorm = "shared"
     residual_scale: float = 1.0
     """What attention and MLP add to the residual stream is multiplied by it (Granite)."""
     gated_mlp: bool = True

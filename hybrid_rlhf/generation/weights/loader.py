@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.generation.model.experts import RoutedExperts
-from hybrid_rlhf.generation.model.layers import InferenceLinear, Norm, SplitNorm, can_pack
+from hybrid_rlhf.generation.model.layers import HeadNorm, InferenceLinear, Norm, SplitNorm, can_pack
 from hybrid_rlhf.generation.weights.describe import NotDescribed
 from hybrid_rlhf.generation.weights.description import ModelDescription
 from hybrid_rlhf.generation.weights.split import Split
@@ -40,8 +40,8 @@ class LayerWeights:
     attention_out_norm: Norm | None
     mlp_norm: Norm | None
     mlp_out_norm: Norm | None
-    q_norm: Norm | SplitNorm | None
-    k_norm: Norm | SplitNorm | None
+    q_norm: Norm | HeadNorm | SplitNorm | None
+    k_norm: Norm | HeadNorm | SplitNorm | None
     qkv: InferenceLinear
     o: InferenceLinear
     up: InferenceLinear | None
@@ -109,6 +109,18 @@ def _columns(part: range) -> Pick:
 
 def _all(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _of_experts(part: range, *, transposed: bool, alternating: bool) -> Pick:
+    """Some experts of weights [E, N, K], or [E, K, N] if transposed, and of biases [E, N]. Rows that alternate between
+    gate and up are sorted."""
+
+    def pick(tensor: Tensor) -> Tensor:
+        some = tensor[part.start : part.stop]
+        some = some.transpose(1, 2) if transposed else some
+        return some.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2) if alternating else some
+
+    return pick
 
 
 class WeightLoader:
@@ -196,8 +208,9 @@ class WeightLoader:
         products["shared_router"] = self._take(f"{layer}.shared_router.weight")
         products["sinks"] = self._take(f"{layer}.sinks.weight")
         norms: dict[str, Any] = {name: self._norm(f"{layer}.{name}") for name in LAYER_NORMS}
-        for name, heads in (("q_norm", self.architecture.heads), ("k_norm", self.architecture.kv_heads)):
-            norms[name] = self._head_norm(f"{layer}.{name}", heads)
+        a, split = self.architecture, self.split
+        norms["q_norm"] = self._head_norm(f"{layer}.q_norm", a.heads, split.heads)
+        norms["k_norm"] = self._head_norm(f"{layer}.k_norm", a.kv_heads, split.kv_heads)
         return LayerWeights(**norms, **products)
 
     def _take(self, key: str) -> Tensor | None:
@@ -220,23 +233,38 @@ class WeightLoader:
 
     def _experts(self, layer: int) -> RoutedExperts:
         kind, corrections = self.architecture.experts, self.architecture.router_corrections
-        router, up, down = (self._take(f"{layer}.{name}.weight") for name in ("router", "experts_up", "experts_down"))
+        roles = ("router", "experts_up", "experts_down")
+        router, up, down = (self._take(f"{layer}.{name}.weight") for name in roles)
+        router_bias, up_bias, down_bias = (self._take(f"{layer}.{name}.bias") for name in roles)
         assert kind is not None and router is not None and up is not None and down is not None
         correction = corrections[layer].to(self._world.device) if layer in corrections else None
         return RoutedExperts(
-            kind, router=router, up=up, down=down, mine=self.split.experts, correction=correction, pack=self._packs
+            kind,
+            router=router,
+            up=up,
+            down=down,
+            mine=self.split.experts,
+            correction=correction,
+            pack=self._packs,
+            router_bias=router_bias,
+            up_bias=up_bias,
+            down_bias=down_bias,
         )
 
     def _norm(self, key: str) -> Norm | None:
         weight = self._take(f"{key}.weight")
         return None if weight is None else Norm(weight, self._take(f"{key}.bias"), self.architecture)
 
-    def _head_norm(self, key: str, heads: int) -> Norm | SplitNorm | None:
+    def _head_norm(self, key: str, heads: int, mine: range) -> Norm | HeadNorm | SplitNorm | None:
         a = self.architecture
-        if not a.qk_norm_over_heads:
+        if a.qk_norm == "shared":
             return self._norm(key)
         weight = self._take(f"{key}.weight")
-        return None if weight is None else SplitNorm(weight, a, size=heads * a.head_dim, world=self._world)
+        if weight is None:
+            return None
+        if a.qk_norm == "per_head":
+            return HeadNorm(weight.view(heads, a.head_dim)[mine.start : mine.stop], a)
+        return SplitNorm(weight, a, size=heads * a.head_dim, world=self._world)
 
     def _plan(self) -> None:
         vocabulary = _rows(self.split.vocabulary)
@@ -245,8 +273,10 @@ class WeightLoader:
         for role in ("positions", "embed_norm", "embed_in", "embed_out", "final_norm"):
             self._place(role, role, _all)
         for layer in range(self.architecture.layers):
-            for role in (*LAYER_NORMS, *HEAD_NORMS):
-                self._place(f"{layer}.{role}", role, self._norm_rows(role), layer)
+            for role in LAYER_NORMS:
+                self._place(f"{layer}.{role}", role, _all, layer)
+            self._plan_head_norm(layer, "q_norm", self.architecture.heads, self.split.heads)
+            self._plan_head_norm(layer, "k_norm", self.architecture.kv_heads, self.split.kv_heads)
             self._plan_attention(layer)
             self._plan_mlp(layer)
 
@@ -264,12 +294,17 @@ class WeightLoader:
         self._place_row_parallel(f"{layer}.o", "o", q, layer)
         self._place_one(f"{layer}.sinks.weight", "sinks", "weight", _rows(split.heads), layer)
 
-    def _norm_rows(self, role: str) -> Pick:
-        """A norm's weights on this rank: all, except where queries or keys are normed over all heads."""
-        if role not in ("q_norm", "k_norm") or not self.architecture.qk_norm_over_heads:
-            return _all
-        heads, d = self.split.heads if role == "q_norm" else self.split.kv_heads, self.architecture.head_dim
-        return _rows(range(heads.start * d, heads.stop * d))
+    def _plan_head_norm(self, layer: int, role: str, heads: int, mine: range) -> None:
+        """A norm's weights: all, except where queries or keys are normed over all heads."""
+        a, d = self.architecture, self.architecture.head_dim
+        pick: Pick = torch.flatten
+        if a.qk_norm == "over_heads":
+            pick = _rows(range(mine.start * d, mine.stop * d))
+        elif a.interleaved_rotary:
+            pick = self._halves(pick)
+        parts = heads if "{head}" in self._names.get(role, "") else 1
+        for head in range(parts):
+            self._place(f"{layer}.{role}", role, pick, layer, part=head, parts=parts)
 
     def _halves(self, pick: Pick) -> Pick:
         """Rows of Q or K in an order in which rotation of neighbours becomes rotation of halves; scores are the same.
@@ -290,11 +325,14 @@ class WeightLoader:
         if layer not in self.architecture.expert_layers:
             return self._plan_dense(layer, "", self.split.mlp, self.architecture.mlp_size)
         self._place(f"{layer}.router", "router", _all, layer)
-        for role in ("experts_up", "experts_down"):
-            self._place(f"{layer}.{role}", role, _rows(self.split.experts), layer)
-        assert self.architecture.experts is not None
-        if self.architecture.experts.shared_size:
-            self._plan_dense(layer, "shared_", self.split.shared_mlp, self.architecture.experts.shared_size)
+        kind = self.architecture.experts
+        assert kind is not None
+        for role, alternating in (("experts_up", kind.alternating), ("experts_down", False)):
+            for part, transposed in (("weight", kind.transposed), ("bias", False)):
+                pick = _of_experts(self.split.experts, transposed=transposed, alternating=alternating)
+                self._place_one(f"{layer}.{role}.{part}", role, part, pick, layer)
+        if kind.shared_size:
+            self._plan_dense(layer, "shared_", self.split.shared_mlp, kind.shared_size)
             self._place(f"{layer}.shared_router", "shared_router", _all, layer)
 
     def _plan_dense(self, layer: int, prefix: str, mine: range, size: int) -> None:
@@ -323,8 +361,10 @@ class WeightLoader:
 
     def _place_one(self, key: str, role: str, kind: str, pick: Pick, layer: int, part: int = 0, parts: int = 1) -> None:
         for module in self._names.get(role, "").split("|"):
-            own = module.format(layer)
-            name = own if kind == "weight" and own in self._parameters else f"{own}.{kind}"  # experts are parameters
+            own = module.format(layer, head=part)
+            name = f"{own}.{kind}"
+            if own in self._parameters:  # experts are parameters
+                name = own if kind == "weight" else f"{own}_{kind}"
             if name in self._parameters:
                 if self.architecture.transposed and role in PRODUCTS and kind == "weight":
                     pick = _after_transpose(pick)

@@ -5,8 +5,8 @@ Training reads `PACKING_FAMILIES`; generation builds inference weights of the ty
 generation/weights). A new family is one row here and one variant in the tests. Types without a row generate through
 their Hugging Face module.
 
-In names, {} is the layer, and | separates alternatives. A name is that of a module and stands for its weight and, if
-there is one, its bias.
+In names, {} is the layer, {head} the head, and | separates alternatives. A name is that of a module and stands for its
+weight and, if there is one, its bias.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def _glm(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _olmo2(config: PreTrainedConfig) -> dict[str, Any]:
-    return {"qk_norm_over_heads": True, "norm_in_float32": True}
+    return {"qk_norm": "over_heads", "norm_in_float32": True}
 
 
 def _smollm3(config: PreTrainedConfig) -> dict[str, Any]:
@@ -226,7 +226,13 @@ def _granite(config: PreTrainedConfig) -> dict[str, Any]:
 
 def _cohere(config: PreTrainedConfig) -> dict[str, Any]:
     full = [] if config.model_type == "cohere" else _full_layers(config)
-    return {"block": "parallel", "interleaved_rotary": True, "norm_in_float32": True, "layers_without_rotary": full}
+    return {
+        "block": "parallel",
+        "interleaved_rotary": True,
+        "norm_in_float32": True,
+        "layers_without_rotary": full,
+        "qk_norm": "per_head",
+    }
 
 
 def _exaone4(config: PreTrainedConfig) -> dict[str, Any]:
@@ -289,6 +295,10 @@ def _olmoe_experts(config: PreTrainedConfig) -> dict[str, Any]:
 
 def _mixtral_experts(config: PreTrainedConfig) -> dict[str, Any]:
     return _experts(config, count=config.num_local_experts, normalise=True)
+
+
+def _phimoe_experts(config: PreTrainedConfig) -> dict[str, Any]:
+    return _experts(config, count=config.num_local_experts, router="sparsemixer", near=2 * config.router_jitter_noise)
 
 
 def _granite_experts(config: PreTrainedConfig) -> dict[str, Any]:
@@ -357,18 +367,21 @@ FAMILIES: dict[str, Family] = {
         },
         _glm,
     ),
-    "cohere": Family(_llama_like(), _cohere, {"norms of each head": lambda c: c.use_qk_norm}),
+    "cohere": Family(_llama_like(), _cohere),
     "cohere2": Family(_llama_like(), _cohere),
     "nemotron": Family(_PLAIN_MLP, lambda c: {"norm_offset": 1.0}),
     "starcoder2": Family(_STARCODER2),
     "stablelm": Family(
-        _llama_like(),
-        lambda c: {"block": "parallel" if c.use_parallel_residual else "sequential"},
-        {"norms of each head": lambda c: c.qk_layernorm},
+        _llama_like(
+            q_norm="self_attn.q_layernorm.norms.{head}",
+            k_norm="self_attn.k_layernorm.norms.{head}",
+        ),
+        lambda c: {"block": "parallel" if c.use_parallel_residual else "sequential", "qk_norm": "per_head"},
     ),
     "mixtral": Family(_moe_like(), experts=_mixtral_experts),
     "qwen2_moe": Family(_QWEN2_MOE, experts=_qwen_experts),
     "qwen3_moe": Family(_moe_like(), experts=_qwen_experts),
+    "phimoe": Family(_moe_like(router="router"), lambda c: {"norm": "layer"}, experts=_phimoe_experts),
     "olmoe": Family(
         _moe_like(), _olmo2, experts=_olmoe_experts, unsupported={"clipped queries": lambda c: c.clip_qkv is not None}
     ),
