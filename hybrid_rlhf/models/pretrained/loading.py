@@ -3,7 +3,8 @@
 Causal LMs serve as actor and reference, sequence classifiers as reward model and critic, with one label, or for a
 reward model with several heads one label per head, named in id2label. With a ZeRO-3 config transformers builds the
 model in partitions and streams the weights into them: rank 0 maps the files and broadcasts one module at a time, the
-other ranks never open them.
+other ranks never open them. MXFP4 weights (gpt-oss) are dequantised to the run's dtype; under ZeRO-3 each rank then
+loads all of them before they are partitioned.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    Mxfp4Config,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -92,6 +94,7 @@ def load_model(
     if Path(path).is_dir() and not config.trust_remote_code:
         with quiet_transformers(), reading(rule, "copy the model again, or choose another"):
             _require_stored(Path(path), architecture, hf_config)
+    dequantised = _dequantisation(path, hf_config)
     partitioning = HfDeepSpeedConfig(zero3_config) if zero3_config is not None else None
     try:
         with quiet_transformers(), reading(rule, "copy the model again, or choose another"):
@@ -103,16 +106,39 @@ def load_model(
                 trust_remote_code=config.trust_remote_code,
                 use_safetensors=True,
                 output_loading_info=True,
+                **dequantised,
             )
     finally:
         if partitioning is not None:
             unset_hf_deepspeed_config()  # this config is global, and the next model may not be partitioned
+    if dequantised:  # saving would give weights the names that they had in MXFP4; none: the family's names
+        vars(model)["_weight_conversions"] = None
     missing = set(info["missing_keys"])
     _require_weights(path, model, architecture, missing)
     _require_all_layers(path, hf_config, info["unexpected_keys"])
     adapt_model(model, config)
     keep_float32_logits(model, config.head_dtype == "float32")
     return model, architecture == "scorer" and any(key.startswith("score.") for key in missing)
+
+
+def _dequantisation(path: str, config: PreTrainedConfig) -> dict[str, Any]:
+    """What from_pretrained needs to dequantise a stored model; {} for weights that are not quantised.
+
+    Raises:
+        UserError: for a way to quantise whose weights cannot be trained.
+    """
+    stored = getattr(config, "quantization_config", None) or getattr(
+        config.get_text_config(), "quantization_config", None
+    )
+    if stored is None:
+        return {}
+    method = stored.get("quant_method")
+    if method != "mxfp4":
+        raise UserError(
+            f"weights must be unquantised or in MXFP4, those of {path} are in {method}: give a folder with "
+            "unquantised ones"
+        )
+    return {"quantization_config": Mxfp4Config(dequantize=True)}
 
 
 class BackendLinear(nn.Linear):
