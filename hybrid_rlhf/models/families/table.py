@@ -83,9 +83,11 @@ def _llama_like(**other: str) -> dict[str, str]:
     return {**names, **{name: layer + module for name, module in other.items()}}
 
 
-_PHI3 = _llama_like(qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj")
-for _separate in ("q", "k", "v", "gate", "up"):
-    del _PHI3[_separate]
+def _without(names: dict[str, str], *roles: str) -> dict[str, str]:
+    return {role: name for role, name in names.items() if role not in roles}
+
+
+_PHI3 = _without(_llama_like(qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj"), "q", "k", "v", "gate", "up")
 _GEMMA = _llama_like(
     attention_out_norm="post_attention_layernorm",
     mlp_norm="pre_feedforward_layernorm",
@@ -143,7 +145,7 @@ _BLOOM = {
     "down": "transformer.h.{}.mlp.dense_4h_to_h",
 }
 _FALCON = {
-    **{role: name for role, name in _BLOOM.items() if role != "embed_norm"},
+    **_without(_BLOOM, "embed_norm"),
     "attention_norm": "transformer.h.{}.input_layernorm|transformer.h.{}.ln_attn",
     "mlp_norm": "transformer.h.{}.post_attention_layernorm|transformer.h.{}.ln_mlp",
 }
@@ -243,22 +245,17 @@ def _full_layers(config: PreTrainedConfig) -> list[int]:
     return [layer for layer, name in enumerate(config.layer_types) if name == "full_attention"]
 
 
-_POST_NORMS = _llama_like(attention_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm")
-for _before in ("attention_norm", "mlp_norm"):
-    del _POST_NORMS[_before]
-_PLAIN_MLP = _llama_like()
-del _PLAIN_MLP["gate"]
-_GLM = _llama_like(gate_up="mlp.gate_up_proj")
-for _separate in ("gate", "up"):
-    del _GLM[_separate]
+_OUT_NORMS = {"attention_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"}
+_POST_NORMS = _without(_llama_like(**_OUT_NORMS), "attention_norm", "mlp_norm")
+_PLAIN_MLP = _without(_llama_like(), "gate")
+_GLM = _without(_llama_like(gate_up="mlp.gate_up_proj"), "gate", "up")
 _PHI = {
-    **_llama_like(o="self_attn.dense", up="mlp.fc1", down="mlp.fc2", q_norm="self_attn.q_layernorm"),
+    **_without(_llama_like(o="self_attn.dense", up="mlp.fc1", down="mlp.fc2"), "gate"),
+    "q_norm": "model.layers.{}.self_attn.q_layernorm",
     "k_norm": "model.layers.{}.self_attn.k_layernorm",
     "final_norm": "model.final_layernorm",
 }
-_STARCODER2 = _llama_like(up="mlp.c_fc", down="mlp.c_proj")
-for _absent in ("gate",):
-    del _PHI[_absent], _STARCODER2[_absent]
+_STARCODER2 = {**_PLAIN_MLP, "up": "model.layers.{}.mlp.c_fc", "down": "model.layers.{}.mlp.c_proj"}
 
 
 def _moe_like(block: str = "mlp", router: str = "gate", **other: str) -> dict[str, str]:
@@ -325,6 +322,7 @@ def _glm4_experts(config: PreTrainedConfig) -> dict[str, Any]:
 
 _QWEN2_MOE = _moe_like(**_shared("mlp.shared_expert"), shared_router="mlp.shared_expert_gate")
 _GLM4_MOE = _moe_like(**_shared("mlp.shared_experts"))
+_FLEX_OLMO = _without(_moe_like(**_OUT_NORMS), "attention_norm", "mlp_norm")
 _GRANITE_MOE = _moe_like("block_sparse_moe", "router")
 _GRANITE_SHARED = _moe_like(
     "block_sparse_moe", "router", shared_gate_up="shared_mlp.input_linear", shared_down="shared_mlp.output_linear"
@@ -350,6 +348,8 @@ FAMILIES: dict[str, Family] = {
     "ministral": _LLAMA,
     "seed_oss": _LLAMA,
     "internlm3": _LLAMA,
+    "cwm": _LLAMA,
+    "iquestcoder": _LLAMA,
     "arcee": Family(_PLAIN_MLP),
     "ernie4_5": Family(_llama_like(), _glm),
     "helium": Family(_llama_like(), lambda c: {"interleaved_rotary": True, "norm_in_float32": True}),
@@ -385,6 +385,9 @@ FAMILIES: dict[str, Family] = {
     "olmoe": Family(
         _moe_like(), _olmo2, experts=_olmoe_experts, unsupported={"clipped queries": lambda c: c.clip_qkv is not None}
     ),
+    "mellum": Family(_moe_like(), experts=_qwen_experts),
+    "flex_olmo": Family(_FLEX_OLMO, _olmo2, experts=_olmoe_experts),
+    "solar_open": Family(_GLM4_MOE, experts=_glm4_experts),
     "glm4_moe": Family(_GLM4_MOE, experts=_glm4_experts),
     "granitemoe": Family(_GRANITE_MOE, _granite, experts=_granite_experts),
     "granitemoeshared": Family(_GRANITE_SHARED, _granite, experts=_granite_experts),
