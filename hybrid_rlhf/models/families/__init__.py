@@ -1,6 +1,7 @@
 """What differs between model families, for training and generation.
 
-Read `table.py` (one row per family), then `head.py` (how logits are computed).
+Read `table.py` (one row per family), then `training.py` (what training packs and leaves out) and `head.py` (how logits
+are computed).
 """
 
 from hybrid_rlhf.models.families.head import (
@@ -9,13 +10,8 @@ from hybrid_rlhf.models.families.head import (
     head_convention,
     keep_float32_logits,
 )
-from hybrid_rlhf.models.families.table import (
-    FAMILIES,
-    PACKING_FAMILIES,
-    WITHOUT_ADAPTERS,
-    WITHOUT_ROUTER_LOSSES,
-    Family,
-)
+from hybrid_rlhf.models.families.table import FAMILIES, Family
+from hybrid_rlhf.models.families.training import PACKING_FAMILIES, WITHOUT_ADAPTERS, WITHOUT_ROUTER_LOSSES
 
 __all__ = [
     "FAMILIES",

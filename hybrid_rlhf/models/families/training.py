@@ -1,0 +1,27 @@
+"""What training must know of a model type that its module does not say: whether its rows can be packed, and
+what it lacks.
+
+Lists, not rules: whether a type computes the same packed is found by running it (`make families`).
+"""
+
+from __future__ import annotations
+
+PACKING_FAMILIES = frozenset(
+    """
+    afmoe apertus arcee axk1 beam biogpt bitnet cohere cohere2 cohere2_moe cohere_compass_text cwm deepseek_v2
+    deepseek_v3 diffllama ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text gemma3n_text
+    gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe
+    granitemoe_swa granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3
+    iquestcoder jais2 jetmoe laguna llama mellum mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl_text ministral
+    ministral3 mistral mixtral nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe
+    qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu
+    """.split()
+)
+"""Model types in which tokens interact only through attention that transformers dispatches by name, windows included;
+`make families` checks each."""
+
+WITHOUT_ADAPTERS = {"reformer": "its reversible layers pass no gradient to them"}
+"""Model types that cannot learn adapters, with the reason."""
+
+WITHOUT_ROUTER_LOSSES = frozenset(["doge"])
+"""Model types whose router has no logit per expert: Doge's has keys, of which an expert is a pair."""
