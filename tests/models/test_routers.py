@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from hybrid_rlhf.configs.errors import UserError
@@ -131,15 +132,20 @@ def test_types_with_routers_are_found_and_have_a_logit_for_each_token_and_expert
 
 @pytest.mark.parametrize("name", ["mixtral", "phimoe", "gemma4_text"])
 def test_routers_in_training_route_as_in_evaluation(name: str) -> None:
-    noise = {"mixtral": {"router_jitter_noise": 0.1}}.get(name, {})
-    model = tiny_of_type(name, **noise)
+    settings = {
+        "mixtral": {"router_jitter_noise": 0.1},
+        "gemma4_text": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
+    }
+    model = tiny_of_type(name, **settings.get(name, {}))
     ids, mask = padded_rows(LENGTHS)
     with torch.no_grad():
         expected = Policy(model)(ids % 128, mask, mask)[0]
-        adapt_model(model, ModelConfig(gradient_checkpointing=True))
+        adapt_model(model.train(), ModelConfig(gradient_checkpointing=True))
         policy = Policy(model).train()
         torch.testing.assert_close(policy(ids % 128, mask, mask)[0], expected, rtol=1e-4, atol=1e-4)
-    assert any(getattr(module, "gradient_checkpointing", False) and module.training for module in model.modules())
+    assert has_routers(model)
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    assert layers and all(layer.gradient_checkpointing and layer.training for layer in layers), "these recompute"
 
 
 @pytest.mark.parametrize(
