@@ -2,5 +2,6 @@
 
 Read `pretrained/loading.py` (a config to a model), then `policy.py` (log-probs and values of a batch), `families/`
 (what differs between families) with `head_check.py` (the check of it), `packing.py` and `varlen.py` (batches without
-padding), `lora.py`, `distillation.py` (student and teacher), `fused_layers.py` and `activation_offload.py`.
+padding), `routers.py` (losses of mixtures of experts), `lora.py`, `distillation.py` (student and teacher),
+`fused_layers.py` and `activation_offload.py`.
 """

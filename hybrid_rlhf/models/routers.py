@@ -12,6 +12,7 @@ Deviation: f and p are means over the real tokens of one sequence, prompt includ
 eq. 17 to 20), and the loss is a mean over layers and sequences, each sequence weighted as in the loss beside it. A
 product of two means over a micro-batch, as in transformers, would depend on how an update is divided into micro-batches
 and ranks. transformers also takes both means over all layers together, where layers with opposite faults look balanced.
+As there, a token's experts are those with the largest logits; a router with a correction may choose others.
 
 Shapes: B sequences, N real tokens of all, E experts, k experts per token.
 """
