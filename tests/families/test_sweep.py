@@ -12,7 +12,7 @@ IN_USE = {
     "gpt2": ("inference weights", "packed"),
     "bloom": ("inference weights", "padded"),
     "qwen3_moe": ("inference weights", "packed"),
-    "gpt_oss": ("module", "packed"),
+    "gpt_oss": ("inference weights", "packed"),
     "gemma4_text": ("module", "packed"),
     "deepseek_v3": ("module", "packed"),
     "qwen3_5_text": ("module", "padded"),

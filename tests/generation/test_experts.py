@@ -9,14 +9,8 @@ from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 
 from hybrid_rlhf.generation.model.experts import RoutedExperts
-from hybrid_rlhf.generation.weights.conversion import decoder_of, probe_logprobs
 from hybrid_rlhf.generation.weights.description import Experts
 from hybrid_rlhf.generation.weights.loader import _of_experts
-from hybrid_rlhf.models.families import FAMILIES, Family
-from hybrid_rlhf.models.families.table import _moe_like
-from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens
-from hybrid_rlhf.runtime.world import solo_world
-from tests.support.model_types import tiny_of_type
 
 COUNT, HIDDEN = 6, 16
 KIND = Experts(count=COUNT, per_token=2, router="softmax_of_chosen", clamp=7.0, transposed=True, alternating=True)
@@ -82,19 +76,3 @@ def test_the_clamp_acts(module: GptOssMLP) -> None:
     expected = module(x[None])[0][0]
     module.experts.limit = 100.0
     assert (module(x[None])[0][0] - expected).abs().max() > 1
-
-
-@pytest.mark.parametrize("pack", [True, False])
-def test_a_model_with_such_experts_is_loaded(pack: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """gpt-oss without the attention sinks: these are so low that they have no weight."""
-    experts = vars(KIND) | {"count": 4}
-    monkeypatch.setitem(FAMILIES, "gpt_oss", Family(_moe_like(router="router"), experts=lambda config: experts))
-    model = tiny_of_type("gpt_oss")
-    for layer in model.model.layers:
-        del layer.self_attn.sinks
-        layer.self_attn.sinks = torch.full((4,), -1e9)
-    tokens = probe_tokens(model.config.vocab_size)
-    expected = module_logprobs(model, tokens)
-    with torch.backends.mkldnn.flags(enabled=pack):
-        decoder = decoder_of(model, world=solo_world(torch.device("cpu")), dtype=torch.float32)
-        torch.testing.assert_close(probe_logprobs(decoder, tokens), expected, atol=1e-4, rtol=0)

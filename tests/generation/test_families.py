@@ -11,6 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
+from hybrid_rlhf.generation.model import decoder as decoder_module
+from hybrid_rlhf.generation.model import layers
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.model.layers import ACTIVATIONS
 from hybrid_rlhf.generation.weights.conversion import check_inference_weights, decoder_of, probe_logprobs
@@ -39,6 +41,17 @@ def test_logprobs_are_those_of_the_module(name: str) -> None:
     tokens = probe_tokens(model.config.vocab_size)
     expected = module_logprobs(model, tokens)
     assert expected.std() > 0.5, "a flat distribution would prove nothing"
+    torch.testing.assert_close(probe_logprobs(decoder_from(model), tokens), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_torch_computes_what_the_compiled_kernels_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where there is no compiler."""
+    model = variant(name)
+    tokens = probe_tokens(model.config.vocab_size)
+    expected = probe_logprobs(decoder_from(model), tokens)
+    for module in (decoder_module, layers):
+        monkeypatch.setattr(module, "kernels_for", lambda device, dtype: None)
     torch.testing.assert_close(probe_logprobs(decoder_from(model), tokens), expected, atol=1e-4, rtol=0)
 
 
@@ -150,7 +163,7 @@ def test_weights_are_views_where_they_can_be() -> None:
         assert product.weight.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
 
 
-@pytest.mark.parametrize("name", ["qwen2_moe", "glm4_moe", "granitemoe", "phimoe"])
+@pytest.mark.parametrize("name", ["qwen2_moe", "glm4_moe", "granitemoe", "phimoe", "gpt_oss"])
 def test_experts_in_grouped_products_compute_as_one_by_one(name: str) -> None:
     """The way of a GPU, here without packed weights."""
     model, tokens = variant(name), probe_tokens(VOCABULARY)

@@ -59,7 +59,7 @@ def test_capped_scores_are_not_given_to_a_varlen_kernel(on_varlen: None) -> None
     assert not VARLEN_CALLS
 
 
-@pytest.mark.parametrize("name", ["llama with biases", "mistral", "gemma3", "opt", "phi3"])
+@pytest.mark.parametrize("name", ["llama with biases", "mistral", "gemma3", "gpt_oss", "opt", "phi3"])
 @pytest.mark.parametrize("chunk", [5, 1000])
 def test_a_prefill_in_one_call_samples_what_one_of_each_length_does(name: str, chunk: int, on_varlen: None) -> None:
     """Prompts of many lengths, prefixes that are shared, and chunks."""

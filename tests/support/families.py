@@ -156,6 +156,18 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "flex_olmo": ("flex_olmo", {**GQA, **EXPERTS, "norm_topk_prob": True}),
     "cwm": ("cwm", {**GQA, "head_dim": 8, "sliding_window": 6, "layer_types": WINDOWS}),
     "iquestcoder": ("iquestcoder", GQA),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            **GQA,
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 6,
+            "layer_types": WINDOWS,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
     "granitemoe": ("granitemoe", {**GQA, "num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 0.5}),
     "granitemoeshared": (
         "granitemoeshared",

@@ -69,6 +69,16 @@ def _rotate_and_write_kernel(
 
 
 @triton.jit
+def _adjusted(scores, cap, bias, inside, CAP: tl.constexpr, BIAS: tl.constexpr):
+    """Scores with a soft cap and a bias, if there are any."""
+    if CAP:
+        scores = cap * (2.0 * tl.sigmoid(2.0 * scores / cap) - 1.0)
+    if BIAS:
+        scores += tl.load(bias, mask=inside, other=0.0)
+    return scores
+
+
+@triton.jit
 def _decode_attention_kernel(
     queries,
     keys,
@@ -101,9 +111,7 @@ def _decode_attention_kernel(
     """One part of the keys of one KV head of one row, for all its queries."""
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(positions + row).to(tl.int32) + 1
-    first = 0
-    if WINDOW:
-        first = tl.maximum(length - window, 0)
+    first = tl.maximum(length - window, 0) if WINDOW else 0
     span = tl.cdiv(tl.cdiv(length - first, SPLITS), KEYS) * KEYS
     start = first + split * span
     end = tl.minimum(start + span, length)
@@ -125,11 +133,8 @@ def _decode_attention_kernel(
         seen = (key < end)[:, None] & (place < D)[None, :]
         k = tl.load(keys + base[:, None] + place[None, :], mask=seen, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        if CAP:
-            scores = cap * (2.0 * tl.sigmoid(2.0 * scores / cap) - 1.0)
-        if BIAS:
-            added = (query < G)[:, None] & (key < end)[None, :]
-            scores += tl.load(bias + (kv_head * G + query)[:, None] * bias_keys + key[None, :], mask=added, other=0.0)
+        own = bias + (kv_head * G + query)[:, None] * bias_keys + key[None, :]
+        scores = _adjusted(scores, cap, own, (query < G)[:, None] & (key < end)[None, :], CAP, BIAS)
         scores = tl.where((key < end)[None, :], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp(scores - higher[:, None])

@@ -285,6 +285,17 @@ def _granite_experts(config: PreTrainedConfig) -> dict[str, Any]:
     )
 
 
+def _gpt_oss_experts(config: PreTrainedConfig) -> dict[str, Any]:
+    return _experts(
+        config,
+        count=config.num_local_experts,
+        router="softmax_of_chosen",
+        clamp=config.swiglu_limit,
+        transposed=True,
+        alternating=True,
+    )
+
+
 def _glm4_experts(config: PreTrainedConfig) -> dict[str, Any]:
     return _experts(
         config,
@@ -367,6 +378,9 @@ FAMILIES: dict[str, Family] = {
     "flex_olmo": Family(_FLEX_OLMO, _olmo2, experts=_olmoe_experts),
     "solar_open": Family(_GLM4_MOE, experts=_glm4_experts),
     "glm4_moe": Family(_GLM4_MOE, experts=_glm4_experts),
+    "gpt_oss": Family(
+        _moe_like(router="router", sinks="self_attn.sinks"), lambda c: {"sinks": True}, experts=_gpt_oss_experts
+    ),
     "granitemoe": Family(_GRANITE_MOE, _granite, experts=_granite_experts),
     "granitemoeshared": Family(_GRANITE_SHARED, _granite, experts=_granite_experts),
     "phi": Family(_PHI, lambda c: {"block": "parallel"}),
