@@ -14,7 +14,7 @@ IN_USE = {
     "qwen3_moe": ("inference weights", "packed"),
     "gpt_oss": ("inference weights", "packed"),
     "gemma4_text": ("module", "packed"),
-    "deepseek_v3": ("module", "packed"),
+    "deepseek_v3": ("inference weights", "packed"),
     "qwen3_5_text": ("module", "padded"),
     "jamba": ("module", "padded"),
     "mamba": ("module, prompts of one length", "padded"),

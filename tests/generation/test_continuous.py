@@ -49,7 +49,7 @@ def test_a_completion_does_not_depend_on_its_batch(rows: int, chunk: int) -> Non
     assert token_ids_of(engine.generate(PROMPTS, SAMPLED)) == completions_alone()
 
 
-@pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3", "gpt_oss", "bloom", "falcon rw", "opt"])
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3", "gpt_oss", "deepseek_v3", "bloom", "falcon rw", "opt"])
 def test_windows_caps_and_biases_hold_in_chunks_and_shared_prefixes(name: str) -> None:
     model = variant(name)
     whole = GenerationEngine.from_model(model, stop_token_ids=STOP_TOKEN_IDS).generate(PROMPTS, SAMPLED)
@@ -116,7 +116,7 @@ def test_prompts_and_turns_are_cached_until_the_weights_change(read: list[int]) 
     assert read[0] == 40
 
 
-@pytest.mark.parametrize("name", ["llama of three heads", "mistral", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama of three heads", "mistral", "gpt_oss", "deepseek_v3"])
 @pytest.mark.parametrize("spare_blocks", [0, 3, 9])
 @pytest.mark.parametrize("chunk", [7, 1000])
 def test_requests_that_are_preempted_go_on_where_they_were(

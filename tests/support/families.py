@@ -13,6 +13,25 @@ GQA = {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 FALCON = {**SMALL, "ffn_hidden_size": 80}
+LATENT = {
+    **SMALL,
+    "intermediate_size": 48,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 12,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 9,
+}
+GROUPED_EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+}
 VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("llama", {**GQA, "tie_word_embeddings": True}),
     "llama with biases": ("llama", {**GQA, "attention_bias": True, "mlp_bias": True}),
@@ -156,6 +175,30 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "flex_olmo": ("flex_olmo", {**GQA, **EXPERTS, "norm_topk_prob": True}),
     "cwm": ("cwm", {**GQA, "head_dim": 8, "sliding_window": 6, "layer_types": WINDOWS}),
     "iquestcoder": ("iquestcoder", GQA),
+    "deepseek_v3": ("deepseek_v3", {**LATENT, **GROUPED_EXPERTS, "first_k_dense_replace": 1}),
+    "deepseek_v2": (
+        "deepseek_v2",
+        {**LATENT, **GROUPED_EXPERTS, "q_lora_rank": None, "topk_method": "group_limited_greedy"},
+    ),
+    "deepseek_v2 greedy, yarn": (
+        "deepseek_v2",
+        {
+            **LATENT,
+            **GROUPED_EXPERTS,
+            "topk_method": "greedy",
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "mscale": 0.707,
+                "mscale_all_dim": 0.707,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+    "glm4_moe_lite": ("glm4_moe_lite", {**LATENT, **GROUPED_EXPERTS, "mlp_layer_types": ["dense", "sparse", "sparse"]}),
+    "youtu": ("youtu", LATENT),
+    "minicpm3": ("minicpm3", {**LATENT, "dim_model_base": 64}),
     "gpt_oss": (
         "gpt_oss",
         {

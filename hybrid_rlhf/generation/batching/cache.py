@@ -33,6 +33,8 @@ class CacheLayout:
     layers_per_page: int
     places: tuple[tuple[int, int], ...]
     """For each layer, its page table, and its place in a page."""
+    stores: int = 2
+    """Keys and values; 1 where they are the same (latent attention)."""
 
     @classmethod
     def of(cls, architecture: ModelDescription, capacity_tokens: int) -> CacheLayout:
@@ -53,7 +55,8 @@ class CacheLayout:
             group = windows.index(size)
             places.append((sum(pages[:group]) + seen[group] // together, seen[group] % together))
             seen[group] += 1
-        return cls(tuple(windows), tuple(pages), together, tuple(places))
+        stores = 2 if architecture.latent is None else 1
+        return cls(tuple(windows), tuple(pages), together, tuple(places), stores)
 
     @property
     def tables(self) -> int:
@@ -87,7 +90,7 @@ class KVCache:
         shape = (layout.layers_per_page, pages, BLOCK_TOKENS, kv_heads, head_dim)
         # Zeros, not uninitialised memory: an attention weight of 0 times NaN is NaN.
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros_like(self.keys)
+        self.values = torch.zeros_like(self.keys) if layout.stores == 2 else self.keys
 
     @property
     def pages(self) -> int:
@@ -104,7 +107,7 @@ class KVCache:
         if not pairs:
             return
         sources, targets = torch.tensor(pairs, device=self.keys.device).unbind(dim=1)
-        for store in (self.keys, self.values):
+        for store in (self.keys, self.values)[: self.layout.stores]:
             store[:, targets] = store[:, sources]
 
     def grown(self, pages: int) -> KVCache:
@@ -124,9 +127,10 @@ class KVCache:
 
 def page_bytes(layout: CacheLayout, *, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
     """Bytes of a page."""
-    return 2 * layout.layers_per_page * BLOCK_TOKENS * kv_heads * head_dim * dtype.itemsize
+    return layout.stores * layout.layers_per_page * BLOCK_TOKENS * kv_heads * head_dim * dtype.itemsize
 
 
 def bytes_per_token(architecture: ModelDescription, kv_heads: int, dtype: torch.dtype) -> int:
     """Bytes of one token's keys and values on a rank with so many KV heads."""
-    return 2 * architecture.layers * kv_heads * architecture.head_dim * dtype.itemsize
+    stores = 2 if architecture.latent is None else 1
+    return stores * architecture.layers * kv_heads * architecture.head_dim * dtype.itemsize

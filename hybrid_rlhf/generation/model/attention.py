@@ -80,7 +80,9 @@ class Attention:
         kernels: ModuleType | None = None,
     ) -> None:
         """Args: the model, this rank's part of it, the cache, its longest sequence, and kernels if there are any."""
-        self.architecture, self.cache, self.kernels = architecture, cache, kernels
+        self.architecture, self.cache = architecture, cache
+        # Triton's kernel holds all queries of a KV head, which with latents are those of all heads.
+        self.kernels = None if architecture.latent is not None and cache.keys.is_cuda else kernels
         self.kv_heads, self.group = len(split.kv_heads), len(split.heads) // len(split.kv_heads)
         device, self._dtype = cache.keys.device, cache.keys.dtype
         self.alibi = None

@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from hybrid_rlhf.generation.model.attention import AttentionFunction, Table
 from hybrid_rlhf.generation.model.layers import ACTIVATIONS, Norm, kernels_for
+from hybrid_rlhf.generation.weights.decoder_weights import DecoderWeights, LayerWeights
 from hybrid_rlhf.generation.weights.description import ModelDescription
-from hybrid_rlhf.generation.weights.loader import DecoderWeights, LayerWeights
 from hybrid_rlhf.generation.weights.split import Split
 from hybrid_rlhf.runtime.world import World
 
@@ -119,6 +119,10 @@ class Decoder:
         return _normed(w.mlp_norm, x + self._mlp(x, w))
 
     def _attention(self, x: Tensor, index: int, w: LayerWeights, table: Table, attend: AttentionFunction) -> Tensor:
+        if w.latent is not None:
+            mixed = w.latent(x, table, lambda qkv: attend(index, qkv, None, w.sinks))
+            return self.world.all_reduce(w.o(mixed))
+        assert w.qkv is not None
         d, heads, kv_heads = self.architecture.head_dim, len(self.split.heads), len(self.split.kv_heads)
         qkv = w.qkv(x).view(len(x), heads + 2 * kv_heads, d)
         if w.q_norm is not None and w.k_norm is not None:

@@ -103,9 +103,9 @@ class RoutedExperts:
         return torch.cat(weights, dim=1), torch.cat(index, dim=1)
 
     def _in_best_groups(self, choice: Tensor) -> Tensor:
-        """[T, E] bool: experts of the groups with the largest sum of their two best scores."""
+        """[T, E] bool: experts of the groups with the largest sum of their best scores."""
         grouped = choice.unflatten(1, (self._kind.groups, -1))
-        best = grouped.topk(2, dim=-1)[0].sum(dim=-1).topk(self._kind.chosen_groups, dim=-1)[1]
+        best = grouped.topk(self._kind.group_scores, dim=-1)[0].sum(dim=-1).topk(self._kind.chosen_groups, dim=-1)[1]
         mask = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=choice.device).scatter_(1, best, True)
         return mask[:, :, None].expand_as(grouped).flatten(1)
 

@@ -10,7 +10,14 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hybrid_rlhf.generation.weights.description import Activation, AttentionKind, Experts, ModelDescription, Rotary
+from hybrid_rlhf.generation.weights.description import (
+    Activation,
+    AttentionKind,
+    Experts,
+    Latent,
+    ModelDescription,
+    Rotary,
+)
 from hybrid_rlhf.models.families import FAMILIES, Family, head_convention
 from hybrid_rlhf.models.lora import plain_name
 
@@ -52,6 +59,8 @@ def describe(lm: PreTrainedModel) -> tuple[ModelDescription, Mapping[str, str]]:
     settings = family.settings(config)
     if family.experts is not None:
         settings |= _experts(lm, family)
+    if "latent" in settings:
+        settings["latent"] = Latent(**settings["latent"])
     scale = settings.pop("scale", head_dim**-0.5)
     unrotated = settings.pop("layers_without_rotary", ())
     if settings.get("alibi") is not None:

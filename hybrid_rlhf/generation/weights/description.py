@@ -43,6 +43,20 @@ class AttentionKind:
     rotary: Rotary | None = None
 
 
+@dataclass(frozen=True)
+class Latent:
+    """Keys and values that come from one latent per token (DeepSeek-V2). The cache holds it as one KV head, of
+    `rotated_dims` + `size` dimensions, which are both key and value."""
+
+    size: int
+    rotated_dims: int
+    """Of queries and of a key that all heads share."""
+    plain_dims: int
+    """Of queries and keys, besides."""
+    value_dims: int
+    norm_eps: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Experts:
     """A mixture of experts in place of the MLP of some layers."""
@@ -61,6 +75,8 @@ class Experts:
     groups: int = 1
     """Experts are chosen from the best `chosen_groups` of so many groups."""
     chosen_groups: int = 1
+    group_scores: int = 2
+    """A group is as good as the sum of so many of its best scores."""
     shared_size: int = 0
     """Inner units of the experts that every token uses; 0: none."""
     clamp: float | None = None
@@ -118,6 +134,7 @@ class ModelDescription:
     router_corrections: Mapping[int, Tensor] = field(default_factory=dict)
     """For some of these layers [experts], added to the scores by which experts are chosen; training leaves them."""
     attention_softcap: float | None = None
+    latent: Latent | None = None
     sinks: bool = False
     """Each head has the score of a key without a value (gpt-oss)."""
     final_softcap: float | None = None

@@ -12,76 +12,24 @@ Shapes: N outputs, K inputs of a product; H hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybrid_rlhf.generation.model.experts import RoutedExperts
+from hybrid_rlhf.generation.model.latent import LatentAttention
 from hybrid_rlhf.generation.model.layers import HeadNorm, InferenceLinear, Norm, SplitNorm, can_pack
+from hybrid_rlhf.generation.weights.decoder_weights import LAYER_NORMS, DecoderWeights, LayerWeights
 from hybrid_rlhf.generation.weights.describe import NotDescribed
-from hybrid_rlhf.generation.weights.description import ModelDescription
+from hybrid_rlhf.generation.weights.description import Latent, ModelDescription
 from hybrid_rlhf.generation.weights.split import Split
 from hybrid_rlhf.runtime.world import World
 
-LAYER_NORMS = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
-HEAD_NORMS = ("q_norm", "k_norm")
 PRODUCTS = ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")
 Pick = Callable[[Tensor], Tensor]
 """Selects this rank's part of a full weight or bias, as a view where possible."""
-
-
-@dataclass
-class LayerWeights:
-    """One block. Norms that the family lacks are None."""
-
-    attention_norm: Norm | None
-    attention_out_norm: Norm | None
-    mlp_norm: Norm | None
-    mlp_out_norm: Norm | None
-    q_norm: Norm | HeadNorm | SplitNorm | None
-    k_norm: Norm | HeadNorm | SplitNorm | None
-    qkv: InferenceLinear
-    o: InferenceLinear
-    up: InferenceLinear | None
-    down: InferenceLinear | None
-    """The MLP, or the shared experts of a layer with a mixture; `up` holds gate and up fused where it is gated."""
-    experts: RoutedExperts | None
-    sinks: Tensor | None
-    """[A], see AttentionFunction."""
-    shared_router: Tensor | None
-    """[1, H], whose sigmoid weighs the shared experts (Qwen2-MoE)."""
-
-
-@dataclass
-class DecoderWeights:
-    """Every tensor of a rank's decoder."""
-
-    embed: Tensor
-    """[rows of the vocabulary on this rank, H]."""
-    positions: Tensor | None
-    embed_norm: Norm | None
-    embed_in: Tensor | None
-    embed_out: Tensor | None
-    layers: list[LayerWeights]
-    final_norm: Norm | None
-    head: InferenceLinear
-
-    @property
-    def product_bytes(self) -> int:
-        """Bytes of the matrices that a decoding step reads: all experts, as a step of many tokens does."""
-        products = [part for layer in self.layers for part in (layer.qkv, layer.o, layer.up, layer.down) if part]
-        experts = sum(layer.experts.weight_bytes for layer in self.layers if layer.experts is not None)
-        return experts + sum(part.weight.numel() * part.weight.element_size() for part in (*products, self.head))
-
-    def refresh(self) -> None:
-        """Recompute what is derived from weights, after these were updated in place."""
-        norms = [self.embed_norm, self.final_norm]
-        norms += [getattr(layer, name) for layer in self.layers for name in (*LAYER_NORMS, *HEAD_NORMS)]
-        for norm in norms:
-            if norm is not None:
-                norm.refresh()
 
 
 def adjacent_view(parts: Sequence[Tensor]) -> Tensor | None:
@@ -204,6 +152,7 @@ class WeightLoader:
 
     def _layer(self, layer: int) -> LayerWeights:
         products: dict[str, Any] = {name: self._linear(f"{layer}.{name}") for name in ("qkv", "o", "up", "down")}
+        products["latent"] = self._latent(layer) if self.architecture.latent is not None else None
         products["experts"] = self._experts(layer) if layer in self.architecture.expert_layers else None
         products["shared_router"] = self._take(f"{layer}.shared_router.weight")
         products["sinks"] = self._take(f"{layer}.sinks.weight")
@@ -212,6 +161,22 @@ class WeightLoader:
         norms["q_norm"] = self._head_norm(f"{layer}.q_norm", a.heads, split.heads)
         norms["k_norm"] = self._head_norm(f"{layer}.k_norm", a.kv_heads, split.kv_heads)
         return LayerWeights(**norms, **products)
+
+    def _latent(self, layer: int) -> LatentAttention:
+        kind, key = self.architecture.latent, f"{layer}.latent"
+        assert kind is not None
+        q, kv_down, kv_up = self._linear(f"{key}.q"), self._linear(f"{key}.kv_down"), self._take(f"{key}.kv_up.weight")
+        kv_norm = self._norm(f"{key}.kv_norm", eps=kind.norm_eps)
+        assert q is not None and kv_down is not None and kv_up is not None and kv_norm is not None
+        return LatentAttention(
+            kind,
+            q_down=self._linear(f"{key}.q_down"),
+            q_norm=self._norm(f"{key}.q_norm", eps=kind.norm_eps),
+            q=q,
+            kv_down=kv_down,
+            kv_norm=kv_norm,
+            kv_up=kv_up,
+        )
 
     def _take(self, key: str) -> Tensor | None:
         """One inference weight: its parts fused, and released."""
@@ -251,9 +216,10 @@ class WeightLoader:
             down_bias=down_bias,
         )
 
-    def _norm(self, key: str) -> Norm | None:
-        weight = self._take(f"{key}.weight")
-        return None if weight is None else Norm(weight, self._take(f"{key}.bias"), self.architecture)
+    def _norm(self, key: str, *, eps: float | None = None) -> Norm | None:
+        weight, a = self._take(f"{key}.weight"), self.architecture
+        a = a if eps is None else replace(a, norm_eps=eps)
+        return None if weight is None else Norm(weight, self._take(f"{key}.bias"), a)
 
     def _head_norm(self, key: str, heads: int, mine: range) -> Norm | HeadNorm | SplitNorm | None:
         a = self.architecture
@@ -280,7 +246,27 @@ class WeightLoader:
             self._plan_attention(layer)
             self._plan_mlp(layer)
 
+    def _plan_latent(self, layer: int, kind: Latent) -> None:
+        """Ranks hold different heads and all of the latents."""
+        key, heads = f"{layer}.latent", self.split.heads
+
+        def rows(each: int) -> range:
+            return range(heads.start * each, heads.stop * each)
+
+        query, up = kind.plain_dims + kind.rotated_dims, kind.plain_dims + kind.value_dims
+        for part, role in (("q_down", "q_down"), ("q_norm", "q_down_norm"), ("kv_norm", "kv_down_norm")):
+            self._place(f"{key}.{part}", role, _all, layer)
+        interleaved = self.architecture.interleaved_rotary
+        pick = _rows(rows(query))
+        self._place(f"{key}.q", "latent_q", self._halves(pick, query, kind.plain_dims) if interleaved else pick, layer)
+        width = kind.size + kind.rotated_dims
+        self._place(f"{key}.kv_down", "kv_down", self._halves(_all, width, kind.size) if interleaved else _all, layer)
+        self._place(f"{key}.kv_up", "kv_up", _rows(rows(up)), layer)
+        self._place_row_parallel(f"{layer}.o", "o", rows(kind.value_dims), layer)
+
     def _plan_attention(self, layer: int) -> None:
+        if self.architecture.latent is not None:
+            return self._plan_latent(layer, self.architecture.latent)
         d, split = self.architecture.head_dim, self.split
         q, kv = (range(heads.start * d, heads.stop * d) for heads in (split.heads, split.kv_heads))
         if "qkv" in self._names:
@@ -289,7 +275,7 @@ class WeightLoader:
             for index, (role, rows) in enumerate((("q", q), ("k", kv), ("v", kv))):
                 pick = _rows(rows)
                 if role != "v" and self.architecture.interleaved_rotary:
-                    pick = self._halves(pick)
+                    pick = self._halves(pick, d, 0)
                 self._place(f"{layer}.qkv", role, pick, layer, part=index, parts=3)
         self._place_row_parallel(f"{layer}.o", "o", q, layer)
         self._place_one(f"{layer}.sinks.weight", "sinks", "weight", _rows(split.heads), layer)
@@ -301,23 +287,24 @@ class WeightLoader:
         if a.qk_norm == "over_heads":
             pick = _rows(range(mine.start * d, mine.stop * d))
         elif a.interleaved_rotary:
-            pick = self._halves(pick)
+            pick = self._halves(pick, d, 0)
         parts = heads if "{head}" in self._names.get(role, "") else 1
         for head in range(parts):
             self._place(f"{layer}.{role}", role, pick, layer, part=head, parts=parts)
 
-    def _halves(self, pick: Pick) -> Pick:
+    def _halves(self, pick: Pick, size: int, start: int) -> Pick:
         """Rows of Q or K in an order in which rotation of neighbours becomes rotation of halves; scores are the same.
 
-        Only the rotated dimensions at the beginning of each head are reordered.
+        Only the rotated dimensions of each head of `size`, from `start` on, are reordered.
         """
         rotary = next(kind.rotary for kind in self.architecture.kinds if kind.rotary is not None)
-        d, rotated = self.architecture.head_dim, 2 * len(rotary.inv_freq)
-        order = torch.cat([torch.arange(0, rotated, 2), torch.arange(1, rotated, 2), torch.arange(rotated, d)])
+        end = start + 2 * len(rotary.inv_freq)
+        parts = (torch.arange(start), torch.arange(start, end, 2), torch.arange(start + 1, end, 2))
+        order = torch.cat([*parts, torch.arange(end, size)])
 
         def reorder(tensor: Tensor) -> Tensor:
             rows = pick(tensor)
-            return rows.unflatten(0, (-1, d))[:, order.to(rows.device)].flatten(0, 1)
+            return rows.unflatten(0, (-1, size))[:, order.to(rows.device)].flatten(0, 1)
 
         return reorder
 

@@ -1,7 +1,7 @@
 """What differs between model families, for training and generation.
 
-Read `table.py` (one row per family), then `training.py` (what training packs and leaves out) and `head.py` (how logits
-are computed).
+Read `table.py` (one row per family) and `experts.py` (its mixture of experts), then `training.py` (what training packs
+and leaves out) and `head.py` (how logits are computed).
 """
 
 from hybrid_rlhf.models.families.head import (

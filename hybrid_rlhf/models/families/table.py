@@ -17,6 +17,17 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from hybrid_rlhf.models.families.experts import (
+    deepseek_v2_experts,
+    glm4_experts,
+    gpt_oss_experts,
+    granite_experts,
+    mixtral_experts,
+    olmoe_experts,
+    phimoe_experts,
+    qwen_experts,
+)
+
 
 @dataclass(frozen=True)
 class Family:
@@ -251,62 +262,44 @@ def _shared(module: str) -> dict[str, str]:
     return {f"shared_{name}": f"{module}.{name}_proj" for name in ("gate", "up", "down")}
 
 
-def _experts(config: PreTrainedConfig, *, count: int, **more: Any) -> dict[str, Any]:
-    return {"count": count, "per_token": config.num_experts_per_tok, **more}
+def _latent(config: PreTrainedConfig) -> dict[str, Any]:
+    """DeepSeek's attention; the cache's heads are those of the latent."""
+    rope, plain, rotated = config.rope_parameters, config.qk_nope_head_dim, config.qk_rope_head_dim
+    stretch = 1.0
+    if rope.get("rope_type", "default") != "default" and rope.get("mscale_all_dim", 0) and rope["factor"] > 1:
+        stretch = 0.1 * rope["mscale_all_dim"] * math.log(rope["factor"]) + 1.0
+    return {
+        "latent": {
+            "size": config.kv_lora_rank,
+            "rotated_dims": rotated,
+            "plain_dims": plain,
+            "value_dims": config.v_head_dim,
+            "norm_eps": 1e-6,
+        },
+        "kv_heads": 1,
+        "head_dim": config.kv_lora_rank + rotated,
+        "scale": (plain + rotated) ** -0.5 * stretch**2,
+        "interleaved_rotary": getattr(config, "rope_interleave", True),
+    }
 
 
-def _qwen_experts(config: PreTrainedConfig) -> dict[str, Any]:
-    return _experts(
-        config,
-        count=config.num_experts,
-        normalise=config.norm_topk_prob,
-        shared_size=getattr(config, "shared_expert_intermediate_size", 0),
-    )
+def _minicpm3(config: PreTrainedConfig) -> dict[str, Any]:
+    scales = {"embed_scale": config.scale_emb, "residual_scale": config.scale_depth / config.num_hidden_layers**0.5}
+    return {**_latent(config), **scales, "interleaved_rotary": False}
 
 
-def _olmoe_experts(config: PreTrainedConfig) -> dict[str, Any]:
-    return _experts(config, count=config.num_experts, normalise=config.norm_topk_prob)
-
-
-def _mixtral_experts(config: PreTrainedConfig) -> dict[str, Any]:
-    return _experts(config, count=config.num_local_experts, normalise=True)
-
-
-def _phimoe_experts(config: PreTrainedConfig) -> dict[str, Any]:
-    return _experts(config, count=config.num_local_experts, router="sparsemixer", near=2 * config.router_jitter_noise)
-
-
-def _granite_experts(config: PreTrainedConfig) -> dict[str, Any]:
-    return _experts(
-        config,
-        count=config.num_local_experts,
-        router="softmax_of_chosen",
-        shared_size=getattr(config, "shared_intermediate_size", 0),
-    )
-
-
-def _gpt_oss_experts(config: PreTrainedConfig) -> dict[str, Any]:
-    return _experts(
-        config,
-        count=config.num_local_experts,
-        router="softmax_of_chosen",
-        clamp=config.swiglu_limit,
-        transposed=True,
-        alternating=True,
-    )
-
-
-def _glm4_experts(config: PreTrainedConfig) -> dict[str, Any]:
-    return _experts(
-        config,
-        count=config.n_routed_experts,
-        router="sigmoid",
-        normalise=config.norm_topk_prob,
-        scale=config.routed_scaling_factor,
-        groups=config.n_group,
-        chosen_groups=config.topk_group,
-        shared_size=config.moe_intermediate_size * config.n_shared_experts,
-    )
+def _with_latents(names: dict[str, str]) -> dict[str, str]:
+    own = {role: name for role, name in names.items() if role not in ("q", "k", "v", "q_norm", "k_norm")}
+    attention = "model.layers.{}.self_attn."
+    return {
+        **own,
+        "q_down": f"{attention}q_a_proj",
+        "q_down_norm": f"{attention}q_a_layernorm",
+        "latent_q": f"{attention}q_b_proj|{attention}q_proj",
+        "kv_down": f"{attention}kv_a_proj_with_mqa",
+        "kv_down_norm": f"{attention}kv_a_layernorm",
+        "kv_up": f"{attention}kv_b_proj",
+    }
 
 
 _QWEN2_MOE = _moe_like(**_shared("mlp.shared_expert"), shared_router="mlp.shared_expert_gate")
@@ -367,22 +360,27 @@ FAMILIES: dict[str, Family] = {
         ),
         lambda c: {"block": "parallel" if c.use_parallel_residual else "sequential", "qk_norm": "per_head"},
     ),
-    "mixtral": Family(_moe_like(), experts=_mixtral_experts),
-    "qwen2_moe": Family(_QWEN2_MOE, experts=_qwen_experts),
-    "qwen3_moe": Family(_moe_like(), experts=_qwen_experts),
-    "phimoe": Family(_moe_like(router="router"), lambda c: {"norm": "layer"}, experts=_phimoe_experts),
+    "mixtral": Family(_moe_like(), experts=mixtral_experts),
+    "qwen2_moe": Family(_QWEN2_MOE, experts=qwen_experts),
+    "qwen3_moe": Family(_moe_like(), experts=qwen_experts),
+    "phimoe": Family(_moe_like(router="router"), lambda c: {"norm": "layer"}, experts=phimoe_experts),
     "olmoe": Family(
-        _moe_like(), _olmo2, experts=_olmoe_experts, unsupported={"clipped queries": lambda c: c.clip_qkv is not None}
+        _moe_like(), _olmo2, experts=olmoe_experts, unsupported={"clipped queries": lambda c: c.clip_qkv is not None}
     ),
-    "mellum": Family(_moe_like(), experts=_qwen_experts),
-    "flex_olmo": Family(_FLEX_OLMO, _olmo2, experts=_olmoe_experts),
-    "solar_open": Family(_GLM4_MOE, experts=_glm4_experts),
-    "glm4_moe": Family(_GLM4_MOE, experts=_glm4_experts),
+    "mellum": Family(_moe_like(), experts=qwen_experts),
+    "flex_olmo": Family(_FLEX_OLMO, _olmo2, experts=olmoe_experts),
+    "solar_open": Family(_GLM4_MOE, experts=glm4_experts),
+    "glm4_moe": Family(_GLM4_MOE, experts=glm4_experts),
+    "deepseek_v3": Family(_with_latents(_GLM4_MOE), _latent, experts=glm4_experts),
+    "deepseek_v2": Family(_with_latents(_GLM4_MOE), _latent, experts=deepseek_v2_experts),
+    "glm4_moe_lite": Family(_with_latents(_GLM4_MOE), _latent, experts=glm4_experts),
+    "minicpm3": Family(_with_latents(_llama_like()), _minicpm3),
+    "youtu": Family(_with_latents(_llama_like()), _latent),
     "gpt_oss": Family(
-        _moe_like(router="router", sinks="self_attn.sinks"), lambda c: {"sinks": True}, experts=_gpt_oss_experts
+        _moe_like(router="router", sinks="self_attn.sinks"), lambda c: {"sinks": True}, experts=gpt_oss_experts
     ),
-    "granitemoe": Family(_GRANITE_MOE, _granite, experts=_granite_experts),
-    "granitemoeshared": Family(_GRANITE_SHARED, _granite, experts=_granite_experts),
+    "granitemoe": Family(_GRANITE_MOE, _granite, experts=granite_experts),
+    "granitemoeshared": Family(_GRANITE_SHARED, _granite, experts=granite_experts),
     "phi": Family(_PHI, lambda c: {"block": "parallel"}),
     "opt": Family(_OPT, _opt, {"norms without weights": lambda c: not c.layer_norm_elementwise_affine}),
     "gpt2": Family(_GPT2, _gpt2, {"cross attention": lambda c: c.add_cross_attention}),

@@ -1,0 +1,72 @@
+"""The tensors of a decoder on one rank, as the loader (loader.py) fills them.
+
+Shapes: A heads of this rank, H hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hybrid_rlhf.generation.model.experts import RoutedExperts
+from hybrid_rlhf.generation.model.latent import LatentAttention
+from hybrid_rlhf.generation.model.layers import HeadNorm, InferenceLinear, Norm, SplitNorm
+
+LAYER_NORMS = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
+HEAD_NORMS = ("q_norm", "k_norm")
+
+
+@dataclass
+class LayerWeights:
+    """One block. Norms that the family lacks are None."""
+
+    attention_norm: Norm | None
+    attention_out_norm: Norm | None
+    mlp_norm: Norm | None
+    mlp_out_norm: Norm | None
+    q_norm: Norm | HeadNorm | SplitNorm | None
+    k_norm: Norm | HeadNorm | SplitNorm | None
+    qkv: InferenceLinear | None
+    latent: LatentAttention | None
+    """In place of `qkv`."""
+    o: InferenceLinear
+    up: InferenceLinear | None
+    down: InferenceLinear | None
+    """The MLP, or the shared experts of a layer with a mixture; `up` holds gate and up fused where it is gated."""
+    experts: RoutedExperts | None
+    sinks: Tensor | None
+    """[A], see AttentionFunction."""
+    shared_router: Tensor | None
+    """[1, H], whose sigmoid weighs the shared experts (Qwen2-MoE)."""
+
+
+@dataclass
+class DecoderWeights:
+    """Every tensor of a rank's decoder."""
+
+    embed: Tensor
+    """[rows of the vocabulary on this rank, H]."""
+    positions: Tensor | None
+    embed_norm: Norm | None
+    embed_in: Tensor | None
+    embed_out: Tensor | None
+    layers: list[LayerWeights]
+    final_norm: Norm | None
+    head: InferenceLinear
+
+    @property
+    def product_bytes(self) -> int:
+        """Bytes of the matrices that a decoding step reads: all experts, as a step of many tokens does."""
+        products = [part for layer in self.layers for part in (layer.qkv, layer.o, layer.up, layer.down) if part]
+        others = sum(layer.experts.weight_bytes for layer in self.layers if layer.experts is not None)
+        others += sum(layer.latent.product_bytes for layer in self.layers if layer.latent is not None)
+        return others + sum(part.weight.numel() * part.weight.element_size() for part in (*products, self.head))
+
+    def refresh(self) -> None:
+        """Recompute what is derived from weights, after these were updated in place."""
+        norms = [self.embed_norm, self.final_norm]
+        norms += [getattr(layer, name) for layer in self.layers for name in (*LAYER_NORMS, *HEAD_NORMS)]
+        for part in (*norms, *(layer.latent for layer in self.layers)):
+            if part is not None:
+                part.refresh()

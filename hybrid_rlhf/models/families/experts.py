@@ -1,0 +1,91 @@
+"""Mixtures of experts by family: fields of the decoder's `Experts` (generation/weights/description.py).
+
+Configs state them under different names.
+
+Each function takes a Hugging Face config; the family table names it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+
+def _experts(config: PreTrainedConfig, *, count: int, **more: Any) -> dict[str, Any]:
+    return {"count": count, "per_token": config.num_experts_per_tok, **more}
+
+
+def qwen_experts(config: PreTrainedConfig) -> dict[str, Any]:
+    """Qwen2-MoE, Qwen3-MoE and those with their config; shared experts in the former."""
+    return _experts(
+        config,
+        count=config.num_experts,
+        normalise=config.norm_topk_prob,
+        shared_size=getattr(config, "shared_expert_intermediate_size", 0),
+    )
+
+
+def olmoe_experts(config: PreTrainedConfig) -> dict[str, Any]:
+    """OLMoE."""
+    return _experts(config, count=config.num_experts, normalise=config.norm_topk_prob)
+
+
+def mixtral_experts(config: PreTrainedConfig) -> dict[str, Any]:
+    """Mixtral."""
+    return _experts(config, count=config.num_local_experts, normalise=True)
+
+
+def phimoe_experts(config: PreTrainedConfig) -> dict[str, Any]:
+    """Phi-MoE."""
+    return _experts(config, count=config.num_local_experts, router="sparsemixer", near=2 * config.router_jitter_noise)
+
+
+def granite_experts(config: PreTrainedConfig) -> dict[str, Any]:
+    """Granite-MoE, with shared experts or without."""
+    return _experts(
+        config,
+        count=config.num_local_experts,
+        router="softmax_of_chosen",
+        shared_size=getattr(config, "shared_intermediate_size", 0),
+    )
+
+
+def gpt_oss_experts(config: PreTrainedConfig) -> dict[str, Any]:
+    """gpt-oss."""
+    return _experts(
+        config,
+        count=config.num_local_experts,
+        router="softmax_of_chosen",
+        clamp=config.swiglu_limit,
+        transposed=True,
+        alternating=True,
+    )
+
+
+def glm4_experts(config: PreTrainedConfig) -> dict[str, Any]:
+    """GLM-4-MoE and DeepSeek-V3."""
+    return _experts(
+        config,
+        count=config.n_routed_experts,
+        router="sigmoid",
+        normalise=config.norm_topk_prob,
+        scale=config.routed_scaling_factor,
+        groups=config.n_group,
+        chosen_groups=config.topk_group,
+        shared_size=config.moe_intermediate_size * config.n_shared_experts,
+    )
+
+
+def deepseek_v2_experts(config: PreTrainedConfig) -> dict[str, Any]:
+    """DeepSeek-V2: a group is as good as its best expert."""
+    in_groups = config.topk_method == "group_limited_greedy"
+    return _experts(
+        config,
+        count=config.n_routed_experts,
+        scale=config.routed_scaling_factor,
+        groups=config.n_group if in_groups else 1,
+        chosen_groups=config.topk_group if in_groups else 1,
+        group_scores=1,
+        shared_size=config.moe_intermediate_size * config.n_shared_experts,
+    )
