@@ -292,6 +292,23 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
         {**GQA, **MAMBA, **FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "mlp_bias": True},
     ),
     "falcon_h1 with a norm before the gate": ("falcon_h1", {**GQA, **MAMBA, **FALCON_H1, "mamba_rms_norm": True}),
+    "jamba": (
+        "jamba",
+        {
+            **GQA,
+            "num_experts": 4,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "mamba_d_state": 6,
+            "mamba_dt_rank": 5,
+            "mamba_proj_bias": False,
+        },
+    ),
+    "lfm2": ("lfm2", {**GQA, "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8}),
+    "lfm2 of a given width": (
+        "lfm2",
+        {**GQA, "layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
+    ),
 }
 
 

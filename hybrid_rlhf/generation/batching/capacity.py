@@ -106,7 +106,7 @@ def rows_and_pages(budget_bytes: float, sequences: Sequences, working: WorkingMe
 
     def pages_beside(rows: int) -> int:
         temporary = max(working.prefill, rows * working.row) + (rows * working.row if working.cuda_graphs else 0.0)
-        states = (rows + 1) * sequences.state_bytes if sequences.state_bytes else 0
+        states = (rows + 1) * sequences.state_bytes
         return int((budget_bytes - temporary - states) // sequences.page_bytes)
 
     low, high = 1, sequences.rows
@@ -196,7 +196,8 @@ def _read(workspace: Workspace, prompts: int, length: int) -> None:
     pages = workspace.pages.expand(-1, prompts, -1)
     chunks = Chunks(pages, [0] * prompts, [length] * prompts, workspace.slots[:1].expand(prompts))
     states = None if workspace.states is None else workspace.states.step(None, chunks)
-    workspace.decoder.hidden(torch.zeros_like(positions), positions, workspace.attention.step(None, chunks), states)
+    attend = workspace.attention.step(None, chunks)
+    workspace.decoder.hidden(torch.zeros_like(positions), positions, attend, states=states)
 
 
 def _peak(device: torch.device, run: Callable[[], object]) -> int:

@@ -169,7 +169,7 @@ class Workspace:
             chunks = prompts.chunks
             tokens, positions = torch.cat([tokens, prompts.tokens]), torch.cat([positions, prompts.positions])
         states = None if self.states is None else self.states.step(decoding, chunks)
-        hidden = self.decoder.hidden(tokens, positions, self.attention.step(decoding, chunks), states)
+        hidden = self.decoder.hidden(tokens, positions, self.attention.step(decoding, chunks), states=states)
         if prompts is None:
             return _stacked(self._sampler(self.decoder.logits(hidden), rows))
         if not batch and not len(prompts.of_request):

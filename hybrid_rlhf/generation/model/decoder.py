@@ -69,8 +69,8 @@ class Decoder:
         tokens: Tensor,
         positions: Tensor,
         attend: AttentionFunction,
-        states: StepStates | None = None,
         *,
+        states: StepStates | None = None,
         observe: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
         """Last hidden states [T, H] of tokens [T] at positions [T], before the final norm.

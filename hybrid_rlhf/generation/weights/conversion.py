@@ -119,7 +119,7 @@ def probe_logits(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
 
     def computed(part: slice, rows: DecodeRows | None, chunks: Chunks | None = None) -> Tensor:
         recur = None if states is None else states.step(rows, chunks)
-        return decoder.hidden(ids[part], places[part], attention.step(rows, chunks), recur)
+        return decoder.hidden(ids[part], places[part], attention.step(rows, chunks), states=recur)
 
     hidden = [computed(slice(half), None, Chunks(pages, [0], [half], slots))]
     for place in range(half, len(tokens) - 1):
@@ -137,7 +137,7 @@ def probe_hidden(decoder: Decoder, tokens: Sequence[int]) -> list[Tensor]:
     chunks = Chunks(pages, [0], [len(tokens)], places[:1])
     recur = None if states is None else states.step(None, chunks)
     ids = torch.tensor(tokens, device=device)
-    decoder.hidden(ids, places, attention.step(None, chunks), recur, observe=observed.append)
+    decoder.hidden(ids, places, attention.step(None, chunks), states=recur, observe=observed.append)
     return observed
 
 

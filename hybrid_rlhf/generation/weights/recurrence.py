@@ -5,7 +5,8 @@ names the roles of its weights (models/families/recurrent.py has the names of th
 product, `others` are kept apart, `recurrent_out` is the product at the end. Ranks share a layer by units, which are
 groups of heads that need nothing of each other.
 
-Source: gated delta net (arXiv 2412.06464), Mamba-2 (arXiv 2405.21060, section 6).
+Source: gated delta net (arXiv 2412.06464), Mamba-2 (arXiv 2405.21060, section 6), Mamba (arXiv 2312.00752, section
+3.4), short convolution (LFM2, arXiv 2511.23404).
 """
 
 from __future__ import annotations
@@ -144,7 +145,76 @@ class Mamba2:
         return (self.width - 1, channels), (units, self.state_dim, self.shared, self.head_dim)
 
 
-KINDS = {"gated_delta": GatedDelta, "mamba2": Mamba2}
+@dataclass(frozen=True, kw_only=True)
+class Mamba:
+    """A Mamba mixer with norms of B, C and the step sizes (Jamba)."""
+
+    inner: int
+    """Channels."""
+    state_dim: int
+    rank: int
+    """Of the product that gives the step sizes."""
+    width: int
+    """Tokens that the convolution sees."""
+
+    @property
+    def units(self) -> int:
+        """See Recurrence: B, C and the step sizes depend on all channels."""
+        return 1
+
+    def inputs(self, mine: range) -> Mapping[str, Tensor]:
+        """See Recurrence."""
+        return {"recurrent_in": torch.arange(2 * self.inner)}
+
+    def others(self, mine: range) -> Mapping[str, Tensor]:
+        """See Recurrence."""
+        sizes = {
+            **dict.fromkeys(("conv", "decay", "skip", "dt"), self.inner),
+            **{"select": self.rank + 2 * self.state_dim, "dt_norm": self.rank},
+            **dict.fromkeys(("b_norm", "c_norm"), self.state_dim),
+        }
+        return {f"recurrent_{role}": torch.arange(size) for role, size in sizes.items()}
+
+    def columns(self, mine: range) -> range:
+        """See Recurrence."""
+        return range(self.inner)
+
+    def state_shapes(self, units: int) -> tuple[Shape, Shape]:
+        """See Recurrence."""
+        return (self.width - 1, self.inner), (self.inner, self.state_dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortConvolution:
+    """A gated convolution, whose last inputs are all of its state."""
+
+    channels: int
+    width: int
+    """Tokens that the convolution sees."""
+
+    @property
+    def units(self) -> int:
+        """See Recurrence."""
+        return self.channels
+
+    def inputs(self, mine: range) -> Mapping[str, Tensor]:
+        """See Recurrence."""
+        return {"recurrent_in": _stacked(self.units, mine, 1, 1, 1)}
+
+    def others(self, mine: range) -> Mapping[str, Tensor]:
+        """See Recurrence."""
+        return {"recurrent_conv": _stacked(self.units, mine, 1)}
+
+    def columns(self, mine: range) -> range:
+        """See Recurrence."""
+        return mine
+
+    def state_shapes(self, units: int) -> tuple[Shape, Shape]:
+        """See Recurrence."""
+        return (self.width - 1, units), (0,)
+
+
+KINDS = {"gated_delta": GatedDelta, "mamba2": Mamba2, "mamba": Mamba, "short_convolution": ShortConvolution}
 """The kinds by the names that the family table uses."""
 
 

@@ -5,7 +5,6 @@ The names of a row are those of the attention-only family that it extends, with 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from hybrid_rlhf.models.families.table import Family
 _LAYER = "model.layers.{}."
 
 
-def _named(family: str, prefix: str, **other: str) -> Mapping[str, str]:
+def _named(family: str, prefix: str, **other: str) -> dict[str, str]:
     """The names of a family, with others in each layer; those of the recurrent layer begin with `prefix`."""
     own = {
         role: _LAYER + (f"{prefix}.{module}" if role.startswith("recurrent_") else module)
@@ -37,6 +36,12 @@ _DELTA = {
 _MAMBA2 = {**_DELTA, "recurrent_in": "in_proj", "recurrent_skip": "D"}
 _QWEN_NEXT = {**_DELTA, "recurrent_qkvz": "in_proj_qkvz", "recurrent_ba": "in_proj_ba"}
 _QWEN_3_5 = {**_DELTA, **{f"recurrent_{name}": f"in_proj_{name}" for name in ("qkv", "z", "b", "a")}}
+_MAMBA = {
+    **{role: module for role, module in _MAMBA2.items() if role != "recurrent_norm"},
+    "recurrent_select": "x_proj",
+    "recurrent_dt": "dt_proj",
+    **{f"recurrent_{name}_norm": f"{name}_layernorm" for name in ("dt", "b", "c")},
+}
 _FEED_FORWARD = {
     "mlp_norm": "pre_ff_layernorm",
     "gate": "feed_forward.gate_proj",
@@ -68,6 +73,24 @@ def _mamba2(config: PreTrainedConfig) -> tuple[str, dict[str, Any]]:
         "state_dim": config.mamba_d_state,
         "width": config.mamba_d_conv,
     }
+
+
+def _mamba(config: PreTrainedConfig) -> tuple[str, dict[str, Any]]:
+    return "mamba", {
+        "inner": config.mamba_expand * config.hidden_size,
+        "state_dim": config.mamba_d_state,
+        "rank": config.mamba_dt_rank,
+        "width": config.mamba_d_conv,
+    }
+
+
+def _lfm2(config: PreTrainedConfig) -> dict[str, Any]:
+    size = config.intermediate_size
+    if config.block_auto_adjust_ff_dim:
+        size, unit = int(2 * size / 3), config.block_multiple_of
+        if config.block_ffn_dim_multiplier is not None:
+            size = -(-int(config.block_ffn_dim_multiplier * size) // unit) * unit
+    return {"norm": "rms", "activation": "silu", "mlp_size": size}
 
 
 def _limits_steps(config: PreTrainedConfig) -> bool:
@@ -159,11 +182,42 @@ RECURRENT_FAMILIES: dict[str, Family] = {
         _falcon_h1,
         {
             **_MAMBA2_UNSUPPORTED,
-            "biases of multiplied inputs": lambda c: (
-                (c.attention_bias and c.attention_in_multiplier != 1)
-                or (c.mamba_proj_bias and c.ssm_in_multiplier != 1)
-            ),
+            "biases after multiplied inputs": _multiplies_before_biases,
         },
         recurrence=_falcon_h1_mixer,
+    ),
+    "jamba": Family(
+        _named(
+            "mixtral",
+            "mamba",
+            **_MAMBA,
+            **_FEED_FORWARD,
+            router="feed_forward.router",
+            experts_up="feed_forward.experts.gate_up_proj",
+            experts_down="feed_forward.experts.down_proj",
+        )
+        | {"final_norm": "model.final_layernorm"},
+        experts=lambda c: {"count": c.num_experts, "per_token": c.num_experts_per_tok},
+        recurrence=_mamba,
+    ),
+    "lfm2": Family(
+        _named(
+            "llama",
+            "conv",
+            attention_norm="operator_norm",
+            mlp_norm="ffn_norm",
+            q_norm="self_attn.q_layernorm",
+            k_norm="self_attn.k_layernorm",
+            o="self_attn.out_proj",
+            gate="feed_forward.w1",
+            up="feed_forward.w3",
+            down="feed_forward.w2",
+            recurrent_in="in_proj",
+            recurrent_conv="conv",
+            recurrent_out="out_proj",
+        )
+        | {"final_norm": "model.embedding_norm"},
+        _lfm2,
+        recurrence=lambda c: ("short_convolution", {"channels": c.hidden_size, "width": c.conv_L_cache}),
     ),
 }

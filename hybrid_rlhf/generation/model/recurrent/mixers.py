@@ -1,7 +1,8 @@
 """The recurrent layers: projections, a short convolution, a recurrence, a gate and a norm.
 
 Source: gated delta net (arXiv 2412.06464, section 3.3, with the norms and the gate of Qwen3-Next), Mamba-2 (arXiv
-2405.21060, section 7). Decays and the recurrence are computed in float32.
+2405.21060, section 7), Mamba (arXiv 2312.00752, section 3.4, with the norms of Jamba, arXiv 2403.19887), short
+convolution (LFM2, arXiv 2511.23404). Decays and the recurrence are computed in float32.
 
 Shapes: T tokens, H hidden, G groups of r heads on this rank, see scan.py.
 """
@@ -17,9 +18,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from hybrid_rlhf.generation.model.layers import InferenceLinear
-from hybrid_rlhf.generation.model.recurrent.scan import DECAYING_SCAN
+from hybrid_rlhf.generation.model.recurrent.scan import DECAYING_SCAN, selective_scan
 from hybrid_rlhf.generation.model.recurrent.states import StepStates
-from hybrid_rlhf.generation.weights.recurrence import GatedDelta, Mamba2, Recurrence
+from hybrid_rlhf.generation.weights.recurrence import GatedDelta, Mamba, Mamba2, Recurrence, ShortConvolution
 
 
 @dataclass(frozen=True)
@@ -108,10 +109,50 @@ class Mamba2Mixer:
         return (normed * gate if before else normed).flatten(1)
 
 
+class MambaMixer:
+    """A Mamba mixer."""
+
+    def __init__(self, kind: Mamba, weights: MixerWeights, activation: Callable[[Tensor], Tensor], eps: float) -> None:
+        self._kind, self.weights, self._activation, self._eps = kind, weights, activation, eps
+
+    def __call__(self, layer: int, x: Tensor, states: StepStates) -> Tensor:
+        """See Mixer."""
+        kind, w = self._kind, self.weights.others
+        mixed, z = self.weights.project(x).chunk(2, dim=-1)
+        mixed = self._activation(states.convolve(layer, mixed, w["conv"], w.get("conv.bias")))
+        parts = functional.linear(mixed, w["select"]).split([kind.rank, kind.state_dim, kind.state_dim], dim=-1)
+        dt, b, c = (
+            functional.rms_norm(part, part.shape[-1:], w[f"{name}_norm"], self._eps)
+            for part, name in zip(parts, ("dt", "b", "c"), strict=True)
+        )
+        dt = functional.softplus(functional.linear(dt, w["dt"]).float() + w["dt.bias"].float())
+        rule, mixed = selective_scan(-w["decay"].float().exp()), mixed.float()
+        out = states.scan(layer, rule, mixed * dt, dt, b.float(), c.float()) + mixed * w["skip"].float()
+        return self.weights.out((out * functional.silu(z.float())).to(x.dtype))
+
+
+class ShortConvolutionMixer:
+    """A convolution between two gates."""
+
+    def __init__(self, weights: MixerWeights) -> None:
+        self.weights = weights
+
+    def __call__(self, layer: int, x: Tensor, states: StepStates) -> Tensor:
+        """See Mixer."""
+        w = self.weights.others
+        before, after, mixed = self.weights.project(x).chunk(3, dim=-1)
+        mixed = states.convolve(layer, before * mixed, w["conv"], w.get("conv.bias"))
+        return self.weights.out(after * mixed)
+
+
 def mixer(kind: Recurrence, weights: MixerWeights, activation: Callable[[Tensor], Tensor], eps: float) -> Mixer:
     """The layer of a kind."""
     if isinstance(kind, GatedDelta):
         return GatedDeltaMixer(kind, weights, activation, eps)
+    if isinstance(kind, Mamba):
+        return MambaMixer(kind, weights, activation, eps)
+    if isinstance(kind, ShortConvolution):
+        return ShortConvolutionMixer(weights)
     assert isinstance(kind, Mamba2)
     return Mamba2Mixer(kind, weights, activation, eps)
 

@@ -1,12 +1,16 @@
-"""Linear recurrences whose state is a matrix per head that decays by a scalar, one token or many at once.
+"""Linear recurrences, one token or many at once.
 
-The state S of a head maps keys to values: S <- exp(g) S + k v^T, with output S^T q. With the delta rule, what S already
-has for a key is subtracted from the value first: v <- beta (v - exp(g) S^T k). Within a block of tokens all outputs
-follow from products of queries and keys, weighted by the decay between two tokens; the delta rule adds a triangular
-system. Between blocks only the state is passed on.
+DECAYING_SCAN has a matrix per head as its state, which decays by a scalar. The state S of a head maps keys to values:
+S <- exp(g) S + k v^T, with output S^T q. With the delta rule, what S already has for a key is subtracted from the value
+first: v <- beta (v - exp(g) S^T k). Within a block of tokens all outputs follow from products of queries and keys,
+weighted by the decay between two tokens; the delta rule adds a triangular system. Between blocks only the state is
+passed on.
+
+A selective scan has a vector per channel, each element of which decays at a rate of its own. Its blocks run twice: from
+zero, for what each adds to the state, and from the state that it then has before it.
 
 Source: Mamba-2 (arXiv 2405.21060, section 6) and, for the delta rule, DeltaNet (arXiv 2406.06484, section 3) and its
-gated form (arXiv 2412.06464, section 3.3).
+gated form (arXiv 2412.06464, section 3.3); selective scan: Mamba (arXiv 2312.00752, section 3.2).
 
 Shapes: B rows, N blocks of L tokens, G groups of r heads that share queries and keys [.., G, K]; values [.., G, r, V],
 decays and betas [.., G, r], states [.., G, K, r, V].
@@ -15,6 +19,7 @@ decays and betas [.., G, r], states [.., G, K, r, V].
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -69,3 +74,33 @@ def _blocks(
 
 DECAYING_SCAN = Rule(_step, _blocks)
 """With the inputs q, k, v, g, and beta for the delta rule."""
+
+
+def selective_scan(rates: Tensor) -> Rule:
+    """With the inputs x dt [.., C], dt [.., C], B and C [.., K]: S <- exp(dt rates) S + x dt B^T, with output S C.
+
+    The rates are [C, K], as is a state.
+    """
+    return Rule(partial(_selective_step, rates), partial(_selective_blocks, rates))
+
+
+def _selective_step(rates: Tensor, state: Tensor, x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """[B, C]."""
+    state.mul_((dt[..., None] * rates).exp_()).baddbmm_(x[..., None], b[:, None])
+    return torch.bmm(state, c[..., None]).squeeze(-1)
+
+
+def _selective_blocks(
+    rates: Tensor, state: Tensor, rounds: Sequence[slice], x: Tensor, dt: Tensor, b: Tensor, c: Tensor
+) -> Tensor:
+    """[N, L, C]."""
+    added = x.new_zeros(len(x), *rates.shape)
+    for token in range(x.shape[1]):
+        _selective_step(rates, added, x[:, token], dt[:, token], b[:, token], c[:, token])
+    decay, before = (dt.sum(dim=1)[..., None] * rates).exp(), torch.empty_like(added)
+    for part in rounds:
+        own = state[: part.stop - part.start]
+        before[part] = own
+        own.mul_(decay[part]).add_(added[part])
+    tokens = zip(*(part.unbind(dim=1) for part in (x, dt, b, c)), strict=True)
+    return torch.stack([_selective_step(rates, before, *token) for token in tokens], dim=1)
