@@ -90,7 +90,9 @@ def test_the_memory_of_a_prefill_and_of_a_step_is_measured_by_running_them(monke
     requests = generation._requests(PROMPTS, SAMPLED)
     read: list[int] = []
     hidden = decoder.hidden
-    monkeypatch.setattr(decoder, "hidden", lambda tokens, *rest: read.append(len(tokens)) or hidden(tokens, *rest))
+    monkeypatch.setattr(
+        decoder, "hidden", lambda tokens, *rest, **more: read.append(len(tokens)) or hidden(tokens, *rest, **more)
+    )
     monkeypatch.setattr(capacity, "peak_bytes", lambda device, run: (run(), 5000 + 1000 * read[-1])[1])
     found = capacity.measured_memory(decoder, requests, rows=5, prefill_tokens=100, cuda_graphs=True)
     longest = max(map(len, PROMPTS))
@@ -172,7 +174,7 @@ def capturing(rows: int = 4) -> Workspace:
     generation.generate(PROMPTS[:2], replace(SAMPLED, max_new_tokens=2))
     found, generation.backend.workspace = generation.backend.workspace, None
     assert found is not None
-    found._graphs = _Graphs(found.rows, CPU)
+    found._graphs = _Graphs(found.rows, found.slots, CPU)
     with torch.inference_mode():
         for batch in (1, 2, 1):
             found._graphs(found.step, batch)

@@ -137,7 +137,7 @@ def test_requests_that_are_preempted_go_on_where_they_were(
     tight = GenerationEngine.from_model(
         model,
         stop_token_ids=range(3, 6),
-        kv_cache_gib=(pages * 2 * cache.keys[:, 0].nbytes + states) / 2**30,
+        kv_cache_gib=(pages * cache.layout.stores * cache.keys[:, 0].nbytes + states) / 2**30,
         prefill_tokens=chunk,
     )
     found = tight.generate(prompts, sampling)

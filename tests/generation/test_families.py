@@ -29,6 +29,8 @@ GENERATOR = torch.Generator().manual_seed(0)
 PROMPTS = [torch.randint(3, 200, (length,), generator=GENERATOR).tolist() for length in (5, 1, 9, 3, 20)]
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0)
 STOP = [2, 11, 40, 77, 130]
+WRONG_WHEN_PADDED = {"minimax"}
+"""Whose module decodes other tokens for padded rows than for the same rows alone."""
 
 
 def decoder_from(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> Decoder:
@@ -73,7 +75,8 @@ def test_greedy_tokens_are_those_of_hugging_face_padded_or_not(name: str) -> Non
             alone, attention_mask=torch.ones_like(alone), max_new_tokens=12, do_sample=False, pad_token_id=0
         )
         assert completion.token_ids == whole[0, len(prompt) :].tolist()
-        assert completion.token_ids == padded[row, width : width + len(completion.token_ids)].tolist()
+        if name not in WRONG_WHEN_PADDED:
+            assert completion.token_ids == padded[row, width : width + len(completion.token_ids)].tolist()
         assert completion.finish_reason == ("stop" if completion.token_ids[-1] in STOP else "length")
 
 

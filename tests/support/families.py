@@ -309,6 +309,31 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
         "lfm2",
         {**GQA, "layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
     ),
+    "lfm2_moe": (
+        "lfm2_moe",
+        {
+            **GQA,
+            **EXPERTS,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "minimax": (
+        "minimax",
+        {
+            **HYBRID,
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "block_size": 4,
+            "full_attn_alpha_factor": 1.3,
+            "full_attn_beta_factor": 0.7,
+            "linear_attn_alpha_factor": 0.8,
+            "linear_attn_beta_factor": 1.4,
+            "mlp_alpha_factor": 1.2,
+            "mlp_beta_factor": 0.9,
+        },
+    ),
 }
 
 
@@ -323,6 +348,6 @@ def variant(name: str, *, seed: int = 0) -> PreTrainedModel:
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.4)
     for name, buffer in model.named_buffers():
-        if name.endswith("correction_bias"):
+        if name.endswith(("correction_bias", "expert_bias")):
             torch.nn.init.normal_(buffer, std=0.1)
     return model

@@ -120,7 +120,7 @@ class Decoder:
             x = x + functional.embedding(positions + a.position_offset, weights.positions)
         return _normed(weights.embed_norm, x)
 
-    # -- the three orders of norm, attention and MLP
+    # -- the orders of norm, attention and MLP
 
     def _sequential(self, x: Tensor, w: LayerWeights, attention: Callable[[Tensor], Tensor]) -> Tensor:
         mixed = self._scaled(_normed(w.attention_out_norm, attention(_normed(w.attention_norm, x))))
@@ -134,6 +134,12 @@ class Decoder:
     def _post_norm(self, x: Tensor, w: LayerWeights, attention: Callable[[Tensor], Tensor]) -> Tensor:
         x = _normed(w.attention_norm, x + attention(x))
         return _normed(w.mlp_norm, x + self._mlp(x, w))
+
+    def _normed(self, x: Tensor, w: LayerWeights, attention: Callable[[Tensor], Tensor]) -> Tensor:
+        attended, recurrent, mlp = self.architecture.carried
+        x = _normed(w.attention_norm, x)
+        x = _normed(w.mlp_norm, x * (attended if w.recurrent is None else recurrent) + attention(x))
+        return x * mlp + self._mlp(x, w)
 
     def _mixed(
         self,

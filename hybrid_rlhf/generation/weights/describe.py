@@ -103,8 +103,8 @@ def layers_with(lm: PreTrainedModel, family: Family, role: str) -> frozenset[int
     return frozenset(layer for layer in layers if f"{family.names[role].format(layer)}.weight" in weights)
 
 
-def _first(config: PreTrainedConfig, *names: str, default: Any = None) -> Any:
-    return next((value for name in names if (value := getattr(config, name, None)) is not None), default)
+def _first(owner: object, *names: str, default: Any = None) -> Any:
+    return next((value for name in names if (value := getattr(owner, name, None)) is not None), default)
 
 
 _NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
@@ -159,7 +159,7 @@ _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
 def _rotary(lm: PreTrainedModel, layer_type: str) -> Rotary | None:
     """The table that the model itself computed; tables that change with the sequence length are not supported."""
-    module: Any = getattr(lm.base_model, "rotary_emb", None)
+    module: Any = _first(lm.base_model, "rotary_emb", "pos_emb")
     if module is None:
         return None
     kind, prefix = module.rope_type, ""

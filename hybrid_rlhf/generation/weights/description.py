@@ -15,7 +15,8 @@ from torch import Tensor
 from hybrid_rlhf.generation.weights.recurrence import Recurrence
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
-Block = Literal["sequential", "parallel", "post_norm"]
+Block = Literal["sequential", "parallel", "post_norm", "normed"]
+"""Order of norms, attention and MLP; normed: what is added to is the norm of the residual stream (MiniMax)."""
 QKVOrder = Literal["stacked", "grouped"]
 """Rows of a fused QKV weight: stacked, all of Q, then K, then V; grouped, per KV head its queries, key and value."""
 
@@ -119,6 +120,8 @@ class ModelDescription:
     qk_norm: QKNorm = "shared"
     residual_scale: float = 1.0
     """What attention and MLP add to the residual stream is multiplied by it (Granite)."""
+    carried: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    """In a normed block, what attention, recurrence and MLP are added to is multiplied by these."""
     gated_mlp: bool = True
     """The MLP has a gate."""
     transposed: bool = False

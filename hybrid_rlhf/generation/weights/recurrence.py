@@ -6,7 +6,7 @@ product, `others` are kept apart, `recurrent_out` is the product at the end. Ran
 groups of heads that need nothing of each other.
 
 Source: gated delta net (arXiv 2412.06464), Mamba-2 (arXiv 2405.21060, section 6), Mamba (arXiv 2312.00752, section
-3.4), short convolution (LFM2, arXiv 2511.23404).
+3.4), short convolution (LFM2, arXiv 2511.23404), lightning attention (arXiv 2501.08313, section 2.2).
 """
 
 from __future__ import annotations
@@ -214,7 +214,49 @@ class ShortConvolution:
         return (self.width - 1, units), (0,)
 
 
-KINDS = {"gated_delta": GatedDelta, "mamba2": Mamba2, "mamba": Mamba, "short_convolution": ShortConvolution}
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Lightning:
+    """Linear attention whose heads decay at fixed rates, with a norm over all heads."""
+
+    heads: int
+    head_dim: int
+    rates: Tensor
+    """[layers of the model, heads]: a state is multiplied by exp(-rate) at each token."""
+    norm_eps: float
+
+    @property
+    def units(self) -> int:
+        """See Recurrence: the norm depends on all heads."""
+        return 1
+
+    def inputs(self, mine: range) -> Mapping[str, Tensor]:
+        """See Recurrence."""
+        d = self.head_dim
+        return {
+            "recurrent_qkv": _regrouped(range(self.heads), d, d, d),
+            "recurrent_gate": torch.arange(self.heads * d),
+        }
+
+    def others(self, mine: range) -> Mapping[str, Tensor]:
+        """See Recurrence."""
+        return {"recurrent_norm": torch.arange(self.heads * self.head_dim)}
+
+    def columns(self, mine: range) -> range:
+        """See Recurrence."""
+        return range(self.heads * self.head_dim)
+
+    def state_shapes(self, units: int) -> tuple[Shape, Shape]:
+        """See Recurrence."""
+        return (0, 0), (self.heads, self.head_dim, 1, self.head_dim)
+
+
+KINDS = {
+    "gated_delta": GatedDelta,
+    "mamba2": Mamba2,
+    "mamba": Mamba,
+    "short_convolution": ShortConvolution,
+    "lightning": Lightning,
+}
 """The kinds by the names that the family table uses."""
 
 

@@ -93,6 +93,37 @@ def _lfm2(config: PreTrainedConfig) -> dict[str, Any]:
     return {"norm": "rms", "activation": "silu", "mlp_size": size}
 
 
+def _minimax(config: PreTrainedConfig) -> dict[str, Any]:
+    names = ("full_attn", "linear_attn", "mlp")
+    carried, added = (
+        tuple(float(getattr(config, f"{name}_{kind}_factor")) for name in names) for kind in ("alpha", "beta")
+    )
+    scales = dict(zip(("o", "recurrent_out", "experts_down"), added, strict=True))
+    return {"block": "normed", "carried": carried, "weight_scales": scales}
+
+
+def _lightning(config: PreTrainedConfig) -> tuple[str, dict[str, Any]]:
+    heads, layers = config.num_attention_heads, config.num_hidden_layers
+    rates = 2.0 ** (-8.0 / heads * torch.arange(1, heads + 1))
+    factors = 1 - torch.arange(layers) / (layers - 1 + 1e-5) + 1e-5
+    return "lightning", {
+        "heads": heads,
+        "head_dim": config.head_dim or config.hidden_size // heads,
+        "rates": factors[:, None] * rates,
+        "norm_eps": 1e-6,
+    }
+
+
+def _lfm2_experts(config: PreTrainedConfig) -> dict[str, Any]:
+    return {
+        "count": config.num_experts,
+        "per_token": config.num_experts_per_tok,
+        "router": "sigmoid",
+        "normalise": config.norm_topk_prob,
+        "scale": config.routed_scaling_factor,
+    }
+
+
 def _limits_steps(config: PreTrainedConfig) -> bool:
     return tuple(config.time_step_limit or ()) not in ((), (0.0, float("inf")))
 
@@ -154,6 +185,28 @@ _QWEN_NEXT_FAMILY = Family(
     recurrence=lambda c: _gated_delta(c, grouped=True),
 )
 _BAMBA = {**_named("llama", "mamba", **_MAMBA2, **_FEED_FORWARD), "final_norm": "model.final_layernorm"}
+_LFM2_FAMILY = Family(
+    {
+        **_named(
+            "llama",
+            "conv",
+            attention_norm="operator_norm",
+            mlp_norm="ffn_norm",
+            q_norm="self_attn.q_layernorm",
+            k_norm="self_attn.k_layernorm",
+            o="self_attn.out_proj",
+            gate="feed_forward.w1",
+            up="feed_forward.w3",
+            down="feed_forward.w2",
+            recurrent_in="in_proj",
+            recurrent_conv="conv",
+            recurrent_out="out_proj",
+        ),
+        "final_norm": "model.embedding_norm",
+    },
+    _lfm2,
+    recurrence=lambda c: ("short_convolution", {"channels": c.hidden_size, "width": c.conv_L_cache}),
+)
 RECURRENT_FAMILIES: dict[str, Family] = {
     "qwen3_next": _QWEN_NEXT_FAMILY,
     "qwen3_5_text": Family(_named("qwen3", "linear_attn", **_QWEN_3_5), _qwen, recurrence=_gated_delta),
@@ -200,24 +253,30 @@ RECURRENT_FAMILIES: dict[str, Family] = {
         experts=lambda c: {"count": c.num_experts, "per_token": c.num_experts_per_tok},
         recurrence=_mamba,
     ),
-    "lfm2": Family(
+    "lfm2": _LFM2_FAMILY,
+    "lfm2_moe": replace(
+        _LFM2_FAMILY,
+        names={
+            **_LFM2_FAMILY.names,
+            "router": f"{_LAYER}feed_forward.gate",
+            "router_correction": f"{_LAYER}feed_forward.expert_bias",
+            "experts_up": f"{_LAYER}feed_forward.experts.gate_up_proj",
+            "experts_down": f"{_LAYER}feed_forward.experts.down_proj",
+        },
+        settings=lambda c: {"norm": "rms", "activation": "silu"},
+        experts=_lfm2_experts,
+    ),
+    "minimax": Family(
         _named(
-            "llama",
-            "conv",
-            attention_norm="operator_norm",
-            mlp_norm="ffn_norm",
-            q_norm="self_attn.q_layernorm",
-            k_norm="self_attn.k_layernorm",
-            o="self_attn.out_proj",
-            gate="feed_forward.w1",
-            up="feed_forward.w3",
-            down="feed_forward.w2",
-            recurrent_in="in_proj",
-            recurrent_conv="conv",
+            "qwen3_moe",
+            "self_attn",
+            recurrent_qkv="qkv_proj",
+            recurrent_gate="output_gate",
+            recurrent_norm="norm",
             recurrent_out="out_proj",
-        )
-        | {"final_norm": "model.embedding_norm"},
-        _lfm2,
-        recurrence=lambda c: ("short_convolution", {"channels": c.hidden_size, "width": c.conv_L_cache}),
+        ),
+        _minimax,
+        experts=ATTENTION_FAMILIES["mixtral"].experts,
+        recurrence=_lightning,
     ),
 }

@@ -2,7 +2,8 @@
 
 Source: gated delta net (arXiv 2412.06464, section 3.3, with the norms and the gate of Qwen3-Next), Mamba-2 (arXiv
 2405.21060, section 7), Mamba (arXiv 2312.00752, section 3.4, with the norms of Jamba, arXiv 2403.19887), short
-convolution (LFM2, arXiv 2511.23404). Decays and the recurrence are computed in float32.
+convolution (LFM2, arXiv 2511.23404), lightning attention (MiniMax-01, arXiv 2501.08313, section 2.2). Decays and the
+recurrence are computed in float32.
 
 Shapes: T tokens, H hidden, G groups of r heads on this rank, see scan.py.
 """
@@ -20,7 +21,7 @@ from torch.nn import functional
 from hybrid_rlhf.generation.model.layers import InferenceLinear
 from hybrid_rlhf.generation.model.recurrent.scan import DECAYING_SCAN, selective_scan
 from hybrid_rlhf.generation.model.recurrent.states import StepStates
-from hybrid_rlhf.generation.weights.recurrence import GatedDelta, Mamba, Mamba2, Recurrence, ShortConvolution
+from hybrid_rlhf.generation.weights.recurrence import GatedDelta, Lightning, Mamba, Mamba2, Recurrence, ShortConvolution
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,24 @@ class ShortConvolutionMixer:
         return self.weights.out(after * mixed)
 
 
+class LightningMixer:
+    """Lightning attention."""
+
+    def __init__(self, kind: Lightning, weights: MixerWeights, activation: Callable[[Tensor], Tensor]) -> None:
+        self._kind, self.weights, self._activation = kind, weights, activation
+        self._rates = kind.rates.to(weights.others["norm"].device)
+
+    def __call__(self, layer: int, x: Tensor, states: StepStates) -> Tensor:
+        """See Mixer."""
+        heads, d, norm = self._kind.heads, self._kind.head_dim, self.weights.others["norm"]
+        qkv, gate = self.weights.project(x).split([3 * heads * d, heads * d], dim=-1)
+        q, k, v = self._activation(qkv).float().unflatten(-1, (3, heads, d)).unbind(dim=1)
+        decay = -self._rates[layer, :, None].expand(len(x), heads, 1)
+        out = states.scan(layer, DECAYING_SCAN, q, k, v[:, :, None], decay).flatten(1)
+        normed = functional.rms_norm(out, out.shape[-1:], norm.float(), self._kind.norm_eps)
+        return self.weights.out((normed * gate.float().sigmoid()).to(x.dtype))
+
+
 def mixer(kind: Recurrence, weights: MixerWeights, activation: Callable[[Tensor], Tensor], eps: float) -> Mixer:
     """The layer of a kind."""
     if isinstance(kind, GatedDelta):
@@ -153,6 +172,8 @@ def mixer(kind: Recurrence, weights: MixerWeights, activation: Callable[[Tensor]
         return MambaMixer(kind, weights, activation, eps)
     if isinstance(kind, ShortConvolution):
         return ShortConvolutionMixer(weights)
+    if isinstance(kind, Lightning):
+        return LightningMixer(kind, weights, activation)
     assert isinstance(kind, Mamba2)
     return Mamba2Mixer(kind, weights, activation, eps)
 
