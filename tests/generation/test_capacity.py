@@ -22,6 +22,7 @@ from hybrid_rlhf.generation.batching.cache import CacheLayout
 from hybrid_rlhf.generation.batching.capacity import DeviceMemory, Sequences, WorkingMemory, rows_and_pages
 from hybrid_rlhf.generation.batching.workspace import Workspace, _Graphs
 from hybrid_rlhf.runtime.observability import timers
+from tests.support.families import variant
 from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, completions_alone, token_ids_of
 from tests.support.tiny import tiny_model
 
@@ -191,6 +192,24 @@ def test_graphs_of_a_workspace_are_captured_on_one_stream_which_the_next_reuses(
     assert fake_cuda[4] is fake_cuda[0], "cuBLAS keeps a workspace for each stream that it has seen"
     third.close(), second.close()
     assert FakeGraph.alive == 0
+
+
+def test_capturing_a_graph_changes_no_state_of_a_row(fake_cuda: list[Any]) -> None:
+    """The step that runs before it would otherwise count twice in recurrent layers."""
+    generation = GenerationEngine.from_model(variant("qwen3_5"), stop_token_ids=STOP_TOKEN_IDS, max_batch_rows=4)
+    generation.generate(PROMPTS[:2], replace(SAMPLED, max_new_tokens=2))
+    held = generation.backend.workspace
+    assert held is not None and held.states is not None
+    held.slots.copy_(torch.arange(1, 5))
+    stores = (held.states.conv, held.states.memory)
+    for store in stores:
+        store.normal_()
+    before = [store[:, 1:].clone() for store in stores]
+    with torch.inference_mode():
+        _Graphs(held.rows, held.slots, CPU)(held.step, 3)
+    assert held.slots.tolist() == [1, 2, 3, 4]
+    for store, states in zip(stores, before, strict=True):
+        assert torch.equal(store[:, 1:], states)
 
 
 def test_a_workspace_that_nobody_holds_is_freed_at_once(fake_cuda: list[Any]) -> None:

@@ -195,7 +195,7 @@ def test_ranks_share_groups_of_heads_or_refuse(name: str, units: int) -> None:
     architecture, _ = describe(variant(name))
     kind = architecture.recurrence
     if units < 2:
-        with pytest.raises(UserError, match=f"there are {units}, 2 ranks cannot: use {units} ranks"):
+        with pytest.raises(UserError, match=f"2 ranks are more than the {units} of this model"):
             Split.of(architecture, 0, 2)
         return
     mine = [Split.of(architecture, rank, 2).recurrent for rank in range(2)]

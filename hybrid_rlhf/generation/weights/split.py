@@ -46,8 +46,8 @@ class Split:
         experts, units = architecture.experts, architecture.recurrence.units if architecture.recurrence else 0
         if 0 < units < size:
             raise UserError(
-                f"tensor parallelism must split the heads of recurrent layers into groups of their own, there are "
-                f"{units}, {size} ranks cannot: use {units} ranks or fewer"
+                f"tensor parallelism must give each rank whole groups of heads of recurrent layers, {size} ranks are "
+                f"more than the {units} of this model: use {units} or fewer"
             )
         return cls(
             queries,
