@@ -84,7 +84,7 @@ def test_every_row_of_the_table_has_a_variant() -> None:
     assert {family for family, _ in VARIANTS.values()} == set(FAMILIES)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "opt", "falcon 40b"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "opt", "falcon 40b", "qwen3_5", "falcon_h1", "jamba", "lfm2"])
 def test_bfloat16_stays_near_the_module(name: str) -> None:
     model = variant(name).to(torch.bfloat16)  # type: ignore[arg-type]
     tokens = probe_tokens(model.config.vocab_size)
