@@ -21,6 +21,8 @@ from hybrid_rlhf.generation.batching.capacity import (
     capacity_tokens,
     rows_and_pages,
 )
+from hybrid_rlhf.generation.model.recurrent.states import state_bytes
+from hybrid_rlhf.generation.weights.describe import layers_with, recurrent_fields
 from hybrid_rlhf.memory.shapes import ParameterCounts, ShapedModel
 from hybrid_rlhf.models.families import FAMILIES
 
@@ -67,8 +69,25 @@ def inference_weight_bytes(
 def _fused(model: ShapedModel, names: Any) -> int:
     """Elements of the matrices that inference weights fuse."""
     roles = ("q", "k", "v", "gate", "up") if "gate" in names else ("q", "k", "v")
+    kind = _recurrence(model).get("recurrence")
+    if kind is not None and len(inputs := kind.inputs(range(kind.units))) > 1:
+        roles += tuple(inputs)
     ends = tuple(f"{names[role].rpartition('.')[2]}.weight" for role in roles if role in names)
     return sum(p.numel() for name, p in model.lm.named_parameters() if name.replace(".base_layer", "").endswith(ends))
+
+
+def _recurrence(model: ShapedModel) -> dict[str, Any]:
+    family = FAMILIES.get(model.config.model_type)
+    return {} if family is None else recurrent_fields(model.lm, family)
+
+
+def _state_bytes(model: ShapedModel, rollout: RolloutConfig, dtype: torch.dtype) -> int:
+    """Of the recurrent layers, for each row."""
+    fields = _recurrence(model)
+    if not fields:
+        return 0
+    kind, layers = fields["recurrence"], len(fields["recurrent_layers"])
+    return state_bytes(kind, layers=layers, units=math.ceil(kind.units / rollout.tensor_parallel), dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -76,6 +95,7 @@ class _Sizes:
     """Sizes of a decoder on this rank."""
 
     layers: int
+    """With attention."""
     heads: float
     kv_heads: float
     head_dim: int
@@ -88,8 +108,11 @@ def _sizes(model: ShapedModel, tensor_parallel: int) -> _Sizes:
     c: Any = model.config.get_text_config()
     heads, kv = c.num_attention_heads, getattr(c, "num_key_value_heads", None) or c.num_attention_heads
     mlp = getattr(c, "intermediate_size", None) or getattr(c, "ffn_dim", None) or 4 * c.hidden_size
+    family, layers = FAMILIES.get(model.config.model_type), c.num_hidden_layers
+    if family is not None and family.recurrence is not None:
+        layers = len(layers_with(model.lm, family, "o"))
     return _Sizes(
-        c.num_hidden_layers,
+        layers,
         heads / tensor_parallel,
         math.ceil(kv / tensor_parallel),
         getattr(c, "head_dim", None) or c.hidden_size // heads,
@@ -105,7 +128,7 @@ def _capacity(rollout: RolloutConfig, device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class CachePlan:
-    """The KV cache of a rollout."""
+    """The KV cache of a rollout, and the states of recurrent layers."""
 
     cache_bytes: float
     rows: int
@@ -139,7 +162,8 @@ def cache_plan(
     rows, pages = rows_and_pages(budget, sequences, working)
     pages = max(pages, sequences.longest_pages)
     each = sequences.layout.pages_of(sequences.longest_tokens)
-    return CachePlan(float(pages * sequences.page_bytes), rows, wanted, min(rows, max(1, (pages - 1) // each)))
+    taken = float(pages * sequences.page_bytes + (rows + 1) * sequences.state_bytes)
+    return CachePlan(taken, rows, wanted, min(rows, max(1, (pages - 1) // each)))
 
 
 def _sequences(
@@ -155,6 +179,7 @@ def _sequences(
         prompt_tokens=rollout.max_prompt_tokens,
         rows=rows,
         prefill_tokens=PREFILL_TOKENS[device.type],
+        state_bytes=_state_bytes(model, rollout, dtype),
     )
 
 

@@ -107,10 +107,16 @@ def shifted_positions(decoder: Decoder) -> None:
     )
 
 
+def wrong_decay(decoder: Decoder) -> None:
+    others = decoder._weights.layers[2].recurrent.weights.others
+    others["decay"] = others["decay"] + 0.7
+
+
 WRONG_DECODERS: dict[str, tuple[str, Callable[[Decoder], None], str]] = {
     "a rotary base": ("llama", wrong_rotary, "layer 0"),
     "a window left out": ("mistral", no_window, "layer 0"),
     "an activation": ("llama", wrong_activation, "layer 0"),
+    "a decay of states": ("qwen3_5", wrong_decay, "layer 2"),
     "positions of decoding": ("llama", shifted_positions, "the head"),
 }
 

@@ -22,6 +22,7 @@ from hybrid_rlhf.generation.batching.cache import CacheLayout
 from hybrid_rlhf.generation.batching.capacity import DeviceMemory, Sequences, WorkingMemory, rows_and_pages
 from hybrid_rlhf.generation.batching.workspace import Workspace, _Graphs
 from hybrid_rlhf.runtime.observability import timers
+from tests.support.families import variant
 from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, completions_alone, token_ids_of
 from tests.support.tiny import tiny_model
 
@@ -90,7 +91,9 @@ def test_the_memory_of_a_prefill_and_of_a_step_is_measured_by_running_them(monke
     requests = generation._requests(PROMPTS, SAMPLED)
     read: list[int] = []
     hidden = decoder.hidden
-    monkeypatch.setattr(decoder, "hidden", lambda tokens, *rest: read.append(len(tokens)) or hidden(tokens, *rest))
+    monkeypatch.setattr(
+        decoder, "hidden", lambda tokens, *rest, **more: read.append(len(tokens)) or hidden(tokens, *rest, **more)
+    )
     monkeypatch.setattr(capacity, "peak_bytes", lambda device, run: (run(), 5000 + 1000 * read[-1])[1])
     found = capacity.measured_memory(decoder, requests, rows=5, prefill_tokens=100, cuda_graphs=True)
     longest = max(map(len, PROMPTS))
@@ -172,7 +175,7 @@ def capturing(rows: int = 4) -> Workspace:
     generation.generate(PROMPTS[:2], replace(SAMPLED, max_new_tokens=2))
     found, generation.backend.workspace = generation.backend.workspace, None
     assert found is not None
-    found._graphs = _Graphs(found.rows, CPU)
+    found._graphs = _Graphs(found.rows, found.slots, CPU)
     with torch.inference_mode():
         for batch in (1, 2, 1):
             found._graphs(found.step, batch)
@@ -189,6 +192,24 @@ def test_graphs_of_a_workspace_are_captured_on_one_stream_which_the_next_reuses(
     assert fake_cuda[4] is fake_cuda[0], "cuBLAS keeps a workspace for each stream that it has seen"
     third.close(), second.close()
     assert FakeGraph.alive == 0
+
+
+def test_capturing_a_graph_changes_no_state_of_a_row(fake_cuda: list[Any]) -> None:
+    """The step that runs before it would otherwise count twice in recurrent layers."""
+    generation = GenerationEngine.from_model(variant("qwen3_5"), stop_token_ids=STOP_TOKEN_IDS, max_batch_rows=4)
+    generation.generate(PROMPTS[:2], replace(SAMPLED, max_new_tokens=2))
+    held = generation.backend.workspace
+    assert held is not None and held.states is not None
+    held.slots.copy_(torch.arange(1, 5))
+    stores = (held.states.conv, held.states.memory)
+    for store in stores:
+        store.normal_()
+    before = [store[:, 1:].clone() for store in stores]
+    with torch.inference_mode():
+        _Graphs(held.rows, held.slots, CPU)(held.step, 3)
+    assert held.slots.tolist() == [1, 2, 3, 4]
+    for store, states in zip(stores, before, strict=True):
+        assert torch.equal(store[:, 1:], states)
 
 
 def test_a_workspace_that_nobody_holds_is_freed_at_once(fake_cuda: list[Any]) -> None:

@@ -36,7 +36,9 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Tokens of each forward of a decoder."""
     sizes: list[int] = []
     hidden = Decoder.hidden
-    monkeypatch.setattr(Decoder, "hidden", lambda self, t, *rest: sizes.append(len(t)) or hidden(self, t, *rest))
+    monkeypatch.setattr(
+        Decoder, "hidden", lambda self, t, *rest, **more: sizes.append(len(t)) or hidden(self, t, *rest, **more)
+    )
     yield sizes
 
 
@@ -121,7 +123,7 @@ def test_prompts_and_turns_are_cached_until_the_weights_change(read: list[int]) 
         assert read[0] == 40
 
 
-@pytest.mark.parametrize("name", ["llama of three heads", "mistral", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["llama of three heads", "mistral", "gpt_oss", "deepseek_v3", "qwen3_5", "falcon_h1"])
 @pytest.mark.parametrize("spare_blocks", [0, 3, 9])
 @pytest.mark.parametrize("chunk", [7, 1000])
 def test_requests_that_are_preempted_go_on_where_they_were(
@@ -136,10 +138,11 @@ def test_requests_that_are_preempted_go_on_where_they_were(
     monkeypatch.setattr(capacity.Sequences, "least_pages", lambda self, rows: self.longest_pages)
     cache = free.backend.held.cache
     pages = 1 + cache.layout.pages_of(44 + 40, computed_together=chunk) + spare_blocks * cache.layout.tables
+    states = 25 * free.backend.decoder.state_bytes  # of 24 rows, and of the slot that nobody reads
     tight = GenerationEngine.from_model(
         model,
         stop_token_ids=range(3, 6),
-        kv_cache_gib=pages * cache.layout.stores * cache.keys[:, 0].nbytes / 2**30,
+        kv_cache_gib=(pages * cache.layout.stores * cache.keys[:, 0].nbytes + states) / 2**30,
         prefill_tokens=chunk,
     )
     found = tight.generate(prompts, sampling)

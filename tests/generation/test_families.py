@@ -29,6 +29,8 @@ GENERATOR = torch.Generator().manual_seed(0)
 PROMPTS = [torch.randint(3, 200, (length,), generator=GENERATOR).tolist() for length in (5, 1, 9, 3, 20)]
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0)
 STOP = [2, 11, 40, 77, 130]
+WRONG_WHEN_PADDED = {"minimax"}
+"""Whose module decodes other tokens for padded rows than for the same rows alone."""
 
 
 def decoder_from(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> Decoder:
@@ -73,7 +75,8 @@ def test_greedy_tokens_are_those_of_hugging_face_padded_or_not(name: str) -> Non
             alone, attention_mask=torch.ones_like(alone), max_new_tokens=12, do_sample=False, pad_token_id=0
         )
         assert completion.token_ids == whole[0, len(prompt) :].tolist()
-        assert completion.token_ids == padded[row, width : width + len(completion.token_ids)].tolist()
+        if name not in WRONG_WHEN_PADDED:
+            assert completion.token_ids == padded[row, width : width + len(completion.token_ids)].tolist()
         assert completion.finish_reason == ("stop" if completion.token_ids[-1] in STOP else "length")
 
 
@@ -81,7 +84,7 @@ def test_every_row_of_the_table_has_a_variant() -> None:
     assert {family for family, _ in VARIANTS.values()} == set(FAMILIES)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "opt", "falcon 40b"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "opt", "falcon 40b", "qwen3_5", "falcon_h1", "jamba", "lfm2"])
 def test_bfloat16_stays_near_the_module(name: str) -> None:
     model = variant(name).to(torch.bfloat16)  # type: ignore[arg-type]
     tokens = probe_tokens(model.config.vocab_size)

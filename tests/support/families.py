@@ -32,6 +32,28 @@ GROUPED_EXPERTS = {
     "topk_group": 2,
     "routed_scaling_factor": 1.5,
 }
+HYBRID = {**GQA, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+DELTA = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 6, "mamba_chunk_size": 4}
+FALCON_H1 = {
+    "head_dim": 8,
+    "mamba_d_ssm": 64,
+    "embedding_multiplier": 2.0,
+    "lm_head_multiplier": 0.7,
+    "mlp_multipliers": [1.3, 0.6],
+    "key_multiplier": 0.5,
+    "attention_in_multiplier": 0.8,
+    "attention_out_multiplier": 1.4,
+    "ssm_multipliers": [0.5, 1.5, 0.7, 1.2, 0.9],
+    "ssm_in_multiplier": 1.2,
+    "ssm_out_multiplier": 0.6,
+}
 VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("llama", {**GQA, "tie_word_embeddings": True}),
     "llama with biases": ("llama", {**GQA, "attention_bias": True, "mlp_bias": True}),
@@ -239,6 +261,79 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
             "bias": True,
         },
     ),
+    "qwen3_next": (
+        "qwen3_next",
+        {**HYBRID, **EXPERTS, **DELTA, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},
+    ),
+    "qwen3_5": ("qwen3_5_text", {**HYBRID, **DELTA}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {**HYBRID, **EXPERTS, **DELTA, "shared_expert_intermediate_size": 40}),
+    "granite 4": (
+        "granitemoehybrid",
+        {
+            **HYBRID,
+            **MAMBA,
+            "num_local_experts": 4,
+            "shared_intermediate_size": 40,
+            "position_embedding_type": "rope",
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 2.0,
+            "residual_multiplier": 0.7,
+            "logits_scaling": 0.8,
+        },
+    ),
+    "granite 4 without experts or positions": (
+        "granitemoehybrid",
+        {**HYBRID, **MAMBA, "num_local_experts": 0, "shared_intermediate_size": 40},
+    ),
+    "bamba": ("bamba", {**GQA, **MAMBA, "attn_layer_indices": [1], "mamba_n_groups": 1}),
+    "falcon_h1": ("falcon_h1", {**GQA, **MAMBA, **FALCON_H1}),
+    "falcon_h1 with a norm after the gate": (
+        "falcon_h1",
+        {**GQA, **MAMBA, **FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "mlp_bias": True},
+    ),
+    "falcon_h1 with a norm before the gate": ("falcon_h1", {**GQA, **MAMBA, **FALCON_H1, "mamba_rms_norm": True}),
+    "jamba": (
+        "jamba",
+        {
+            **GQA,
+            "num_experts": 4,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "mamba_d_state": 6,
+            "mamba_dt_rank": 5,
+            "mamba_proj_bias": False,
+        },
+    ),
+    "lfm2": ("lfm2", {**GQA, "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8}),
+    "lfm2 of a given width": (
+        "lfm2",
+        {**GQA, "layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
+    ),
+    "lfm2_moe": (
+        "lfm2_moe",
+        {
+            **GQA,
+            **EXPERTS,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "minimax": (
+        "minimax",
+        {
+            **HYBRID,
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "block_size": 4,
+            "full_attn_alpha_factor": 1.3,
+            "full_attn_beta_factor": 0.7,
+            "linear_attn_alpha_factor": 0.8,
+            "linear_attn_beta_factor": 1.4,
+            "mlp_alpha_factor": 1.2,
+            "mlp_beta_factor": 0.9,
+        },
+    ),
 }
 
 
@@ -253,6 +348,6 @@ def variant(name: str, *, seed: int = 0) -> PreTrainedModel:
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.4)
     for name, buffer in model.named_buffers():
-        if name.endswith("correction_bias"):
+        if name.endswith(("correction_bias", "expert_bias")):
             torch.nn.init.normal_(buffer, std=0.1)
     return model

@@ -125,6 +125,7 @@ class NativeBackend:
         cached = bytes_per_token(decoder.architecture, len(decoder.split.kv_heads), decoder.dtype)
         self.decode_bytes += batch.decode_steps * decoder.product_bytes
         self.decode_bytes += cached * sum(request.attended_tokens for request in requests)
+        self.decode_bytes += decoder.state_bytes * sum(max(0, len(request.token_ids) - 1) for request in requests)
 
     def close(self) -> None:
         """See GenerationBackend."""
@@ -173,6 +174,7 @@ class NativeBackend:
             prompt_tokens=max(len(request.prompt) for request in requests),
             rows=min(len(requests), self._max_batch_rows or sys.maxsize),
             prefill_tokens=self._prefill_tokens,
+            state_bytes=decoder.state_bytes,
         )
 
     def _cache_for(self, decoder: Decoder, requests: Sequence[Request], sequences: Sequences) -> HeldCache:
@@ -192,7 +194,7 @@ class NativeBackend:
         both = decoder.world.all_reduce(torch.tensor([rows, pages], device=decoder.world.device), dist.ReduceOp.MIN)
         rows, pages = map(int, both.tolist())
         if pages < 1:
-            one = sequences.longest_pages * sequences.page_bytes
+            one = sequences.longest_pages * sequences.page_bytes + 2 * sequences.state_bytes
             raise UserError(
                 f"the KV cache must hold one completion of {sequences.longest_tokens} tokens, {one / 2**30:.2g} GiB, "
                 f"its budget is {max(0.0, budget - working.prefill) / 2**30:.2g} GiB: lower max_new_tokens or raise "
@@ -206,7 +208,8 @@ class NativeBackend:
             return HeldCache(held.cache.grown(pages), held.pool, rows, wanted)
         held = self.held = None  # freed before the new one is allocated
         cache = new_cache(decoder, sequences.layout, pages=pages)
-        return HeldCache(cache, BlockPool(sequences.layout, pages), rows, wanted)
+        pool = BlockPool(sequences.layout, pages, finds_prefixes=decoder.architecture.recurrence is None)
+        return HeldCache(cache, pool, rows, wanted)
 
     def _budget(
         self, decoder: Decoder, requests: Sequence[Request], sequences: Sequences, own: int
@@ -221,4 +224,5 @@ class NativeBackend:
             prefill_tokens=self._prefill_tokens,
             cuda_graphs=self._cuda_graphs,
         )
-        return available_bytes(decoder.world) + own, working
+        states = 0 if self.workspace is None else (1 + self.workspace.most_rows) * decoder.state_bytes
+        return available_bytes(decoder.world) + own + states, working

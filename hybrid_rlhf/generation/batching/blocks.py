@@ -66,9 +66,16 @@ class Match:
 class BlockPool:
     """All blocks of a KV cache."""
 
-    def __init__(self, layout: CacheLayout, pages: int) -> None:
-        """Args: how layers share pages, and the pages of the cache; page 0 is left to rows that are not in use."""
-        self.layout = layout
+    def __init__(self, layout: CacheLayout, pages: int, *, finds_prefixes: bool = True) -> None:
+        """Take the pages of a cache.
+
+        Args:
+            layout: how layers share pages.
+            pages: of the cache; page 0 is left to rows that are not in use.
+            finds_prefixes: whether sequences share the blocks of others that begin alike. Recurrent layers forbid it:
+                blocks do not have their states.
+        """
+        self.layout, self._finds_prefixes = layout, finds_prefixes
         self.pages = pages - 1
         self._free = list(range(pages - 1, 0, -1))
         self._idle: OrderedDict[Block, None] = OrderedDict()
@@ -155,6 +162,8 @@ class BlockPool:
 
     def index(self, tokens: Sequence[int], blocks: Sequence[Sequence[Block | None]]) -> None:
         """Let later sequences find blocks; [i][group] holds tokens i * BLOCK_TOKENS and after."""
+        if not self._finds_prefixes:
+            return
         node = self._root
         for place, held in enumerate(blocks):
             node = node.child(tokens[place * BLOCK_TOKENS : (place + 1) * BLOCK_TOKENS])

@@ -31,8 +31,8 @@ class CacheLayout:
     pages: tuple[int, ...]
     """For each layer group, the pages of a block."""
     layers_per_page: int
-    places: tuple[tuple[int, int], ...]
-    """For each layer, its page table, and its place in a page."""
+    places: tuple[tuple[int, int] | None, ...]
+    """For each layer, its page table, and its place in a page; none: it has no attention."""
     stores: int = 2
     """Keys and values; 1 where they are the same (latent attention)."""
 
@@ -40,19 +40,22 @@ class CacheLayout:
     def of(cls, architecture: ModelDescription, capacity_tokens: int) -> CacheLayout:
         """The layout for sequences of at most `capacity_tokens`; a window of that size or above is none."""
 
-        def window(layer: int) -> int | None:
-            own = architecture.kinds[architecture.layer_kinds[layer]].window
+        def window(kind: int) -> int | None:
+            own = architecture.kinds[kind].window
             return None if own is None or own >= capacity_tokens else own
 
-        each = [window(layer) for layer in range(architecture.layers)]
+        each = [window(kind) for kind in architecture.layer_kinds if kind is not None]
         windows = sorted(set(each), key=lambda size: math.inf if size is None else size, reverse=True)
         counts = [each.count(one) for one in windows]
         together = math.gcd(*counts)
         pages = [count // together for count in counts]
         seen = [0] * len(windows)
-        places = []
-        for size in each:
-            group = windows.index(size)
+        places = list[tuple[int, int] | None]()
+        for kind in architecture.layer_kinds:
+            if kind is None:
+                places.append(None)
+                continue
+            group = windows.index(window(kind))
             places.append((sum(pages[:group]) + seen[group] // together, seen[group] % together))
             seen[group] += 1
         stores = 2 if architecture.latent is None else 1
@@ -99,7 +102,9 @@ class KVCache:
 
     def of_layer(self, layer: int) -> tuple[int, torch.Tensor, torch.Tensor]:
         """The page table of a layer, and its keys and values [P, BLOCK_TOKENS, K, D]."""
-        table, place = self.layout.places[layer]
+        both = self.layout.places[layer]
+        assert both is not None
+        table, place = both
         return table, self.keys[place], self.values[place]
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -133,4 +138,4 @@ def page_bytes(layout: CacheLayout, *, kv_heads: int, head_dim: int, dtype: torc
 def bytes_per_token(architecture: ModelDescription, kv_heads: int, dtype: torch.dtype) -> int:
     """Bytes of one token's keys and values on a rank with so many KV heads."""
     stores = 2 if architecture.latent is None else 1
-    return stores * architecture.layers * kv_heads * architecture.head_dim * dtype.itemsize
+    return stores * architecture.attention_layers * kv_heads * architecture.head_dim * dtype.itemsize

@@ -74,6 +74,8 @@ class Sequences:
     rows: int
     """Completions that would be decoded together with unlimited memory."""
     prefill_tokens: int
+    state_bytes: int = 0
+    """Of recurrent layers, per completion."""
 
     @property
     def longest_pages(self) -> int:
@@ -104,7 +106,8 @@ def rows_and_pages(budget_bytes: float, sequences: Sequences, working: WorkingMe
 
     def pages_beside(rows: int) -> int:
         temporary = max(working.prefill, rows * working.row) + (rows * working.row if working.cuda_graphs else 0.0)
-        return int((budget_bytes - temporary) // sequences.page_bytes)
+        states = (rows + 1) * sequences.state_bytes
+        return int((budget_bytes - temporary - states) // sequences.page_bytes)
 
     low, high = 1, sequences.rows
     while low < high:
@@ -191,8 +194,10 @@ def _read(workspace: Workspace, prompts: int, length: int) -> None:
     """Run a prefill of `prompts` prompts of `length` tokens."""
     positions = torch.arange(length, device=workspace.decoder.world.device).repeat(prompts)
     pages = workspace.pages.expand(-1, prompts, -1)
-    attend = workspace.attention.step(None, Chunks(pages, [0] * prompts, [length] * prompts))
-    workspace.decoder.hidden(torch.zeros_like(positions), positions, attend)
+    chunks = Chunks(pages, [0] * prompts, [length] * prompts, workspace.slots[:1].expand(prompts))
+    states = None if workspace.states is None else workspace.states.step(None, chunks)
+    attend = workspace.attention.step(None, chunks)
+    workspace.decoder.hidden(torch.zeros_like(positions), positions, attend, states=states)
 
 
 def _peak(device: torch.device, run: Callable[[], object]) -> int:

@@ -37,6 +37,8 @@ class _Row:
     age: int
     """Place in the order of arrival."""
     table: BlockTable
+    slot: int
+    """Of its states in recurrent layers."""
     computed: int = 0
     """Tokens whose keys and values are in the cache, or will be by the steps that have been launched."""
     listed: int = 0
@@ -82,6 +84,8 @@ class ContinuousBatch:
         """Rows whose prompts are not computed yet, by age; samples after the first are with it."""
         self._in_flight: deque[tuple[list[_Row], Fetch]] = deque()
         self._prefill_tokens = prefill_tokens
+        self._slots = list(range(workspace.most_rows, 0, -1))
+        """Slots that no live row has."""
         self._expected = _ExpectedLength()
         self._preempted = False
         """Whether nothing enters until a row has finished."""
@@ -150,11 +154,14 @@ class ContinuousBatch:
         self._workspace.set_pages(entries)
         if chunks:
             prompts = self._prompts(chunks, finished)
-            fetch = self._workspace.prefill(batch, prompts, [row.request for row in entered], longest=longest)
+            requests, slots = [row.request for row in entered], [row.slot for row in entered]
+            fetch = self._workspace.prefill(batch, prompts, requests, slots, longest=longest)
         else:
             fetch = self._workspace.decode(batch, longest=longest)
         self.decode_steps += batch > 0
         self._workspace.cache.copy(forks)
+        if self._workspace.states is not None:
+            self._workspace.states.copy([(row.slot, one.slot) for row in finished for one in row.samples])
         for row, start, length in chunks:
             row.table.set_ready(start, start + length)
         for row in finished:
@@ -214,7 +221,12 @@ class ContinuousBatch:
         for place, table in enumerate(tables):
             pages[:, place, : len(table)] = torch.tensor(table, dtype=torch.int32).t()
         return Prompts(
-            Chunks(pages.to(device), [start for _, start, _ in chunks], [length for _, _, length in chunks]),
+            Chunks(
+                pages.to(device),
+                [start for _, start, _ in chunks],
+                [length for _, _, length in chunks],
+                torch.tensor([row.slot for row, _, _ in chunks], device=device),
+            ),
             torch.tensor(tokens, device=device),
             torch.tensor(positions, device=device),
             torch.tensor(last, dtype=torch.long, device=device),
@@ -266,7 +278,7 @@ class ContinuousBatch:
         if room < 0 and self._live:
             return None
         self._waiting.popleft()
-        row = _Row(request, age, BlockTable(self._pool))
+        row = self._new_row(request, age)
         row.computed, copies = row.table.begin(self._pool.match(request.all_token_ids))
         self._workspace.cache.copy(copies)
         self._entering.append(row)
@@ -276,8 +288,11 @@ class ContinuousBatch:
             if sample.prompt_index != request.prompt_index or request.token_ids or sample.token_ids or room < 0:
                 break
             self._waiting.popleft()
-            row.samples.append(_Row(sample, age, BlockTable(self._pool)))
+            row.samples.append(self._new_row(sample, age))
         return row
+
+    def _new_row(self, request: Request, age: int) -> _Row:
+        return _Row(request, age, BlockTable(self._pool), self._slots.pop())
 
     def _preempt(self, row: _Row) -> None:
         """Take back the blocks of a row; its request waits in its old place."""
@@ -285,7 +300,9 @@ class ContinuousBatch:
         self._preempted = True
         if row in self._decoding:
             self._remove({row})
-        elif row in self._entering:
+        else:
+            self._slots.append(row.slot)
+        if row in self._entering:
             row.table.release()
             self._entering.remove(row)
         for leader in self._entering:
@@ -331,10 +348,11 @@ class ContinuousBatch:
             row.table.set_ready(0, row.request.tokens - 1)
             row.table.index(row.request.all_token_ids[:-1])
             row.table.release()
+            self._slots.append(row.slot)
         self._decoding = rows
 
     def _release_all(self) -> None:
         """Give back all blocks, also when the caller stops before the end."""
         for row in self._live:
             row.table.release()
-        self._workspace.pages.zero_()
+        self._workspace.clear()

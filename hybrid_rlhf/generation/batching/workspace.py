@@ -72,13 +72,17 @@ class Workspace:
         blocks = -(-capacity_tokens // BLOCK_TOKENS)
         self.pages = torch.zeros(cache.layout.tables, rows, blocks, dtype=torch.int32, device=device)
         """[page tables, S, M]: the pages of each row; page 0, which nobody reads, where there is none."""
+        self.states = decoder.new_states(1 + rows)
+        """States of recurrent layers, in a slot for each row and one that nobody reads."""
+        self.slots = torch.zeros(rows, dtype=torch.long, device=device)
+        """[S]: the slot of each row; slot 0, which nobody reads, where there is none."""
         self.steps_in_flight = 1 if device.type == "cuda" else 0
         """Steps that are started before the result of an earlier one is fetched."""
         self._mode = SamplingMode.of(requests)
         self._sampler = Sampler(decoder.architecture.vocab_size, self._mode, decoder.world)
         self._graphs = None
         if device.type == "cuda" and cuda_graphs:
-            self._graphs = _Graphs(self.rows, device)
+            self._graphs = _Graphs(self.rows, self.slots, device)
         close_with_world(self)
 
     @property
@@ -114,7 +118,14 @@ class Workspace:
         if source != target:
             self.rows.move(source, target)
             self.pages[:, target] = self.pages[:, source]
+            self.slots[target] = self.slots[source]
         self.pages[:, source] = 0
+        self.slots[source] = 0
+
+    def clear(self) -> None:
+        """Leave all rows empty."""
+        self.pages.zero_()
+        self.slots.zero_()
 
     def decode(self, batch: int, *, longest: int) -> Fetch:
         """Sample one token for each of the first `batch` rows, of `longest` tokens at most with the new one."""
@@ -122,16 +133,20 @@ class Workspace:
             return _fetch(self._graphs(self.step, _graph_rows(batch, self.most_rows))[:, :batch])
         return _fetch(self.step(batch, longest=longest))
 
-    def prefill(self, batch: int, prompts: Prompts, entering: Sequence[Request], *, longest: int) -> Fetch:
+    def prefill(
+        self, batch: int, prompts: Prompts, entering: Sequence[Request], slots: Sequence[int], *, longest: int
+    ) -> Fetch:
         """Sample one token for each of the first `batch` rows, and the next tokens of requests that enter after them.
 
         Args:
             batch: rows that decode.
             prompts: chunks of prompts computed in the same step.
             entering: requests whose prompts are computed with this step, in the order of `prompts.last`.
+            slots: of their states.
             longest: see `decode`.
         """
         self.rows.fill(batch, entering)
+        self.slots[batch : batch + len(slots)] = torch.tensor(slots, dtype=torch.long, device=self.slots.device)
         return _fetch(self.step(batch, longest=longest, prompts=prompts))
 
     def step(self, batch: int, *, longest: int | None = None, prompts: Prompts | None = None) -> Tensor:
@@ -147,12 +162,14 @@ class Workspace:
         tokens, positions = rows.token, rows.position.clamp(max=self.capacity_tokens - 1)
         decoding = None
         if batch:
-            decoding = DecodeRows(self.pages[:, :batch], positions, longest or self.capacity_tokens)
+            slots = None if self.states is None else self.slots[:batch]
+            decoding = DecodeRows(self.pages[:, :batch], positions, longest or self.capacity_tokens, slots)
         chunks = None
         if prompts is not None:
             chunks = prompts.chunks
             tokens, positions = torch.cat([tokens, prompts.tokens]), torch.cat([positions, prompts.positions])
-        hidden = self.decoder.hidden(tokens, positions, self.attention.step(decoding, chunks))
+        states = None if self.states is None else self.states.step(decoding, chunks)
+        hidden = self.decoder.hidden(tokens, positions, self.attention.step(decoding, chunks), states=states)
         if prompts is None:
             return _stacked(self._sampler(self.decoder.logits(hidden), rows))
         if not batch and not len(prompts.of_request):
@@ -183,11 +200,12 @@ class _Graphs:
     All are captured on one stream of their own. cuBLAS keeps a workspace per stream (32 MiB on Hopper), and torch
     clears that of a graph's capture stream when the graph is destroyed (pytorch issue 193402), so live graphs of
     another workspace must not use the same stream. The step is passed in each call, because storing it would make a
-    reference cycle with the workspace, which owns these graphs.
+    reference cycle with the workspace, which owns these graphs. The step that is run before a capture changes no state
+    of a row: all have slot 0 meanwhile.
     """
 
-    def __init__(self, rows: DecodeBatch, device: torch.device) -> None:
-        self._rows, self._idle = rows, _IDLE_STREAMS[device]
+    def __init__(self, rows: DecodeBatch, slots: Tensor, device: torch.device) -> None:
+        self._rows, self._slots, self._idle = rows, slots, _IDLE_STREAMS[device]
         self._stream = self._idle.pop() if self._idle else torch.cuda.Stream(device)
         self._captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
@@ -214,7 +232,8 @@ class _Graphs:
             pool = next(iter(self._captured.values()))[0].pool()
         else:
             logger.info("capturing CUDA graphs of decoding, once per batch size: the first steps take longer")
-        saved, main = self._rows.save(), torch.cuda.current_stream()
+        saved, slots, main = self._rows.save(), self._slots.clone(), torch.cuda.current_stream()
+        self._slots.zero_()
         self._stream.wait_stream(main)
         with torch.cuda.stream(self._stream):  # compile kernels and load libraries outside the graph
             step(batch)
@@ -224,6 +243,7 @@ class _Graphs:
         with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
             result = step(batch)
         self._rows.restore(saved)
+        self._slots.copy_(slots)
         return graph, result
 
 

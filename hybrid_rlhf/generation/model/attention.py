@@ -50,6 +50,8 @@ class DecodeRows:
     """[B] of the new tokens."""
     longest: int
     """Tokens of the longest row, the new one included; kernels read lengths from the device instead."""
+    slots: Tensor | None = None
+    """[B] where the states of recurrent layers are (recurrent/states.py); none: the model has no such layer."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class Chunks:
     """[page tables, chunks, M] int32."""
     starts: Sequence[int]
     lengths: Sequence[int]
+    slots: Tensor | None = None
+    """[chunks], as in DecodeRows."""
 
     @property
     def ends(self) -> list[int]:
@@ -190,7 +194,7 @@ class StepAttention:
     def __call__(self, layer: int, qkv: Tensor, table: Table, sinks: Tensor | None) -> Tensor:
         """See AttentionFunction."""
         attention, batch = self._attention, self._batch
-        kind = attention.architecture.layer_kinds[layer]
+        kind = attention.architecture.attention_of(layer)
         tables, keys, values = attention.cache.of_layer(layer)
         places = self._places[tables]
         if attention.kernels is not None:

@@ -1,7 +1,7 @@
 """The forward pass of the inference weights, over the tokens of many sequences in one flat row.
 
 Why flat: matrix products over the tokens of all sequences need no padding, and prefill and decoding share one code
-path. Only attention (attention.py) knows which tokens belong to which sequence.
+path. Only attention (attention.py) and recurrent layers (recurrent/) know which tokens belong to which sequence.
 
 Shapes: T tokens, H hidden, A heads and K KV heads of this rank, D head size, V rows of the vocabulary on this rank.
 """
@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from hybrid_rlhf.generation.model.attention import AttentionFunction, Table
 from hybrid_rlhf.generation.model.layers import ACTIVATIONS, Norm, kernels_for
+from hybrid_rlhf.generation.model.recurrent.states import StateCache, StepStates, state_bytes
 from hybrid_rlhf.generation.weights.decoder_weights import DecoderWeights, LayerWeights
 from hybrid_rlhf.generation.weights.description import ModelDescription
 from hybrid_rlhf.generation.weights.split import Split
@@ -51,6 +52,19 @@ class Decoder:
         """Bytes of the weights that a decoding step reads, for any number of rows."""
         return self._weights.product_bytes
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of a row in recurrent layers."""
+        a, units = self.architecture, len(self.split.recurrent)
+        return state_bytes(a.recurrence, layers=len(a.recurrent_layers), units=units, dtype=self.dtype)
+
+    def new_states(self, slots: int) -> StateCache | None:
+        """Zero states for so many slots; none for a model without recurrent layers."""
+        a, units = self.architecture, len(self.split.recurrent)
+        if a.recurrence is None:
+            return None
+        return StateCache(a, a.recurrence, units=units, slots=slots, dtype=self.dtype, device=self.world.device)
+
     def refresh(self) -> None:
         """Recompute what is derived from weights, after these were updated in place."""
         self._weights.refresh()
@@ -61,11 +75,13 @@ class Decoder:
         positions: Tensor,
         attend: AttentionFunction,
         *,
+        states: StepStates | None = None,
         observe: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
         """Last hidden states [T, H] of tokens [T] at positions [T], before the final norm.
 
-        `observe`, if given, receives the states before the first layer and after each.
+        `states` are those of recurrent layers, if there are any. `observe`, if given, receives the states before the
+        first layer and after each.
         """
         x = self._embed(tokens, positions)
         if observe is not None:
@@ -73,8 +89,9 @@ class Decoder:
         tables = [self._rotary_table(kind, positions) for kind in range(len(self.architecture.kinds))]
         block = getattr(self, f"_{self.architecture.block}")
         for index, layer in enumerate(self._weights.layers):
-            table = tables[self.architecture.layer_kinds[index]]
-            x = block(x, layer, lambda h, i=index, w=layer, t=table: self._attention(h, i, w, t, attend))
+            kind = self.architecture.layer_kinds[index]
+            table = None if kind is None else tables[kind]
+            x = block(x, layer, lambda h, i=index, w=layer, t=table: self._mixed(h, i, w, t, attend, states))
             if observe is not None:
                 observe(x)
         return x
@@ -108,7 +125,7 @@ class Decoder:
             x = x + functional.embedding(positions + a.position_offset, weights.positions)
         return _normed(weights.embed_norm, x)
 
-    # -- the three orders of norm, attention and MLP
+    # -- the orders of norm, attention and MLP
 
     def _sequential(self, x: Tensor, w: LayerWeights, attention: Callable[[Tensor], Tensor]) -> Tensor:
         mixed = self._scaled(_normed(w.attention_out_norm, attention(_normed(w.attention_norm, x))))
@@ -123,17 +140,45 @@ class Decoder:
         x = _normed(w.attention_norm, x + attention(x))
         return _normed(w.mlp_norm, x + self._mlp(x, w))
 
+    def _normed(self, x: Tensor, w: LayerWeights, attention: Callable[[Tensor], Tensor]) -> Tensor:
+        attended, recurrent, mlp = self.architecture.carried
+        x = _normed(w.attention_norm, x)
+        x = _normed(w.mlp_norm, x * (attended if w.recurrent is None else recurrent) + attention(x))
+        return x * mlp + self._mlp(x, w)
+
+    def _mixed(
+        self,
+        x: Tensor,
+        index: int,
+        w: LayerWeights,
+        table: Table,
+        attend: AttentionFunction,
+        states: StepStates | None,
+    ) -> Tensor:
+        """What mixes tokens in a layer: attention, a recurrence, or the sum of both."""
+        if w.recurrent is None:
+            return self._attention(x, index, w, table, attend)
+        assert states is not None
+        mixed = self.world.all_reduce(w.recurrent(index, x, states))
+        return mixed if w.o is None else mixed + self._attention(x, index, w, table, attend)
+
     def _attention(self, x: Tensor, index: int, w: LayerWeights, table: Table, attend: AttentionFunction) -> Tensor:
+        assert w.o is not None
         if w.latent is not None:
             mixed = w.latent(x, table, lambda qkv: attend(index, qkv, None, w.sinks))
             return self.world.all_reduce(w.o(mixed))
         assert w.qkv is not None
         d, heads, kv_heads = self.architecture.head_dim, len(self.split.heads), len(self.split.kv_heads)
-        qkv = w.qkv(x).view(len(x), heads + 2 * kv_heads, d)
+        qkv, gate = w.qkv(x).view(len(x), -1, d), None
+        if self.architecture.gated_attention:
+            qkv, gate = qkv.split([heads + 2 * kv_heads, heads], dim=1)
         if w.q_norm is not None and w.k_norm is not None:
             q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
             qkv = torch.cat([w.q_norm(q), w.k_norm(k), v], dim=1)
-        return self.world.all_reduce(w.o(attend(index, qkv, table, w.sinks).reshape(len(x), heads * d)))
+        mixed = attend(index, qkv.contiguous(), table, w.sinks)
+        if gate is not None:
+            mixed = mixed * gate.sigmoid()
+        return self.world.all_reduce(w.o(mixed.reshape(len(x), heads * d)))
 
     def _scaled(self, added: Tensor) -> Tensor:
         scale = self.architecture.residual_scale

@@ -111,27 +111,34 @@ def probe_logprobs(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
 def probe_logits(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
     """Logits [P - 1, V] float32 after all tokens except the last: one half by prefill, the other token by token."""
     a, device = decoder.architecture, decoder.world.device
-    attention, pages = _probe_attention(decoder, len(tokens))
+    (attention, pages), states = _probe_attention(decoder, len(tokens)), decoder.new_states(1)
     ids = torch.tensor(tokens, device=device)
     half = len(tokens) // 2
     places = torch.arange(len(tokens), device=device)
-    hidden = [decoder.hidden(ids[:half], places[:half], attention.step(None, Chunks(pages, [0], [half])))]
+    slots = places[:1]
+
+    def computed(part: slice, rows: DecodeRows | None, chunks: Chunks | None = None) -> Tensor:
+        recur = None if states is None else states.step(rows, chunks)
+        return decoder.hidden(ids[part], places[part], attention.step(rows, chunks), states=recur)
+
+    hidden = [computed(slice(half), None, Chunks(pages, [0], [half], slots))]
     for place in range(half, len(tokens) - 1):
         one = slice(place, place + 1)
-        attend = attention.step(DecodeRows(pages, places[one], place + 1))
-        hidden.append(decoder.hidden(ids[one], places[one], attend))
+        hidden.append(computed(one, DecodeRows(pages, places[one], place + 1, slots)))
     return gather_vocabulary(decoder.logits(torch.cat(hidden)), a.vocab_size, decoder.world)
 
 
 @torch.inference_mode()
 def probe_hidden(decoder: Decoder, tokens: Sequence[int]) -> list[Tensor]:
     """Hidden states [P, H] before the first layer and after each, by one prefill."""
-    device, states = decoder.world.device, list[Tensor]()
-    attention, pages = _probe_attention(decoder, len(tokens))
-    attend = attention.step(None, Chunks(pages, [0], [len(tokens)]))
+    device, observed = decoder.world.device, list[Tensor]()
+    (attention, pages), states = _probe_attention(decoder, len(tokens)), decoder.new_states(1)
     places = torch.arange(len(tokens), device=device)
-    decoder.hidden(torch.tensor(tokens, device=device), places, attend, observe=states.append)
-    return states
+    chunks = Chunks(pages, [0], [len(tokens)], places[:1])
+    recur = None if states is None else states.step(None, chunks)
+    ids = torch.tensor(tokens, device=device)
+    decoder.hidden(ids, places, attention.step(None, chunks), states=recur, observe=observed.append)
+    return observed
 
 
 def _probe_attention(decoder: Decoder, tokens: int) -> tuple[Attention, Tensor]:

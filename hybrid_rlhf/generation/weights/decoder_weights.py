@@ -12,6 +12,7 @@ from torch import Tensor
 from hybrid_rlhf.generation.model.experts import RoutedExperts
 from hybrid_rlhf.generation.model.latent import LatentAttention
 from hybrid_rlhf.generation.model.layers import HeadNorm, InferenceLinear, Norm, SplitNorm
+from hybrid_rlhf.generation.model.recurrent.mixers import Mixer
 
 LAYER_NORMS = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
 HEAD_NORMS = ("q_norm", "k_norm")
@@ -30,7 +31,9 @@ class LayerWeights:
     qkv: InferenceLinear | None
     latent: LatentAttention | None
     """In place of `qkv`."""
-    o: InferenceLinear
+    o: InferenceLinear | None
+    recurrent: Mixer | None
+    """In place of attention or beside it."""
     up: InferenceLinear | None
     down: InferenceLinear | None
     """The MLP, or the shared experts of a layer with a mixture; `up` holds gate and up fused where it is gated."""
@@ -59,6 +62,8 @@ class DecoderWeights:
     def product_bytes(self) -> int:
         """Bytes of the matrices that a decoding step reads: all experts, as a step of many tokens does."""
         products = [part for layer in self.layers for part in (layer.qkv, layer.o, layer.up, layer.down) if part]
+        mixers = [layer.recurrent.weights for layer in self.layers if layer.recurrent is not None]
+        products += [part for weights in mixers for part in (weights.project, weights.out)]
         others = sum(layer.experts.weight_bytes for layer in self.layers if layer.experts is not None)
         others += sum(layer.latent.product_bytes for layer in self.layers if layer.latent is not None)
         return others + sum(part.weight.numel() * part.weight.element_size() for part in (*products, self.head))

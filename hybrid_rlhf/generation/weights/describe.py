@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hybrid_rlhf.generation.weights.description import (
     Activation,
@@ -18,6 +18,7 @@ from hybrid_rlhf.generation.weights.description import (
     ModelDescription,
     Rotary,
 )
+from hybrid_rlhf.generation.weights.recurrence import KINDS
 from hybrid_rlhf.models.families import FAMILIES, Family, head_convention
 from hybrid_rlhf.models.lora import plain_name
 
@@ -56,7 +57,7 @@ def describe(lm: PreTrainedModel) -> tuple[ModelDescription, Mapping[str, str]]:
         "final_softcap": head.softcap,
         "logit_scale": head.scale,
     }
-    settings = family.settings(config)
+    settings = family.settings(config) | recurrent_fields(lm, family)
     if family.experts is not None:
         settings |= _experts(lm, family)
     if "latent" in settings:
@@ -65,7 +66,12 @@ def describe(lm: PreTrainedModel) -> tuple[ModelDescription, Mapping[str, str]]:
     unrotated = settings.pop("layers_without_rotary", ())
     if settings.get("alibi") is not None:
         unrotated = range(config.num_hidden_layers)
-    kinds, layer_kinds = _kinds(lm, scale, unrotated)
+    attended: Container[int] = range(config.num_hidden_layers)
+    if family.recurrence is not None:
+        attended = layers_with(lm, family, "o")
+    kinds, layer_kinds = _kinds(lm, scale, unrotated, attended)
+    if not kinds:
+        raise NotDescribed("no layer with attention")
     fields = {**common, "kinds": kinds, "layer_kinds": layer_kinds, **settings}
     return ModelDescription(**{**fields, "activation": _activation(fields["activation"])}), family.names
 
@@ -73,18 +79,32 @@ def describe(lm: PreTrainedModel) -> tuple[ModelDescription, Mapping[str, str]]:
 def _experts(lm: PreTrainedModel, family: Family) -> dict[str, Any]:
     assert family.experts is not None
     layers = range(lm.config.num_hidden_layers)
-    weights = {plain_name(name) for name, _ in lm.named_parameters()}
     corrections = {plain_name(name): buffer.detach().float().flatten() for name, buffer in lm.named_buffers()}
     correction = family.names.get("router_correction", "")
     return {
         "experts": Experts(**family.experts(lm.config)),
-        "expert_layers": frozenset(i for i in layers if f"{family.names['router'].format(i)}.weight" in weights),
+        "expert_layers": layers_with(lm, family, "router"),
         "router_corrections": {i: corrections[name] for i in layers if (name := correction.format(i)) in corrections},
     }
 
 
-def _first(config: PreTrainedConfig, *names: str, default: Any = None) -> Any:
-    return next((value for name in names if (value := getattr(config, name, None)) is not None), default)
+def recurrent_fields(lm: PreTrainedModel, family: Family) -> dict[str, Any]:
+    """The fields of ModelDescription for a family with recurrent layers."""
+    if family.recurrence is None:
+        return {}
+    kind, fields = family.recurrence(lm.config)
+    return {"recurrence": KINDS[kind](**fields), "recurrent_layers": layers_with(lm, family, "recurrent_out")}
+
+
+def layers_with(lm: PreTrainedModel, family: Family, role: str) -> frozenset[int]:
+    """Layers that have a module."""
+    weights = {plain_name(name) for name, _ in lm.named_parameters()}
+    layers = range(lm.config.num_hidden_layers)
+    return frozenset(layer for layer in layers if f"{family.names[role].format(layer)}.weight" in weights)
+
+
+def _first(owner: object, *names: str, default: Any = None) -> Any:
+    return next((value for name in names if (value := getattr(owner, name, None)) is not None), default)
 
 
 _NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
@@ -107,27 +127,31 @@ def _activation(name: str | None) -> Activation:
     return _ACTIVATIONS[name or "gelu"]
 
 
+_ATTENTION_TYPES = {"full_attention", "sliding_attention", "hybrid"}
+"""Hybrid: full attention, and a recurrence beside it."""
+
+
 def _kinds(
-    lm: PreTrainedModel, scale: float | list[float], unrotated: Container[int]
-) -> tuple[tuple[AttentionKind, ...], tuple[int, ...]]:
+    lm: PreTrainedModel, scale: float | list[float], unrotated: Container[int], attended: Container[int]
+) -> tuple[tuple[AttentionKind, ...], tuple[int | None, ...]]:
     """The kinds of attention in a model, which differ in window and rotary table or in scale; and each layer's kind.
 
-    Layers in `unrotated` have no rotary positions.
+    Layers in `unrotated` have no rotary positions, those not in `attended` no attention.
     """
     config, layers = lm.config, lm.config.num_hidden_layers
     if isinstance(scale, list):
         return tuple(AttentionKind(one) for one in scale), tuple(range(layers))
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * layers
-    if unknown := set(types) - {"full_attention", "sliding_attention"}:
+    if unknown := {name for layer, name in enumerate(types) if layer in attended} - _ATTENTION_TYPES:
         raise NotDescribed(f"no layer type {min(unknown)}")
-    each = [(name, layer not in unrotated) for layer, name in enumerate(types)]
-    order = sorted(set(each))
+    each = [(name, layer not in unrotated) if layer in attended else None for layer, name in enumerate(types)]
+    order = sorted({one for one in each if one is not None})
     kinds = tuple(
         AttentionKind(scale, window if name == "sliding_attention" else None, _rotary(lm, name) if rotates else None)
         for name, rotates in order
     )
-    return kinds, tuple(order.index(one) for one in each)
+    return kinds, tuple(None if one is None else order.index(one) for one in each)
 
 
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
@@ -135,7 +159,7 @@ _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
 def _rotary(lm: PreTrainedModel, layer_type: str) -> Rotary | None:
     """The table that the model itself computed; tables that change with the sequence length are not supported."""
-    module: Any = getattr(lm.base_model, "rotary_emb", None)
+    module: Any = _first(lm.base_model, "rotary_emb", "pos_emb")
     if module is None:
         return None
     kind, prefix = module.rope_type, ""

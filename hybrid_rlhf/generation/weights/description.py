@@ -12,8 +12,11 @@ from typing import Literal
 
 from torch import Tensor
 
+from hybrid_rlhf.generation.weights.recurrence import Recurrence
+
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
-Block = Literal["sequential", "parallel", "post_norm"]
+Block = Literal["sequential", "parallel", "post_norm", "normed"]
+"""Order of norms, attention and MLP; normed: what is added to is the norm of the residual stream (MiniMax)."""
 QKVOrder = Literal["stacked", "grouped"]
 """Rows of a fused QKV weight: stacked, all of Q, then K, then V; grouped, per KV head its queries, key and value."""
 
@@ -98,8 +101,11 @@ class ModelDescription:
     head_dim: int
     mlp_size: int
     kinds: tuple[AttentionKind, ...]
-    layer_kinds: tuple[int, ...]
-    """For each layer, its index in `kinds`."""
+    layer_kinds: tuple[int | None, ...]
+    """For each layer, its index in `kinds`; none: it has no attention."""
+    recurrence: Recurrence | None = None
+    recurrent_layers: frozenset[int] = frozenset()
+    """Layers with a recurrence, in place of attention or beside it."""
     norm: Literal["rms", "layer"]
     norm_eps: float
     norm_offset: float = 0.0
@@ -114,6 +120,8 @@ class ModelDescription:
     qk_norm: QKNorm = "shared"
     residual_scale: float = 1.0
     """What attention and MLP add to the residual stream is multiplied by it (Granite)."""
+    carried: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    """In a normed block, what attention, recurrence and MLP are added to is multiplied by these."""
     gated_mlp: bool = True
     """The MLP has a gate."""
     transposed: bool = False
@@ -135,6 +143,10 @@ class ModelDescription:
     """For some of these layers [experts], added to the scores by which experts are chosen; training leaves them."""
     attention_softcap: float | None = None
     latent: Latent | None = None
+    gated_attention: bool = False
+    """What each head attends to is multiplied by the sigmoid of a gate, stored with its query (Qwen3-Next)."""
+    weight_scales: Mapping[str, float | Tensor] = field(default_factory=dict)
+    """Weights and biases that are multiplied when they are loaded, all rows alike or each by its own (Falcon-H1)."""
     sinks: bool = False
     """Each head has the score of a key without a value (gpt-oss)."""
     final_softcap: float | None = None
@@ -145,3 +157,14 @@ class ModelDescription:
     def layers(self) -> int:
         """Number of layers."""
         return len(self.layer_kinds)
+
+    @property
+    def attention_layers(self) -> int:
+        """Number of layers with attention."""
+        return sum(kind is not None for kind in self.layer_kinds)
+
+    def attention_of(self, layer: int) -> int:
+        """The index in `kinds` of a layer with attention."""
+        kind = self.layer_kinds[layer]
+        assert kind is not None
+        return kind

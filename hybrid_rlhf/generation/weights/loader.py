@@ -11,7 +11,7 @@ Shapes: N outputs, K inputs of a product; H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,55 +20,29 @@ from torch import Tensor
 
 from hybrid_rlhf.generation.model.experts import RoutedExperts
 from hybrid_rlhf.generation.model.latent import LatentAttention
-from hybrid_rlhf.generation.model.layers import HeadNorm, InferenceLinear, Norm, SplitNorm, can_pack
+from hybrid_rlhf.generation.model.layers import ACTIVATIONS, HeadNorm, InferenceLinear, Norm, SplitNorm, can_pack
+from hybrid_rlhf.generation.model.recurrent.mixers import Mixer, MixerWeights, mixer
 from hybrid_rlhf.generation.weights.decoder_weights import LAYER_NORMS, DecoderWeights, LayerWeights
 from hybrid_rlhf.generation.weights.describe import NotDescribed
 from hybrid_rlhf.generation.weights.description import Latent, ModelDescription
+from hybrid_rlhf.generation.weights.picks import (
+    Pick,
+    adjacent_view,
+    after_transpose,
+    all_of,
+    columns_of,
+    experts_of,
+    halves_of,
+    listed,
+    rows_of,
+    same_storage,
+    scaled,
+)
+from hybrid_rlhf.generation.weights.recurrence import Recurrence
 from hybrid_rlhf.generation.weights.split import Split
 from hybrid_rlhf.runtime.world import World
 
 PRODUCTS = ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")
-Pick = Callable[[Tensor], Tensor]
-"""Selects this rank's part of a full weight or bias, as a view where possible."""
-
-
-def adjacent_view(parts: Sequence[Tensor]) -> Tensor | None:
-    """Tensors that are adjacent in one storage as a single tensor, without a copy; none where they are not."""
-    first = parts[0]
-    expected = first.data_ptr()
-    for part in parts:
-        if not (_same_storage(part, first) and part.is_contiguous() and part.data_ptr() == expected):
-            return None
-        expected += part.nbytes
-    return first.as_strided((sum(len(part) for part in parts), *first.shape[1:]), first.stride())
-
-
-def _same_storage(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-
-
-def _rows(part: range) -> Pick:
-    return lambda tensor: tensor[part.start : part.stop]
-
-
-def _columns(part: range) -> Pick:
-    return lambda tensor: tensor[:, part.start : part.stop]
-
-
-def _all(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _of_experts(part: range, *, transposed: bool, alternating: bool) -> Pick:
-    """Some experts of weights [E, N, K], or [E, K, N] if transposed, and of biases [E, N]. Rows that alternate between
-    gate and up are sorted."""
-
-    def pick(tensor: Tensor) -> Tensor:
-        some = tensor[part.start : part.stop]
-        some = some.transpose(1, 2) if transposed else some
-        return some.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2) if alternating else some
-
-    return pick
 
 
 class WeightLoader:
@@ -128,7 +102,7 @@ class WeightLoader:
                 if target.data_ptr() != part.data_ptr():
                     target.copy_(part)
                 continue
-            self._parts[key][index] = part if persistent or not _same_storage(part, tensor) else part.clone()
+            self._parts[key][index] = part if persistent or not same_storage(part, tensor) else part.clone()
 
     def assemble(self) -> DecoderWeights:
         """Fuse and pack what was loaded. The loader is empty afterwards and can be filled again."""
@@ -153,6 +127,7 @@ class WeightLoader:
     def _layer(self, layer: int) -> LayerWeights:
         products: dict[str, Any] = {name: self._linear(f"{layer}.{name}") for name in ("qkv", "o", "up", "down")}
         products["latent"] = self._latent(layer) if self.architecture.latent is not None else None
+        products["recurrent"] = self._recurrent(layer) if layer in self.architecture.recurrent_layers else None
         products["experts"] = self._experts(layer) if layer in self.architecture.expert_layers else None
         products["shared_router"] = self._take(f"{layer}.shared_router.weight")
         products["sinks"] = self._take(f"{layer}.sinks.weight")
@@ -177,6 +152,18 @@ class WeightLoader:
             kv_norm=kv_norm,
             kv_up=kv_up,
         )
+
+    def _recurrent(self, layer: int) -> Mixer:
+        a, key = self.architecture, f"{layer}.recurrent"
+        project, out = self._linear(f"{key}_in"), self._linear(f"{key}_out")
+        assert a.recurrence is not None and project is not None and out is not None
+        others = {}
+        for role in a.recurrence.others(self.split.recurrent):
+            for part, ending in (("weight", ""), ("bias", ".bias")):
+                tensor = self._take(f"{layer}.{role}.{part}")
+                if tensor is not None:
+                    others[role.removeprefix("recurrent_") + ending] = tensor
+        return mixer(a.recurrence, MixerWeights(project, out, others), ACTIVATIONS[a.activation], a.norm_eps)
 
     def _take(self, key: str) -> Tensor | None:
         """One inference weight: its parts fused, and released."""
@@ -233,17 +220,20 @@ class WeightLoader:
         return SplitNorm(weight, a, size=heads * a.head_dim, world=self._world)
 
     def _plan(self) -> None:
-        vocabulary = _rows(self.split.vocabulary)
+        vocabulary = rows_of(self.split.vocabulary)
         self._place("embed", "embed", vocabulary)
         self._place("head", "head", vocabulary)
         for role in ("positions", "embed_norm", "embed_in", "embed_out", "final_norm"):
-            self._place(role, role, _all)
+            self._place(role, role, all_of)
         for layer in range(self.architecture.layers):
             for role in LAYER_NORMS:
-                self._place(f"{layer}.{role}", role, _all, layer)
+                self._place(f"{layer}.{role}", role, all_of, layer)
             self._plan_head_norm(layer, "q_norm", self.architecture.heads, self.split.heads)
             self._plan_head_norm(layer, "k_norm", self.architecture.kv_heads, self.split.kv_heads)
-            self._plan_attention(layer)
+            if self.architecture.layer_kinds[layer] is not None:
+                self._plan_attention(layer)
+            if self.architecture.recurrence is not None and layer in self.architecture.recurrent_layers:
+                self._plan_recurrent(layer, self.architecture.recurrence)
             self._plan_mlp(layer)
 
     def _plan_latent(self, layer: int, kind: Latent) -> None:
@@ -255,13 +245,15 @@ class WeightLoader:
 
         query, up = kind.plain_dims + kind.rotated_dims, kind.plain_dims + kind.value_dims
         for part, role in (("q_down", "q_down"), ("q_norm", "q_down_norm"), ("kv_norm", "kv_down_norm")):
-            self._place(f"{key}.{part}", role, _all, layer)
+            self._place(f"{key}.{part}", role, all_of, layer)
         interleaved = self.architecture.interleaved_rotary
-        pick = _rows(rows(query))
+        pick = rows_of(rows(query))
         self._place(f"{key}.q", "latent_q", self._halves(pick, query, kind.plain_dims) if interleaved else pick, layer)
         width = kind.size + kind.rotated_dims
-        self._place(f"{key}.kv_down", "kv_down", self._halves(_all, width, kind.size) if interleaved else _all, layer)
-        self._place(f"{key}.kv_up", "kv_up", _rows(rows(up)), layer)
+        self._place(
+            f"{key}.kv_down", "kv_down", self._halves(all_of, width, kind.size) if interleaved else all_of, layer
+        )
+        self._place(f"{key}.kv_up", "kv_up", rows_of(rows(up)), layer)
         self._place_row_parallel(f"{layer}.o", "o", rows(kind.value_dims), layer)
 
     def _plan_attention(self, layer: int) -> None:
@@ -272,20 +264,33 @@ class WeightLoader:
         if "qkv" in self._names:
             self._place(f"{layer}.qkv", "qkv", self._fused_qkv, layer)
         else:
+            gated, parts = self.architecture.gated_attention, 4 if self.architecture.gated_attention else 3
+            if gated:
+                self._place(f"{layer}.qkv", "q", halves_of(split.heads, d, 1), layer, part=3, parts=parts)
             for index, (role, rows) in enumerate((("q", q), ("k", kv), ("v", kv))):
-                pick = _rows(rows)
+                pick = halves_of(split.heads, d, 0) if gated and role == "q" else rows_of(rows)
                 if role != "v" and self.architecture.interleaved_rotary:
                     pick = self._halves(pick, d, 0)
-                self._place(f"{layer}.qkv", role, pick, layer, part=index, parts=3)
+                self._place(f"{layer}.qkv", role, pick, layer, part=index, parts=parts)
         self._place_row_parallel(f"{layer}.o", "o", q, layer)
-        self._place_one(f"{layer}.sinks.weight", "sinks", "weight", _rows(split.heads), layer)
+        self._place_one(f"{layer}.sinks.weight", "sinks", "weight", rows_of(split.heads), layer)
+
+    def _plan_recurrent(self, layer: int, kind: Recurrence) -> None:
+        """Ranks hold different units."""
+        mine = self.split.recurrent
+        inputs = kind.inputs(mine)
+        for part, (role, rows) in enumerate(inputs.items()):
+            self._place(f"{layer}.recurrent_in", role, listed(rows), layer, part=part, parts=len(inputs))
+        for role, rows in kind.others(mine).items():
+            self._place(f"{layer}.{role}", role, listed(rows), layer)
+        self._place_row_parallel(f"{layer}.recurrent_out", "recurrent_out", kind.columns(mine), layer)
 
     def _plan_head_norm(self, layer: int, role: str, heads: int, mine: range) -> None:
         """A norm's weights: all, except where queries or keys are normed over all heads."""
         a, d = self.architecture, self.architecture.head_dim
         pick: Pick = torch.flatten
         if a.qk_norm == "over_heads":
-            pick = _rows(range(mine.start * d, mine.stop * d))
+            pick = rows_of(range(mine.start * d, mine.stop * d))
         elif a.interleaved_rotary:
             pick = self._halves(pick, d, 0)
         parts = heads if "{head}" in self._names.get(role, "") else 1
@@ -311,16 +316,16 @@ class WeightLoader:
     def _plan_mlp(self, layer: int) -> None:
         if layer not in self.architecture.expert_layers:
             return self._plan_dense(layer, "", self.split.mlp, self.architecture.mlp_size)
-        self._place(f"{layer}.router", "router", _all, layer)
+        self._place(f"{layer}.router", "router", all_of, layer)
         kind = self.architecture.experts
         assert kind is not None
         for role, alternating in (("experts_up", kind.alternating), ("experts_down", False)):
             for part, transposed in (("weight", kind.transposed), ("bias", False)):
-                pick = _of_experts(self.split.experts, transposed=transposed, alternating=alternating)
+                pick = experts_of(self.split.experts, transposed=transposed, alternating=alternating)
                 self._place_one(f"{layer}.{role}.{part}", role, part, pick, layer)
         if kind.shared_size:
             self._plan_dense(layer, "shared_", self.split.shared_mlp, kind.shared_size)
-            self._place(f"{layer}.shared_router", "shared_router", _all, layer)
+            self._place(f"{layer}.shared_router", "shared_router", all_of, layer)
 
     def _plan_dense(self, layer: int, prefix: str, mine: range, size: int) -> None:
         """An MLP, whose names begin with a prefix, of `size` inner units."""
@@ -328,18 +333,20 @@ class WeightLoader:
         if fused in self._names:
             second = range(size + mine.start, size + mine.stop)
             whole = len(mine) == size
-            self._place(key, fused, _all if whole else lambda t: torch.cat([_rows(mine)(t), _rows(second)(t)]), layer)
+            self._place(
+                key, fused, all_of if whole else lambda t: torch.cat([rows_of(mine)(t), rows_of(second)(t)]), layer
+            )
         elif gate in self._names:
-            self._place(key, gate, _rows(mine), layer, part=0, parts=2)
-            self._place(key, up, _rows(mine), layer, part=1, parts=2)
+            self._place(key, gate, rows_of(mine), layer, part=0, parts=2)
+            self._place(key, up, rows_of(mine), layer, part=1, parts=2)
         else:
-            self._place(key, up, _rows(mine), layer)
+            self._place(key, up, rows_of(mine), layer)
         self._place_row_parallel(f"{layer}.down", f"{prefix}down", mine, layer)
 
     def _place_row_parallel(self, key: str, role: str, columns: range, layer: int) -> None:
         """Each rank holds some columns; the first rank alone adds the bias."""
-        self._place_one(f"{key}.weight", role, "weight", _columns(columns), layer)
-        bias = _all if self._world.rank == 0 else torch.zeros_like
+        self._place_one(f"{key}.weight", role, "weight", columns_of(columns), layer)
+        bias = all_of if self._world.rank == 0 else torch.zeros_like
         self._place_one(f"{key}.bias", role, "bias", bias, layer)
 
     def _place(self, key: str, role: str, pick: Pick, layer: int = 0, *, part: int = 0, parts: int = 1) -> None:
@@ -354,7 +361,9 @@ class WeightLoader:
                 name = own if kind == "weight" else f"{own}_{kind}"
             if name in self._parameters:
                 if self.architecture.transposed and role in PRODUCTS and kind == "weight":
-                    pick = _after_transpose(pick)
+                    pick = after_transpose(pick)
+                if role in self.architecture.weight_scales:
+                    pick = scaled(pick, self.architecture.weight_scales[role])
                 self._parts.setdefault(key, [None] * parts)
                 self._targets.setdefault(name, []).append((key, part, pick))
 
@@ -371,7 +380,3 @@ class WeightLoader:
             q, k, v = groups[:, :-2].reshape(a.heads, d, *rest), groups[:, -2], groups[:, -1]
         heads, kv = slice(split.heads.start, split.heads.stop), slice(split.kv_heads.start, split.kv_heads.stop)
         return torch.cat([q[heads], k[kv], v[kv]]).reshape(-1, *rest)
-
-
-def _after_transpose(pick: Pick) -> Pick:
-    return lambda tensor: pick(tensor.t())

@@ -20,6 +20,8 @@ class Split:
     """Routed experts; each is on one rank."""
     shared_mlp: range = range(0)
     """Units of the shared experts."""
+    recurrent: range = range(0)
+    """Units of the recurrent layers."""
 
     @classmethod
     def of(cls, architecture: ModelDescription, rank: int, size: int) -> Split:
@@ -41,7 +43,12 @@ class Split:
                 f"tensor parallelism must split {heads} heads with {kv_heads} KV heads, {size} ranks cannot: "
                 f"use {kv_heads} ranks or fewer"
             )
-        experts = architecture.experts
+        experts, units = architecture.experts, architecture.recurrence.units if architecture.recurrence else 0
+        if 0 < units < size:
+            raise UserError(
+                f"tensor parallelism must give each rank whole groups of heads of recurrent layers, {size} ranks are "
+                f"more than the {units} of this model: use {units} or fewer"
+            )
         return cls(
             queries,
             kv,
@@ -49,6 +56,7 @@ class Split:
             share(architecture.vocab_size, rank, size),
             share(experts.count if experts else 0, rank, size),
             share(experts.shared_size if experts else 0, rank, size),
+            share(units, rank, size),
         )
 
 

@@ -1,7 +1,7 @@
 """What differs between model families, for training and generation.
 
-Read `table.py` (one row per family) and `experts.py` (its mixture of experts), then `training.py` (what training packs
-and leaves out) and `head.py` (how logits are computed).
+Read `table.py` (one row per family), `recurrent.py` (the rows of models with recurrent layers) and `experts.py`
+(mixtures of experts), then `training.py` (what training packs and leaves out) and `head.py` (how logits are computed).
 """
 
 from hybrid_rlhf.models.families.head import (
@@ -10,8 +10,12 @@ from hybrid_rlhf.models.families.head import (
     head_convention,
     keep_float32_logits,
 )
-from hybrid_rlhf.models.families.table import FAMILIES, Family
+from hybrid_rlhf.models.families.recurrent import RECURRENT_FAMILIES
+from hybrid_rlhf.models.families.table import FAMILIES as ATTENTION_FAMILIES
+from hybrid_rlhf.models.families.table import Family
 from hybrid_rlhf.models.families.training import PACKING_FAMILIES, WITHOUT_ADAPTERS, WITHOUT_ROUTER_LOSSES
+
+FAMILIES: dict[str, Family] = {**ATTENTION_FAMILIES, **RECURRENT_FAMILIES}
 
 __all__ = [
     "FAMILIES",

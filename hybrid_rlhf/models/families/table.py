@@ -41,6 +41,8 @@ class Family:
     """Variants of the family that the decoder does not support, by reason."""
     experts: Callable[[PreTrainedConfig], dict[str, Any]] | None = None
     """Fields of Experts, for a family with a mixture of experts."""
+    recurrence: Callable[[PreTrainedConfig], tuple[str, dict[str, Any]]] | None = None
+    """Kind of the recurrent layers and its fields (generation/weights/recurrence.py), for a family that has some."""
 
 
 def _slopes(heads: int) -> torch.Tensor:

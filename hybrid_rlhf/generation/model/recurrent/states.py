@@ -1,0 +1,190 @@
+"""States of recurrent layers, and how a step that mixes decoding rows with chunks of prompts reads and writes them.
+
+A running request has a slot, which holds its states in all recurrent layers: the last inputs of the convolution, in the
+dtype of the weights, and the recurrent state in float32. As with keys and values, a chunk of a prompt continues from
+what the chunk before it left; the first starts at zero, so a slot needs no clearing. Slots are found through indices on
+the device, so a CUDA graph serves any rows. Slot 0 belongs to rows that are not in use.
+
+The tokens of chunks are laid out in blocks of equal size, which are computed together; only states pass from block to
+block. Blocks are ordered by their place in their sequence, and sequences by their number of blocks, so that each round
+of this pass is a slice.
+
+Shapes: T tokens, B decoding rows, n chunks, N blocks of L tokens, C channels, W tokens that a convolution sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hybrid_rlhf.generation.model.attention import Chunks, DecodeRows
+from hybrid_rlhf.generation.weights.description import ModelDescription
+from hybrid_rlhf.generation.weights.recurrence import Recurrence
+
+BLOCK = 64
+"""Most tokens of a block: the work within a block is quadratic in it, the number of passes is inverse to it."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A recurrence, over inputs in float32."""
+
+    step: Callable[..., Tensor]
+    """Outputs [B, ...] of states [B, ...] and inputs [B, ...] of one token of each row; updates the states."""
+    blocks: Callable[..., Tensor]
+    """Outputs [N, L, ...] of states [n, ...], rounds and inputs [N, L, ...]; updates the states.
+
+    Round i is the slice with the i-th blocks of the first sequences. Inputs are zero behind the end of a sequence,
+    which must leave its state as it is."""
+
+
+class StateCache:
+    """The states of all slots in all recurrent layers: [layers, slots, ...]."""
+
+    def __init__(
+        self,
+        architecture: ModelDescription,
+        kind: Recurrence,
+        *,
+        units: int,
+        slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        conv, memory = kind.state_shapes(units)
+        layers = sorted(architecture.recurrent_layers)
+        self._places = {layer: place for place, layer in enumerate(layers)}
+        self.conv = torch.zeros(len(layers), slots, *conv, dtype=dtype, device=device)
+        self.memory = torch.zeros(len(layers), slots, *memory, dtype=torch.float32, device=device)
+
+    def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """States [slots, ...] of a layer: of its convolution, and its recurrent ones."""
+        return self.conv[self._places[layer]], self.memory[self._places[layer]]
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy slots, given as (source, target)."""
+        if not pairs:
+            return
+        sources, targets = torch.tensor(pairs, device=self.conv.device).unbind(dim=1)
+        for store in (self.conv, self.memory):
+            store[:, targets] = store[:, sources]
+
+    def step(self, rows: DecodeRows | None, chunks: Chunks | None = None) -> StepStates:
+        """The states of a step, the tokens of which are those of the rows, then those of each chunk."""
+        layout = None if chunks is None else _Layout.of(chunks, self.conv.shape[2], self.conv.device)
+        return StepStates(self, None if rows is None else rows.slots, layout)
+
+
+def state_bytes(kind: Recurrence | None, *, layers: int, units: int, dtype: torch.dtype) -> int:
+    """Bytes of a slot on a rank with so many units; 0 for a model without recurrent layers."""
+    if kind is None:
+        return 0
+    conv, memory = (torch.Size(shape).numel() for shape in kind.state_shapes(units))
+    return layers * (conv * dtype.itemsize + memory * torch.float32.itemsize)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where the tokens of chunks lie, T in all."""
+
+    slots: Tensor
+    """[n], by falling number of blocks, as is `fresh`."""
+    fresh: Tensor
+    """[n] bool: the sequence begins with its chunk."""
+    places: Tensor
+    """[T] of each token among the N * L places of the blocks."""
+    blocks: int
+    size: int
+    rounds: list[slice]
+    window_tokens: Tensor
+    """[T] of each token among the inputs of the convolution: those of each chunk, and W - 1 before them."""
+    windows: Tensor
+    """[n, W - 1] of the inputs before each chunk; those after it are at `next_windows`."""
+    next_windows: Tensor
+
+    @classmethod
+    def of(cls, chunks: Chunks, before: int, device: torch.device) -> _Layout:
+        """Args: the chunks, W - 1, and where the indices are needed."""
+        assert chunks.slots is not None
+        lengths, size = torch.tensor(chunks.lengths), min(BLOCK, max(chunks.lengths))
+        counts = -(-lengths // size)
+        order = counts.argsort(descending=True, stable=True)
+        rank = order.argsort()
+        sizes = (counts[None, :] > torch.arange(int(counts.max()))[:, None]).sum(dim=1)  # blocks of each round
+        ends = sizes.cumsum(0)
+        index = torch.arange(len(lengths)).repeat_interleave(lengths)
+        starts = lengths.cumsum(0) - lengths
+        token = torch.arange(len(index)) - starts[index]
+        block = (ends - sizes)[token // size] + rank[index]
+        windows = (starts + torch.arange(len(lengths)) * before)[order, None] + torch.arange(before)
+        return cls(
+            chunks.slots[order.to(device)],
+            (torch.tensor(chunks.starts) == 0)[order].to(device),
+            (block * size + token % size).to(device),
+            int(ends[-1]),
+            size,
+            [slice(end - own, end) for end, own in zip(ends.tolist(), sizes.tolist(), strict=True)],
+            (torch.arange(len(index)) + (index + 1) * before).to(device),
+            windows.to(device),
+            (windows + lengths[order, None]).to(device),
+        )
+
+    def states(self, store: Tensor) -> Tensor:
+        """Copies of the states [n, ...] before the chunks."""
+        fresh = self.fresh.view(-1, *[1] * (store.dim() - 1))
+        return store[self.slots].masked_fill_(fresh, 0.0)
+
+    def in_blocks(self, tokens: Tensor) -> Tensor:
+        """[N, L, ...] of [T, ...], zero behind the ends of sequences."""
+        padded = tokens.new_zeros(self.blocks * self.size, *tokens.shape[1:])
+        return padded.index_copy_(0, self.places, tokens).unflatten(0, (self.blocks, self.size))
+
+
+class StepStates:
+    """The states of one step; what layers share is computed once."""
+
+    def __init__(self, cache: StateCache, slots: Tensor | None, layout: _Layout | None) -> None:
+        """Args: all states, the slots [B] of decoding rows, and the places of chunks; or none."""
+        self._cache, self._slots, self._layout = cache, slots, layout
+        self._batch = 0 if slots is None else len(slots)
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Causal convolution of each channel: [T, C] of x [T, C], weight [C, 1, W] and bias [C].
+
+        The last inputs become the state of the layer.
+        """
+        store, _ = self._cache.of_layer(layer)
+        parts = []
+        if self._slots is not None:
+            window = torch.cat([store[self._slots], x[: self._batch, None]], dim=1)
+            store.index_copy_(0, self._slots, window[:, 1:])
+            mixed = (window.float() * weight[:, 0].t().float()).sum(dim=1)
+            parts.append((mixed if bias is None else mixed + bias.float()).to(x.dtype))
+        if self._layout is not None:
+            inputs = x.new_empty(len(x) - self._batch + self._layout.windows.numel(), x.shape[1])
+            inputs[self._layout.window_tokens] = x[self._batch :]
+            inputs[self._layout.windows] = self._layout.states(store)
+            store.index_copy_(0, self._layout.slots, inputs[self._layout.next_windows])
+            mixed = functional.conv1d(inputs.t()[None], weight, bias, groups=len(weight))[0].t()
+            parts.append(mixed[self._layout.window_tokens - store.shape[1]])
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def scan(self, layer: int, rule: Rule, *inputs: Tensor) -> Tensor:
+        """Outputs [T, ...] of a recurrence over inputs [T, ...] in float32; updates the states of the layer."""
+        _, store = self._cache.of_layer(layer)
+        parts = []
+        if self._slots is not None:
+            state = store[self._slots]
+            parts.append(rule.step(state, *(tokens[: self._batch] for tokens in inputs)))
+            store.index_copy_(0, self._slots, state)
+        if self._layout is not None:
+            state = self._layout.states(store)
+            blocks = [self._layout.in_blocks(tokens[self._batch :]) for tokens in inputs]
+            mixed = rule.blocks(state, self._layout.rounds, *blocks)
+            parts.append(mixed.flatten(0, 1)[self._layout.places])
+            store.index_copy_(0, self._layout.slots, state)
+        return torch.cat(parts) if len(parts) > 1 else parts[0]

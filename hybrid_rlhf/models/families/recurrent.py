@@ -1,0 +1,282 @@
+"""Rows of the family table for models with recurrent layers, alone or beside attention.
+
+The names of a row are those of the attention-only family that it extends, with the names of the recurrent layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from hybrid_rlhf.models.families.table import FAMILIES as ATTENTION_FAMILIES
+from hybrid_rlhf.models.families.table import Family
+
+_LAYER = "model.layers.{}."
+
+
+def _named(family: str, prefix: str, **other: str) -> dict[str, str]:
+    """The names of a family, with others in each layer; those of the recurrent layer begin with `prefix`."""
+    own = {
+        role: _LAYER + (f"{prefix}.{module}" if role.startswith("recurrent_") else module)
+        for role, module in other.items()
+    }
+    return {**ATTENTION_FAMILIES[family].names, **own}
+
+
+_DELTA = {
+    "recurrent_conv": "conv1d",
+    "recurrent_decay": "A_log",
+    "recurrent_dt": "dt_bias",
+    "recurrent_norm": "norm",
+    "recurrent_out": "out_proj",
+}
+_MAMBA2 = {**_DELTA, "recurrent_in": "in_proj", "recurrent_skip": "D"}
+_QWEN_NEXT = {**_DELTA, "recurrent_qkvz": "in_proj_qkvz", "recurrent_ba": "in_proj_ba"}
+_QWEN_3_5 = {**_DELTA, **{f"recurrent_{name}": f"in_proj_{name}" for name in ("qkv", "z", "b", "a")}}
+_MAMBA = {
+    **{role: module for role, module in _MAMBA2.items() if role != "recurrent_norm"},
+    "recurrent_select": "x_proj",
+    "recurrent_dt": "dt_proj",
+    **{f"recurrent_{name}_norm": f"{name}_layernorm" for name in ("dt", "b", "c")},
+}
+_FEED_FORWARD = {
+    "mlp_norm": "pre_ff_layernorm",
+    "gate": "feed_forward.gate_proj",
+    "up": "feed_forward.up_proj",
+    "down": "feed_forward.down_proj",
+}
+
+
+def _qwen(config: PreTrainedConfig) -> dict[str, Any]:
+    return {"norm_offset": 1.0, "norm_in_float32": True, "gated_attention": True}
+
+
+def _gated_delta(config: PreTrainedConfig, *, grouped: bool = False) -> tuple[str, dict[str, Any]]:
+    return "gated_delta", {
+        "key_heads": config.linear_num_key_heads,
+        "value_heads": config.linear_num_value_heads,
+        "key_dim": config.linear_key_head_dim,
+        "value_dim": config.linear_value_head_dim,
+        "width": config.linear_conv_kernel_dim,
+        "grouped": grouped,
+    }
+
+
+def _mamba2(config: PreTrainedConfig) -> tuple[str, dict[str, Any]]:
+    return "mamba2", {
+        "heads": config.mamba_n_heads,
+        "head_dim": config.mamba_d_head,
+        "groups": config.mamba_n_groups,
+        "state_dim": config.mamba_d_state,
+        "width": config.mamba_d_conv,
+    }
+
+
+def _mamba(config: PreTrainedConfig) -> tuple[str, dict[str, Any]]:
+    return "mamba", {
+        "inner": config.mamba_expand * config.hidden_size,
+        "state_dim": config.mamba_d_state,
+        "rank": config.mamba_dt_rank,
+        "width": config.mamba_d_conv,
+    }
+
+
+def _lfm2(config: PreTrainedConfig) -> dict[str, Any]:
+    size = config.intermediate_size
+    if config.block_auto_adjust_ff_dim:
+        size, unit = int(2 * size / 3), config.block_multiple_of
+        if config.block_ffn_dim_multiplier is not None:
+            size = -(-int(config.block_ffn_dim_multiplier * size) // unit) * unit
+    return {"norm": "rms", "activation": "silu", "mlp_size": size}
+
+
+def _minimax(config: PreTrainedConfig) -> dict[str, Any]:
+    names = ("full_attn", "linear_attn", "mlp")
+    carried, added = (
+        tuple(float(getattr(config, f"{name}_{kind}_factor")) for name in names) for kind in ("alpha", "beta")
+    )
+    scales = dict(zip(("o", "recurrent_out", "experts_down"), added, strict=True))
+    return {"block": "normed", "carried": carried, "weight_scales": scales}
+
+
+def _lightning(config: PreTrainedConfig) -> tuple[str, dict[str, Any]]:
+    heads, layers = config.num_attention_heads, config.num_hidden_layers
+    rates = 2.0 ** (-8.0 / heads * torch.arange(1, heads + 1))
+    factors = 1 - torch.arange(layers) / (layers - 1 + 1e-5) + 1e-5
+    return "lightning", {
+        "heads": heads,
+        "head_dim": config.head_dim or config.hidden_size // heads,
+        "rates": factors[:, None] * rates,
+        "norm_eps": 1e-6,
+    }
+
+
+def _lfm2_experts(config: PreTrainedConfig) -> dict[str, Any]:
+    return {
+        "count": config.num_experts,
+        "per_token": config.num_experts_per_tok,
+        "router": "sigmoid",
+        "normalise": config.norm_topk_prob,
+        "scale": config.routed_scaling_factor,
+    }
+
+
+def _limits_steps(config: PreTrainedConfig) -> bool:
+    return tuple(config.time_step_limit or ()) not in ((), (0.0, float("inf")))
+
+
+_MAMBA2_UNSUPPORTED = {"limited time steps": _limits_steps}
+
+
+def _qwen_moe_experts(config: PreTrainedConfig) -> dict[str, Any]:
+    return {
+        "count": config.num_experts,
+        "per_token": config.num_experts_per_tok,
+        "normalise": True,
+        "shared_size": config.shared_expert_intermediate_size,
+    }
+
+
+def _granite_hybrid(config: PreTrainedConfig) -> dict[str, Any]:
+    """Without experts, the shared ones are the MLP."""
+    return {**ATTENTION_FAMILIES["granite"].settings(config), "mlp_size": config.shared_intermediate_size}
+
+
+def _falcon_h1(config: PreTrainedConfig) -> dict[str, Any]:
+    """Its many factors are multiplied into weights; a factor of what a product reads is one of what it gives."""
+    into, (gate, down) = config.attention_in_multiplier, config.mlp_multipliers
+    kind = _falcon_h1_mixer(config)[1]
+    inner, shared = kind["heads"] * kind["head_dim"], kind["groups"] * kind["state_dim"]
+    parts = torch.tensor([inner, inner, shared, shared, kind["heads"]])
+    return {
+        "embed_scale": config.embedding_multiplier,
+        "weight_scales": {
+            "q": into,
+            "k": into * config.key_multiplier,
+            "v": into,
+            "o": config.attention_out_multiplier,
+            "gate": gate,
+            "down": down,
+            "recurrent_in": config.ssm_in_multiplier * torch.tensor(config.ssm_multipliers).repeat_interleave(parts),
+            "recurrent_out": config.ssm_out_multiplier,
+        },
+    }
+
+
+def _multiplies_before_biases(config: PreTrainedConfig) -> bool:
+    in_attention = config.attention_bias and config.attention_in_multiplier != 1
+    return in_attention or (config.mamba_proj_bias and config.ssm_in_multiplier != 1)
+
+
+def _falcon_h1_mixer(config: PreTrainedConfig) -> tuple[str, dict[str, Any]]:
+    norm = "none"
+    if config.mamba_rms_norm:
+        norm = "before_gate" if config.mamba_norm_before_gate else "gated"
+    return "mamba2", {**_mamba2(config)[1], "norm": norm}
+
+
+_QWEN_NEXT_FAMILY = Family(
+    _named("qwen2_moe", "linear_attn", **_QWEN_NEXT),
+    _qwen,
+    experts=ATTENTION_FAMILIES["qwen2_moe"].experts,
+    recurrence=lambda c: _gated_delta(c, grouped=True),
+)
+_BAMBA = {**_named("llama", "mamba", **_MAMBA2, **_FEED_FORWARD), "final_norm": "model.final_layernorm"}
+_LFM2_FAMILY = Family(
+    {
+        **_named(
+            "llama",
+            "conv",
+            attention_norm="operator_norm",
+            mlp_norm="ffn_norm",
+            q_norm="self_attn.q_layernorm",
+            k_norm="self_attn.k_layernorm",
+            o="self_attn.out_proj",
+            gate="feed_forward.w1",
+            up="feed_forward.w3",
+            down="feed_forward.w2",
+            recurrent_in="in_proj",
+            recurrent_conv="conv",
+            recurrent_out="out_proj",
+        ),
+        "final_norm": "model.embedding_norm",
+    },
+    _lfm2,
+    recurrence=lambda c: ("short_convolution", {"channels": c.hidden_size, "width": c.conv_L_cache}),
+)
+RECURRENT_FAMILIES: dict[str, Family] = {
+    "qwen3_next": _QWEN_NEXT_FAMILY,
+    "qwen3_5_text": Family(_named("qwen3", "linear_attn", **_QWEN_3_5), _qwen, recurrence=_gated_delta),
+    "qwen3_5_moe_text": replace(
+        _QWEN_NEXT_FAMILY,
+        names=_named("qwen2_moe", "linear_attn", **_QWEN_3_5),
+        experts=_qwen_moe_experts,
+        recurrence=_gated_delta,
+    ),
+    "granitemoehybrid": Family(
+        _named(
+            "granitemoeshared",
+            "mamba",
+            gate_up="shared_mlp.input_linear",
+            down="shared_mlp.output_linear",
+            **_MAMBA2,
+        ),
+        _granite_hybrid,
+        _MAMBA2_UNSUPPORTED,
+        experts=ATTENTION_FAMILIES["granitemoeshared"].experts,
+        recurrence=_mamba2,
+    ),
+    "bamba": Family(_BAMBA, unsupported=_MAMBA2_UNSUPPORTED, recurrence=_mamba2),
+    "falcon_h1": Family(
+        _BAMBA,
+        _falcon_h1,
+        {
+            **_MAMBA2_UNSUPPORTED,
+            "biases after multiplied inputs": _multiplies_before_biases,
+        },
+        recurrence=_falcon_h1_mixer,
+    ),
+    "jamba": Family(
+        _named(
+            "mixtral",
+            "mamba",
+            **_MAMBA,
+            **_FEED_FORWARD,
+            router="feed_forward.router",
+            experts_up="feed_forward.experts.gate_up_proj",
+            experts_down="feed_forward.experts.down_proj",
+        )
+        | {"final_norm": "model.final_layernorm"},
+        experts=lambda c: {"count": c.num_experts, "per_token": c.num_experts_per_tok},
+        recurrence=_mamba,
+    ),
+    "lfm2": _LFM2_FAMILY,
+    "lfm2_moe": replace(
+        _LFM2_FAMILY,
+        names={
+            **_LFM2_FAMILY.names,
+            "router": f"{_LAYER}feed_forward.gate",
+            "router_correction": f"{_LAYER}feed_forward.expert_bias",
+            "experts_up": f"{_LAYER}feed_forward.experts.gate_up_proj",
+            "experts_down": f"{_LAYER}feed_forward.experts.down_proj",
+        },
+        settings=lambda c: {"norm": "rms", "activation": "silu"},
+        experts=_lfm2_experts,
+    ),
+    "minimax": Family(
+        _named(
+            "qwen3_moe",
+            "self_attn",
+            recurrent_qkv="qkv_proj",
+            recurrent_gate="output_gate",
+            recurrent_norm="norm",
+            recurrent_out="out_proj",
+        ),
+        _minimax,
+        experts=ATTENTION_FAMILIES["mixtral"].experts,
+        recurrence=_lightning,
+    ),
+}

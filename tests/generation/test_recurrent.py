@@ -1,0 +1,237 @@
+"""Recurrent layers: whatever a step mixes, the state of a row is that of its tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.generation import GenerationEngine, SamplingParams
+from hybrid_rlhf.generation.batching.workspace import Workspace
+from hybrid_rlhf.generation.model.attention import Chunks, DecodeRows
+from hybrid_rlhf.generation.model.recurrent.scan import DECAYING_SCAN
+from hybrid_rlhf.generation.model.recurrent.states import BLOCK, StateCache
+from hybrid_rlhf.generation.weights.conversion import decoder_of, probe_hidden, probe_logprobs
+from hybrid_rlhf.generation.weights.describe import NotDescribed, describe
+from hybrid_rlhf.generation.weights.split import Split
+from hybrid_rlhf.models.head_check import module_logprobs
+from hybrid_rlhf.runtime.world import solo_world
+from tests.support.families import COMMON, GQA, HYBRID, MAMBA, VARIANTS, variant
+from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, random_tokens, token_ids_of
+
+CPU = torch.device("cpu")
+RECURRENT = [name for name in VARIANTS if describe(variant(name))[0].recurrence is not None]
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_states_go_on_from_chunk_to_chunk_and_with_their_rows(name: str) -> None:
+    """In steps that mix both, with rows that move when others finish, and a prompt whose samples enter one by one."""
+    model = variant(name)
+    whole = GenerationEngine.from_model(model, stop_token_ids=STOP_TOKEN_IDS).generate(PROMPTS, SAMPLED)
+    module = GenerationEngine.from_model(model, stop_token_ids=STOP_TOKEN_IDS, backend="module")
+    assert token_ids_of(whole) == token_ids_of(module.generate(PROMPTS, SAMPLED))
+    for rows, chunk in ((3, 5), (1, 2), (14, 23)):
+        small = GenerationEngine.from_model(
+            model, stop_token_ids=STOP_TOKEN_IDS, max_batch_rows=rows, prefill_tokens=chunk
+        )
+        assert token_ids_of(small.generate(PROMPTS, SAMPLED)) == token_ids_of(whole)
+        assert small.backend.workspace.slots.tolist() == [0] * rows
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "granite 4"])
+def test_prompts_of_many_blocks_are_computed_as_by_the_module(name: str) -> None:
+    model, tokens = variant(name), random_tokens(5 * BLOCK + 7)
+    decoder = decoder_of(model, world=solo_world(CPU), dtype=torch.float32)
+    torch.testing.assert_close(probe_logprobs(decoder, tokens), module_logprobs(model, tokens), atol=2e-4, rtol=0)
+    with torch.no_grad():
+        expected = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states[:-1]
+    for mine, theirs in zip(probe_hidden(decoder, tokens), expected, strict=False):
+        torch.testing.assert_close(mine, theirs[0], atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("delta", [True, False])
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10**6), rows=st.integers(0, 3), lengths=st.lists(st.integers(1, 150), max_size=4))
+def test_blocks_compute_what_single_steps_do(delta: bool, seed: int, rows: int, lengths: list[int]) -> None:
+    """Rows and chunks in one step, each in a slot of its own; the other slots stay as they are."""
+    generator = torch.Generator().manual_seed(seed)
+    cache, count = small_cache(1 + rows + len(lengths)), rows + len(lengths)
+    if not count:
+        return
+    for store in (cache.conv, cache.memory):
+        store.copy_(torch.randn(store.shape, generator=generator))
+    slots = torch.randperm(count, generator=generator) + 1
+    starts = torch.randint(0, 2, (len(lengths),), generator=generator).tolist()
+    total = rows + sum(lengths)
+    q, k = torch.randn(2, total, 2, 5, generator=generator)
+    k = torch.nn.functional.normalize(k, dim=-1)
+    v = torch.randn(total, 2, 3, 4, generator=generator)
+    g, beta = -torch.rand(total, 2, 3, generator=generator), torch.rand(total, 2, 3, generator=generator)
+    x, weight = torch.randn(total, 7, generator=generator), torch.randn(7, 1, 4, generator=generator)
+    inputs = (q, k, v, g, beta) if delta else (q, k, v, g)
+    expected, out, mixed = StateCacheCopy(cache), list[torch.Tensor](), list[torch.Tensor]()
+    place = 0
+    for index, (slot, length) in enumerate(zip(slots.tolist(), [1] * rows + lengths, strict=True)):
+        if index >= rows and not starts[index - rows]:
+            expected.memory[slot], expected.conv[slot] = 0, 0
+        for token in range(place, place + length):
+            out.append(expected.step(slot, *(part[token] for part in inputs)))
+            mixed.append(expected.convolve(slot, x[token], weight))
+        place += length
+    step = cache.step(
+        DecodeRows(torch.empty(0), torch.zeros(rows), 1, slots[:rows]) if rows else None,
+        Chunks(torch.empty(0), starts, lengths, slots[rows:]) if lengths else None,
+    )
+    torch.testing.assert_close(step.scan(0, DECAYING_SCAN, *inputs), torch.stack(out), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(step.convolve(0, x, weight, None), torch.stack(mixed), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(cache.memory[0], expected.memory, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(cache.conv[0], expected.conv, atol=1e-5, rtol=1e-5)
+
+
+class SmallKind:
+    """Sizes that are all different."""
+
+    def state_shapes(self, units: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (3, 7), (units, 5, 3, 4)
+
+
+def small_cache(slots: int) -> StateCache:
+    architecture = replace(describe(variant("qwen3_5"))[0], recurrent_layers=frozenset([0]))
+    return StateCache(architecture, SmallKind(), units=2, slots=slots, dtype=torch.float32, device=CPU)
+
+
+class StateCacheCopy:
+    """The definition, one token at a time."""
+
+    def __init__(self, cache: StateCache) -> None:
+        self.memory, self.conv = cache.memory[0].clone(), cache.conv[0].clone()
+
+    def step(self, slot: int, q, k, v, g, beta=None) -> torch.Tensor:
+        """The recurrence of each head."""
+        out = torch.empty_like(v)
+        for group in range(v.shape[0]):
+            for head in range(v.shape[1]):
+                state = self.memory[slot, group, :, head] * g[group, head].exp()
+                value = v[group, head]
+                if beta is not None:
+                    value = beta[group, head] * (value - k[group] @ state)
+                state = state + torch.outer(k[group], value)
+                self.memory[slot, group, :, head] = state
+                out[group, head] = q[group] @ state
+        return out
+
+    def convolve(self, slot: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """The convolution of each channel."""
+        window = torch.cat([self.conv[slot], x[None]])
+        self.conv[slot] = window[1:]
+        return (window * weight[:, 0].t()).sum(dim=0)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba"])
+def test_rows_that_are_not_in_use_change_no_state(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a CUDA graph, whose batch is padded with unused rows."""
+    model, sampling = variant(name), replace(SAMPLED, n=3)
+    expected = GenerationEngine.from_model(model, stop_token_ids=STOP_TOKEN_IDS, max_batch_rows=5)
+    found = GenerationEngine.from_model(model, stop_token_ids=STOP_TOKEN_IDS, max_batch_rows=5)
+    tokens = token_ids_of(expected.generate(PROMPTS, sampling))
+
+    def padded(self: Workspace, batch: int, *, longest: int) -> object:
+        return self.step(self.most_rows, longest=longest)[:, :batch].tolist
+
+    monkeypatch.setattr(Workspace, "decode", padded)
+    assert token_ids_of(found.generate(PROMPTS, sampling)) == tokens
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "granite 4"])
+def test_a_stream_closed_early_leaves_no_state_behind(name: str) -> None:
+    engine = GenerationEngine.from_model(variant(name), stop_token_ids=STOP_TOKEN_IDS, max_batch_rows=4)
+    expected = token_ids_of(engine.generate(PROMPTS, SAMPLED))
+    stream = engine.stream(random_tokens(40), SamplingParams(max_new_tokens=30, seed=1, min_new_tokens=5))
+    next(stream), next(stream)
+    stream.close()
+    assert engine.backend.held.pool.used_pages == 0 and not engine.backend.workspace.slots.any()
+    assert token_ids_of(engine.generate(PROMPTS, SAMPLED)) == expected
+
+
+def test_blocks_of_other_sequences_are_not_shared() -> None:
+    """They do not have the states before what follows them."""
+    engine, prompt = GenerationEngine.from_model(variant("qwen3_5"), stop_token_ids=()), random_tokens(40)
+    greedy = SamplingParams(max_new_tokens=6, temperature=0.0)
+    ((first,),) = engine.generate([prompt], greedy)
+    assert engine.backend.held.pool.match(prompt).blocks == []
+    assert engine.generate([prompt], greedy)[0][0].token_ids == first.token_ids
+
+
+def test_memory_of_states_is_planned() -> None:
+    """A budget for one completion and three slots is not exceeded."""
+    engine = GenerationEngine.from_model(variant("qwen3_5"), stop_token_ids=())
+    params = SamplingParams(max_new_tokens=10, seed=1)
+    engine.generate(PROMPTS[:4], params)
+    backend = engine.backend
+    states = sum(
+        store.nbytes // store.shape[1] for store in (backend.workspace.states.conv, backend.workspace.states.memory)
+    )
+    assert backend.decoder.state_bytes == states > 0
+    page = 2 * backend.held.cache.keys[:, 0].nbytes
+    longest = 1 + backend.held.cache.layout.pages_of(max(map(len, PROMPTS[:4])) + 10)
+    budget = longest * page + 3.5 * states
+    tight = GenerationEngine.from_model(variant("qwen3_5"), stop_token_ids=(), kv_cache_gib=budget / 2**30)
+    assert token_ids_of(tight.generate(PROMPTS[:4], params)) == token_ids_of(engine.generate(PROMPTS[:4], params))
+    slots, pages = tight.backend.workspace.states.memory.shape[1], tight.backend.held.cache.pages
+    assert 2 <= slots <= 3 and slots * states + pages * page <= budget
+    with pytest.raises(UserError, match="must hold one completion"):
+        GenerationEngine.from_model(variant("qwen3_5"), stop_token_ids=(), kv_cache_gib=states / 2**30).generate(
+            PROMPTS, params
+        )
+
+
+@pytest.mark.parametrize(("name", "units"), [("qwen3_5", 2), ("qwen3_next", 2), ("granite 4", 2), ("bamba", 1)])
+def test_ranks_share_groups_of_heads_or_refuse(name: str, units: int) -> None:
+    architecture, _ = describe(variant(name))
+    kind = architecture.recurrence
+    if units < 2:
+        with pytest.raises(UserError, match=f"2 ranks are more than the {units} of this model"):
+            Split.of(architecture, 0, 2)
+        return
+    mine = [Split.of(architecture, rank, 2).recurrent for rank in range(2)]
+    for rows in (kind.inputs, kind.others):
+        for role, whole in rows(range(units)).items():
+            parts = torch.cat([rows(own)[role] for own in mine])
+            assert sorted(set(parts.tolist())) == sorted(whole.tolist()), role
+    columns = [column for own in mine for column in kind.columns(own)]
+    assert columns == list(kind.columns(range(units)))
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "reason"),
+    [
+        ("granitemoehybrid", {**GQA, **MAMBA}, "no layer with attention"),
+        ("bamba", {**GQA, **MAMBA, "time_step_limit": (0.01, 1.0)}, "limited time steps"),
+        (
+            "falcon_h1",
+            {**GQA, **MAMBA, "mamba_d_ssm": 64, "attention_bias": True, "attention_in_multiplier": 2.0},
+            "biases after multiplied inputs",
+        ),
+    ],
+)
+def test_variants_that_are_not_described_say_why(family: str, settings: dict[str, object], reason: str) -> None:
+    config = AutoConfig.for_model(family, **{**COMMON, **settings})
+    with pytest.raises(NotDescribed, match=reason):
+        describe(AutoModelForCausalLM.from_config(config))
+
+
+def test_biases_of_projections_count() -> None:
+    """Padding is no comparison here: in transformers' module, biases enter the states of padded tokens."""
+    changes = {**COMMON, **HYBRID, **MAMBA, "mamba_proj_bias": True, "num_local_experts": 0}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("granitemoehybrid", **changes)).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    tokens = random_tokens(20)
+    found = probe_logprobs(decoder_of(model, world=solo_world(CPU), dtype=torch.float32), tokens)
+    torch.testing.assert_close(found, module_logprobs(model, tokens), atol=1e-4, rtol=0)

@@ -1,0 +1,33 @@
+"""What the plan takes for states of recurrent layers is what a rollout takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybrid_rlhf.configs.sections.model import ModelConfig
+from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.configs.sections.sampling import SamplingParams
+from hybrid_rlhf.generation import GenerationEngine
+from hybrid_rlhf.memory.generation import cache_plan
+from hybrid_rlhf.memory.shapes import ShapedModel
+from tests.support.families import variant
+from tests.support.generation import random_tokens
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "jamba", "lfm2"])
+def test_the_cache_and_the_states_are_as_large_as_planned(name: str, tmp_path: Path) -> None:
+    lm, sampling = variant(name), SamplingParams(max_new_tokens=10, n=2)
+    lm.save_pretrained(tmp_path)
+    engine = GenerationEngine.from_model(lm, stop_token_ids=(), kv_cache_gib=1.0)
+    engine.generate([random_tokens(20) for _ in range(3)], sampling)
+    workspace = engine.backend.workspace
+    held = [workspace.cache.keys, workspace.cache.values, workspace.states.conv, workspace.states.memory]
+    model = ShapedModel(
+        str(tmp_path), "causal_lm", config=ModelConfig(path=""), dtype=torch.float32, lora=None, learns=True
+    )
+    rollout = RolloutConfig(prompts_per_step=3, max_prompt_tokens=20, sampling=sampling, kv_cache_gib=1.0)
+    plan = cache_plan(model, rollout, ranks=1, room_bytes=2.0**30, dtype=torch.float32, device=torch.device("cpu"))
+    assert plan.rows == 6 and plan.cache_bytes == sum(store.nbytes for store in held)
