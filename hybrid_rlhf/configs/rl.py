@@ -188,8 +188,13 @@ class RLConfig(StepConfig):
         self._check_samples(name)
         lag = self.rollout.policy_lag
         require(
-            not lag or self.algorithm.allows_policy_lag,
+            not lag or self.algorithm.allows_other_sampler,
             f"rollout.async_sampling.policy_lag {lag} trains on samples of older weights, got algorithm.correction "
+            "null: give --algorithm.correction.method truncate or mask",
+        )
+        require(
+            self.rollout.quantization is None or self.algorithm.allows_other_sampler,
+            f"rollout.quantization {self.rollout.quantization} samples from rounded weights, got algorithm.correction "
             "null: give --algorithm.correction.method truncate or mask",
         )
         require(

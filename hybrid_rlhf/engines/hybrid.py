@@ -29,7 +29,7 @@ from hybrid_rlhf.generation.backends.module import ModuleBackend, ModuleSupport
 from hybrid_rlhf.generation.backends.native import NativeBackend
 from hybrid_rlhf.generation.engine import GenerationEngine, default_stop_token_ids
 from hybrid_rlhf.generation.model.decoder import Decoder
-from hybrid_rlhf.generation.weights.conversion import plan_inference_weights
+from hybrid_rlhf.generation.weights.conversion import ROUNDED_LIKE, plan_inference_weights
 from hybrid_rlhf.models.lora import has_lora, lora_merged
 from hybrid_rlhf.models.pretrained.loading import DTYPES
 from hybrid_rlhf.runtime.world import World
@@ -71,7 +71,8 @@ class HybridEngine(ModelEngine):
             max_logprob_diff: see faults.max_logprob_diff.
 
         Raises:
-            UserError: when tensor_parallel or async_sampling needs inference weights and the model has none.
+            UserError: when tensor_parallel, quantization or async_sampling needs inference weights and the model has
+                none.
         """
         super().__init__(role, engine, world, options)
         self._rollout = rollout or RolloutConfig()
@@ -86,7 +87,9 @@ class HybridEngine(ModelEngine):
         self._check = WeightCheck(self, max_logprob_diff)
         dtype = next(self.lm.parameters()).dtype
         inference_dtype = DTYPES.get(self._rollout.dtype, dtype)
-        self.max_logprob_diff = logprob_limit(max_logprob_diff, dtype, inference_dtype)
+        quantization = self._rollout.quantization
+        rounded = inference_dtype if quantization is None else ROUNDED_LIKE
+        self.max_logprob_diff = logprob_limit(max_logprob_diff, dtype, rounded)
         """Largest mean difference of log-probs between sampler and trainer, in nats, beyond which a run stops."""
         self._kept: _KeptBackend | None = None
         self._module_support: ModuleSupport | None = None
@@ -98,6 +101,7 @@ class HybridEngine(ModelEngine):
                 world=self.generation_world,
                 dtype=inference_dtype,
                 in_place=self._keeps,
+                quantization=quantization,
             )
         if self._inference_weights is None and self._rollout.policy_lag:
             raise UserError(
