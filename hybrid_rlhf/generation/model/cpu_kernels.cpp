@@ -736,6 +736,12 @@ float quantise_row(const T* x, int64_t inputs, uint8_t* codes, int64_t stride) {
     return largest / 127.0f;
 }
 
+INLINE vi load_codes(const int8_t* from) {
+    vi x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+
 // sum + the four products of bytes in each lane.
 INLINE vi dot(vi sum, vi codes, vi weights) {
 #if defined(__AVX512VNNI__)
@@ -752,23 +758,28 @@ INLINE vi dot(vi sum, vi codes, vi weights) {
 template <int ROWS, class T>
 void int8_tile(const Int8Product<T>& a, const uint8_t* codes, const float* scales, int64_t row, int64_t tile) {
     const int8_t* weight = a.weight + tile * a.quads() * TILE_OUTPUTS * 4;
-    vi sums[ROWS][VECTORS] = {};
-    for (int64_t q = 0; q < a.quads(); ++q, codes += 4 * ROWS, weight += 4 * TILE_OUTPUTS) {
-        vi own[VECTORS];
-        memcpy(own, weight, sizeof own);
+    vi sums[ROWS][VECTORS] = {};  // in registers: all that reads it is unrolled
+    for (int64_t q = 0, quads = a.quads(); q < quads; ++q, codes += 4 * ROWS, weight += 4 * TILE_OUTPUTS) {
+#pragma GCC unroll 16
         for (int r = 0; r < ROWS; ++r) {
             int32_t quad;
-            memcpy(&quad, codes + 4 * r, 4);
-            for (int v = 0; v < VECTORS; ++v) sums[r][v] = dot(sums[r][v], quad - vi{}, own[v]);
+            memcpy(&quad, codes + 4 * r, sizeof quad);
+#pragma GCC unroll 16
+            for (int v = 0; v < VECTORS; ++v) sums[r][v] = dot(sums[r][v], quad - vi{}, load_codes(weight + 4 * L * v));
         }
     }
+    vi done[ROWS][VECTORS];
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 16
+        for (int v = 0; v < VECTORS; ++v) done[r][v] = sums[r][v];
     for (int v = 0; v < VECTORS; ++v) {
         int64_t n = tile * TILE_OUTPUTS + v * L, left = a.outputs - n;
         if (left <= 0) return;
         vf scale = load(a.scale + n, left), bias = a.bias == nullptr ? vf{} : load(a.bias + n, left);
         vi offset = (vi)load((const float*)a.offset + n, left);
         for (int r = 0; r < ROWS; ++r) {
-            vf sum = __builtin_convertvector(sums[r][v] - offset, vf) * (scale * scales[r]);
+            vf sum = __builtin_convertvector(done[r][v] - offset, vf) * (scale * scales[r]);
             store(a.out + (row + r) * a.outputs + n, sum + bias, left);
         }
     }
