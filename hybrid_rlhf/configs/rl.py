@@ -149,7 +149,7 @@ class RLFaultsConfig(FaultsConfig):
     max_logprob_diff: float | None = setting(None, advanced=True)
     """Largest difference in nats between log-probs of the sampler and of training, of fixed tokens after each weight
     sync and in the mean over a rollout of current weights; beyond it the run stops. null: 0.002 in float32, 0.1 in
-    lower precision, more where logits are large."""
+    lower precision, 0.5 quantised, more where logits are large."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -29,7 +29,7 @@ from hybrid_rlhf.generation.backends.module import ModuleBackend, ModuleSupport
 from hybrid_rlhf.generation.backends.native import NativeBackend
 from hybrid_rlhf.generation.engine import GenerationEngine, default_stop_token_ids
 from hybrid_rlhf.generation.model.decoder import Decoder
-from hybrid_rlhf.generation.weights.conversion import ROUNDED_LIKE, plan_inference_weights
+from hybrid_rlhf.generation.weights.conversion import plan_inference_weights
 from hybrid_rlhf.models.lora import has_lora, lora_merged
 from hybrid_rlhf.models.pretrained.loading import DTYPES
 from hybrid_rlhf.runtime.world import World
@@ -88,8 +88,9 @@ class HybridEngine(ModelEngine):
         dtype = next(self.lm.parameters()).dtype
         inference_dtype = DTYPES.get(self._rollout.dtype, dtype)
         quantization = self._rollout.quantization
-        rounded = inference_dtype if quantization is None else ROUNDED_LIKE
-        self.max_logprob_diff = logprob_limit(max_logprob_diff, dtype, rounded)
+        self.max_logprob_diff = logprob_limit(
+            max_logprob_diff, dtype, inference_dtype, quantised=quantization is not None
+        )
         """Largest mean difference of log-probs between sampler and trainer, in nats, beyond which a run stops."""
         self._kept: _KeptBackend | None = None
         self._module_support: ModuleSupport | None = None

@@ -1,4 +1,4 @@
-"""Quantised products against integer arithmetic in torch, models with them against those without, and what is refused."""
+"""Quantised products against integer arithmetic in torch, models with and without them, and what is refused."""
 
 from __future__ import annotations
 

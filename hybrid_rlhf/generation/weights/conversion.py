@@ -28,10 +28,10 @@ from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.world import World
 
 logger = logging.getLogger(LOGGER_NAME)
-ROUNDED_LIKE = torch.bfloat16
-"""Dtype whose tolerances hold for quantised products: int8 rounds by 1/127 of the largest value, bfloat16 by 1/128."""
 LOW_PRECISION_TOLERANCE = 0.1
 """Mean difference in nats allowed for the probe's log-probs in bfloat16 and float16; more where logits are large."""
+QUANTISED_TOLERANCE = 0.5
+"""The same with quantised products. SmolLM2-135M in int8 differs by 0.37 on the probe and by 0.2 on its own samples."""
 
 
 class InferenceWeights:
@@ -188,8 +188,9 @@ def agreement_with(decoder: Decoder, expected: Tensor) -> LogitAgreement:
     return agreement(
         token_logprobs(logits, labels=torch.tensor(tokens[1:], device=logits.device)),
         expected,
-        ROUNDED_LIKE if decoder.quantisation_errors else decoder.dtype,
-        low_precision=LOW_PRECISION_TOLERANCE,
+        # int8 rounds by 1/127 of the largest value, bfloat16 by 1/128
+        torch.bfloat16 if decoder.quantisation_errors else decoder.dtype,
+        low_precision=QUANTISED_TOLERANCE if decoder.quantisation_errors else LOW_PRECISION_TOLERANCE,
         magnitude=float(logits.abs().amax(dim=-1).mean()),
     )
 
