@@ -15,8 +15,7 @@ from hybrid_rlhf.engines.builder import build_actor
 from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.generation import SamplingParams
 from hybrid_rlhf.runtime.world import World
-from tests.engines.test_hybrid import state_of
-from tests.support.engines import PROMPTS, actor_spec, train_step
+from tests.support.engines import PROMPTS, actor_spec, state_of, train_step
 from tests.support.ranks import run_main, run_ranks
 from tests.support.steps import MODULES, step_line, write_rows
 
