@@ -14,7 +14,7 @@ from hybrid_rlhf.functional.masking import position_ids
 from hybrid_rlhf.generation import GenerationEngine
 from hybrid_rlhf.generation.batching.capacity import DeviceMemory, device_memory
 from hybrid_rlhf.generation.model.layers import ACTIVATIONS
-from hybrid_rlhf.generation.model.quantised import Quantization, QuantisedLinear, quantise
+from hybrid_rlhf.generation.model.quantised import QuantisedLinear, Quantization, quantise
 from hybrid_rlhf.models.packing import pack, use_packing
 from hybrid_rlhf.models.policy import Policy
 from hybrid_rlhf.models.varlen import boundaries, varlen_attention
