@@ -4,6 +4,7 @@
     python -m benchmarks.generation --scenario ragged --requests 64 --new_tokens 128 --peers generate generate_batch
     python -m benchmarks.generation --requests 16 --n 8 --prompt_tokens 128 --new_tokens 1   # what samples cost to read
     python -m benchmarks.generation --scenario memory --requests 64 --new_tokens 256 --peers   # little cache memory
+    python -m benchmarks.generation --quantization int8 --peers
     python -m benchmarks.generation --vllm_python ENV/bin/python --json result.json
 
 In `memory`, requests have the same limit and end at random, after an eighth of it on average; the engine with memory
@@ -350,6 +351,10 @@ def in_process(
 ) -> dict[str, Callable[[], None]]:
     """What runs in this process, by name."""
     peers = {"matrix products": matrix_products(decoder, work), "this engine": ours(decoder, work)}
+    if options.quantization:
+        quantised = decoder_of(lm, world=solo_world(DEVICE), dtype=DTYPE, quantization=options.quantization)
+        peers[f"{options.quantization} products"] = matrix_products(quantised, work)
+        peers[f"this engine, {options.quantization}"] = ours(quantised, work)
     if decoder.architecture.expert_layers:
         del peers["matrix products"]  # which experts a token takes is not known before
     if options.cached:
@@ -438,6 +443,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--peers", nargs="*", default=["generate"], choices=["generate", "generate_batch"])
     parser.add_argument("--cached", action="store_true", help="also with prompts that are cached")
+    parser.add_argument("--quantization", choices=["int8", "fp8"], help="also with quantised weights")
     parser.add_argument("--vllm_python", help="python of an environment with vLLM")
     parser.add_argument("--json", help="file for the raw times")
     return parser.parse_args()

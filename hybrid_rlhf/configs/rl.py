@@ -149,7 +149,7 @@ class RLFaultsConfig(FaultsConfig):
     max_logprob_diff: float | None = setting(None, advanced=True)
     """Largest difference in nats between log-probs of the sampler and of training, of fixed tokens after each weight
     sync and in the mean over a rollout of current weights; beyond it the run stops. null: 0.002 in float32, 0.1 in
-    lower precision, more where logits are large."""
+    lower precision, 0.5 quantised, more where logits are large."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -188,8 +188,13 @@ class RLConfig(StepConfig):
         self._check_samples(name)
         lag = self.rollout.policy_lag
         require(
-            not lag or self.algorithm.allows_policy_lag,
+            not lag or self.algorithm.allows_other_sampler,
             f"rollout.async_sampling.policy_lag {lag} trains on samples of older weights, got algorithm.correction "
+            "null: give --algorithm.correction.method truncate or mask",
+        )
+        require(
+            self.rollout.quantization is None or self.algorithm.allows_other_sampler,
+            f"rollout.quantization {self.rollout.quantization} samples from rounded weights, got algorithm.correction "
             "null: give --algorithm.correction.method truncate or mask",
         )
         require(

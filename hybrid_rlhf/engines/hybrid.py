@@ -71,7 +71,8 @@ class HybridEngine(ModelEngine):
             max_logprob_diff: see faults.max_logprob_diff.
 
         Raises:
-            UserError: when tensor_parallel or async_sampling needs inference weights and the model has none.
+            UserError: when tensor_parallel, quantization or async_sampling needs inference weights and the model has
+                none.
         """
         super().__init__(role, engine, world, options)
         self._rollout = rollout or RolloutConfig()
@@ -86,7 +87,10 @@ class HybridEngine(ModelEngine):
         self._check = WeightCheck(self, max_logprob_diff)
         dtype = next(self.lm.parameters()).dtype
         inference_dtype = DTYPES.get(self._rollout.dtype, dtype)
-        self.max_logprob_diff = logprob_limit(max_logprob_diff, dtype, inference_dtype)
+        quantization = self._rollout.quantization
+        self.max_logprob_diff = logprob_limit(
+            max_logprob_diff, dtype, inference_dtype, quantised=quantization is not None
+        )
         """Largest mean difference of log-probs between sampler and trainer, in nats, beyond which a run stops."""
         self._kept: _KeptBackend | None = None
         self._module_support: ModuleSupport | None = None
@@ -98,6 +102,7 @@ class HybridEngine(ModelEngine):
                 world=self.generation_world,
                 dtype=inference_dtype,
                 in_place=self._keeps,
+                quantization=quantization,
             )
         if self._inference_weights is None and self._rollout.policy_lag:
             raise UserError(

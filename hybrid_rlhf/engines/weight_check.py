@@ -16,18 +16,28 @@ from torch import Tensor, nn
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.generation.model.decoder import Decoder
-from hybrid_rlhf.generation.weights.conversion import LOW_PRECISION_TOLERANCE, agreement_with, probe_hidden
+from hybrid_rlhf.generation.weights.conversion import (
+    LOW_PRECISION_TOLERANCE,
+    QUANTISED_TOLERANCE,
+    agreement_with,
+    probe_hidden,
+)
 from hybrid_rlhf.models.head_check import FLOAT32_TOLERANCE, probe_tokens
 from hybrid_rlhf.models.structure import layer_list
 
 _FLOAT32_LAYER_TOLERANCE, _LOW_PRECISION_LAYER_TOLERANCE = 1e-3, 0.05
 """Relative difference of a layer's output that is a fault."""
+_PRODUCT_TOLERANCE, _QUANTISED_LAYER_TOLERANCE = 0.1, 0.2
+"""Relative difference of a quantised product from that of its weight, where int8 gives 0.01 and fp8 0.04; and of a
+layer's output with such products."""
 
 
-def logprob_limit(limit: float | None, *dtypes: torch.dtype) -> float:
+def logprob_limit(limit: float | None, *dtypes: torch.dtype, quantised: bool = False) -> float:
     """Largest allowed difference of log-probs, in nats: as set, else by the dtypes of training and generation."""
     if limit is not None:
         return limit
+    if quantised:
+        return QUANTISED_TOLERANCE
     return FLOAT32_TOLERANCE if set(dtypes) == {torch.float32} else LOW_PRECISION_TOLERANCE
 
 
@@ -60,6 +70,7 @@ class WeightCheck:
         excess = math.inf if math.isnan(result.measured) else result.measured - limit
         worst = float(engine.world.all_reduce(torch.tensor(excess, device=engine.device), dist.ReduceOp.MAX))
         if worst <= 0:
+            self._check_products(decoder, updates)
             return
         place = self._first_difference(decoder, ids)
         raise UserError(
@@ -67,6 +78,21 @@ class WeightCheck:
             f"{worst + limit:.3g} after the weight sync of update {updates}, first in {place}: report the model, or "
             "set rollout.backend to module"
         )
+
+    def _check_products(self, decoder: Decoder, updates: int) -> None:
+        """Compare each quantised product with its weight: a wrong scale of a small part may change log-probs little."""
+        errors = decoder.quantisation_errors
+        if not errors:
+            return
+        found = torch.stack([*errors.values()]).nan_to_num(math.inf)
+        place = [*errors][int(found.argmax())]
+        worst = float(self._engine.world.all_reduce(found.max(), dist.ReduceOp.MAX))
+        if worst > _PRODUCT_TOLERANCE:
+            raise UserError(
+                f"quantised products must agree with the training weights to {_PRODUCT_TOLERANCE}, they differ by "
+                f"{worst:.3g} after the weight sync of update {updates}, on this rank most in {place}: report the "
+                "model, or leave rollout.quantization out"
+            )
 
     def _first_difference(self, decoder: Decoder, ids: Tensor) -> str:
         """The first part of the model whose output differs."""
@@ -76,6 +102,8 @@ class WeightCheck:
         expected = self._training_states(layers, ids)
         found = probe_hidden(decoder, ids[0].tolist())
         bound = _FLOAT32_LAYER_TOLERANCE if decoder.dtype == torch.float32 else _LOW_PRECISION_LAYER_TOLERANCE
+        if decoder.quantisation_errors:
+            bound = _QUANTISED_LAYER_TOLERANCE
         for index, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
             difference = float((mine - theirs.to(mine)).norm() / theirs.norm().clamp(min=1e-12))
             if not difference <= bound:

@@ -21,6 +21,7 @@ from hybrid_rlhf.generation.backends.module import ModuleBackend
 from hybrid_rlhf.generation.backends.native import NativeBackend
 from hybrid_rlhf.generation.batching.requests import NewTokens, Request
 from hybrid_rlhf.generation.model.decoder import Decoder
+from hybrid_rlhf.generation.model.quantised import Quantization
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams, per_request, uniform_stream
 from hybrid_rlhf.generation.weights.conversion import check_inference_weights, decoder_of
 from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens
@@ -66,6 +67,7 @@ class GenerationEngine:
         stop_token_ids: Iterable[int] | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         backend: BackendName = "auto",
+        quantization: Quantization | None = None,
         max_batch_rows: int | None = None,
         kv_cache_gib: float | None = None,
         prefill_tokens: int | None = None,
@@ -77,11 +79,13 @@ class GenerationEngine:
             stop_token_ids: tokens that end every completion; none: the EOS tokens of the model's generation config.
             tokenizer: for stop strings.
             backend: see BackendName.
+            quantization: int8 or fp8 products in the layers (model/quantised.py); none: they keep the dtype. Native
+                backend only.
             max_batch_rows: most completions to decode together; none: as many as fit in memory, 256 through the module.
             kv_cache_gib: memory for keys and values; none: what is free on the device. Native backend only.
             prefill_tokens: prompt tokens of one prefill; none: 2048 on a CPU, 16384 on a GPU. Native backend only.
         """
-        decoder = None if backend == "module" else decoder_of(lm, world=solo_world(lm.device), dtype=lm.dtype)
+        decoder = _decoder(lm, backend, quantization, world=solo_world(lm.device), dtype=lm.dtype)
         return cls(
             _backend(lm, decoder, max_batch_rows, kv_cache_gib, prefill_tokens),
             stop_token_ids=default_stop_token_ids(lm) if stop_token_ids is None else stop_token_ids,
@@ -98,6 +102,7 @@ class GenerationEngine:
         group: dist.ProcessGroup | None = None,
         trust_remote_code: bool = False,
         backend: BackendName = "auto",
+        quantization: Quantization | None = None,
         kv_cache_gib: float | None = None,
         max_batch_rows: int | None = None,
     ) -> Self:
@@ -110,6 +115,7 @@ class GenerationEngine:
             group: ranks that share the model by tensor parallelism; each must call.
             trust_remote_code: run Python code that comes with the model.
             backend: see BackendName.
+            quantization: see `from_model`.
             kv_cache_gib: see `from_model`.
             max_batch_rows: see `from_model`.
 
@@ -127,7 +133,7 @@ class GenerationEngine:
         if world.size == 1 or backend == "module":
             lm.to(device)  # type: ignore[arg-type]
         lm.eval()
-        decoder = None if backend == "module" else decoder_of(lm, world=world, dtype=dtype)
+        decoder = _decoder(lm, backend, quantization, world=world, dtype=dtype)
         if decoder is not None:
             check_inference_weights(decoder, module_logprobs(lm, probe_tokens(decoder.architecture.vocab_size)))
         return cls(
@@ -244,6 +250,17 @@ class GenerationEngine:
                 f"the model has {limit} positions, prompt {index} has {len(prompt)} tokens: shorten the prompt"
             )
         return min(params.max_new_tokens, limit - len(prompt))
+
+
+def _decoder(
+    lm: PreTrainedModel, backend: BackendName, quantization: Quantization | None, *, world: World, dtype: torch.dtype
+) -> Decoder | None:
+    """The decoder, if the backend is not the module's."""
+    if backend != "module":
+        return decoder_of(lm, world=world, dtype=dtype, quantization=quantization)
+    if quantization is not None:
+        raise UserError(f"quantization {quantization} needs the native backend, got backend module: leave one out")
+    return None
 
 
 def _backend(

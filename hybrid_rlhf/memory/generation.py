@@ -41,7 +41,8 @@ def inference_weight_bytes(
     """Inference weights that are copies of the training weights (generation/weights/loader.py).
 
     A CPU packs the weight of every matrix product. A GPU uses views, except for weights that ZeRO-3 gathers, that
-    adapters are merged into, or that are fused and not adjacent in memory.
+    adapters are merged into, or that are fused and not adjacent in memory. Quantised products take a byte per weight;
+    the head stays as it is.
 
     Args:
         model: the actor.
@@ -57,11 +58,15 @@ def inference_weight_bytes(
     size, family = dtype.itemsize, FAMILIES.get(model.config.model_type)
     if rollout.backend == "module" or family is None:
         return size * float(base if whole else 0) + size * e.adapted
+    head = model.config.vocab_size * model.config.hidden_size
+    quantised = 0 if rollout.quantization is None else e.products - head
     if device.type == "cpu":
-        tied = model.config.vocab_size * model.config.hidden_size if model.config.tie_word_embeddings else 0
-        return size * float(base + tied if whole else e.products)
+        tied = head if model.config.tie_word_embeddings else 0
+        return size * float((base + tied if whole else e.products) - quantised) + quantised
     if whole or dtype != model.lm.dtype:
-        return size * base / rollout.tensor_parallel
+        return (size * (base - quantised) + quantised) / rollout.tensor_parallel
+    if quantised:
+        return quantised / rollout.tensor_parallel
     apart = 0 if stage in (1, 2) and rollout.tensor_parallel == 1 and not e.adapted else _fused(model, family.names)
     return size * float(max(apart, e.adapted)) / rollout.tensor_parallel
 

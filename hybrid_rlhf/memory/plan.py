@@ -189,8 +189,11 @@ class Planner:
         copy = inference_weight_bytes(actor.model, rollout, stage=stage, dtype=dtype, device=device, in_use=True)
         copies = rollout.policy_lag * copy
         gathers = stage == 3 and (self.machine.ranks > 1 or zero.offload_parameters)
-        build = 2 * actor.model.elements.largest * dtype.itemsize
+        build: float = 2 * actor.model.elements.largest * dtype.itemsize
         build += BUCKET_ELEMENTS * dtype.itemsize if gathers else 0
+        if rollout.quantization is not None:  # all are there in their own dtype before the first is quantised
+            whole = replace(rollout, quantization=None)
+            build += inference_weight_bytes(actor.model, whole, stage=stage, dtype=dtype, device=device) - weights
         if rollout.offload_states:
             base += MemoryUse(optimizer=-actor.movable, host=actor.movable)
         room = self.machine.device_bytes - (base + MemoryUse(inference=weights)).device

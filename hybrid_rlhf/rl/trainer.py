@@ -259,7 +259,7 @@ class RLTrainer(Trainer):
             "run in another output_dir",
         )
         require(
-            self._rl.algorithm.allows_policy_lag or not content.get("ahead"),
+            self._rl.algorithm.allows_other_sampler or not content.get("ahead"),
             "the checkpoint holds completions that older weights sampled (rollout.async_sampling.policy_lag), got "
             "algorithm.correction.method none: give truncate or mask",
         )

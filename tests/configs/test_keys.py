@@ -68,6 +68,10 @@ RULES = {
     "--rollout.sampling.stop x": ("rollout.sampling", "got stop ['x']"),
     "--rollout.sampling.repetition_penalty 1.2": ("rollout.sampling", "got repetition_penalty 1.2"),
     "--actor.lora.rank 0": ("lora.rank", "got 0"),
+    "--rollout.quantization int8": ("rollout.quantization int8", "got algorithm.correction null"),
+    "--algorithm grpo --rollout.quantization fp8": ("rollout.quantization fp8", "got algorithm.correction null"),
+    "--rollout.quantization int8 --rollout.backend module": ("rollout.quantization", "got rollout.backend module"),
+    "--rollout.quantization int4": ("rollout.quantization", "int4"),
 }
 """What a key needs: the key, and the value."""
 READ = [
@@ -85,6 +89,8 @@ READ = [
     "--actor.lora.rank 8 --critic.lora.rank 0 --rollout.kv_cache_gib 1 --rollout.async_sampling.policy_lag 2 "
     "--algorithm.correction {}",
     "--algorithm.kl null --algorithm.penalties null --actor.zero.stage 2",
+    "--rollout.quantization int8 --algorithm.correction.method truncate",
+    "--algorithm online_dpo --rollout.quantization int8",
     "--reward.components [rm,{'function':'a:b','weight':0.5}]",
 ]
 
@@ -266,6 +272,7 @@ def test_what_may_change_when_a_run_resumes_is_marked_on_the_field() -> None:
         "train.max_steps",
         "train.eval_every",
         "rollout.async_sampling.policy_lag",
+        "rollout.quantization",
     ]
     assert [key for key in free if not is_mutable([RLConfig], key.split("."))] == []
     assert [key for key in fixed if is_mutable([RLConfig], key.split("."))] == []

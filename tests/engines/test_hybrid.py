@@ -24,7 +24,7 @@ from hybrid_rlhf.generation.sampling import Completion
 from hybrid_rlhf.generation.weights import conversion
 from hybrid_rlhf.generation.weights.loader import WeightLoader
 from hybrid_rlhf.runtime.world import World
-from tests.support.engines import actor_spec, token_rows, train_step
+from tests.support.engines import actor_spec, state_of, token_rows, train_step
 from tests.support.families import variant
 from tests.support.generation import token_ids_of
 from tests.support.ranks import run_ranks
@@ -33,21 +33,6 @@ from tests.support.tiny import tiny_model, tiny_tokenizer
 PROMPTS = [[5, 6, 7], [9, 8], [4] * 20 + [6, 7], [4] * 20 + [9]]
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0)
 SAMPLED = SamplingParams(max_new_tokens=6, seed=3, n=2)
-
-
-def state_of(engine: HybridEngine) -> list[torch.Tensor]:
-    """Copies of this rank's weights, gradients, master weights and optimizer states."""
-    tensors = []
-    for parameter in engine.module.parameters():
-        tensors.append(getattr(parameter, "ds_tensor", parameter))
-        tensors += [] if parameter.grad is None else [parameter.grad]
-    optimizer = engine._engine.optimizer
-    inner = getattr(optimizer, "optimizer", optimizer)
-    for group in inner.param_groups:
-        tensors += group["params"]
-    for states in inner.state.values():
-        tensors += [value for value in states.values() if isinstance(value, torch.Tensor)]
-    return [tensor.detach().clone() for tensor in tensors]
 
 
 def half_a_step(engine: HybridEngine, world: World) -> None:
@@ -351,7 +336,7 @@ def test_families_split_over_ranks_sample_what_one_process_does(ranks: int, tmp_
     names = ["llama with biases", "gemma2", "phi3", "opt 350m", "gpt2", "pythia", "bloom", "falcon 7b", "falcon 40b"]
     if ranks == 2:
         names += ["llama of three heads", "olmo2", "glm4", "cohere2", "phi", "qwen2_moe", "glm4_moe", "phimoe"]
-        names += ["stablelm with norms of each head", "cohere with norms of each head"]
+        names += ["stablelm with norms of each head", "cohere with norms of each head", "gpt_oss", "deepseek_v3"]
         names += ["qwen3_5", "qwen3_next", "granite 4", "falcon_h1 with a norm after the gate"]
     else:
         names = ["llama with biases", "gpt2", "falcon 7b", "olmo2"]

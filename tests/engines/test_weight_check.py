@@ -1,4 +1,4 @@
-"""The check after each weight sync: thirteen faults are caught and placed; clean steps raise no alarm."""
+"""The check after each weight sync: fourteen faults are caught and placed; clean steps raise no alarm."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import pytest
 from torch import Tensor
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines import hybrid
 from hybrid_rlhf.engines.builder import build_actor
 from hybrid_rlhf.engines.hybrid import HybridEngine
+from hybrid_rlhf.generation.model import quantised
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.model.layers import ACTIVATIONS
 from hybrid_rlhf.runtime.world import World
@@ -121,9 +123,11 @@ WRONG_DECODERS: dict[str, tuple[str, Callable[[Decoder], None], str]] = {
 }
 
 
-def actor_of(name: str, world: World, folder: Path, **settings: Any) -> HybridEngine:
+def actor_of(
+    name: str, world: World, folder: Path, *, rollout: RolloutConfig | None = None, **settings: Any
+) -> HybridEngine:
     variant(name).save_pretrained(folder)
-    return build_actor(actor_spec(folder, lr=0.05, **settings), world)
+    return build_actor(actor_spec(folder, lr=0.05, **settings), world, rollout=rollout)
 
 
 def sync(actor: HybridEngine) -> None:
@@ -170,6 +174,26 @@ def test_a_wrong_forward_is_caught_and_placed(
         sync(actor)
 
 
+@pytest.mark.parametrize("part", ["up", "down", "qkv", "o"])
+def test_a_wrong_quantisation_scale_is_caught_and_placed(
+    part: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actor = actor_of("llama", world, tmp_path, rollout=RolloutConfig(quantization="int8"))
+    sync(actor)
+    train_step(actor, world)
+    right, calls = quantised.quantise, list[int]()
+    wrong_call = 4 + ["qkv", "o", "up", "down"].index(part)  # of layer 1
+
+    def wrong(rows: Tensor, kind: Any) -> tuple[Tensor, Tensor]:
+        codes, scale = right(rows, kind)
+        calls.append(1)
+        return codes, scale * 1.25 if len(calls) == wrong_call + 1 else scale
+
+    monkeypatch.setattr(quantised, "quantise", wrong)
+    with pytest.raises(UserError, match=f"after the weight sync of update 1, .* in {part} of layer 1: report"):
+        sync(actor)
+
+
 @pytest.mark.parametrize("fault", ["adapters left out", "a bucket of old weights"])
 def test_weights_that_do_not_follow_training_are_caught(
     fault: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -190,9 +214,9 @@ def test_weights_that_do_not_follow_training_are_caught(
         sync(actor)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_clean_syncs_raise_no_alarm(dtype: str, world: World, tmp_path: Path) -> None:
-    actor = actor_of("llama", world, tmp_path, dtype=dtype, lora=4)
+@pytest.mark.parametrize(("dtype", "quantization"), [("float32", None), ("bfloat16", None), ("float32", "int8")])
+def test_clean_syncs_raise_no_alarm(dtype: str, quantization: Any, world: World, tmp_path: Path) -> None:
+    actor = actor_of("llama", world, tmp_path, dtype=dtype, lora=4, rollout=RolloutConfig(quantization=quantization))
     for _ in range(40):
         train_step(actor, world)
         sync(actor)

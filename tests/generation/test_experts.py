@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,6 +11,7 @@ from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 
 from hybrid_rlhf.generation.model.experts import RoutedExperts
+from hybrid_rlhf.generation.model.layers import InferenceLinear
 from hybrid_rlhf.generation.weights.description import Experts
 from hybrid_rlhf.generation.weights.loader import _of_experts
 
@@ -43,7 +46,7 @@ def experts_of(module: GptOssMLP, mine: range, *, pack: bool) -> RoutedExperts:
         down=picked("down_proj", transposed=True),
         mine=mine,
         correction=None,
-        pack=pack,
+        product=partial(InferenceLinear, pack=True) if pack else None,
         router_bias=weights["router.bias"],
         up_bias=picked("gate_up_proj_bias", transposed=False),
         down_bias=picked("down_proj_bias", transposed=False),

@@ -14,6 +14,7 @@ from hybrid_rlhf.functional.masking import position_ids
 from hybrid_rlhf.generation import GenerationEngine
 from hybrid_rlhf.generation.batching.capacity import DeviceMemory, device_memory
 from hybrid_rlhf.generation.model.layers import ACTIVATIONS
+from hybrid_rlhf.generation.model.quantised import QuantisedLinear, Quantization, quantise
 from hybrid_rlhf.models.packing import pack, use_packing
 from hybrid_rlhf.models.policy import Policy
 from hybrid_rlhf.models.varlen import boundaries, varlen_attention
@@ -197,3 +198,17 @@ def test_engines_in_a_loop_give_everything_back() -> None:
     finally:
         gc.enable()
     assert used[-1] == used[2], used
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_quantised_products(kind: Quantization) -> None:
+    """Against the product of what the codes stand for."""
+    torch.manual_seed(0)
+    weight, bias = random(256, 512, dtype=torch.bfloat16), random(256, dtype=torch.bfloat16)
+    linear = QuantisedLinear(weight, bias, kind)
+    for rows in (1, 16, 17, 200):
+        x = random(rows, 512, dtype=torch.bfloat16)
+        (codes, scale), (weight_codes, weight_scale) = quantise(x, kind), quantise(weight, kind)
+        exact = (codes.double() * scale[:, None]) @ (weight_codes.double() * weight_scale[:, None]).t() + bias.double()
+        torch.testing.assert_close(linear(x).double(), exact, atol=0.2, rtol=CLOSE[torch.bfloat16])
+    assert float(linear.error) < 0.1

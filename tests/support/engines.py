@@ -10,6 +10,7 @@ import torch
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor
+from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.engines.partition import full_tensors
 from hybrid_rlhf.functional.losses import sft_loss
 from hybrid_rlhf.generation import SamplingParams
@@ -53,6 +54,21 @@ def train_step(engine: Any, world: World) -> float:
         total += float(loss.total.detach())
     engine.step()
     return float(world.all_reduce(torch.tensor(total, device=world.device)))
+
+
+def state_of(engine: HybridEngine) -> list[torch.Tensor]:
+    """Copies of this rank's weights, gradients, master weights and optimizer states."""
+    tensors = []
+    for parameter in engine.module.parameters():
+        tensors.append(getattr(parameter, "ds_tensor", parameter))
+        tensors += [] if parameter.grad is None else [parameter.grad]
+    optimizer = engine._engine.optimizer
+    inner = getattr(optimizer, "optimizer", optimizer)
+    for group in inner.param_groups:
+        tensors += group["params"]
+    for states in inner.state.values():
+        tensors += [value for value in states.values() if isinstance(value, torch.Tensor)]
+    return [tensor.detach().clone() for tensor in tensors]
 
 
 def train_generate_save(world: World, path: Path, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:

@@ -247,8 +247,8 @@ class AlgorithmConfig:
         return not self.updates_once or not (self.correction is None or self.correction.count_masked)
 
     @property
-    def allows_policy_lag(self) -> bool:
-        """Whether older weights may sample: the loss is corrected for it, or does not depend on who sampled."""
+    def allows_other_sampler(self) -> bool:
+        """Whether older or rounded weights may sample: the loss is corrected, or does not depend on who sampled."""
         return self.correction is not None or self.learns_pairs
 
 

@@ -47,6 +47,9 @@ class RolloutConfig:
     """auto: the inference engine where it supports the model; module: always the model's own forward."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto", advanced=True)
     """Type of the inference weights; auto: as in training."""
+    quantization: Literal["int8", "fp8"] | None = setting(None, advanced=True)
+    """Products of the layers in 8 bits while sampling, on a CPU int8; training weights and the head keep their type.
+    Needs algorithm.correction. null: none."""
     kv_cache_gib: float | None = setting(None, mutable=True)
     """KV cache per rank, in GiB; null: half of the free memory on a CPU, 0.9 of it on a GPU less what a prefill and
     CUDA graphs take."""
@@ -77,6 +80,11 @@ class RolloutConfig:
         require(
             self.max_decode_rows is None or self.max_decode_rows >= 1,
             f"rollout.max_decode_rows must be 1 or more, got {self.max_decode_rows}: leave it out to follow memory",
+        )
+        require(
+            self.quantization is None or self.backend == "auto",
+            f"rollout.quantization {self.quantization} needs inference weights, got rollout.backend {self.backend}: "
+            "give auto",
         )
         if self.async_sampling is not None:
             self._check_async()

@@ -84,6 +84,7 @@ class NativeBackend:
         self.decode_bytes = 0
         self.preemptions = 0
         """Requests that were computed again because blocks ran out."""
+        self._written = decoder.written
         self.held: HeldCache | None = None
         """KV cache of the last call."""
         self.workspace: Workspace | None = None
@@ -115,6 +116,9 @@ class NativeBackend:
         decoder = self.decoder
         self.workspace = workspace = self._workspace_for(decoder, requests)
         assert self.held is not None
+        if self._written != decoder.written:
+            self.held.pool.forget_prefixes()
+            self._written = decoder.written
         batch = ContinuousBatch(workspace, self.held.pool, requests, prefill_tokens=self._prefill_tokens)
         yield from batch.steps()
         self.preemptions += batch.preemptions

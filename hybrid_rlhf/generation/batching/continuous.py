@@ -67,12 +67,7 @@ class ContinuousBatch:
     """Decodes requests to their ends."""
 
     def __init__(
-        self,
-        workspace: Workspace,
-        pool: BlockPool,
-        requests: Sequence[Request],
-        *,
-        prefill_tokens: int,
+        self, workspace: Workspace, pool: BlockPool, requests: Sequence[Request], *, prefill_tokens: int
     ) -> None:
         """Prepare.
 
@@ -96,7 +91,7 @@ class ContinuousBatch:
         """Whether nothing enters until a row has finished."""
         self._device = workspace.pages.device
         self.decode_steps = 0
-        """Steps so far."""
+        """Steps so far in which rows decoded."""
         self.preemptions = 0
         """Requests that were computed again."""
 

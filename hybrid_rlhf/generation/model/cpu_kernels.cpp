@@ -11,6 +11,9 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -683,6 +686,143 @@ int gated(int64_t activation, const T* both, T* out, int64_t rows, int64_t width
     }
 }
 
+// -- products in int8
+
+constexpr int TILE_OUTPUTS = 32;             // cpu_kernels.py packs weights by it
+constexpr int VECTORS = TILE_OUTPUTS / L;    // of a tile's outputs
+constexpr int TILE_ROWS = L == 16 ? 12 : 3;  // as many rows of x as have their sums in registers
+constexpr int64_t MANY_PRODUCTS = 1 << 20;   // as MANY
+
+template <class T>
+struct Int8Product {
+    const T* x;
+    const int8_t* weight;   // [tiles of outputs, inputs / 4, TILE_OUTPUTS, 4], filled up with zeros
+    const int32_t* offset;  // [outputs], 128 times the sum of an output's weights
+    const float *scale, *bias;
+    T* out;
+    int64_t rows, inputs, outputs;
+    int64_t quads() const { return (inputs + 3) / 4; }
+};
+
+// The tiles of rows have sizes that differ by 1 at most. Inputs of a tile lie as [quads, rows of the tile, 4].
+struct Tiles {
+    int64_t rows, count;
+    explicit Tiles(int64_t rows) : rows(rows), count((rows + TILE_ROWS - 1) / TILE_ROWS) {}
+    int64_t first(int64_t tile) const { return rows * tile / count; }
+};
+
+// Codes of a row, 128 more than those in int8, which makes them positive as the processor's instruction requires.
+template <class T>
+float quantise_row(const T* x, int64_t inputs, uint8_t* codes, int64_t stride) {
+    vi most = {};
+    for (int64_t c = 0; c < inputs; c += L) {
+        vi size = (vi)load(x + c, inputs - c) & 0x7fffffff;  // in the order of the floats; NaN is above all
+        most = size > most ? size : most;
+    }
+    int32_t bits = 0;
+    for (int i = 0; i < L; ++i) bits = most[i] > bits ? most[i] : bits;
+    float largest;
+    memcpy(&largest, &bits, sizeof largest);
+    if (largest < 1e-30f) largest = 1e-30f;
+    const float factor = 127.0f / largest, magic = 12582912.0f;  // 1.5 * 2^23 rounds, ties to even
+    for (int64_t c = 0; c < inputs; c += L) {
+        vf shifted = load(x + c, inputs - c) * factor + magic;
+        vi code = (vi)shifted - 0x4b400000 + 128;
+        for (int i = 0; i < L && c + i < inputs; i += 4) {
+            uint8_t quad[4] = {(uint8_t)code[i], (uint8_t)code[i + 1], (uint8_t)code[i + 2], (uint8_t)code[i + 3]};
+            memcpy(codes + (c + i) / 4 * stride, quad, 4);
+        }
+    }
+    return largest / 127.0f;
+}
+
+INLINE vi load_codes(const int8_t* from) {
+    vi x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+
+// sum + the four products of bytes in each lane.
+INLINE vi dot(vi sum, vi codes, vi weights) {
+#if defined(__AVX512VNNI__)
+    return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)weights);
+#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
+    return (vi)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, (__m256i)weights);
+#else
+    for (int shift = 24; shift >= 0; shift -= 8)
+        sum += ((vi)(((vu)codes << shift) >> 24)) * ((vi)((vu)weights << shift) >> 24);
+    return sum;
+#endif
+}
+
+template <int ROWS, class T>
+void int8_tile(const Int8Product<T>& a, const uint8_t* codes, const float* scales, int64_t row, int64_t tile) {
+    const int8_t* weight = a.weight + tile * a.quads() * TILE_OUTPUTS * 4;
+    vi sums[ROWS][VECTORS] = {};  // in registers: all that reads it is unrolled
+    for (int64_t q = 0, quads = a.quads(); q < quads; ++q, codes += 4 * ROWS, weight += 4 * TILE_OUTPUTS) {
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; ++r) {
+            int32_t quad;
+            memcpy(&quad, codes + 4 * r, sizeof quad);
+#pragma GCC unroll 16
+            for (int v = 0; v < VECTORS; ++v) sums[r][v] = dot(sums[r][v], quad - vi{}, load_codes(weight + 4 * L * v));
+        }
+    }
+    vi done[ROWS][VECTORS];
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 16
+        for (int v = 0; v < VECTORS; ++v) done[r][v] = sums[r][v];
+    for (int v = 0; v < VECTORS; ++v) {
+        int64_t n = tile * TILE_OUTPUTS + v * L, left = a.outputs - n;
+        if (left <= 0) return;
+        vf scale = load(a.scale + n, left), bias = a.bias == nullptr ? vf{} : load(a.bias + n, left);
+        vi offset = (vi)load((const float*)a.offset + n, left);
+        for (int r = 0; r < ROWS; ++r) {
+            vf sum = __builtin_convertvector(done[r][v] - offset, vf) * (scale * scales[r]);
+            store(a.out + (row + r) * a.outputs + n, sum + bias, left);
+        }
+    }
+}
+
+template <int ROWS, class T>
+void int8_tile_of(int64_t rows, const Int8Product<T>& a, const uint8_t* codes, const float* scales, int64_t row,
+                  int64_t tile) {
+    if (rows == ROWS) return int8_tile<ROWS>(a, codes, scales, row, tile);
+    if constexpr (ROWS > 1) int8_tile_of<ROWS - 1>(rows, a, codes, scales, row, tile);
+}
+
+template <class T>
+int int8_product(const Int8Product<T>& a, Threads threads) {
+    if (a.rows == 0) return OK;
+    Tiles tiles(a.rows);
+    int64_t width = 4 * a.quads(), outputs = (a.outputs + TILE_OUTPUTS - 1) / TILE_OUTPUTS;
+    char* memory = static_cast<char*>(malloc(a.rows * (width + sizeof(float))));
+    if (memory == nullptr) return NO_MEMORY;
+    float* scales = reinterpret_cast<float*>(memory);
+    uint8_t* codes = reinterpret_cast<uint8_t*>(scales + a.rows);
+    deal(threads, a.rows * a.inputs >= MANY, tiles.count, 1, [&](int64_t tile, int64_t end) {
+        for (; tile < end; ++tile) {
+            int64_t first = tiles.first(tile), rows = tiles.first(tile + 1) - first;
+            for (int64_t r = 0; r < rows; ++r)
+                scales[first + r] =
+                    quantise_row(a.x + (first + r) * a.inputs, a.inputs, codes + first * width + 4 * r, 4 * rows);
+        }
+    });
+    bool many = a.rows * a.inputs * a.outputs >= MANY_PRODUCTS;
+    deal(threads, many, outputs, grain_of(threads, outputs), [&](int64_t part, int64_t end) {
+        for (; part < end; ++part) {
+            for (int64_t tile = 0; tile < tiles.count; ++tile) {
+                int64_t first = tiles.first(tile);
+                int8_tile_of<TILE_ROWS>(tiles.first(tile + 1) - first, a, codes + first * width, scales + first, first,
+                                        part);
+            }
+        }
+    });
+    free(memory);
+    return OK;
+}
+
 }  // namespace
 
 // Each function takes one struct of 8-byte fields, which cpu_kernels.py packs: ctypes would take longer to convert
@@ -770,6 +910,24 @@ int hybrid_gated(const Gated* a) {
     auto call = [&](auto kind) {
         using T = decltype(kind);
         return gated(a->activation, (const T*)a->both, (T*)a->out, a->rows, a->width, a->context.team());
+    };
+    return a->context.half ? call(bfloat16{}) : call(float{});
+}
+
+struct Int8Linear {
+    Context context;
+    const void *x, *weight, *offset, *scale, *bias;
+    void* out;
+    int64_t rows, inputs, outputs;
+};
+
+int hybrid_int8_linear(const Int8Linear* a) {
+    auto call = [&](auto kind) {
+        using T = decltype(kind);
+        return int8_product(
+            Int8Product<T>{(const T*)a->x, (const int8_t*)a->weight, (const int32_t*)a->offset, (const float*)a->scale,
+                           (const float*)a->bias, (T*)a->out, a->rows, a->inputs, a->outputs},
+            a->context.team());
     };
     return a->context.half ? call(bfloat16{}) : call(float{});
 }

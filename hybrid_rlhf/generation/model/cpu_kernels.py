@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from hybrid_rlhf.generation.model.compiled import CannotCompile, load, openmp_parallel
 from hybrid_rlhf.generation.weights.description import Activation
@@ -31,6 +32,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 """Of weights, KV cache and activations."""
 _SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 _ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
+_TILE_OUTPUTS = 32
+"""Outputs of a product in int8 that are computed together."""
 _NO_MEMORY, _OUTSIDE = 1, 2
 """Errors of the library; 0: none."""
 _STRUCTS = {
@@ -40,6 +43,7 @@ _STRUCTS = {
         ("hybrid_paged_attention", "3q8q9q2d"),
         ("hybrid_norm", "3q5q7qd"),
         ("hybrid_gated", "3q2q3q"),
+        ("hybrid_int8_linear", "3q6q3q"),
     )
 }
 """The structs that the library takes: address of GOMP_parallel, threads and dtype, then addresses and numbers."""
@@ -267,6 +271,46 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     out = gate_up.new_empty(tokens, width)
     addresses = (gate_up.data_ptr(), out.data_ptr())
     _library().call("hybrid_gated", gate_up.dtype, *addresses, _ACTIVATIONS[activation], tokens, width)
+    return out
+
+
+def pack_int8(codes: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights [N, K] int8 in the order in which `int8_linear` reads them, and 128 times the sum of each row."""
+    outputs, inputs = codes.shape
+    whole = functional.pad(codes, (0, -inputs % 4, 0, -outputs % _TILE_OUTPUTS))
+    packed = whole.view(-1, _TILE_OUTPUTS, whole.shape[1] // 4, 4).transpose(1, 2).contiguous()
+    return packed, 128 * codes.sum(dim=1, dtype=torch.int32)
+
+
+def int8_linear(x: Tensor, weight: Tensor, offset: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """x W^T + b [T, N], where each row of x is quantised to int8 (quantised.py) and sums are int32.
+
+    Args:
+        x: [T, K].
+        weight: of `pack_int8`, which gives the offset too.
+        offset: [N] int32.
+        scale: [N] float32, what a code of the weights stands for.
+        bias: [N] float32, or none.
+    """
+    x, outputs = x.contiguous(), len(scale)
+    rows, inputs = x.shape
+    _check(weight, torch.int8, (-(-outputs // _TILE_OUTPUTS), -(-inputs // 4), _TILE_OUTPUTS, 4))
+    _check(offset, torch.int32, (outputs,))
+    _check(scale, torch.float32, (outputs,))
+    if bias is not None:
+        _check(bias, torch.float32, (outputs,))
+    out = x.new_empty(rows, outputs)
+    addresses = (x.data_ptr(), weight.data_ptr(), offset.data_ptr(), scale.data_ptr())
+    _library().call(
+        "hybrid_int8_linear",
+        x.dtype,
+        *addresses,
+        0 if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        rows,
+        inputs,
+        outputs,
+    )
     return out
 
 

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from hybrid_rlhf.generation.model.attention import AttentionFunction, Table
 from hybrid_rlhf.generation.model.layers import ACTIVATIONS, Norm, kernels_for
+from hybrid_rlhf.generation.model.quantised import QuantisedLinear
 from hybrid_rlhf.generation.model.recurrent.states import StateCache, StepStates, state_bytes
 from hybrid_rlhf.generation.weights.decoder_weights import DecoderWeights, LayerWeights
 from hybrid_rlhf.generation.weights.description import ModelDescription
@@ -43,6 +44,11 @@ class Decoder:
         return self._weights.embed.dtype
 
     @property
+    def written(self) -> int:
+        """Changes when a model whose weights are used as they are is trained."""
+        return self._weights.embed._version
+
+    @property
     def product_bytes(self) -> int:
         """Bytes of the weights that a decoding step reads, for any number of rows."""
         return self._weights.product_bytes
@@ -59,6 +65,18 @@ class Decoder:
         if a.recurrence is None:
             return None
         return StateCache(a, a.recurrence, units=units, slots=slots, dtype=self.dtype, device=self.world.device)
+
+    @property
+    def quantisation_errors(self) -> dict[str, Tensor]:
+        """[] relative error of each quantised product, by its place; {} if none is quantised."""
+        errors = {}
+        for index, w in enumerate(self._weights.layers):
+            parts = {"qkv": w.qkv, "o": w.o, "up": w.up, "down": w.down}
+            parts |= {} if w.experts is None else w.experts.products
+            for name, part in parts.items():
+                if isinstance(part, QuantisedLinear):
+                    errors[f"{name} of layer {index}"] = part.error
+        return errors
 
     def refresh(self) -> None:
         """Recompute what is derived from weights, after these were updated in place."""

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hybrid_rlhf.generation.model.layers import InferenceLinear
+from hybrid_rlhf.generation.model.quantised import Linear, MakeLinear
 from hybrid_rlhf.generation.weights.description import Experts
 
 
@@ -38,7 +38,7 @@ class RoutedExperts:
         down: Tensor,
         mine: range,
         correction: Tensor | None,
-        pack: bool,
+        product: MakeLinear | None,
         router_bias: Tensor | None = None,
         up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
@@ -52,7 +52,7 @@ class RoutedExperts:
             down: [X, H, I].
             mine: the experts of this rank.
             correction: [E], added to the scores by which experts are chosen; or none.
-            pack: copy the weights into oneDNN's blocked format.
+            product: makes the products of each expert, packed or quantised; none: grouped products compute all.
             router_bias: [E], or none.
             up_bias: [X, 2 I], or none.
             down_bias: [X, H], or none.
@@ -60,15 +60,25 @@ class RoutedExperts:
         self._kind, self._mine, self._correction = kind, mine, correction
         self.router, self.router_bias = router, router_bias
         self.up, self.up_bias, self.down, self.down_bias = up, up_bias, down, down_bias
-        self._packed = None
-        if pack:
-            self._packed = list(zip(_packed(up, up_bias), _packed(down, down_bias), strict=True))
+        self._of_each: list[tuple[Linear, Linear]] | None = None
+        if product is not None:
+            products = [_of_each(product, *both) for both in ((up, up_bias), (down, down_bias))]
+            self._of_each = list(zip(*products, strict=True))
             self.up = self.down = up.new_empty(0)
+
+    @property
+    def products(self) -> dict[str, Linear]:
+        """The products of each expert; {} where grouped products compute all."""
+        return {
+            f"{name} of expert {index}": product
+            for index, both in zip(self._mine, self._of_each or (), strict=False)
+            for name, product in zip(("up", "down"), both, strict=True)
+        }
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of all experts of this rank; a step with few tokens reads fewer."""
-        products = [self.up, self.down] if self._packed is None else [p.weight for both in self._packed for p in both]
+        products = [self.up, self.down, *(product.weight for product in self.products.values())]
         return sum(weight.numel() * weight.element_size() for weight in products)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,9 +134,9 @@ class RoutedExperts:
         tokens, weights = order // self._kind.per_token, weights.flatten()[order, None].to(x.dtype)
         ends = torch.searchsorted(experts, torch.arange(len(self._mine), device=x.device), right=True, out_int32=True)
         out = torch.zeros_like(x)
-        if self._packed is not None:
+        if self._of_each is not None:
             start = 0
-            for (up, down), end in zip(self._packed, ends.tolist(), strict=True):
+            for (up, down), end in zip(self._of_each, ends.tolist(), strict=True):
                 part, start = slice(start, end), end
                 if part.start < part.stop:
                     out.index_add_(0, tokens[part], down(activate(up(x[tokens[part]]))) * weights[part])
@@ -149,10 +159,10 @@ def clamped_swiglu(both: Tensor, *, limit: float) -> Tensor:
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
-def _packed(weights: Tensor, biases: Tensor | None) -> list[InferenceLinear]:
-    """The products of [X, outputs, inputs], in oneDNN's blocked format."""
+def _of_each(product: MakeLinear, weights: Tensor, biases: Tensor | None) -> list[Linear]:
+    """The products of weights [X, outputs, inputs]."""
     of_each = [None] * len(weights) if biases is None else biases
-    return [InferenceLinear(weight, bias, pack=True) for weight, bias in zip(weights, of_each, strict=True)]
+    return [product(weight, bias) for weight, bias in zip(weights, of_each, strict=True)]
 
 
 def _biased(products: Tensor, biases: Tensor | None, experts: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.generation.model.layers import InferenceLinear, Norm, rotate
+from hybrid_rlhf.generation.model.layers import Norm, rotate
+from hybrid_rlhf.generation.model.quantised import Linear
 from hybrid_rlhf.generation.weights.description import Latent
 
 
@@ -28,10 +29,10 @@ class LatentAttention:
         self,
         kind: Latent,
         *,
-        q_down: InferenceLinear | None,
+        q_down: Linear | None,
         q_norm: Norm | None,
-        q: InferenceLinear,
-        kv_down: InferenceLinear,
+        q: Linear,
+        kv_down: Linear,
         kv_norm: Norm,
         kv_up: Tensor,
     ) -> None:

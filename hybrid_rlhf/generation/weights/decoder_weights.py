@@ -12,6 +12,7 @@ from torch import Tensor
 from hybrid_rlhf.generation.model.experts import RoutedExperts
 from hybrid_rlhf.generation.model.latent import LatentAttention
 from hybrid_rlhf.generation.model.layers import HeadNorm, InferenceLinear, Norm, SplitNorm
+from hybrid_rlhf.generation.model.quantised import Linear
 from hybrid_rlhf.generation.model.recurrent.mixers import Mixer
 
 LAYER_NORMS = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
@@ -28,14 +29,14 @@ class LayerWeights:
     mlp_out_norm: Norm | None
     q_norm: Norm | HeadNorm | SplitNorm | None
     k_norm: Norm | HeadNorm | SplitNorm | None
-    qkv: InferenceLinear | None
+    qkv: Linear | None
     latent: LatentAttention | None
     """In place of `qkv`."""
-    o: InferenceLinear | None
+    o: Linear | None
     recurrent: Mixer | None
     """In place of attention or beside it."""
-    up: InferenceLinear | None
-    down: InferenceLinear | None
+    up: Linear | None
+    down: Linear | None
     """The MLP, or the shared experts of a layer with a mixture; `up` holds gate and up fused where it is gated."""
     experts: RoutedExperts | None
     sinks: Tensor | None

@@ -21,6 +21,7 @@ from torch import Tensor
 from hybrid_rlhf.generation.model.experts import RoutedExperts
 from hybrid_rlhf.generation.model.latent import LatentAttention
 from hybrid_rlhf.generation.model.layers import ACTIVATIONS, HeadNorm, InferenceLinear, Norm, SplitNorm, can_pack
+from hybrid_rlhf.generation.model.quantised import Linear, Quantization, product_maker
 from hybrid_rlhf.generation.model.recurrent.mixers import Mixer, MixerWeights, mixer
 from hybrid_rlhf.generation.weights.decoder_weights import LAYER_NORMS, DecoderWeights, LayerWeights
 from hybrid_rlhf.generation.weights.describe import NotDescribed
@@ -58,6 +59,7 @@ class WeightLoader:
         dtype: torch.dtype,
         in_place: bool = False,
         float32_logits: bool = True,
+        quantization: Quantization | None = None,
     ) -> None:
         """Plan.
 
@@ -67,17 +69,21 @@ class WeightLoader:
             parameters: names of the training weights, tied ones once.
             world: the tensor-parallel ranks, and the device of this one.
             dtype: of the inference weights.
-            in_place: weights loaded after `assemble` are written into the assembled ones, unless these are packed.
+            in_place: weights loaded after `assemble` are written into the assembled ones, unless packed or quantised.
             float32_logits: whether the head computes in float32, whatever the dtype.
+            quantization: of the products of the layers; none: they keep the dtype.
 
         Raises:
             NotDescribed: when the model has a weight that the decoder does not use.
+            UserError: when the device or dtype has no quantised products.
         """
         self.architecture, self._world, self._dtype = architecture, world, dtype
         self.split = Split.of(architecture, world.rank, world.size)
         self._names, self._parameters = names, frozenset(parameters)
         self._packs, self._float32_logits = can_pack(world.device, dtype), float32_logits
-        self.in_place = in_place and not self._packs
+        self._product = product_maker(quantization, architecture, world.device, dtype)
+        self._own_products = self._packs or quantization is not None
+        self.in_place = in_place and not self._own_products
         self._assembled: dict[str, Sequence[Tensor]] = {}
         self._parts: dict[str, list[Tensor | None]] = {}
         self._targets: dict[str, list[tuple[str, int, Pick]]] = {}
@@ -179,9 +185,9 @@ class WeightLoader:
             self._assembled[key] = whole.split([len(part) for part in parts])
         return whole
 
-    def _linear(self, key: str) -> InferenceLinear | None:
+    def _linear(self, key: str) -> Linear | None:
         weight = self._take(f"{key}.weight")
-        return None if weight is None else InferenceLinear(weight, self._take(f"{key}.bias"), pack=self._packs)
+        return None if weight is None else self._product(weight, self._take(f"{key}.bias"))
 
     def _experts(self, layer: int) -> RoutedExperts:
         kind, corrections = self.architecture.experts, self.architecture.router_corrections
@@ -197,7 +203,7 @@ class WeightLoader:
             down=down,
             mine=self.split.experts,
             correction=correction,
-            pack=self._packs,
+            product=self._product if self._own_products else None,
             router_bias=router_bias,
             up_bias=up_bias,
             down_bias=down_bias,

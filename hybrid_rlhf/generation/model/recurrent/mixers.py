@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hybrid_rlhf.generation.model.layers import InferenceLinear
+from hybrid_rlhf.generation.model.quantised import Linear
 from hybrid_rlhf.generation.model.recurrent.scan import DECAYING_SCAN, selective_scan
 from hybrid_rlhf.generation.model.recurrent.states import StepStates
 from hybrid_rlhf.generation.weights.recurrence import GatedDelta, Lightning, Mamba, Mamba2, Recurrence, ShortConvolution
@@ -28,8 +28,8 @@ from hybrid_rlhf.generation.weights.recurrence import GatedDelta, Lightning, Mam
 class MixerWeights:
     """The weights of a recurrent layer on this rank."""
 
-    project: InferenceLinear
-    out: InferenceLinear
+    project: Linear
+    out: Linear
     others: Mapping[str, Tensor]
     """By role, without the prefix `recurrent_`; that of a bias ends with `.bias`."""
 

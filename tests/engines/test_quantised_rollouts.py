@@ -1,0 +1,91 @@
+"""Rollouts of quantised weights: any sharding samples from them, they follow the training, and it is unchanged."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.engines.builder import build_actor
+from hybrid_rlhf.engines.hybrid import HybridEngine
+from hybrid_rlhf.generation import SamplingParams
+from hybrid_rlhf.runtime.world import World
+from tests.support.engines import PROMPTS, actor_spec, state_of, train_step
+from tests.support.ranks import run_main, run_ranks
+from tests.support.steps import MODULES, step_line, write_rows
+
+SAMPLED = SamplingParams(max_new_tokens=6, seed=3, n=2)
+
+
+def differences(engine: HybridEngine, samples: list[Any], prompt: list[int]) -> list[float]:
+    """Of the log-probs that sampling reports from those of the training forward."""
+    found = []
+    for one in samples:
+        ids = torch.tensor([prompt + one.token_ids])
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        with torch.no_grad():
+            logprobs = engine(ids, mask, mask)[0][0, len(prompt) :]
+        found += (logprobs - torch.tensor(one.logprobs)).abs().tolist()
+    return found
+
+
+def sampled(world: World, path: Path, cases: list[tuple[int, int, int]]) -> list[dict[str, Any]]:
+    """By ZeRO stage, tensor-parallel ranks and LoRA rank."""
+    told = []
+    for stage, tensor_parallel, lora in cases:
+        rollout = RolloutConfig(tensor_parallel=tensor_parallel, quantization="int8")
+        engine = build_actor(actor_spec(path, stage=stage, lora=lora, lr=0.05), world, rollout=rollout)
+        apart: list[float] = []
+        codes: list[torch.Tensor] = []
+        same = True
+        for _ in range(2):
+            train_step(engine, world)
+            before = state_of(engine)
+            with engine.inference(stop_token_ids=()) as generation:
+                completions = generation.generate(PROMPTS, SAMPLED)
+                codes.append(generation.backend.decoder._weights.layers[0].qkv.weight.clone())  # type: ignore[attr-defined]
+            same &= all(map(torch.equal, before, state_of(engine)))
+            for prompt, samples in zip(PROMPTS, completions, strict=True):
+                apart += differences(engine, samples, prompt)
+        told.append(
+            {
+                "apart": sum(apart) / len(apart),
+                "same": same,
+                "followed": bool((codes[0] != codes[1]).any()),
+                "dtype": str(codes[0].dtype),
+            }
+        )
+    return told
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cases"), [(1, [(0, 1, 0), (0, 1, 4)]), (2, [(3, 1, 4), (2, 2, 0), (3, 2, 4)])], ids=["1 rank", "2 ranks"]
+)
+def test_samples_are_of_the_weights_that_train(
+    ranks: int, cases: list[tuple[int, int, int]], model_folder: Path, tmp_path: Path
+) -> None:
+    for told, case in product(run_ranks(sampled, ranks, tmp_path, model_folder, cases), range(len(cases))):
+        result = told[case]
+        assert 0.0 < result["apart"] < 0.1, "rounded, and no more"
+        assert result["dtype"] == "torch.int8" and result["followed"] and result["same"], cases[case]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_corrects_for_the_rounding(ranks: int, model_folder: Path, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl")
+    settings = ["--rollout.quantization", "int8", "--algorithm.correction.method", "truncate"]
+    if ranks > 1:
+        settings += ["--actor.zero.stage", "3", "--rollout.tensor_parallel", "2"]
+    line = step_line("ppo", tmp_path / "out", model_folder, rows, "--train.max_steps", "2", *settings)
+    run_main(MODULES["ppo"], ranks, line)
+    lines = [json.loads(text) for text in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    steps = [metrics for metrics in lines if "rollout/correction_mean" in metrics]
+    assert len(steps) == 2
+    for metrics in steps:
+        assert metrics["rollout/correction_mean"] != 1.0
+        assert 1e-5 < metrics["rollout/logprob_abs_diff_mean"] < 0.1
