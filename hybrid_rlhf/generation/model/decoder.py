@@ -72,6 +72,8 @@ class Decoder:
         errors = {}
         for index, w in enumerate(self._weights.layers):
             parts = {"qkv": w.qkv, "o": w.o, "up": w.up, "down": w.down}
+            parts |= {} if w.latent is None else w.latent.products
+            parts |= {} if w.recurrent is None else {"in": w.recurrent.weights.project, "out": w.recurrent.weights.out}
             parts |= {} if w.experts is None else w.experts.products
             for name, part in parts.items():
                 if isinstance(part, QuantisedLinear):

@@ -52,10 +52,16 @@ class LatentAttention:
         self._kv_up = kv_up.view(-1, kind.plain_dims + kind.value_dims, kind.size)
 
     @property
+    def products(self) -> dict[str, Linear]:
+        """Its products with packed or quantised weights."""
+        each = {"q down": self._q_down, "q": self._q, "kv down": self._kv_down}
+        return {name: product for name, product in each.items() if product is not None}
+
+    @property
     def product_bytes(self) -> int:
         """Bytes of the matrices that a step reads."""
-        products = [part.weight for part in (self._q_down, self._q, self._kv_down) if part is not None]
-        return sum(weight.numel() * weight.element_size() for weight in (*products, self._kv_up))
+        weights = (*(product.weight for product in self.products.values()), self._kv_up)
+        return sum(weight.numel() * weight.element_size() for weight in weights)
 
     def refresh(self) -> None:
         """Recompute what is derived from weights, after these were updated in place."""
