@@ -78,13 +78,14 @@ RECURRENT = {
 }
 
 
+@pytest.mark.parametrize("backend", ["auto", "module"])
 @pytest.mark.parametrize("family", RECURRENT)
-def test_samples_of_a_recurrent_model_end_apart(family: str) -> None:
+def test_samples_of_a_recurrent_model_end_apart(family: str, backend: BackendName) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **COMMON, **RECURRENT[family])).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    engine = GenerationEngine.from_model(model, stop_token_ids=())
+    engine = GenerationEngine.from_model(model, stop_token_ids=(), backend=backend)
     lengths = [3, 5, 4, 12, 7]
     each = [replace(SHORT_GREEDY, max_new_tokens=length, n=2) for length in lengths]
     for prompt, length, samples in zip(SHORT_PROMPTS, lengths, engine.generate(SHORT_PROMPTS, each), strict=True):

@@ -12,8 +12,8 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 
 from hybrid_rlhf.generation.model.experts import RoutedExperts
 from hybrid_rlhf.generation.model.layers import InferenceLinear
+from hybrid_rlhf.generation.weights import picks
 from hybrid_rlhf.generation.weights.description import Experts
-from hybrid_rlhf.generation.weights.loader import _of_experts
 
 COUNT, HIDDEN = 6, 16
 KIND = Experts(count=COUNT, per_token=2, router="softmax_of_chosen", clamp=7.0, transposed=True, alternating=True)
@@ -37,7 +37,7 @@ def experts_of(module: GptOssMLP, mine: range, *, pack: bool) -> RoutedExperts:
     weights = {name: parameter.detach() for name, parameter in module.named_parameters()}
 
     def picked(name: str, *, transposed: bool) -> Tensor:
-        return _of_experts(mine, transposed=transposed, alternating="gate_up" in name)(weights[f"experts.{name}"])
+        return picks.experts_of(mine, transposed=transposed, alternating="gate_up" in name)(weights[f"experts.{name}"])
 
     return RoutedExperts(
         KIND,

@@ -1,7 +1,8 @@
 """Continuous batching: requests enter as others finish, and every step decodes all live rows.
 
 A step computes one token of each live row and, within a budget, chunks of the prompts of entering requests, in one
-forward. A prompt begins with the longest prefix that is cached (blocks.py); the samples of one prompt share its blocks.
+forward. A prompt begins with the longest prefix that is cached (blocks.py); the samples of one prompt share its blocks
+and copy its states in recurrent layers.
 How many requests run is limited by memory: one enters if there is room for it and for what the live ones are expected
 to grow by. When blocks run out nevertheless, the youngest request is preempted: it gives up its blocks, waits, and is
 computed again from its tokens. The oldest is never preempted, so all requests finish. On a GPU, scheduling is
