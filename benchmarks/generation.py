@@ -399,6 +399,7 @@ def main() -> None:
     for number in range(options.runs + 1):
         for name, run in peers.items():
             took = run()
+            time.sleep(1)  # threads of a peer may still spin
             if number:  # the first run warms up
                 seconds[name].append(took)
     if vllm is not None:
