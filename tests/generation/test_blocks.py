@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid_rlhf.generation.batching.blocks import BlockPool, BlockTable, blocks_of
-from hybrid_rlhf.generation.batching.cache import BLOCK_TOKENS, CacheLayout
+from hybrid_rlhf.generation.batching.blocks import BlockPool, BlockTable
+from hybrid_rlhf.generation.batching.cache import BLOCK_TOKENS, CacheLayout, blocks_of
 from hybrid_rlhf.generation.weights.describe import describe
 from tests.support.families import variant
 

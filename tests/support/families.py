@@ -12,6 +12,7 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "m
 GQA = {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 FALCON = {**SMALL, "ffn_hidden_size": 80}
 LATENT = {
     **SMALL,
@@ -76,12 +77,7 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
         "qwen2",
         {
             **GQA,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 4.0,
-                "original_max_position_embeddings": 16,
-            },
+            "rope_parameters": YARN,
         },
     ),
     "mistral": ("mistral", {**GQA, "sliding_window": 6}),
@@ -208,14 +204,7 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
             **LATENT,
             **GROUPED_EXPERTS,
             "topk_method": "greedy",
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 4.0,
-                "mscale": 0.707,
-                "mscale_all_dim": 0.707,
-                "original_max_position_embeddings": 16,
-            },
+            "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
         },
     ),
     "glm4_moe_lite": ("glm4_moe_lite", {**LATENT, **GROUPED_EXPERTS, "mlp_layer_types": ["dense", "sparse", "sparse"]}),

@@ -23,7 +23,6 @@ from hybrid_rlhf.generation.batching.capacity import (
     WorkingMemory,
     available_bytes,
     capacity_tokens,
-    new_cache,
     rows_and_pages,
     working_memory,
 )
@@ -49,9 +48,8 @@ class HeldCache:
 
     def serves(self, sequences: Sequences) -> bool:
         """Whether a cache allocated for these would not be larger."""
-        wanted = (sequences.rows, sequences.pages(sequences.rows))
         fits = sequences.longest_pages <= self.cache.pages
-        return fits and self.cache.layout == sequences.layout and all(map(operator.le, wanted, self.wanted))
+        return fits and self.cache.layout == sequences.layout and all(map(operator.le, sequences.wanted, self.wanted))
 
 
 class NativeBackend:
@@ -183,7 +181,7 @@ class NativeBackend:
         Raises:
             UserError: when memory has no room for one completion.
         """
-        held, wanted = self.held, (sequences.rows, sequences.pages(sequences.rows))
+        held, wanted = self.held, sequences.wanted
         if held is not None and held.cache.layout != sequences.layout:
             self._release_workspace()
             held = self.held = None
@@ -207,7 +205,7 @@ class NativeBackend:
             held.pool.grow(pages)
             return HeldCache(held.cache.grown(pages), held.pool, rows, wanted)
         held = self.held = None  # freed before the new one is allocated
-        cache = new_cache(decoder, sequences.layout, pages=pages)
+        cache = decoder.new_cache(sequences.layout, pages=pages)
         pool = BlockPool(sequences.layout, pages, finds_prefixes=decoder.architecture.recurrence is None)
         return HeldCache(cache, pool, rows, wanted)
 

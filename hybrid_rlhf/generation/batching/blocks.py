@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hybrid_rlhf.generation.batching.cache import BLOCK_TOKENS, CacheLayout
+from hybrid_rlhf.generation.batching.cache import BLOCK_TOKENS, CacheLayout, blocks_of
 
 _TAILS = 64
 """Most children of a prefix that are compared with a sequence that leaves it within a block, the latest first."""
@@ -132,7 +132,7 @@ class BlockPool:
 
     def match(self, tokens: Sequence[int]) -> Match:
         """The longest cached prefix; the last token is never part of it, since its hidden state is needed."""
-        needed = [math.inf if window is None else -(-(window - 1) // BLOCK_TOKENS) for window in self.layout.windows]
+        needed = [math.inf if window is None else blocks_of(window - 1) for window in self.layout.windows]
         node, path, best = self._root, list[_Prefix](), 0
         present = [0] * len(needed)
         for start in range(0, len(tokens) - BLOCK_TOKENS, BLOCK_TOKENS):
@@ -277,11 +277,6 @@ class BlockTable:
                 if block is not None:
                     self._pool.release(block)
         self.blocks = []
-
-
-def blocks_of(tokens: int) -> int:
-    """Blocks that hold so many tokens."""
-    return -(-tokens // BLOCK_TOKENS)
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:

@@ -22,6 +22,11 @@ BLOCK_TOKENS = 16
 """Tokens of a block. On average half of a sequence's last block is unused."""
 
 
+def blocks_of(tokens: int) -> int:
+    """Blocks that hold so many tokens."""
+    return -(-tokens // BLOCK_TOKENS)
+
+
 @dataclass(frozen=True)
 class CacheLayout:
     """Which layers share pages."""
@@ -58,8 +63,7 @@ class CacheLayout:
             group = windows.index(window(kind))
             places.append((sum(pages[:group]) + seen[group] // together, seen[group] % together))
             seen[group] += 1
-        stores = 2 if architecture.latent is None else 1
-        return cls(tuple(windows), tuple(pages), together, tuple(places), stores)
+        return cls(tuple(windows), tuple(pages), together, tuple(places), _stores(architecture))
 
     @property
     def tables(self) -> int:
@@ -68,9 +72,9 @@ class CacheLayout:
 
     def pages_of(self, tokens: int, *, computed_together: int = 1) -> int:
         """Most pages that a sequence holds at once when it is computed in chunks of `computed_together` tokens."""
-        blocks = -(-tokens // BLOCK_TOKENS)
+        blocks = blocks_of(tokens)
         most = [
-            blocks if window is None else min(blocks, -(-(window + computed_together) // BLOCK_TOKENS) + 1)
+            blocks if window is None else min(blocks, blocks_of(window + computed_together) + 1)
             for window in self.windows
         ]
         return sum(count * own for count, own in zip(most, self.pages, strict=True))
@@ -137,5 +141,8 @@ def page_bytes(layout: CacheLayout, *, kv_heads: int, head_dim: int, dtype: torc
 
 def bytes_per_token(architecture: ModelDescription, kv_heads: int, dtype: torch.dtype) -> int:
     """Bytes of one token's keys and values on a rank with so many KV heads."""
-    stores = 2 if architecture.latent is None else 1
-    return stores * architecture.attention_layers * kv_heads * architecture.head_dim * dtype.itemsize
+    return _stores(architecture) * architecture.attention_layers * kv_heads * architecture.head_dim * dtype.itemsize
+
+
+def _stores(architecture: ModelDescription) -> int:
+    return 2 if architecture.latent is None else 1

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from hybrid_rlhf.generation.batching.cache import CacheLayout, KVCache
+from hybrid_rlhf.generation.batching.cache import CacheLayout
 from hybrid_rlhf.generation.batching.requests import Request
 from hybrid_rlhf.generation.batching.workspace import Workspace
 from hybrid_rlhf.generation.model.attention import Chunks
@@ -76,6 +76,11 @@ class Sequences:
     prefill_tokens: int
     state_bytes: int = 0
     """Of recurrent layers, per completion."""
+
+    @property
+    def wanted(self) -> tuple[int, int]:
+        """Rows and pages that unlimited memory would allow."""
+        return self.rows, self.pages(self.rows)
 
     @property
     def longest_pages(self) -> int:
@@ -174,20 +179,8 @@ def _small_workspace(decoder: Decoder, requests: Sequence[Request], *, rows: int
     """A workspace for a measurement; all its rows share the pages of one sequence, as only memory matters."""
     capacity = capacity_tokens(tokens, decoder.world.device)
     layout = CacheLayout.of(decoder.architecture, capacity)
-    cache = new_cache(decoder, layout, pages=1 + layout.pages_of(capacity))
+    cache = decoder.new_cache(layout, pages=1 + layout.pages_of(capacity))
     return Workspace(decoder, requests, cache=cache, rows=rows, capacity_tokens=capacity, cuda_graphs=False)
-
-
-def new_cache(decoder: Decoder, layout: CacheLayout, *, pages: int) -> KVCache:
-    """A KV cache for a decoder."""
-    return KVCache(
-        layout,
-        pages=pages,
-        kv_heads=len(decoder.split.kv_heads),
-        head_dim=decoder.architecture.head_dim,
-        dtype=decoder.dtype,
-        device=decoder.world.device,
-    )
 
 
 def _read(workspace: Workspace, prompts: int, length: int) -> None:

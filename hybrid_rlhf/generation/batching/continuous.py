@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hybrid_rlhf.generation.batching.blocks import BlockPool, BlockTable, blocks_of
-from hybrid_rlhf.generation.batching.cache import BLOCK_TOKENS
+from hybrid_rlhf.generation.batching.blocks import BlockPool, BlockTable
+from hybrid_rlhf.generation.batching.cache import BLOCK_TOKENS, blocks_of
 from hybrid_rlhf.generation.batching.requests import NewTokens, Request
 from hybrid_rlhf.generation.batching.workspace import Fetch, Prompts, Workspace
 from hybrid_rlhf.generation.model.attention import Chunks
@@ -100,7 +100,7 @@ class ContinuousBatch:
     def steps(self) -> Iterator[NewTokens]:
         """Decode to the end; yields the new tokens of each step."""
         try:
-            while self._waiting or self._live:
+            while self._waiting or self._decoding or self._entering:
                 if self._pages_missing() > self._pool.available_pages:
                     if self._in_flight:
                         yield self._collect()
@@ -256,8 +256,7 @@ class ContinuousBatch:
         for row in self._entering:
             shared = row.request.tokens // BLOCK_TOKENS
             growth += sum(self._expected_blocks(one.request) - shared for one in row.samples)
-            growth += max(0, self._expected_blocks(row.request) - len(row.table.blocks))
-        for row in self._decoding:
+        for row in (*self._entering, *self._decoding):
             growth += max(0, self._expected_blocks(row.request) - len(row.table.blocks))
         return self._pool.available_pages - growth * self._pool.layout.tables
 

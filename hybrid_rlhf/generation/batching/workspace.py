@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.generation.batching.cache import BLOCK_TOKENS, KVCache
+from hybrid_rlhf.generation.batching.cache import KVCache, blocks_of
 from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, SamplingMode
 from hybrid_rlhf.generation.batching.requests import Request
 from hybrid_rlhf.generation.model.attention import Attention, Chunks, DecodeRows
@@ -69,7 +69,7 @@ class Workspace:
             kernels=decoder.kernels,
         )
         self.rows = DecodeBatch.empty(rows, requests, vocab_size=decoder.architecture.vocab_size, device=device)
-        blocks = -(-capacity_tokens // BLOCK_TOKENS)
+        blocks = blocks_of(capacity_tokens)
         self.pages = torch.zeros(cache.layout.tables, rows, blocks, dtype=torch.int32, device=device)
         """[page tables, S, M]: the pages of each row; page 0, which nobody reads, where there is none."""
         self.states = decoder.new_states(1 + rows)

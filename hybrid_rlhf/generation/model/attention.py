@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hybrid_rlhf.generation.batching.cache import BLOCK_TOKENS, KVCache
+from hybrid_rlhf.generation.batching.cache import BLOCK_TOKENS, KVCache, blocks_of
 from hybrid_rlhf.generation.model.layers import rotate
 from hybrid_rlhf.generation.weights.description import ModelDescription
 from hybrid_rlhf.generation.weights.split import Split
@@ -182,7 +182,7 @@ class StepAttention:
         parts = []
         self._decode: RowAttention | RowKernel | None = None
         if rows is not None:
-            parts.append(_places(rows.pages, rows.positions))
+            parts.append(_places(rows.pages, torch.arange(self._batch, device=rows.positions.device), rows.positions))
             kernel = attention.kernels is not None
             self._decode = RowKernel(attention, rows) if kernel else RowAttention(attention, rows)
         self._prefill: ChunkAttention | VarlenChunks | None = None
@@ -217,7 +217,7 @@ class RowAttention:
 
     def __init__(self, attention: Attention, rows: DecodeRows) -> None:
         self._attention = attention
-        self._pages = rows.pages[:, :, : -(-rows.longest // BLOCK_TOKENS)].long()
+        self._pages = rows.pages[:, :, : blocks_of(rows.longest)].long()
         keys = self._pages.shape[2] * BLOCK_TOKENS
         self._biases = [self._bias(kind, rows.positions, keys) for kind in range(len(attention.architecture.kinds))]
 
@@ -282,7 +282,7 @@ class ChunkAttention:
         self._spans = []
         for (start, length), members in spans.items():
             tokens = torch.tensor([[offsets[i] + place for place in range(length)] for i in members], device=device)
-            blocks = -(-(start + length) // BLOCK_TOKENS)
+            blocks = blocks_of(start + length)
             pages = chunks.pages[:, torch.tensor(members, device=device), :blocks].long()
             kinds = range(len(attention.architecture.kinds))
             biases = [self._bias(kind, start, start + length) for kind in kinds]
@@ -329,9 +329,9 @@ class VarlenChunks:
         return mixed
 
 
-def _places(pages: Tensor, positions: Tensor) -> Tensor:
-    """[page tables, B] where the tokens at positions [B] of rows lie in a cache [P * BLOCK_TOKENS]."""
-    own = pages.gather(2, (positions // BLOCK_TOKENS).expand(len(pages), -1)[:, :, None]).squeeze(2)
+def _places(pages: Tensor, sequences: Tensor, positions: Tensor) -> Tensor:
+    """[page tables, T] where the tokens at positions [T] of sequences [T] lie in a cache [P * BLOCK_TOKENS]."""
+    own = pages[:, sequences, positions // BLOCK_TOKENS]
     return own.long() * BLOCK_TOKENS + positions % BLOCK_TOKENS
 
 
@@ -342,5 +342,4 @@ def _chunk_places(chunks: Chunks, starts: Sequence[int], lengths: Sequence[int])
     index = torch.arange(len(lengths), device=device).repeat_interleave(counts, output_size=total)
     shift = torch.tensor(starts, device=device) - (counts.cumsum(0) - counts)
     positions = torch.arange(total, device=device) + shift[index]
-    own = chunks.pages[:, index, positions // BLOCK_TOKENS]
-    return own.long() * BLOCK_TOKENS + positions % BLOCK_TOKENS
+    return _places(chunks.pages, index, positions)

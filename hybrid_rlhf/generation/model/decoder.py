@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hybrid_rlhf.generation.batching.cache import CacheLayout, KVCache
 from hybrid_rlhf.generation.model.attention import AttentionFunction, Table
 from hybrid_rlhf.generation.model.layers import ACTIVATIONS, Norm, kernels_for
 from hybrid_rlhf.generation.model.quantised import QuantisedLinear
@@ -59,6 +60,17 @@ class Decoder:
         a, units = self.architecture, len(self.split.recurrent)
         return state_bytes(a.recurrence, layers=len(a.recurrent_layers), units=units, dtype=self.dtype)
 
+    def new_cache(self, layout: CacheLayout, *, pages: int) -> KVCache:
+        """A KV cache of so many pages."""
+        return KVCache(
+            layout,
+            pages=pages,
+            kv_heads=len(self.split.kv_heads),
+            head_dim=self.architecture.head_dim,
+            dtype=self.dtype,
+            device=self.world.device,
+        )
+
     def new_states(self, slots: int) -> StateCache | None:
         """Zero states for so many slots; none for a model without recurrent layers."""
         a, units = self.architecture, len(self.split.recurrent)
@@ -69,16 +81,12 @@ class Decoder:
     @property
     def quantisation_errors(self) -> dict[str, Tensor]:
         """[] relative error of each quantised product, by its place; {} if none is quantised."""
-        errors = {}
-        for index, w in enumerate(self._weights.layers):
-            parts = {"qkv": w.qkv, "o": w.o, "up": w.up, "down": w.down}
-            parts |= {} if w.latent is None else w.latent.products
-            parts |= {} if w.recurrent is None else {"in": w.recurrent.weights.project, "out": w.recurrent.weights.out}
-            parts |= {} if w.experts is None else w.experts.products
-            for name, part in parts.items():
-                if isinstance(part, QuantisedLinear):
-                    errors[f"{name} of layer {index}"] = part.error
-        return errors
+        return {
+            f"{name} of layer {index}": product.error
+            for index, w in enumerate(self._weights.layers)
+            for name, product in (w.products | ({} if w.experts is None else w.experts.products)).items()
+            if isinstance(product, QuantisedLinear)
+        }
 
     def refresh(self) -> None:
         """Recompute what is derived from weights, after these were updated in place."""

@@ -49,19 +49,13 @@ class LatentAttention:
         """
         self._kind, self._q_down, self._q_norm, self._q = kind, q_down, q_norm, q
         self._kv_down, self._kv_norm = kv_down, kv_norm
-        self._kv_up = kv_up.view(-1, kind.plain_dims + kind.value_dims, kind.size)
+        self.kv_up = kv_up.view(-1, kind.plain_dims + kind.value_dims, kind.size)
 
     @property
     def products(self) -> dict[str, Linear]:
         """Its products with packed or quantised weights."""
         each = {"q down": self._q_down, "q": self._q, "kv down": self._kv_down}
         return {name: product for name, product in each.items() if product is not None}
-
-    @property
-    def product_bytes(self) -> int:
-        """Bytes of the matrices that a step reads."""
-        weights = (*(product.weight for product in self.products.values()), self._kv_up)
-        return sum(weight.numel() * weight.element_size() for weight in weights)
 
     def refresh(self) -> None:
         """Recompute what is derived from weights, after these were updated in place."""
@@ -84,7 +78,7 @@ class LatentAttention:
         latent, key = self._kv_norm(latent.contiguous())[:, None], key[:, None]
         if table is not None:
             turned, key = rotate(turned, *table), rotate(key, *table)
-        key_up, value_up = self._kv_up.split([kind.plain_dims, kind.value_dims], dim=1)
+        key_up, value_up = self.kv_up.split([kind.plain_dims, kind.value_dims], dim=1)
         plain = torch.bmm(plain.transpose(0, 1), key_up).transpose(0, 1)
         shared = torch.cat([key, latent], dim=-1)
         queries = torch.cat([turned, plain], dim=-1)

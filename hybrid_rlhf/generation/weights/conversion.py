@@ -7,7 +7,7 @@ short prompt is enough; a difference above the tolerance stops the run.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.functional.logprobs import token_logprobs
-from hybrid_rlhf.generation.batching.cache import CacheLayout, KVCache
+from hybrid_rlhf.generation.batching.cache import CacheLayout
 from hybrid_rlhf.generation.model.attention import Attention, Chunks, DecodeRows
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.model.quantised import Quantization
@@ -141,63 +141,63 @@ def probe_logprobs(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
 @torch.inference_mode()
 def probe_logits(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
     """Logits [P - 1, V] float32 after all tokens except the last: one half by prefill, the other token by token."""
-    a, device = decoder.architecture, decoder.world.device
-    (attention, pages), states = _probe_attention(decoder, len(tokens)), decoder.new_states(1)
-    ids = torch.tensor(tokens, device=device)
-    half = len(tokens) // 2
-    places = torch.arange(len(tokens), device=device)
-    slots = places[:1]
-
-    def computed(part: slice, rows: DecodeRows | None, chunks: Chunks | None = None) -> Tensor:
-        recur = None if states is None else states.step(rows, chunks)
-        return decoder.hidden(ids[part], places[part], attention.step(rows, chunks), states=recur)
-
-    hidden = [computed(slice(half), None, Chunks(pages, [0], [half], slots))]
-    for place in range(half, len(tokens) - 1):
-        one = slice(place, place + 1)
-        hidden.append(computed(one, DecodeRows(pages, places[one], place + 1, slots)))
-    return gather_vocabulary(decoder.logits(torch.cat(hidden)), a.vocab_size, decoder.world)
+    probe, half = _Probe(decoder, tokens), len(tokens) // 2
+    hidden = [probe.prefill(half), *(probe.decode(place) for place in range(half, len(tokens) - 1))]
+    return gather_vocabulary(decoder.logits(torch.cat(hidden)), decoder.architecture.vocab_size, decoder.world)
 
 
 @torch.inference_mode()
 def probe_hidden(decoder: Decoder, tokens: Sequence[int]) -> list[Tensor]:
     """Hidden states [P, H] before the first layer and after each, by one prefill."""
-    device, observed = decoder.world.device, list[Tensor]()
-    (attention, pages), states = _probe_attention(decoder, len(tokens)), decoder.new_states(1)
-    places = torch.arange(len(tokens), device=device)
-    chunks = Chunks(pages, [0], [len(tokens)], places[:1])
-    recur = None if states is None else states.step(None, chunks)
-    ids = torch.tensor(tokens, device=device)
-    decoder.hidden(ids, places, attention.step(None, chunks), states=recur, observe=observed.append)
+    observed: list[Tensor] = []
+    _Probe(decoder, tokens).prefill(len(tokens), observe=observed.append)
     return observed
 
 
-def _probe_attention(decoder: Decoder, tokens: int) -> tuple[Attention, Tensor]:
-    """Attention over a cache for one sequence, and its pages."""
-    a, device = decoder.architecture, decoder.world.device
-    layout = CacheLayout.of(a, tokens)
-    cache = KVCache(
-        layout,
-        pages=layout.pages_of(tokens, computed_together=tokens),
-        kv_heads=len(decoder.split.kv_heads),
-        head_dim=a.head_dim,
-        dtype=decoder.dtype,
-        device=device,
-    )
-    pages = torch.arange(cache.pages, dtype=torch.int32, device=device).view(layout.tables, 1, -1)
-    return Attention(a, decoder.split, cache, capacity_tokens=tokens, kernels=decoder.kernels), pages
+class _Probe:
+    """One sequence, with a cache and states of its own."""
+
+    def __init__(self, decoder: Decoder, tokens: Sequence[int]) -> None:
+        device, layout = decoder.world.device, CacheLayout.of(decoder.architecture, len(tokens))
+        cache = decoder.new_cache(layout, pages=layout.pages_of(len(tokens), computed_together=len(tokens)))
+        self._pages = torch.arange(cache.pages, dtype=torch.int32, device=device).view(layout.tables, 1, -1)
+        self._decoder, self._states = decoder, decoder.new_states(1)
+        self._attention = Attention(
+            decoder.architecture, decoder.split, cache, capacity_tokens=len(tokens), kernels=decoder.kernels
+        )
+        self._ids, self._places = torch.tensor(tokens, device=device), torch.arange(len(tokens), device=device)
+
+    def prefill(self, tokens: int, *, observe: Callable[[Tensor], None] | None = None) -> Tensor:
+        """Hidden states [tokens, H] of the first tokens."""
+        return self._hidden(slice(tokens), None, Chunks(self._pages, [0], [tokens], self._places[:1]), observe)
+
+    def decode(self, place: int) -> Tensor:
+        """Hidden states [1, H] of one more token."""
+        one = slice(place, place + 1)
+        return self._hidden(one, DecodeRows(self._pages, self._places[one], place + 1, self._places[:1]))
+
+    def _hidden(
+        self,
+        part: slice,
+        rows: DecodeRows | None,
+        chunks: Chunks | None = None,
+        observe: Callable[[Tensor], None] | None = None,
+    ) -> Tensor:
+        states = None if self._states is None else self._states.step(rows, chunks)
+        attend = self._attention.step(rows, chunks)
+        return self._decoder.hidden(self._ids[part], self._places[part], attend, states=states, observe=observe)
 
 
 def agreement_with(decoder: Decoder, expected: Tensor) -> LogitAgreement:
     """Compare a decoder with log-probs [P - 1] under the training forward, of all `probe_tokens` except the first."""
     tokens = probe_tokens(decoder.architecture.vocab_size)
-    logits = probe_logits(decoder, tokens)
+    logits, quantised = probe_logits(decoder, tokens), bool(decoder.quantisation_errors)
     return agreement(
         token_logprobs(logits, labels=torch.tensor(tokens[1:], device=logits.device)),
         expected,
         # int8 rounds by 1/127 of the largest value, bfloat16 by 1/128
-        torch.bfloat16 if decoder.quantisation_errors else decoder.dtype,
-        low_precision=QUANTISED_TOLERANCE if decoder.quantisation_errors else LOW_PRECISION_TOLERANCE,
+        torch.bfloat16 if quantised else decoder.dtype,
+        low_precision=QUANTISED_TOLERANCE if quantised else LOW_PRECISION_TOLERANCE,
         magnitude=float(logits.abs().amax(dim=-1).mean()),
     )
 

@@ -44,6 +44,15 @@ class LayerWeights:
     shared_router: Tensor | None
     """[1, H], whose sigmoid weighs the shared experts (Qwen2-MoE)."""
 
+    @property
+    def products(self) -> dict[str, Linear]:
+        """Its products with packed or quantised weights, without those of experts."""
+        each = {"qkv": self.qkv, "o": self.o, "up": self.up, "down": self.down}
+        each |= {} if self.latent is None else self.latent.products
+        mixer = None if self.recurrent is None else self.recurrent.weights
+        each |= {} if mixer is None else {"in": mixer.project, "out": mixer.out}
+        return {name: product for name, product in each.items() if product is not None}
+
 
 @dataclass
 class DecoderWeights:
@@ -62,12 +71,10 @@ class DecoderWeights:
     @property
     def product_bytes(self) -> int:
         """Bytes of the matrices that a decoding step reads: all experts, as a step of many tokens does."""
-        products = [part for layer in self.layers for part in (layer.qkv, layer.o, layer.up, layer.down) if part]
-        mixers = [layer.recurrent.weights for layer in self.layers if layer.recurrent is not None]
-        products += [part for weights in mixers for part in (weights.project, weights.out)]
-        others = sum(layer.experts.weight_bytes for layer in self.layers if layer.experts is not None)
-        others += sum(layer.latent.product_bytes for layer in self.layers if layer.latent is not None)
-        return others + sum(part.weight.numel() * part.weight.element_size() for part in (*products, self.head))
+        weights = [product.weight for layer in self.layers for product in layer.products.values()]
+        weights += [layer.latent.kv_up for layer in self.layers if layer.latent is not None]
+        experts = sum(layer.experts.weight_bytes for layer in self.layers if layer.experts is not None)
+        return experts + sum(weight.numel() * weight.element_size() for weight in (*weights, self.head.weight))
 
     def refresh(self) -> None:
         """Recompute what is derived from weights, after these were updated in place."""

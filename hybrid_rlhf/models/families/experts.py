@@ -89,3 +89,26 @@ def deepseek_v2_experts(config: PreTrainedConfig) -> dict[str, Any]:
         group_scores=1,
         shared_size=config.moe_intermediate_size * config.n_shared_experts,
     )
+
+
+def qwen3_5_experts(config: PreTrainedConfig) -> dict[str, Any]:
+    """Qwen3.5-MoE, which always normalises."""
+    return _experts(
+        config, count=config.num_experts, normalise=True, shared_size=config.shared_expert_intermediate_size
+    )
+
+
+def lfm2_experts(config: PreTrainedConfig) -> dict[str, Any]:
+    """LFM2-MoE."""
+    return _experts(
+        config,
+        count=config.num_experts,
+        router="sigmoid",
+        normalise=config.norm_topk_prob,
+        scale=config.routed_scaling_factor,
+    )
+
+
+def jamba_experts(config: PreTrainedConfig) -> dict[str, Any]:
+    """Jamba."""
+    return _experts(config, count=config.num_experts)

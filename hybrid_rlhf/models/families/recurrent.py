@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from hybrid_rlhf.models.families.experts import jamba_experts, lfm2_experts, qwen3_5_experts
 from hybrid_rlhf.models.families.table import FAMILIES as ATTENTION_FAMILIES
 from hybrid_rlhf.models.families.table import Family
 
@@ -114,30 +115,11 @@ def _lightning(config: PreTrainedConfig) -> tuple[str, dict[str, Any]]:
     }
 
 
-def _lfm2_experts(config: PreTrainedConfig) -> dict[str, Any]:
-    return {
-        "count": config.num_experts,
-        "per_token": config.num_experts_per_tok,
-        "router": "sigmoid",
-        "normalise": config.norm_topk_prob,
-        "scale": config.routed_scaling_factor,
-    }
-
-
 def _limits_steps(config: PreTrainedConfig) -> bool:
     return tuple(config.time_step_limit or ()) not in ((), (0.0, float("inf")))
 
 
 _MAMBA2_UNSUPPORTED = {"limited time steps": _limits_steps}
-
-
-def _qwen_moe_experts(config: PreTrainedConfig) -> dict[str, Any]:
-    return {
-        "count": config.num_experts,
-        "per_token": config.num_experts_per_tok,
-        "normalise": True,
-        "shared_size": config.shared_expert_intermediate_size,
-    }
 
 
 def _granite_hybrid(config: PreTrainedConfig) -> dict[str, Any]:
@@ -213,7 +195,7 @@ RECURRENT_FAMILIES: dict[str, Family] = {
     "qwen3_5_moe_text": replace(
         _QWEN_NEXT_FAMILY,
         names=_named("qwen2_moe", "linear_attn", **_QWEN_3_5),
-        experts=_qwen_moe_experts,
+        experts=qwen3_5_experts,
         recurrence=_gated_delta,
     ),
     "granitemoehybrid": Family(
@@ -250,7 +232,7 @@ RECURRENT_FAMILIES: dict[str, Family] = {
             experts_down="feed_forward.experts.down_proj",
         )
         | {"final_norm": "model.final_layernorm"},
-        experts=lambda c: {"count": c.num_experts, "per_token": c.num_experts_per_tok},
+        experts=jamba_experts,
         recurrence=_mamba,
     ),
     "lfm2": _LFM2_FAMILY,
@@ -264,7 +246,7 @@ RECURRENT_FAMILIES: dict[str, Family] = {
             "experts_down": f"{_LAYER}feed_forward.experts.down_proj",
         },
         settings=lambda c: {"norm": "rms", "activation": "silu"},
-        experts=_lfm2_experts,
+        experts=lfm2_experts,
     ),
     "minimax": Family(
         _named(

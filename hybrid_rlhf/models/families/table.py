@@ -291,10 +291,9 @@ def _minicpm3(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _with_latents(names: dict[str, str]) -> dict[str, str]:
-    own = {role: name for role, name in names.items() if role not in ("q", "k", "v", "q_norm", "k_norm")}
     attention = "model.layers.{}.self_attn."
     return {
-        **own,
+        **_without(names, "q", "k", "v", "q_norm", "k_norm"),
         "q_down": f"{attention}q_a_proj",
         "q_down_norm": f"{attention}q_a_layernorm",
         "latent_q": f"{attention}q_b_proj|{attention}q_proj",
