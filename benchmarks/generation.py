@@ -45,6 +45,7 @@ from hybrid_rlhf.generation.backends.native import NativeBackend
 from hybrid_rlhf.generation.batching.cache import bytes_per_token
 from hybrid_rlhf.generation.batching.requests import Request
 from hybrid_rlhf.generation.model.decoder import Decoder
+from hybrid_rlhf.generation.model.quantised import Linear
 from hybrid_rlhf.generation.sampling import derive_seed
 from hybrid_rlhf.generation.weights.conversion import decoder_of
 from hybrid_rlhf.models.pretrained.loading import load_model
@@ -72,6 +73,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_experts": 32,
         "num_experts_per_tok": 4,
         "moe_intermediate_size": 256,
+    },
+    "small-qwen3.5": {
+        **_SMALL,
+        "model_type": "qwen3_5_text",
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 48,
+        "linear_value_head_dim": 48,
     },
     "small": {
         "hidden_size": 384,
@@ -235,18 +244,25 @@ def hf_generate_batch(lm: PreTrainedModel, work: Work) -> Callable[[], None]:
 
 
 def matrix_products(decoder: Decoder, work: Work) -> Callable[[], None]:
-    """The products alone: prompts read once, then each step with the rows that are live in it."""
-    weights = decoder._weights
+    """The products alone: prompts read once, then each step with the rows that are live in it; tokens are spread evenly
+    over experts."""
+    weights, kind = decoder._weights, decoder.architecture.experts
     longest = max(work.lengths)
     rows = [sum(length > step for length in work.lengths) * work.n for step in range(1, longest)]
-    hidden = decoder.architecture.hidden_size
-    heads, mlp = len(decoder.split.heads) * decoder.architecture.head_dim, len(decoder.split.mlp)
+
+    def product(linear: Linear, tokens: int) -> None:
+        linear(torch.ones(tokens, linear.inputs, device=DEVICE, dtype=DTYPE))
 
     def products(tokens: int, outputs: int) -> None:
-        x, mixed, inner = (torch.ones(tokens, k, device=DEVICE, dtype=DTYPE) for k in (hidden, heads, mlp))
         for layer in weights.layers:
-            layer.qkv(x), layer.o(mixed), layer.up(x), layer.down(inner)
-        weights.head(x[:outputs])
+            for linear in layer.products.values():
+                product(linear, tokens)
+            if kind is not None and layer.experts is not None:
+                each, more = divmod(tokens * kind.per_token, kind.count)
+                for place, linear in enumerate(layer.experts.products.values()):  # up and down of each expert
+                    if share := each + (place // 2 < more):
+                        product(linear, share)
+        product(weights.head, outputs)
 
     def run() -> None:
         with torch.inference_mode():
@@ -355,8 +371,6 @@ def in_process(
         quantised = decoder_of(lm, world=solo_world(DEVICE), dtype=DTYPE, quantization=options.quantization)
         peers[f"{options.quantization} products"] = matrix_products(quantised, work)
         peers[f"this engine, {options.quantization}"] = ours(quantised, work)
-    if decoder.architecture.expert_layers:
-        del peers["matrix products"]  # which experts a token takes is not known before
     if options.cached:
         peers["this engine, cached"] = ours(decoder, work, cached=True)
     if options.scenario == "memory":

@@ -8,6 +8,7 @@
     python -m benchmarks.learning --task reasoning --algorithms grpo dapo    # either of these two by other algorithms
     python -m benchmarks.learning --task reasoning --algorithms remax --seeds 0 1    # by one unclipped update a rollout
     python -m benchmarks.learning --task sharp --seeds 0 1     # SmolLM2-135M, defaults, a sharp reward of long answers
+    python -m benchmarks.learning --quantized --seeds 0 1 2    # a task with rollouts in float32 and in int8
 
 Writes to --out: a CSV a task (a row a step: mean, deviation, lowest and highest over the seeds, and each seed), a PNG
 where matplotlib is installed, and prints a table. The band in which a run counts as the same is the mean of the seeds
@@ -52,6 +53,11 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "old log-probs renewed": {"fault": "old_logprobs_renewed"},
     "score on the last column": {"fault": "score_on_the_last_column"},
 }
+SAMPLERS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "int8": {"rollout": {"quantization": "int8"}, "algorithm": {"correction": {"method": "truncate"}}},
+}
+"""Products of the generation engine; int8 requires the correction."""
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "ppo": {},
     "reinforce": {},
@@ -209,6 +215,7 @@ def main() -> None:
     parser.add_argument(
         "--algorithms", nargs="*", choices=RL_ALGORITHMS, help="the task by each of these; alone: by all but remax"
     )
+    parser.add_argument("--quantized", action="store_true", help="the task with rollouts in float32 and in int8")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="runs at a time")
     parser.add_argument("--demo", type=Path, default=Path("output"), help="what `make demo` wrote")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/learning"))
@@ -231,7 +238,8 @@ def main() -> None:
                     {"variant": name, "metric": metric, "seed": seed, **ends(curve(lines, metric))}
                     for seed, lines in zip(options.seeds, runs, strict=True)
                 ]
-    title = options.task + ("_ablations" if options.ablations else "_by" if options.algorithms is not None else "")
+    named = {"_ablations": options.ablations, "_by": options.algorithms is not None, "_quantized": options.quantized}
+    title = options.task + next((suffix for suffix, chosen in named.items() if chosen), "")
     for name, rows in (found | others).items():
         write(rows, options.out / f"{title}_{name.replace(' ', '_').replace(',', '')}.csv")
     if held_out:
@@ -248,17 +256,18 @@ def variants_of(options: argparse.Namespace, folder: Path) -> dict[str, tuple[Ta
     """What is run: a task and what is changed of its config, by name."""
     steps = options.steps or {"copy": 100, "demo": 16, "reasoning": 20, "sharp": 12}[options.task]
     names = None if options.algorithms is None else options.algorithms or list(ALGORITHMS)
-    if options.task == "copy":
-        task = copy_task(folder, steps=steps)
-        if names is None:
-            return {name: (task, change) for name, change in ABLATIONS.items() if options.ablations or not change}
-        return {name: (task, merged({"algorithm": {"name": name}}, ALGORITHMS.get(name, ONE_UPDATE))) for name in names}
-    if options.task == "demo" and names is None:
+    if options.task == "demo" and names is None and not options.quantized:
         return {f"kl_coef {c}": (demo_task(options.demo, steps=steps, kl_coef=c), {}) for c in (0.02, 0.05, 0.2)}
     if options.task == "demo":
         task = demo_task(options.demo, steps=steps)
     else:
-        task = (sharp_task if options.task == "sharp" else reasoning_task)(folder, steps=steps)
+        task = {"copy": copy_task, "sharp": sharp_task, "reasoning": reasoning_task}[options.task](folder, steps=steps)
+    if options.quantized:
+        return {name: (task, change) for name, change in SAMPLERS.items()}
+    if options.task == "copy" and names is None:
+        return {name: (task, change) for name, change in ABLATIONS.items() if options.ablations or not change}
+    if options.task == "copy":
+        return {name: (task, merged({"algorithm": {"name": name}}, ALGORITHMS.get(name, ONE_UPDATE))) for name in names}
     if names is None:
         return {"ppo" if options.task == "sharp" else REASONING_TASK: (task, {})}
     return {name: (task, by_algorithm(task, name)) for name in names}

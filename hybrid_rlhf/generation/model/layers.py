@@ -48,7 +48,7 @@ class InferenceLinear:
         if self._wide and pack:
             weight, bias = weight.float(), None if bias is None else bias.float()
         self.bias = bias
-        self.outputs = len(weight)
+        self.outputs, self.inputs = weight.shape
         self.packed = pack
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS) if pack else weight
 

@@ -104,7 +104,7 @@ class QuantisedLinear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None, kind: Quantization) -> None:
         """Take a weight [N, K], which is copied, and a bias [N]."""
-        self.outputs = len(weight)
+        self.outputs, self.inputs = weight.shape
         self.bias = None if bias is None else bias.float()
         self._on_cpu, self._kind = weight.device.type == "cpu", kind
         self.weight, self.scale = quantise(weight, kind)
