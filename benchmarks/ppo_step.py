@@ -70,7 +70,7 @@ TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-PHASES = ("generation", "switch", "scoring", "training")
+PHASES = ("generation", "weight_sync", "weight_check", "scoring", "training")
 LEARNING_RATE = 1e-6
 
 

@@ -80,7 +80,9 @@ class HybridEngine(ModelEngine):
         self.generation_world = world.split(self._rollout.tensor_parallel)
         """The ranks that generate together, from the same prompts."""
         self.weight_sync_seconds = 0.0
-        """Time of the last rollout's weight sync, offloading and release of memory included."""
+        """Time of the last rollout's weight sync, offloading and release of memory included, without the check."""
+        self.weight_check_seconds = 0.0
+        """Time of the check after it."""
         self.decode_bytes = 0
         """Bytes that decoding read on this rank in the last rollout."""
         self._host_states = OffloadedStates(engine, world.device)
@@ -128,6 +130,7 @@ class HybridEngine(ModelEngine):
         """
         stop = default_stop_token_ids(self.lm) if stop_token_ids is None else stop_token_ids
         was_training = self.module.training
+        self.weight_sync_seconds = self.weight_check_seconds = 0.0
         start = time.perf_counter()
         with contextlib.ExitStack() as stack:
             if self._rollout.offload_states:
@@ -141,7 +144,7 @@ class HybridEngine(ModelEngine):
             generation = GenerationEngine(
                 backend, stop_token_ids=stop, tokenizer=tokenizer, weight_version=self.weight_version
             )
-            self.weight_sync_seconds = time.perf_counter() - start
+            self.weight_sync_seconds += time.perf_counter() - start
             del backend
             try:
                 yield generation
@@ -176,7 +179,8 @@ class HybridEngine(ModelEngine):
 
     def record_async_rollout(self, *, decode_bytes: int) -> None:
         """Record a rollout that was sampled from an earlier `snapshot`, without a weight sync in this step."""
-        self.weight_sync_seconds, self.decode_bytes = 0.0, decode_bytes
+        self.weight_sync_seconds = self.weight_check_seconds = 0.0
+        self.decode_bytes = decode_bytes
 
     @contextlib.contextmanager
     def other_weights(self) -> Iterator[None]:
@@ -220,7 +224,11 @@ class HybridEngine(ModelEngine):
             (weight.name, weight.merged(), can_view(weight))
             for weight in full_weights(self.lm, bucket_elements=BUCKET_ELEMENTS)
         )
+        start = time.perf_counter()
         self._check(decoder, updates=self.weight_version)
+        seconds = time.perf_counter() - start
+        self.weight_check_seconds += seconds
+        self.weight_sync_seconds -= seconds  # the caller times both
         return decoder
 
     @contextlib.contextmanager

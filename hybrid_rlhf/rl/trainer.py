@@ -178,7 +178,9 @@ class RLTrainer(Trainer):
 
     def _speed(self, report: UpdateReport, start: float | None) -> dict[str, float]:
         """Speed and time of a step; {} for a resumed one, whose beginning was not timed."""
-        seconds = {"switch": self._roles.actor.weight_sync_seconds, **self._run.timers.take()}
+        actor = self._roles.actor
+        synced = {"weight_sync": actor.weight_sync_seconds, "weight_check": actor.weight_check_seconds}
+        seconds = synced | self._run.timers.take()
         if start is None:
             return {}
         seconds["step"] = time.perf_counter() - start

@@ -40,7 +40,7 @@ CONTRACT = {
         "perf/generation_tokens_per_second",
         "time/generation_seconds",
         "time/scoring_seconds",
-        "time/switch_seconds",
+        "time/weight_sync_seconds",
     ],
 }
 ALL_STEPS = ["perf/train_tokens_per_second", "perf/tokens_per_second", "time/training_seconds", "memory/peak_gib", "lr"]
@@ -129,7 +129,8 @@ def test_a_function_and_a_model_make_a_reward(
     metrics = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()][-1]
     total = 0.5 * metrics["reward/brevity/mean"] + metrics["reward/liked/mean"]
     assert metrics["objective/scores"] == pytest.approx(total, rel=1e-4)
-    phases = [metrics[f"time/{name}_seconds"] for name in ("generation", "switch", "scoring", "training", "other")]
+    names = ("generation", "weight_sync", "weight_check", "scoring", "training", "other")
+    phases = [metrics[f"time/{name}_seconds"] for name in names]
     assert sum(phases) == pytest.approx(metrics["time/step_seconds"], rel=0.01) and min(phases) >= 0
     assert list((tmp_path / "out" / "profile").glob("step2*.json*")), "a trace of the step"
 
