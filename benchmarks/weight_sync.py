@@ -61,15 +61,17 @@ def rank_main(rank: int, options: argparse.Namespace, folder: str, port: int) ->
     if "plain" in options.peers:
         runs["DeepSpeed, plain ZeRO-3"] = lambda: plain_generate(zero3, options)
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    syncs: list[float] = []
+    syncs, checks = list[float](), list[float]()
     for number in range(options.runs + 1):
         for name, run in runs.items():
             took = slowest(run, world)
             if number:  # the first run warms up
                 seconds[name].append(took)
-                syncs += [zero3.weight_sync_seconds] if name.endswith("engine, ZeRO-3") else []
+                if name.endswith("engine, ZeRO-3"):
+                    syncs.append(zero3.weight_sync_seconds)
+                    checks.append(zero3.weight_check_seconds)
     if world.is_main:
-        report(options, seconds, syncs)
+        report(options, seconds, syncs, checks)
     close_world()
 
 
@@ -120,7 +122,9 @@ def slowest(run: Callable[[], None], world: World) -> float:
     return max(world.all_gather_objects(time.perf_counter() - start))
 
 
-def report(options: argparse.Namespace, seconds: dict[str, list[float]], syncs: list[float]) -> None:
+def report(
+    options: argparse.Namespace, seconds: dict[str, list[float]], syncs: list[float], checks: list[float]
+) -> None:
     """A table, and JSON."""
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     mine = medians["this engine, ZeRO-3"]
@@ -133,10 +137,16 @@ def report(options: argparse.Namespace, seconds: dict[str, list[float]], syncs: 
     for name, median in medians.items():
         speed = options.requests * options.new_tokens * groups / median
         print(f"{name:24s} {speed:9.1f} tokens/s  {median:8.3f} s   this engine is {median / mine:.2f} x as fast")
-    sync = statistics.median(syncs)
-    print(f"weight sync and release: {sync:.3f} s, {100 * sync / mine:.1f}% of its rollout")
+    for name, times in (("weight sync and release", syncs), ("check after it", checks)):
+        median = statistics.median(times)
+        print(f"{name}: {median:.3f} s, {100 * median / mine:.1f}% of its rollout")
     if options.json:
-        content = {"options": vars(options), "seconds": seconds, "weight_sync_seconds": syncs}
+        content = {
+            "options": vars(options),
+            "seconds": seconds,
+            "weight_sync_seconds": syncs,
+            "weight_check_seconds": checks,
+        }
         Path(options.json).write_text(json.dumps(content, indent=1) + "\n")
 
 
