@@ -1,7 +1,7 @@
 """Checks, when a model is loaded, that log-probs from its last hidden states agree with its own logits.
 
-Why: the head runs separately from the model (policy.py), with the conventions that families.py reads from the config. A
-family with another convention would silently be trained on another distribution than it samples from.
+Why: the head runs separately from the model (policy.py), with the conventions that families/head.py reads from the
+config. A family with another convention would silently be trained on another distribution than it samples from.
 """
 
 from __future__ import annotations

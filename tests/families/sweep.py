@@ -28,6 +28,7 @@ from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.backends.module import ModuleBackend
 from hybrid_rlhf.generation.backends.native import NativeBackend
 from hybrid_rlhf.generation.weights.split import Split
+from hybrid_rlhf.models.families import FAMILIES
 from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens, require_own_logits
 from hybrid_rlhf.models.lora import add_lora, lora_merged
 from hybrid_rlhf.models.packing import packs
@@ -128,6 +129,8 @@ def _generation(model: PreTrainedModel) -> tuple[str, str]:
     if isinstance(backend, NativeBackend):
         return "inference weights", _tensor_parallel(backend)
     assert isinstance(backend, ModuleBackend)
+    if model.config.model_type in FAMILIES:
+        return "wrong: has a row in the family table, generates through its module", NO
     if not backend.support.cache:
         return "module, without cache", NO
     return ("module" if backend.support.padding else "module, prompts of one length"), NO

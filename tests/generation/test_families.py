@@ -1,4 +1,4 @@
-"""Every row of the family table against Hugging Face: log-probs, greedy tokens, tensor parallelism."""
+"""Every row of the family table against Hugging Face: log-probs and greedy tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from hybrid_rlhf.generation.model import decoder as decoder_module
 from hybrid_rlhf.generation.model import layers
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.model.layers import ACTIVATIONS
-from hybrid_rlhf.generation.weights.conversion import check_inference_weights, decoder_of, probe_logprobs
+from hybrid_rlhf.generation.weights.conversion import (
+    InferenceWeights,
+    check_inference_weights,
+    probe_logprobs,
+)
 from hybrid_rlhf.generation.weights.describe import NotDescribed, describe
 from hybrid_rlhf.generation.weights.split import Split
 from hybrid_rlhf.models.families import FAMILIES, keep_float32_logits
@@ -34,7 +38,9 @@ WRONG_WHEN_PADDED = {"minimax"}
 
 
 def decoder_from(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> Decoder:
-    return decoder_of(model, world=solo_world(CPU), dtype=dtype)
+    weights = dict(model.named_parameters())
+    planned = InferenceWeights(model, weights, world=solo_world(CPU), dtype=dtype)  # raises the reason if it cannot
+    return planned.build((name, weight, True) for name, weight in weights.items())
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -216,3 +222,12 @@ def test_large_logits_of_low_precision_are_no_fault_and_wrong_inference_weights_
         wrong._activation = ACTIVATIONS[wrong.architecture.activation]
         with pytest.raises(UserError, match="must agree with the training forward"):
             check_inference_weights(wrong, expected)
+
+
+def test_a_row_with_a_mistake_says_so() -> None:
+    row = FAMILIES["llama"]
+    with pytest.raises(ValueError, match="roles .*, got atention_norm"):
+        replace(row, names={**row.names, "atention_norm": "model.layers.{}.input_layernorm"})
+    described = describe(tiny_model())[0]
+    with pytest.raises(ValueError, match="block is one of sequential, parallel, post_norm, normed, got paralel"):
+        replace(described, block="paralel")

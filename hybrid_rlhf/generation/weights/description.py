@@ -1,6 +1,6 @@
 """A causal LM described by numbers: all that the decoder and its weights need to know of it.
 
-Why data: model families differ in a dozen choices (norm, positions, heads, MLP, soft caps). `families.py` reads them
+Why data: model families differ in a dozen choices (norm, positions, heads, MLP, soft caps). `describe.py` reads them
 once from a Hugging Face model; the decoder and its weights follow them and name no family.
 """
 
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import Tensor
 
 from hybrid_rlhf.generation.weights.recurrence import Recurrence
 
+NormKind = Literal["rms", "layer"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 Block = Literal["sequential", "parallel", "post_norm", "normed"]
 """Order of norms, attention and MLP; normed: what is added to is the norm of the residual stream (MiniMax)."""
@@ -106,7 +107,7 @@ class ModelDescription:
     recurrence: Recurrence | None = None
     recurrent_layers: frozenset[int] = frozenset()
     """Layers with a recurrence, in place of attention or beside it."""
-    norm: Literal["rms", "layer"]
+    norm: NormKind
     norm_eps: float
     norm_offset: float = 0.0
     """Added to the weights of RMS norms: Gemma stores them minus 1."""
@@ -152,6 +153,12 @@ class ModelDescription:
     final_softcap: float | None = None
     logit_scale: float = 1.0
     embed_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        choices = {"norm": NormKind, "block": Block, "qkv_order": QKVOrder, "qk_norm": QKNorm, "activation": Activation}
+        for name, choice in choices.items():
+            if (value := getattr(self, name)) not in get_args(choice):
+                raise ValueError(f"{name} is one of {', '.join(get_args(choice))}, got {value}")
 
     @property
     def layers(self) -> int:

@@ -1,9 +1,11 @@
 """What differs between model families, for training and generation.
 
-Read `table.py` (one row per family), `recurrent.py` (the rows of models with recurrent layers) and `experts.py`
-(mixtures of experts), then `training.py` (what training packs and leaves out) and `head.py` (how logits are computed).
+Read `family.py` (a row), `table.py` (one per family), `recurrent.py` (those of models with recurrent layers) and
+`experts.py` (mixtures of experts), then `training.py` (what training packs and leaves out) and `head.py` (how logits
+are computed).
 """
 
+from hybrid_rlhf.models.families.family import Family
 from hybrid_rlhf.models.families.head import (
     HeadConvention,
     has_float32_logits,
@@ -12,7 +14,6 @@ from hybrid_rlhf.models.families.head import (
 )
 from hybrid_rlhf.models.families.recurrent import RECURRENT_FAMILIES
 from hybrid_rlhf.models.families.table import FAMILIES as ATTENTION_FAMILIES
-from hybrid_rlhf.models.families.table import Family
 from hybrid_rlhf.models.families.training import PACKING_FAMILIES, WITHOUT_ADAPTERS, WITHOUT_ROUTER_LOSSES
 
 FAMILIES: dict[str, Family] = {**ATTENTION_FAMILIES, **RECURRENT_FAMILIES}

@@ -12,8 +12,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from hybrid_rlhf.models.families.experts import jamba_experts, lfm2_experts, qwen3_5_experts
+from hybrid_rlhf.models.families.family import Family
 from hybrid_rlhf.models.families.table import FAMILIES as ATTENTION_FAMILIES
-from hybrid_rlhf.models.families.table import Family
 
 _LAYER = "model.layers.{}."
 

@@ -1,17 +1,12 @@
 """The family table: where the weights of a model type are, and what its config does not state under the common names.
 
 Generation builds inference weights of the types in `FAMILIES` (describe.py in generation/weights). A new family is one
-row here and one variant in the tests. Types without a row generate through their Hugging Face module.
-
-In names, {} is the layer, {head} the head, and | separates alternatives. A name is that of a module and stands for its
-weight and, if there is one, its bias.
+row here (family.py) and one variant in the tests. Types without a row generate through their Hugging Face module.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,22 +22,7 @@ from hybrid_rlhf.models.families.experts import (
     phimoe_experts,
     qwen_experts,
 )
-
-
-@dataclass(frozen=True)
-class Family:
-    """A row of the table."""
-
-    names: Mapping[str, str]
-    """The decoder's names to the model's modules."""
-    settings: Callable[[PreTrainedConfig], dict[str, Any]] = field(default=lambda config: {})
-    """Fields of ModelDescription that this family derives in its own way."""
-    unsupported: Mapping[str, Callable[[PreTrainedConfig], bool]] = field(default_factory=dict)
-    """Variants of the family that the decoder does not support, by reason."""
-    experts: Callable[[PreTrainedConfig], dict[str, Any]] | None = None
-    """Fields of Experts, for a family with a mixture of experts."""
-    recurrence: Callable[[PreTrainedConfig], tuple[str, dict[str, Any]]] | None = None
-    """Kind of the recurrent layers and its fields (generation/weights/recurrence.py), for a family that has some."""
+from hybrid_rlhf.models.families.family import Family
 
 
 def _slopes(heads: int) -> torch.Tensor:
