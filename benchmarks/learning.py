@@ -8,7 +8,7 @@
     python -m benchmarks.learning --task reasoning --algorithms grpo dapo    # either of these two by other algorithms
     python -m benchmarks.learning --task reasoning --algorithms remax --seeds 0 1    # by one unclipped update a rollout
     python -m benchmarks.learning --task sharp --seeds 0 1     # SmolLM2-135M, defaults, a sharp reward of long answers
-    python -m benchmarks.learning --quantized --seeds 0 1 2    # a task with rollouts in float32 and in int8
+    python -m benchmarks.learning --samplers float32 int8 --seeds 0 1 2    # a task with rollouts in 32 and in 8 bits
 
 Writes to --out: a CSV a task (a row a step: mean, deviation, lowest and highest over the seeds, and each seed), a PNG
 where matplotlib is installed, and prints a table. The band in which a run counts as the same is the mean of the seeds
@@ -215,7 +215,7 @@ def main() -> None:
     parser.add_argument(
         "--algorithms", nargs="*", choices=RL_ALGORITHMS, help="the task by each of these; alone: by all but remax"
     )
-    parser.add_argument("--quantized", action="store_true", help="the task with rollouts in float32 and in int8")
+    parser.add_argument("--samplers", nargs="+", choices=SAMPLERS, default=[], help="products of the rollouts")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="runs at a time")
     parser.add_argument("--demo", type=Path, default=Path("output"), help="what `make demo` wrote")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/learning"))
@@ -238,7 +238,7 @@ def main() -> None:
                     {"variant": name, "metric": metric, "seed": seed, **ends(curve(lines, metric))}
                     for seed, lines in zip(options.seeds, runs, strict=True)
                 ]
-    named = {"_ablations": options.ablations, "_by": options.algorithms is not None, "_quantized": options.quantized}
+    named = {"_ablations": options.ablations, "_by": options.algorithms is not None, "_sampled": bool(options.samplers)}
     title = options.task + next((suffix for suffix, chosen in named.items() if chosen), "")
     for name, rows in (found | others).items():
         write(rows, options.out / f"{title}_{name.replace(' ', '_').replace(',', '')}.csv")
@@ -256,14 +256,14 @@ def variants_of(options: argparse.Namespace, folder: Path) -> dict[str, tuple[Ta
     """What is run: a task and what is changed of its config, by name."""
     steps = options.steps or {"copy": 100, "demo": 16, "reasoning": 20, "sharp": 12}[options.task]
     names = None if options.algorithms is None else options.algorithms or list(ALGORITHMS)
-    if options.task == "demo" and names is None and not options.quantized:
+    if options.task == "demo" and names is None and not options.samplers:
         return {f"kl_coef {c}": (demo_task(options.demo, steps=steps, kl_coef=c), {}) for c in (0.02, 0.05, 0.2)}
     if options.task == "demo":
         task = demo_task(options.demo, steps=steps)
     else:
         task = {"copy": copy_task, "sharp": sharp_task, "reasoning": reasoning_task}[options.task](folder, steps=steps)
-    if options.quantized:
-        return {name: (task, change) for name, change in SAMPLERS.items()}
+    if options.samplers:
+        return {name: (task, SAMPLERS[name]) for name in options.samplers}
     if options.task == "copy" and names is None:
         return {name: (task, change) for name, change in ABLATIONS.items() if options.ablations or not change}
     if options.task == "copy":
