@@ -147,7 +147,7 @@ class ModelEngine:
         self._engine.backward(total * (self.world.size / max(count, 1.0)), scale_wrt_gas=False)
 
     def with_router_losses(self, loss: LossSum, weights: Tensor) -> LossSum:
-        """A loss with those of the routers in the last forward, if the model has them (models/routers.py).
+        """A loss with those of the routers in the last forward, if the model has them (models/routers/losses.py).
 
         Args:
             loss: of the micro-batch.

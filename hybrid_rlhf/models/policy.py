@@ -23,7 +23,7 @@ from hybrid_rlhf.functional.masking import last_index, position_ids
 from hybrid_rlhf.functional.products import wide_linear
 from hybrid_rlhf.models.families import has_float32_logits, head_convention
 from hybrid_rlhf.models.packing import pack, packs
-from hybrid_rlhf.models.routers import RouterLoss, RouterLosses
+from hybrid_rlhf.models.routers.losses import RouterLoss, RouterLosses
 
 HEAD_CHUNK_TOKENS = 512
 """Tokens whose logits are held at a time: the fewest for which the products are still fast."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from hybrid_rlhf.generation.weights.recurrence import Recurrence
@@ -88,6 +89,11 @@ class Experts:
     """Weights of the experts are stored [in, out] (gpt-oss)."""
     alternating: bool = False
     """Gate and up alternate in the stored weights (gpt-oss), they are not one after the other."""
+
+    @property
+    def index_dtype(self) -> torch.dtype:
+        """The smallest type that holds the index of an expert, and -1."""
+        return torch.int8 if self.count <= 128 else torch.int16
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -20,7 +20,7 @@ from hybrid_rlhf.functional.losses import LossSum, ppo_value_loss, sft_loss
 from hybrid_rlhf.loop.loss_sums import RunningSums, global_count
 from hybrid_rlhf.loop.non_finite import rows_with_non_finite_loss
 from hybrid_rlhf.models.policy import values_before
-from hybrid_rlhf.models.routers import ROUTER_METRICS
+from hybrid_rlhf.models.routers.losses import ROUTER_METRICS
 from hybrid_rlhf.rl.algorithms import Algorithm
 from hybrid_rlhf.rl.batch import Batch, MiniBatchPlan, Rollout, scatter_rows
 from hybrid_rlhf.rl.roles import Roles
