@@ -95,6 +95,12 @@ class Experts:
         """The smallest type that holds the index of an expert, and -1."""
         return torch.int8 if self.count <= 128 else torch.int16
 
+    @property
+    def weighs_any_choice(self) -> bool:
+        """Whether the router has a weight for every choice of experts: SparseMixer weighs those near its own best, and
+        DeepSeek-V2 those in its own groups; the others are 0."""
+        return self.router != "sparsemixer" and not (self.router == "softmax" and self.groups > 1)
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ModelDescription:
