@@ -156,6 +156,13 @@ class ModelEngine:
         found = getattr(self.module, "router_losses", None)
         return loss if found is None else found.added_to(loss, weights)
 
+    @property
+    def router_agreement(self) -> Tensor | None:
+        """[2] float64, of the last forward: recorded choices of experts that its routers used, and all recorded ones
+        (models/routers/replay.py); none: it had none."""
+        replay = getattr(self.module, "replay", None)
+        return None if replay is None else replay.agreement
+
     def step(self) -> UpdateStats:
         """Apply the accumulated gradient, step the schedule, clear the gradient."""
         lr = float(self._engine.get_lr()[0])
