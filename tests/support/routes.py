@@ -22,8 +22,8 @@ def module_routes(model: PreTrainedModel, tokens: Sequence[int]) -> np.ndarray:
 
     handles = [router.register_forward_hook(hook) for router in router_modules(model)]
     try:
-        model(input_ids=torch.tensor([list(tokens)]))
+        model(input_ids=torch.tensor([list(tokens)], device=model.device))
     finally:
         for handle in handles:
             handle.remove()
-    return torch.stack(found, dim=1).numpy()
+    return torch.stack(found, dim=1).cpu().numpy()

@@ -3,7 +3,7 @@
 Why: rounding is enough for the routers of sampling and of training to choose other experts for a token, whose log-prob
 then differs by far more than by rounding; importance ratios of such tokens are noise that may end a run.
 
-Source: Rollout Routing Replay (R3, arXiv 2510.11370, section 4): the choice is that of sampling, the weights of the
+Source: Rollout Routing Replay (R3, arXiv 2510.11370): the choice is that of sampling, the weights of the
 experts are those that the training router gives to this choice, so its gradient flows to the router. (The routing
 replay of GSPO, arXiv 2507.18071, section 5.3, repeats the choice of the old policy's training forward instead.)
 
@@ -88,13 +88,13 @@ class _Choice(TorchFunctionMode):
         self._recorded, self._experts = recorded, experts
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Callable[..., Any], types: Any, given: tuple[Any, ...] = (), named: dict[str, Any] | None = None
     ) -> Any:
         """See TorchFunctionMode."""
-        result = func(*args, **(kwargs or {}))
+        result = func(*given, **(named or {}))
         if func not in (torch.topk, torch.Tensor.topk):
             return result
-        scores: Tensor = args[0]
+        scores: Tensor = given[0]
         if scores.shape[-1] != self._experts or result.indices.shape != self._recorded.shape:
             return result
         index = torch.where(self._recorded < 0, result.indices, self._recorded)
