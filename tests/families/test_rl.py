@@ -71,3 +71,18 @@ def test_training_routes_as_sampling_did(model_type: str, way: str, pair_rows: P
     assert all(math.isfinite(value) for line in lines for value in line.values())
     assert [line["rollout/router_agreement"] for line in lines] == [1.0, 1.0]
     assert lines[-1]["actor/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_replay_removes_the_largest_differences_of_low_precision(
+    model_type: str, pair_rows: Path, tmp_path: Path
+) -> None:
+    """Of log-probs in bfloat16, before any update; they come from tokens that were sent to other experts."""
+    way = (1, "--model.dtype bfloat16 --rollout.prompts_per_step 16 --rollout.sampling.max_new_tokens 24".split())
+    first = {}
+    for replays in ("false", "true"):
+        _, lines = train(model_type, way, pair_rows, tmp_path / replays, "--rollout.routing_replay", replays)
+        first[replays] = lines[0]
+    assert 0.9 < first["false"]["rollout/router_agreement"] < 1 == first["true"]["rollout/router_agreement"]
+    worst = {replays: line["rollout/logprob_abs_diff_max"] for replays, line in first.items()}
+    assert worst["true"] < 0.5 * worst["false"]
