@@ -179,6 +179,7 @@ class OnlineDPOConfig(SingleUpdateConfig):
 
     needs_reference = True
     learns_pairs = True
+    uses_sampler_policy = False
     fewest_completions = 2
     defaults_elsewhere: ClassVar[Mapping[str, Any]] = {"rollout.sampling.n": 2}
 
@@ -202,6 +203,7 @@ class RAFTConfig(SingleUpdateConfig, PolicyGradientConfig):
     """
 
     selects = True
+    uses_sampler_policy = False
     fewest_completions = 2
     defaults_elsewhere: ClassVar[Mapping[str, Any]] = {"rollout.sampling.n": 8, "actor.optimizer.lr": 2e-5}
 

@@ -198,6 +198,11 @@ class RLConfig(StepConfig):
             "null: give --algorithm.correction.method truncate or mask",
         )
         require(
+            not self.rollout.routing_replay or self.algorithm.uses_sampler_policy,
+            f"rollout.routing_replay is for losses on the policy that sampled, got algorithm {name}, which learns from "
+            "completions of any policy: leave it out",
+        )
+        require(
             self.uses_reference or self.reference == ReferenceModelConfig(),
             f"algorithm {name} without algorithm.kl has no reference, got reference.path {self.reference.path} and "
             f"refresh_every {self.reference.refresh_every}: leave the section out",

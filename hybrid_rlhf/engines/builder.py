@@ -30,7 +30,7 @@ from hybrid_rlhf.models.head_check import require_own_logits
 from hybrid_rlhf.models.lora import choose_trained
 from hybrid_rlhf.models.policy import Policy, Scorer
 from hybrid_rlhf.models.pretrained.loading import Architecture, load_model, training_dtype
-from hybrid_rlhf.models.routers import router_loss
+from hybrid_rlhf.models.routers.losses import router_loss
 from hybrid_rlhf.models.structure import listed_mixtures
 from hybrid_rlhf.runtime.world import World
 

@@ -147,7 +147,7 @@ class ModelEngine:
         self._engine.backward(total * (self.world.size / max(count, 1.0)), scale_wrt_gas=False)
 
     def with_router_losses(self, loss: LossSum, weights: Tensor) -> LossSum:
-        """A loss with those of the routers in the last forward, if the model has them (models/routers.py).
+        """A loss with those of the routers in the last forward, if the model has them (models/routers/losses.py).
 
         Args:
             loss: of the micro-batch.
@@ -155,6 +155,13 @@ class ModelEngine:
         """
         found = getattr(self.module, "router_losses", None)
         return loss if found is None else found.added_to(loss, weights)
+
+    @property
+    def router_agreement(self) -> Tensor | None:
+        """[2] float64, of the last forward: recorded choices of experts that its routers used, and all recorded ones
+        (models/routers/replay.py); none: it had none."""
+        replay = getattr(self.module, "replay", None)
+        return None if replay is None else replay.agreement
 
     def step(self) -> UpdateStats:
         """Apply the accumulated gradient, step the schedule, clear the gradient."""

@@ -13,12 +13,14 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.engines.deepspeed_internals import zero3_hooks_removed
 from hybrid_rlhf.engines.engine import EngineOptions, ModelEngine, Role
 from hybrid_rlhf.engines.offload import OffloadedStates
@@ -32,6 +34,7 @@ from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.weights.conversion import plan_inference_weights
 from hybrid_rlhf.models.lora import has_lora, lora_merged
 from hybrid_rlhf.models.pretrained.loading import DTYPES
+from hybrid_rlhf.models.routers.replay import RouterReplay
 from hybrid_rlhf.runtime.world import World
 
 BUCKET_ELEMENTS = 2**26
@@ -71,8 +74,8 @@ class HybridEngine(ModelEngine):
             max_logprob_diff: see faults.max_logprob_diff.
 
         Raises:
-            UserError: when tensor_parallel, quantization or async_sampling needs inference weights and the model has
-                none.
+            UserError: when tensor_parallel, quantization, routing_replay or async_sampling needs inference weights and
+                the model has none, or its experts cannot be replayed.
         """
         super().__init__(role, engine, world, options)
         self._rollout = rollout or RolloutConfig()
@@ -111,6 +114,27 @@ class HybridEngine(ModelEngine):
                 f"rollout.async_sampling copies the inference weights, {type(self.lm).__name__} has none: set "
                 "--rollout.async_sampling null"
             )
+        self._follow_routes()
+
+    def _follow_routes(self) -> None:
+        """Have the training forward compare its experts with recorded ones, or use these."""
+        replays, weights = self._rollout.routing_replay, self._inference_weights
+        layers = frozenset[int]() if weights is None else weights.architecture.expert_layers
+        kind = None if weights is None else weights.architecture.experts
+        if kind is None or not layers:
+            require(
+                not replays,
+                "rollout.routing_replay needs a mixture of experts with inference weights, "
+                f"{type(self.lm).__name__} has none: leave it out",
+            )
+            return
+        require(
+            not replays or kind.weighs_any_choice,
+            "rollout.routing_replay needs routers with a weight for every choice of experts, those of "
+            f"{type(self.lm).__name__} are 0 for some: leave it out",
+        )
+        module: Any = self.module
+        module.replay = RouterReplay(self.lm, experts=kind.count, replays=replays)
 
     @property
     def weight_version(self) -> int:

@@ -159,6 +159,11 @@ class GenerationEngine:
         return self.backend.max_positions
 
     @property
+    def records_routes(self) -> bool:
+        """Whether completions can report the experts that computed each token."""
+        return self.backend.records_routes
+
+    @property
     def decode_bytes(self) -> int:
         """Bytes of weights, keys and values that decoding has read on this rank; 0 through the module."""
         if self._backend is not None:
@@ -170,6 +175,7 @@ class GenerationEngine:
         prompts: Sequence[Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams],
         *,
+        record_routes: bool | Sequence[bool] = False,
         on_completed: Callable[[int], None] | None = None,
     ) -> list[list[Completion]]:
         """Complete each prompt. Tensor-parallel ranks must all call, with the same prompts and seeds.
@@ -177,16 +183,25 @@ class GenerationEngine:
         Args:
             prompts: token ids, at least one per prompt, of any lengths.
             sampling: for all prompts, or one per prompt.
+            record_routes: whether completions report the experts that computed each token, for all prompts or for each.
             on_completed: called after each step with the number of completions that finished in it.
 
         Returns:
             completions[i][j]: sample j of prompt i. The result of a prompt depends on its own seed alone.
 
         Raises:
-            UserError: when a prompt is empty or too long for the model, or stop strings are given without a tokenizer.
+            UserError: when a prompt is empty or too long for the model, stop strings are given without a tokenizer, or
+                routes are recorded of a model without inference weights or mixtures of experts.
             RuntimeError: when the engine is closed, also by another thread during the call.
         """
         requests = self._requests(prompts, sampling)
+        recorded = [record_routes] * len(prompts) if isinstance(record_routes, bool) else record_routes
+        if any(recorded) and not self.records_routes:
+            raise UserError(
+                "record_routes needs a mixture of experts with inference weights, the engine has none: leave it out"
+            )
+        for request in requests:
+            request.records_routes = recorded[request.prompt_index]
         for new in self._run(requests):
             if self._backend is None:
                 raise RuntimeError("the generation engine was closed while it generated")

@@ -32,6 +32,9 @@ class Completion:
     renormalised. Equal to `logprobs` without truncation and penalties."""
     weight_version: int = 0
     """Version of the weights that sampled it: optimizer updates, for a training engine."""
+    routes: np.ndarray | None = field(default=None, compare=False)
+    """[tokens of prompt and completion, mixtures, experts per token] int8 or int16: the experts that computed each
+    token, where they are recorded; -1 for the last token, which no layer has read."""
 
 
 def per_request(sampling: SamplingParams | Sequence[SamplingParams], requests: int) -> list[SamplingParams]:

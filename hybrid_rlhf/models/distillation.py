@@ -81,11 +81,13 @@ class Student(Policy):
         token_mask: Tensor,
         temperature: float = 1.0,
         targets: TeacherTargets | None = None,
+        *,
+        routes: Tensor | None = None,
     ) -> Any:
         """Without targets as Policy; with targets, loss, divergence and -log p of the tokens, scalar sums."""
         if targets is None:
-            return super().forward(input_ids, attention_mask, token_mask, temperature)
-        hidden, wanted = self.hidden(input_ids, attention_mask, token_mask)
+            return super().forward(input_ids, attention_mask, token_mask, temperature, routes=routes)
+        hidden, wanted = self.hidden(input_ids, attention_mask, token_mask, routes)
         return self.head(hidden, input_ids[wanted], temperature, targets)
 
 

@@ -63,6 +63,10 @@ class PackedBatch:
         """States [N, H] of the packed row in the order of [B, T]."""
         return states if self.order is None else states.index_select(0, self.order)
 
+    def packed(self, values: Tensor) -> Tensor:
+        """The inverse of `unpacked`."""
+        return values if self.order is None else torch.empty_like(values).index_copy_(0, self.order, values)
+
 
 def pack(lm: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> PackedBatch:
     """Remove padding from rows [B, T], wherever it is."""

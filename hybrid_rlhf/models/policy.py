@@ -4,7 +4,7 @@ Both are thin modules around the Hugging Face model, so that a DeepSpeed engine 
 Padding is removed before the model (packing.py), and the head runs on the tokens that count only, in chunks, so that
 `[B, T, V]` is never held. All outputs are aligned with tokens: entry t belongs to token t.
 
-Shapes: B batch, T time, N real tokens of a batch, H hidden, V vocabulary.
+Shapes: B batch, T time, N real tokens of a batch, H hidden, V vocabulary, E mixtures of experts, k experts per token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from hybrid_rlhf.functional.masking import last_index, position_ids
 from hybrid_rlhf.functional.products import wide_linear
 from hybrid_rlhf.models.families import has_float32_logits, head_convention
 from hybrid_rlhf.models.packing import pack, packs
-from hybrid_rlhf.models.routers import RouterLoss, RouterLosses
+from hybrid_rlhf.models.routers.losses import RouterLoss, RouterLosses
+from hybrid_rlhf.models.routers.replay import RouterReplay
 
 HEAD_CHUNK_TOKENS = 512
 """Tokens whose logits are held at a time: the fewest for which the products are still fast."""
@@ -76,19 +77,36 @@ class Policy(nn.Module):
         """Set to compute the losses of the routers in each forward with gradient."""
         self.router_losses: RouterLosses | None = None
         """Those of the last forward."""
+        self.replay: RouterReplay | None = None
+        """Set to compare the experts of a forward with recorded ones, or to use these."""
 
-    def hidden(self, input_ids: Tensor, attention_mask: Tensor, token_mask: Tensor) -> tuple[Tensor, Tensor]:
+    def hidden(
+        self, input_ids: Tensor, attention_mask: Tensor, token_mask: Tensor, routes: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """`hidden_before`, with router losses."""
         self.router_losses = None
-        if self.router_loss is None or not torch.is_grad_enabled():
-            return hidden_before(self.lm, input_ids, attention_mask, token_mask)
-        logits: list[Tensor] = []
-        found = hidden_before(self.lm, input_ids, attention_mask, token_mask, router_logits=logits)
-        self.router_losses = self.router_loss(logits, attention_mask.bool())
+        logits: list[Tensor] | None = [] if self.router_loss is not None and torch.is_grad_enabled() else None
+        found = hidden_before(
+            self.lm,
+            input_ids,
+            attention_mask,
+            token_mask,
+            router_logits=logits,
+            replay=self.replay,
+            routes=routes,
+        )
+        if self.router_loss is not None and logits is not None:
+            self.router_losses = self.router_loss(logits, attention_mask.bool())
         return found
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, token_mask: Tensor, temperature: float = 1.0
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        token_mask: Tensor,
+        temperature: float = 1.0,
+        *,
+        routes: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies of the tokens of a mask.
 
@@ -97,11 +115,12 @@ class Policy(nn.Module):
             attention_mask: [B, T], true on real tokens.
             token_mask: [B, T], true on tokens whose log-prob is needed; the first token of a row has none and stays 0.
             temperature: logits are divided by it.
+            routes: [B, T, E, k], recorded experts of each token, -1 where there are none; read if `replay` is set.
 
         Returns:
             logprobs and entropy, [B, T] float32, 0 outside token_mask.
         """
-        hidden, wanted = self.hidden(input_ids, attention_mask, token_mask)
+        hidden, wanted = self.hidden(input_ids, attention_mask, token_mask, routes)
         logprobs, entropy = self.head(hidden, input_ids[wanted], temperature)
         return _scatter(logprobs, wanted), _scatter(entropy, wanted)
 
@@ -165,21 +184,30 @@ def hidden_before(
     token_mask: Tensor,
     *,
     router_logits: list[Tensor] | None = None,
+    replay: RouterReplay | None = None,
+    routes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Last hidden states [N, H] before the tokens of a mask, row by row, and the mask [B, T] without first tokens."""
     real = attention_mask.bool()
-    hidden = backbone_hidden(lm, input_ids, real, router_logits=router_logits)
+    hidden = backbone_hidden(lm, input_ids, real, router_logits=router_logits, replay=replay, routes=routes)
     place = real.flatten().cumsum(dim=0).view(real.shape) - 1
     wanted = token_mask.bool() & real & (position_ids(real) > 0)
     return hidden[place[wanted] - 1], wanted
 
 
 def backbone_hidden(
-    lm: PreTrainedModel, input_ids: Tensor, real: Tensor, *, router_logits: list[Tensor] | None = None
+    lm: PreTrainedModel,
+    input_ids: Tensor,
+    real: Tensor,
+    *,
+    router_logits: list[Tensor] | None = None,
+    replay: RouterReplay | None = None,
+    routes: Tensor | None = None,
 ) -> Tensor:
     """Last hidden states [N, H] of the real tokens of [B, T], row by row; packed if the model uses packed rows.
 
-    The list, if given, receives the router logits [N, E] of each mixture of experts.
+    The list, if given, receives the router logits [N, experts] of each mixture; the replay gets the routes
+    [B, T, E, k], or none.
     """
     backbone = lm.base_model
     options: dict[str, Any] = {"use_cache": False}
@@ -187,13 +215,16 @@ def backbone_hidden(
         options["output_router_logits"] = True
     if packs(lm):
         packed = pack(lm, input_ids, real)
-        output = backbone(**packed.arguments, **options)
-        in_order = packed.unpacked
+        options |= packed.arguments
+        in_order, routes = packed.unpacked, None if routes is None else packed.packed(routes[real])
     else:
         if "position_ids" in inspect.signature(backbone.forward).parameters:  # families with ALiBi have none
             options["position_ids"] = position_ids(real)
-        output = backbone(input_ids=input_ids, attention_mask=real.long(), **options)
+        options |= {"input_ids": input_ids, "attention_mask": real.long()}
         in_order = lambda states: states[real.flatten()]  # noqa: E731
+        routes = None if routes is None else routes.flatten(0, 1)
+    with contextlib.nullcontext() if replay is None else replay.of(routes):
+        output = backbone(**options)
     if router_logits is not None:
         router_logits += [in_order(logits.flatten(0, -2)) for logits in output.router_logits]
     hidden: Tensor = in_order(output.last_hidden_state.flatten(0, 1))

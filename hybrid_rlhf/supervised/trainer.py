@@ -24,7 +24,7 @@ from hybrid_rlhf.loop.checkpointing import CheckpointManager
 from hybrid_rlhf.loop.loss_sums import RunningSums, global_count
 from hybrid_rlhf.loop.non_finite import SkippedUpdates, rows_with_non_finite_loss
 from hybrid_rlhf.loop.trainer import Trainer
-from hybrid_rlhf.models.routers import ROUTER_METRICS
+from hybrid_rlhf.models.routers.losses import ROUTER_METRICS
 from hybrid_rlhf.runtime.observability.profiling import model_flops_utilisation
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 from hybrid_rlhf.runtime.observability.timers import peak_memory_gib

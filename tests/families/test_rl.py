@@ -1,4 +1,5 @@
-"""PPO and GRPO from end to end on tiny models of today's families, with adapters and with ZeRO-3."""
+"""PPO and GRPO from end to end on tiny models of today's families, with adapters and with ZeRO-3, with and without
+routing replay."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import math
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.support.model_types import tiny_of_type
 from tests.support.ranks import run_main
@@ -20,23 +21,68 @@ WAYS = {
     "ppo with adapters": (1, ["--actor.lora.rank", "4"]),
     "grpo with zero 3": (2, ["--algorithm", "grpo", "--rollout.sampling.n", "4", "--actor.zero.stage", "3"]),
 }
+REPLAY = {
+    **WAYS,
+    "grpo with one update": (1, ["--algorithm", "grpo", "--rollout.sampling.n", "4", "--algorithm.mini_batches", "1"]),
+    "ppo with tensor parallelism": (2, ["--rollout.tensor_parallel", "2"]),
+    "ppo in bfloat16 with checkpointing": (1, ["--model.dtype", "bfloat16", "--model.gradient_checkpointing", "true"]),
+    "grpo with a policy lag": (
+        1,
+        "--algorithm grpo --rollout.sampling.n 4 --rollout.async_sampling.policy_lag 1 --rollout.kv_cache_gib 0.01 "
+        "--algorithm.correction.method truncate".split(),
+    ),
+}
+
+
+def train(
+    model_type: str, way: tuple[int, list[str]], rows: Path, folder: Path, *more: str
+) -> tuple[PreTrainedModel, list[dict[str, float]]]:
+    """A tiny model as it began, and the metrics of each step of its run."""
+    model = tiny_of_type(model_type, vocab_size=VOCABULARY, pad_token_id=2)
+    model.save_pretrained(folder / "model")
+    tiny_tokenizer().save_pretrained(folder / "model")
+    ranks, settings = way
+    reward = f"[{{function: '{Path(brevity.__code__.co_filename)}:brevity'}}]"
+    line = rl_line(folder / "run", folder / "model", rows, "--reward.components", reward, *settings, *more)
+    run_main("hybrid_rlhf.cli.rl", ranks, [*line[1:], "--actor.optimizer.lr", "1e-3", "--logging.tensorboard", "false"])
+    lines = [json.loads(text) for text in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return model, [line for line in lines if "rollout/updates" in line]
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_family_learns_by_reinforcement(model_type: str, way: str, pair_rows: Path, tmp_path: Path) -> None:
-    model = tiny_of_type(model_type, vocab_size=VOCABULARY, pad_token_id=2)
-    model.save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
-    ranks, more = WAYS[way]
-    reward = f"[{{function: '{Path(brevity.__code__.co_filename)}:brevity'}}]"
-    line = rl_line(tmp_path / "run", tmp_path / "model", pair_rows, "--reward.components", reward, *more)
-    run_main("hybrid_rlhf.cli.rl", ranks, [*line[1:], "--actor.optimizer.lr", "1e-3", "--logging.tensorboard", "false"])
-    lines = [json.loads(text) for text in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    model, lines = train(model_type, WAYS[way], pair_rows, tmp_path)
     assert lines[-1]["step"] == 2
+    assert all(("rollout/router_agreement" in line) == (model_type != "qwen3_5_text") for line in lines)
     assert all(math.isfinite(value) for line in lines for value in line.values())
     assert lines[-1]["actor/grad_norm"] > 0
     assert lines[-1]["rollout/logprob_abs_diff_mean"] < 1e-4, "sampled and trained distributions agree"
     trained, info = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "actor", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert any(not one.equal(other) for one, other in zip(model.parameters(), trained.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("way", REPLAY)
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_training_routes_as_sampling_did(model_type: str, way: str, pair_rows: Path, tmp_path: Path) -> None:
+    _, lines = train(model_type, REPLAY[way], pair_rows, tmp_path, "--rollout.routing_replay", "true")
+    assert lines[-1]["step"] == 2
+    assert all(math.isfinite(value) for line in lines for value in line.values())
+    assert [line["rollout/router_agreement"] for line in lines] == [1.0, 1.0]
+    assert lines[-1]["actor/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_replay_removes_the_largest_differences_of_low_precision(
+    model_type: str, pair_rows: Path, tmp_path: Path
+) -> None:
+    """Of log-probs in bfloat16, before any update; they come from tokens that were sent to other experts."""
+    way = (1, "--model.dtype bfloat16 --rollout.prompts_per_step 16 --rollout.sampling.max_new_tokens 24".split())
+    first = {}
+    for replays in ("false", "true"):
+        _, lines = train(model_type, way, pair_rows, tmp_path / replays, "--rollout.routing_replay", replays)
+        first[replays] = lines[0]
+    assert 0.9 < first["false"]["rollout/router_agreement"] < 1 == first["true"]["rollout/router_agreement"]
+    worst = {replays: line["rollout/logprob_abs_diff_max"] for replays, line in first.items()}
+    assert worst["true"] < 0.5 * worst["false"]

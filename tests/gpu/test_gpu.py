@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,6 +21,7 @@ from tests.support.engines import actor_spec, train_generate_save, train_step
 from tests.support.families import VARIANTS, variant
 from tests.support.generation import SHORT_GREEDY, SHORT_PROMPTS, SHORT_SAMPLED
 from tests.support.ranks import run_ranks
+from tests.support.routes import module_routes
 from tests.support.tiny import tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -81,6 +83,19 @@ def test_cuda_graphs_sample_what_launched_kernels_do(name: str, cut: dict[str, A
     assert [[c.token_ids for c in samples] for samples in captured] == [
         [c.token_ids for c in samples] for samples in launched
     ]
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_5_moe"])
+def test_cuda_graphs_record_the_experts_of_the_modules_routers(name: str) -> None:
+    model, sampling = variant(name).cuda(), replace(SHORT_SAMPLED, max_new_tokens=40)
+    engine = GenerationEngine.from_model(model, stop_token_ids=range(3, 30), max_batch_rows=4)
+    results = engine.generate(SHORT_PROMPTS, sampling, record_routes=True)
+    for prompt, samples in zip(SHORT_PROMPTS, results, strict=True):
+        for sample in samples:
+            assert sample.routes is not None and (sample.routes[-1] == -1).all()
+            expected = module_routes(model, [*prompt, *sample.token_ids])
+            # a tie within the resolution of float32 products may fall to another expert
+            assert (np.sort(sample.routes[:-1]) == np.sort(expected[:-1])).mean() > 0.99
 
 
 def kept(world: World, path: Path, stage: int) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from hybrid_rlhf.functional.masking import position_ids
 from hybrid_rlhf.models.families import WITHOUT_ROUTER_LOSSES
 from hybrid_rlhf.models.policy import Policy
 from hybrid_rlhf.models.pretrained.loading import adapt_model
-from hybrid_rlhf.models.routers import ROUTER_METRICS, ROUTER_TOTAL, RouterLoss, has_routers, router_loss
+from hybrid_rlhf.models.routers.losses import ROUTER_METRICS, ROUTER_TOTAL, RouterLoss, router_loss
+from hybrid_rlhf.models.routers.modules import router_modules
 from tests.support.families import variant
 from tests.support.model_types import tiny_of_type
 from tests.support.models import padded_rows
@@ -120,8 +121,8 @@ def test_sums_and_gradients_do_not_depend_on_how_a_batch_is_cut(name: str, how: 
 @pytest.mark.parametrize("name", ["aria_text", "deepseek_v3", "gpt_oss", "jetmoe", "llama", "olmoe", "phimoe", "zaya"])
 def test_types_with_routers_are_found_and_have_a_logit_for_each_token_and_expert(name: str) -> None:
     model = tiny_of_type(name)
-    assert has_routers(model) == (name != "llama")
-    if not has_routers(model):
+    assert bool(router_modules(model)) == (name != "llama")
+    if not router_modules(model):
         return
     policy = Policy(model)
     policy.router_loss = router_loss(model, ModelConfig(router_aux_loss_coef=0.1))
@@ -143,7 +144,7 @@ def test_routers_in_training_route_as_in_evaluation(name: str) -> None:
         adapt_model(model.train(), ModelConfig(gradient_checkpointing=True))
         policy = Policy(model).train()
         torch.testing.assert_close(policy(ids % 128, mask, mask)[0], expected, rtol=1e-4, atol=1e-4)
-    assert has_routers(model)
+    assert router_modules(model)
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     assert layers and all(layer.gradient_checkpointing and layer.training for layer in layers), "these recompute"
 

@@ -13,6 +13,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -48,7 +49,9 @@ from hybrid_rlhf.rl.rollouts.scoring import score_penalties
 from hybrid_rlhf.rl.updates.updater import Updater
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World
+from tests.support.families import variant
 from tests.support.ranks import run_main, run_ranks
+from tests.support.routes import module_routes
 from tests.support.tiny import CHATML, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -232,6 +235,24 @@ def test_log_probs_are_the_training_forwards_with_observations_in_between(world:
     assert (rollout.sampled_logprobs[mask] != 0).all()
     for outside in (rollout.sampled_logprobs, rollout.drawn_logprobs, old_logprobs):
         assert (outside[~mask] == 0).all()
+
+
+@pytest.mark.parametrize("replays", [False, True])
+def test_episodes_have_the_experts_of_all_their_turns(replays: bool, world: World, tmp_path: Path) -> None:
+    model = variant("qwen3_moe")
+    model.save_pretrained(tmp_path)
+    parts = build(
+        world, str(tmp_path), sampling=replace(SAMPLING, routing_replay=replays), max_turns=3, max_turn_tokens=12
+    )
+    rollout = parts.sampler.sample(PROMPTS, step=1)
+    assert any(len(turns_of(rollout, place)) == 3 for place in range(len(rollout)))
+    routes = rollout.padded_routes
+    assert routes is not None
+    for row, length in enumerate(rollout.lengths.tolist()):
+        expected = module_routes(model, rollout.input_ids[row, :length].tolist())
+        assert routes[row, : length - 1].sort().values.tolist() == np.sort(expected[:-1]).tolist()
+        assert (routes[row, length - 1 :] == -1).all()
+    assert scored(parts, rollout).routes is not None, "the update's forward compares them"
 
 
 def test_scores_are_the_environments_and_rewards_lie_where_they_were_earned(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from hybrid_rlhf.models.families import FAMILIES
 from tests.support.tiny import VOCABULARY
 
 COMMON = {"vocab_size": VOCABULARY, "pad_token_id": 2, "eos_token_id": 2, "bos_token_id": 1}
@@ -156,6 +157,7 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "phimoe": ("phimoe", {**GQA, "num_local_experts": 4, "attention_bias": True, "lm_head_bias": True}),
     "phimoe that mixes near experts": ("phimoe", {**GQA, "num_local_experts": 6, "router_jitter_noise": 0.3}),
     "mixtral": ("mixtral", {**GQA, "num_local_experts": 4}),
+    "mixtral with windows": ("mixtral", {**GQA, "num_local_experts": 4, "sliding_window": 20}),
     "qwen2_moe": ("qwen2_moe", {**GQA, **EXPERTS, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]}),
     "qwen3_moe": ("qwen3_moe", {**GQA, **EXPERTS, "head_dim": 8, "norm_topk_prob": True}),
     "olmoe": ("olmoe", {**GQA, **EXPERTS, "norm_topk_prob": True}),
@@ -324,6 +326,13 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
         },
     ),
 }
+
+EXPERT_VARIANTS = [
+    name
+    for name, (family, _) in VARIANTS.items()
+    if FAMILIES[family].experts is not None and name != "granite 4 without experts or positions"
+]
+"""Those with a mixture of experts."""
 
 
 def variant(name: str, *, seed: int = 0) -> PreTrainedModel:

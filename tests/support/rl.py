@@ -45,6 +45,7 @@ def build_parts(
     algorithm: PPOConfig = ALGORITHM,
     lora_rank: int = 0,
     reward: Reward | None = None,
+    sampling: RolloutConfig = SAMPLING,
 ) -> RLParts:
     """PPO's parts, over the models of `paths`; without a reward that of the reward model."""
 
@@ -57,7 +58,7 @@ def build_parts(
         component = RewardComponentConfig(model=paths["reward"])
         reward = Reward([ModelReward(component, build_engine(spec("reward", "reward", None), world))], world)
     roles = Roles(
-        build_actor(spec("actor", "actor", 1e-2), world),
+        build_actor(spec("actor", "actor", 1e-2), world, rollout=sampling),
         reward,
         build_engine(spec("critic", "reward", 1e-2), world),
         None if lora_rank else build_engine(spec("reference", "reference", None), world),
@@ -65,7 +66,7 @@ def build_parts(
     return RLParts.of(
         roles,
         PPO(algorithm),
-        sampling=SAMPLING,
+        sampling=sampling,
         tokenizer=tiny_tokenizer(),
         stop_token_ids=tuple(range(3, 20)),
         micro_batches=MicroBatches(2),

@@ -143,6 +143,8 @@ class AlgorithmConfig:
     """Whether it learns from pairs of completions."""
     selects: ClassVar[bool] = False
     """Whether it learns from some completions of a prompt only."""
+    uses_sampler_policy: ClassVar[bool] = True
+    """Whether its gradient is one of the policy that sampled, so that training should route tokens as sampling did."""
     single_update: ClassVar[bool] = False
     """Whether its paper makes one update per rollout; the clip of the others needs several to have an effect."""
     fewest_completions: ClassVar[int] = 1

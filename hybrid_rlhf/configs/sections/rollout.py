@@ -50,6 +50,10 @@ class RolloutConfig:
     quantization: Literal["int8", "fp8"] | None = setting(None, advanced=True)
     """Products of the layers in 8 bits while sampling, on a CPU int8; training weights and the head keep their type.
     Needs algorithm.correction. null: none."""
+    routing_replay: bool = setting(False, advanced=True)
+    """Scoring and training send each token to the experts that computed it while sampling (R3, arXiv 2510.11370). For
+    mixtures of experts with rollout/router_agreement below 1 and noisy ratios. Takes a byte per layer and chosen expert
+    of each token on the host of each rank, two above 128 experts."""
     kv_cache_gib: float | None = setting(None, mutable=True)
     """KV cache per rank, in GiB; null: half of the free memory on a CPU, 0.9 of it on a GPU less what a prefill and
     CUDA graphs take."""
@@ -84,6 +88,11 @@ class RolloutConfig:
         require(
             self.quantization is None or self.backend == "auto",
             f"rollout.quantization {self.quantization} needs inference weights, got rollout.backend {self.backend}: "
+            "give auto",
+        )
+        require(
+            not self.routing_replay or self.backend == "auto",
+            f"rollout.routing_replay needs experts that inference weights record, got rollout.backend {self.backend}: "
             "give auto",
         )
         if self.async_sampling is not None:

@@ -23,6 +23,9 @@ class GenerationBackend(Protocol):
     decode_bytes: int
     """Bytes of weights, keys and values that decoding has read on this rank; 0 where the backend does not count."""
 
+    records_routes: bool
+    """Whether it can record the experts of each token."""
+
     def run(self, requests: Sequence[Request]) -> Iterator[NewTokens]:
         """Decode all requests, which tensor-parallel ranks must pass in the same order; yields after each step."""
 

@@ -68,6 +68,7 @@ class ModuleBackend:
         self._max_rows = max_batch_rows or _DEFAULT_ROWS
         self.max_positions = position_limit(lm)
         self.decode_bytes = 0
+        self.records_routes = False
 
     @property
     def support(self) -> ModuleSupport:

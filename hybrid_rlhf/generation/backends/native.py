@@ -80,6 +80,7 @@ class NativeBackend:
         self._cuda_graphs = cuda_graphs
         self.max_positions = decoder.architecture.max_positions
         self.decode_bytes = 0
+        self.records_routes = bool(decoder.architecture.expert_layers)
         self.preemptions = 0
         """Requests that were computed again because blocks ran out."""
         self._written = decoder.written
@@ -162,7 +163,11 @@ class NativeBackend:
     def _sequences(self, decoder: Decoder, requests: Sequence[Request]) -> Sequences:
         longest = max(len(request.prompt) + len(request.uniforms) for request in requests)
         layout = CacheLayout.of(
-            decoder.architecture, capacity_tokens(longest, decoder.world.device, self.max_positions)
+            decoder.architecture,
+            capacity_tokens(longest, decoder.world.device, self.max_positions),
+            # a cache that records serves requests that do not, so that it and its prefixes remain
+            records_routes=any(request.records_routes for request in requests)
+            or (self.held is not None and self.held.cache.layout.routes is not None),
         )
         a, split = decoder.architecture, decoder.split
         return Sequences(

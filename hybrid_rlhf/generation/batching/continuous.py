@@ -326,6 +326,9 @@ class ContinuousBatch:
                 if request.finish_reason is not None:
                     self._expected.finished += 1
                     finished.add(row)
+                    if request.records_routes:
+                        place = self._decoding.index(row)
+                        request.fetch_routes = self._workspace.routes_of(place, request.tokens - 1)
         if finished:
             self._preempted = False
             self._remove(finished)

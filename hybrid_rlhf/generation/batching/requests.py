@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from torch import Tensor
 
 from hybrid_rlhf.generation.sampling import Completion, FinishReason, SamplingParams
 
@@ -30,6 +31,10 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     sampling_logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    records_routes: bool = False
+    """Whether the completion reports the experts of its tokens."""
+    fetch_routes: Callable[[], Tensor] | None = None
+    """Of a finished request that does: returns them, for all tokens but the last, which no layer has read."""
 
     @property
     def tokens(self) -> int:
@@ -73,7 +78,12 @@ class Request:
     def completion(self, weight_version: int) -> Completion:
         """The result of a finished request."""
         assert self.finish_reason is not None
-        return Completion(self.token_ids, self.logprobs, self.finish_reason, self.sampling_logprobs, weight_version)
+        routes = None
+        if self.fetch_routes is not None:
+            routes = np.pad(self.fetch_routes().numpy(), ((0, 1), (0, 0), (0, 0)), constant_values=-1)
+        return Completion(
+            self.token_ids, self.logprobs, self.finish_reason, self.sampling_logprobs, weight_version, routes
+        )
 
 
 NewTokens = list[tuple[Request, int]]

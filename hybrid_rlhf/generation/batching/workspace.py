@@ -122,6 +122,13 @@ class Workspace:
         self.pages[:, source] = 0
         self.slots[source] = 0
 
+    def routes_of(self, row: int, tokens: int) -> Callable[[], Tensor]:
+        """Start a copy of the routes of a row's first tokens to the host; the result waits, and returns [tokens, E, k].
+
+        As in cache.py; steps that are launched after this call do not change the result.
+        """
+        return _to_host(self.cache.routes_of(self.pages[0, row], tokens))
+
     def clear(self) -> None:
         """Leave all rows empty."""
         self.pages.zero_()
@@ -169,7 +176,11 @@ class Workspace:
             chunks = prompts.chunks
             tokens, positions = torch.cat([tokens, prompts.tokens]), torch.cat([positions, prompts.positions])
         states = None if self.states is None else self.states.step(decoding, chunks)
-        hidden = self.decoder.hidden(tokens, positions, self.attention.step(decoding, chunks), states=states)
+        attend = self.attention.step(decoding, chunks)
+        routes: list[Tensor] | None = None if self.cache.routes is None else []
+        hidden = self.decoder.hidden(tokens, positions, attend, states=states, routes=routes)
+        if routes:
+            self.cache.write_routes(attend.places[0], routes)
         if prompts is None:
             return _stacked(self._sampler(self.decoder.logits(hidden), rows))
         if not batch and not len(prompts.of_request):
@@ -262,15 +273,21 @@ def _stacked(drawn: SampledTokens) -> Tensor:
 
 def _fetch(result: Tensor) -> Fetch:
     """Start the copy to the host."""
+    arrived = _to_host(result)
+    return lambda: arrived().tolist()  # type: ignore[no-any-return]
+
+
+def _to_host(result: Tensor) -> Callable[[], Tensor]:
+    """Start a copy to the host, which the result waits for and returns."""
     if result.device.type == "cpu":
-        return result.tolist
+        return lambda: result
     host = torch.empty(result.shape, dtype=result.dtype, device="cpu", pin_memory=True)
     host.copy_(result, non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record()
 
-    def wait() -> list[list[float]]:
+    def wait() -> Tensor:
         arrived.synchronize()
-        return host.tolist()  # type: ignore[no-any-return]
+        return host
 
     return wait

@@ -102,7 +102,7 @@ class Attention:
         if self.alibi is None and architecture.attention_softcap is None:
             self.varlen = varlen_attention(device, self._dtype, architecture.head_dim)
 
-    def step(self, rows: DecodeRows | None, chunks: Chunks | None = None) -> AttentionFunction:
+    def step(self, rows: DecodeRows | None, chunks: Chunks | None = None) -> StepAttention:
         """Attention of a step, the tokens of which are those of the rows, then those of each chunk."""
         return StepAttention(self, rows, chunks)
 
@@ -189,14 +189,15 @@ class StepAttention:
         if chunks is not None:
             parts.append(_chunk_places(chunks, chunks.starts, chunks.lengths))
             self._prefill = (ChunkAttention if attention.varlen is None else VarlenChunks)(attention, chunks)
-        self._places = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+        self.places = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+        """[page tables, T] where the new tokens lie in a cache [P * BLOCK_TOKENS]."""
 
     def __call__(self, layer: int, qkv: Tensor, table: Table, sinks: Tensor | None) -> Tensor:
         """See AttentionFunction."""
         attention, batch = self._attention, self._batch
         kind = attention.architecture.attention_of(layer)
         tables, keys, values = attention.cache.of_layer(layer)
-        places = self._places[tables]
+        places = self.places[tables]
         if attention.kernels is not None:
             queries = attention.kernels.rotate_and_write(qkv, table, places, keys, values)
             new_keys = new_values = None

@@ -24,6 +24,9 @@ from hybrid_rlhf.generation.weights.description import ModelDescription
 from hybrid_rlhf.generation.weights.split import Split
 from hybrid_rlhf.runtime.world import World
 
+Sublayer = Callable[[Tensor], Tensor]
+"""Attention or MLP of a layer, [T, H] of [T, H]."""
+
 
 class Decoder:
     """A causal LM on one tensor-parallel rank."""
@@ -100,11 +103,12 @@ class Decoder:
         *,
         states: StepStates | None = None,
         observe: Callable[[Tensor], None] | None = None,
+        routes: list[Tensor] | None = None,
     ) -> Tensor:
         """Last hidden states [T, H] of tokens [T] at positions [T], before the final norm.
 
         `states` are those of recurrent layers, if there are any. `observe`, if given, receives the states before the
-        first layer and after each.
+        first layer and after each; `routes` the indices [T, k] of the experts of each mixture.
         """
         x = self._embed(tokens, positions)
         if observe is not None:
@@ -114,7 +118,12 @@ class Decoder:
         for index, layer in enumerate(self._weights.layers):
             kind = self.architecture.layer_kinds[index]
             table = None if kind is None else tables[kind]
-            x = block(x, layer, lambda h, i=index, w=layer, t=table: self._mixed(h, i, w, t, attend, states))
+            x = block(
+                x,
+                layer,
+                lambda h, i=index, w=layer, t=table: self._mixed(h, i, w, t, attend, states),
+                lambda h, w=layer: self._mlp(h, w, routes),
+            )
             if observe is not None:
                 observe(x)
         return x
@@ -150,24 +159,24 @@ class Decoder:
 
     # -- the orders of norm, attention and MLP
 
-    def _sequential(self, x: Tensor, w: LayerWeights, attention: Callable[[Tensor], Tensor]) -> Tensor:
+    def _sequential(self, x: Tensor, w: LayerWeights, attention: Sublayer, mlp: Sublayer) -> Tensor:
         mixed = self._scaled(_normed(w.attention_out_norm, attention(_normed(w.attention_norm, x))))
         x, normed = (x + mixed,) * 2 if w.mlp_norm is None else w.mlp_norm.after_adding(x, mixed)
-        return x + self._scaled(_normed(w.mlp_out_norm, self._mlp(normed, w)))
+        return x + self._scaled(_normed(w.mlp_out_norm, mlp(normed)))
 
-    def _parallel(self, x: Tensor, w: LayerWeights, attention: Callable[[Tensor], Tensor]) -> Tensor:
+    def _parallel(self, x: Tensor, w: LayerWeights, attention: Sublayer, mlp: Sublayer) -> Tensor:
         normed = _normed(w.attention_norm, x)
-        return x + attention(normed) + self._mlp(normed if w.mlp_norm is None else w.mlp_norm(x), w)
+        return x + attention(normed) + mlp(normed if w.mlp_norm is None else w.mlp_norm(x))
 
-    def _post_norm(self, x: Tensor, w: LayerWeights, attention: Callable[[Tensor], Tensor]) -> Tensor:
+    def _post_norm(self, x: Tensor, w: LayerWeights, attention: Sublayer, mlp: Sublayer) -> Tensor:
         x = _normed(w.attention_norm, x + attention(x))
-        return _normed(w.mlp_norm, x + self._mlp(x, w))
+        return _normed(w.mlp_norm, x + mlp(x))
 
-    def _normed(self, x: Tensor, w: LayerWeights, attention: Callable[[Tensor], Tensor]) -> Tensor:
-        attended, recurrent, mlp = self.architecture.carried
+    def _normed(self, x: Tensor, w: LayerWeights, attention: Sublayer, mlp: Sublayer) -> Tensor:
+        attended, recurrent, carried = self.architecture.carried
         x = _normed(w.attention_norm, x)
         x = _normed(w.mlp_norm, x * (attended if w.recurrent is None else recurrent) + attention(x))
-        return x * mlp + self._mlp(x, w)
+        return x * carried + mlp(x)
 
     def _mixed(
         self,
@@ -207,7 +216,7 @@ class Decoder:
         scale = self.architecture.residual_scale
         return added if scale == 1.0 else added * scale
 
-    def _mlp(self, x: Tensor, w: LayerWeights) -> Tensor:
+    def _mlp(self, x: Tensor, w: LayerWeights, routes: list[Tensor] | None) -> Tensor:
         parts = []
         if w.up is not None and w.down is not None:
             up = w.up(x)
@@ -216,7 +225,7 @@ class Decoder:
                 dense = dense * functional.linear(x, w.shared_router).sigmoid()
             parts.append(dense)
         if w.experts is not None:
-            parts.append(w.experts(x, self._gate))
+            parts.append(w.experts(x, self._gate, routes=routes))
         return self.world.all_reduce(sum(parts[1:], parts[0]))
 
     def _gate(self, both: Tensor) -> Tensor:

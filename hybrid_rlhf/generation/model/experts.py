@@ -119,16 +119,21 @@ class RoutedExperts:
         mask = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=choice.device).scatter_(1, best, True)
         return mask[:, :, None].expand_as(grouped).flatten(1)
 
-    def __call__(self, x: Tensor, activate: Callable[[Tensor], Tensor]) -> Tensor:
+    def __call__(
+        self, x: Tensor, activate: Callable[[Tensor], Tensor], *, routes: list[Tensor] | None = None
+    ) -> Tensor:
         """This rank's part of the sum over experts, [T, H] of [T, H].
 
         Args:
             x: tokens.
             activate: activation(gate) * up of [n, 2 I].
+            routes: receives the indices [T, k] of the experts, in the smallest type; none: they are not recorded.
         """
         if self._kind.clamp is not None:
             activate = partial(clamped_swiglu, limit=self._kind.clamp)
         weights, index = self.route(x)
+        if routes is not None:
+            routes.append(index.to(self._kind.index_dtype))
         # this rank's experts come first, as 0 to X - 1
         experts, order = ((index.flatten() - self._mine.start) % self._kind.count).sort(stable=True)
         tokens, weights = order // self._kind.per_token, weights.flatten()[order, None].to(x.dtype)

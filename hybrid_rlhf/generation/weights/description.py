@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 
 from hybrid_rlhf.generation.weights.recurrence import Recurrence
@@ -89,6 +90,17 @@ class Experts:
     """Weights of the experts are stored [in, out] (gpt-oss)."""
     alternating: bool = False
     """Gate and up alternate in the stored weights (gpt-oss), they are not one after the other."""
+
+    @property
+    def index_dtype(self) -> torch.dtype:
+        """The smallest type that holds the index of an expert, and -1."""
+        return torch.int8 if self.count <= 128 else torch.int16
+
+    @property
+    def weighs_any_choice(self) -> bool:
+        """Whether the router has a weight for every choice of experts: SparseMixer weighs those near its own best, and
+        DeepSeek-V2 those in its own groups; the others are 0."""
+        return self.router != "sparsemixer" and not (self.router == "softmax" and self.groups > 1)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -35,7 +35,7 @@ from hybrid_rlhf.models.fused_layers import fuse_layers
 from hybrid_rlhf.models.packing import use_packing
 from hybrid_rlhf.models.pretrained.folders import load_config, reading, stored_elements
 from hybrid_rlhf.models.pretrained.sources import quiet_transformers
-from hybrid_rlhf.models.routers import route_without_noise
+from hybrid_rlhf.models.routers.modules import route_without_noise
 from hybrid_rlhf.runtime.world import default_device, default_dtype
 
 Architecture = Literal["causal_lm", "scorer"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from hybrid_rlhf.generation.sampling import Completion
@@ -28,6 +29,9 @@ class Episode:
     """Number of updates of the weights that sampled it."""
     turn_rewards: list[float] = field(default_factory=list)
     """Reward of each turn, at its last token."""
+    routes: np.ndarray | None = None
+    """[tokens of the prompt and all turns so far, mixtures, experts per token], see Completion; the last turn's, which
+    has those of earlier tokens as the keys and values that it reads had them."""
     stopped: bool = False
     """Whether the episode ended by itself."""
     failure: str | None = None
@@ -41,6 +45,7 @@ class Episode:
     def add_turn(self, completion: Completion) -> None:
         """Append a turn of the actor."""
         self.weight_versions += [completion.weight_version] * len(completion.token_ids)
+        self.routes = completion.routes
         self._add(completion.token_ids, completion.logprobs, completion.sampling_logprobs, sampled=True)
 
     def add_observation(self, token_ids: Sequence[int]) -> None:
@@ -74,6 +79,7 @@ def as_rollout(episodes: Sequence[Episode], device: torch.device) -> Rollout:
         weight_versions=[episode.weight_versions for episode in episodes],
         stopped=[episode.stopped for episode in episodes],
         turn_rewards=[episode.turn_rewards for episode in episodes],
+        routes=[episode.routes for episode in episodes],
         device=device,
     )
 

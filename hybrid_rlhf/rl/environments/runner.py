@@ -46,6 +46,7 @@ class _RunningEpisode:
     episode: Episode
     params: SamplingParams
     sample: int
+    records_routes: bool = False
     environment: Environment | None = None
     """None on ranks that only take part in generation."""
     running: bool = True
@@ -82,6 +83,8 @@ class EnvironmentRunner:
         requests: Sequence[SamplingParams],
         together: World,
         timers: Timers,
+        *,
+        record_routes: Sequence[bool] | None = None,
     ) -> list[list[Episode]]:
         """Run episodes from prompts to their ends.
 
@@ -91,13 +94,14 @@ class EnvironmentRunner:
             requests: sampling parameters of each prompt, with a seed.
             together: tensor-parallel ranks; the first one has the environments.
             timers: timers of generation and environment.
+            record_routes: for each prompt, whether the experts of its episodes are recorded; none: of no prompt.
 
         Returns:
             the n episodes of each prompt. With on_failure stop, the others are incomplete once one has failed.
         """
         entries = [
-            _RunningEpisode(_row(prompt), Episode(list(prompt["input_ids"])), params, sample)
-            for prompt, params in zip(prompts, requests, strict=True)
+            _RunningEpisode(_row(prompt), Episode(list(prompt["input_ids"])), params, sample, records)
+            for prompt, params, records in zip(prompts, requests, record_routes or [False] * len(prompts), strict=True)
             for sample in range(params.n)
         ]
         self._begin(entries, together, timers)
@@ -110,6 +114,7 @@ class EnvironmentRunner:
                 completions = generation.generate(
                     [entry.episode.ids for entry in running],
                     [self._turn_params(entry, turn, generation) for entry in running],
+                    record_routes=[entry.records_routes for entry in running],
                 )
             self._step(running, [completion for (completion,) in completions], together, timers)
         episodes = iter([entry.episode for entry in entries])

@@ -30,6 +30,8 @@ from hybrid_rlhf.runtime.observability.progress import ProgressLog
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import shared_user_errors
 
+_COMPARED_COMPLETIONS = 16
+"""Completions of a rollout, at least, for which experts are recorded if they are not replayed."""
 Samples = list[list[Completion]] | list[list[Episode]]
 """Samples of each prompt."""
 _CLOSING_SECONDS = 10.0
@@ -46,6 +48,8 @@ class _RankPrompts:
     """Positions of this rank's prompts among all."""
     rows: list[Mapping[str, Any]]
     requests: list[SamplingParams]
+    recorded: list[bool]
+    """Whether the experts of its completions are recorded, if the model has any."""
 
 
 @dataclass(frozen=True)
@@ -159,15 +163,24 @@ class RolloutSampler:
         sampled = [replace(config.sampling, seed=derive_seed(self._seed, step, first + index)) for index in mine]
         greedy_params = [replace(params, n=1, temperature=0.0) for params in sampled] if greedy else []
         places = mine * (2 if greedy else 1)
-        return _RankPrompts(len(prompts), places, [prompts[place] for place in places], sampled + greedy_params)
+        recorded = len(prompts) if config.routing_replay else -(-_COMPARED_COMPLETIONS // config.sampling.n)
+        return _RankPrompts(
+            len(prompts),
+            places,
+            [prompts[place] for place in places],
+            sampled + greedy_params,
+            [place < recorded for place in places],
+        )
 
     def _sample(
         self, generation: GenerationEngine, rank_prompts: _RankPrompts, timers: Timers, shown_as: str | None = None
     ) -> Samples:
         """Completions of this rank's prompts, or episodes with an environment."""
+        recorded = [place and generation.records_routes for place in rank_prompts.recorded]
         if self._environments is not None:
+            together = self.actor.generation_world
             return self._environments.run(
-                generation, rank_prompts.rows, rank_prompts.requests, self.actor.generation_world, timers
+                generation, rank_prompts.rows, rank_prompts.requests, together, timers, record_routes=recorded
             )
         unit = "completions" if self.actor.world.size == 1 else "completions on rank 0"
         progress = ProgressLog(shown_as or "", total=sum(params.n for params in rank_prompts.requests), unit=unit)
@@ -175,6 +188,7 @@ class RolloutSampler:
             return generation.generate(
                 [prompt["input_ids"] for prompt in rank_prompts.rows],
                 rank_prompts.requests,
+                record_routes=recorded,
                 on_completed=None if shown_as is None else progress.advance,
             )
 

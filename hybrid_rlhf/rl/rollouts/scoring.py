@@ -19,7 +19,7 @@ from hybrid_rlhf.configs.sections.algorithm import AlgorithmConfig, PenaltiesCon
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.models.policy import values_before
-from hybrid_rlhf.rl.batch import MiniBatchPlan, MiniBatchPlanner, Rollout, scatter_rows
+from hybrid_rlhf.rl.batch import MiniBatchPlan, MiniBatchPlanner, Rollout, RouterAgreement, scatter_rows
 from hybrid_rlhf.rl.environments.episodes import episode_metrics
 from hybrid_rlhf.rl.rewards import CompletionTexts
 from hybrid_rlhf.rl.roles import Roles
@@ -110,10 +110,13 @@ class RolloutScorer:
         The actor does not read a rollout that makes one update: its log-probs come with that update's own forward, and
         until then the generation engine's stand in, unless older weights sampled and a KL to the reference needs the
         actor's own, or a loss divides by the tokens that a correction keeps.
+
+        Recorded routes are dropped where they are only compared, as later forwards have other weights.
         """
         roles, temperature = self._roles, self._config.sampling.temperature
         batches = [(indices, rollout.rows(indices)) for indices in plan.micro_batches]
         old, ref, values = rollout.sampled_logprobs, None, None
+        routes, metrics = rollout.routes, dict(rollout.metrics)
         with self._timers("scoring"):
             if self._reads_reference:
                 with self._reference() as reference:
@@ -121,12 +124,21 @@ class RolloutScorer:
             if self._algorithm.reads_old_logprobs or (
                 self._reads_reference and rollout.stale_updates(roles.actor.weight_version)
             ):
-                old = self._read(batches, rollout, lambda batch: _logprobs(roles.actor, batch, temperature))
+                agreement = RouterAgreement(roles.actor)
+                old = self._read(batches, rollout, lambda batch: self._actor_logprobs(batch, agreement))
+                if routes is not None:
+                    metrics |= agreement.metrics(self._world)
+                    routes = routes if self._config.routing_replay else None
             if (critic := roles.critic) is not None:
                 values = self._read(
                     batches, rollout, lambda batch: values_before(critic(batch.input_ids, batch.attention_mask))
                 )
-        return replace(rollout, old_logprobs=old, ref_logprobs=ref, old_values=values)
+        return replace(rollout, old_logprobs=old, ref_logprobs=ref, old_values=values, routes=routes, metrics=metrics)
+
+    def _actor_logprobs(self, batch: Rollout, agreement: RouterAgreement) -> Tensor:
+        logprobs = _logprobs(self._roles.actor, batch, self._config.sampling.temperature, routes=batch.padded_routes)
+        agreement.add()
+        return logprobs
 
     def _read(
         self,
@@ -147,8 +159,8 @@ class RolloutScorer:
             yield self._roles.actor if reference is None else reference
 
 
-def _logprobs(engine: ModelEngine, batch: Rollout, temperature: float) -> Tensor:
-    logprobs: Tensor = engine(batch.input_ids, batch.attention_mask, batch.response_mask, temperature)[0]
+def _logprobs(engine: ModelEngine, batch: Rollout, temperature: float, *, routes: Tensor | None = None) -> Tensor:
+    logprobs: Tensor = engine(batch.input_ids, batch.attention_mask, batch.response_mask, temperature, routes=routes)[0]
     return logprobs
 
 

@@ -17,6 +17,9 @@ from hybrid_rlhf.functional.masking import masked_sum
 from hybrid_rlhf.rl.algorithms import Algorithm
 from hybrid_rlhf.rl.batch import Batch, Rollout
 
+ROUTES_USED = ("routes_used", "routes_recorded")
+"""Stats of a loss on completions with recorded experts: those that the routers used, and all."""
+
 
 @dataclass(frozen=True)
 class MiniBatch:
@@ -44,7 +47,9 @@ class PolicyLoss:
         """The loss on a micro-batch [n, t], and the current log-probs [n, t] without gradient."""
         config, rollout = self._config, batch.rollout
         mask = rollout.response_mask
-        logprobs, entropy = self._actor(rollout.input_ids, rollout.attention_mask, mask, self._temperature)
+        logprobs, entropy = self._actor(
+            rollout.input_ids, rollout.attention_mask, mask, self._temperature, routes=rollout.padded_routes
+        )
         current = logprobs.detach()
         if not config.reads_old_logprobs:
             rollout = replace(rollout, old_logprobs=current)
@@ -60,6 +65,8 @@ class PolicyLoss:
             kept_tokens=mini_batch.kept_tokens,
         )
         stats: dict[str, Tensor] = {}
+        if (agreement := self._actor.router_agreement) is not None:
+            stats |= dict(zip(ROUTES_USED, agreement, strict=True))
         if correction is not None:
             weights = weights * correction
             stats["correction"] = masked_sum(correction, mask=mask)

@@ -20,11 +20,11 @@ from hybrid_rlhf.functional.losses import LossSum, ppo_value_loss, sft_loss
 from hybrid_rlhf.loop.loss_sums import RunningSums, global_count
 from hybrid_rlhf.loop.non_finite import rows_with_non_finite_loss
 from hybrid_rlhf.models.policy import values_before
-from hybrid_rlhf.models.routers import ROUTER_METRICS
+from hybrid_rlhf.models.routers.losses import ROUTER_METRICS
 from hybrid_rlhf.rl.algorithms import Algorithm
-from hybrid_rlhf.rl.batch import Batch, MiniBatchPlan, Rollout, scatter_rows
+from hybrid_rlhf.rl.batch import ROUTER_AGREEMENT, Batch, MiniBatchPlan, Rollout, scatter_rows
 from hybrid_rlhf.rl.roles import Roles
-from hybrid_rlhf.rl.updates.policy_loss import MiniBatch, PolicyLoss
+from hybrid_rlhf.rl.updates.policy_loss import ROUTES_USED, MiniBatch, PolicyLoss
 from hybrid_rlhf.rl.updates.ptx import PtxBatches
 from hybrid_rlhf.runtime.world import World
 
@@ -260,6 +260,8 @@ class Updater:
         if "actor" in stats:
             means = sums.policy.means(self._world)
             metrics |= {name: means[key] for name, key in _POLICY_METRICS.items() if key in means}
+            used, recorded = (means.get(name, 0.0) for name in ROUTES_USED)
+            metrics |= {ROUTER_AGREEMENT: used / recorded} if recorded else {}
         if self.ptx is not None and "actor" in stats:
             metrics["loss/ptx"] = sums.ptx.means(self._world)["loss"]
         for role, last in stats.items():

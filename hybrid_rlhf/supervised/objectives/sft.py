@@ -14,7 +14,7 @@ import torch
 from hybrid_rlhf.data.collation import TokenBatch, collate_tokens
 from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.functional.losses import LossSum, sft_loss
-from hybrid_rlhf.models.routers import ROUTER_TOTAL
+from hybrid_rlhf.models.routers.losses import ROUTER_TOTAL
 from hybrid_rlhf.supervised.trainer import Objective
 
 

@@ -23,14 +23,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.functional.losses import LossSum
 from hybrid_rlhf.models.families import WITHOUT_ROUTER_LOSSES
+from hybrid_rlhf.models.routers.modules import router_modules
 
 ROUTER_METRICS = ("router_aux_loss", "router_z_loss", "router_max_share")
 ROUTER_TOTAL = "router_loss"
@@ -93,7 +93,7 @@ def router_loss(lm: PreTrainedModel, config: ModelConfig) -> RouterLoss | None:
     text = lm.config.get_text_config()
     given = {"router_aux_loss_coef": config.router_aux_loss_coef, "router_z_loss_coef": config.router_z_loss_coef}
     per_token = next((count for name in _EXPERTS_PER_TOKEN if (count := getattr(text, name, None))), None)
-    if per_token is None or text.model_type in WITHOUT_ROUTER_LOSSES or not has_routers(lm):
+    if per_token is None or text.model_type in WITHOUT_ROUTER_LOSSES or not router_modules(lm):
         for name, value in given.items():
             if value is not None:
                 raise UserError(
@@ -109,19 +109,3 @@ def router_loss(lm: PreTrainedModel, config: ModelConfig) -> RouterLoss | None:
         stored["router_z_loss_coef"] = getattr(text, "router_z_loss_coef", None) or 0.0
     aux, z = (stored[name] if value is None else value for name, value in given.items())
     return RouterLoss(aux, z, per_token) if aux or z else None
-
-
-def has_routers(lm: PreTrainedModel) -> bool:
-    """Whether a model has modules whose router logits its forward can return."""
-    recorded = lm.base_model.can_record_outputs.get("router_logits", [])
-    kinds = tuple(one.target_class for one in (recorded if isinstance(recorded, list) else [recorded]))
-    return any(isinstance(module, kinds) for module in lm.base_model.modules())
-
-
-def route_without_noise(model: nn.Module) -> None:
-    """Let mixtures of experts route in training as in evaluation, without jitter (Mixtral) and sampled experts
-    (Phi-MoE): like dropout, these would make the log-probs of two forwards differ."""
-    for block in model.modules():
-        if isinstance(getattr(block, "experts", None), nn.Module) and not isinstance(block, GradientCheckpointingLayer):
-            block.eval()
-            vars(block)["train"] = lambda mode=True, block=block: block

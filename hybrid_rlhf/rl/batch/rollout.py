@@ -1,4 +1,4 @@
-"""The tensors of an RL step, whole on every rank: a `Rollout`, the `Batch` learned from it, and its mini-batches.
+"""The tensors of an RL step, whole on every rank: a `Rollout`, and the `Batch` learned from it.
 
 A rollout is small next to a model (a few floats per token). Holding all of it on every rank makes whitening,
 mini-batches and the balance of lengths independent of the number of ranks.
@@ -10,7 +10,7 @@ position: logprobs[n, t] of token t, values[n, t] of the state in which token t 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 import numpy as np
@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
-from hybrid_rlhf.data.loaders import shard_batch
 from hybrid_rlhf.functional.masking import masked_mean, masked_sum, masked_var
 from hybrid_rlhf.generation.sampling import Completion
+from hybrid_rlhf.rl.batch.routes import RolloutRoutes
+
+_ROUTES = "routes."
+"""Prefix of the names of their tensors."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ class Rollout:
     """[N, T] float32, of the reference; none where nothing reads it."""
     old_values: Tensor | None = None
     """[N, T] float32, of the critic before the updates; none without a critic."""
+    routes: RolloutRoutes | None = None
+    """The experts that computed the tokens while sampling; none where they are not recorded, or not needed any more."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Of sampling and scoring."""
 
@@ -82,6 +86,7 @@ class Rollout:
             drawn_logprobs=[completion.sampling_logprobs for completion in completions],
             weight_versions=[[completion.weight_version] * len(completion.token_ids) for completion in completions],
             stopped=[completion.finish_reason == "stop" for completion in completions],
+            routes=[completion.routes for completion in completions],
             device=device,
         )
 
@@ -96,6 +101,7 @@ class Rollout:
         weight_versions: Sequence[Sequence[int]],
         stopped: Sequence[bool],
         turn_rewards: Sequence[Sequence[float]] | None = None,
+        routes: Sequence[np.ndarray | None] = (),
         device: torch.device,
     ) -> Rollout:
         """Lists of N completions, an entry per token after the prompt, as right-padded tensors."""
@@ -120,12 +126,13 @@ class Rollout:
             torch.tensor(stopped, dtype=torch.bool, device=device),
             tensor(weight_versions, torch.long),
             None if turn_rewards is None else tensor(turn_rewards, torch.float32),
+            routes=RolloutRoutes.of(routes),
         )
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are present, by name."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        routes = {} if self.routes is None else self.routes.tensors()
+        return _tensors_of(self) | with_prefix(_ROUTES, routes)
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -134,6 +141,13 @@ class Rollout:
     def lengths(self) -> Tensor:
         """[N] int64, real tokens."""
         return self.attention_mask.sum(dim=1)
+
+    @property
+    def padded_routes(self) -> Tensor | None:
+        """[N, T, mixtures, experts per token] recorded experts, -1 where there are none; none without any."""
+        if self.routes is None:
+            return None
+        return self.routes.padded(self.input_ids.shape[1], self.input_ids.device)
 
     @property
     def penalized_scores(self) -> Tensor:
@@ -158,11 +172,12 @@ class Rollout:
         index = torch.tensor([0 if i is None else i for i in indices], dtype=torch.long, device=device)
         present = torch.tensor([i is not None for i in indices], dtype=torch.bool, device=device)
         width = max(torch.where(present, self.lengths[index], 1).tolist(), default=1)
-        picked = {name: _cut(tensor[index], width) for name, tensor in self.tensors().items()}
+        picked = {name: _cut(tensor[index], width) for name, tensor in _tensors_of(self).items()}
         picked["response_mask"] = picked["response_mask"] & present[:, None]
         first = torch.arange(width, device=device) == 0
         picked["attention_mask"] = picked["attention_mask"] & (present[:, None] | first)
-        return Rollout(**picked, metrics=self.metrics)
+        routes = None if self.routes is None else self.routes.rows(indices)
+        return Rollout(**picked, routes=routes, metrics=self.metrics)
 
     def select(self, chosen: Tensor) -> Rollout:
         """The rows where chosen [N] is true."""
@@ -172,14 +187,16 @@ class Rollout:
     def joined(parts: Sequence[Rollout]) -> Rollout:
         """Rows of several rollouts, padded to the longest; metrics are left out."""
         width = max(part.input_ids.shape[1] for part in parts)
-        names = parts[0].tensors()
+        names = _tensors_of(parts[0])
         whole = {name: torch.cat([_padded(getattr(part, name), width) for part in parts]) for name in names}
-        return Rollout(**whole, metrics={})
+        routes = RolloutRoutes.joined([(part.routes, len(part)) for part in parts])
+        return Rollout(**whole, routes=routes, metrics={})
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], device: torch.device) -> Self:
         """The rollout that `tensors` describes, on a device."""
-        return cls(**{name: tensor.to(device) for name, tensor in tensors.items()}, metrics={})
+        own = {name: tensor.to(device) for name, tensor in tensors.items() if not name.startswith(_ROUTES)}
+        return cls(**own, routes=RolloutRoutes.from_tensors(without_prefix(_ROUTES, tensors)), metrics={})
 
 
 @dataclass(frozen=True)
@@ -216,81 +233,18 @@ class Batch:
         rollout = self.rollout.rows(indices)
         index = torch.tensor([0 if i is None else i for i in indices], dtype=torch.long, device=self.rewards.device)
         width = rollout.input_ids.shape[1]
-        own = {name: _cut(tensor[index], width) for name, tensor in self._own().items()}
+        own = {name: _cut(tensor[index], width) for name, tensor in _tensors_of(self).items()}
         return Batch(rollout, **own, metrics=self.metrics)
-
-    def _own(self) -> dict[str, Tensor]:
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by name, for a checkpoint."""
-        return self._own() | with_prefix("rollout.", self.rollout.tensors())
+        return _tensors_of(self) | with_prefix("rollout.", self.rollout.tensors())
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], device: torch.device, metrics: Mapping[str, float]) -> Self:
         """The batch that `tensors` describes, on a device."""
         own = {name: tensor.to(device) for name, tensor in tensors.items() if not name.startswith("rollout.")}
         return cls(Rollout.from_tensors(without_prefix("rollout.", tensors), device), **own, metrics=metrics)
-
-
-@dataclass(frozen=True)
-class MiniBatchPlan:
-    """Which rows form a mini-batch, and which micro-batches of it this rank computes."""
-
-    mini_batches: list[list[list[int | None]]]
-    """[mini-batch][micro-batch][row]; None is an empty row."""
-    tokens: list[float]
-    """Response tokens of each mini-batch over all ranks, the denominator of its losses."""
-    sequences: list[int]
-    """Completions of each mini-batch over all ranks."""
-
-    @property
-    def micro_batches(self) -> list[list[int | None]]:
-        """This rank's micro-batches of all mini-batches."""
-        return [micro_batch for mini_batch in self.mini_batches for micro_batch in mini_batch]
-
-
-class MiniBatchPlanner:
-    """Deals rows into mini-batches, and those by length to ranks; computes the same plan on every rank."""
-
-    def __init__(self, micro_batches: MicroBatches, *, rank: int, ranks: int, seed: int) -> None:
-        """Take the size of a micro-batch, the ranks that share each mini-batch, and the seed of the shuffles."""
-        self._micro_batches, self._rank, self._ranks, self._seed = micro_batches, rank, ranks, seed
-
-    def plan(
-        self, rollout: Rollout, *, step: int = 0, epoch: int = 0, mini_batches: int = 1, together: int = 1
-    ) -> MiniBatchPlan:
-        """The mini-batches of a pass over a rollout.
-
-        Args:
-            rollout: the rows.
-            step: key of the shuffle.
-            epoch: key of the shuffle.
-            mini_batches: number of equal parts.
-            together: neighbouring rows that stay in one micro-batch.
-        """
-        lengths, tokens = (
-            column.view(-1, together).sum(dim=1).tolist()
-            for column in (rollout.lengths, rollout.response_mask.sum(dim=1))
-        )
-        micro_batches = self._micro_batches
-        if micro_batches.rows is not None:
-            micro_batches = replace(micro_batches, rows=max(1, micro_batches.rows // together))
-        order = np.random.default_rng([self._seed, step, epoch]).permutation(len(lengths)).tolist()
-        size = -(-len(order) // mini_batches)
-        parts = [order[start : start + size] for start in range(0, len(order), size)]
-        dealt = [
-            shard_batch(
-                part, [lengths[i] for i in part], rank=self._rank, ranks=self._ranks, micro_batches=micro_batches
-            )
-            for part in parts
-        ]
-        return MiniBatchPlan(
-            [[_neighbours(units, together) for units in micro] for micro in dealt],
-            [float(sum(tokens[i] for i in part)) for part in parts],
-            [len(part) * together for part in parts],
-        )
 
 
 def with_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -303,6 +257,12 @@ def without_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tens
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
+def _tensors_of(owner: Rollout | Batch) -> dict[str, Tensor]:
+    """The fields that are tensors, by name; all have N rows."""
+    values = {f.name: getattr(owner, f.name) for f in fields(owner)}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
 def scatter_rows(target: Tensor, indices: Sequence[int | None], values: Tensor) -> None:
     """Write values [n, t] or [n] into rows of target [N, T] or [N]; empty rows are left out."""
     for row, index in enumerate(indices):
@@ -312,11 +272,6 @@ def scatter_rows(target: Tensor, indices: Sequence[int | None], values: Tensor) 
             target[index] = values[row]
         else:
             target[index, : values.shape[1]] = values[row]
-
-
-def _neighbours(units: Sequence[int | None], together: int) -> list[int | None]:
-    """The rows of units of neighbours."""
-    return [None if unit is None else unit * together + place for unit in units for place in range(together)]
 
 
 def _padded(tensor: Tensor, width: int) -> Tensor:

@@ -1,0 +1,101 @@
+"""Routing replay: the training forward sends each token to the experts that computed it while sampling.
+
+Why: rounding is enough for the routers of sampling and of training to choose other experts for a token, whose log-prob
+then differs by far more than by rounding; importance ratios of such tokens are noise that may end a run.
+
+Source: Rollout Routing Replay (R3, arXiv 2510.11370): the choice is that of sampling, the weights of the
+experts are those that the training router gives to this choice, so its gradient flows to the router. (The routing
+replay of GSPO, arXiv 2507.18071, section 5.3, repeats the choice of the old policy's training forward instead.)
+
+How: transformers' routers choose by a top-k over all experts, before which some choose groups by others. While a router
+runs, a function mode gives this one top-k the recorded indices, with the values that they have; tokens without a
+record keep their own. This holds in the forward, and where activation checkpointing runs it again in backward. Losses
+of routers read logits, which do not change.
+
+Shapes: N tokens as the routers read them, E mixtures, k experts per token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from hybrid_rlhf.models.routers.modules import router_modules
+
+
+class RouterReplay:
+    """Compares the choices of a model's routers with recorded ones, or replaces them."""
+
+    def __init__(self, lm: PreTrainedModel, *, experts: int, replays: bool) -> None:
+        """Take a model, the experts of each mixture, and whether recorded choices replace those of the routers."""
+        self._experts, self._replays = experts, replays
+        self._routes: Tensor | None = None
+        self._compares = False
+        self.agreement: Tensor | None = None
+        """[2] float64, of the last forward with recorded choices: how many of them the routers used, and how many there
+        are; none: the last forward had none."""
+        for place, router in enumerate(router_modules(lm)):
+            vars(router)["forward"] = self._routed(place, router)
+
+    @contextlib.contextmanager
+    def of(self, routes: Tensor | None) -> Iterator[None]:
+        """Around a forward over tokens with recorded choices [N, E, k], -1 where there is none; or without any.
+
+        They stay until the next forward, as checkpointing recomputes layers in backward.
+        """
+        self._routes, self._compares = routes, routes is not None
+        self.agreement = None if routes is None else torch.zeros(2, dtype=torch.float64, device=routes.device)
+        try:
+            yield
+        finally:
+            self._compares = False
+
+    def _routed(self, place: int, router: nn.Module) -> Callable[..., Any]:
+        """The forward of a router, the last output of which are its choices [N, k]."""
+        own = router.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._routes is None:
+                return own(*args, **kwargs)
+            recorded = self._routes[:, place].long()
+            with _Choice(recorded, self._experts) if self._replays else contextlib.nullcontext():
+                output = own(*args, **kwargs)
+            if self._compares:
+                self._compare(recorded, output[-1])
+            return output
+
+        return forward
+
+    def _compare(self, recorded: Tensor, used: Tensor) -> None:
+        assert self.agreement is not None
+        known = recorded >= 0
+        same = known & (recorded[:, :, None] == used[:, None, :]).any(dim=2)
+        self.agreement += torch.stack([same.sum(), known.sum()])
+
+
+class _Choice(TorchFunctionMode):
+    """Gives the top-k over all experts the recorded indices."""
+
+    def __init__(self, recorded: Tensor, experts: int) -> None:
+        """Args: indices [N, k], -1 where the top-k decides; and the experts that it is over."""
+        super().__init__()
+        self._recorded, self._experts = recorded, experts
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, given: tuple[Any, ...] = (), named: dict[str, Any] | None = None
+    ) -> Any:
+        """See TorchFunctionMode."""
+        result = func(*given, **(named or {}))
+        if func not in (torch.topk, torch.Tensor.topk):
+            return result
+        scores: Tensor = given[0]
+        if scores.shape[-1] != self._experts or result.indices.shape != self._recorded.shape:
+            return result
+        index = torch.where(self._recorded < 0, result.indices, self._recorded)
+        return torch.return_types.topk((scores.gather(-1, index), index))
