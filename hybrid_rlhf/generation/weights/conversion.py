@@ -21,6 +21,7 @@ from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.model.quantised import Quantization
 from hybrid_rlhf.generation.sampler import gather_vocabulary
 from hybrid_rlhf.generation.weights.describe import NotDescribed, describe
+from hybrid_rlhf.generation.weights.description import ModelDescription
 from hybrid_rlhf.generation.weights.loader import WeightLoader
 from hybrid_rlhf.models.families import has_float32_logits
 from hybrid_rlhf.models.head_check import LogitAgreement, agreement, probe_tokens
@@ -72,6 +73,11 @@ class InferenceWeights:
             quantization=quantization,
         )
         self._decoder: Decoder | None = None
+
+    @property
+    def architecture(self) -> ModelDescription:
+        """Of the model."""
+        return self._loader.architecture
 
     def build(self, weights: Iterable[tuple[str, Tensor, bool]]) -> Decoder:
         """Build or update the decoder.
