@@ -32,6 +32,7 @@ class Drafter:
         *,
         draft_tokens: int = DRAFT_TOKENS,
         memory_tokens: int = MOST_TOKENS,
+        always: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Choose where drafts come from.
@@ -40,6 +41,7 @@ class Drafter:
             name: see DraftName.
             draft_tokens: longest draft, in tokens.
             memory_tokens: prompt and completion tokens that `previous` keeps in host memory, 4 bytes each.
+            always: draft in every step, without comparing with steps without drafts.
             clock: seconds, for the comparison with steps without drafts.
 
         Raises:
@@ -52,7 +54,7 @@ class Drafter:
         self.name, self.draft_tokens = name, draft_tokens
         self.memory = CompletionMemory(memory_tokens)
         """Of `previous`; empty otherwise."""
-        self.trial = DraftTrial(clock)
+        self.trial = None if always else DraftTrial(clock)
 
     def begin(self, requests: Sequence[Request], world: World) -> CallDrafts | None:
         """What a call needs; none if there is nothing to draft from."""
@@ -78,12 +80,13 @@ class CallDrafts:
 
     def __init__(self, drafter: Drafter, source: DraftSource, world: World) -> None:
         self._most, self._trial, self._source, self._world = drafter.draft_tokens, drafter.trial, source, world
-        self._trial.begin()
+        if self._trial is not None:
+            self._trial.begin()
 
     @property
     def drafting(self) -> bool:
         """Whether the next step has drafts."""
-        return self._trial.drafting
+        return self._trial is None or self._trial.drafting
 
     def propose(self, request: Request) -> list[int]:
         """A draft that leaves room for the token after it, and has no stop token: nothing follows one."""
@@ -100,7 +103,8 @@ class CallDrafts:
 
     def record(self, *, rows: int, tokens: int, prefill: bool) -> None:
         """See DraftTrial."""
-        self._trial.record(rows=rows, tokens=tokens, prefill=prefill, world=self._world)
+        if self._trial is not None:
+            self._trial.record(rows=rows, tokens=tokens, prefill=prefill, world=self._world)
 
 
 def check_can_draft(architecture: ModelDescription | None, *, setting: str) -> None:
