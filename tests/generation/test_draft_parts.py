@@ -173,11 +173,15 @@ def trial_of(steps: int, *, drafted_seconds: float, tokens: int) -> tuple[DraftT
     return trial, kinds
 
 
-@pytest.mark.parametrize(("tokens", "pays"), [(16, True), (14, False)])
-def test_drafts_stay_on_if_a_row_keeps_more_tokens_in_the_same_time(tokens: int, pays: bool) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "drafted_seconds", "pays"), [(16, 1.5, True), (14, 1.5, False), (10, 0.5, False), (11, 0.5, True)]
+)
+def test_drafts_stay_on_if_a_row_keeps_more_tokens_in_the_same_time(
+    tokens: int, drafted_seconds: float, pays: bool
+) -> None:
     window = 1 + MEASURED_STEPS  # the first step after a change is not measured
     kept = KEPT_STEPS + pays
-    trial, kinds = trial_of(3 * window + kept + 1, drafted_seconds=1.5, tokens=tokens)
+    trial, kinds = trial_of(3 * window + kept + 1, drafted_seconds=drafted_seconds, tokens=tokens)
     assert trial.pays == pays
     expected = [True] * window + [False] * window + [pays] * kept
     assert kinds[: len(expected)] == expected
