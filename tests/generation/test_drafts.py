@@ -13,7 +13,10 @@ import torch
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import Completion, Drafter, GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.batching import capacity, rows
+from hybrid_rlhf.generation.batching.continuous import ContinuousBatch
 from hybrid_rlhf.generation.batching.requests import DecodeWork, Request
+from hybrid_rlhf.generation.batching.workspace import Workspace
+from hybrid_rlhf.generation.drafting import trial
 from hybrid_rlhf.generation.drafting.drafter import CallDrafts
 from hybrid_rlhf.generation.model import cpu_kernels
 from hybrid_rlhf.runtime.world import World
@@ -245,6 +248,37 @@ def test_ngrams_draft_what_a_group_repeats() -> None:
     assert_same(engine.generate([PROMPTS[0]], params, drafter=Drafter("ngram", always=True)), expected)
     work = engine.work - before
     assert work.row_steps <= 30 + 2 * (1 + 30 // 5 + 1)
+
+
+def test_drafts_go_on_and_off_while_steps_are_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: steps without drafts are launched before the result of the one before is known."""
+    monkeypatch.setattr(trial, "MEASURED_STEPS", 2)
+    monkeypatch.setattr(trial, "KEPT_STEPS", 3)
+    launched = list[int]()
+    init, launch = Workspace.__init__, ContinuousBatch._launch
+
+    def in_flight(self: Workspace, *given: Any, **named: Any) -> None:
+        init(self, *given, **named)
+        self.steps_in_flight = 1
+
+    def counted(self: ContinuousBatch, drafts: list[list[int]] | None) -> None:
+        launched.append(len(self._in_flight))
+        assert drafts is None or not self._in_flight, "a draft continues all tokens"
+        launch(self, drafts)
+
+    monkeypatch.setattr(Workspace, "__init__", in_flight)
+    monkeypatch.setattr(ContinuousBatch, "_launch", counted)
+    model, prompts = tiny_model(), [*PROMPTS, *(random_tokens(10) for _ in range(5))]
+    make = lambda: GenerationEngine.from_model(  # noqa: E731
+        model, stop_token_ids=STOP_TOKEN_IDS, max_batch_rows=6, prefill_tokens=9
+    )
+    expected = make().generate(prompts, PARAMS)
+    drafter = Scripted(expected, flawed())
+    drafter.trial = trial.DraftTrial()
+    launched.clear()
+    engine = make()
+    assert_same(engine.generate(prompts, PARAMS, drafter=drafter), expected)
+    assert set(launched) == {0, 1} and engine.work.accepted > 0 and drafter.trial.pays is not None
 
 
 def test_a_stream_and_a_closed_generator_give_blocks_back() -> None:

@@ -123,7 +123,7 @@ class PreviousDrafts:
         """
         self._earlier = completions
         self._followed: dict[Request, tuple[Sequence[int], int]] = {}
-        """The completion that a request follows, as prompt and completion, and the place of its next token."""
+        """The completion that a request follows, and the place of the next token in it."""
         self._read: dict[Request, int] = {}
         """Tokens of a request that have been compared with the completion it follows."""
         self._ngrams: dict[int, NGrams] = {}
@@ -131,8 +131,7 @@ class PreviousDrafts:
         for request in requests:
             earlier = completions.get(request.prompt_index, ())
             if samples[request.prompt_index] < len(earlier):
-                followed = [*request.prompt, *earlier[samples[request.prompt_index]]]
-                self._followed[request] = followed, len(request.prompt)
+                self._followed[request] = earlier[samples[request.prompt_index]], 0
             samples[request.prompt_index] += 1
 
     def observe(self, request: Request) -> None:
@@ -166,5 +165,6 @@ class PreviousDrafts:
         if ngrams is None:
             ngrams = self._ngrams[request.prompt_index] = NGrams()
             for earlier in self._earlier.get(request.prompt_index, ()):
-                ngrams.add([*request.prompt, *earlier], len(request.prompt))
+                end = request.prompt[-_LONGEST:]
+                ngrams.add([*end, *earlier], len(end))
         return ngrams.find([*request.prompt[-_LONGEST:], *request.token_ids[-_LONGEST:]])
