@@ -139,7 +139,7 @@ def main() -> None:
     for line in lines:
         print(line)
     if options.json is not None:
-        told = {"options": vars(options) | {"json": None}, "lines": lines}
+        told = {"options": {key: value for key, value in vars(options).items() if key != "json"}, "lines": lines}
         options.json.write_text(json.dumps(told, indent=1) + "\n")
 
 
