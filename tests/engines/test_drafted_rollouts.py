@@ -91,6 +91,21 @@ def test_the_slowest_rank_decides_for_all(model_folder: Path, tmp_path: Path) ->
     assert told[0] == told[1] and told[0][0] is False and told[0][2]
 
 
+WAYS: dict[str, tuple[int, list[tuple[str, str]]]] = {
+    "one rank": (1, []),
+    "two ranks": (2, []),
+    "ahead of training": (
+        1,
+        [
+            ("--rollout.async_sampling.policy_lag", "2"),
+            ("--rollout.kv_cache_gib", "0.1"),
+            ("--algorithm.correction.method", "truncate"),
+        ],
+    ),
+}
+"""Ranks, and settings."""
+
+
 def main(line: Sequence[str]) -> None:
     """The RL step, with drafts in every decoding step, however long it takes."""
     DraftTrial.record = lambda *_, **__: None  # type: ignore[method-assign]
@@ -98,14 +113,14 @@ def main(line: Sequence[str]) -> None:
 
 
 @pytest.mark.parametrize("draft", ["ngram", "previous"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("way", WAYS)
 def test_a_run_with_drafts_has_the_samples_and_losses_of_one_without(
-    draft: str, ranks: int, model_folder: Path, tmp_path: Path
+    draft: str, way: str, model_folder: Path, tmp_path: Path
 ) -> None:
     """GRPO over several epochs of twelve prompts, which change ranks between epochs."""
     rows = write_rows(tmp_path / "rows.jsonl")
     rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:12]))
-    results = []
+    (ranks, more), results = WAYS[way], []
     for name, settings in (("plain", []), (draft, ["--rollout.draft", draft, "--rollout.draft_tokens", "3"])):
         line = step_line("ppo", tmp_path / name, model_folder, rows, *settings)
         dropped = ("--algorithm.kl.target", "--algorithm.score_scaling", "--reference.refresh_every", "--ptx.coef")
@@ -119,7 +134,7 @@ def test_a_run_with_drafts_has_the_samples_and_losses_of_one_without(
         pairs = [pair for pair in zip(line[::2], line[1::2], strict=True) if pair[0] not in dropped]
         pairs += [("--algorithm", "grpo"), ("--rollout.sampling.n", "4"), ("--train.epochs", "9")]
         pairs += [("--rollout.sampling.max_new_tokens", "24"), ("--rollout.sampling.temperature", "0.05")]
-        pairs += [("--actor.optimizer.lr", "1e-5")]
+        pairs += [("--actor.optimizer.lr", "1e-5"), *more]
         run_main(__name__, ranks, [word for pair in pairs for word in pair])
         results.append(run_outputs(tmp_path / name))
     plain, drafts = results

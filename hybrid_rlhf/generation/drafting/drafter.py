@@ -24,7 +24,7 @@ DRAFT_TOKENS = 4
 
 
 class Drafter:
-    """Drafts for the calls of an engine. Tensor-parallel ranks need one each, alike."""
+    """Speculative decoding: drafts for the calls of an engine. Tensor-parallel ranks need one each, alike."""
 
     def __init__(
         self,
@@ -38,7 +38,8 @@ class Drafter:
         """Choose where drafts come from.
 
         Args:
-            name: see DraftName.
+            name: `ngram`, n-grams of the prompt and of its completions so far; or `previous`, its completions of an
+                earlier call.
             draft_tokens: longest draft, in tokens.
             memory_tokens: prompt and completion tokens that `previous` keeps in host memory, 4 bytes each.
             always: draft in every step, without comparing with steps without drafts.
