@@ -29,6 +29,8 @@ from hybrid_rlhf.engines.weight_check import WeightCheck, logprob_limit
 from hybrid_rlhf.generation.backends.backend import GenerationBackend
 from hybrid_rlhf.generation.backends.module import ModuleBackend, ModuleSupport
 from hybrid_rlhf.generation.backends.native import NativeBackend
+from hybrid_rlhf.generation.batching.requests import DecodeWork
+from hybrid_rlhf.generation.drafting.drafter import Drafter, check_can_draft
 from hybrid_rlhf.generation.engine import GenerationEngine, default_stop_token_ids
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.weights.conversion import plan_inference_weights
@@ -74,8 +76,8 @@ class HybridEngine(ModelEngine):
             max_logprob_diff: see faults.max_logprob_diff.
 
         Raises:
-            UserError: when tensor_parallel, quantization, routing_replay or async_sampling needs inference weights and
-                the model has none, or its experts cannot be replayed.
+            UserError: when tensor_parallel, quantization, routing_replay, draft or async_sampling needs inference
+                weights and the model has none, its experts cannot be replayed, or drafts cannot be verified.
         """
         super().__init__(role, engine, world, options)
         self._rollout = rollout or RolloutConfig()
@@ -86,8 +88,10 @@ class HybridEngine(ModelEngine):
         """Time of the last rollout's weight sync, offloading and release of memory included, without the check."""
         self.weight_check_seconds = 0.0
         """Time of the check after it."""
-        self.decode_bytes = 0
-        """Bytes that decoding read on this rank in the last rollout."""
+        self.work = DecodeWork()
+        """What decoding did on this rank in the last rollout."""
+        self.drafter: Drafter | None = None
+        """Of all its rollouts; none without `rollout.draft`."""
         self._host_states = OffloadedStates(engine, world.device)
         self._check = WeightCheck(self, max_logprob_diff)
         dtype = next(self.lm.parameters()).dtype
@@ -114,6 +118,11 @@ class HybridEngine(ModelEngine):
                 f"rollout.async_sampling copies the inference weights, {type(self.lm).__name__} has none: set "
                 "--rollout.async_sampling null"
             )
+        if self._rollout.draft is not None:
+            weights = self._inference_weights
+            setting = f"rollout.draft {self._rollout.draft}"
+            check_can_draft(None if weights is None else weights.architecture, setting=setting)
+            self.drafter = Drafter(self._rollout.draft, draft_tokens=self._rollout.draft_tokens)
         self._follow_routes()
 
     def _follow_routes(self) -> None:
@@ -166,7 +175,11 @@ class HybridEngine(ModelEngine):
                 backend = stack.enter_context(self._module_backend())
             self.module.eval()
             generation = GenerationEngine(
-                backend, stop_token_ids=stop, tokenizer=tokenizer, weight_version=self.weight_version
+                backend,
+                stop_token_ids=stop,
+                tokenizer=tokenizer,
+                weight_version=self.weight_version,
+                drafter=self.drafter,
             )
             self.weight_sync_seconds += time.perf_counter() - start
             del backend
@@ -174,7 +187,7 @@ class HybridEngine(ModelEngine):
                 yield generation
             finally:
                 left = time.perf_counter()
-                self.decode_bytes = generation.decode_bytes
+                self.work = generation.work
                 if self._kept is not None:
                     generation.detach_backend()
                 generation.close()
@@ -199,12 +212,13 @@ class HybridEngine(ModelEngine):
             stop_token_ids=stop_token_ids,
             tokenizer=tokenizer,
             weight_version=self.weight_version,
+            drafter=self.drafter,
         )
 
-    def record_async_rollout(self, *, decode_bytes: int) -> None:
+    def record_async_rollout(self, *, work: DecodeWork) -> None:
         """Record a rollout that was sampled from an earlier `snapshot`, without a weight sync in this step."""
         self.weight_sync_seconds = self.weight_check_seconds = 0.0
-        self.decode_bytes = decode_bytes
+        self.work = work
 
     @contextlib.contextmanager
     def other_weights(self) -> Iterator[None]:

@@ -19,7 +19,8 @@ from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.generation.backends.backend import BackendName, GenerationBackend
 from hybrid_rlhf.generation.backends.module import ModuleBackend
 from hybrid_rlhf.generation.backends.native import NativeBackend
-from hybrid_rlhf.generation.batching.requests import NewTokens, Request
+from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Request
+from hybrid_rlhf.generation.drafting.drafter import Drafter
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.model.quantised import Quantization
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams, per_request, uniform_stream
@@ -44,6 +45,7 @@ class GenerationEngine:
         stop_token_ids: Iterable[int] = (),
         tokenizer: PreTrainedTokenizerBase | None = None,
         weight_version: int = 0,
+        drafter: Drafter | None = None,
     ) -> None:
         """Take a backend; see `from_pretrained` and `from_model` for engines that build theirs.
 
@@ -52,12 +54,14 @@ class GenerationEngine:
             stop_token_ids: tokens that end every completion.
             tokenizer: for stop strings.
             weight_version: recorded in every completion.
+            drafter: speculative decoding of all completions; none: only where `generate` is given one.
         """
         self._backend: GenerationBackend | None = backend
         self.stop_token_ids = frozenset(stop_token_ids)
         self._tokenizer = tokenizer
         self._weight_version = weight_version
-        self._decode_bytes_before, self._decode_bytes = backend.decode_bytes, 0
+        self._drafter = drafter
+        self._work_before, self._work = backend.work, DecodeWork()
 
     @classmethod
     def from_model(
@@ -164,11 +168,11 @@ class GenerationEngine:
         return self.backend.records_routes
 
     @property
-    def decode_bytes(self) -> int:
-        """Bytes of weights, keys and values that decoding has read on this rank; 0 through the module."""
+    def work(self) -> DecodeWork:
+        """What decoding has done on this rank for this engine; zeros through the module."""
         if self._backend is not None:
-            self._decode_bytes = self._backend.decode_bytes - self._decode_bytes_before
-        return self._decode_bytes
+            self._work = self._backend.work - self._work_before
+        return self._work
 
     def generate(
         self,
@@ -177,6 +181,7 @@ class GenerationEngine:
         *,
         record_routes: bool | Sequence[bool] = False,
         on_completed: Callable[[int], None] | None = None,
+        drafter: Drafter | None = None,
     ) -> list[list[Completion]]:
         """Complete each prompt. Tensor-parallel ranks must all call, with the same prompts and seeds.
 
@@ -185,13 +190,17 @@ class GenerationEngine:
             sampling: for all prompts, or one per prompt.
             record_routes: whether completions report the experts that computed each token, for all prompts or for each.
             on_completed: called after each step with the number of completions that finished in it.
+            drafter: speculative decoding: `Drafter("ngram")`, or `Drafter("previous")`, which must be the same in each
+                call. Tokens are the same as without, up to rounding. Native backend, models without recurrent layers;
+                none: the engine's.
 
         Returns:
             completions[i][j]: sample j of prompt i. The result of a prompt depends on its own seed alone.
 
         Raises:
             UserError: when a prompt is empty or too long for the model, stop strings are given without a tokenizer, or
-                routes are recorded of a model without inference weights or mixtures of experts.
+                routes are recorded of a model without inference weights or mixtures of experts, or drafts cannot be
+                verified.
             RuntimeError: when the engine is closed, also by another thread during the call.
         """
         requests = self._requests(prompts, sampling)
@@ -202,7 +211,7 @@ class GenerationEngine:
             )
         for request in requests:
             request.records_routes = recorded[request.prompt_index]
-        for new in self._run(requests):
+        for new in self._run(requests, drafter):
             if self._backend is None:
                 raise RuntimeError("the generation engine was closed while it generated")
             if on_completed is not None:
@@ -224,13 +233,13 @@ class GenerationEngine:
 
     def detach_backend(self) -> GenerationBackend:
         """Close this engine but not its backend, which a later engine may use."""
-        backend, self._decode_bytes = self.backend, self.decode_bytes
+        backend, self._work = self.backend, self.work
         self._backend = None
         return backend
 
-    def _run(self, requests: Sequence[Request]) -> Iterator[NewTokens]:
+    def _run(self, requests: Sequence[Request], drafter: Drafter | None = None) -> Iterator[NewTokens]:
         if requests:
-            yield from self.backend.run(requests)
+            yield from self.backend.run(requests, drafter or self._drafter)
 
     def _requests(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams]

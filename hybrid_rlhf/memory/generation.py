@@ -199,7 +199,9 @@ def working_memory(
     cuts = rollout.sampling.top_p < 1 or rollout.sampling.top_k > 0
     logits = s.vocabulary * _FLOAT32 * (8 if cuts else 2 + (rollout.sampling.temperature != 1) + size / _FLOAT32)
     scores = s.heads * _capacity(rollout, device) * _FLOAT32 * 2 if device.type == "cpu" else 0.0
-    return WorkingMemory(prefill, max(logits, scores), cuda_graphs=device.type == "cuda" and not rollout.policy_lag)
+    places = 1 if rollout.draft is None else 1 + rollout.draft_tokens
+    row = places * max(logits, scores)
+    return WorkingMemory(prefill, row, cuda_graphs=device.type == "cuda" and not rollout.policy_lag)
 
 
 def decode_buffer_bytes(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from hybrid_rlhf.functional.masking import masked_mean, masked_sum
+from hybrid_rlhf.generation.batching.requests import DecodeWork
 from hybrid_rlhf.rl.batch import Batch, Rollout
 from hybrid_rlhf.rl.roles import Roles
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
@@ -82,7 +83,8 @@ def speed_metrics(
         if not generation
         else {
             "perf/generation_tokens_per_second": sampled_tokens[0] / generation,
-            **decode_roofline(read_bytes=actor.decode_bytes, seconds=generation, device=actor.device),
+            **decode_roofline(read_bytes=actor.work.bytes, seconds=generation, device=actor.device),
+            **(draft_metrics(actor.work) if actor.drafter is not None else {}),
         }
     )
     return {
@@ -101,6 +103,18 @@ def speed_metrics(
         "time/other_seconds": seconds["step"] - sum(parts.values()),
         "time/step_seconds": seconds["step"],
         "memory/peak_gib": peak_memory_gib(actor.device),
+    }
+
+
+def draft_metrics(work: DecodeWork) -> dict[str, float]:
+    """How much speculative decoding saved in a rollout, on this rank.
+
+    `rollout/draft_acceptance_rate` is the part of the draft tokens that were kept, `rollout/tokens_per_decode_step` the
+    tokens that a row kept per step, steps without drafts included: 1 where drafts save nothing.
+    """
+    return {
+        "rollout/draft_acceptance_rate": work.accepted / max(work.drafted, 1),
+        "rollout/tokens_per_decode_step": work.tokens / max(work.row_steps, 1),
     }
 
 

@@ -72,6 +72,10 @@ RULES = {
     "--algorithm grpo --rollout.quantization fp8": ("rollout.quantization fp8", "got algorithm.correction null"),
     "--rollout.quantization int8 --rollout.backend module": ("rollout.quantization", "got rollout.backend module"),
     "--rollout.quantization int4": ("rollout.quantization", "int4"),
+    "--rollout.draft eagle": ("rollout.draft", "eagle"),
+    "--rollout.draft ngram --rollout.draft_tokens 0": ("rollout.draft_tokens", "got 0"),
+    "--rollout.draft_tokens 8": ("rollout.draft_tokens", "got draft_tokens 8"),
+    "--rollout.draft previous --rollout.backend module": ("rollout.draft previous", "got rollout.backend module"),
 }
 """What a key needs: the key, and the value."""
 READ = [
@@ -91,6 +95,7 @@ READ = [
     "--algorithm.kl null --algorithm.penalties null --actor.zero.stage 2",
     "--rollout.quantization int8 --algorithm.correction.method truncate",
     "--algorithm online_dpo --rollout.quantization int8",
+    "--rollout.draft previous --rollout.draft_tokens 8",
     "--reward.components [rm,{'function':'a:b','weight':0.5}]",
 ]
 
@@ -254,6 +259,8 @@ def test_what_may_change_when_a_run_resumes_is_marked_on_the_field() -> None:
         "rollout.keep_weights",
         "rollout.max_decode_rows",
         "rollout.tensor_parallel",
+        "rollout.draft",
+        "rollout.draft_tokens",
     ]
     fixed = [
         "seed",

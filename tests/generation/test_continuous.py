@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.functional.logprobs import token_logprobs
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
-from hybrid_rlhf.generation.batching import capacity, continuous
+from hybrid_rlhf.generation.batching import capacity, rows
 from hybrid_rlhf.generation.batching.cache import BLOCK_TOKENS
 from hybrid_rlhf.generation.batching.continuous import ContinuousBatch
 from hybrid_rlhf.generation.model.decoder import Decoder
@@ -134,7 +134,7 @@ def test_requests_that_are_preempted_go_on_where_they_were(
     prompts = [*PROMPTS, *(random_tokens(10) for _ in range(5))]
     free = GenerationEngine.from_model(model, stop_token_ids=range(3, 6))
     expected = free.generate(prompts, sampling)
-    monkeypatch.setattr(continuous._ExpectedLength, "of", lambda self, limit: 1.0)
+    monkeypatch.setattr(rows.ExpectedLength, "of", lambda self, limit: 1.0)
     monkeypatch.setattr(capacity.Sequences, "least_pages", lambda self, rows: self.longest_pages)
     cache = free.backend.held.cache
     pages = 1 + cache.layout.pages_of(44 + 40, computed_together=chunk) + spare_blocks * cache.layout.tables
@@ -169,8 +169,8 @@ def test_little_of_the_cache_in_use_is_wasted(monkeypatch: pytest.MonkeyPatch) -
     shares = []
     launch = ContinuousBatch._launch
 
-    def launched(self: ContinuousBatch) -> None:
-        launch(self)
+    def launched(self: ContinuousBatch, drafts: list[list[int]] | None) -> None:
+        launch(self, drafts)
         tokens = sum(row.computed for row in self._decoding)
         shares.append((tokens, self._pool.used_pages * BLOCK_TOKENS))
 
@@ -242,4 +242,4 @@ def test_what_decoding_reads_is_counted() -> None:
     products = sum(p.numel() for name, p in lm.named_parameters() if "norm" not in name)  # the tied head is one
     cached = 2 * 2 * 2 * 8  # layers, keys and values, heads, head size
     attended = (6 + 7 + 8) + (4 + 5 + 6 + 7 + 8)
-    assert engine.decode_bytes == 4 * (5 * products + cached * attended)
+    assert engine.work.bytes == 4 * (5 * products + cached * attended)

@@ -140,7 +140,7 @@ def test_rows_that_are_not_in_use_change_no_state(name: str, monkeypatch: pytest
     found = GenerationEngine.from_model(model, stop_token_ids=STOP_TOKEN_IDS, max_batch_rows=5)
     tokens = token_ids_of(expected.generate(PROMPTS, sampling))
 
-    def padded(self: Workspace, batch: int, *, longest: int) -> object:
+    def padded(self: Workspace, batch: int, *, longest: int, drafts: None) -> object:
         return self.step(self.most_rows, longest=longest)[:, :batch].tolist
 
     monkeypatch.setattr(Workspace, "decode", padded)

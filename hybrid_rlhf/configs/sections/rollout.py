@@ -54,6 +54,12 @@ class RolloutConfig:
     """Scoring and training send each token to the experts that computed it while sampling (R3, arXiv 2510.11370). For
     mixtures of experts with rollout/router_agreement below 1 and noisy ratios. Takes a byte per layer and chosen expert
     of each token on the host of each rank, two above 128 experts."""
+    draft: Literal["ngram", "previous"] | None = setting(None, advanced=True, mutable=True)
+    """Speculative decoding, where it is measured to pay: tokens that may come next are verified together. ngram: what
+    followed the last tokens in the prompt or its group before; previous: the prompt's completions of an earlier epoch.
+    Samples are the same up to rounding (arXiv 2211.17192). null: none."""
+    draft_tokens: int = setting(4, advanced=True, mutable=True)
+    """Longest draft of rollout.draft, in tokens."""
     kv_cache_gib: float | None = setting(None, mutable=True)
     """KV cache per rank, in GiB; null: half of the free memory on a CPU, 0.9 of it on a GPU less what a prefill and
     CUDA graphs take."""
@@ -95,6 +101,7 @@ class RolloutConfig:
             f"rollout.routing_replay needs experts that inference weights record, got rollout.backend {self.backend}: "
             "give auto",
         )
+        self._check_draft()
         if self.async_sampling is not None:
             self._check_async()
 
@@ -102,6 +109,21 @@ class RolloutConfig:
     def policy_lag(self) -> int:
         """Steps by which the weights that sample are behind; 0: sampling and training alternate."""
         return 0 if self.async_sampling is None else self.async_sampling.policy_lag
+
+    def _check_draft(self) -> None:
+        require(
+            self.draft is None or self.backend == "auto",
+            f"rollout.draft {self.draft} needs inference weights, got rollout.backend {self.backend}: give auto",
+        )
+        require(
+            self.draft_tokens >= 1,
+            f"rollout.draft_tokens must be 1 or more, got {self.draft_tokens}: give --rollout.draft null for none",
+        )
+        require(
+            self.draft is not None or self.draft_tokens == RolloutConfig.draft_tokens,
+            f"rollout.draft_tokens is read with rollout.draft, got draft_tokens {self.draft_tokens} without: give "
+            "--rollout.draft ngram or previous",
+        )
 
     def _check_async(self) -> None:
         for name, barred, needed in (

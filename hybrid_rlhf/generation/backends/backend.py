@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal, Protocol
 
-from hybrid_rlhf.generation.batching.requests import NewTokens, Request
+from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Request
+from hybrid_rlhf.generation.drafting.drafter import Drafter
 
 BackendName = Literal["auto", "module"]
 """auto: native where the family table describes the model, else module; module: the Hugging Face module always."""
@@ -20,14 +21,18 @@ class GenerationBackend(Protocol):
 
     max_positions: int | None
     """Longest sequence that the model has positions for; none: no limit."""
-    decode_bytes: int
-    """Bytes of weights, keys and values that decoding has read on this rank; 0 where the backend does not count."""
+    work: DecodeWork
+    """Of all calls so far; zeros where the backend does not count."""
 
     records_routes: bool
     """Whether it can record the experts of each token."""
 
-    def run(self, requests: Sequence[Request]) -> Iterator[NewTokens]:
-        """Decode all requests, which tensor-parallel ranks must pass in the same order; yields after each step."""
+    def run(self, requests: Sequence[Request], drafter: Drafter | None = None) -> Iterator[NewTokens]:
+        """Decode all requests, which tensor-parallel ranks must pass in the same order; yields after each step.
+
+        Raises:
+            UserError: for a drafter, where the backend cannot verify drafts.
+        """
 
     def close(self) -> None:
         """Release weights, KV cache and CUDA graphs. A backend is not used afterwards."""

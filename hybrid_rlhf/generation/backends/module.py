@@ -23,7 +23,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, SamplingMode
-from hybrid_rlhf.generation.batching.requests import NewTokens, Request
+from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Request
+from hybrid_rlhf.generation.drafting.drafter import Drafter, check_can_draft
 from hybrid_rlhf.generation.sampler import Sampler
 from hybrid_rlhf.generation.weights.conversion import LOW_PRECISION_TOLERANCE
 from hybrid_rlhf.models.head_check import agreement, probe_tokens
@@ -67,7 +68,7 @@ class ModuleBackend:
         self._module: ModuleForward | None = ModuleForward(lm, support or probe_module(lm))
         self._max_rows = max_batch_rows or _DEFAULT_ROWS
         self.max_positions = position_limit(lm)
-        self.decode_bytes = 0
+        self.work = DecodeWork()
         self.records_routes = False
 
     @property
@@ -76,8 +77,10 @@ class ModuleBackend:
         assert self._module is not None
         return self._module.support
 
-    def run(self, requests: Sequence[Request]) -> Iterator[NewTokens]:
+    def run(self, requests: Sequence[Request], drafter: Drafter | None = None) -> Iterator[NewTokens]:
         """See GenerationBackend."""
+        if drafter is not None:
+            check_can_draft(None, setting="a drafter")
         if self._module is None:
             raise RuntimeError("a backend must be open to generate, this one was closed")
         for batch in _batches(requests, max_rows=self._max_rows, same_length=not self._module.support.padding):

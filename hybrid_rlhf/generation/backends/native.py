@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,9 @@ from hybrid_rlhf.generation.batching.capacity import (
     working_memory,
 )
 from hybrid_rlhf.generation.batching.continuous import ContinuousBatch
-from hybrid_rlhf.generation.batching.requests import NewTokens, Request
+from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Request
 from hybrid_rlhf.generation.batching.workspace import Workspace
+from hybrid_rlhf.generation.drafting.drafter import Drafter, check_can_draft
 from hybrid_rlhf.generation.model.decoder import Decoder
 
 PREFILL_TOKENS = {"cpu": 2048, "cuda": 16384}
@@ -43,8 +44,8 @@ class HeldCache:
     pool: BlockPool
     rows: int
     """Completions that are decoded together."""
-    wanted: tuple[int, int]
-    """Rows and pages that unlimited memory would have allowed."""
+    wanted: tuple[int, ...]
+    """Rows and pages that unlimited memory would have allowed, and places of a row in a step."""
 
     def serves(self, sequences: Sequences) -> bool:
         """Whether a cache allocated for these would not be larger."""
@@ -79,7 +80,7 @@ class NativeBackend:
         self._prefill_tokens = prefill_tokens or PREFILL_TOKENS[decoder.world.device.type]
         self._cuda_graphs = cuda_graphs
         self.max_positions = decoder.architecture.max_positions
-        self.decode_bytes = 0
+        self.work = DecodeWork()
         self.records_routes = bool(decoder.architecture.expert_layers)
         self.preemptions = 0
         """Requests that were computed again because blocks ran out."""
@@ -110,21 +111,33 @@ class NativeBackend:
             self.held.pool.forget_prefixes()
         self._decoder = decoder
 
-    def run(self, requests: Sequence[Request]) -> Iterator[NewTokens]:
+    def run(self, requests: Sequence[Request], drafter: Drafter | None = None) -> Iterator[NewTokens]:
         """See GenerationBackend."""
         decoder = self.decoder
-        self.workspace = workspace = self._workspace_for(decoder, requests)
+        if drafter is not None:
+            check_can_draft(decoder.architecture, setting="a drafter")
+        places = 1 if drafter is None else 1 + drafter.draft_tokens
+        self.workspace = workspace = self._workspace_for(decoder, requests, places)
         assert self.held is not None
         if self._written != decoder.written:
             self.held.pool.forget_prefixes()
             self._written = decoder.written
-        batch = ContinuousBatch(workspace, self.held.pool, requests, prefill_tokens=self._prefill_tokens)
+        batch = ContinuousBatch(
+            workspace,
+            self.held.pool,
+            requests,
+            prefill_tokens=self._prefill_tokens,
+            drafts=None if drafter is None else drafter.begin(requests, decoder.world),
+        )
         yield from batch.steps()
         self.preemptions += batch.preemptions
         cached = bytes_per_token(decoder.architecture, len(decoder.split.kv_heads), decoder.dtype)
-        self.decode_bytes += batch.decode_steps * decoder.product_bytes
-        self.decode_bytes += cached * sum(request.attended_tokens for request in requests)
-        self.decode_bytes += decoder.state_bytes * sum(max(0, len(request.token_ids) - 1) for request in requests)
+        read = batch.work.steps * decoder.product_bytes
+        read += cached * sum(request.attended_tokens for request in requests)
+        read += decoder.state_bytes * sum(max(0, len(request.token_ids) - 1) for request in requests)
+        self.work += replace(batch.work, bytes=read)
+        if drafter is not None:
+            drafter.remember([(request.prompt, request.token_ids) for request in requests])
 
     def close(self) -> None:
         """See GenerationBackend."""
@@ -137,9 +150,9 @@ class NativeBackend:
         if workspace is not None:
             workspace.close()
 
-    def _workspace_for(self, decoder: Decoder, requests: Sequence[Request]) -> Workspace:
+    def _workspace_for(self, decoder: Decoder, requests: Sequence[Request], places: int) -> Workspace:
         """The last call's workspace if it serves these requests too, else a new one."""
-        sequences = self._sequences(decoder, requests)
+        sequences = self._sequences(decoder, requests, places)
         if self.held is None or not self.held.serves(sequences):
             self.held = self._cache_for(decoder, requests, sequences)
         held, longest = self.held, sequences.longest_tokens
@@ -160,7 +173,7 @@ class NativeBackend:
         )
         return self.workspace
 
-    def _sequences(self, decoder: Decoder, requests: Sequence[Request]) -> Sequences:
+    def _sequences(self, decoder: Decoder, requests: Sequence[Request], places: int) -> Sequences:
         longest = max(len(request.prompt) + len(request.uniforms) for request in requests)
         layout = CacheLayout.of(
             decoder.architecture,
@@ -178,6 +191,7 @@ class NativeBackend:
             rows=min(len(requests), self._max_batch_rows or sys.maxsize),
             prefill_tokens=self._prefill_tokens,
             state_bytes=decoder.state_bytes,
+            places=places,
         )
 
     def _cache_for(self, decoder: Decoder, requests: Sequence[Request], sequences: Sequences) -> HeldCache:
@@ -227,5 +241,6 @@ class NativeBackend:
             prefill_tokens=self._prefill_tokens,
             cuda_graphs=self._cuda_graphs,
         )
+        working = replace(working, row=working.row * sequences.places)
         states = 0 if self.workspace is None else (1 + self.workspace.most_rows) * decoder.state_bytes
         return available_bytes(decoder.world) + own + states, working

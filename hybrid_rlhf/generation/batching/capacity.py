@@ -76,11 +76,13 @@ class Sequences:
     prefill_tokens: int
     state_bytes: int = 0
     """Of recurrent layers, per completion."""
+    places: int = 1
+    """Tokens that a row computes in a step, at most: one, and those of a draft."""
 
     @property
-    def wanted(self) -> tuple[int, int]:
-        """Rows and pages that unlimited memory would allow."""
-        return self.rows, self.pages(self.rows)
+    def wanted(self) -> tuple[int, ...]:
+        """Rows and pages that unlimited memory would allow, and places of a row in a step."""
+        return self.rows, self.pages(self.rows), self.places
 
     @property
     def longest_pages(self) -> int:

@@ -7,7 +7,9 @@ How many requests run is limited by memory: one enters if there is room for it a
 to grow by. When blocks run out nevertheless, the youngest request is preempted: it gives up its blocks, waits, and is
 computed again from its tokens. The oldest is never preempted, so all requests finish. On a GPU, scheduling is
 asynchronous: the host processes the result of a step while the next one runs, so a finished row runs one extra step
-whose output is discarded.
+whose output is discarded. With drafts (drafting/) a row computes several tokens in a step; the host then waits for each
+step, since a draft continues the tokens that were kept. Keys and values of rejected tokens lie beyond the row's
+computed tokens and are overwritten. Drafts only take blocks that nothing else needs in that step.
 
 Source: arXiv 2309.06180, section 4.5 (preemption by recomputation); chunked prefill: arXiv 2308.16369.
 
@@ -17,58 +19,33 @@ Shapes: T tokens, B live rows.
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 import torch
 
 from hybrid_rlhf.generation.batching.blocks import BlockPool, BlockTable
 from hybrid_rlhf.generation.batching.cache import BLOCK_TOKENS, blocks_of
-from hybrid_rlhf.generation.batching.requests import NewTokens, Request
-from hybrid_rlhf.generation.batching.workspace import Fetch, Prompts, Workspace
+from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Request
+from hybrid_rlhf.generation.batching.rows import ExpectedLength, LaunchedStep, LiveRow
+from hybrid_rlhf.generation.batching.workspace import Prompts, Workspace
+from hybrid_rlhf.generation.drafting.drafter import CallDrafts
+from hybrid_rlhf.generation.drafting.places import DraftPlaces
 from hybrid_rlhf.generation.model.attention import Chunks
-
-
-@dataclass(eq=False)
-class _Row:
-    """A running request."""
-
-    request: Request
-    age: int
-    """Place in the order of arrival."""
-    table: BlockTable
-    slot: int
-    """Of its states in recurrent layers."""
-    computed: int = 0
-    """Tokens whose keys and values are in the cache, or will be by the steps that have been launched."""
-    listed: int = 0
-    """Blocks whose pages are in the workspace's table."""
-    samples: list[_Row] = field(default_factory=list)
-    """Other samples of the prompt, which enter with this one."""
-
-
-@dataclass
-class _ExpectedLength:
-    """Expected length of a completion: tokens sampled per finished completion.
-
-    That is the maximum likelihood of a constant chance to end, with running completions counted as censored; before
-    any has finished, half of the limit.
-    """
-
-    tokens: float = 0.0
-    finished: float = 0.0
-
-    def of(self, limit: int) -> float:
-        """The mean for a completion of at most `limit` tokens."""
-        return min(limit, (self.tokens + limit / 2) / (self.finished + 1))
 
 
 class ContinuousBatch:
     """Decodes requests to their ends."""
 
     def __init__(
-        self, workspace: Workspace, pool: BlockPool, requests: Sequence[Request], *, prefill_tokens: int
+        self,
+        workspace: Workspace,
+        pool: BlockPool,
+        requests: Sequence[Request],
+        *,
+        prefill_tokens: int,
+        drafts: CallDrafts | None = None,
     ) -> None:
         """Prepare.
 
@@ -77,22 +54,23 @@ class ContinuousBatch:
             pool: of its cache, with pages for any one of the requests at its full length.
             requests: ordered by prompt.
             prefill_tokens: most prompt tokens of one step; a longer prompt is computed in chunks.
+            drafts: of the requests; none: every row computes one token in a step.
         """
-        self._workspace, self._pool = workspace, pool
+        self._workspace, self._pool, self._drafts = workspace, pool, drafts
         self._waiting = deque(enumerate(requests))
-        self._decoding: list[_Row] = []
-        self._entering: list[_Row] = []
+        self._decoding: list[LiveRow] = []
+        self._entering: list[LiveRow] = []
         """Rows whose prompts are not computed yet, by age; samples after the first are with it."""
-        self._in_flight: deque[tuple[list[_Row], Fetch]] = deque()
+        self._in_flight: deque[LaunchedStep] = deque()
         self._prefill_tokens = prefill_tokens
         self._slots = list(range(workspace.most_rows, 0, -1))
         """Slots that no live row has."""
-        self._expected = _ExpectedLength()
+        self._expected = ExpectedLength()
         self._preempted = False
         """Whether nothing enters until a row has finished."""
         self._device = workspace.pages.device
-        self.decode_steps = 0
-        """Steps so far in which rows decoded."""
+        self.work = DecodeWork()
+        """So far; bytes are not counted here."""
         self.preemptions = 0
         """Requests that were computed again."""
 
@@ -101,20 +79,24 @@ class ContinuousBatch:
         """Decode to the end; yields the new tokens of each step."""
         try:
             while self._waiting or self._decoding or self._entering:
-                if self._pages_missing() > self._pool.available_pages:
-                    if self._in_flight:
-                        yield self._collect()
-                    else:
-                        self._preempt(max(self._live, key=lambda row: row.age))
-                    continue
-                self._launch()
-                while len(self._in_flight) > self._workspace.steps_in_flight:
+                missing, drafting = self._pages_missing(), self._drafting
+                if self._in_flight and (drafting or missing > self._pool.available_pages):
                     yield self._collect()
+                elif missing > self._pool.available_pages:
+                    self._preempt(max(self._live, key=lambda row: row.age))
+                else:
+                    self._launch(self._propose(missing) if drafting else None)
+                    while len(self._in_flight) > (0 if drafting else self._workspace.steps_in_flight):
+                        yield self._collect()
         finally:
             self._release_all()
 
     @property
-    def _live(self) -> list[_Row]:
+    def _drafting(self) -> bool:
+        return self._drafts is not None and self._drafts.drafting
+
+    @property
+    def _live(self) -> list[LiveRow]:
         return [*self._decoding, *(one for row in self._entering for one in (row, *row.samples))]
 
     def _pages_missing(self) -> int:
@@ -130,22 +112,30 @@ class ContinuousBatch:
                 missing += len(row.samples) * self._tail_pages(row)
         return missing
 
-    def _tail_pages(self, row: _Row) -> int:
+    def _tail_pages(self, row: LiveRow) -> int:
         """Pages that each further sample of a prompt copies."""
         return self._pool.layout.tables if row.request.tokens % BLOCK_TOKENS else 0
 
     # -- one step
 
-    def _launch(self) -> None:
+    def _propose(self, missing: int) -> list[list[int]] | None:
+        """Drafts of the decoding rows for the next step, which needs `missing` pages itself; none: no row has one."""
+        assert self._drafts is not None
+        spare, drafts = self._pool.available_pages - missing, list[list[int]]()
+        for row in self._decoding:
+            draft = self._drafts.propose(row.request)
+            needed = row.table.missing_pages(row.computed + 1)
+            if row.table.missing_pages(row.computed + 1 + len(draft)) - needed > spare:
+                blocks = max(len(row.table.blocks), blocks_of(row.computed + 1))
+                draft = draft[: blocks * BLOCK_TOKENS - row.computed - 1]
+            spare -= row.table.missing_pages(row.computed + 1 + len(draft)) - needed
+            drafts.append(draft)
+        return drafts if any(drafts) else None
+
+    def _launch(self, drafts: list[list[int]] | None) -> None:
         """Start the next step."""
         batch = len(self._decoding)
-        capacity = self._workspace.capacity_tokens
-        entries = []
-        for place, row in enumerate(self._decoding):
-            row.computed = min(row.computed + 1, capacity)
-            row.table.extend(row.computed)
-            entries += self._unlisted(row, place)
-        longest = max((row.computed for row in self._decoding), default=1)
+        entries, longest = self._extend(drafts or [[]] * batch)
         chunks = self._chunks()
         finished = [row for row, start, length in chunks if start + length == row.request.tokens]
         entered = [one for row in finished for one in (row, *row.samples)]
@@ -153,13 +143,14 @@ class ContinuousBatch:
         for place, row in enumerate(entered, start=batch):
             entries += self._unlisted(row, place)
         self._workspace.set_pages(entries)
+        each = [*(drafts or [[]] * batch), *([] for _ in entered)]
+        places = None if drafts is None else DraftPlaces.of(each, self._device)
         if chunks:
             prompts = self._prompts(chunks, finished)
             requests, slots = [row.request for row in entered], [row.slot for row in entered]
-            fetch = self._workspace.prefill(batch, prompts, requests, slots, longest=longest)
+            fetch = self._workspace.prefill(batch, prompts, requests, slots, longest=longest, drafts=places)
         else:
-            fetch = self._workspace.decode(batch, longest=longest)
-        self.decode_steps += batch > 0
+            fetch = self._workspace.decode(batch, longest=longest, drafts=places)
         self._workspace.cache.copy(forks)
         if self._workspace.states is not None:
             self._workspace.states.copy([(row.slot, one.slot) for row in finished for one in row.samples])
@@ -172,10 +163,22 @@ class ContinuousBatch:
         if any(self._pool.layout.windows):
             for row in (*self._decoding, *self._entering):
                 row.table.trim(row.computed)
-        self._in_flight.append((self._decoding, fetch))
+        widths = [1 + len(draft) for draft in each]
+        self._in_flight.append(LaunchedStep(self._decoding, batch, widths, bool(chunks), fetch))
+
+    def _extend(self, drafts: Sequence[Sequence[int]]) -> tuple[list[tuple[int, int, list[int]]], int]:
+        """Count the next token of each decoding row, with blocks for it and its draft; entries of the page table, and
+        the tokens of the longest row."""
+        capacity, entries, longest = self._workspace.capacity_tokens, [], 1
+        for place, (row, draft) in enumerate(zip(self._decoding, drafts, strict=True)):
+            row.computed = min(row.computed + 1, capacity)
+            row.table.extend(row.computed + len(draft))
+            entries += self._unlisted(row, place)
+            longest = max(longest, row.computed + len(draft))
+        return entries, longest
 
     @staticmethod
-    def _unlisted(row: _Row, place: int) -> list[tuple[int, int, list[int]]]:
+    def _unlisted(row: LiveRow, place: int) -> list[tuple[int, int, list[int]]]:
         """Entries of the page table for the blocks that a row has got since the last step."""
         if row.listed == len(row.table.blocks):
             return []
@@ -184,9 +187,9 @@ class ContinuousBatch:
         row.listed += len(new)
         return entries
 
-    def _chunks(self) -> list[tuple[_Row, int, int]]:
+    def _chunks(self) -> list[tuple[LiveRow, int, int]]:
         """The chunks of the next step, as (row, start, length), with their blocks."""
-        budget, chunks = self._prefill_tokens, list[tuple[_Row, int, int]]()
+        budget, chunks = self._prefill_tokens, list[tuple[LiveRow, int, int]]()
         for entering in self._entering:
             budget -= self._append_chunk(chunks, entering, budget)
         room = self._room() if self._waiting else 0
@@ -196,7 +199,7 @@ class ContinuousBatch:
                 budget -= self._append_chunk(chunks, row, budget)
         return chunks
 
-    def _append_chunk(self, chunks: list[tuple[_Row, int, int]], row: _Row, budget: int) -> int:
+    def _append_chunk(self, chunks: list[tuple[LiveRow, int, int]], row: LiveRow, budget: int) -> int:
         length = min(budget, row.request.tokens - row.computed)
         if length:
             chunks.append((row, row.computed, length))
@@ -206,11 +209,11 @@ class ContinuousBatch:
             row.table.index(row.request.all_token_ids[: row.computed // BLOCK_TOKENS * BLOCK_TOKENS])
         return length
 
-    def _fork(self, row: _Row, sample: _Row) -> list[tuple[int, int]]:
+    def _fork(self, row: LiveRow, sample: LiveRow) -> list[tuple[int, int]]:
         sample.computed = row.computed
         return sample.table.fork(row.table, row.computed)
 
-    def _prompts(self, chunks: Sequence[tuple[_Row, int, int]], finished: Sequence[_Row]) -> Prompts:
+    def _prompts(self, chunks: Sequence[tuple[LiveRow, int, int]], finished: Sequence[LiveRow]) -> Prompts:
         device, tokens, positions, last = self._device, list[int](), list[int](), list[int]()
         for row, start, length in chunks:
             tokens += row.request.all_token_ids[start : start + length]
@@ -268,7 +271,7 @@ class ContinuousBatch:
     def _expected_pages(self, request: Request) -> int:
         return self._expected_blocks(request) * self._pool.layout.tables
 
-    def _next_entering(self, room: int) -> _Row | None:
+    def _next_entering(self, room: int) -> LiveRow | None:
         """Admit the next request, with the other samples of its prompt, if there is room for it."""
         free_rows = self._workspace.most_rows - len(self._live)
         if not self._waiting or not free_rows:
@@ -291,10 +294,10 @@ class ContinuousBatch:
             row.samples.append(self._new_row(sample, age))
         return row
 
-    def _new_row(self, request: Request, age: int) -> _Row:
-        return _Row(request, age, BlockTable(self._pool), self._slots.pop())
+    def _new_row(self, request: Request, age: int) -> LiveRow:
+        return LiveRow(request, age, BlockTable(self._pool), self._slots.pop())
 
-    def _preempt(self, row: _Row) -> None:
+    def _preempt(self, row: LiveRow) -> None:
         """Take back the blocks of a row; its request waits in its old place."""
         self.preemptions += 1
         self._preempted = True
@@ -314,27 +317,53 @@ class ContinuousBatch:
 
     def _collect(self) -> NewTokens:
         """Wait for the oldest step in flight; append its tokens, except those of rows that had finished before."""
-        rows, fetch = self._in_flight.popleft()
-        new: NewTokens = []
-        finished = set[_Row]()
-        for row, token, *logprobs in zip(rows, *fetch(), strict=True):
-            request = row.request
-            if request.finish_reason is None:
-                request.append(int(token), *logprobs)
-                new.append((request, int(token)))
-                self._expected.tokens += 1
-                if request.finish_reason is not None:
-                    self._expected.finished += 1
-                    finished.add(row)
-                    if request.records_routes:
-                        place = self._decoding.index(row)
-                        request.fetch_routes = self._workspace.routes_of(place, request.tokens - 1)
+        step = self._in_flight.popleft()
+        results, new, finished = zip(*step.fetch(), strict=True), NewTokens(), set[LiveRow]()
+        decoded: list[tuple[int, int]] = []
+        """Tokens kept of each row that decoded, and those of its draft."""
+        for place, (row, width) in enumerate(zip(step.rows, step.places, strict=True)):
+            sampled = list(itertools.islice(results, width))
+            if row.request.finish_reason is not None:
+                continue
+            kept = self._append(row, sampled, new)
+            row.computed += kept - 1
+            if place < step.decoding:
+                decoded.append((kept, width - 1))
+            if row.request.finish_reason is not None:
+                self._expected.finished += 1
+                finished.add(row)
+                if row.request.records_routes:
+                    now = self._decoding.index(row)
+                    row.request.fetch_routes = self._workspace.routes_of(now, row.request.tokens - 1)
+        self._count(step, decoded)
         if finished:
             self._preempted = False
             self._remove(finished)
         return new
 
-    def _remove(self, gone: set[_Row]) -> None:
+    def _append(self, row: LiveRow, sampled: Sequence[tuple[float, ...]], new: NewTokens) -> int:
+        """Append the tokens of a row that are kept, up to the one that ends it; returns their number."""
+        request, before = row.request, len(row.request.token_ids)
+        for token, *logprobs in sampled:
+            if token < 0 or request.finish_reason is not None:
+                break
+            request.append(int(token), *logprobs)
+            new.append((request, int(token)))
+        kept = len(request.token_ids) - before
+        self._expected.tokens += kept
+        if self._drafts is not None:
+            self._drafts.observe(request)
+        return kept
+
+    def _count(self, step: LaunchedStep, decoded: Sequence[tuple[int, int]]) -> None:
+        """Count the work of a step, given what each row that decoded has kept and drafted."""
+        tokens, drafted = sum(kept for kept, _ in decoded), sum(draft for _, draft in decoded)
+        rows, ran = len(decoded), int(step.decoding > 0)
+        self.work += DecodeWork(0, ran, rows, tokens, drafted, tokens - rows)
+        if self._drafts is not None:
+            self._drafts.record(rows=rows, tokens=tokens, prefill=step.prefill)
+
+    def _remove(self, gone: set[LiveRow]) -> None:
         """Take rows out of the batch, and leave their blocks to later sequences that begin alike.
 
         The last row moves to the place of each.

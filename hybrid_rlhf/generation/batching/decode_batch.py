@@ -88,6 +88,10 @@ class DecodeBatch:
         fits = all(len(request.stop) <= stops and len(request.uniforms) <= longest for request in requests)
         return fits and (self.seen is not None or not SamplingMode.of(requests).repetition_penalty)
 
+    def __len__(self) -> int:
+        """S."""
+        return len(self.integers)
+
     def fill(self, first: int, requests: Sequence[Request]) -> None:
         """Write requests into the rows from `first` on, each before the token that is sampled next."""
         integers = np.zeros((len(requests), self.integers.shape[1]), dtype=np.int64)
@@ -133,9 +137,13 @@ class DecodeBatch:
     def append(self, tokens: Tensor) -> None:
         """Add one sampled token [S] to each row."""
         self.token.copy_(tokens)
-        self.integers[:, 1:3] += 1
+        self.advance(1)
         if self.seen is not None:
             self.seen.scatter_(1, tokens[:, None], True)
+
+    def advance(self, tokens: Tensor | int) -> None:
+        """Count so many tokens [S] more in each row."""
+        self.integers[:, 1:3] += tokens if isinstance(tokens, int) else tokens[:, None]
 
     def _tables(self) -> list[Tensor]:
         return [self.integers, self.floats] if self.seen is None else [self.integers, self.floats, self.seen]

@@ -19,6 +19,7 @@ from torch import Tensor
 from hybrid_rlhf.generation.batching.cache import KVCache, blocks_of
 from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, SamplingMode
 from hybrid_rlhf.generation.batching.requests import Request
+from hybrid_rlhf.generation.drafting.places import DraftPlaces
 from hybrid_rlhf.generation.model.attention import Attention, Chunks, DecodeRows
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.sampler import SampledTokens, Sampler
@@ -32,7 +33,7 @@ _IDLE_STREAMS: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(
 """Capture streams of graphs that were destroyed, for reuse."""
 Step = Callable[[int], Tensor]
 Fetch = Callable[[], list[list[float]]]
-"""Waits for a step and returns its tokens, log-probs and sampling log-probs."""
+"""Waits for a step and returns its tokens, log-probs and sampling log-probs; a token of -1 is not kept."""
 
 
 class Workspace:
@@ -134,16 +135,31 @@ class Workspace:
         self.pages.zero_()
         self.slots.zero_()
 
-    def decode(self, batch: int, *, longest: int) -> Fetch:
-        """Sample one token for each of the first `batch` rows, of `longest` tokens at most with the new one."""
+    def decode(self, batch: int, *, longest: int, drafts: DraftPlaces | None = None) -> Fetch:
+        """Sample one token for each of the first `batch` rows, or for each place of their drafts.
+
+        Args:
+            batch: rows that decode.
+            longest: tokens of the longest row, those that the step computes included.
+            drafts: or none. Such steps are not captured: their shapes change with the drafts.
+        """
+        if drafts is not None:
+            return _fetch(self.step(batch, longest=longest, drafts=drafts))
         if self._graphs is not None:
             return _fetch(self._graphs(self.step, _graph_rows(batch, self.most_rows))[:, :batch])
         return _fetch(self.step(batch, longest=longest))
 
     def prefill(
-        self, batch: int, prompts: Prompts, entering: Sequence[Request], slots: Sequence[int], *, longest: int
+        self,
+        batch: int,
+        prompts: Prompts,
+        entering: Sequence[Request],
+        slots: Sequence[int],
+        *,
+        longest: int,
+        drafts: DraftPlaces | None = None,
     ) -> Fetch:
-        """Sample one token for each of the first `batch` rows, and the next tokens of requests that enter after them.
+        """As `decode`, and sample the next tokens of requests that enter after the rows.
 
         Args:
             batch: rows that decode.
@@ -151,26 +167,39 @@ class Workspace:
             entering: requests whose prompts are computed with this step, in the order of `prompts.last`.
             slots: of their states.
             longest: see `decode`.
+            drafts: see `decode`; the entering requests are among its rows.
         """
         self.rows.fill(batch, entering)
         self.slots[batch : batch + len(slots)] = torch.tensor(slots, dtype=torch.long, device=self.slots.device)
-        return _fetch(self.step(batch, longest=longest, prompts=prompts))
+        return _fetch(self.step(batch, longest=longest, prompts=prompts, drafts=drafts))
 
-    def step(self, batch: int, *, longest: int | None = None, prompts: Prompts | None = None) -> Tensor:
-        """[3, B + entering]: one step of the first `batch` rows and of chunks of prompts.
+    def step(
+        self,
+        batch: int,
+        *,
+        longest: int | None = None,
+        prompts: Prompts | None = None,
+        drafts: DraftPlaces | None = None,
+    ) -> Tensor:
+        """[3, N + entering]: one step of the first `batch` rows and of chunks of prompts.
 
         Args:
             batch: rows.
             longest: tokens of the longest row; kernels read lengths from the device instead; none: the capacity.
             prompts: or none.
+            drafts: N places of the rows, and one of each entering request; none: N is the number of rows.
         """
-        rows = self.rows.view(0, batch)
+        entering = 0 if prompts is None else len(prompts.of_request)
+        live = self.rows.view(0, batch + entering)
+        drawing = live if drafts is None else drafts.spread(live)
+        rows = drawing.view(0, len(drawing) - entering)
         # A CUDA graph also runs rows that have finished or are unused: they must stay within their tables.
         tokens, positions = rows.token, rows.position.clamp(max=self.capacity_tokens - 1)
         decoding = None
         if batch:
+            pages = self.pages[:, :batch] if drafts is None else self.pages[:, drafts.rows[: len(rows)]]
             slots = None if self.states is None else self.slots[:batch]
-            decoding = DecodeRows(self.pages[:, :batch], positions, longest or self.capacity_tokens, slots)
+            decoding = DecodeRows(pages, positions, longest or self.capacity_tokens, slots)
         chunks = None
         if prompts is not None:
             chunks = prompts.chunks
@@ -181,13 +210,18 @@ class Workspace:
         hidden = self.decoder.hidden(tokens, positions, attend, states=states, routes=routes)
         if routes:
             self.cache.write_routes(attend.places[0], routes)
-        if prompts is None:
-            return _stacked(self._sampler(self.decoder.logits(hidden), rows))
-        if not batch and not len(prompts.of_request):
+        if not len(drawing):
             return hidden.new_empty(3, 0, dtype=torch.float64)
-        logits = self.decoder.logits(torch.cat([hidden[:batch], hidden[batch:][prompts.last]]))
-        places = torch.cat([torch.arange(batch, device=hidden.device), batch + prompts.of_request])
-        return _stacked(self._sampler(logits[places], self.rows.view(0, len(places))))
+        if prompts is None:
+            logits = self.decoder.logits(hidden)
+        else:
+            ends = self.decoder.logits(torch.cat([hidden[: len(rows)], hidden[len(rows) :][prompts.last]]))
+            places = torch.arange(len(rows), device=hidden.device)
+            logits = ends[torch.cat([places, len(rows) + prompts.of_request])]
+        drawn = self._sampler(logits, drawing)
+        if drafts is None:
+            return _stacked(drawn)
+        return _stacked(drawn).where(drafts.accept(live, drawn.tokens), -1.0)
 
 
 @dataclass(frozen=True)

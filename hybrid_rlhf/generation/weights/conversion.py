@@ -78,7 +78,7 @@ class InferenceWeights:
 
     @property
     def architecture(self) -> ModelDescription:
-        """The model's."""
+        """Of the model."""
         return self._loader.architecture
 
     def build(self, weights: Iterable[tuple[str, Tensor, bool]]) -> Decoder:

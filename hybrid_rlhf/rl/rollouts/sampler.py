@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.hybrid import HybridEngine
+from hybrid_rlhf.generation.batching.requests import DecodeWork
 from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams, derive_seed
 from hybrid_rlhf.rl.batch import Rollout
@@ -54,11 +55,11 @@ class _RankPrompts:
 
 @dataclass(frozen=True)
 class SamplingCost:
-    """Time and memory traffic of sampling in a thread."""
+    """Time and work of sampling in a thread."""
 
     seconds: float = 0.0
-    decode_bytes: int = 0
-    """Bytes that decoding read on this rank."""
+    work: DecodeWork = DecodeWork()
+    """What decoding did on this rank."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ class RolloutSampler:
                 start = time.perf_counter()
                 timers = Timers(torch.device("cpu"))  # without synchronization with training
                 samples = self._sample(generation, rank_prompts, timers)
-                measured = SamplingCost(time.perf_counter() - start, generation.decode_bytes)
+                measured = SamplingCost(time.perf_counter() - start, generation.work)
             generation.close()
             return samples, measured
 
@@ -205,6 +206,8 @@ class RolloutSampler:
         whole = [pair for place in range(rank_prompts.total) for pair in by_prompt[place]]
         prompts, gathered = [prompt for prompt, _ in whole], [sample for _, sample in whole]
         if self._environments is None:
+            if self.actor.drafter is not None:  # a later epoch may sample a prompt on another rank
+                self.actor.drafter.remember([(prompt, sample.token_ids) for prompt, sample in whole])
             return Rollout.of_completions(prompts, gathered, world.device)
         self._environments.check_failures(gathered, world)
         return as_rollout(gathered, world.device)
