@@ -31,8 +31,8 @@ from hybrid_rlhf.runtime.world import World
 logger = logging.getLogger(LOGGER_NAME)
 LOW_PRECISION_TOLERANCE = 0.1
 """Mean difference in nats allowed for the probe's log-probs in bfloat16 and float16; more where logits are large."""
-QUANTISED_TOLERANCE = 0.5
-"""The same with quantised products. SmolLM2-135M in int8 differs by 0.37 on the probe and by 0.2 on its own samples."""
+QUANTISED_TOLERANCE = 1.0
+"""The same with quantised products. SmolLM2-135M in int8 differs by 0.37 on the probe, and by 0.5 after some training."""
 _DECODED = 3
 """Tokens of the probe that pass one by one: each reads all weights, as the rest does at once."""
 
