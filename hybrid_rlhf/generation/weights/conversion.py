@@ -32,7 +32,7 @@ logger = logging.getLogger(LOGGER_NAME)
 LOW_PRECISION_TOLERANCE = 0.1
 """Mean difference in nats allowed for the probe's log-probs in bfloat16 and float16; more where logits are large."""
 QUANTISED_TOLERANCE = 1.0
-"""The same with quantised products. SmolLM2-135M in int8 differs by 0.37 on the probe, and by 0.5 after some training."""
+"""The same with quantised products. SmolLM2-135M in int8 differs by 0.37 on the probe, after some training by 0.5."""
 _DECODED = 3
 """Tokens of the probe that pass one by one: each reads all weights, as the rest does at once."""
 
