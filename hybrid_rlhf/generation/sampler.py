@@ -5,7 +5,7 @@ vocabulary, then the token in the block. A row costs one exponential per entry a
 ranks exchange two numbers per row and then the token; only truncation (top_p, top_k, min_p) and penalties gather the
 logits. Nothing synchronises with the host.
 
-Kernels compute the same from a whole vocabulary, without a sort (model/cpu_kernels.py). What
+Kernels compute the same from a whole vocabulary, without a sort (model/cpu_kernels.py, model/kernels/sampling.py). What
 is here in torch is their reference, and serves shared vocabularies and CPUs without a compiler.
 
 Cumulative sums are taken over integers: a float `cumsum` has no deterministic kernel on CUDA (pytorch issue 75240), and
@@ -48,9 +48,7 @@ class Sampler:
         """Args: size of the vocabulary, what the requests need, and the tensor-parallel ranks that shard it."""
         self._vocab_size, self._mode, self._world = vocab_size, mode, world
         self._mine = share(vocab_size, world.rank, world.size)
-        self._kernels = (
-            kernels_for(world.device, torch.float32) if world.size == 1 and world.device.type == "cpu" else None
-        )
+        self._kernels = kernels_for(world.device, torch.float32) if world.size == 1 else None
 
     def __call__(self, logits: Tensor, rows: DecodeBatch) -> SampledTokens:
         """Sample the next token of each row and append it to the row."""

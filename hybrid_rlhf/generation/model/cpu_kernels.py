@@ -1,6 +1,6 @@
 """Compiled kernels of a decoding step on a CPU, for operations that take torch several passes or padding.
 
-The counterpart of kernels.py, which has them for a GPU. Attention reads the blocks of a row where they lie in the cache
+The counterpart of kernels/, which has them for a GPU. Attention reads the blocks of a row where they lie in the cache
 and works in proportion to the row's own length; long rows are split into spans that threads share (flash decoding: the
 parts are combined by their maxima and sums, arXiv 2205.14135, section 3.1). All arithmetic is float32. The results of a
 row depend neither on the number of threads nor on the other rows.
