@@ -32,13 +32,75 @@ _MOST_SPLITS = 32
 
 
 @triton.jit
-def _adjusted(scores, cap, bias, inside, CAP: tl.constexpr, BIAS: tl.constexpr):
-    """Scores with a soft cap and a bias, if there are any."""
-    if CAP:
-        scores = cap * (2.0 * tl.sigmoid(2.0 * scores / cap) - 1.0)
-    if BIAS:
-        scores += tl.load(bias, mask=inside, other=0.0)
-    return scores
+def _part_of_row(
+    position,
+    split,
+    window,
+    KEYS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPAN: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """The first key of a part of a row, and the one after its last; parts are equal, none shorter than SPAN."""
+    first = tl.maximum(position + 1 - window, 0) if WINDOW else 0
+    span = tl.maximum(tl.cdiv(tl.cdiv(position + 1 - first, SPLITS), KEYS) * KEYS, SPAN)
+    start = first + split * span
+    return start, tl.minimum(start + span, position + 1)
+
+
+@triton.jit
+def _mix(
+    q,
+    at,
+    keys,
+    values,
+    pages,
+    bias,
+    start,
+    end,
+    sink,
+    scale,
+    cap,
+    window,
+    kv_heads,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    KEYS: tl.constexpr,
+    CAP: tl.constexpr,
+    BIAS: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Values of keys start to end - 1 by their weights, the highest score, and the sum of weights.
+
+    A sink is the score of a key without a value; -inf: there is none.
+    """
+    place = tl.arange(0, q.shape[1])
+    top, total = sink, tl.where(sink == float("-inf"), 0.0, 1.0)
+    mixed = tl.zeros([q.shape[0], q.shape[1]], tl.float32)
+    for block in range(start, end, KEYS):
+        key = block + tl.arange(0, KEYS)
+        page = tl.load(pages + key // N, mask=key < end, other=0).to(tl.int64)
+        where = ((page * N + key % N) * kv_heads * D)[:, None] + place[None, :]
+        kept = (key < end)[:, None] & (place < D)[None, :]
+        k = tl.load(keys + where, mask=kept, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if CAP:
+            scores = cap * (2.0 * tl.sigmoid(2.0 * scores / cap) - 1.0)
+        if BIAS:
+            scores += tl.load(bias[:, None] + key[None, :], mask=(key < end)[None, :], other=0.0)
+        seen = (key[None, :] <= at[:, None]) & (key < end)[None, :]
+        if WINDOW:
+            seen &= key[None, :] > at[:, None] - window
+        scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        shift = tl.where(higher == float("-inf"), 0.0, higher)  # a query that has seen no key yet
+        weights = tl.exp(scores - shift[:, None])
+        faded = tl.exp(top - shift)
+        v = tl.load(values + where, mask=kept, other=0.0)
+        mixed = mixed * faded[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        total = total * faded + tl.sum(weights, 1)
+        top = higher
+    return mixed, top, total
 
 
 @triton.jit
@@ -87,43 +149,20 @@ def _attention_kernel(
         start, end = tl.maximum(position + 1 - window, 0) if WINDOW else 0, position + count
     else:
         position = tl.load(positions + sequence).to(tl.int32)
-        first = tl.maximum(position + 1 - window, 0) if WINDOW else 0
-        span = tl.maximum(tl.cdiv(tl.cdiv(position + 1 - first, SPLITS), KEYS) * KEYS, SPAN)
-        start = first + split * span
-        end = tl.minimum(start + span, position + 1)
+        start, end = _part_of_row(position, split, window, KEYS, SPLITS, SPAN, WINDOW)
     query, place = tl.arange(0, QUERIES), tl.arange(0, D_PAD)
     real, at = query // G < count, position + tl.minimum(query // G, count - 1)
     head = (token + query // G).to(tl.int64) * (kv_heads * G) + kv_head * G + query % G
     here = real[:, None] & (place < D)[None, :]
     q = tl.load(queries + head[:, None] * D + place[None, :], mask=here, other=0.0)
-    top = tl.full([QUERIES], float("-inf"), tl.float32)
-    total = tl.zeros([QUERIES], tl.float32)
-    if SINKS:
-        if split == 0:  # a key without a value
-            top = tl.load(sinks + kv_head * G + query % G).to(tl.float32)
-            total += 1.0
-    mixed = tl.zeros([QUERIES, D_PAD], tl.float32)
-    for block in range(start, end, KEYS):
-        key = block + tl.arange(0, KEYS)
-        page = tl.load(pages + sequence * row_pages + key // N, mask=key < end, other=0).to(tl.int64)
-        base = ((page * N + key % N) * kv_heads + kv_head) * D
-        kept = (key < end)[:, None] & (place < D)[None, :]
-        k = tl.load(keys + base[:, None] + place[None, :], mask=kept, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        seen = (key[None, :] <= at[:, None]) & (key < end)[None, :]
-        if WINDOW:
-            seen &= key[None, :] > at[:, None] - window
-        own = bias + (kv_head * G + query % G)[:, None] * bias_keys + key[None, :]
-        scores = _adjusted(scores, cap, own, seen & real[:, None], CAP, BIAS)
-        scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
-        shift = tl.where(higher == float("-inf"), 0.0, higher)  # a query that has seen no key yet
-        weights = tl.exp(scores - shift[:, None])
-        faded = tl.exp(top - shift)
-        v = tl.load(values + base[:, None] + place[None, :], mask=kept, other=0.0)
-        mixed = mixed * faded[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        total = total * faded + tl.sum(weights, 1)
-        top = higher
+    sink = tl.full([QUERIES], float("-inf"), tl.float32)
+    if SINKS and split == 0:
+        sink = tl.load(sinks + kv_head * G + query % G).to(tl.float32)
+    keys, values, pages = keys + kv_head * D, values + kv_head * D, pages + sequence * row_pages
+    bias += (kv_head * G + query % G) * bias_keys
+    mixed, top, total = _mix(
+        q, at, keys, values, pages, bias, start, end, sink, scale, cap, window, kv_heads, N, D, KEYS, CAP, BIAS, WINDOW
+    )
     if SPLITS == 1 or (TILES and program >= rows * SPLITS):
         tl.store(out + head[:, None] * D + place[None, :], mixed / total[:, None], mask=here)
     else:
@@ -182,20 +221,14 @@ def paged_attention(
     mixed = torch.empty_like(queries)
     parts = mixed if splits == 1 else queries.new_empty(rows, heads, splits, d, dtype=torch.float32)
     tops, sums = queries.new_empty(2, rows, heads, splits, dtype=torch.float32)
+    inputs, outputs = (queries, keys, values, pages, positions), (mixed, parts, tops, sums)
     least_queries = max(16, triton.next_power_of_2(group))
     _attention_kernel[rows * splits + (0 if tiles is None else len(tiles)), kv_heads](
-        queries,
-        keys,
-        values,
-        pages,
-        positions,
+        *inputs,
         positions if tiles is None else tiles,
         tops if bias is None else bias,
         tops if sinks is None else sinks,
-        mixed,
-        parts,
-        tops,
-        sums,
+        *outputs,
         scale,
         softcap or 1.0,
         window or 0,

@@ -171,6 +171,7 @@ def _truncate_kernel(
     bounds,
     lasts,
     vocabulary,
+    integer_columns,
     float_columns,
     blocks,
     BLOCK: tl.constexpr,
@@ -292,61 +293,36 @@ def sample(logits: Tensor, rows: DecodeBatch, mode: SamplingMode) -> tuple[Tenso
         raise ValueError(f"a vocabulary may have {_MOST_TOKENS} tokens at most, got {vocabulary}")
     blocks = triton.cdiv(vocabulary, _BLOCK)
     constants = {"BLOCK": _BLOCK, "C_PAD": triton.next_power_of_2(blocks)}
-    integers, floats, wide, deep = rows.integers, rows.floats, rows.integers.shape[1], rows.floats.shape[1]
-    with_scores = not mode.draws_from_all
+    with_scores, with_bounds = not mode.draws_from_all, mode.top_k_top_p
+    integers, floats = rows.integers, rows.floats
+    sizes = (vocabulary, integers.shape[1], floats.shape[1], blocks)
     tops, sums, all_tops, all_sums = logits.new_empty(4, count, blocks, dtype=torch.float32)
     scores = torch.empty_like(logits, dtype=torch.float32) if with_scores else tops
-    seen = integers if rows.seen is None else rows.seen.view(torch.uint8)
+    tables = (logits, integers, floats, integers if rows.seen is None else rows.seen.view(torch.uint8))
     weights = (scores, tops, sums, all_tops, all_sums)
     _weigh_kernel[count, blocks](
-        logits,
-        integers,
-        floats,
-        seen,
+        *tables,
         *weights,
-        vocabulary,
-        wide,
-        deep,
-        blocks,
+        *sizes,
         BLOCK=_BLOCK,
         SCORES=with_scores,
         PENALTY=mode.repetition_penalty,
-        STOPS=wide - _STOPS if mode.min_new_tokens else 0,
+        STOPS=integers.shape[1] - _STOPS if mode.min_new_tokens else 0,
     )
-    if mode.top_k_top_p or mode.min_p:
+    if with_bounds or mode.min_p:
         bounds, lasts = logits.new_empty(count, dtype=torch.float32), logits.new_empty(count, dtype=torch.int32)
-        if mode.top_k_top_p:
-            found = (bounds, lasts)
-            _bounds_kernel[(count,)](
-                scores, integers, floats, tops, *found, vocabulary, wide, deep, blocks, **constants
-            )
+        if with_bounds:
+            _bounds_kernel[(count,)](scores, integers, floats, tops, bounds, lasts, *sizes, **constants)
         _truncate_kernel[count, blocks](
-            scores,
-            floats,
-            tops,
-            sums,
-            bounds,
-            lasts,
-            vocabulary,
-            deep,
-            blocks,
-            **constants,
-            BOUNDS=mode.top_k_top_p,
-            MIN_P=mode.min_p,
+            scores, floats, tops, sums, bounds, lasts, *sizes, **constants, BOUNDS=with_bounds, MIN_P=mode.min_p
         )
     tokens, logprobs = integers.new_empty(count), logits.new_empty(2, count, dtype=torch.float32)
     _draw_kernel[(count,)](
-        logits,
-        integers,
-        floats,
-        seen,
+        *tables,
         *weights,
         tokens,
         *logprobs,
-        vocabulary,
-        wide,
-        deep,
-        blocks,
+        *sizes,
         **constants,
         SCORES=with_scores,
         SEEN=rows.seen is not None,
