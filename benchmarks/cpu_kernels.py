@@ -6,7 +6,7 @@ One layer of SmolLM2-135M's shape, float32, 32 rows: between 64 and 160 tokens, 
 mean of 112. torch attends over slots as long as the longest row (as `DecodeAttention` does), the kernel over blocks of
 16 tokens in random places. Each operation runs for one layer after the other, as in a model, so that no cache holds
 what the next layer needs; matrix products in between keep torch's threads busy. The two take turns; medians in
-microseconds per layer are printed.
+microseconds per layer are printed. Sampling runs once per step, over a vocabulary of 49,152 tokens.
 """
 
 from __future__ import annotations
@@ -15,15 +15,28 @@ import statistics
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hybrid_rlhf.generation import SamplingParams
+from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, SamplingMode
+from hybrid_rlhf.generation.batching.requests import Request
 from hybrid_rlhf.generation.model import cpu_kernels
 from hybrid_rlhf.generation.model.layers import rotate
+from hybrid_rlhf.generation.sampler import Sampler
+from hybrid_rlhf.runtime.world import solo_world
 
 ROWS, LAYERS, ROUNDS, BLOCK_TOKENS = 32, 30, 21, 16
 HEADS, KV_HEADS, D, HIDDEN, MLP = 9, 3, 64, 576, 1536
+VOCABULARY = 49_152
+SAMPLING = {
+    "from all": SamplingParams(),
+    "by temperature": SamplingParams(temperature=0.7),
+    "by top-k": SamplingParams(top_k=50),
+    "by top-p": SamplingParams(top_p=0.9),
+}
 SCALE, EPS = D**-0.5, 1e-5
 Operation = Callable[[int], object]
 """Of a layer."""
@@ -87,25 +100,43 @@ def row_operations() -> dict[str, tuple[Operation, Operation]]:
     }
 
 
-def microseconds(operation: Operation) -> float:
-    """Of one layer, between matrix products that are not counted."""
+def microseconds(operation: Operation, calls: int) -> float:
+    """Of one call, between matrix products that are not counted."""
     x, weight = torch.randn(ROWS, HIDDEN), torch.randn(HIDDEN, HIDDEN)
     spent = 0.0
-    for layer in range(LAYERS):
+    for layer in range(calls):
         torch.mm(x, weight)
         start = time.perf_counter()
         operation(layer)
         spent += time.perf_counter() - start
-    return spent / LAYERS * 1e6
+    return spent / calls * 1e6
 
 
-def compare(title: str, operations: dict[str, tuple[Operation, Operation]]) -> None:
+def sampling_operations() -> dict[str, tuple[Operation, Operation]]:
+    """By torch and by the kernel: a token per row from the logits of the whole vocabulary."""
+    cpu, logits = torch.device("cpu"), 2 * torch.randn(ROWS, VOCABULARY)
+    operations: dict[str, tuple[Operation, Operation]] = {}
+    for name, params in SAMPLING.items():
+        streams = [np.random.default_rng(row).random(4) for row in range(ROWS)]
+        requests = [Request((1,), row, params, frozenset({2}), stream) for row, stream in enumerate(streams)]
+        mode, rows = SamplingMode.of(requests), DecodeBatch.of(requests, vocab_size=VOCABULARY, device=cpu)
+        by_kernel = Sampler(VOCABULARY, mode, solo_world(cpu))
+        by_torch = Sampler(VOCABULARY, mode, solo_world(cpu))
+        by_torch._kernels = None
+        operations[f"sample {name}"] = (
+            lambda _, sampler=by_torch, rows=rows: sampler(logits, rows),
+            lambda _, sampler=by_kernel, rows=rows: sampler(logits, rows),
+        )
+    return operations
+
+
+def compare(title: str, operations: dict[str, tuple[Operation, Operation]], calls: int = LAYERS) -> None:
     """Print the medians of operations that take turns."""
     for name, both in operations.items():
         taken: tuple[list[float], list[float]] = ([], [])
         for turn in range(ROUNDS + 2):
             for operation, times in zip(both, taken, strict=True):
-                spent = microseconds(operation)
+                spent = microseconds(operation, calls)
                 if turn > 1:  # the first ones warm up
                     times.append(spent)
         by_torch, by_kernel = map(statistics.median, taken)
@@ -117,12 +148,13 @@ def main() -> None:
     if not cpu_kernels.available():
         raise SystemExit("the kernels cannot be compiled here")
     torch.manual_seed(0)
-    print(f"microseconds per layer, {torch.get_num_threads()} threads")
+    print(f"microseconds per layer and of sampling, {torch.get_num_threads()} threads")
     uniform = torch.linspace(64, 160, ROWS).long()
     ragged = torch.empty(ROWS).geometric_(1 / 112).long().clamp(max=1024)
     for title, lengths in (("64 to 160 tokens", uniform), (f"ragged, to {int(ragged.max())} tokens", ragged)):
         compare(title, attention_operations(lengths))
     compare("any length", row_operations())
+    compare("one step", sampling_operations(), calls=1)
 
 
 if __name__ == "__main__":

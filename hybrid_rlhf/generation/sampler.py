@@ -5,6 +5,9 @@ vocabulary, then the token in the block. A row costs one exponential per entry a
 ranks exchange two numbers per row and then the token; only truncation (top_p, top_k, min_p) and penalties gather the
 logits. Nothing synchronises with the host.
 
+Kernels compute the same from a whole vocabulary, without a sort (model/cpu_kernels.py, model/kernels/sampling.py). What
+is here in torch is their reference, and serves shared vocabularies and CPUs without a compiler.
+
 Cumulative sums are taken over integers: a float `cumsum` has no deterministic kernel on CUDA (pytorch issue 75240), and
 torch refuses it under `deterministic: true`. Integer sums do not depend on their order, so a row draws the same token
 on every device and in every batch.
@@ -20,6 +23,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, SamplingMode
+from hybrid_rlhf.generation.model.layers import kernels_for
 from hybrid_rlhf.generation.weights.split import share
 from hybrid_rlhf.runtime.world import World, solo_world
 
@@ -44,9 +48,12 @@ class Sampler:
         """Args: size of the vocabulary, what the requests need, and the tensor-parallel ranks that shard it."""
         self._vocab_size, self._mode, self._world = vocab_size, mode, world
         self._mine = share(vocab_size, world.rank, world.size)
+        self._kernels = kernels_for(world.device, torch.float32) if world.size == 1 else None
 
     def __call__(self, logits: Tensor, rows: DecodeBatch) -> SampledTokens:
         """Sample the next token of each row and append it to the row."""
+        if self._kernels is not None:
+            return SampledTokens(*self._kernels.sample(logits, rows, self._mode))
         mode, greedy = self._mode, rows.greedy if self._mode.greedy else None
         if mode.draws_from_all:
             scaled = self._scaled(logits, rows)

@@ -39,7 +39,6 @@ class VarlenAttention(Protocol):
         *,
         scale: float | None,
         window: int | None,
-        sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal attention within each sequence.
 
@@ -51,7 +50,6 @@ class VarlenAttention(Protocol):
             longest: length of the longest sequence, in queries and in keys.
             scale: scores are multiplied by it; none: 1 / sqrt(D).
             window: tokens that a query attends to, itself included; none: all before it.
-            sinks: [A], the score of a key without a value; without gradients.
 
         Returns:
             [N, A, D].
@@ -98,27 +96,21 @@ def _torch_varlen(
     *,
     scale: float | None,
     window: int | None,
-    sinks: Tensor | None = None,
 ) -> Tensor:
-    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+    from torch.nn.attention.varlen import varlen_attn
 
-    mixed, lse = varlen_attn(
+    mixed = varlen_attn(
         query,
         key,
         value,
         *ends,
         *longest,
-        return_aux=AuxRequest(lse=True),
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return mixed if sinks is None else _with_sinks(mixed, lse, sinks)
-
-
-def _with_sinks(mixed: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Attention [N, A, D] with one more score in the softmax, from that without and its log-sum-exp [A, N]."""
-    return mixed * (lse - sinks[:, None].float()).sigmoid().t()[:, :, None].to(mixed.dtype)
+    assert isinstance(mixed, Tensor)  # log-sum-exps come with it only on request
+    return mixed
 
 
 def _flash_attn_varlen(
@@ -130,9 +122,8 @@ def _flash_attn_varlen(
     *,
     scale: float | None,
     window: int | None,
-    sinks: Tensor | None = None,
 ) -> Tensor:
-    mixed, lse, _ = importlib.import_module("flash_attn").flash_attn_varlen_func(
+    mixed: Tensor = importlib.import_module("flash_attn").flash_attn_varlen_func(
         query,
         key,
         value,
@@ -142,6 +133,5 @@ def _flash_attn_varlen(
         causal=True,
         window_size=(-1 if window is None else window - 1, 0),
         deterministic=torch.are_deterministic_algorithms_enabled(),
-        return_attn_probs=True,
     )
-    return mixed if sinks is None else _with_sinks(mixed, lse, sinks)
+    return mixed

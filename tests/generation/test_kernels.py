@@ -18,18 +18,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybrid_rlhf.generation import GenerationEngine
+from hybrid_rlhf.generation import GenerationEngine, SamplingParams, sampler
 from hybrid_rlhf.generation.batching import workspace
 from hybrid_rlhf.generation.batching.cache import BLOCK_TOKENS, CacheLayout, KVCache
+from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, SamplingMode
 from hybrid_rlhf.generation.model import decoder, layers
-from hybrid_rlhf.generation.model.attention import Attention, DecodeRows
+from hybrid_rlhf.generation.model.attention import Attention, Chunks, DecodeRows
 from hybrid_rlhf.generation.model.layers import ACTIVATIONS, Norm
+from hybrid_rlhf.generation.sampler import Sampler
 from hybrid_rlhf.generation.weights.describe import describe
 from hybrid_rlhf.generation.weights.split import Split
-from hybrid_rlhf.runtime.world import default_device
+from hybrid_rlhf.runtime.world import default_device, solo_world
 from tests.support.families import variant
-from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, completions_alone, token_ids_of
+from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, completions_alone, requests_for, token_ids_of
 from tests.support.tiny import tiny_model
 
 pytest.importorskip("triton")
@@ -47,7 +50,7 @@ def on_the_device() -> Iterator[None]:
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels on the CPU too."""
-    for module in (decoder, layers):
+    for module in (decoder, layers, sampler):
         monkeypatch.setattr(module, "kernels_for", lambda device, dtype: kernels)
     yield
 
@@ -55,24 +58,30 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     "name", ["llama with biases", "mistral", "gemma2", "bloom", "falcon rw", "gpt2", "pythia", "phi3"]
 )
-@pytest.mark.parametrize("capacity", [40, 300])
-def test_a_step_attends_and_writes_as_torch_does(name: str, capacity: int, on_the_device: None) -> None:
+@pytest.mark.parametrize(("capacity", "starts", "lengths"), [(40, [], []), (300, [0, 21], [17, 40])])
+def test_a_step_attends_and_writes_as_torch_does(
+    name: str, capacity: int, starts: list[int], lengths: list[int], on_the_device: None
+) -> None:
+    """Rows alone, and with chunks; an engine computes chunks alone in its first step."""
     architecture, _ = describe(variant(name))
     split = Split.of(architecture, 0, 1)
     torch.manual_seed(0)
     layout = CacheLayout.of(architecture, capacity)
     blocks = -(-capacity // BLOCK_TOKENS)
     sizes = {"kv_heads": len(split.kv_heads), "head_dim": architecture.head_dim}
+    sequences = 3 + len(starts)
     caches = [
-        KVCache(layout, pages=3 * layout.tables * blocks, **sizes, dtype=torch.float32, device=DEVICE) for _ in "ab"
+        KVCache(layout, pages=sequences * layout.tables * blocks, **sizes, dtype=torch.float32, device=DEVICE)
+        for _ in "ab"
     ]
     for store in ("keys", "values"):
         filled = torch.randn_like(caches[0].keys)
         for cache in caches:
             getattr(cache, store).copy_(filled)
-    pages = torch.randperm(caches[0].pages).int().view(layout.tables, 3, blocks)
-    positions = torch.tensor([capacity - 1, 0, capacity // 2])
-    qkv = torch.randn(3, len(split.heads) + 2 * len(split.kv_heads), architecture.head_dim)
+    pages = torch.randperm(caches[0].pages).int().view(layout.tables, sequences, blocks)
+    at = torch.tensor([capacity - 1, 0, capacity // 2])
+    positions = torch.cat([at, *(start + torch.arange(length) for start, length in zip(starts, lengths, strict=True))])
+    qkv = torch.randn(len(positions), len(split.heads) + 2 * len(split.kv_heads), architecture.head_dim)
     rotary = architecture.kinds[0].rotary
     table = None
     if rotary is not None:
@@ -83,7 +92,8 @@ def test_a_step_attends_and_writes_as_torch_does(name: str, capacity: int, on_th
     mixed = []
     for cache, used in zip(caches, (None, kernels), strict=True):
         attention = Attention(architecture, split, cache, capacity_tokens=capacity, kernels=used)
-        attend = attention.step(DecodeRows(pages, positions, capacity))
+        chunks = Chunks(pages[:, 3:, :4], starts, lengths) if starts else None
+        attend = attention.step(DecodeRows(pages[:, :3], at, capacity), chunks)
         mixed.append([attend(layer, qkv, table, None) for layer in range(architecture.layers)])
     torch.testing.assert_close(mixed[1], mixed[0], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(caches[1].keys, caches[0].keys)
@@ -96,7 +106,7 @@ def test_a_step_attends_and_writes_as_torch_does(name: str, capacity: int, on_th
 def test_parts_of_a_row_combine_to_the_whole(
     splits: int, dtype: torch.dtype, with_sinks: bool, monkeypatch: pytest.MonkeyPatch, on_the_device: None
 ) -> None:
-    monkeypatch.setattr(kernels, "_splits", lambda programs, capacity: splits)
+    monkeypatch.setattr(kernels.attention, "_splits", lambda programs, capacity: (splits, 16))
     torch.manual_seed(0)
     queries, (keys, values) = torch.randn(3, 6, 24).to(dtype), torch.randn(2, 140, 16, 2, 24).to(dtype)
     positions, pages = torch.tensor([699, 3, 200]), torch.randperm(140)[:132].int().view(3, 44)
@@ -113,6 +123,113 @@ def test_parts_of_a_row_combine_to_the_whole(
         expected = (scores.softmax(dim=1)[:, None, : position + 1] @ v)[:, 0]
         close = {"atol": 1e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-2, "rtol": 1e-2}
         torch.testing.assert_close(found[row].double(), expected, **close)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("d", "group"), [(64, 1), (64, 3), (64, 7), (64, 71), (80, 1), (96, 1), (128, 4), (128, 5), (128, 16), (256, 2)]
+)
+def test_rows_and_chunks_of_every_head_and_group_size(
+    d: int, group: int, dtype: torch.dtype, on_the_device: None
+) -> None:
+    """Those of the family table, in one launch: a long and a short row, a chunk and the first tokens of a sequence."""
+    torch.manual_seed(0)
+    keys, values = torch.randn(2, 40, 16, 2, d).to(dtype)
+    pages, positions = torch.randperm(40).int().view(4, 10), torch.tensor([150, 3])
+    starts, lengths = [20, 0], [11, 3]
+    queries = torch.randn(2 + sum(lengths), 2 * group, d).to(dtype)
+    tiles = kernels.chunk_tiles(2, starts, lengths, group=group, head_dim=d, dtype=dtype)
+    assert sum(count for *_, count in tiles) == sum(lengths)
+    found = kernels.paged_attention(
+        queries, keys, values, pages, positions, scale=d**-0.5, tiles=torch.tensor(tiles, dtype=torch.int32)
+    )
+    tokens = [(0, 150), (1, 3), *((2, 20 + i) for i in range(11)), *((3, i) for i in range(3))]
+    for token, (sequence, position) in enumerate(tokens):
+        k, v = (
+            x[pages[sequence].long()].flatten(0, 1)[: position + 1].double().repeat_interleave(group, dim=1)
+            for x in (keys, values)
+        )
+        weights = (torch.einsum("ad,sad->as", queries[token].double(), k) * d**-0.5).softmax(dim=1)
+        close = {"atol": 1e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-2, "rtol": 1e-2}
+        torch.testing.assert_close(found[token].double(), torch.einsum("as,sad->ad", weights, v), **close)
+
+
+def test_a_step_of_rows_and_chunks_is_one_launch_and_one_that_combines(
+    on_the_device: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = count_launches(monkeypatch, kernels.attention)
+    keys, values = torch.randn(2, 64, 16, 2, 16)
+    pages = torch.arange(64).int().view(4, 16)
+    for positions, sequences, expected in (([200, 3], 2, 2), ([200, 3], 0, 2), ([], 4, 1)):
+        counts.clear()
+        lengths = [9, 5, 1, 30][:sequences]
+        tiles = kernels.chunk_tiles(len(positions), [0] * sequences, lengths, group=1, head_dim=16, dtype=torch.float32)
+        queries = torch.randn(len(positions) + sum(lengths), 2, 16)
+        given = torch.tensor(tiles, dtype=torch.int32) if tiles else None
+        at = torch.tensor(positions, dtype=torch.long)
+        kernels.paged_attention(queries, keys, values, pages, at, scale=0.25, tiles=given)
+        assert len(counts) == expected, counts
+
+
+@pytest.mark.parametrize(
+    ("cut", "expected"),
+    [
+        ({}, 2),
+        ({"temperature": 0.0}, 2),
+        ({"repetition_penalty": 1.2, "min_new_tokens": 2}, 2),
+        ({"min_p": 0.1}, 3),
+        ({"top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2, "min_new_tokens": 2}, 4),
+    ],
+)
+def test_sampling_takes_two_to_four_launches_and_nothing_of_torch(
+    cut: dict[str, Any], expected: int, on_the_device: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = requests_for([SamplingParams(**cut)] * 2)
+    rows = DecodeBatch.of(asked, vocab_size=300, device=DEVICE)
+    logits, sample = torch.randn(2, 300), Sampler(300, SamplingMode.of(asked), solo_world(DEVICE))
+    sample._kernels = kernels
+    counts = count_launches(monkeypatch, kernels.sampling)
+    with Operations() as operations:
+        sample(logits, rows)
+    assert len(counts) == expected
+    assert operations.found <= {
+        "aten.empty.memory_format",
+        "aten.new_empty.default",
+        "aten.unbind.int",
+        "aten.select.int",
+        "aten.empty_like.default",
+        "aten.view.dtype",
+        "aten.detach.default",
+    }, operations.found
+
+
+class Operations(TorchDispatchMode):
+    """Names of the operations of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def count_launches(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[str]:
+    """Names of the kernels of a module that are launched from now on; they do not run."""
+    launched: list[str] = []
+
+    class Counted:
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def __getitem__(self, grid: Any) -> Any:
+            launched.append(self._name)
+            return lambda *given, **constants: None
+
+    for name in [name for name in vars(module) if name.endswith("_kernel")]:
+        monkeypatch.setattr(module, name, Counted(name))
+    return launched
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -147,7 +264,7 @@ def test_a_family_samples_with_kernels_what_it_does_without(
     found = token_ids_of(
         GenerationEngine.from_model(model, stop_token_ids=STOP_TOKEN_IDS).generate(PROMPTS[:3], sampling)
     )
-    for module in (decoder, layers):
+    for module in (decoder, layers, sampler):
         monkeypatch.setattr(module, "kernels_for", lambda device, dtype: None)
     assert found == token_ids_of(
         GenerationEngine.from_model(model, stop_token_ids=STOP_TOKEN_IDS).generate(PROMPTS[:3], sampling)
@@ -182,47 +299,53 @@ _COMPILE = """
 import json, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from hybrid_rlhf.generation.model import kernels
+from hybrid_rlhf.generation.model.kernels import attention as heads, rows, sampling
 
 TYPES = {"*bf16": torch.bfloat16, "*fp32": torch.float32}
+POINTERS = {"*fp32": "tops sums all_tops all_sums bias sinks scores bounds logprobs sampling_logprobs parts",
+            "*i64": "positions places integers tokens", "*i32": "pages tiles lasts", "*fp64": "floats", "*u8": "seen"}
+NUMBERS = {"fp32": "scale cap eps", "i32": "window rows kv_heads row_pages bias_keys width vocabulary integer_columns "
+           "float_columns blocks"}
+KINDS = {name: kind for kinds in (POINTERS, NUMBERS) for kind, names in kinds.items() for name in names.split()}
 
-def shared_bytes(kernel, constants, floats=(), model="*bf16"):
-    pointers = {"positions": "*i64", "places": "*i64", "pages": "*i32"}
-    pointers |= {"tops": "*fp32", "sums": "*fp32", "bias": "*fp32", "sinks": "*fp32"}
-    scalars = {"scale", "cap", "eps"}
-    counts = {"window", "kv_heads", "row_pages", "bias_keys", "width"}
-    signature = {}
-    for name in kernel.arg_names:
-        if name in constants: signature[name] = "constexpr"
-        elif name in scalars: signature[name] = "fp32"
-        elif name in counts: signature[name] = "i32"
-        else: signature[name] = "*fp32" if name in floats else pointers.get(name, model)
+def shared_bytes(kernel, constants, model="*bf16", target=90):
+    signature = {name: "constexpr" if name in constants else KINDS.get(name, model) for name in kernel.arg_names}
     # as at run time: what is a multiple of 16 is loaded ahead into shared memory
     aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names)
                if signature[name].startswith("*")}
     source = ASTSource(kernel, signature, constants, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32)).metadata.shared
+    return triton.compile(source, target=GPUTarget("cuda", target, 32)).metadata.shared
 
-def attention(d, model, splits=8, cap=False, bias=False, window=False, sinks=False):
+def attention(d, model, target=90, group=7, splits=8, tiles=False, cap=False, bias=False, window=False, sinks=False):
     pad = max(16, triton.next_power_of_2(d))
-    constants = dict(N=16, G=7, G_PAD=16, D=d, D_PAD=pad, KEYS=kernels.keys_at_once(pad, TYPES[model]), SPLITS=splits,
-                     CAP=cap, BIAS=bias, WINDOW=window, SINKS=sinks)
-    floats = ("out",) if splits > 1 else ()
-    return shared_bytes(kernels._decode_attention_kernel, constants, floats, model)
+    queries = heads.queries_at_once(group, pad, TYPES[model]) if tiles else max(16, triton.next_power_of_2(group))
+    constants = dict(N=16, G=group, QUERIES=queries, D=d, D_PAD=pad, KEYS=heads.keys_at_once(pad, TYPES[model]),
+                     SPLITS=splits, SPAN=128, TILES=tiles, CAP=cap, BIAS=bias, WINDOW=window, SINKS=sinks)
+    return shared_bytes(heads._attention_kernel, constants, model, target)
 """
 
 _ALL = """
-for width in (0, 64, 16):
-    shared_bytes(kernels._rotate_and_write_kernel, dict(HEADS=14, D=64, D_PAD=64, WIDTH=width))
-for splits in (1, 8):
-    for flags in ((0, 0, 0, 0), (1, 0, 1, 0), (0, 1, 0, 0), (0, 0, 1, 1)):
-        attention(80, "*bf16", splits, *map(bool, flags))
-shared_bytes(kernels._combine_kernel, dict(D=80, D_PAD=128, SPLITS=8), floats=("parts",))
-for in_float32 in (False, True):
-    shared_bytes(kernels._add_rms_norm_kernel, dict(WIDTH=896, PAD=1024, IN_FLOAT32=in_float32))
-for activation in range(4):
-    shared_bytes(kernels._gated_kernel, dict(ACTIVATION=activation, BLOCK=1024))
-print(json.dumps("compiled"))
+def compile_all(target):
+    def compiled(kernel, model="*bf16", **constants):
+        shared_bytes(kernel, constants, model, target)
+    for width in (0, 64, 16):
+        compiled(rows._rotate_and_write_kernel, HEADS=14, D=64, D_PAD=64, WIDTH=width)
+    for splits, tiles in ((1, False), (8, False), (1, True), (8, True)):
+        for flags in ((0, 0, 0, 0), (1, 0, 1, 0), (0, 1, 0, 0), (0, 0, 1, 1)):
+            attention(80, "*bf16", target, 7, splits, tiles, *map(bool, flags))
+    compiled(heads._combine_kernel, D=80, D_PAD=128, SPLITS=8)
+    for in_float32 in (False, True):
+        compiled(rows._add_rms_norm_kernel, WIDTH=896, PAD=1024, IN_FLOAT32=in_float32)
+    for activation in range(4):
+        compiled(rows._gated_kernel, ACTIVATION=activation, BLOCK=1024)
+    blocks = dict(BLOCK=1024, C_PAD=256)
+    for model in TYPES:
+        for scores, penalty, stops in ((False, False, 0), (True, False, 0), (True, True, 3)):
+            compiled(sampling._weigh_kernel, model, BLOCK=1024, SCORES=scores, PENALTY=penalty, STOPS=stops)
+            compiled(sampling._draw_kernel, model, **blocks, SCORES=scores, SEEN=penalty)
+    compiled(sampling._bounds_kernel, **blocks)
+    for bounds, min_p in ((True, False), (False, True), (True, True)):
+        compiled(sampling._truncate_kernel, **blocks, BOUNDS=bounds, MIN_P=min_p)
 """
 
 
@@ -239,9 +362,10 @@ def compiled(script: str) -> Any:
 
 
 @pytest.mark.slow
-def test_the_kernels_compile_for_a_gpu() -> None:
-    """For sm_90, all the way to machine code."""
-    assert compiled(_ALL) == "compiled"
+@pytest.mark.parametrize("target", [80, 90, 100])
+def test_the_kernels_compile_for_a_gpu(target: int) -> None:
+    """All the way to machine code."""
+    assert compiled(f"{_ALL}compile_all({target})\nprint(json.dumps('compiled'))") == "compiled"
 
 
 HEAD_DIMS = {
@@ -256,17 +380,23 @@ LEAST_SHARED_BYTES = 101_376
 """What a program may take on sm_86 and sm_89; sm_80 has 166,912, sm_90 has 232,448."""
 
 
+GROUPS = {64: (1, 3, 71), 80: (1,), 96: (1, 4), 128: (1, 5, 16), 256: (2,)}
+"""Queries of a KV head at each head size; others take tiles of the same sizes."""
+
+
 @pytest.mark.slow
-def test_attention_of_every_head_size_fits_into_shared_memory() -> None:
-    pairs = [(d, model) for d in HEAD_DIMS for model in ("*bf16", "*fp32")]
-    found = compiled(f"print(json.dumps([attention(d, model) for d, model in {pairs}]))")
-    taken = dict(zip(pairs, found, strict=True))
-    assert all(0 < taken[pair] <= LEAST_SHARED_BYTES for pair in pairs), taken
+@pytest.mark.parametrize("target", [80, 90, 100])
+def test_attention_of_every_head_and_group_size_fits_into_shared_memory(target: int) -> None:
+    """Rows and chunks; rows alone have smaller tiles of queries."""
+    shapes = [(d, model, group) for d in HEAD_DIMS for model in ("*bf16", "*fp32") for group in GROUPS[d]]
+    calls = f"attention(d, model, {target}, group, tiles=True) for d, model, group in {shapes}"
+    taken = dict(zip(shapes, compiled(f"print(json.dumps([{calls}]))"), strict=True))
+    assert all(0 < taken[shape] <= LEAST_SHARED_BYTES for shape in shapes), taken
 
 
 @pytest.mark.parametrize("d", HEAD_DIMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tiles_of_keys_have_a_size_that_triton_multiplies(d: int, dtype: torch.dtype) -> None:
-    keys = kernels.keys_at_once(1 << (d - 1).bit_length(), dtype)
+    keys = kernels.attention.keys_at_once(1 << (d - 1).bit_length(), dtype)
     assert keys in (16, 32, 64)
     assert keys == 16 or keys * (1 << (d - 1).bit_length()) * dtype.itemsize <= 16 * 1024

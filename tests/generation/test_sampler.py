@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hybrid_rlhf.generation import sampler
 from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, SamplingMode
 from hybrid_rlhf.generation.batching.requests import Request
+from hybrid_rlhf.generation.model import cpu_kernels
 from hybrid_rlhf.generation.sampler import SampledTokens, Sampler, running_sums
 from hybrid_rlhf.generation.sampling import SamplingParams
 from hybrid_rlhf.generation.weights.split import share
@@ -26,6 +28,22 @@ from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.generation import requests_for
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=["torch", "compiled"])
+def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In torch, and by the compiled kernel."""
+    if request.param == "compiled" and not cpu_kernels.available():
+        pytest.skip("the CPU kernels cannot be compiled here")
+    used = cpu_kernels if request.param == "compiled" else None
+    monkeypatch.setattr(sampler, "kernels_for", lambda device, dtype: used)
+    yield
+
+
+@pytest.fixture
+def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In torch, where there are kernels too."""
+    monkeypatch.setattr(sampler, "kernels_for", lambda device, dtype: None)
 
 
 def drawn(logits: Tensor, params: SamplingParams | Sequence[SamplingParams], **other: Any) -> SampledTokens:
@@ -43,7 +61,7 @@ def draw_for(
 
 @pytest.mark.parametrize("vocabulary", [5, 128, 1000])
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_frequencies_are_those_of_the_softmax(vocabulary: int, temperature: float) -> None:
+def test_frequencies_are_those_of_the_softmax(vocabulary: int, temperature: float, by: None) -> None:
     torch.manual_seed(0)
     draws = 40_000
     logits = torch.randn(1, vocabulary) * 2
@@ -60,7 +78,7 @@ def test_frequencies_are_those_of_the_softmax(vocabulary: int, temperature: floa
     assert statistic < cells + 4 * (2 * cells) ** 0.5, "4 deviations of chi-square"
     logprobs = probs.log()[found.tokens].float()
     torch.testing.assert_close(found.logprobs, logprobs, atol=1e-5, rtol=1e-5)
-    assert found.sampling_logprobs is found.logprobs
+    assert torch.equal(found.sampling_logprobs, found.logprobs)
 
 
 def slow_set(logits: Tensor, params: SamplingParams) -> dict[int, float]:
@@ -81,7 +99,7 @@ def slow_set(logits: Tensor, params: SamplingParams) -> dict[int, float]:
     return {token: weights[token] / total for token in kept}
 
 
-@examples(max_examples=40, deadline=None)
+@examples(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 1000),
     top_k=st.sampled_from([0, 1, 3, 20]),
@@ -90,7 +108,7 @@ def slow_set(logits: Tensor, params: SamplingParams) -> dict[int, float]:
     temperature=st.sampled_from([0.5, 1.0, 2.0]),
 )
 def test_only_the_cut_set_is_drawn_and_both_logprobs_are_known(
-    seed: int, top_k: int, top_p: float, min_p: float, temperature: float
+    by: None, seed: int, top_k: int, top_p: float, min_p: float, temperature: float
 ) -> None:
     logits = torch.randn(1, 30, generator=torch.Generator().manual_seed(seed)) * 2
     params = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature)
@@ -117,7 +135,7 @@ class FloatCumsums(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("cut", [{}, {"top_p": 0.8}, {"top_k": 5, "min_p": 0.01}])
-def test_draws_take_no_running_sum_of_floats(cut: dict[str, Any]) -> None:
+def test_draws_take_no_running_sum_of_floats(cut: dict[str, Any], by_torch: None) -> None:
     """Such a sum has no deterministic kernel on CUDA."""
     with FloatCumsums() as mode:
         drawn(torch.randn(3, 300), SamplingParams(**cut))
@@ -137,7 +155,7 @@ def test_running_sums_are_those_of_floats_in_any_order() -> None:
     assert torch.equal(*places)
 
 
-def test_rows_keep_their_own_settings_and_their_own_numbers() -> None:
+def test_rows_keep_their_own_settings_and_their_own_numbers(by: None) -> None:
     torch.manual_seed(0)
     logits = torch.randn(5, 40) * 3
     params = [
@@ -157,7 +175,7 @@ def test_rows_keep_their_own_settings_and_their_own_numbers() -> None:
 
 
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-53])
-def test_no_number_draws_a_token_without_probability(uniform: float) -> None:
+def test_no_number_draws_a_token_without_probability(uniform: float, by: None) -> None:
     logits = torch.full((1, 300), -torch.inf)
     logits[0, [5, 170]] = 0.0
     (request,) = requests_for([SamplingParams()])
@@ -166,7 +184,7 @@ def test_no_number_draws_a_token_without_probability(uniform: float) -> None:
     assert token == (5 if uniform < 0.5 else 170)
 
 
-def test_repetition_penalty_and_min_new_tokens() -> None:
+def test_repetition_penalty_and_min_new_tokens(by: None) -> None:
     logits = torch.tensor([[3.0, 2.9, 4.0, -1.0, -1.1]])
     assert int(drawn(logits, SamplingParams(temperature=0.0)).tokens) == 2
     assert int(drawn(logits, SamplingParams(temperature=0.0, min_new_tokens=1)).tokens) == 0, "2 is the stop token"

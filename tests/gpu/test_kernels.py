@@ -11,16 +11,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from hybrid_rlhf.functional.masking import position_ids
-from hybrid_rlhf.generation import GenerationEngine
+from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.batching.capacity import DeviceMemory, device_memory
+from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, SamplingMode
 from hybrid_rlhf.generation.model.layers import ACTIVATIONS
 from hybrid_rlhf.generation.model.quantised import QuantisedLinear, Quantization, quantise
+from hybrid_rlhf.generation.sampler import Sampler
 from hybrid_rlhf.models.packing import pack, use_packing
 from hybrid_rlhf.models.policy import Policy
 from hybrid_rlhf.models.varlen import boundaries, varlen_attention
 from hybrid_rlhf.runtime.world import solo_world
 from tests.support.families import variant
-from tests.support.generation import SHORT_PROMPTS, SHORT_SAMPLED
+from tests.support.generation import SHORT_PROMPTS, SHORT_SAMPLED, requests_for
 from tests.support.tensors import slow_varlen
 from tests.support.tiny import tiny_model
 
@@ -56,7 +58,7 @@ def test_attention_of_a_step(
 ) -> None:
     from hybrid_rlhf.generation.model import kernels
 
-    monkeypatch.setattr(kernels, "_splits", lambda programs, capacity: splits)
+    monkeypatch.setattr(kernels.attention, "_splits", lambda programs, capacity: (splits, 16))
     torch.manual_seed(0)
     rows, kv_heads, capacity = 16, 4, 4224
     keys, values = random(2, rows * capacity // 16, 16, kv_heads, d, dtype=dtype)
@@ -77,7 +79,7 @@ def test_a_cache_of_more_than_two_to_the_31_elements(splits: int, monkeypatch: p
     rows, kv_heads, capacity, d = 80, 8, 32768, 128
     if device_memory(GPU).available < 16 * 2**30:
         pytest.skip("needs 16 GiB")
-    monkeypatch.setattr(kernels, "_splits", lambda programs, capacity: splits)
+    monkeypatch.setattr(kernels.attention, "_splits", lambda programs, capacity: (splits, 16))
     torch.manual_seed(0)
     keys, values = (random(rows * capacity // 16, 16, kv_heads, d, dtype=torch.bfloat16) for _ in "kv")
     pages = torch.arange(len(keys), device=GPU, dtype=torch.int32).view(rows, -1)
@@ -93,6 +95,45 @@ def test_a_cache_of_more_than_two_to_the_31_elements(splits: int, monkeypatch: p
     for row in (0, rows - 1):
         expected = exact_row(queries, keys, values, pages, row, capacity - 1, d**-0.5)
         torch.testing.assert_close(found[row].double(), expected, atol=2e-3, rtol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("group", "d"), SHAPES)
+def test_attention_of_rows_and_chunks(group: int, d: int, dtype: torch.dtype) -> None:
+    from hybrid_rlhf.generation.model import kernels
+
+    torch.manual_seed(0)
+    kv_heads, starts, lengths = 4, [0, 700, 33], [600, 1, 100]
+    keys, values = random(2, 5 * 80, 16, kv_heads, d, dtype=dtype)
+    pages, positions = torch.randperm(len(keys), device=GPU).int().view(5, -1), torch.tensor([1279, 0], device=GPU)
+    queries = random(2 + sum(lengths), group * kv_heads, d, dtype=dtype)
+    tiles = kernels.chunk_tiles(2, starts, lengths, group=group, head_dim=d, dtype=dtype)
+    given = torch.tensor(tiles, dtype=torch.int32, device=GPU)
+    found = kernels.paged_attention(queries, keys, values, pages, positions, scale=d**-0.5, tiles=given)
+    for token, sequence, position in ((0, 0, 1279), (1, 1, 0), (2, 2, 0), (601, 2, 599), (602, 3, 700), (702, 4, 132)):
+        one, at = queries[token : token + 1], pages[sequence : sequence + 1]
+        expected = exact_row(one, keys, values, at, 0, position, d**-0.5)
+        torch.testing.assert_close(found[token].double(), expected, atol=CLOSE[dtype], rtol=CLOSE[dtype])
+
+
+@pytest.mark.parametrize("cut", [{}, {"top_k": 50}, {"top_p": 0.9}, {"top_k": 1000, "top_p": 0.99, "min_p": 0.001}])
+@pytest.mark.parametrize("vocabulary", [49_152, 152_064, 262_144])
+def test_sampling_from_large_vocabularies(vocabulary: int, cut: dict[str, float]) -> None:
+    """Against torch on the same device; a token may differ where a uniform number is at a boundary."""
+    torch.manual_seed(0)
+    asked = requests_for([SamplingParams(temperature=0.8, **cut)] * 64)  # type: ignore[arg-type]
+    logits, drawn = 3 * random(64, vocabulary, dtype=torch.float32), []
+    for by_kernel in (True, False):
+        rows = DecodeBatch.of(asked, vocab_size=vocabulary, device=GPU)
+        sampler = Sampler(vocabulary, SamplingMode.of(asked), solo_world(GPU))
+        if not by_kernel:
+            sampler._kernels = None
+        drawn.append(sampler(logits, rows))
+    same = drawn[0].tokens == drawn[1].tokens
+    assert same.sum() >= 62
+    for name in ("logprobs", "sampling_logprobs"):
+        found, expected = (getattr(each, name)[same] for each in drawn)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

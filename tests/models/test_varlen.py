@@ -1,34 +1,25 @@
-"""The varlen path with a slow kernel in the place of the GPU's: packed rows, prefills, and who chooses it."""
+"""The varlen path with a slow kernel in the place of the GPU's: packed rows, and who chooses it."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.generation import GenerationEngine
-from hybrid_rlhf.generation.model import attention
 from hybrid_rlhf.models import packing, varlen
 from hybrid_rlhf.models.policy import Policy
 from hybrid_rlhf.runtime import world
-from tests.support.families import variant
-from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, token_ids_of
 from tests.support.models import assert_same_gradients, packed_and_padded, padded_rows
 from tests.support.tensors import VARLEN_CALLS, slow_varlen
-from tests.support.tiny import tiny_model
 
 
 @pytest.fixture
 def on_varlen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel is taken everywhere."""
     VARLEN_CALLS.clear()
-    modules: tuple[ModuleType, ...] = (packing, attention)
-    for module in modules:
-        monkeypatch.setattr(module, "varlen_attention", lambda device, dtype, head_dim: slow_varlen)
+    monkeypatch.setattr(packing, "varlen_attention", lambda device, dtype, head_dim: slow_varlen)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -57,30 +48,6 @@ def test_capped_scores_are_not_given_to_a_varlen_kernel(on_varlen: None) -> None
     ids, mask = padded_rows([9, 1, 5, 7], left=False)
     assert_same_gradients(Policy(packed), Policy(padded), ids, mask, mask, 1.0)
     assert not VARLEN_CALLS
-
-
-@pytest.mark.parametrize("name", ["llama with biases", "mistral", "gemma3", "gpt_oss", "opt", "phi3"])
-@pytest.mark.parametrize("chunk", [5, 1000])
-def test_a_prefill_in_one_call_samples_what_one_of_each_length_does(name: str, chunk: int, on_varlen: None) -> None:
-    """Prompts of many lengths, prefixes that are shared, and chunks."""
-    model = variant(name)
-    found = GenerationEngine.from_model(model, stop_token_ids=STOP_TOKEN_IDS, prefill_tokens=chunk).generate(
-        PROMPTS, SAMPLED
-    )
-    assert max(VARLEN_CALLS) > 1
-    VARLEN_CALLS.clear()
-    expected = GenerationEngine.from_model(model, stop_token_ids=STOP_TOKEN_IDS, backend="module").generate(
-        PROMPTS, SAMPLED
-    )
-    assert token_ids_of(found) == token_ids_of(expected) and not VARLEN_CALLS
-
-
-def test_a_prefill_costs_one_call_a_layer(on_varlen: None) -> None:
-    prompts = [list(range(3, 3 + length)) for length in (4, 7, 9, 4)]
-    GenerationEngine.from_model(tiny_model(), stop_token_ids=()).generate(
-        prompts, replace(SAMPLED, max_new_tokens=1, n=1)
-    )
-    assert VARLEN_CALLS == [4] * tiny_model().config.num_hidden_layers
 
 
 def test_the_kernel_is_for_half_precision_on_newer_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

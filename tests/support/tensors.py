@@ -9,8 +9,6 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybrid_rlhf.models.varlen import _with_sinks
-
 VARLEN_CALLS: list[int] = []
 """Sequences of each call of the kernel."""
 
@@ -39,7 +37,6 @@ def slow_varlen(
     *,
     scale: float | None,
     window: int | None,
-    sinks: Tensor | None = None,
 ) -> Tensor:
     """The contract of varlen.VarlenAttention, a sequence at a time."""
     assert all(end.dtype == torch.int32 and end[0] == 0 and end.dim() == 1 for end in ends)
@@ -55,8 +52,5 @@ def slow_varlen(
         group = q.shape[0] // k.shape[0]
         k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
         mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale).transpose(0, 1)
-        if sinks is not None:
-            scores = (q @ k.transpose(1, 2)) * scale
-            mixed = _with_sinks(mixed, scores.masked_fill(~seen, -torch.inf).logsumexp(dim=-1), sinks)
         parts.append(mixed)
     return torch.cat(parts)

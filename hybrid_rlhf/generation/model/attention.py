@@ -1,9 +1,9 @@
 """Attention of new tokens over the paged KV cache, in steps that mix prompts with decoding rows.
 
 A step computes one token for each decoding row, and chunks of prompts. It first rotates queries and keys and writes the
-new keys and values to the cache, so that a sequence may read what another one in the same step computes. Rows then
-attend through kernels that read pages in place (kernels.py, cpu_kernels.py), chunks through a varlen kernel
-(models/varlen.py). Where there is no kernel, torch gathers the pages of each sequence.
+new keys and values to the cache, so that a sequence may read what another one in the same step computes. On a GPU one
+kernel then reads pages in place, for rows and chunks at once (kernels/attention.py). On a CPU there is one for rows
+(cpu_kernels.py). Where there is none, torch gathers the pages of each sequence.
 
 Shapes: T tokens, B rows, A heads and K KV heads of this rank, G = A / K, D head size, R rotated dimensions, L new
 tokens, S tokens in all, M blocks of the longest sequence.
@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from hybrid_rlhf.generation.batching.cache import BLOCK_TOKENS, KVCache, blocks_of
+from hybrid_rlhf.generation.model import cpu_kernels
 from hybrid_rlhf.generation.model.layers import rotate
 from hybrid_rlhf.generation.weights.description import ModelDescription
 from hybrid_rlhf.generation.weights.split import Split
-from hybrid_rlhf.models.varlen import boundaries, varlen_attention
 
 Table = tuple[Tensor, Tensor] | None
 """Cosines and signed sines [T, 1, R] of the new tokens; none: the model has no rotary positions."""
@@ -38,6 +38,13 @@ class AttentionFunction(Protocol):
 
         `sinks` [A] are scores of a key without a value (arXiv 2309.17453, section 3.1; gpt-oss).
         """
+
+
+class _Part(Protocol):
+    """Attention of some tokens of a step in one layer."""
+
+    def __call__(self, kind: int, table: int, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
+        """As queries [n, A, D], over pages [P, BLOCK_TOKENS, K, D]."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +71,6 @@ class Chunks:
     lengths: Sequence[int]
     slots: Tensor | None = None
     """[chunks], as in DecodeRows."""
-
-    @property
-    def ends(self) -> list[int]:
-        """Tokens of each sequence up to the end of its chunk."""
-        return [start + length for start, length in zip(self.starts, self.lengths, strict=True)]
 
 
 class Attention:
@@ -97,14 +99,36 @@ class Attention:
             places = torch.arange(capacity_tokens)
             self.alibi = ((slopes * places).float() * architecture.alibi_scale).to(self._dtype).float().to(device)
 
-        self.varlen = None
-        """Varlen kernel of chunks; none where there is none, or the model caps or biases scores."""
-        if self.alibi is None and architecture.attention_softcap is None:
-            self.varlen = varlen_attention(device, self._dtype, architecture.head_dim)
-
     def step(self, rows: DecodeRows | None, chunks: Chunks | None = None) -> StepAttention:
         """Attention of a step, the tokens of which are those of the rows, then those of each chunk."""
         return StepAttention(self, rows, chunks)
+
+    def by_kernel(
+        self,
+        kind: int,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        pages: Tensor,
+        positions: Tensor,
+        **given: Tensor | None,
+    ) -> Tensor:
+        """`paged_attention` of the kernels, with what the architecture adds to scores."""
+        own = self.architecture.kinds[kind]
+        assert self.kernels is not None
+        mixed: Tensor = self.kernels.paged_attention(
+            q,
+            keys,
+            values,
+            pages,
+            positions,
+            scale=own.scale,
+            window=own.window,
+            softcap=self.architecture.attention_softcap,
+            bias=self.alibi,
+            **given,
+        )
+        return mixed
 
     def rotated(self, qkv: Tensor, table: Table) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [T, A, D], keys and values [T, K, D]."""
@@ -178,38 +202,40 @@ class StepAttention:
 
     def __init__(self, attention: Attention, rows: DecodeRows | None, chunks: Chunks | None) -> None:
         self._attention = attention
-        self._batch = 0 if rows is None else len(rows.positions)
-        parts = []
-        self._decode: RowAttention | RowKernel | None = None
+        places: list[Tensor] = []
+        self._parts: list[tuple[slice, _Part]] = []
+        """Tokens, and what computes them."""
+        batch = 0 if rows is None else len(rows.positions)
         if rows is not None:
-            parts.append(_places(rows.pages, torch.arange(self._batch, device=rows.positions.device), rows.positions))
-            kernel = attention.kernels is not None
-            self._decode = RowKernel(attention, rows) if kernel else RowAttention(attention, rows)
-        self._prefill: ChunkAttention | VarlenChunks | None = None
+            sequences = torch.arange(batch, device=rows.positions.device)
+            places.append(_places(rows.pages, sequences, rows.positions))
         if chunks is not None:
-            parts.append(_chunk_places(chunks, chunks.starts, chunks.lengths))
-            self._prefill = (ChunkAttention if attention.varlen is None else VarlenChunks)(attention, chunks)
-        self.places = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+            places.append(_chunk_places(chunks, chunks.starts, chunks.lengths))
+        self.places = torch.cat(places, dim=1) if len(places) > 1 else places[0]
         """[page tables, T] where the new tokens lie in a cache [P * BLOCK_TOKENS]."""
+        if chunks is not None and attention.kernels not in (None, cpu_kernels):
+            self._parts.append((slice(None), MixedKernel(attention, rows, chunks)))
+            return
+        if rows is not None:
+            with_kernel = attention.kernels is not None
+            decode = RowKernel(attention, rows) if with_kernel else RowAttention(attention, rows)
+            self._parts.append((slice(batch), decode))
+        if chunks is not None:
+            self._parts.append((slice(batch, None), ChunkAttention(attention, chunks)))
 
     def __call__(self, layer: int, qkv: Tensor, table: Table, sinks: Tensor | None) -> Tensor:
         """See AttentionFunction."""
-        attention, batch = self._attention, self._batch
+        attention = self._attention
         kind = attention.architecture.attention_of(layer)
         tables, keys, values = attention.cache.of_layer(layer)
         places = self.places[tables]
         if attention.kernels is not None:
             queries = attention.kernels.rotate_and_write(qkv, table, places, keys, values)
-            new_keys = new_values = None
         else:
             queries, new_keys, new_values = attention.rotated(qkv, table)
             keys.flatten(0, 1).index_copy_(0, places, new_keys)
             values.flatten(0, 1).index_copy_(0, places, new_values)
-        mixed = []
-        if self._decode is not None:
-            mixed.append(self._decode(kind, tables, queries[:batch], keys, values, sinks))
-        if self._prefill is not None:
-            mixed.append(self._prefill(kind, tables, queries[batch:], keys, values, sinks))
+        mixed = [part(kind, tables, queries[tokens], keys, values, sinks) for tokens, part in self._parts]
         return torch.cat(mixed) if len(mixed) > 1 else mixed[0]
 
 
@@ -251,21 +277,35 @@ class RowKernel:
 
     def __call__(self, kind: int, table: int, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
         """[B, A, D] of queries [B, A, D] over pages [P, BLOCK_TOKENS, K, D]."""
-        a = self._attention.architecture
-        assert self._attention.kernels is not None
-        mixed: Tensor = self._attention.kernels.paged_attention(
-            q,
-            keys,
-            values,
-            self._rows.pages[table],
-            self._rows.positions,
-            scale=a.kinds[kind].scale,
-            window=a.kinds[kind].window,
-            softcap=a.attention_softcap,
-            bias=self._attention.alibi,
-            sinks=sinks,
+        pages = self._rows.pages[table]
+        return self._attention.by_kernel(kind, q, keys, values, pages, self._rows.positions, sinks=sinks)
+
+
+class MixedKernel:
+    """Rows and chunks by one launch of a kernel that reads pages in place."""
+
+    def __init__(self, attention: Attention, rows: DecodeRows | None, chunks: Chunks) -> None:
+        assert attention.kernels is not None
+        self._attention, self._pages = attention, chunks.pages
+        self._positions = torch.empty(0, dtype=torch.long, device=chunks.pages.device)
+        if rows is not None:
+            self._positions, each = rows.positions, (rows.pages, chunks.pages)
+            most = max(pages.shape[2] for pages in each)
+            self._pages = torch.cat([functional.pad(pages, (0, most - pages.shape[2])) for pages in each], dim=1)
+        tiles = attention.kernels.chunk_tiles(
+            len(self._positions),
+            chunks.starts,
+            chunks.lengths,
+            group=attention.group,
+            head_dim=attention.cache.keys.shape[-1],
+            dtype=attention.cache.keys.dtype,
         )
-        return mixed
+        self._tiles = torch.tensor(tiles, dtype=torch.int32, device=chunks.pages.device)
+
+    def __call__(self, kind: int, table: int, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
+        """[T, A, D] of queries [T, A, D] over pages [P, BLOCK_TOKENS, K, D]."""
+        pages, tiles = self._pages[table], self._tiles
+        return self._attention.by_kernel(kind, q, keys, values, pages, self._positions, sinks=sinks, tiles=tiles)
 
 
 class ChunkAttention:
@@ -306,27 +346,6 @@ class ChunkAttention:
             queries, bias = q[tokens].transpose(1, 2), biases[kind]
             out = self._attention.mix(kind, queries, k, v, bias, sinks, causal=bias is None)
             mixed[tokens] = out.transpose(1, 2)
-        return mixed
-
-
-class VarlenChunks:
-    """Chunks by one call of a varlen kernel."""
-
-    def __init__(self, attention: Attention, chunks: Chunks) -> None:
-        self._attention = attention
-        device, ends = attention.cache.keys.device, chunks.ends
-        self._read = _chunk_places(chunks, [0] * len(ends), ends)
-        limits = [boundaries(torch.tensor(sizes, device=device)) for sizes in (chunks.lengths, ends)]
-        self._ends, self._longest = (limits[0], limits[1]), (max(chunks.lengths), max(ends))
-
-    def __call__(self, kind: int, table: int, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
-        """[T, A, D] of queries [T, A, D] over pages [P, BLOCK_TOKENS, K, D]."""
-        assert self._attention.varlen is not None
-        own, read = self._attention.architecture.kinds[kind], self._read[table]
-        k, v = keys.flatten(0, 1)[read], values.flatten(0, 1)[read]
-        mixed: Tensor = self._attention.varlen(
-            q, k, v, self._ends, self._longest, scale=own.scale, window=own.window, sinks=sinks
-        )
         return mixed
 
 

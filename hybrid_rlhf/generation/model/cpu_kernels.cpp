@@ -823,6 +823,233 @@ int int8_product(const Int8Product<T>& a, Threads threads) {
     return OK;
 }
 
+// -- sampling
+
+constexpr int64_t RUN = 128;            // tokens whose weights are added in float32, as in sampler.py
+constexpr int64_t SUMMED = 8 * RUN;     // the same while a bound is searched
+constexpr double UNIT = 1ll << 42;      // integer value of a weight of 1; 2^21 of them fit
+// Columns of decode_batch.py.
+enum Integers { TOKEN, POSITION, DRAWN, TOP_K, GREEDY, MIN_NEW_TOKENS, STOPS };
+enum Floats { DIVISOR, TOP_P, MIN_P, PENALTY, UNIFORMS };
+
+struct Sampling {
+    const float* logits;
+    int64_t* integers;
+    const double* floats;
+    uint8_t* seen;  // null: no row has a repetition penalty
+    int64_t* tokens;
+    float *logprobs, *sampling_logprobs;
+    int64_t rows, vocabulary, integer_columns, float_columns;
+};
+
+// Scores of a row, and what they weigh: e^((score - top) / divisor), by token and summed up to the end of each run.
+struct Weighed {
+    const float* scores;
+    float* weights;
+    int64_t* ends;
+    int64_t n;
+    float divisor, top;
+    double log_total;
+    int64_t total() const { return ends[(n - 1) / RUN]; }
+    float logprob(int64_t token) const {
+        return (float)((double)(scores[token] / divisor) - (double)(top / divisor) - log_total);
+    }
+};
+
+// Weights past the last token are 0. A NaN among the others makes the top NaN, and so all log-probs.
+void add_up(Weighed& row) {
+    double sum_of_row = 0.0;
+    int64_t end = 0;
+    for (int64_t first = 0; first < row.n; first += RUN) {
+        vf total = {};
+        for (int64_t i = first; i < first + RUN && i < row.n; i += L) total += load(row.weights + i);
+        double run = sum(total);
+        sum_of_row += run;
+        row.ends[first / RUN] = end += run == run ? (int64_t)(run * UNIT) : 0;
+    }
+    row.log_total = std::log(sum_of_row);
+    if (sum_of_row != sum_of_row) row.top = NAN;
+}
+
+void weigh_tokens(Weighed& row) {
+    vf most = all(-INF);
+    int64_t i = 0;
+    for (; i + L <= row.n; i += L) most = larger(most, load(row.scores + i));
+    row.top = reduced(most, larger)[0];
+    for (; i < row.n; ++i) row.top = row.scores[i] > row.top ? row.scores[i] : row.top;
+    const bool scaled = row.divisor != 1.0f;
+    const float top = scaled ? row.top / row.divisor : row.top;
+    for (i = 0; i < row.n; i += L) {
+        vf score = load(row.scores + i, row.n - i);
+        store(row.weights + i, exp((scaled ? score / row.divisor : score) - top));
+    }
+    for (i = row.n; i < padded(row.n); ++i) row.weights[i] = 0.0f;
+    add_up(row);
+}
+
+// Floats in the order of integers.
+int32_t order_of(float x) {
+    int32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits < 0 ? bits ^ 0x7fffffff : bits;
+}
+float at_order(int32_t order) {
+    int32_t bits = order < 0 ? order ^ 0x7fffffff : order;
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+// The tokens whose score is above a bound: how many, and their weight.
+struct Above {
+    int64_t count;
+    double weight;
+};
+
+Above above(const Weighed& row, float bound) {
+    Above found = {0, 0.0};
+    for (int64_t first = 0; first < row.n; first += SUMMED) {
+        vi count = {};
+        vf weight = {};
+        for (int64_t i = first; i < first + SUMMED && i < row.n; i += L) {
+            vf score = load(row.scores + i, row.n - i);
+            vi more = score > bound;
+            if (row.n - i < L)
+                for (int64_t past = row.n - i; past < L; ++past) more[past] = 0;
+            count -= more;
+            weight += (vf)((vi)load(row.weights + i) & more);
+        }
+        for (int i = 0; i < L; ++i) found.count += count[i];
+        found.weight += sum(weight);
+    }
+    return found;
+}
+
+// The lowest bound, from `low` on, of which `holds` is true; it is true of the highest score. By bisection of the
+// integers that order floats: 32 passes at most, and no sort.
+template <class F>
+float lowest_bound(const Weighed& row, float low, const F& holds) {
+    int64_t least = order_of(low), most = order_of(row.top);
+    while (least < most) {
+        int64_t middle = (least + most) >> 1;
+        if (holds(above(row, at_order(middle))))
+            most = middle;
+        else
+            least = middle + 1;
+    }
+    return at_order(least);
+}
+
+// Sets the weights of excluded tokens to 0: top_k, then top_p, then min_p. Of equal scores at the bound, as many are
+// kept as are needed, those of the lowest tokens.
+void truncate(Weighed& row, int64_t top_k, double top_p, double min_p) {
+    float bound = -INF;
+    int64_t equals = row.n;
+    if (top_k > 0 && top_k < row.n) {
+        bound = lowest_bound(row, bound, [&](const Above& a) { return a.count < top_k; });
+        equals = top_k - above(row, bound).count;
+    }
+    auto weight_at = [&](float score) { return (double)exp(all(score / row.divisor - row.top / row.divisor))[0]; };
+    if (top_p < 1.0) {
+        double kept = row.total() / UNIT;
+        if (bound > -INF) kept = above(row, bound).weight + equals * weight_at(bound);
+        float by_k = bound;
+        bound = lowest_bound(row, bound, [&](const Above& a) { return a.weight < top_p * kept; });
+        double missing = top_p * kept - above(row, bound).weight, each = weight_at(bound);
+        double needed = each > 0.0 ? std::ceil(missing / each) : 1.0;
+        needed = needed < 1.0 ? 1.0 : needed;
+        if (bound > by_k) equals = row.n;
+        equals = needed < equals ? (int64_t)needed : equals;
+    }
+    for (int64_t i = 0; i < row.n; i += L) {
+        vf score = load(row.scores + i, row.n - i), weight = load(row.weights + i);
+        store(row.weights + i, score < bound || weight < (float)min_p ? vf{} : weight);
+    }
+    for (int64_t i = 0; equals < row.n && i < row.n; ++i)
+        if (row.scores[i] == bound && --equals < 0) row.weights[i] = 0.0f;
+    for (int64_t i = row.n; i < padded(row.n); ++i) row.weights[i] = 0.0f;
+    add_up(row);
+}
+
+// The token at which the running sum exceeds uniform * total.
+int64_t invert(const Weighed& row, double uniform) {
+    int64_t total = row.total(), wanted = (int64_t)(uniform * (double)total), run = 0, last = 0;
+    wanted = wanted < total ? wanted : total - 1;
+    for (int64_t step = int64_t{1} << 20; step > 0; step /= 2)
+        if ((run + step - 1) * RUN < row.n && row.ends[run + step - 1] <= wanted) run += step;
+    int64_t before = run > 0 ? row.ends[run - 1] : 0;
+    for (int64_t i = run * RUN; i < (run + 1) * RUN && i < row.n; ++i) {
+        before += (int64_t)(row.weights[i] * UNIT);
+        if (before > wanted) return i;
+        // A sum of floats may exceed that of the integers in its last digit: the last token with weight then.
+        if (row.weights[i] > 0.0f) last = i;
+    }
+    return last;
+}
+
+int64_t first_of(const float* scores, float wanted) {
+    int64_t i = 0;
+    while (scores[i] != wanted) ++i;
+    return i;
+}
+
+// Repetition penalty, and stop tokens that are not allowed yet.
+const float* penalised(const Sampling& a, int64_t r, const float* logits, float* scores) {
+    const int64_t *row = a.integers + r * a.integer_columns, *end = row + a.integer_columns;
+    const float penalty = (float)a.floats[r * a.float_columns + PENALTY];
+    const bool repeats = a.seen != nullptr && penalty != 1.0f, early = row[DRAWN] < row[MIN_NEW_TOKENS];
+    if (!repeats && !early) return logits;
+    memcpy(scores, logits, a.vocabulary * sizeof(float));
+    const uint8_t* seen = a.seen + r * a.vocabulary;
+    for (int64_t i = 0; repeats && i < a.vocabulary; ++i)
+        if (seen[i]) scores[i] = scores[i] > 0.0f ? scores[i] / penalty : scores[i] * penalty;
+    for (const int64_t* stop = row + STOPS; early && stop < end; ++stop) scores[*stop] = -INF;
+    return scores;
+}
+
+void sample_row(const Sampling& a, int64_t r, float* scores, float* weights, int64_t* ends) {
+    int64_t* row = a.integers + r * a.integer_columns;
+    const double* floats = a.floats + r * a.float_columns;
+    const float* logits = a.logits + r * a.vocabulary;
+    Weighed whole{logits, weights, ends, a.vocabulary, (float)floats[DIVISOR], 0.0f, 0.0};
+    weigh_tokens(whole);
+    Weighed drawn = whole;
+    drawn.scores = penalised(a, r, logits, scores);
+    if (drawn.scores != logits) weigh_tokens(drawn);
+    int64_t token = 0;
+    if (whole.top == whole.top && drawn.top == drawn.top) {
+        if (row[TOP_K] > 0 || floats[TOP_P] < 1.0 || floats[MIN_P] > 0.0)
+            truncate(drawn, row[TOP_K], (float)floats[TOP_P], (float)floats[MIN_P]);
+        int64_t place = UNIFORMS + row[DRAWN];
+        place = place < a.float_columns ? place : a.float_columns - 1;
+        token = row[GREEDY] ? first_of(drawn.scores, drawn.top) : invert(drawn, floats[place]);
+    }
+    a.tokens[r] = row[TOKEN] = token;
+    ++row[POSITION], ++row[DRAWN];
+    if (a.seen != nullptr) a.seen[r * a.vocabulary + token] = 1;
+    a.logprobs[r] = whole.logprob(token);
+    a.sampling_logprobs[r] = drawn.logprob(token);
+}
+
+int sample(const Sampling& a, Threads threads) {
+    for (int64_t r = 0; r < a.rows; ++r)
+        for (int64_t column = STOPS; column < a.integer_columns; ++column)
+            if (int64_t stop = a.integers[r * a.integer_columns + column]; stop < 0 || stop >= a.vocabulary)
+                return OUTSIDE;
+    int64_t width = padded(a.vocabulary), runs = (a.vocabulary + RUN - 1) / RUN;
+    int64_t per_thread = 2 * width * sizeof(float) + runs * sizeof(int64_t);
+    char* memory = static_cast<char*>(malloc(threads.count * per_thread));
+    if (memory == nullptr) return NO_MEMORY;
+    std::atomic<int64_t> workers{0}, next{0};
+    deal(threads, a.rows > 1 && a.rows * a.vocabulary >= MANY, threads.count, 1, [&](int64_t, int64_t) {
+        int64_t* ends = reinterpret_cast<int64_t*>(memory + workers.fetch_add(1) * per_thread);
+        float *scores = reinterpret_cast<float*>(ends + runs), *weights = scores + width;
+        for (int64_t r; (r = next.fetch_add(1)) < a.rows;) sample_row(a, r, scores, weights, ends);
+    });
+    free(memory);
+    return OK;
+}
+
 }  // namespace
 
 // Each function takes one struct of 8-byte fields, which cpu_kernels.py packs: ctypes would take longer to convert
@@ -930,5 +1157,22 @@ int hybrid_int8_linear(const Int8Linear* a) {
             a->context.team());
     };
     return a->context.half ? call(bfloat16{}) : call(float{});
+}
+
+struct SampleTokens {
+    Context context;
+    const float* logits;
+    int64_t* integers;
+    const double* floats;
+    uint8_t* seen;
+    int64_t* tokens;
+    float *logprobs, *sampling_logprobs;
+    int64_t rows, vocabulary, integer_columns, float_columns;
+};
+
+int hybrid_sample(const SampleTokens* a) {
+    return sample(Sampling{a->logits, a->integers, a->floats, a->seen, a->tokens, a->logprobs, a->sampling_logprobs,
+                           a->rows, a->vocabulary, a->integer_columns, a->float_columns},
+                  a->context.team());
 }
 }

@@ -1,6 +1,6 @@
 """Compiled kernels of a decoding step on a CPU, for operations that take torch several passes or padding.
 
-The counterpart of kernels.py, which has them for a GPU. Attention reads the blocks of a row where they lie in the cache
+The counterpart of kernels/, which has them for a GPU. Attention reads the blocks of a row where they lie in the cache
 and works in proportion to the row's own length; long rows are split into spans that threads share (flash decoding: the
 parts are combined by their maxima and sums, arXiv 2205.14135, section 3.1). All arithmetic is float32. The results of a
 row depend neither on the number of threads nor on the other rows.
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, SamplingMode
 from hybrid_rlhf.generation.model.compiled import CannotCompile, load, openmp_parallel
 from hybrid_rlhf.generation.weights.description import Activation
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
@@ -34,6 +35,8 @@ _SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 _ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
 _TILE_OUTPUTS = 32
 """Outputs of a product in int8 that are computed together."""
+_MOST_TOKENS = 1 << 21
+"""Largest vocabulary whose weights sampling can add up as integers."""
 _NO_MEMORY, _OUTSIDE = 1, 2
 """Errors of the library; 0: none."""
 _STRUCTS = {
@@ -44,6 +47,7 @@ _STRUCTS = {
         ("hybrid_norm", "3q5q7qd"),
         ("hybrid_gated", "3q2q3q"),
         ("hybrid_int8_linear", "3q6q3q"),
+        ("hybrid_sample", "3q7q4q"),
     )
 }
 """The structs that the library takes: address of GOMP_parallel, threads and dtype, then addresses and numbers."""
@@ -68,7 +72,9 @@ class _Library:
         function, pack = self._kernels[name]
         error = function(pack(self._parallel, torch.get_num_threads(), dtype == torch.bfloat16, *arguments))
         if error == _OUTSIDE:
-            raise IndexError(f"{name}: a position, place or block is outside the KV cache")
+            raise IndexError(
+                f"{name}: a position, place or block is outside the KV cache, or a token of the vocabulary"
+            )
         if error == _NO_MEMORY:
             raise MemoryError(f"{name}: no memory for intermediate results")
 
@@ -312,6 +318,45 @@ def int8_linear(x: Tensor, weight: Tensor, offset: Tensor, scale: Tensor, bias: 
         outputs,
     )
     return out
+
+
+def sample(logits: Tensor, rows: DecodeBatch, mode: SamplingMode) -> tuple[Tensor, Tensor, Tensor]:
+    """Sample the next token of each row and append it to the row; the twin of sampler.py in torch.
+
+    Bounds of top_k and top_p are found by bisection of the scores' bits. A row costs what its own parameters ask for.
+
+    Args:
+        logits: [B, V] float32.
+        rows: of B rows, the tables of which are read and written.
+        mode: what the rows need; unused, for rows say it themselves.
+
+    Returns:
+        tokens [B] int64, their log-probs [B] float32 in the full distribution, and those in the one sampled from.
+    """
+    logits, (count, vocabulary) = logits.contiguous(), logits.shape
+    if vocabulary > _MOST_TOKENS:
+        raise ValueError(f"a vocabulary may have {_MOST_TOKENS} tokens at most, got {vocabulary}")
+    _check(logits, torch.float32, (count, vocabulary))
+    _check(rows.integers, torch.int64, (count, rows.integers.shape[1]))
+    _check(rows.floats, torch.float64, (count, rows.floats.shape[1]))
+    if rows.seen is not None:
+        _check(rows.seen, torch.bool, logits.shape)
+    tokens, logprobs = rows.integers.new_empty(count), logits.new_empty(2, count)
+    addresses = (logits.data_ptr(), rows.integers.data_ptr(), rows.floats.data_ptr())
+    _library().call(
+        "hybrid_sample",
+        logits.dtype,
+        *addresses,
+        0 if rows.seen is None else rows.seen.data_ptr(),
+        tokens.data_ptr(),
+        logprobs[0].data_ptr(),
+        logprobs[1].data_ptr(),
+        count,
+        vocabulary,
+        rows.integers.shape[1],
+        rows.floats.shape[1],
+    )
+    return tokens, logprobs[0], logprobs[1]
 
 
 def _check(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:

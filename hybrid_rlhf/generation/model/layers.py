@@ -99,7 +99,7 @@ class Norm:
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
-    """The module of kernels for a device and dtype: Triton's (kernels.py) on a GPU, compiled ones on a CPU.
+    """The module of kernels for a device and dtype: Triton's (kernels/) on a GPU, compiled ones on a CPU.
 
     None where a CPU has no compiler, or the dtype no kernels; torch's operations compute the same then.
     """

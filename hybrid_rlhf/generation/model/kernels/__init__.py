@@ -1,0 +1,11 @@
+"""Triton kernels of a step on a GPU, for operations that take torch several passes over memory.
+
+Read `rows.py` (rotary positions with the write to the KV cache, norms, gates), `attention.py` (rows and chunks over the
+KV cache) and `sampling.py`. Each kernel has a reference in torch, which the tests compare it with.
+"""
+
+from hybrid_rlhf.generation.model.kernels.attention import chunk_tiles, paged_attention
+from hybrid_rlhf.generation.model.kernels.rows import add_rms_norm, gated, rotate_and_write
+from hybrid_rlhf.generation.model.kernels.sampling import sample
+
+__all__ = ["add_rms_norm", "chunk_tiles", "gated", "paged_attention", "rotate_and_write", "sample"]

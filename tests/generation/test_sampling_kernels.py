@@ -1,0 +1,174 @@
+"""Sampling by kernels against the sampler in torch, token by token: compiled for the CPU, and in Triton.
+
+Both add up the same weights in the same order of tokens, so that they draw the same token unless a uniform number lies
+within the rounding of a boundary; the seeds here have no such number.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.generation import SamplingParams, sampler
+from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, SamplingMode
+from hybrid_rlhf.generation.batching.requests import Request
+from hybrid_rlhf.generation.model import cpu_kernels
+from hybrid_rlhf.generation.sampler import SampledTokens, Sampler
+from hybrid_rlhf.runtime.world import default_device, solo_world
+from tests.support.generation import requests_for
+
+ROWS_OF_EACH = {"compiled": 40, "triton": 2}
+"""Triton's interpreter is slow."""
+MODES: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.7},
+    {"temperature": 0.0},
+    {"top_k": 1},
+    {"top_k": 20},
+    {"top_k": 100_000},
+    {"top_p": 0.9},
+    {"top_p": 0.01},
+    {"top_p": 0.999, "temperature": 1.7},
+    {"min_p": 0.05},
+    {"top_k": 50, "top_p": 0.8, "min_p": 0.01, "temperature": 0.6},
+    {"repetition_penalty": 1.5},
+    {"min_new_tokens": 2},
+    {"repetition_penalty": 1.2, "min_new_tokens": 2, "top_p": 0.9, "temperature": 0.8},
+]
+
+
+@pytest.fixture(params=["compiled", "triton"])
+def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Which of the two; tensors of a test are made where it runs."""
+    if request.param == "compiled" and not cpu_kernels.available():
+        pytest.skip("the CPU kernels cannot be compiled here")
+    if request.param == "triton" and importlib.util.find_spec("triton") is None:
+        pytest.skip("needs triton")
+    with device_of(request.param):
+        yield request.param
+
+
+def device_of(kernel: str) -> torch.device:
+    return torch.device("cpu") if kernel == "compiled" else default_device()
+
+
+def module_of(kernel: str) -> ModuleType:
+    return cpu_kernels if kernel == "compiled" else importlib.import_module("hybrid_rlhf.generation.model.kernels")
+
+
+def sampled(by: str, logits: Tensor, asked: Sequence[Request]) -> tuple[SampledTokens, DecodeBatch]:
+    """By a kernel or "torch", and the rows after it."""
+    world, size = solo_world(logits.device), logits.shape[-1]
+    rows = DecodeBatch.of(asked, vocab_size=size, device=logits.device)
+    with pytest.MonkeyPatch.context() as patch:
+        used = None if by == "torch" else module_of(by)
+        patch.setattr(sampler, "kernels_for", lambda device, dtype: used)
+        return Sampler(size, SamplingMode.of(asked), world)(logits.clone(), rows), rows
+
+
+def assert_same(kernel: str, logits: Tensor, asked: Sequence[Request]) -> None:
+    """Tokens, log-probs, and what is written to the rows."""
+    (found, rows), (expected, expected_rows) = sampled(kernel, logits, asked), sampled("torch", logits, asked)
+    assert torch.equal(found.tokens, expected.tokens)
+    torch.testing.assert_close(found.logprobs, expected.logprobs, atol=3e-5, rtol=1e-5)
+    torch.testing.assert_close(found.sampling_logprobs, expected.sampling_logprobs, atol=3e-5, rtol=1e-5)
+    for table, wanted in zip(rows.save(), expected_rows.save(), strict=True):
+        assert torch.equal(table, wanted)
+
+
+@pytest.mark.parametrize("vocabulary", [2, 17, 128, 3001])
+def test_kernels_draw_what_torch_draws(vocabulary: int, kernel: str) -> None:
+    torch.manual_seed(vocabulary)
+    params = [SamplingParams(**{**mode, "max_new_tokens": 4}) for mode in MODES for _ in range(ROWS_OF_EACH[kernel])]
+    logits = 3 * torch.randn(len(params), vocabulary)
+    asked = requests_for(params, prompt=[token % vocabulary for token in (1, 5, 6, 200)])
+    asked = [
+        Request(r.prompt, i, r.params, frozenset({vocabulary // 2, vocabulary - 1}), r.uniforms)
+        for i, r in enumerate(asked)
+    ]
+    logits[::5, 1:].masked_fill_(torch.rand(logits[::5, 1:].shape) < 0.5, -torch.inf)
+    assert_same(kernel, logits, asked)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_each_mode_alone(mode: dict[str, Any], kernel: str) -> None:
+    """Parts that no row needs are skipped."""
+    torch.manual_seed(0)
+    count = ROWS_OF_EACH[kernel]
+    assert_same(kernel, 3 * torch.randn(count, 700), requests_for([SamplingParams(**mode)] * count))
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 7}, {"top_p": 0.5}, {"top_k": 12, "top_p": 0.5}, {"temperature": 0.0}])
+def test_of_equal_scores_the_lowest_tokens_are_kept(cut: dict[str, Any], kernel: str) -> None:
+    logits = torch.tensor([2.0, 1.0, 1.0, 0.0, -1.0]).repeat(60)[None]
+    count = ROWS_OF_EACH[kernel]
+    asked = requests_for([SamplingParams(**cut)] * count)
+    for row, request in enumerate(asked):
+        request.uniforms[0] = 1 - (row + 0.5) / 40
+    assert_same(kernel, logits.expand(count, -1), asked)
+    assert_same(kernel, torch.zeros(count, 300), asked)
+
+
+@pytest.mark.parametrize("mode", [{}, {"top_p": 0.9}], ids=str)
+@pytest.mark.parametrize("uniform", [0.0, 2**-60, 0.25, 1 - 2**-20, 1 - 2**-53])
+def test_numbers_at_the_ends_draw_tokens_with_probability(uniform: float, mode: dict[str, Any], kernel: str) -> None:
+    torch.manual_seed(0)
+    logits = 4 * torch.randn(4, 400)
+    logits[0, :390], logits[1, 3:], logits[2] = -torch.inf, -torch.inf, -torch.inf
+    logits[2, 170] = 5.0
+    asked = requests_for([SamplingParams(**mode)] * 4)
+    for request in asked:
+        request.uniforms[0] = uniform
+    found, _ = sampled(kernel, logits, asked)
+    for row, token in enumerate(found.tokens.tolist()):
+        probs = logits[row].double().softmax(0)
+        if mode:
+            ordered, index = probs.sort(descending=True)
+            probs[index[ordered.cumsum(0) - ordered >= 0.9]] = 0.0
+            probs /= probs.sum()
+        ends = probs.cumsum(0)
+        assert probs[token] > 0
+        assert ends[token] - probs[token] - 1e-6 <= uniform <= ends[token] + 1e-6
+
+
+def test_logits_that_are_no_numbers_have_no_log_probs(kernel: str) -> None:
+    """They must not be drawn from in silence, nor lead outside the vocabulary."""
+    logits = torch.randn(4, 300)
+    logits[0, 7], logits[1], logits[2, 5] = torch.nan, -torch.inf, torch.inf
+    for mode in ({}, {"top_p": 0.9}, {"temperature": 0.0}):
+        found, _ = sampled(kernel, logits, requests_for([SamplingParams(**mode)] * 4))
+        assert found.logprobs[:3].isnan().all() and found.logprobs[3].isfinite()
+        assert ((found.tokens >= 0) & (found.tokens < 300)).all()
+
+
+def test_a_row_does_not_depend_on_threads_or_other_rows(kernel: str) -> None:
+    torch.manual_seed(0)
+    params = [SamplingParams(**mode) for mode in MODES]
+    logits, asked = 3 * torch.randn(len(params), 9000 if kernel == "compiled" else 1500), requests_for(params)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    together, _ = sampled(kernel, logits, asked)
+    torch.set_num_threads(before)
+    for row in range(len(params)):
+        alone, _ = sampled(kernel, logits[row : row + 1], asked[row : row + 1])
+        assert torch.equal(alone.tokens[0], together.tokens[row])
+        assert torch.equal(alone.logprobs[0], together.logprobs[row])
+        assert torch.equal(alone.sampling_logprobs[0], together.sampling_logprobs[row])
+
+
+def test_the_compiled_kernel_refuses_what_it_would_read_wrong() -> None:
+    if not cpu_kernels.available():
+        pytest.skip("the CPU kernels cannot be compiled here")
+    (request,) = requests_for([SamplingParams(min_new_tokens=2)])
+    with pytest.raises(IndexError, match="vocabulary"):
+        sampled("compiled", torch.randn(1, 2), [request])  # the stop token is 2
+    rows = DecodeBatch.of([request], vocab_size=9, device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="torch.float32"):
+        cpu_kernels.sample(torch.randn(1, 9).double(), rows, SamplingMode.of([request]))
