@@ -6,7 +6,7 @@ ranks exchange two numbers per row and then the token; only truncation (top_p, t
 logits. Nothing synchronises with the host.
 
 Kernels compute the same from a whole vocabulary, without a sort (model/cpu_kernels.py, model/kernels/sampling.py). What
-is here in torch is their reference, and serves shared vocabularies and CPUs without a compiler.
+is here in torch is their reference, and serves sharded vocabularies and CPUs without a compiler.
 
 Cumulative sums are taken over integers: a float `cumsum` has no deterministic kernel on CUDA (pytorch issue 75240), and
 torch refuses it under `deterministic: true`. Integer sums do not depend on their order, so a row draws the same token
