@@ -22,6 +22,7 @@ if not torch.cuda.is_available():
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from hybrid_rlhf.runtime.world import World, close_world, init_world
+from tests.support.generation import GENERATOR
 from tests.support.steps import write_rows
 from tests.support.tiny import tiny_config, tiny_model, tiny_tokenizer
 
@@ -32,6 +33,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with a slow test first: a worker that starts one last would run it while the others are idle."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.fixture(autouse=True)
+def own_tokens() -> None:
+    """A test's `random_tokens` do not depend on the tests before it."""
+    GENERATOR.manual_seed(1)
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ def run(output: Path, *more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_all_parts_run_and_are_recorded(tmp_path: Path) -> None:
     done = run(tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

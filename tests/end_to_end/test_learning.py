@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks.learning import ABLATIONS, ALGORITHMS, ONE_UPDATE, config_of, curve, last, run, variants_of
+from benchmarks.learning import ABLATIONS, ALGORITHMS, ONE_UPDATE, SAMPLERS, config_of, curve, last, run, variants_of
 from benchmarks.learning_tasks import copy_task
 from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS
 from hybrid_rlhf.configs.parsing.command_line import parse_config
@@ -28,12 +28,15 @@ def test_every_variant_of_the_benchmark_is_a_config(task: str, tmp_path: Path) -
     for step in ("step1_sft", "step2_reward"):
         (tmp_path / step).mkdir()
         (tmp_path / step / "config.json").write_text("{}")
-    options = argparse.Namespace(task=task, steps=2, ablations=False, algorithms=[*RL_ALGORITHMS], demo=tmp_path)
+    options = argparse.Namespace(
+        task=task, steps=2, ablations=False, algorithms=[*RL_ALGORITHMS], samplers=[], demo=tmp_path
+    )
     variants = variants_of(options, tmp_path)
     if task == "copy":
         assert {*RL_ALGORITHMS} - {*ALGORITHMS} == {"remax"}
         variants |= variants_of(argparse.Namespace(**vars(options) | {"algorithms": None, "ablations": True}), tmp_path)
-        assert {*variants} == {*RL_ALGORITHMS, *ABLATIONS}
+        variants |= variants_of(argparse.Namespace(**vars(options) | {"samplers": [*SAMPLERS]}), tmp_path)
+        assert {*variants} == {*RL_ALGORITHMS, *ABLATIONS, *SAMPLERS}
     for name, (run_of, changes) in variants.items():
         file = tmp_path / "c.yaml"
         file.write_text(yaml.safe_dump(config_of(run_of, changes)))

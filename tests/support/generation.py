@@ -17,7 +17,7 @@ GENERATOR = torch.Generator().manual_seed(0)
 
 
 def random_tokens(length: int) -> list[int]:
-    """Random token ids, different in each call."""
+    """Random token ids, different in each call of a test, and the same in each run of it (conftest.py)."""
     return torch.randint(3, 200, (length,), generator=GENERATOR).tolist()
 
 
