@@ -107,6 +107,8 @@ class _Sizes:
     hidden: int
     mlp: float
     vocabulary: float
+    stores: int
+    """Keys and values in the cache; 1 where they are the same (latent attention)."""
 
 
 def _sizes(model: ShapedModel, tensor_parallel: int) -> _Sizes:
@@ -116,14 +118,16 @@ def _sizes(model: ShapedModel, tensor_parallel: int) -> _Sizes:
     family, layers = FAMILIES.get(model.config.model_type), c.num_hidden_layers
     if family is not None and family.recurrence is not None:
         layers = len(layers_with(model.lm, family, "o"))
+    own = {} if family is None else family.settings(c)
     return _Sizes(
         layers,
         heads / tensor_parallel,
-        math.ceil(kv / tensor_parallel),
-        getattr(c, "head_dim", None) or c.hidden_size // heads,
+        math.ceil(own.get("kv_heads", kv) / tensor_parallel),
+        own.get("head_dim") or getattr(c, "head_dim", None) or c.hidden_size // heads,
         c.hidden_size,
         mlp / tensor_parallel,
         c.vocab_size / tensor_parallel,
+        1 if "latent" in own else 2,
     )
 
 
@@ -176,7 +180,7 @@ def _sequences(
 ) -> Sequences:
     """Sequences of the maximum length; windows, which need less, are left out."""
     s = _sizes(model, rollout.tensor_parallel)
-    layout = CacheLayout((None,), (1,), s.layers, tuple((0, layer) for layer in range(s.layers)))
+    layout = CacheLayout((None,), (1,), s.layers, tuple((0, layer) for layer in range(s.layers)), s.stores)
     return Sequences(
         layout,
         page_bytes(layout, kv_heads=int(s.kv_heads), head_dim=s.head_dim, dtype=dtype),

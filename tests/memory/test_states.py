@@ -1,4 +1,4 @@
-"""What the plan takes for states of recurrent layers is what a rollout takes."""
+"""What the plan takes for the KV cache and the states of recurrent layers is what a rollout takes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from tests.support.families import variant
 from tests.support.generation import random_tokens
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "jamba", "lfm2"])
+@pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "jamba", "lfm2", "deepseek_v3", "minicpm3", "falcon 7b", "falcon 40b"])
 def test_the_cache_and_the_states_are_as_large_as_planned(name: str, tmp_path: Path) -> None:
     lm, sampling = variant(name), SamplingParams(max_new_tokens=10, n=2)
     lm.save_pretrained(tmp_path)
     engine = GenerationEngine.from_model(lm, stop_token_ids=(), kv_cache_gib=1.0)
     engine.generate([random_tokens(20) for _ in range(3)], sampling)
     workspace = engine.backend.workspace
-    held = [workspace.cache.keys, workspace.cache.values, workspace.states.conv, workspace.states.memory]
+    held = [workspace.cache.keys, workspace.cache.values][: workspace.cache.layout.stores]
+    if workspace.states is not None:
+        held += [workspace.states.conv, workspace.states.memory]
     model = ShapedModel(
         str(tmp_path), "causal_lm", config=ModelConfig(path=""), dtype=torch.float32, lora=None, learns=True
     )
