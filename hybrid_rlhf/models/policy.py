@@ -25,6 +25,7 @@ from hybrid_rlhf.models.families import has_float32_logits, head_convention
 from hybrid_rlhf.models.packing import pack, packs
 from hybrid_rlhf.models.routers.losses import RouterLoss, RouterLosses
 from hybrid_rlhf.models.routers.replay import RouterReplay
+from hybrid_rlhf.models.structure import backbone_of
 
 HEAD_CHUNK_TOKENS = 512
 """Tokens whose logits are held at a time: the fewest for which the products are still fast."""
@@ -209,7 +210,7 @@ def backbone_hidden(
     The list, if given, receives the router logits [N, experts] of each mixture; the replay gets the routes
     [B, T, E, k], or none.
     """
-    backbone = lm.base_model
+    backbone = backbone_of(lm)
     options: dict[str, Any] = {"use_cache": False}
     if router_logits is not None:
         options["output_router_logits"] = True
