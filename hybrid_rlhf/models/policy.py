@@ -219,11 +219,14 @@ def backbone_hidden(
         options |= packed.arguments
         in_order, routes = packed.unpacked, None if routes is None else packed.packed(routes[real])
     else:
+        # real tokens first: Llama 4 scales queries by their index in the row
+        order = (~real).to(torch.int8).argsort(dim=1, stable=True)
+        input_ids, real = input_ids.gather(1, order), real.gather(1, order)
         if "position_ids" in inspect.signature(backbone.forward).parameters:  # families with ALiBi have none
             options["position_ids"] = position_ids(real)
         options |= {"input_ids": input_ids, "attention_mask": real.long()}
         in_order = lambda states: states[real.flatten()]  # noqa: E731
-        routes = None if routes is None else routes.flatten(0, 1)
+        routes = None if routes is None else torch.cat([row[own] for row, own in zip(routes, order, strict=True)])
     with contextlib.nullcontext() if replay is None else replay.of(routes):
         output = backbone(**options)
     if router_logits is not None:

@@ -173,7 +173,7 @@ def test_log_probs_and_gradients_are_those_of_a_forward_by_hand(checkpointing: b
 
 
 @pytest.mark.parametrize("how", ["packed", "checkpointed", "padded on the left"])
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3", "granitemoe"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3", "granitemoe", "llama4"])
 def test_replay_does_not_depend_on_how_a_batch_is_laid_out(name: str, how: str) -> None:
     """Packed rows are reordered by length; router losses are computed beside."""
     model = variant(name)
@@ -204,7 +204,7 @@ def test_replay_does_not_depend_on_how_a_batch_is_laid_out(name: str, how: str) 
         )
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "jamba", "phimoe"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "jamba", "phimoe", "llama4"])
 def test_where_routers_agree_nothing_changes(name: str) -> None:
     model = variant(name)
     ids, mask = padded_rows(LENGTHS)
@@ -219,7 +219,7 @@ def test_where_routers_agree_nothing_changes(name: str) -> None:
     assert same == known == int((routes >= 0).sum())
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "phimoe"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "phimoe", "llama4"])
 def test_agreement_counts_the_choices_that_a_perturbed_router_makes_too(name: str) -> None:
     model = variant(name)
     ids, mask = padded_rows(LENGTHS)

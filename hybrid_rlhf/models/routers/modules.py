@@ -20,7 +20,7 @@ def router_modules(lm: PreTrainedModel) -> list[nn.Module]:
 def choices(output: tuple[Tensor, ...], per_token: int) -> Tensor:
     """The experts [N, k] that a router chose: its last output. Llama 4's returns no indices, but as its first output
     scores [N, experts] that are 0 for all others."""
-    return output[0].topk(per_token, dim=-1)[1] if output[-1].is_floating_point() else output[-1]
+    return output[0].detach().topk(per_token, dim=-1)[1] if output[-1].is_floating_point() else output[-1]
 
 
 def route_without_noise(model: nn.Module) -> None:
