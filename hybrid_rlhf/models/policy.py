@@ -226,7 +226,7 @@ def backbone_hidden(
             options["position_ids"] = position_ids(real)
         options |= {"input_ids": input_ids, "attention_mask": real.long()}
         in_order = lambda states: states[real.flatten()]  # noqa: E731
-        routes = None if routes is None else torch.cat([row[own] for row, own in zip(routes, order, strict=True)])
+        routes = None if routes is None else routes.take_along_dim(order[:, :, None, None], dim=1).flatten(0, 1)
     with contextlib.nullcontext() if replay is None else replay.of(routes):
         output = backbone(**options)
     if router_logits is not None:
