@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from hybrid_rlhf.engines.deepspeed_internals import full_elements, is_partitioned
 from hybrid_rlhf.models.lora import base_weight, lora_layers, merged_weight, plain_name, weights_of
+from hybrid_rlhf.models.structure import backbone_of
 from hybrid_rlhf.runtime.world import World
 
 
@@ -127,6 +128,6 @@ def share_weights(source: PreTrainedModel, target: PreTrainedModel) -> None:
 
     Both are without partitions, and neither may change the shared weights. Adapters and heads remain separate.
     """
-    weights = dict(base_parameters(source.base_model))
-    for name, parameter in base_parameters(target.base_model):
+    weights = dict(base_parameters(backbone_of(source)))
+    for name, parameter in base_parameters(backbone_of(target)):
         parameter.data = weights[name].data

@@ -31,7 +31,7 @@ from hybrid_rlhf.models.pretrained.embedded import embedded_gguf
 from hybrid_rlhf.models.pretrained.folders import load_config, reading
 from hybrid_rlhf.models.pretrained.loading import AUTO_CLASS, Architecture, adapt_config, adapt_model
 from hybrid_rlhf.models.pretrained.sources import EMBEDDED_MODEL, quiet_transformers
-from hybrid_rlhf.models.structure import layer_list
+from hybrid_rlhf.models.structure import backbone_of, layer_list
 
 _LAYERS_RUN = (2, 4)
 """Numbers of layers that are measured. Layers are alike, so the memory of all of them is extrapolated from these."""
@@ -273,7 +273,7 @@ def _forward(lm: PreTrainedModel, batch: BatchShape) -> Tensor:
     if packs(lm):
         mask = places([batch.length] * batch.rows, [batch.rows], device=ids.device)
         arguments = {"position_ids": ids, "attention_mask": mask}
-    hidden = lm.base_model(input_ids=ids, use_cache=False, **arguments).last_hidden_state.flatten(0, 1)
+    hidden = backbone_of(lm)(input_ids=ids, use_cache=False, **arguments).last_hidden_state.flatten(0, 1)
     if lm.get_output_embeddings() is None:
         return lm.score(hidden).float().sum()  # type: ignore[operator, union-attr]
     wanted = ids.flatten()[: batch.head_tokens]

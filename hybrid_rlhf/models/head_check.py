@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.functional.logprobs import token_logprobs
 from hybrid_rlhf.models.policy import Policy
+from hybrid_rlhf.models.structure import backbone_of
 
 PROBE_TOKENS = 24
 _PREFIX_TOKENS = 15
@@ -83,7 +84,7 @@ def require_own_logits(lm: PreTrainedModel) -> None:
         UserError: when log-probs differ by more than the tolerance, or the model has no backbone below a head.
     """
     name, report = type(lm).__name__, "use another model, and report this one"
-    if lm.base_model is lm:
+    if backbone_of(lm) is lm:
         raise UserError(f"log-probs need the hidden states below the head, {name} has no backbone: {report}")
     tokens = probe_tokens(lm.config.get_text_config().vocab_size)
     expected = module_logprobs(lm, tokens)

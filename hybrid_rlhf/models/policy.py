@@ -25,6 +25,7 @@ from hybrid_rlhf.models.families import has_float32_logits, head_convention
 from hybrid_rlhf.models.packing import pack, packs
 from hybrid_rlhf.models.routers.losses import RouterLoss, RouterLosses
 from hybrid_rlhf.models.routers.replay import RouterReplay
+from hybrid_rlhf.models.structure import backbone_of
 
 HEAD_CHUNK_TOKENS = 512
 """Tokens whose logits are held at a time: the fewest for which the products are still fast."""
@@ -209,7 +210,7 @@ def backbone_hidden(
     The list, if given, receives the router logits [N, experts] of each mixture; the replay gets the routes
     [B, T, E, k], or none.
     """
-    backbone = lm.base_model
+    backbone = backbone_of(lm)
     options: dict[str, Any] = {"use_cache": False}
     if router_logits is not None:
         options["output_router_logits"] = True
@@ -218,11 +219,14 @@ def backbone_hidden(
         options |= packed.arguments
         in_order, routes = packed.unpacked, None if routes is None else packed.packed(routes[real])
     else:
+        # real tokens first: Llama 4 scales queries by their index in the row
+        order = (~real).to(torch.int8).argsort(dim=1, stable=True)
+        input_ids, real = input_ids.gather(1, order), real.gather(1, order)
         if "position_ids" in inspect.signature(backbone.forward).parameters:  # families with ALiBi have none
             options["position_ids"] = position_ids(real)
         options |= {"input_ids": input_ids, "attention_mask": real.long()}
         in_order = lambda states: states[real.flatten()]  # noqa: E731
-        routes = None if routes is None else routes.flatten(0, 1)
+        routes = None if routes is None else routes.take_along_dim(order[:, :, None, None], dim=1).flatten(0, 1)
     with contextlib.nullcontext() if replay is None else replay.of(routes):
         output = backbone(**options)
     if router_logits is not None:

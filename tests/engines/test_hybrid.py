@@ -336,7 +336,13 @@ def test_families_split_over_ranks_sample_what_one_process_does(ranks: int, tmp_
     names = ["llama with biases", "gemma2", "phi3", "opt 350m", "gpt2", "pythia", "bloom", "falcon 7b", "falcon 40b"]
     if ranks == 2:
         names += ["llama of three heads", "olmo2", "glm4", "cohere2", "phi", "qwen2_moe", "glm4_moe", "phimoe"]
-        names += ["stablelm with norms of each head", "cohere with norms of each head", "gpt_oss", "deepseek_v3"]
+        names += [
+            "stablelm with norms of each head",
+            "cohere with norms of each head",
+            "gpt_oss",
+            "deepseek_v3",
+            "llama4",
+        ]
         names += ["qwen3_5", "qwen3_next", "granite 4", "falcon_h1 with a norm after the gate"]
     else:
         names = ["llama with biases", "gpt2", "falcon 7b", "olmo2"]

@@ -13,6 +13,7 @@ IN_USE = {
     "bloom": ("inference weights", "padded"),
     "qwen3_moe": ("inference weights", "packed"),
     "gpt_oss": ("inference weights", "packed"),
+    "llama4_text": ("inference weights", "padded"),
     "gemma4_text": ("module", "packed"),
     "deepseek_v3": ("inference weights", "packed"),
     "qwen3_5_text": ("inference weights", "padded"),

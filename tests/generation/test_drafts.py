@@ -117,7 +117,7 @@ def test_tokens_and_logprobs_are_those_without_drafts(params: Any) -> None:
 
 @pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.parametrize(
-    "name", ["mistral", "gemma2", "gemma3", "gpt_oss", "deepseek_v3", "qwen3_moe", "bloom", "opt", "gpt2"]
+    "name", ["mistral", "gemma2", "gemma3", "gpt_oss", "deepseek_v3", "llama4", "qwen3_moe", "bloom", "opt", "gpt2"]
 )
 def test_windows_latents_experts_and_biases_hold_for_drafts(
     name: str, kernels: bool, monkeypatch: pytest.MonkeyPatch

@@ -33,8 +33,9 @@ GENERATOR = torch.Generator().manual_seed(0)
 PROMPTS = [torch.randint(3, 200, (length,), generator=GENERATOR).tolist() for length in (5, 1, 9, 3, 20)]
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0)
 STOP = [2, 11, 40, 77, 130]
-WRONG_WHEN_PADDED = {"minimax"}
-"""Whose module decodes other tokens for padded rows than for the same rows alone."""
+WRONG_WHEN_PADDED = {"minimax", "llama4"}
+"""Whose module decodes other tokens for rows padded on the left than for the same rows alone: Llama 4's scales queries
+by their index in the padded row."""
 
 
 def decoder_from(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> Decoder:
@@ -90,7 +91,9 @@ def test_every_row_of_the_table_has_a_variant() -> None:
     assert {family for family, _ in VARIANTS.values()} == set(FAMILIES)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "opt", "falcon 40b", "qwen3_5", "falcon_h1", "jamba", "lfm2"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma2", "opt", "falcon 40b", "llama4", "qwen3_5", "falcon_h1", "jamba", "lfm2"]
+)
 def test_bfloat16_stays_near_the_module(name: str) -> None:
     model = variant(name).to(torch.bfloat16)  # type: ignore[arg-type]
     tokens = probe_tokens(model.config.vocab_size)
@@ -172,7 +175,7 @@ def test_weights_are_views_where_they_can_be() -> None:
         assert product.weight.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
 
 
-@pytest.mark.parametrize("name", ["qwen2_moe", "glm4_moe", "granitemoe", "phimoe", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen2_moe", "glm4_moe", "granitemoe", "phimoe", "gpt_oss", "llama4"])
 def test_experts_in_grouped_products_compute_as_one_by_one(name: str) -> None:
     """The way of a GPU, here without packed weights."""
     model, tokens = variant(name), probe_tokens(VOCABULARY)

@@ -259,9 +259,9 @@ def test_a_residual_is_added_in_the_norm(name: str, dtype: torch.dtype, everywhe
 @pytest.mark.parametrize(
     "name",
     [
-        *("llama of three heads", "gemma2", "gpt_oss", "bloom"),
+        *("llama of three heads", "gemma2", "gpt_oss", "bloom", "llama4 in one chunk"),
         *(pytest.param(name, marks=pytest.mark.faults) for name in ("mistral", "gemma3", "qwen3", "falcon rw", "opt")),
-        pytest.param("pythia", marks=pytest.mark.faults),
+        *(pytest.param(name, marks=pytest.mark.faults) for name in ("pythia", "llama4")),
     ],
 )
 def test_a_family_samples_with_kernels_what_it_does_without(

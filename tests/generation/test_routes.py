@@ -50,7 +50,7 @@ def test_routes_are_those_of_the_models_own_routers(name: str) -> None:
     assert_own_routes(model, PROMPTS, chunked)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "mixtral with windows", "qwen3_5_moe"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "llama4", "mixtral with windows", "qwen3_5_moe"])
 @pytest.mark.parametrize("spare_blocks", [0, 5])
 def test_routes_of_requests_that_are_preempted(name: str, spare_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, sampling = variant(name), replace(SAMPLED, max_new_tokens=40)

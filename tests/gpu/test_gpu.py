@@ -85,7 +85,7 @@ def test_cuda_graphs_sample_what_launched_kernels_do(name: str, cut: dict[str, A
     ]
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_5_moe"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3", "llama4", "qwen3_5_moe"])
 def test_cuda_graphs_record_the_experts_of_the_modules_routers(name: str) -> None:
     model, sampling = variant(name).cuda(), replace(SHORT_SAMPLED, max_new_tokens=40)
     engine = GenerationEngine.from_model(model, stop_token_ids=range(3, 30), max_batch_rows=4)

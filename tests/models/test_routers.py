@@ -83,7 +83,7 @@ def test_the_gradient_balances_experts() -> None:
 
 
 @pytest.mark.parametrize("how", ["packed", "checkpointed", "padded", "padded on the left"])
-@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "granitemoe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "granitemoe", "llama4"])
 def test_sums_and_gradients_do_not_depend_on_how_a_batch_is_cut(name: str, how: str) -> None:
     """One padded batch, against micro-batches of one and three rows in each form."""
     policies = []

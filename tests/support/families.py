@@ -34,6 +34,7 @@ GROUPED_EXPERTS = {
     "topk_group": 2,
     "routed_scaling_factor": 1.5,
 }
+LLAMA4 = {**GQA, "head_dim": 8, "intermediate_size": 24, "intermediate_size_mlp": 40, "num_local_experts": 4}
 HYBRID = {**GQA, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 DELTA = {
     "head_dim": 16,
@@ -222,6 +223,29 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
             "sliding_window": 6,
             "layer_types": WINDOWS,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    "llama4": (
+        "llama4_text",
+        {
+            **LLAMA4,
+            "moe_layers": [0, 2],
+            "num_experts_per_tok": 2,
+            "no_rope_layers": [1, 0, 1],
+            "attention_chunk_size": 6,
+            "floor_scale": 4,
+            "attn_scale": 0.5,
+        },
+    ),
+    "llama4 in one chunk": (
+        "llama4_text",
+        {
+            **LLAMA4,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layer_interval": 2,
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+            "attention_bias": True,
         },
     ),
     "granitemoe": ("granitemoe", {**GQA, "num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 0.5}),

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from hybrid_rlhf.models.routers.modules import router_modules
+from hybrid_rlhf.models.routers.modules import choices, router_modules
 
 
 @torch.no_grad()
@@ -18,7 +18,7 @@ def module_routes(model: PreTrainedModel, tokens: Sequence[int]) -> np.ndarray:
     found: list[torch.Tensor] = []
 
     def hook(_module: Any, _inputs: Any, output: Any) -> None:
-        found.append(output[-1])
+        found.append(choices(output, model.config.num_experts_per_tok))
 
     handles = [router.register_forward_hook(hook) for router in router_modules(model)]
     try:

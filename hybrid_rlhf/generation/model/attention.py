@@ -88,7 +88,10 @@ class Attention:
         """Args: the model, this rank's part of it, the cache, its longest sequence, and kernels if there are any."""
         self.architecture, self.cache = architecture, cache
         # Triton's kernel holds all queries of a KV head, which with latents are those of all heads.
-        self.kernels = None if architecture.latent is not None and cache.keys.is_cuda else kernels
+        too_wide = architecture.latent is not None and cache.keys.is_cuda
+        # The windows of kernels slide.
+        chunked = any(kind.chunked and (kind.window or 0) < capacity_tokens for kind in architecture.kinds)
+        self.kernels = None if too_wide or chunked else kernels
         self.kv_heads, self.group = len(split.kv_heads), len(split.heads) // len(split.kv_heads)
         device, self._dtype = cache.keys.device, cache.keys.dtype
         self.alibi = None
@@ -148,9 +151,9 @@ class Attention:
         place = torch.arange(keys, device=queries.device)
         distance = queries[..., None] - place
         seen = distance >= 0
-        window = self.architecture.kinds[kind].window
-        if window is not None and keys > window:
-            seen &= distance < window
+        own = self.architecture.kinds[kind]
+        if own.window is not None and keys > own.window:
+            seen &= distance < (queries[..., None] % own.window + 1 if own.chunked else own.window)
         bias = torch.zeros((), dtype=self._dtype, device=queries.device).expand(seen.shape).unsqueeze(-2)
         if self.alibi is not None:
             bias = self.alibi[:, :keys].to(self._dtype)

@@ -9,6 +9,7 @@ Shapes: T tokens, H hidden, A heads and K KV heads of this rank, D head size, V 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,6 +27,15 @@ from hybrid_rlhf.runtime.world import World
 
 Sublayer = Callable[[Tensor], Tensor]
 """Attention or MLP of a layer, [T, H] of [T, H]."""
+
+
+@dataclass(frozen=True)
+class _Places:
+    """What the positions of tokens do to queries and keys in layers of one kind."""
+
+    table: Table
+    query_scales: Tensor | None
+    """[T, 1, 1] float32; none: 1."""
 
 
 class Decoder:
@@ -113,15 +123,15 @@ class Decoder:
         x = self._embed(tokens, positions)
         if observe is not None:
             observe(x)
-        tables = [self._rotary_table(kind, positions) for kind in range(len(self.architecture.kinds))]
+        places = [self._places(kind, positions) for kind in range(len(self.architecture.kinds))]
         block = getattr(self, f"_{self.architecture.block}")
         for index, layer in enumerate(self._weights.layers):
             kind = self.architecture.layer_kinds[index]
-            table = None if kind is None else tables[kind]
+            place = None if kind is None else places[kind]
             x = block(
                 x,
                 layer,
-                lambda h, i=index, w=layer, t=table: self._mixed(h, i, w, t, attend, states),
+                lambda h, i=index, w=layer, p=place: self._mixed(h, i, w, p, attend, states),
                 lambda h, w=layer: self._mlp(h, w, routes),
             )
             if observe is not None:
@@ -183,21 +193,23 @@ class Decoder:
         x: Tensor,
         index: int,
         w: LayerWeights,
-        table: Table,
+        places: _Places | None,
         attend: AttentionFunction,
         states: StepStates | None,
     ) -> Tensor:
         """What mixes tokens in a layer: attention, a recurrence, or the sum of both."""
         if w.recurrent is None:
-            return self._attention(x, index, w, table, attend)
+            return self._attention(x, index, w, places, attend)
         assert states is not None
         mixed = self.world.all_reduce(w.recurrent(index, x, states))
-        return mixed if w.o is None else mixed + self._attention(x, index, w, table, attend)
+        return mixed if w.o is None else mixed + self._attention(x, index, w, places, attend)
 
-    def _attention(self, x: Tensor, index: int, w: LayerWeights, table: Table, attend: AttentionFunction) -> Tensor:
-        assert w.o is not None
+    def _attention(
+        self, x: Tensor, index: int, w: LayerWeights, places: _Places | None, attend: AttentionFunction
+    ) -> Tensor:
+        assert w.o is not None and places is not None
         if w.latent is not None:
-            mixed = w.latent(x, table, lambda qkv: attend(index, qkv, None, w.sinks))
+            mixed = w.latent(x, places.table, lambda qkv: attend(index, qkv, None, w.sinks))
             return self.world.all_reduce(w.o(mixed))
         assert w.qkv is not None
         d, heads, kv_heads = self.architecture.head_dim, len(self.split.heads), len(self.split.kv_heads)
@@ -207,7 +219,9 @@ class Decoder:
         if w.q_norm is not None and w.k_norm is not None:
             q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
             qkv = torch.cat([w.q_norm(q), w.k_norm(k), v], dim=1)
-        mixed = attend(index, qkv.contiguous(), table, w.sinks)
+        if places.query_scales is not None:
+            qkv[:, :heads] *= places.query_scales
+        mixed = attend(index, qkv.contiguous(), places.table, w.sinks)
         if gate is not None:
             mixed = mixed * gate.sigmoid()
         return self.world.all_reduce(w.o(mixed.reshape(len(x), heads * d)))
@@ -235,6 +249,13 @@ class Decoder:
             return result
         gate, up = both.chunk(2, dim=-1)
         return self._activation(gate) * up
+
+    def _places(self, kind: int, positions: Tensor) -> _Places:
+        own, scales = self.architecture.kinds[kind], None
+        if own.temperature_scale:
+            spans = torch.floor((positions.float() + 1.0) / own.temperature_tokens)
+            scales = 1.0 + own.temperature_scale * torch.log1p(spans)[:, None, None]
+        return _Places(self._rotary_table(kind, positions), scales)
 
     def _rotary_table(self, kind: int, positions: Tensor) -> Table:
         """Cosines and signed sines [T, 1, R]."""

@@ -8,7 +8,8 @@ expert is one product with weights in oneDNN's format. The router computes in fl
 Source: Shazeer et al. 2017 (arXiv 1701.06538); softmax of all or of the chosen (Mixtral, arXiv 2401.04088; Granite);
 sigmoid with a correction of the choice, and groups (DeepSeek-V3, arXiv 2412.19437, section 2.1.2); SparseMixer-v2 as
 used after training (arXiv 2409.12136, as in transformers' phimoe); biases and clamped SwiGLU (gpt-oss, arXiv
-2508.10925, section 2.2, as in transformers' gpt_oss).
+2508.10925, section 2.2, as in transformers' gpt_oss); sigmoids of the chosen that weigh the inputs of experts (as in
+transformers' llama4).
 
 Shapes: T tokens, H hidden, E experts, X experts of this rank, k experts per token, I inner units.
 """
@@ -88,9 +89,10 @@ class RoutedExperts:
         logits = functional.linear(x.float(), self.router.float(), bias)
         if kind.router == "sparsemixer":
             return self._sparsemixer(logits)
-        if kind.router == "softmax_of_chosen":
+        if kind.router in ("softmax_of_chosen", "sigmoid_of_chosen"):
             chosen, index = logits.topk(kind.per_token, dim=-1)
-            return chosen.softmax(dim=-1) * kind.scale, index
+            weights = chosen.softmax(dim=-1) if kind.router == "softmax_of_chosen" else chosen.sigmoid()
+            return weights * kind.scale, index
         scores = logits.softmax(dim=-1) if kind.router == "softmax" else logits.sigmoid()
         choice = scores if self._correction is None else scores + self._correction
         if kind.groups > 1:
@@ -138,18 +140,18 @@ class RoutedExperts:
         experts, order = ((index.flatten() - self._mine.start) % self._kind.count).sort(stable=True)
         tokens, weights = order // self._kind.per_token, weights.flatten()[order, None].to(x.dtype)
         ends = torch.searchsorted(experts, torch.arange(len(self._mine), device=x.device), right=True, out_int32=True)
-        out = torch.zeros_like(x)
+        out, given = torch.zeros_like(x), x[tokens]
+        if self._kind.weighs_inputs:
+            given, weights = given * weights, torch.ones_like(weights)
         if self._of_each is not None:
             start = 0
             for (up, down), end in zip(self._of_each, ends.tolist(), strict=True):
                 part, start = slice(start, end), end
                 if part.start < part.stop:
-                    out.index_add_(0, tokens[part], down(activate(up(x[tokens[part]]))) * weights[part])
+                    out.index_add_(0, tokens[part], down(activate(up(given[part]))) * weights[part])
             return out
         own = experts.clamp(max=len(self._mine) - 1)
-        inner = activate(
-            _biased(functional.grouped_mm(x[tokens], self.up.transpose(1, 2), offs=ends), self.up_bias, own)
-        )
+        inner = activate(_biased(functional.grouped_mm(given, self.up.transpose(1, 2), offs=ends), self.up_bias, own))
         mixed = (
             _biased(functional.grouped_mm(inner, self.down.transpose(1, 2), offs=ends), self.down_bias, own) * weights
         )

@@ -21,6 +21,7 @@ from hybrid_rlhf.generation.weights.description import (
 from hybrid_rlhf.generation.weights.recurrence import KINDS
 from hybrid_rlhf.models.families import FAMILIES, Family, head_convention
 from hybrid_rlhf.models.lora import plain_name
+from hybrid_rlhf.models.structure import backbone_of
 
 
 class NotDescribed(Exception):
@@ -62,14 +63,13 @@ def describe(lm: PreTrainedModel) -> tuple[ModelDescription, Mapping[str, str]]:
         settings |= _experts(lm, family)
     if "latent" in settings:
         settings["latent"] = Latent(**settings["latent"])
-    scale = settings.pop("scale", head_dim**-0.5)
-    unrotated = settings.pop("layers_without_rotary", ())
+    own = {"scale": head_dim**-0.5} | {name: settings.pop(name) for name in _KIND_SETTINGS & settings.keys()}
     if settings.get("alibi") is not None:
-        unrotated = range(config.num_hidden_layers)
+        own["layers_without_rotary"] = range(config.num_hidden_layers)
     attended: Container[int] = range(config.num_hidden_layers)
     if family.recurrence is not None:
         attended = layers_with(lm, family, "o")
-    kinds, layer_kinds = _kinds(lm, scale, unrotated, attended)
+    kinds, layer_kinds = _kinds(lm, own, attended)
     if not kinds:
         raise NotDescribed("no layer with attention")
     fields = {**common, "kinds": kinds, "layer_kinds": layer_kinds, **settings}
@@ -127,18 +127,24 @@ def _activation(name: str | None) -> Activation:
     return _ACTIVATIONS[name or "gelu"]
 
 
-_ATTENTION_TYPES = {"full_attention", "sliding_attention", "hybrid"}
+_WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+"""Layer types with windows, and where configs state their size."""
+_ATTENTION_TYPES = {"full_attention", "hybrid", *_WINDOWS}
 """Hybrid: full attention, and a recurrence beside it."""
+_KIND_SETTINGS = {"scale", "layers_without_rotary", "with_rotary", "without_rotary"}
+"""What a family's settings may state of its kinds: the scale, or that of each layer; the layers without rotary
+positions; and further fields of kinds with them and of those without."""
 
 
 def _kinds(
-    lm: PreTrainedModel, scale: float | list[float], unrotated: Container[int], attended: Container[int]
+    lm: PreTrainedModel, own: Mapping[str, Any], attended: Container[int]
 ) -> tuple[tuple[AttentionKind, ...], tuple[int | None, ...]]:
     """The kinds of attention in a model, which differ in window and rotary table or in scale; and each layer's kind.
 
-    Layers in `unrotated` have no rotary positions, those not in `attended` no attention.
+    `own` are settings of kinds; layers that are not in `attended` have no attention.
     """
-    config, layers = lm.config, lm.config.num_hidden_layers
+    config, layers, scale = lm.config, lm.config.num_hidden_layers, own["scale"]
+    unrotated = own.get("layers_without_rotary", ())
     if isinstance(scale, list):
         return tuple(AttentionKind(one) for one in scale), tuple(range(layers))
     window = getattr(config, "sliding_window", None)
@@ -148,7 +154,13 @@ def _kinds(
     each = [(name, layer not in unrotated) if layer in attended else None for layer, name in enumerate(types)]
     order = sorted({one for one in each if one is not None})
     kinds = tuple(
-        AttentionKind(scale, window if name == "sliding_attention" else None, _rotary(lm, name) if rotates else None)
+        AttentionKind(
+            scale,
+            getattr(config, _WINDOWS[name]) if name in _WINDOWS else None,
+            chunked=name == "chunked_attention",
+            rotary=_rotary(lm, name) if rotates else None,
+            **own.get("with_rotary" if rotates else "without_rotary", {}),
+        )
         for name, rotates in order
     )
     return kinds, tuple(None if one is None else order.index(one) for one in each)
@@ -159,7 +171,7 @@ _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
 def _rotary(lm: PreTrainedModel, layer_type: str) -> Rotary | None:
     """The table that the model itself computed; tables that change with the sequence length are not supported."""
-    module: Any = _first(lm.base_model, "rotary_emb", "pos_emb")
+    module: Any = _first(backbone_of(lm), "rotary_emb", "pos_emb")
     if module is None:
         return None
     kind, prefix = module.rope_type, ""

@@ -45,7 +45,15 @@ class AttentionKind:
     """Scores are multiplied by it."""
     window: int | None = None
     """Tokens a query attends to, itself included; none: all before it."""
+    chunked: bool = False
+    """The window does not slide: it begins at the last multiple of its size (Llama 4)."""
     rotary: Rotary | None = None
+    unit_qk: bool = False
+    """Queries and keys are divided by their root mean square, which rotation leaves as it is (Llama 4)."""
+    temperature_scale: float = 0.0
+    """Queries at position p are multiplied by 1 + temperature_scale * log(1 + floor((p + 1) / temperature_tokens))
+    (arXiv 2501.19399, as in Llama 4)."""
+    temperature_tokens: int = 1
 
 
 @dataclass(frozen=True)
@@ -68,9 +76,11 @@ class Experts:
 
     count: int
     per_token: int
-    router: Literal["softmax", "softmax_of_chosen", "sigmoid", "sparsemixer"] = "softmax"
+    router: Literal["softmax", "softmax_of_chosen", "sigmoid", "sigmoid_of_chosen", "sparsemixer"] = "softmax"
     """Weights of the chosen experts: their part of the softmax of all, the softmax of theirs alone, sigmoids, or each
-    one's part of the softmax of those near it that are left (Phi-MoE)."""
+    one's part of the softmax of those near it that are left (Phi-MoE). Those `of_chosen` are chosen by their logits."""
+    weighs_inputs: bool = False
+    """The weights multiply what goes into an expert, not what comes out (Llama 4)."""
     near: float = 0.0
     """Sparsemixer: a logit is near the best if it is below it by at most this share of the larger of both."""
     normalise: bool = False

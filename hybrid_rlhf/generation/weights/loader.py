@@ -23,7 +23,7 @@ from hybrid_rlhf.generation.model.latent import LatentAttention
 from hybrid_rlhf.generation.model.layers import ACTIVATIONS, HeadNorm, InferenceLinear, Norm, SplitNorm, can_pack
 from hybrid_rlhf.generation.model.quantised import Linear, Quantization, product_maker
 from hybrid_rlhf.generation.model.recurrent.mixers import Mixer, MixerWeights, mixer
-from hybrid_rlhf.generation.weights.decoder_weights import LAYER_NORMS, DecoderWeights, LayerWeights
+from hybrid_rlhf.generation.weights.decoder_weights import HEAD_NORMS, LAYER_NORMS, DecoderWeights, LayerWeights
 from hybrid_rlhf.generation.weights.describe import NotDescribed
 from hybrid_rlhf.generation.weights.description import Latent, ModelDescription
 from hybrid_rlhf.generation.weights.picks import (
@@ -141,6 +141,9 @@ class WeightLoader:
         a, split = self.architecture, self.split
         norms["q_norm"] = self._head_norm(f"{layer}.q_norm", a.heads, split.heads)
         norms["k_norm"] = self._head_norm(f"{layer}.k_norm", a.kv_heads, split.kv_heads)
+        if (kind := a.layer_kinds[layer]) is not None and a.kinds[kind].unit_qk:
+            ones = torch.ones(a.head_dim, device=self._world.device, dtype=self._dtype)
+            norms |= dict.fromkeys(HEAD_NORMS, Norm(ones, None, a))
         return LayerWeights(**norms, **products)
 
     def _latent(self, layer: int) -> LatentAttention:

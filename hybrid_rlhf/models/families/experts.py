@@ -63,6 +63,18 @@ def gpt_oss_experts(config: PreTrainedConfig) -> dict[str, Any]:
     )
 
 
+def llama4_experts(config: PreTrainedConfig) -> dict[str, Any]:
+    """Llama 4."""
+    return _experts(
+        config,
+        count=config.num_local_experts,
+        router="sigmoid_of_chosen",
+        weighs_inputs=True,
+        shared_size=config.intermediate_size,
+        transposed=True,
+    )
+
+
 def glm4_experts(config: PreTrainedConfig) -> dict[str, Any]:
     """GLM-4-MoE and DeepSeek-V3."""
     return _experts(

@@ -17,6 +17,7 @@ from hybrid_rlhf.models.families.experts import (
     glm4_experts,
     gpt_oss_experts,
     granite_experts,
+    llama4_experts,
     mixtral_experts,
     olmoe_experts,
     phimoe_experts,
@@ -189,6 +190,17 @@ def _smollm3(config: PreTrainedConfig) -> dict[str, Any]:
     return {"layers_without_rotary": [layer for layer, uses in enumerate(config.no_rope_layers) if not uses]}
 
 
+def _llama4(config: PreTrainedConfig) -> dict[str, Any]:
+    temperature = config.attn_scale if config.attn_temperature_tuning else 0.0
+    return {
+        **_smollm3(config),
+        "interleaved_rotary": True,
+        "with_rotary": {"unit_qk": config.use_qk_norm},
+        "without_rotary": {"temperature_scale": temperature, "temperature_tokens": config.floor_scale},
+        "mlp_size": config.intermediate_size_mlp,
+    }
+
+
 def _granite(config: PreTrainedConfig) -> dict[str, Any]:
     return {
         "scale": config.attention_multiplier,
@@ -285,6 +297,12 @@ def _with_latents(names: dict[str, str]) -> dict[str, str]:
 
 _QWEN2_MOE = _moe_like(**_shared("mlp.shared_expert"), shared_router="mlp.shared_expert_gate")
 _GLM4_MOE = _moe_like(**_shared("mlp.shared_experts"))
+_LLAMA4 = _moe_like(
+    "feed_forward",
+    "router",
+    **{name: f"feed_forward.{name}_proj" for name in ("gate", "up", "down")},
+    **_shared("feed_forward.shared_expert"),
+)
 _FLEX_OLMO = _without(_moe_like(**_OUT_NORMS), "attention_norm", "mlp_norm")
 _GRANITE_MOE = _moe_like("block_sparse_moe", "router")
 _GRANITE_SHARED = _moe_like(
@@ -359,6 +377,12 @@ FAMILIES: dict[str, Family] = {
     "youtu": Family(_with_latents(_llama_like()), _latent),
     "gpt_oss": Family(
         _moe_like(router="router", sinks="self_attn.sinks"), lambda c: {"sinks": True}, experts=gpt_oss_experts
+    ),
+    "llama4_text": Family(
+        _LLAMA4,
+        _llama4,
+        {"norms behind scaled rotary positions": lambda c: c.use_qk_norm and c.rope_parameters["rope_type"] == "yarn"},
+        experts=llama4_experts,
     ),
     "granitemoe": Family(_GRANITE_MOE, _granite, experts=granite_experts),
     "granitemoeshared": Family(_GRANITE_SHARED, _granite, experts=granite_experts),

@@ -18,7 +18,8 @@ PACKING_FAMILIES = frozenset(
     """.split()
 )
 """Model types in which tokens interact only through attention that transformers dispatches by name, windows included;
-`make families` checks each."""
+`make families` checks each. Llama 4 is not one: it scales queries by their index in the row, and its chunks are in its
+mask only."""
 
 WITHOUT_ADAPTERS = {"reformer": "its reversible layers pass no gradient to them"}
 """Model types that cannot learn adapters, with the reason."""

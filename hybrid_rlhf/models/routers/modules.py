@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+from hybrid_rlhf.models.structure import backbone_of
 
 
 def router_modules(lm: PreTrainedModel) -> list[nn.Module]:
     """The modules whose logits transformers records as those of routers, by layer; none without experts."""
-    recorded = lm.base_model.can_record_outputs.get("router_logits", [])
+    backbone = backbone_of(lm)
+    recorded = backbone.can_record_outputs.get("router_logits", [])
     kinds = tuple(one.target_class for one in (recorded if isinstance(recorded, list) else [recorded]))
-    return [module for module in lm.base_model.modules() if isinstance(module, kinds)]
+    return [module for module in backbone.modules() if isinstance(module, kinds)]
+
+
+def choices(output: tuple[Tensor, ...], per_token: int) -> Tensor:
+    """The experts [N, k] that a router chose: its last output. Llama 4's returns no indices, but as its first output
+    scores [N, experts] that are 0 for all others."""
+    return output[0].detach().topk(per_token, dim=-1)[1] if output[-1].is_floating_point() else output[-1]
 
 
 def route_without_noise(model: nn.Module) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from hybrid_rlhf.models.routers.modules import router_modules
+from hybrid_rlhf.models.routers.modules import choices, router_modules
 
 
 class RouterReplay:
@@ -57,7 +57,7 @@ class RouterReplay:
             self._compares = False
 
     def _routed(self, place: int, router: nn.Module) -> Callable[..., Any]:
-        """The forward of a router, the last output of which are its choices [N, k]."""
+        """The forward of a router."""
         own = router.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -67,7 +67,7 @@ class RouterReplay:
             with _Choice(recorded, self._experts) if self._replays else contextlib.nullcontext():
                 output = own(*args, **kwargs)
             if self._compares:
-                self._compare(recorded, output[-1])
+                self._compare(recorded, choices(output, recorded.shape[1]))
             return output
 
         return forward
