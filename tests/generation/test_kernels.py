@@ -255,7 +255,8 @@ def test_a_residual_is_added_in_the_norm(name: str, dtype: torch.dtype, everywhe
 
 @pytest.mark.parametrize(
     "name",
-    ["llama of three heads", "mistral", "gemma2", "gemma3", "qwen3", "gpt_oss", "bloom", "falcon rw", "opt", "pythia"],
+    ["llama of three heads", "mistral", "gemma2", "gemma3", "qwen3", "gpt_oss", "bloom", "falcon rw", "opt", "pythia"]
+    + ["gemma4", "gemma4 that shares keys", "gemma4 whose keys are values"],
 )
 def test_a_family_samples_with_kernels_what_it_does_without(
     name: str, everywhere: None, monkeypatch: pytest.MonkeyPatch

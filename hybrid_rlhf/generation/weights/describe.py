@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from typing import Any
 
-from transformers import PreTrainedModel
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hybrid_rlhf.generation.weights.description import (
     Activation,
@@ -40,14 +41,13 @@ def describe(lm: PreTrainedModel) -> tuple[ModelDescription, Mapping[str, str]]:
     for reason, holds in family.unsupported.items():
         if holds(config):
             raise NotDescribed(reason)
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    head = head_convention(config)
+    settings, head = family.settings(config) | recurrent_fields(lm, family), head_convention(config)
+    heads, kv_heads, head_dim = attention_sizes(config, settings)
     common: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "heads": heads,
-        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "kv_heads": kv_heads,
         "head_dim": head_dim,
         "mlp_size": getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
         "norm": "rms" if hasattr(config, "rms_norm_eps") else "layer",
@@ -57,35 +57,48 @@ def describe(lm: PreTrainedModel) -> tuple[ModelDescription, Mapping[str, str]]:
         "final_softcap": head.softcap,
         "logit_scale": head.scale,
     }
-    settings = family.settings(config) | recurrent_fields(lm, family)
     if family.experts is not None:
         settings |= _experts(lm, family)
     if "latent" in settings:
         settings["latent"] = Latent(**settings["latent"])
     scale = settings.pop("scale", head_dim**-0.5)
-    unrotated = settings.pop("layers_without_rotary", ())
+    unrotated, kv_sizes = settings.pop("layers_without_rotary", ()), settings.pop("kv_sizes", {})
     if settings.get("alibi") is not None:
         unrotated = range(config.num_hidden_layers)
     attended: Container[int] = range(config.num_hidden_layers)
     if family.recurrence is not None:
         attended = layers_with(lm, family, "o")
-    kinds, layer_kinds = _kinds(lm, scale, unrotated, attended)
+    kinds, layer_kinds = _kinds(lm, scale, unrotated, attended, kv_sizes)
     if not kinds:
         raise NotDescribed("no layer with attention")
     fields = {**common, "kinds": kinds, "layer_kinds": layer_kinds, **settings}
+    fields["layer_scales"] = _buffers(lm, family, "layer_scale")
     return ModelDescription(**{**fields, "activation": _activation(fields["activation"])}), family.names
+
+
+def attention_sizes(config: PreTrainedConfig, settings: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Heads, KV heads and dimensions of a head; a family's settings (Family) may give the latter two."""
+    heads: int = config.num_attention_heads
+    # transformers refuses to read what differs between layers, so the config is asked last
+    kv_heads = settings["kv_heads"] if "kv_heads" in settings else getattr(config, "num_key_value_heads", None)
+    head_dim = settings["head_dim"] if "head_dim" in settings else getattr(config, "head_dim", None)
+    return heads, kv_heads or heads, head_dim or config.hidden_size // heads
 
 
 def _experts(lm: PreTrainedModel, family: Family) -> dict[str, Any]:
     assert family.experts is not None
-    layers = range(lm.config.num_hidden_layers)
-    corrections = {plain_name(name): buffer.detach().float().flatten() for name, buffer in lm.named_buffers()}
-    correction = family.names.get("router_correction", "")
     return {
         "experts": Experts(**family.experts(lm.config)),
         "expert_layers": layers_with(lm, family, "router"),
-        "router_corrections": {i: corrections[name] for i in layers if (name := correction.format(i)) in corrections},
+        "router_corrections": _buffers(lm, family, "router_correction"),
     }
+
+
+def _buffers(lm: PreTrainedModel, family: Family, role: str) -> dict[int, Tensor]:
+    """By layer, what a role names where it is a buffer; flat, in float32."""
+    own, layers = family.names.get(role, ""), range(lm.config.num_hidden_layers)
+    buffers = {plain_name(name): buffer for name, buffer in lm.named_buffers()}
+    return {i: buffers[name].detach().float().flatten() for i in layers if (name := own.format(i)) in buffers}
 
 
 def recurrent_fields(lm: PreTrainedModel, family: Family) -> dict[str, Any]:
@@ -132,11 +145,16 @@ _ATTENTION_TYPES = {"full_attention", "sliding_attention", "hybrid"}
 
 
 def _kinds(
-    lm: PreTrainedModel, scale: float | list[float], unrotated: Container[int], attended: Container[int]
+    lm: PreTrainedModel,
+    scale: float | list[float],
+    unrotated: Container[int],
+    attended: Container[int],
+    kv_sizes: Mapping[str, tuple[int, int]],
 ) -> tuple[tuple[AttentionKind, ...], tuple[int | None, ...]]:
     """The kinds of attention in a model, which differ in window and rotary table or in scale; and each layer's kind.
 
-    Layers in `unrotated` have no rotary positions, those not in `attended` no attention.
+    Layers in `unrotated` have no rotary positions, those not in `attended` no attention. `kv_sizes` are the KV heads
+    and the dimensions of each by layer type, where types differ.
     """
     config, layers = lm.config, lm.config.num_hidden_layers
     if isinstance(scale, list):
@@ -148,13 +166,18 @@ def _kinds(
     each = [(name, layer not in unrotated) if layer in attended else None for layer, name in enumerate(types)]
     order = sorted({one for one in each if one is not None})
     kinds = tuple(
-        AttentionKind(scale, window if name == "sliding_attention" else None, _rotary(lm, name) if rotates else None)
+        AttentionKind(
+            scale,
+            window if name == "sliding_attention" else None,
+            _rotary(lm, name) if rotates else None,
+            *kv_sizes.get(name, ()),
+        )
         for name, rotates in order
     )
     return kinds, tuple(None if one is None else order.index(one) for one in each)
 
 
-_STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+_STATIC_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
 
 
 def _rotary(lm: PreTrainedModel, layer_type: str) -> Rotary | None:
