@@ -22,7 +22,7 @@ from hybrid_rlhf.generation.batching.capacity import (
     rows_and_pages,
 )
 from hybrid_rlhf.generation.model.recurrent.states import state_bytes
-from hybrid_rlhf.generation.weights.describe import layers_with, recurrent_fields
+from hybrid_rlhf.generation.weights.describe import attention_sizes, layers_with, recurrent_fields
 from hybrid_rlhf.memory.shapes import ParameterCounts, ShapedModel
 from hybrid_rlhf.models.families import FAMILIES
 
@@ -77,7 +77,8 @@ def _fused(model: ShapedModel, names: Any) -> int:
     kind = _recurrence(model).get("recurrence")
     if kind is not None and len(inputs := kind.inputs(range(kind.units))) > 1:
         roles += tuple(inputs)
-    ends = tuple(f"{names[role].rpartition('.')[2]}.weight" for role in roles if role in names)
+    modules = [module for role in roles if role in names for module in names[role].split("|")]
+    ends = tuple(f"{module.rpartition('.')[2]}.weight" for module in modules)
     return sum(p.numel() for name, p in model.lm.named_parameters() if name.replace(".base_layer", "").endswith(ends))
 
 
@@ -100,7 +101,7 @@ class _Sizes:
     """Sizes of a decoder on this rank."""
 
     layers: int
-    """With attention."""
+    """With keys and values of their own."""
     heads: float
     kv_heads: float
     head_dim: int
@@ -113,17 +114,17 @@ class _Sizes:
 
 def _sizes(model: ShapedModel, tensor_parallel: int) -> _Sizes:
     c: Any = model.config.get_text_config()
-    heads, kv = c.num_attention_heads, getattr(c, "num_key_value_heads", None) or c.num_attention_heads
     mlp = getattr(c, "intermediate_size", None) or getattr(c, "ffn_dim", None) or 4 * c.hidden_size
     family, layers = FAMILIES.get(model.config.model_type), c.num_hidden_layers
+    own = {} if family is None else family.settings(c)
     if family is not None and family.recurrence is not None:
         layers = len(layers_with(model.lm, family, "o"))
-    own = {} if family is None else family.settings(c)
+    heads, kv_heads, head_dim = attention_sizes(c, own)
     return _Sizes(
-        layers,
+        layers - len(own.get("kv_sources", ())),
         heads / tensor_parallel,
-        math.ceil(own.get("kv_heads", kv) / tensor_parallel),
-        own.get("head_dim") or getattr(c, "head_dim", None) or c.hidden_size // heads,
+        math.ceil(kv_heads / tensor_parallel),
+        head_dim,
         c.hidden_size,
         mlp / tensor_parallel,
         c.vocab_size / tensor_parallel,

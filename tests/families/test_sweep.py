@@ -14,7 +14,7 @@ IN_USE = {
     "qwen3_moe": ("inference weights", "packed"),
     "gpt_oss": ("inference weights", "packed"),
     "llama4_text": ("inference weights", "padded"),
-    "gemma4_text": ("module", "packed"),
+    "gemma4_text": ("inference weights", "packed"),
     "deepseek_v3": ("inference weights", "packed"),
     "qwen3_5_text": ("inference weights", "padded"),
     "falcon_h1": ("inference weights", "padded"),

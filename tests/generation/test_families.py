@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
+from hybrid_rlhf.generation.batching.cache import CacheLayout
 from hybrid_rlhf.generation.model import decoder as decoder_module
 from hybrid_rlhf.generation.model import layers
 from hybrid_rlhf.generation.model.decoder import Decoder
@@ -25,7 +26,7 @@ from hybrid_rlhf.generation.weights.split import Split
 from hybrid_rlhf.models.families import FAMILIES, keep_float32_logits
 from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens
 from hybrid_rlhf.runtime.world import solo_world
-from tests.support.families import VARIANTS, variant
+from tests.support.families import EXPERTS, GEMMA4, VARIANTS, variant
 from tests.support.tiny import VOCABULARY, tiny_model
 
 CPU = torch.device("cpu")
@@ -92,7 +93,7 @@ def test_every_row_of_the_table_has_a_variant() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "gemma2", "opt", "falcon 40b", "llama4", "qwen3_5", "falcon_h1", "jamba", "lfm2"]
+    "name", ["llama", "gemma2", "gemma4", "opt", "falcon 40b", "llama4", "qwen3_5", "falcon_h1", "jamba", "lfm2"]
 )
 def test_bfloat16_stays_near_the_module(name: str) -> None:
     model = variant(name).to(torch.bfloat16)  # type: ignore[arg-type]
@@ -133,6 +134,9 @@ def test_logits_of_bfloat16_inference_weights_stay_in_float32(name: str, packed:
         ("llama", {"hidden_act": "tanh"}, "no activation tanh"),
         ("bloom", {"apply_residual_connection_post_layernorm": True}, "residuals after the norm"),
         ("gpt2", {"add_cross_attention": True}, "cross attention"),
+        ("gemma4_text", {**GEMMA4, **EXPERTS, "enable_moe_block": True, "top_k_experts": 2}, "experts beside the MLP"),
+        ("gemma4_text", {**GEMMA4, "global_head_dim": 12}, "differ by no whole factor"),
+        ("gemma4_text", {**GEMMA4, "vocab_size_per_layer_input": 300}, "a vocabulary of its own"),
     ],
 )
 def test_what_is_not_described_runs_through_the_module_and_says_why(
@@ -198,6 +202,27 @@ def test_ranks_share_out_every_part_of_a_model_once(size: int) -> None:
         assert [unit for split in splits for unit in getattr(split, part)] == list(range(total))
     for split in splits:
         assert {head // 2 for head in split.heads} == set(split.kv_heads)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_kinds_of_attention_fill_the_cache_alike(size: int) -> None:
+    architecture, _ = describe(variant("gemma4 whose keys are values"))  # 8 KV heads of 8 dimensions, 2 of 16
+    if size == 8:
+        with pytest.raises(UserError, match="a layer has 1 heads of 16 dimensions and another 8 dimensions in all"):
+            Split.of(architecture, 0, size)
+        return
+    splits = [Split.of(architecture, rank, size) for rank in range(size)]
+    full, sliding = ([head for split in splits for head in split.kv_heads_of[kind]] for kind in (0, 1))
+    assert sliding == list(range(8)) and full == [0, 0, 1, 1]
+    assert {len(split.kv_heads_of[0]) * 16 for split in splits} == {len(split.kv_heads) * 8 for split in splits}
+
+
+def test_layers_that_reuse_keys_have_no_place_of_their_own_in_the_cache() -> None:
+    architecture, _ = describe(variant("gemma4 that shares keys"))  # sliding and full in turn, three of six share
+    layout = CacheLayout.of(architecture, 100)
+    assert architecture.kv_sources == {3: 1, 4: 2, 5: 1} and len(architecture.cached_layers) == 3
+    assert [layout.places[layer] for layer in (3, 4, 5)] == [layout.places[source] for source in (1, 2, 1)]
+    assert layout.tables * layout.layers_per_page == 3
 
 
 def loud(name: str, magnitude: float, dtype: torch.dtype) -> PreTrainedModel:

@@ -259,9 +259,10 @@ def test_a_residual_is_added_in_the_norm(name: str, dtype: torch.dtype, everywhe
 @pytest.mark.parametrize(
     "name",
     [
-        *("llama of three heads", "gemma2", "gpt_oss", "bloom", "llama4 in one chunk"),
+        *("llama of three heads", "gemma2", "gpt_oss", "bloom", "llama4 in one chunk", "gemma4 that shares keys"),
         *(pytest.param(name, marks=pytest.mark.faults) for name in ("mistral", "gemma3", "qwen3", "falcon rw", "opt")),
-        *(pytest.param(name, marks=pytest.mark.faults) for name in ("pythia", "llama4")),
+        *(pytest.param(name, marks=pytest.mark.faults) for name in ("pythia", "llama4", "gemma4")),
+        pytest.param("gemma4 whose keys are values", marks=pytest.mark.faults),
     ],
 )
 def test_a_family_samples_with_kernels_what_it_does_without(

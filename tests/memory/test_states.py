@@ -17,7 +17,9 @@ from tests.support.families import variant
 from tests.support.generation import random_tokens
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "jamba", "lfm2", "deepseek_v3", "minicpm3", "falcon 7b", "falcon 40b"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_5", "falcon_h1", "jamba", "lfm2", "deepseek_v3", "minicpm3", "falcon 7b", "falcon 40b"]
+)
 def test_the_cache_and_the_states_are_as_large_as_planned(name: str, tmp_path: Path) -> None:
     lm, sampling = variant(name), SamplingParams(max_new_tokens=10, n=2)
     lm.save_pretrained(tmp_path)

@@ -15,6 +15,15 @@ EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 FALCON = {**SMALL, "ffn_hidden_size": 80}
+GEMMA4 = {
+    **GQA,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCABULARY,
+}
 LATENT = {
     **SMALL,
     "intermediate_size": 48,
@@ -107,6 +116,31 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
             "head_dim": 16,
             "sliding_window": 6,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "gemma4": ("gemma4_text", GEMMA4),
+    "gemma4 that shares keys": (
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_key_value_heads": 1,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma4 whose keys are values": (
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "num_global_key_value_heads": 2,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "use_bidirectional_attention": "vision",
         },
     ),
     "phi3": ("phi3", {**GQA, "sliding_window": 7}),
@@ -372,4 +406,6 @@ def variant(name: str, *, seed: int = 0) -> PreTrainedModel:
     for name, buffer in model.named_buffers():
         if name.endswith(("correction_bias", "expert_bias")):
             torch.nn.init.normal_(buffer, std=0.1)
+        elif name.endswith("layer_scalar"):
+            torch.nn.init.uniform_(buffer, 0.5, 1.5)
     return model

@@ -65,6 +65,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "laurel_rank": 8,
         "intermediate_size": 96,
     },
+    "gemma4_text": {"global_head_dim": 32},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {"layer_types": _HYBRID},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},

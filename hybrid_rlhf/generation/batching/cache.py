@@ -57,7 +57,7 @@ class CacheLayout:
     """For each layer group, the pages of a block."""
     layers_per_page: int
     places: tuple[tuple[int, int] | None, ...]
-    """For each layer, its page table, and its place in a page; none: it has no attention."""
+    """For each layer, its page table, and its place in a page, which layers may share; none: it has no attention."""
     stores: int = 2
     """Keys and values; 1 where they are the same (latent attention)."""
     routes: RouteSize | None = None
@@ -71,16 +71,17 @@ class CacheLayout:
             own = architecture.kinds[kind].window
             return None if own is None or own >= capacity_tokens else own
 
-        each = [window(kind) for kind in architecture.layer_kinds if kind is not None]
+        each = [window(architecture.attention_of(layer)) for layer in architecture.cached_layers]
         windows = sorted(set(each), key=lambda size: math.inf if size is None else size, reverse=True)
         counts = [each.count(one) for one in windows]
         together = math.gcd(*counts)
         pages = [count // together for count in counts]
         seen = [0] * len(windows)
         places = list[tuple[int, int] | None]()
-        for kind in architecture.layer_kinds:
-            if kind is None:
-                places.append(None)
+        for layer, kind in enumerate(architecture.layer_kinds):
+            source = architecture.kv_sources.get(layer)
+            if kind is None or source is not None:
+                places.append(None if source is None else places[source])
                 continue
             group = windows.index(window(kind))
             places.append((sum(pages[:group]) + seen[group] // together, seen[group] % together))
@@ -186,7 +187,7 @@ def page_bytes(layout: CacheLayout, *, kv_heads: int, head_dim: int, dtype: torc
 
 def bytes_per_token(architecture: ModelDescription, kv_heads: int, dtype: torch.dtype) -> int:
     """Bytes of one token's keys and values on a rank with so many KV heads."""
-    return _stores(architecture) * architecture.attention_layers * kv_heads * architecture.head_dim * dtype.itemsize
+    return _stores(architecture) * len(architecture.cached_layers) * kv_heads * architecture.head_dim * dtype.itemsize
 
 
 def _route_size(architecture: ModelDescription) -> RouteSize | None:

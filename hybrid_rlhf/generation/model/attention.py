@@ -34,7 +34,8 @@ class AttentionFunction(Protocol):
     """Attention of one layer over the cache."""
 
     def __call__(self, layer: int, qkv: Tensor, table: Table, sinks: Tensor | None) -> Tensor:
-        """[T, A, D] of queries, keys and values [T, A + 2 K, D]; keys and values are written to the cache first.
+        """[T, A, D] of queries, keys and values [T, A + 2 K, D]; keys and values are written to the cache first. Layers
+        that attend to the keys of another one give queries [T, A, D] alone.
 
         `sinks` [A] are scores of a key without a value (arXiv 2309.17453, section 3.1; gpt-oss).
         """
@@ -92,7 +93,10 @@ class Attention:
         # The windows of kernels slide.
         chunked = any(kind.chunked and (kind.window or 0) < capacity_tokens for kind in architecture.kinds)
         self.kernels = None if too_wide or chunked else kernels
-        self.kv_heads, self.group = len(split.kv_heads), len(split.heads) // len(split.kv_heads)
+        self.kv_heads = [len(own) for own in split.kv_heads_of]
+        """Of each kind of attention."""
+        self.groups = [len(split.heads) // count for count in self.kv_heads]
+        """Queries of a KV head."""
         device, self._dtype = cache.keys.device, cache.keys.dtype
         self.alibi = None
         """[A, S] float32, what ALiBi adds to the scores of each key."""
@@ -133,13 +137,12 @@ class Attention:
         )
         return mixed
 
-    def rotated(self, qkv: Tensor, table: Table) -> tuple[Tensor, Tensor, Tensor]:
+    def rotated(self, qkv: Tensor, table: Table, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [T, A, D], keys and values [T, K, D]."""
-        heads = self.kv_heads * self.group
-        qk, v = qkv[:, : heads + self.kv_heads], qkv[:, heads + self.kv_heads :]
+        qk, v = qkv.tensor_split([qkv.shape[1] - kv_heads], dim=1)
         if table is not None:
             qk = rotate(qk, *table)
-        return qk[:, :heads], qk[:, heads:], v
+        return qk[:, :-kv_heads], qk[:, -kv_heads:], v
 
     def sees_all_before(self, kind: int, start: int, end: int) -> bool:
         """Whether a causal mask is enough for queries at positions start to end - 1 and keys 0 to end - 1."""
@@ -232,10 +235,14 @@ class StepAttention:
         kind = attention.architecture.attention_of(layer)
         tables, keys, values = attention.cache.of_layer(layer)
         places = self.places[tables]
-        if attention.kernels is not None:
+        # layers whose heads have other sizes fill the same memory
+        keys, values = (store.view(*store.shape[:2], -1, qkv.shape[-1]) for store in (keys, values))
+        if layer in attention.architecture.kv_sources:
+            queries = qkv if table is None else rotate(qkv, *table)
+        elif attention.kernels is not None:
             queries = attention.kernels.rotate_and_write(qkv, table, places, keys, values)
         else:
-            queries, new_keys, new_values = attention.rotated(qkv, table)
+            queries, new_keys, new_values = attention.rotated(qkv, table, keys.shape[2])
             keys.flatten(0, 1).index_copy_(0, places, new_keys)
             values.flatten(0, 1).index_copy_(0, places, new_values)
         mixed = [part(kind, tables, queries[tokens], keys, values, sinks) for tokens, part in self._parts]
@@ -254,10 +261,10 @@ class RowAttention:
     def _bias(self, kind: int, positions: Tensor, keys: int) -> Tensor:
         """[B * K, G or 1, S]."""
         keys = min(keys, self._attention.alibi.shape[1]) if self._attention.alibi is not None else keys
-        bias = self._attention.bias(kind, positions, keys)
+        bias, kv_heads = self._attention.bias(kind, positions, keys), self._attention.kv_heads[kind]
         if bias.shape[1] == 1:
-            return bias.repeat_interleave(self._attention.kv_heads, dim=0)
-        return bias.reshape(len(positions) * self._attention.kv_heads, self._attention.group, -1)
+            return bias.repeat_interleave(kv_heads, dim=0)
+        return bias.reshape(len(positions) * kv_heads, self._attention.groups[kind], -1)
 
     def __call__(self, kind: int, table: int, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
         """[B, A, D] of queries [B, A, D] over pages [P, BLOCK_TOKENS, K, D]."""
@@ -266,9 +273,9 @@ class RowAttention:
             store[self._pages[table]].flatten(1, 2)[:, : bias.shape[-1]].transpose(1, 2).flatten(0, 1)
             for store in (keys, values)
         )
-        rows = q.reshape(len(k), self._attention.group, -1)
+        rows = q.reshape(len(k), -1, q.shape[-1])
         if sinks is not None:
-            sinks = sinks.view(-1, self._attention.group).repeat(len(q), 1)
+            sinks = sinks.view(-1, rows.shape[1]).repeat(len(q), 1)
         return self._attention.mix_rows(kind, rows, k, v, bias, sinks).view(q.shape)
 
 
@@ -295,19 +302,21 @@ class MixedKernel:
             self._positions, each = rows.positions, (rows.pages, chunks.pages)
             most = max(pages.shape[2] for pages in each)
             self._pages = torch.cat([functional.pad(pages, (0, most - pages.shape[2])) for pages in each], dim=1)
-        tiles = attention.kernels.chunk_tiles(
-            len(self._positions),
-            chunks.starts,
-            chunks.lengths,
-            group=attention.group,
-            head_dim=attention.cache.keys.shape[-1],
-            dtype=attention.cache.keys.dtype,
+        a = attention.architecture
+        self._sizes = [(group, a.kv_size(kind)[1]) for kind, group in enumerate(attention.groups)]
+        self._tiles = {size: self._tiles_of(chunks, *size) for size in set(self._sizes)}
+
+    def _tiles_of(self, chunks: Chunks, group: int, head_dim: int) -> Tensor:
+        kernels, dtype = self._attention.kernels, self._attention.cache.keys.dtype
+        assert kernels is not None
+        tiles = kernels.chunk_tiles(
+            len(self._positions), chunks.starts, chunks.lengths, group=group, head_dim=head_dim, dtype=dtype
         )
-        self._tiles = torch.tensor(tiles, dtype=torch.int32, device=chunks.pages.device)
+        return torch.tensor(tiles, dtype=torch.int32, device=chunks.pages.device)
 
     def __call__(self, kind: int, table: int, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
         """[T, A, D] of queries [T, A, D] over pages [P, BLOCK_TOKENS, K, D]."""
-        pages, tiles = self._pages[table], self._tiles
+        pages, tiles = self._pages[table], self._tiles[self._sizes[kind]]
         return self._attention.by_kernel(kind, q, keys, values, pages, self._positions, sinks=sinks, tiles=tiles)
 
 

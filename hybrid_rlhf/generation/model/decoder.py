@@ -3,7 +3,8 @@
 Why flat: matrix products over the tokens of all sequences need no padding, and prefill and decoding share one code
 path. Only attention (attention.py) and recurrent layers (recurrent/) know which tokens belong to which sequence.
 
-Shapes: T tokens, H hidden, A heads and K KV heads of this rank, D head size, V rows of the vocabulary on this rank.
+Shapes: T tokens, H hidden, A heads and K KV heads of this rank, D head size, I dimensions of a layer's input, V
+rows of the vocabulary on this rank.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.nn import functional
 
 from hybrid_rlhf.generation.batching.cache import CacheLayout, KVCache
 from hybrid_rlhf.generation.model.attention import AttentionFunction, Table
-from hybrid_rlhf.generation.model.layers import ACTIVATIONS, Norm, kernels_for
+from hybrid_rlhf.generation.model.layers import ACTIVATIONS, kernels_for
 from hybrid_rlhf.generation.model.quantised import QuantisedLinear
 from hybrid_rlhf.generation.model.recurrent.states import StateCache, StepStates, state_bytes
 from hybrid_rlhf.generation.weights.decoder_weights import DecoderWeights, LayerWeights
@@ -48,6 +49,7 @@ class Decoder:
         self._weights = weights
         # HF multiplies by the scale in the dtype of the weights
         self._embed_scale = float(torch.tensor(architecture.embed_scale, dtype=weights.embed.dtype))
+        self._input_scale = float(torch.tensor(architecture.layer_input_size**0.5, dtype=weights.embed.dtype))
         self._inv_freq = [
             None if kind.rotary is None else kind.rotary.inv_freq.to(world.device) for kind in architecture.kinds
         ]
@@ -123,6 +125,7 @@ class Decoder:
         x = self._embed(tokens, positions)
         if observe is not None:
             observe(x)
+        inputs = self._layer_inputs(tokens, x)
         places = [self._places(kind, positions) for kind in range(len(self.architecture.kinds))]
         block = getattr(self, f"_{self.architecture.block}")
         for index, layer in enumerate(self._weights.layers):
@@ -134,6 +137,10 @@ class Decoder:
                 lambda h, i=index, w=layer, p=place: self._mixed(h, i, w, p, attend, states),
                 lambda h, w=layer: self._mlp(h, w, routes),
             )
+            if inputs is not None:
+                x = self._with_input(x, inputs[:, index], layer)
+            if layer.scale is not None:
+                x = x * layer.scale
             if observe is not None:
                 observe(x)
         return x
@@ -152,13 +159,8 @@ class Decoder:
         return logits
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        weights, a, mine = self._weights, self.architecture, self.split.vocabulary
-        if self.world.size == 1:
-            x = functional.embedding(tokens, weights.embed)
-        else:
-            here = (tokens >= mine.start) & (tokens < mine.stop)
-            x = functional.embedding(torch.where(here, tokens - mine.start, 0), weights.embed) * here[:, None]
-            x = self.world.all_reduce(x)
+        weights, a = self._weights, self.architecture
+        x = self._rows(weights.embed, tokens)
         if self._embed_scale != 1.0:
             x = x * self._embed_scale
         if weights.embed_in is not None:
@@ -166,6 +168,30 @@ class Decoder:
         if weights.positions is not None:
             x = x + functional.embedding(positions + a.position_offset, weights.positions)
         return _normed(weights.embed_norm, x)
+
+    def _rows(self, table: Tensor, tokens: Tensor) -> Tensor:
+        """Rows of a table that is split over the vocabulary."""
+        if self.world.size == 1:
+            return functional.embedding(tokens, table)
+        mine = self.split.vocabulary
+        here = (tokens >= mine.start) & (tokens < mine.stop)
+        return self.world.all_reduce(
+            functional.embedding(torch.where(here, tokens - mine.start, 0), table) * here[:, None]
+        )
+
+    def _layer_inputs(self, tokens: Tensor, embedded: Tensor) -> Tensor | None:
+        """[T, layers, I] of tokens [T] and their embeddings [T, H]; none: layers have no inputs of their own."""
+        weights, a = self._weights.layer_inputs, self.architecture
+        if weights is None:
+            return None
+        own = self._rows(weights.embed, tokens) * self._input_scale
+        shared = (weights.project(embedded) * a.hidden_size**-0.5).unflatten(1, (a.layers, -1))
+        return (weights.norm(shared) + own.view_as(shared)) * 0.5**0.5
+
+    def _with_input(self, x: Tensor, given: Tensor, w: LayerWeights) -> Tensor:
+        """Add what a layer makes of its input [T, I]; ranks compute all of it."""
+        assert w.input_gate is not None and w.input_out is not None
+        return x + _normed(w.input_out_norm, w.input_out(self._activation(w.input_gate(x)) * given))
 
     # -- the orders of norm, attention and MLP
 
@@ -212,13 +238,14 @@ class Decoder:
             mixed = w.latent(x, places.table, lambda qkv: attend(index, qkv, None, w.sinks))
             return self.world.all_reduce(w.o(mixed))
         assert w.qkv is not None
-        d, heads, kv_heads = self.architecture.head_dim, len(self.split.heads), len(self.split.kv_heads)
+        a, kind, heads = self.architecture, self.architecture.attention_of(index), len(self.split.heads)
+        d, kv_heads = a.kv_size(kind)[1], 0 if index in a.kv_sources else len(self.split.kv_heads_of[kind])
         qkv, gate = w.qkv(x).view(len(x), -1, d), None
-        if self.architecture.gated_attention:
+        if a.gated_attention:
             qkv, gate = qkv.split([heads + 2 * kv_heads, heads], dim=1)
-        if w.q_norm is not None and w.k_norm is not None:
+        if w.q_norm is not None:
             q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
-            qkv = torch.cat([w.q_norm(q), w.k_norm(k), v], dim=1)
+            qkv = torch.cat([w.q_norm(q), _normed(w.k_norm, k), _normed(w.v_norm, v)], dim=1)
         if places.query_scales is not None:
             qkv[:, :heads] *= places.query_scales
         mixed = attend(index, qkv.contiguous(), places.table, w.sinks)
@@ -267,5 +294,5 @@ class Decoder:
         return torch.cat([cos, cos], dim=-1).to(self.dtype), torch.cat([-sin, sin], dim=-1).to(self.dtype)
 
 
-def _normed(norm: Norm | None, x: Tensor) -> Tensor:
+def _normed(norm: Sublayer | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)

@@ -15,7 +15,7 @@ from hybrid_rlhf.generation.model.layers import HeadNorm, InferenceLinear, Norm,
 from hybrid_rlhf.generation.model.quantised import Linear
 from hybrid_rlhf.generation.model.recurrent.mixers import Mixer
 
-LAYER_NORMS = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
+LAYER_NORMS = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm", "input_out_norm")
 HEAD_NORMS = ("q_norm", "k_norm")
 
 
@@ -29,7 +29,10 @@ class LayerWeights:
     mlp_out_norm: Norm | None
     q_norm: Norm | HeadNorm | SplitNorm | None
     k_norm: Norm | HeadNorm | SplitNorm | None
+    v_norm: Norm | None
+    """Without a weight that is trained."""
     qkv: Linear | None
+    """Queries alone in a layer that attends to the keys of another one."""
     latent: LatentAttention | None
     """In place of `qkv`."""
     o: Linear | None
@@ -43,15 +46,31 @@ class LayerWeights:
     """[A], see AttentionFunction."""
     shared_router: Tensor | None
     """[1, H], whose sigmoid weighs the shared experts (Qwen2-MoE)."""
+    input_gate: Linear | None
+    input_out: Linear | None
+    input_out_norm: Norm | None
+    """What the layer adds of its inputs (LayerInputs)."""
+    scale: Tensor | None
+    """[1], which the residual stream is multiplied by."""
 
     @property
     def products(self) -> dict[str, Linear]:
         """Its products with packed or quantised weights, without those of experts."""
-        each = {"qkv": self.qkv, "o": self.o, "up": self.up, "down": self.down}
+        each = {name: getattr(self, name) for name in ("qkv", "o", "up", "down", "input_gate", "input_out")}
         each |= {} if self.latent is None else self.latent.products
         mixer = None if self.recurrent is None else self.recurrent.weights
         each |= {} if mixer is None else {"in": mixer.project, "out": mixer.out}
         return {name: product for name, product in each.items() if product is not None}
+
+
+@dataclass
+class LayerInputs:
+    """What gives each layer an input of its own: a second embedding, and a product of the first (Gemma 4)."""
+
+    embed: Tensor
+    """[rows of the vocabulary on this rank, layers * layer_input_size]."""
+    project: Linear
+    norm: Norm
 
 
 @dataclass
@@ -64,6 +83,7 @@ class DecoderWeights:
     embed_norm: Norm | None
     embed_in: Tensor | None
     embed_out: Tensor | None
+    layer_inputs: LayerInputs | None
     layers: list[LayerWeights]
     final_norm: Norm | None
     head: InferenceLinear
@@ -73,12 +93,13 @@ class DecoderWeights:
         """Bytes of the matrices that a decoding step reads: all experts, as a step of many tokens does."""
         weights = [product.weight for layer in self.layers for product in layer.products.values()]
         weights += [layer.latent.kv_up for layer in self.layers if layer.latent is not None]
+        weights += [] if self.layer_inputs is None else [self.layer_inputs.project.weight]
         experts = sum(layer.experts.weight_bytes for layer in self.layers if layer.experts is not None)
         return experts + sum(weight.numel() * weight.element_size() for weight in (*weights, self.head.weight))
 
     def refresh(self) -> None:
         """Recompute what is derived from weights, after these were updated in place."""
-        norms = [self.embed_norm, self.final_norm]
+        norms = [self.embed_norm, self.final_norm, None if self.layer_inputs is None else self.layer_inputs.norm]
         norms += [getattr(layer, name) for layer in self.layers for name in (*LAYER_NORMS, *HEAD_NORMS)]
         for part in (*norms, *(layer.latent for layer in self.layers)):
             if part is not None:

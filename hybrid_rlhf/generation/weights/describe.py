@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from typing import Any
 
-from transformers import PreTrainedModel
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hybrid_rlhf.generation.weights.description import (
     Activation,
@@ -41,14 +42,13 @@ def describe(lm: PreTrainedModel) -> tuple[ModelDescription, Mapping[str, str]]:
     for reason, holds in family.unsupported.items():
         if holds(config):
             raise NotDescribed(reason)
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    head = head_convention(config)
+    settings, head = family.settings(config) | recurrent_fields(lm, family), head_convention(config)
+    heads, kv_heads, head_dim = attention_sizes(config, settings)
     common: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "heads": heads,
-        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "kv_heads": kv_heads,
         "head_dim": head_dim,
         "mlp_size": getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
         "norm": "rms" if hasattr(config, "rms_norm_eps") else "layer",
@@ -58,7 +58,6 @@ def describe(lm: PreTrainedModel) -> tuple[ModelDescription, Mapping[str, str]]:
         "final_softcap": head.softcap,
         "logit_scale": head.scale,
     }
-    settings = family.settings(config) | recurrent_fields(lm, family)
     if family.experts is not None:
         settings |= _experts(lm, family)
     if "latent" in settings:
@@ -73,19 +72,33 @@ def describe(lm: PreTrainedModel) -> tuple[ModelDescription, Mapping[str, str]]:
     if not kinds:
         raise NotDescribed("no layer with attention")
     fields = {**common, "kinds": kinds, "layer_kinds": layer_kinds, **settings}
+    fields["layer_scales"] = _buffers(lm, family, "layer_scale")
     return ModelDescription(**{**fields, "activation": _activation(fields["activation"])}), family.names
+
+
+def attention_sizes(config: PreTrainedConfig, settings: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Heads, KV heads and dimensions of a head; a family's settings (Family) may give the latter two."""
+    heads: int = config.num_attention_heads
+    # transformers refuses to read what differs between layers, so the config is asked last
+    kv_heads = settings["kv_heads"] if "kv_heads" in settings else getattr(config, "num_key_value_heads", None)
+    head_dim = settings["head_dim"] if "head_dim" in settings else getattr(config, "head_dim", None)
+    return heads, kv_heads or heads, head_dim or config.hidden_size // heads
 
 
 def _experts(lm: PreTrainedModel, family: Family) -> dict[str, Any]:
     assert family.experts is not None
-    layers = range(lm.config.num_hidden_layers)
-    corrections = {plain_name(name): buffer.detach().float().flatten() for name, buffer in lm.named_buffers()}
-    correction = family.names.get("router_correction", "")
     return {
         "experts": Experts(**family.experts(lm.config)),
         "expert_layers": layers_with(lm, family, "router"),
-        "router_corrections": {i: corrections[name] for i in layers if (name := correction.format(i)) in corrections},
+        "router_corrections": _buffers(lm, family, "router_correction"),
     }
+
+
+def _buffers(lm: PreTrainedModel, family: Family, role: str) -> dict[int, Tensor]:
+    """By layer, what a role names where it is a buffer; flat, in float32."""
+    own, layers = family.names.get(role, ""), range(lm.config.num_hidden_layers)
+    buffers = {plain_name(name): buffer for name, buffer in lm.named_buffers()}
+    return {i: buffers[name].detach().float().flatten() for i in layers if (name := own.format(i)) in buffers}
 
 
 def recurrent_fields(lm: PreTrainedModel, family: Family) -> dict[str, Any]:
@@ -131,9 +144,10 @@ _WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attenti
 """Layer types with windows, and where configs state their size."""
 _ATTENTION_TYPES = {"full_attention", "hybrid", *_WINDOWS}
 """Hybrid: full attention, and a recurrence beside it."""
-_KIND_SETTINGS = {"scale", "layers_without_rotary", "with_rotary", "without_rotary"}
+_KIND_SETTINGS = {"scale", "layers_without_rotary", "with_rotary", "without_rotary", "kv_sizes"}
 """What a family's settings may state of its kinds: the scale, or that of each layer; the layers without rotary
-positions; and further fields of kinds with them and of those without."""
+positions; further fields of kinds with them and of those without; and by layer type, where types differ, the KV heads
+and the dimensions of each."""
 
 
 def _kinds(
@@ -160,13 +174,14 @@ def _kinds(
             chunked=name == "chunked_attention",
             rotary=_rotary(lm, name) if rotates else None,
             **own.get("with_rotary" if rotates else "without_rotary", {}),
+            **dict(zip(("kv_heads", "head_dim"), own.get("kv_sizes", {}).get(name, ()), strict=False)),
         )
         for name, rotates in order
     )
     return kinds, tuple(None if one is None else order.index(one) for one in each)
 
 
-_STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+_STATIC_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
 
 
 def _rotary(lm: PreTrainedModel, layer_type: str) -> Rotary | None:

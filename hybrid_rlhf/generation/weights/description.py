@@ -54,6 +54,10 @@ class AttentionKind:
     """Queries at position p are multiplied by 1 + temperature_scale * log(1 + floor((p + 1) / temperature_tokens))
     (arXiv 2501.19399, as in Llama 4)."""
     temperature_tokens: int = 1
+    kv_heads: int | None = None
+    """None: those of the model."""
+    head_dim: int | None = None
+    """None: that of the model."""
 
 
 @dataclass(frozen=True)
@@ -122,10 +126,13 @@ class ModelDescription:
     heads: int
     kv_heads: int
     head_dim: int
+    """Both of the kind of attention with the widest keys, if kinds differ."""
     mlp_size: int
     kinds: tuple[AttentionKind, ...]
     layer_kinds: tuple[int | None, ...]
     """For each layer, its index in `kinds`; none: it has no attention."""
+    kv_sources: Mapping[int, int] = field(default_factory=dict)
+    """Layers that attend to the keys and values of an earlier one, and that one (Gemma 4)."""
     recurrence: Recurrence | None = None
     recurrent_layers: frozenset[int] = frozenset()
     """Layers with a recurrence, in place of attention or beside it."""
@@ -141,12 +148,21 @@ class ModelDescription:
     interleaved_rotary: bool = False
     """Rotary positions rotate neighbouring dimensions of a head, not its halves; the rows of Q and K are reordered."""
     qk_norm: QKNorm = "shared"
+    normed_values: bool = False
+    """The values of each head are normed, without a weight (Gemma 4)."""
     residual_scale: float = 1.0
     """What attention and MLP add to the residual stream is multiplied by it (Granite)."""
     carried: tuple[float, float, float] = (1.0, 1.0, 1.0)
     """In a normed block, what attention, recurrence and MLP are added to is multiplied by these."""
     gated_mlp: bool = True
     """The MLP has a gate."""
+    mlp_sizes: Mapping[int, int] = field(default_factory=dict)
+    """Layers whose MLP has another size than `mlp_size`."""
+    layer_input_size: int = 0
+    """Dimensions of what each layer adds of the token and its embedding, besides the residual stream (Gemma 4's
+    per-layer embeddings); 0: none."""
+    layer_scales: Mapping[int, Tensor] = field(default_factory=dict)
+    """For some layers [1], which the residual stream behind them is multiplied by; training leaves it."""
     transposed: bool = False
     """Weights of the layers are stored [in, out] (GPT-2's Conv1D)."""
     position_offset: int = 0
@@ -188,9 +204,14 @@ class ModelDescription:
         return len(self.layer_kinds)
 
     @property
-    def attention_layers(self) -> int:
-        """Number of layers with attention."""
-        return sum(kind is not None for kind in self.layer_kinds)
+    def cached_layers(self) -> list[int]:
+        """Layers with keys and values of their own."""
+        return [i for i, kind in enumerate(self.layer_kinds) if kind is not None and i not in self.kv_sources]
+
+    def kv_size(self, kind: int) -> tuple[int, int]:
+        """KV heads of a kind of attention, and dimensions of each."""
+        own = self.kinds[kind]
+        return own.kv_heads or self.kv_heads, own.head_dim or self.head_dim
 
     def attention_of(self, layer: int) -> int:
         """The index in `kinds` of a layer with attention."""

@@ -23,7 +23,7 @@ from hybrid_rlhf.generation.model.latent import LatentAttention
 from hybrid_rlhf.generation.model.layers import ACTIVATIONS, HeadNorm, InferenceLinear, Norm, SplitNorm, can_pack
 from hybrid_rlhf.generation.model.quantised import Linear, Quantization, product_maker
 from hybrid_rlhf.generation.model.recurrent.mixers import Mixer, MixerWeights, mixer
-from hybrid_rlhf.generation.weights.decoder_weights import HEAD_NORMS, LAYER_NORMS, DecoderWeights, LayerWeights
+from hybrid_rlhf.generation.weights.decoder_weights import LAYER_NORMS, DecoderWeights, LayerInputs, LayerWeights
 from hybrid_rlhf.generation.weights.describe import NotDescribed
 from hybrid_rlhf.generation.weights.description import Latent, ModelDescription
 from hybrid_rlhf.generation.weights.picks import (
@@ -33,16 +33,19 @@ from hybrid_rlhf.generation.weights.picks import (
     all_of,
     columns_of,
     experts_of,
+    fused_qkv,
     halves_of,
     listed,
+    reordered,
     rows_of,
     same_storage,
     scaled,
 )
 from hybrid_rlhf.generation.weights.recurrence import Recurrence
-from hybrid_rlhf.generation.weights.split import Split
+from hybrid_rlhf.generation.weights.split import Split, share
 from hybrid_rlhf.runtime.world import World
 
+INPUT_PRODUCTS = ("input_gate", "input_out")
 PRODUCTS = ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")
 
 
@@ -123,6 +126,7 @@ class WeightLoader:
             embed_norm=self._norm("embed_norm"),
             embed_in=self._take("embed_in.weight"),
             embed_out=self._take("embed_out.weight"),
+            layer_inputs=self._layer_inputs(),
             layers=[self._layer(layer) for layer in range(self.architecture.layers)],
             final_norm=self._norm("final_norm"),
             head=InferenceLinear(
@@ -131,7 +135,8 @@ class WeightLoader:
         )
 
     def _layer(self, layer: int) -> LayerWeights:
-        products: dict[str, Any] = {name: self._linear(f"{layer}.{name}") for name in ("qkv", "o", "up", "down")}
+        roles = ("qkv", "o", "up", "down", *INPUT_PRODUCTS)
+        products: dict[str, Any] = {role: self._linear(f"{layer}.{role}") for role in roles}
         products["latent"] = self._latent(layer) if self.architecture.latent is not None else None
         products["recurrent"] = self._recurrent(layer) if layer in self.architecture.recurrent_layers else None
         products["experts"] = self._experts(layer) if layer in self.architecture.expert_layers else None
@@ -142,9 +147,22 @@ class WeightLoader:
         norms["q_norm"] = self._head_norm(f"{layer}.q_norm", a.heads, split.heads)
         norms["k_norm"] = self._head_norm(f"{layer}.k_norm", a.kv_heads, split.kv_heads)
         if (kind := a.layer_kinds[layer]) is not None and a.kinds[kind].unit_qk:
-            ones = torch.ones(a.head_dim, device=self._world.device, dtype=self._dtype)
-            norms |= dict.fromkeys(HEAD_NORMS, Norm(ones, None, a))
+            norms["q_norm"] = norms["k_norm"] = self._plain_norm(a.head_dim)
+        normed = a.normed_values and layer in a.cached_layers
+        norms["v_norm"] = self._plain_norm(a.kv_size(a.attention_of(layer))[1]) if normed else None
+        scale = a.layer_scales.get(layer)
+        products["scale"] = None if scale is None else scale.to(self._world.device, self._dtype)
         return LayerWeights(**norms, **products)
+
+    def _plain_norm(self, size: int) -> Norm:
+        """A norm that multiplies by 1."""
+        weight = torch.ones(size, dtype=self._dtype, device=self._world.device)
+        return Norm(weight - self.architecture.norm_offset, None, self.architecture)
+
+    def _layer_inputs(self) -> LayerInputs | None:
+        embed, project = self._take("inputs_embed.weight"), self._linear("inputs_project")
+        norm = self._norm("inputs_norm")
+        return None if embed is None or project is None or norm is None else LayerInputs(embed, project, norm)
 
     def _latent(self, layer: int) -> LatentAttention:
         kind, key = self.architecture.latent, f"{layer}.latent"
@@ -232,10 +250,11 @@ class WeightLoader:
         vocabulary = rows_of(self.split.vocabulary)
         self._place("embed", "embed", vocabulary)
         self._place("head", "head", vocabulary)
-        for role in ("positions", "embed_norm", "embed_in", "embed_out", "final_norm"):
+        self._place("inputs_embed", "inputs_embed", vocabulary)
+        for role in ("positions", "embed_norm", "embed_in", "embed_out", "inputs_project", "inputs_norm", "final_norm"):
             self._place(role, role, all_of)
         for layer in range(self.architecture.layers):
-            for role in LAYER_NORMS:
+            for role in (*LAYER_NORMS, *INPUT_PRODUCTS):
                 self._place(f"{layer}.{role}", role, all_of, layer)
             self._plan_head_norm(layer, "q_norm", self.architecture.heads, self.split.heads)
             self._plan_head_norm(layer, "k_norm", self.architecture.kv_heads, self.split.kv_heads)
@@ -268,17 +287,21 @@ class WeightLoader:
     def _plan_attention(self, layer: int) -> None:
         if self.architecture.latent is not None:
             return self._plan_latent(layer, self.architecture.latent)
-        d, split = self.architecture.head_dim, self.split
-        q, kv = (range(heads.start * d, heads.stop * d) for heads in (split.heads, split.kv_heads))
-        if "qkv" in self._names:
-            self._place(f"{layer}.qkv", "qkv", self._fused_qkv, layer)
+        a, split, kind = self.architecture, self.split, self.architecture.attention_of(layer)
+        d = a.kv_size(kind)[1]
+        q = range(split.heads.start * d, split.heads.stop * d)
+        kv = torch.cat([torch.arange(head * d, (head + 1) * d) for head in split.kv_heads_of[kind]])
+        if layer in a.kv_sources:
+            self._place(f"{layer}.qkv", "q", rows_of(q), layer)
+        elif "qkv" in self._names:
+            self._place(f"{layer}.qkv", "qkv", fused_qkv(a, split, whole=self._world.size == 1), layer)
         else:
-            gated, parts = self.architecture.gated_attention, 4 if self.architecture.gated_attention else 3
+            gated, parts = a.gated_attention, 4 if a.gated_attention else 3
             if gated:
                 self._place(f"{layer}.qkv", "q", halves_of(split.heads, d, 1), layer, part=3, parts=parts)
-            for index, (role, rows) in enumerate((("q", q), ("k", kv), ("v", kv))):
-                pick = halves_of(split.heads, d, 0) if gated and role == "q" else rows_of(rows)
-                if role != "v" and self.architecture.interleaved_rotary:
+            query = halves_of(split.heads, d, 0) if gated else rows_of(q)
+            for index, (role, pick) in enumerate((("q", query), ("k", listed(kv)), ("v", listed(kv)))):
+                if role != "v" and a.interleaved_rotary:
                     pick = self._halves(pick, d, 0)
                 self._place(f"{layer}.qkv", role, pick, layer, part=index, parts=parts)
         self._place_row_parallel(f"{layer}.o", "o", q, layer)
@@ -314,17 +337,12 @@ class WeightLoader:
         rotary = next(kind.rotary for kind in self.architecture.kinds if kind.rotary is not None)
         end = start + 2 * len(rotary.inv_freq)
         parts = (torch.arange(start), torch.arange(start, end, 2), torch.arange(start + 1, end, 2))
-        order = torch.cat([*parts, torch.arange(end, size)])
-
-        def reorder(tensor: Tensor) -> Tensor:
-            rows = pick(tensor)
-            return rows.unflatten(0, (-1, size))[:, order.to(rows.device)].flatten(0, 1)
-
-        return reorder
+        return reordered(pick, torch.cat([*parts, torch.arange(end, size)]))
 
     def _plan_mlp(self, layer: int) -> None:
         if layer not in self.architecture.expert_layers:
-            return self._plan_dense(layer, "", self.split.mlp, self.architecture.mlp_size)
+            size = self.architecture.mlp_sizes.get(layer, self.architecture.mlp_size)
+            return self._plan_dense(layer, "", share(size, self._world.rank, self._world.size), size)
         self._place(f"{layer}.router", "router", all_of, layer)
         kind = self.architecture.experts
         assert kind is not None
@@ -375,17 +393,4 @@ class WeightLoader:
                     pick = scaled(pick, self.architecture.weight_scales[role])
                 self._parts.setdefault(key, [None] * parts)
                 self._targets.setdefault(name, []).append((key, part, pick))
-
-    def _fused_qkv(self, tensor: Tensor) -> Tensor:
-        """This rank's rows of a fused weight or bias: its Q, then its K, then its V."""
-        a, split = self.architecture, self.split
-        if a.qkv_order == "stacked" and self._world.size == 1:
-            return tensor
-        d, rest = a.head_dim, tensor.shape[1:]
-        if a.qkv_order == "stacked":
-            q, k, v = tensor.reshape(-1, d, *rest).split([a.heads, a.kv_heads, a.kv_heads])
-        else:
-            groups = tensor.reshape(a.kv_heads, a.heads // a.kv_heads + 2, d, *rest)
-            q, k, v = groups[:, :-2].reshape(a.heads, d, *rest), groups[:, -2], groups[:, -1]
-        heads, kv = slice(split.heads.start, split.heads.stop), slice(split.kv_heads.start, split.kv_heads.stop)
-        return torch.cat([q[heads], k[kv], v[kv]]).reshape(-1, *rest)
+                return

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
+
+from hybrid_rlhf.generation.weights.description import ModelDescription
+from hybrid_rlhf.generation.weights.split import Split
 
 Pick = Callable[[Tensor], Tensor]
 """Selects this rank's part of a full weight or bias, as a view where possible."""
@@ -64,6 +68,35 @@ def listed(rows: Tensor) -> Pick:
     if bool((rows.diff() == 1).all()):
         return rows_of(range(int(rows[0]), int(rows[-1]) + 1))
     return lambda tensor: tensor[rows.to(tensor.device)]
+
+
+def fused_qkv(architecture: ModelDescription, split: Split, *, whole: bool) -> Pick:
+    """A rank's rows of a fused weight or bias: its Q, then its K, then its V. `whole`: it has all heads."""
+    a, d = architecture, architecture.head_dim
+
+    def pick(tensor: Tensor) -> Tensor:
+        if a.qkv_order == "stacked" and whole:
+            return tensor
+        rest = tensor.shape[1:]
+        if a.qkv_order == "stacked":
+            q, k, v = tensor.reshape(-1, d, *rest).split([a.heads, a.kv_heads, a.kv_heads])
+        else:
+            groups = tensor.reshape(a.kv_heads, a.heads // a.kv_heads + 2, d, *rest)
+            q, k, v = groups[:, :-2].reshape(a.heads, d, *rest), groups[:, -2], groups[:, -1]
+        heads, kv = slice(split.heads.start, split.heads.stop), slice(split.kv_heads.start, split.kv_heads.stop)
+        return torch.cat([q[heads], k[kv], v[kv]]).reshape(-1, *rest)
+
+    return pick
+
+
+def reordered(pick: Pick, order: Tensor) -> Pick:
+    """The rows of each head in another order [size of a head]."""
+
+    def reorder(tensor: Tensor) -> Tensor:
+        rows = pick(tensor)
+        return rows.unflatten(0, (-1, len(order)))[:, order.to(rows.device)].flatten(0, 1)
+
+    return reorder
 
 
 def scaled(pick: Pick, factor: float | Tensor) -> Pick:

@@ -1,7 +1,7 @@
 """A row of the family table: where the weights of a model type are, and what its config does not say.
 
-In names, {} is the layer, {head} the head, and | separates alternatives. A name is that of a module and stands for its
-weight and, if there is one, its bias.
+In names, {} is the layer, {head} the head, and | separates alternatives, the first of which that a layer has counts. A
+name is that of a module and stands for its weight and, if there is one, its bias.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from transformers import PreTrainedConfig
 ROLES = frozenset(
     """
     embed embed_norm embed_in embed_out positions final_norm head
-    attention_norm attention_out_norm mlp_norm mlp_out_norm
+    attention_norm attention_out_norm mlp_norm mlp_out_norm layer_scale
+    inputs_embed inputs_project inputs_norm input_gate input_out input_out_norm
     q k v qkv o q_norm k_norm sinks q_down q_down_norm latent_q kv_down kv_down_norm kv_up
     gate up gate_up down router router_correction experts_up experts_down
     shared_gate shared_up shared_gate_up shared_down shared_router

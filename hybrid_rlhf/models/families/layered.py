@@ -1,0 +1,80 @@
+"""Rows of the family table for models whose layers differ in sizes, share keys and values, or have inputs of their own.
+
+Source: Gemma 4 (google/gemma-4-E2B-it and larger), as in transformers' gemma4: heads of full and sliding attention have
+their own sizes, the last layers attend to the keys and values of the last one of their type that has some, and each
+layer may take an embedding of the token besides the residual stream.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from hybrid_rlhf.models.families.family import Family
+from hybrid_rlhf.models.families.table import FAMILIES as ATTENTION_FAMILIES
+
+_LAYER = "model.layers.{}."
+_GEMMA4 = {
+    **ATTENTION_FAMILIES["gemma3_text"].names,
+    # full attention may have no values but keys
+    "v": f"{_LAYER}self_attn.v_proj|{_LAYER}self_attn.k_proj",
+    "inputs_embed": "model.embed_tokens_per_layer",
+    "inputs_project": "model.per_layer_model_projection",
+    "inputs_norm": "model.per_layer_projection_norm",
+    "input_gate": f"{_LAYER}per_layer_input_gate",
+    "input_out": f"{_LAYER}per_layer_projection",
+    "input_out_norm": f"{_LAYER}post_per_layer_input_norm",
+    "layer_scale": f"{_LAYER}layer_scalar",
+}
+
+
+def _kv_sizes(config: PreTrainedConfig) -> dict[str, tuple[int, int]]:
+    """KV heads and dimensions of each, by layer type."""
+    layers = {name: config.per_layer_config[layer] for layer, name in enumerate(config.layer_types)}
+    return {name: (own.num_key_value_heads, own.head_dim) for name, own in layers.items()}
+
+
+def _gemma4(config: PreTrainedConfig) -> dict[str, Any]:
+    types, sizes = config.layer_types, _kv_sizes(config)
+    kv_heads, head_dim = max(sizes.values(), key=math.prod)
+    first_shared = config.num_hidden_layers - config.num_kv_shared_layers
+    last = {name: layer for layer, name in enumerate(types[:first_shared])}
+    shared = range(first_shared, config.num_hidden_layers)
+    return {
+        "scale": 1.0,
+        "norm_in_float32": True,
+        "embed_scale": config.hidden_size**0.5,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "kv_sizes": sizes,
+        "kv_sources": {layer: last[types[layer]] for layer in shared},
+        "normed_values": True,
+        "mlp_sizes": dict.fromkeys(shared, 2 * config.intermediate_size) if config.use_double_wide_mlp else {},
+        "layer_input_size": config.hidden_size_per_layer_input or 0,
+    }
+
+
+def _keys_do_not_fill_the_cache(config: PreTrainedConfig) -> bool:
+    sizes = _kv_sizes(config).values()
+    width, heads = max(map(math.prod, sizes)), config.num_attention_heads
+    return any(
+        width % (count * size) or heads // count % (width // (count * size)) or heads % count for count, size in sizes
+    )
+
+
+LAYERED_FAMILIES: dict[str, Family] = {
+    "gemma4_text": Family(
+        _GEMMA4,
+        _gemma4,
+        {
+            "attention in both directions": lambda c: c.use_bidirectional_attention == "all",
+            "experts beside the MLP": lambda c: c.enable_moe_block,
+            "keys of layers that differ by no whole factor": _keys_do_not_fill_the_cache,
+            "a vocabulary of its own for the inputs of layers": lambda c: bool(
+                c.hidden_size_per_layer_input and c.vocab_size_per_layer_input != c.vocab_size
+            ),
+        },
+    )
+}
