@@ -6,7 +6,8 @@ in float32. A row of a result depends on its own row of the input alone. On a CP
 quantises and multiplies; on a GPU torch's products do.
 
 Why 8 bits on both sides: the integer products are the fast ones, and decoding reads a quarter of the bytes of float32.
-The head, the embeddings and the routers of experts keep their dtype: they decide over tokens and experts directly.
+The head, the embeddings (also what projects them for each layer) and the routers of experts keep their dtype: they
+decide over tokens and experts directly.
 
 Source: LLM.int8(), arXiv 2208.07339, section 2.1 (one scale per row and per column); rollouts of quantised weights with
 truncated importance sampling: FlashRL, fengyao.notion.site/flash-rl (2025).

@@ -69,7 +69,7 @@ class LayerInputs:
 
     embed: Tensor
     """[rows of the vocabulary on this rank, layers * layer_input_size]."""
-    project: Linear
+    project: InferenceLinear
     norm: Norm
 
 

@@ -160,9 +160,11 @@ class WeightLoader:
         return Norm(weight - self.architecture.norm_offset, None, self.architecture)
 
     def _layer_inputs(self) -> LayerInputs | None:
-        embed, project = self._take("inputs_embed.weight"), self._linear("inputs_project")
+        embed, project = self._take("inputs_embed.weight"), self._take("inputs_project.weight")
         norm = self._norm("inputs_norm")
-        return None if embed is None or project is None or norm is None else LayerInputs(embed, project, norm)
+        if embed is None or project is None or norm is None:
+            return None
+        return LayerInputs(embed, InferenceLinear(project, None, pack=self._packs), norm)
 
     def _latent(self, layer: int) -> LatentAttention:
         kind, key = self.architecture.latent, f"{layer}.latent"
@@ -341,7 +343,9 @@ class WeightLoader:
 
     def _plan_mlp(self, layer: int) -> None:
         if layer not in self.architecture.expert_layers:
-            size = self.architecture.mlp_sizes.get(layer, self.architecture.mlp_size)
+            size = self.architecture.mlp_sizes.get(layer)
+            if size is None:
+                return self._plan_dense(layer, "", self.split.mlp, self.architecture.mlp_size)
             return self._plan_dense(layer, "", share(size, self._world.rank, self._world.size), size)
         self._place(f"{layer}.router", "router", all_of, layer)
         kind = self.architecture.experts
