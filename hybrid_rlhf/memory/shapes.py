@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, masking_utils
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.files.reading import regular_file
@@ -132,7 +132,7 @@ class ShapedModel:
     def _run(self, batch: BatchShape, *, layers: int) -> ForwardMemory:
         """Run a batch through the first layers and count live bytes."""
         lm = self.lm
-        with _first_layers(lm, layers), _attention_without_scores():
+        with _first_layers(lm, layers), _positions_unread(), _attention_without_scores():
             for parameter in lm.parameters():
                 parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
             counter = LiveBytes("meta")
@@ -279,6 +279,18 @@ def _forward(lm: PreTrainedModel, batch: BatchShape) -> Tensor:
     wanted = ids.flatten()[: batch.head_tokens]
     logprobs, _ = HeadLogprobs(lm)(hidden[wanted], wanted, 1.0)
     return logprobs.sum()  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _positions_unread() -> Iterator[None]:
+    """Keep transformers from looking for packed rows in position ids: on the meta device they have no values."""
+    masking: Any = masking_utils
+    original = masking.find_packed_sequence_indices
+    masking.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking.find_packed_sequence_indices = original
 
 
 @contextlib.contextmanager

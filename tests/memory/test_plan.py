@@ -43,6 +43,7 @@ from hybrid_rlhf.rl.roles import Roles
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World, solo_world
 from hybrid_rlhf.supervised.objectives.distillation import DistillObjective
+from tests.support.model_types import tiny_of_type
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 CPU = Device(torch.device("cpu"), 1, 64 * 2**30)
@@ -132,6 +133,22 @@ def test_sft_training_holds_what_was_planned(name: str, model: str, world: World
                 del loss
             engine.step()
     near(phase, counter.peak)
+
+
+@pytest.mark.parametrize("model_type", ["llama4_text", "qwen3_5_text", "bloom"])
+def test_types_with_padded_rows_are_planned(model_type: str, tmp_path: Path) -> None:
+    tiny_of_type(model_type).save_pretrained(tmp_path / "model")
+
+    def planned(rows: int) -> float:
+        config = SFTConfig(
+            model=ModelConfig(path=str(tmp_path / "model")),
+            data=SFTDataConfig(max_length=64),
+            train=TrainConfig(global_batch_size=8, micro_batch_tokens=64 * rows),
+        )
+        (phase,) = Planner(CPU).phases(config)
+        return phase.total
+
+    assert planned(1) < planned(2) < planned(4)
 
 
 @pytest.mark.parametrize("name", ["plain", "lora"])
