@@ -34,6 +34,7 @@ from hybrid_rlhf.generation.drafting.drafter import Drafter, check_can_draft
 from hybrid_rlhf.generation.engine import GenerationEngine, default_stop_token_ids
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.weights.conversion import plan_inference_weights
+from hybrid_rlhf.generation.weights.description import ModelDescription
 from hybrid_rlhf.models.lora import has_lora, lora_merged
 from hybrid_rlhf.models.pretrained.loading import DTYPES
 from hybrid_rlhf.models.routers.replay import RouterReplay
@@ -118,19 +119,17 @@ class HybridEngine(ModelEngine):
                 f"rollout.async_sampling copies the inference weights, {type(self.lm).__name__} has none: set "
                 "--rollout.async_sampling null"
             )
+        architecture = None if self._inference_weights is None else self._inference_weights.architecture
         if self._rollout.draft is not None:
-            weights = self._inference_weights
-            setting = f"rollout.draft {self._rollout.draft}"
-            check_can_draft(None if weights is None else weights.architecture, setting=setting)
+            check_can_draft(architecture, setting=f"rollout.draft {self._rollout.draft}")
             self.drafter = Drafter(self._rollout.draft, draft_tokens=self._rollout.draft_tokens)
-        self._follow_routes()
+        self._follow_routes(architecture)
 
-    def _follow_routes(self) -> None:
+    def _follow_routes(self, architecture: ModelDescription | None) -> None:
         """Have the training forward compare its experts with recorded ones, or use these."""
-        replays, weights = self._rollout.routing_replay, self._inference_weights
-        layers = frozenset[int]() if weights is None else weights.architecture.expert_layers
-        kind = None if weights is None else weights.architecture.experts
-        if kind is None or not layers:
+        replays = self._rollout.routing_replay
+        kind = None if architecture is None or not architecture.expert_layers else architecture.experts
+        if kind is None:
             require(
                 not replays,
                 "rollout.routing_replay needs a mixture of experts with inference weights, "

@@ -235,8 +235,8 @@ class StepAttention:
         kind = attention.architecture.attention_of(layer)
         tables, keys, values = attention.cache.of_layer(layer)
         places = self.places[tables]
-        # layers whose heads have other sizes fill the same memory
-        keys, values = (store.view(*store.shape[:2], -1, qkv.shape[-1]) for store in (keys, values))
+        if keys.shape[-1] != qkv.shape[-1]:  # layers whose heads have other sizes fill the same memory
+            keys, values = (store.view(*store.shape[:2], -1, qkv.shape[-1]) for store in (keys, values))
         if layer in attention.architecture.kv_sources:
             queries = qkv if table is None else rotate(qkv, *table)
         elif attention.kernels is not None:

@@ -140,23 +140,29 @@ class RoutedExperts:
         experts, order = ((index.flatten() - self._mine.start) % self._kind.count).sort(stable=True)
         tokens, weights = order // self._kind.per_token, weights.flatten()[order, None].to(x.dtype)
         ends = torch.searchsorted(experts, torch.arange(len(self._mine), device=x.device), right=True, out_int32=True)
-        out, given = torch.zeros_like(x), x[tokens]
-        if self._kind.weighs_inputs:
-            given, weights = given * weights, torch.ones_like(weights)
+        out = torch.zeros_like(x)
+
+        def mixed(some: slice, up: Callable[[Tensor], Tensor], down: Callable[[Tensor], Tensor]) -> Tensor:
+            given, weight = x[tokens[some]], weights[some]
+            if self._kind.weighs_inputs:
+                return down(activate(up(given * weight)))
+            return down(activate(up(given))) * weight
+
         if self._of_each is not None:
             start = 0
             for (up, down), end in zip(self._of_each, ends.tolist(), strict=True):
                 part, start = slice(start, end), end
                 if part.start < part.stop:
-                    out.index_add_(0, tokens[part], down(activate(up(given[part]))) * weights[part])
+                    out.index_add_(0, tokens[part], mixed(part, up, down))
             return out
         own = experts.clamp(max=len(self._mine) - 1)
-        inner = activate(_biased(functional.grouped_mm(given, self.up.transpose(1, 2), offs=ends), self.up_bias, own))
-        mixed = (
-            _biased(functional.grouped_mm(inner, self.down.transpose(1, 2), offs=ends), self.down_bias, own) * weights
-        )
+
+        def grouped(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+            return lambda given: _biased(functional.grouped_mm(given, weight.transpose(1, 2), offs=ends), bias, own)
+
+        added = mixed(slice(None), grouped(self.up, self.up_bias), grouped(self.down, self.down_bias))
         # behind the last group, which belongs to other ranks, the products are unset
-        return out.index_add_(0, tokens, torch.where((experts < len(self._mine))[:, None], mixed, 0.0))
+        return out.index_add_(0, tokens, torch.where((experts < len(self._mine))[:, None], added, 0.0))
 
 
 def clamped_swiglu(both: Tensor, *, limit: float) -> Tensor:

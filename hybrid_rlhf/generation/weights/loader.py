@@ -343,9 +343,7 @@ class WeightLoader:
 
     def _plan_mlp(self, layer: int) -> None:
         if layer not in self.architecture.expert_layers:
-            size = self.architecture.mlp_sizes.get(layer)
-            if size is None:
-                return self._plan_dense(layer, "", self.split.mlp, self.architecture.mlp_size)
+            size = self.architecture.mlp_sizes.get(layer, self.architecture.mlp_size)
             return self._plan_dense(layer, "", share(size, self._world.rank, self._world.size), size)
         self._place(f"{layer}.router", "router", all_of, layer)
         kind = self.architecture.experts

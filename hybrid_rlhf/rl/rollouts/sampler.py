@@ -206,7 +206,8 @@ class RolloutSampler:
         whole = [pair for place in range(rank_prompts.total) for pair in by_prompt[place]]
         prompts, gathered = [prompt for prompt, _ in whole], [sample for _, sample in whole]
         if self._environments is None:
-            if self.actor.drafter is not None:  # a later epoch may sample a prompt on another rank
+            # a later epoch may sample a prompt on another rank; a rank keeps its own completions when they are sampled
+            if self.actor.drafter is not None and world.size > 1:
                 self.actor.drafter.remember([(prompt, sample.token_ids) for prompt, sample in whole])
             return Rollout.of_completions(prompts, gathered, world.device)
         self._environments.check_failures(gathered, world)

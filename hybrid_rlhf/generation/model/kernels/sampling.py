@@ -72,7 +72,12 @@ def _weigh_kernel(
 def _store_weights(score, top_at, sum_at):
     top = tl.max(score, 0)
     tl.store(top_at, top)
-    tl.store(sum_at, tl.sum(tl.exp(score - tl.where(top == float("-inf"), 0.0, top)), 0))
+    tl.store(sum_at, _sum_of_exponentials(score, top))
+
+
+@triton.jit
+def _sum_of_exponentials(score, top):
+    return tl.sum(tl.exp(score - tl.where(top == float("-inf"), 0.0, top)), 0)
 
 
 @triton.jit
@@ -193,7 +198,7 @@ def _truncate_kernel(
         score = tl.where(tl.exp(score - top) < min_p, float("-inf"), score)
     tl.store(scores + row * vocabulary + token, score, mask=inside)
     top = tl.load(tops + row * blocks + block)
-    tl.store(sums + row * blocks + block, tl.sum(tl.exp(score - tl.where(top == float("-inf"), 0.0, top)), 0))
+    tl.store(sums + row * blocks + block, _sum_of_exponentials(score, top))
 
 
 @triton.jit
