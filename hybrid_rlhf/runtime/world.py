@@ -73,6 +73,10 @@ class World:
         """Whether this process is one of the ranks."""
         return self.rank >= 0
 
+    def rank_in_run(self, rank: int) -> int:
+        """The number in the run of one of the ranks."""
+        return self._all_ranks[rank]
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         self._require_reachable()
