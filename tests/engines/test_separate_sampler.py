@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
+import re
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,12 +19,12 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rollout import AsyncSamplingConfig, RolloutConfig
 from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.engines.partition import full_weights
-from hybrid_rlhf.engines.separate import received, sampler as separate
+from hybrid_rlhf.engines.separate.received import ReceivedWeights
 from hybrid_rlhf.engines.separate.sampler import SeparateSampler
+from hybrid_rlhf.engines.separate.transfer import WeightTransfer
 from hybrid_rlhf.functional.losses import sft_loss
-from hybrid_rlhf.generation import SamplingParams
+from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.weights.conversion import InferenceWeights
-from hybrid_rlhf.runtime.point_to_point import Exchange
 from hybrid_rlhf.runtime.world import World
 from tests.support.engines import PROMPTS, token_rows
 from tests.support.families import variant
@@ -49,15 +51,6 @@ def sync(sampler: SeparateSampler) -> None:
         pass
 
 
-def said_by(sampler: SeparateSampler) -> str:
-    """What a sync raises, "" where nothing."""
-    try:
-        sync(sampler)
-    except UserError as error:
-        return str(error)
-    return ""
-
-
 @dataclass(frozen=True)
 class Case:
     """A model, ranks of the actor, and how it trains and samples."""
@@ -72,7 +65,8 @@ class Case:
 def folder_of(name: str, root: Path) -> Path:
     folder = root / name
     if not folder.exists():
-        (tiny_model(tie_word_embeddings=name != "untied") if name in ("tied", "untied") else variant(name)).save_pretrained(folder)
+        model = tiny_model(tie_word_embeddings=name == "tied") if name in ("tied", "untied") else variant(name)
+        model.save_pretrained(folder)
         tiny_tokenizer().save_pretrained(folder)
     return folder
 
@@ -211,137 +205,122 @@ def test_only_what_is_needed_travels(ranks: int, trains: int, tensor_parallel: i
         assert 1.0 <= told["sent 0"][0] / told["base"] < 1.02, "ranks share a weight, except for its norms"
 
 
-FAULTS: dict[str, str] = {
-    "a bucket corrupted": "model.layers.1.mlp.up_proj.weight from rank 0 differs on rank 2 in the weight sync of "
-    "update 1",
-    "an adapter dropped": "must agree with the training forward to .* after the weight sync of update 1, first in "
-    "layer 1",
-    "old weights": "must agree with the training forward to .* after the weight sync of update 1, first in the "
-    "embedding",
-    "a rank of other updates": "same updates, rank 0 has made 1, rank 1 2: resume from a checkpoint",
+FAULTS = {
+    "a bucket corrupted": r"model.layers.1.mlp.up_proj.weight from rank \d differs on rank 2 in the weight sync of update 1",
+    "an adapter dropped": "must agree with the training forward to .* after the weight sync of update 1, first in layer 1",
+    "old weights": "must agree with the training forward to .* after the weight sync of update 1, first in (the|layer 0)",
+    "a rank of other updates": "must have made the same updates, rank 0 has made 1, rank 1 2: resume from a checkpoint",
 }
 
 
 def broken(world: World, path: Path) -> dict[str, str]:
-    """What each rank says of each fault."""
+    """What each rank says of each fault in its second sync."""
     told = {}
     for fault in FAULTS:
         settings = {"lora": 4 * (fault == "an adapter dropped")}
         actor, sampler = build_separate(world, path, trains=2, settings=settings)
-        assert said_by(sampler) == ""
+        sync(sampler)
         learn(actor)
-        undo = _break(fault, actor, sampler)
-        told[fault] = said_by(sampler)
-        undo()
+        with pytest.MonkeyPatch.context() as patch:
+            _break(fault, actor, sampler, patch)
+            with pytest.raises(UserError) as caught:
+                sync(sampler)
+        told[fault] = str(caught.value)
     return told
 
 
-def _break(fault: str, actor: HybridEngine | None, sampler: SeparateSampler) -> Callable[[], None]:
-    """Break the next sync; the result repairs what other samplers share."""
-    if fault == "a bucket corrupted" and actor is None:
-        wait = Exchange.wait
+def _break(fault: str, actor: HybridEngine | None, sampler: SeparateSampler, patch: pytest.MonkeyPatch) -> None:
+    if fault == "a rank of other updates" and actor is not None:
+        patch.setattr(actor.deepspeed_engine, "global_steps", 1 + actor.world.rank)
+    if fault == "a bucket corrupted":
+        unpacked = WeightTransfer._unpacked
 
-        def damaged(self: Exchange) -> None:
-            messages = list(self._tensors)
-            wait(self)
-            transfer = sampler._transfers[True]
-            for (_, _, incoming), message in zip(transfer._buckets, messages, strict=False):
-                for slots in incoming.values():
-                    for slot in slots:
-                        if slot.piece.tensor == "model.layers.1.mlp.up_proj.weight":
-                            slot.values(message)[7] += 1e-3
+        def damaged(self: Any, incoming: Any, messages: Any, *, checked: bool) -> Any:
+            for peer, slots in incoming.items():
+                for slot in slots:
+                    if slot.piece.tensor == "model.layers.1.mlp.up_proj.weight":
+                        slot.values(messages[peer])[7] += 1e-3
+            return unpacked(self, incoming, messages, checked=checked)
 
-        Exchange.wait = damaged  # type: ignore[method-assign]
-        return lambda: setattr(Exchange, "wait", wait)
-    if fault == "an adapter dropped" and sampler._received is not None:
-        full = received.ReceivedWeights._full
-
-        def dropped(self: Any, tensor: Any, parts: Any) -> torch.Tensor:
-            return full(self, tensor, parts) * (tensor.name != "model.layers.1.self_attn.v_proj.weight.lora_B")
-
-        received.ReceivedWeights._full = dropped  # type: ignore[method-assign]
-        return lambda: setattr(received.ReceivedWeights, "_full", full)
+        patch.setattr(WeightTransfer, "_unpacked", damaged)
+    if fault == "an adapter dropped":
+        full = ReceivedWeights._full
+        name = "model.layers.1.self_attn.v_proj.weight.lora_B"
+        patch.setattr(
+            ReceivedWeights, "_full", lambda self, tensor, parts: full(self, tensor, parts) * (tensor.name != name)
+        )
     if fault == "old weights" and sampler._inference is not None:
-        build = sampler._inference.build
         old = sampler._decoder
 
         def stale(weights: Any) -> Any:
-            for _ in weights:
-                pass
-            return old
+            return [old for _ in weights][0]
 
-        vars(sampler._inference)["build"] = stale
-        del build
-    if fault == "a rank of other updates" and actor is not None and actor.world.rank == 1:
-        actor.deepspeed_engine.global_steps += 1
-    return lambda: None
+        patch.setattr(sampler._inference, "build", stale)
 
 
 def test_faults_stop_all_ranks_by_name(tmp_path: Path) -> None:
-    folder = folder_of("untied", tmp_path)
-    for told in run_ranks(broken, 3, tmp_path / "ranks", folder):
+    for told in run_ranks(broken, 3, tmp_path / "ranks", folder_of("untied", tmp_path)):
         for fault, text in FAULTS.items():
-            with pytest.raises(UserError, match=text):
-                raise UserError(told[fault])
+            assert re.search(text, told[fault]), told[fault]
 
 
-def checked(world: World, path: Path, always: bool) -> list[int]:
-    """Checksums of each sync."""
-    actor, sampler = build_separate(world, path, trains=1, check_weights=always)
-    found = []
-    for _ in range(4):
-        sync(sampler)
-        found.append(len(sampler._transfers[True].checksums) + len(sampler._transfers[False].checksums))
-        learn(actor)
-    return found
+def checksums(world: World, path: Path) -> dict[bool, list[int]]:
+    """How many each sync has, by the setting."""
+    told = {}
+    for always in (False, True):
+        actor, sampler = build_separate(world, path, trains=1, check_weights=always)
+        told[always] = []
+        for index in range(4):
+            sync(sampler)
+            told[always].append(len(sampler._transfers[index == 0].checksums))
+            learn(actor)
+    return told
 
 
-def test_checksums_of_the_first_two_syncs_or_of_all(tmp_path: Path) -> None:
-    folder = folder_of("tied", tmp_path)
-    for first_two, always in zip(*(run_ranks(checked, 2, tmp_path / "r", folder, all_) for all_ in (False, True)), strict=True):
-        assert [bool(count) for count in first_two] == [True, True, False, False] or first_two[0] == first_two[1]
-        assert min(always) > 10
+def test_the_first_two_syncs_have_checksums_or_all(tmp_path: Path) -> None:
+    for told in run_ranks(checksums, 2, tmp_path / "ranks", folder_of("tied", tmp_path)):
+        assert told[True] == [20] * 4 and told[False] == [20, 20, 0, 0], "one for each weight"
 
 
-def snapshots(world: World, path: Path) -> list[Any]:
-    """A snapshot samples the same after two updates and another snapshot; other weights under the same version."""
+def sampled_by(generation: GenerationEngine | None) -> list[list[int]]:
+    """Greedy tokens; nothing on a rank that does not sample."""
+    return [] if generation is None else [samples[0].token_ids for samples in generation.generate(PROMPTS, GREEDY)]
+
+
+def snapshots(world: World, path: Path) -> tuple[list[Any], int, int]:
+    """What a snapshot samples before and after updates, another one, rollouts, and one of other weights between."""
     rollout = RolloutConfig(async_sampling=AsyncSamplingConfig(), kv_cache_gib=0.01)
     actor, sampler = build_separate(world, path, trains=1, rollout=rollout)
-
-    def sample(generation: Any) -> Any:
-        return None if generation is None else [c.token_ids for (c,) in generation.generate(PROMPTS, GREEDY)]
-
     first = sampler.snapshot(stop_token_ids=())
-    before = sample(first)
+    told = [sampled_by(first)]
     learn(actor)
     learn(actor)
     second = sampler.snapshot(stop_token_ids=())
-    told = [before, sample(first), sample(second)]
-    with sampler.inference(stop_token_ids=()) as generation:
-        told.append(sample(generation))
-    synced = sampler._syncs
-    if actor is None:
+    told += [sampled_by(first), sampled_by(second)]
+
+    def rollout_now() -> None:
         with sampler.inference(stop_token_ids=()) as generation:
-            told.append(sample(generation))
-    else:
-        kept = [parameter.detach().clone() for parameter in actor.module.parameters()]
-        with sampler.other_weights():
-            for parameter in actor.module.parameters():
-                parameter.data.mul_(1.05)
-            sync(sampler)
-        for parameter, values in zip(actor.module.parameters(), kept, strict=True):
-            parameter.data.copy_(values)
-    with sampler.inference(stop_token_ids=()) as generation:
-        told.append(sample(generation))
-    return [told, sampler._syncs - synced, sampler.weight_version]
+            told.append(sampled_by(generation))
+
+    rollout_now()
+    synced, parameters = sampler._syncs, [] if actor is None else [p.data for p in actor.module.parameters()]
+    kept = [values.clone() for values in parameters]
+    with nullcontext() if actor is None else sampler.other_weights():  # the actor's ranks tell the others
+        for values in parameters:
+            values.mul_(1.5)
+        rollout_now()
+    for values, before in zip(parameters, kept, strict=True):
+        values.copy_(before)
+    rollout_now()
+    return told, sampler._syncs - synced, sampler.weight_version
 
 
-def test_snapshots_stay_and_other_weights_are_not_kept(tmp_path: Path) -> None:
-    (_, actor_syncs, version), (told, syncs, known) = run_ranks(snapshots, 2, tmp_path / "r", folder_of("tied", tmp_path))
-    before, still, second, now, other, again = told
+def test_snapshots_stay_and_other_weights_do_not(tmp_path: Path) -> None:
+    of_ranks = run_ranks(snapshots, 2, tmp_path / "ranks", folder_of("tied", tmp_path))
+    before, still, second, now, other, again = of_ranks[1][0]
     assert before == still and second != before
     assert second == now == again and other != now
-    assert actor_syncs == syncs == 2 and version == known == 2
+    assert all(syncs == version == 2 for _, syncs, version in of_ranks)
 
 
 def refused(world: World, path: Path, rollout: RolloutConfig) -> str:
@@ -356,71 +335,91 @@ def refused(world: World, path: Path, rollout: RolloutConfig) -> str:
         ("bloom", RolloutConfig(), "needs inference weights, the actor's model has none .*leave placement.sampler out"),
         ("tied", RolloutConfig(backend="module"), "got rollout.backend module: give auto, or leave"),
         ("tied", RolloutConfig(offload_states=True), "rollout.offload_states makes room"),
-        ("untied of three heads", TWO, "must split 3 heads"),
+        ("llama of three heads", TWO, "must split 9 heads with 3 KV heads, 4 ranks cannot"),
     ],
 )
 def test_what_cannot_be_sampled_is_refused(name: str, rollout: RolloutConfig, rule: str, tmp_path: Path) -> None:
+    folder = folder_of(name, tmp_path)
     if name == "bloom":
-        model = variant(name)
-        model.config.apply_residual_connection_post_layernorm = True
-    else:
-        model = tiny_model(**({"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3} if "three" in name else {}))
-    model.save_pretrained(tmp_path / "m")
-    tiny_tokenizer().save_pretrained(tmp_path / "m")
-    for said in run_ranks(refused, 1 + rollout.tensor_parallel, tmp_path / "r", tmp_path / "m", rollout):
-        with pytest.raises(UserError, match=rule):
-            raise UserError(said)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "apply_residual_connection_post_layernorm": True}))
+    rollout = replace(rollout, tensor_parallel=4) if "three" in name else rollout
+    for said in run_ranks(refused, 1 + rollout.tensor_parallel, tmp_path / "ranks", folder, rollout):
+        assert re.search(rule, said), said
 
 
-def quantised(world: World, path: Path) -> Any:
+def quantised(world: World, path: Path) -> list[Any]:
+    """Log-probs and dtype of what is sampled after updates; on the actor's rank the limit of their difference."""
     actor, sampler = build_separate(world, path, trains=1, rollout=INT8, settings={"lora": 4})
-    told = []
+    told: list[Any] = [sampler.max_logprob_diff]
     for _ in range(2):
         learn(actor)
         with sampler.inference(stop_token_ids=()) as generation:
             if generation is not None:
-                (samples,) = generation.generate(PROMPTS[:1], GREEDY)
-                dtype = generation.backend.decoder._weights.layers[0].qkv.weight.dtype  # type: ignore[attr-defined]
-                told.append((samples[0].token_ids, samples[0].logprobs, dtype))
-    if actor is None:
-        return told
-    return sampler.max_logprob_diff
+                ((completion,),) = generation.generate(PROMPTS[:1], GREEDY)
+                weight = weight_tensors(generation.backend.decoder)[".layers.0.qkv.weight"]  # type: ignore[attr-defined]
+                told.append((completion.logprobs, weight.dtype))
+    return told
 
 
-def test_quantised_rollouts_sample_from_the_weights_that_train(tmp_path: Path) -> None:
-    limit, told = run_ranks(quantised, 2, tmp_path / "r", folder_of("tied", tmp_path))
-    assert limit == 0.5 and all(dtype == torch.int8 for _, _, dtype in told)
-    assert told[0][1] != told[1][1]
+def test_quantised_rollouts_follow_the_weights_that_train(tmp_path: Path) -> None:
+    for limit, *rounds in run_ranks(quantised, 2, tmp_path / "ranks", folder_of("tied", tmp_path)):
+        assert limit == 0.5
+    (first, one), (second, other) = rounds
+    assert one == other == torch.int8 and first != second
 
 
-def replayed(world: World, path: Path) -> float:
-    """The actor's forward of tokens with the routes of the sampler: the share of routes that its routers choose."""
-    rollout = RolloutConfig(routing_replay=True)
-    actor, sampler = build_separate(world, path, trains=1, rollout=rollout)
-    routes = None
+def replayed(world: World, path: Path) -> list[float] | None:
+    """How many routes of the sampler the actor's forward uses, of how many."""
+    actor, sampler = build_separate(world, path, trains=1, rollout=RolloutConfig(routing_replay=True))
+    found = None
     with sampler.inference(stop_token_ids=()) as generation:
         if generation is not None:
             ((completion,),) = generation.generate(PROMPTS[:1], GREEDY, record_routes=True)
-            routes = completion.routes
-    routes = world.broadcast_object(routes, source=1)
-    return float(routes is not None and (actor is None or hasattr(actor.module, "replay")))
+            found = completion.token_ids, completion.routes
+    told = world.broadcast_object(found, source=1)
+    if actor is None or told is None:
+        return None
+    ids = torch.tensor([PROMPTS[0] + told[0]])
+    routes = torch.full((1, ids.shape[1], *told[1].shape[1:]), -1)
+    routes[0, : len(told[1])] = torch.from_numpy(told[1])
+    routes[0, 0] = routes[0, 0].flip(-1)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    actor(ids, mask, mask, routes=routes)
+    assert actor.router_agreement is not None
+    return actor.router_agreement.tolist()
 
 
-def test_routes_of_the_sampler_reach_the_training_module(tmp_path: Path) -> None:
-    assert run_ranks(replayed, 2, tmp_path / "r", folder_of("qwen3_moe", tmp_path)) == [1.0, 1.0]
+def test_the_actor_replays_routes_of_the_sampler(tmp_path: Path) -> None:
+    used, routes = run_ranks(replayed, 2, tmp_path / "ranks", folder_of("qwen3_moe", tmp_path))[0]
+    assert used == routes > 0
 
 
-def lost(world: World, path: Path) -> tuple[str, float]:
-    """The rank that sends ends in the middle of a sync; what the others raise, and after how long."""
-    _, sampler = build_separate(world, path, trains=1)
+def lost(world: World, path: Path, folder: Path, in_transfer: bool) -> tuple[str, float, int]:
+    """One of the ranks that send ends in the middle of a sync; what the others raise, when, and the version they have."""
+    actor, sampler = build_separate(world, path, trains=2, settings={"stage": 3})
     sync(sampler)
+    learn(actor)
     world.barrier()
-    if sampler._actor is not None:
-        learn(sampler._actor)
-        separate.WeightTransfer.send = lambda self, held, *, checked: os._exit(0)  # type: ignore[method-assign,misc]
+
+    def end(*_: Any, **__: Any) -> None:
+        (folder / "1.pkl").write_bytes(pickle.dumps(None))
+        os._exit(0)
+
+    if world.rank == 1:
+        vars(sampler._transfers[False])["send"] = end
+        if not in_transfer:
+            end()
     start = time.monotonic()
-    try:
+    with pytest.raises(RuntimeError) as caught:
         sync(sampler)
-    except RuntimeError as error:
-        said = type(error).__name__, time.monotonic() - start, sampler._held_version
-    return said  # type: ignore[return-value]
+    return str(caught.value), time.monotonic() - start, sampler._held_version
+
+
+@pytest.mark.parametrize("in_transfer", [False, True])
+def test_a_rank_that_ends_stops_the_others(in_transfer: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "ranks"
+    first, _, third = run_ranks(lost, 3, folder, folder_of("untied", tmp_path), folder, in_transfer)
+    for said, seconds, version in (first, third):
+        assert seconds < 60 and said
+    assert third[2] in (0, -1), "not that of weights that did not arrive"

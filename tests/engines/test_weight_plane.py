@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
-from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -49,7 +47,9 @@ def test_an_interval_of_runs_has_their_elements_in_it(of: Runs, one: int, other:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(runs(), min_size=1, max_size=3), st.lists(st.integers(0, 100), min_size=1, max_size=4), st.integers(1, 3))
+@given(
+    st.lists(runs(), min_size=1, max_size=3), st.lists(st.integers(0, 100), min_size=1, max_size=4), st.integers(1, 3)
+)
 def test_each_needed_element_is_sent_once(needs: list[Runs], cuts: list[int], receivers: int) -> None:
     bounds = sorted({0, 200, *cuts})
     held = {rank: {"sharded": interval} for rank, interval in enumerate(pairwise(bounds))}
@@ -95,7 +95,11 @@ def test_what_ranks_need_is_all_that_the_loader_reads(name: str, monkeypatch: py
     model = variant(name)
     described: TrainedModel = pickle.loads(pickle.dumps(TrainedModel.of(model)))
     weights = {weight: parameter.detach() for weight, parameter in model.named_parameters()}
-    size = 1 if described.described.architecture.recurrence and described.described.architecture.recurrence.units < 2 else 2
+    size = (
+        1
+        if described.described.architecture.recurrence and described.described.architecture.recurrence.units < 2
+        else 2
+    )
     for rank, ranks in ((0, 1), *((rank, size) for rank in range(size) if size > 1)):
         made = []
         for partly in (False, True):

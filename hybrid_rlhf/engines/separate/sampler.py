@@ -285,7 +285,7 @@ class SeparateSampler:
         first = self._actor_ranks[0]
         for rank, version in versions.items():
             if version != versions[first]:
-                own, other = self._union.rank_in_run(first), self._union.rank_in_run(rank)
+                own, other = self._union.members[first], self._union.members[rank]
                 raise UserError(
                     f"ranks of the actor must have made the same updates, rank {own} has made {versions[first]}, rank "
                     f"{other} {version}: resume from a checkpoint"

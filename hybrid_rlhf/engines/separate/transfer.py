@@ -182,7 +182,7 @@ def compare_checksums(world: World, mine: Checksums, *, update: int) -> None:
         for (name, source, target), value in checksums.items():
             if rank == source and each[target].get((name, source, target)) != value:
                 raise UserError(
-                    f"weights must arrive as they were sent, {name} from rank {world.rank_in_run(source)} differs on "
-                    f"rank {world.rank_in_run(target)} in the weight sync of update {update}: check the memory of both "
+                    f"weights must arrive as they were sent, {name} from rank {world.members[source]} differs on "
+                    f"rank {world.members[target]} in the weight sync of update {update}: check the memory of both "
                     "hosts and the network between them"
                 )
