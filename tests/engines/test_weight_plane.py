@@ -95,12 +95,9 @@ def test_what_ranks_need_is_all_that_the_loader_reads(name: str, monkeypatch: py
     model = variant(name)
     described: TrainedModel = pickle.loads(pickle.dumps(TrainedModel.of(model)))
     weights = {weight: parameter.detach() for weight, parameter in model.named_parameters()}
-    size = (
-        1
-        if described.described.architecture.recurrence and described.described.architecture.recurrence.units < 2
-        else 2
-    )
-    for rank, ranks in ((0, 1), *((rank, size) for rank in range(size) if size > 1)):
+    recurrence = described.described.architecture.recurrence
+    shared = [] if recurrence is not None and recurrence.units < 2 else [(0, 2), (1, 2)]
+    for rank, ranks in [(0, 1), *shared]:
         made = []
         for partly in (False, True):
             inference = InferenceWeights(described.described, world=rank_of(rank, ranks), dtype=torch.bfloat16)
