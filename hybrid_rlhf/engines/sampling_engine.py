@@ -26,7 +26,7 @@ class SamplingEngine(Protocol):
     work: DecodeWork
     """What decoding did on this rank in the last rollout."""
     weight_sync_seconds: float
-    """Time of the last rollout's weight sync on this rank, without the check."""
+    """Time of the last weight sync on this rank, without the check."""
     weight_check_seconds: float
     """Time of the check after it."""
     max_logprob_diff: float
@@ -66,9 +66,6 @@ class SamplingEngine(Protocol):
         Returns:
             the engine; none on a rank that does not sample.
         """
-
-    def record_async_rollout(self, *, work: DecodeWork) -> None:
-        """Record a rollout that was sampled from an earlier `snapshot`, without a weight sync in this step."""
 
     def other_weights(self) -> contextlib.AbstractContextManager[None]:
         """While other weights than those of training are in place, under the same version."""

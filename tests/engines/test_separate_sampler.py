@@ -395,6 +395,24 @@ def test_the_actor_replays_routes_of_the_sampler(tmp_path: Path) -> None:
     assert used == routes > 0
 
 
+def apart(world: World, path: Path) -> tuple[bool, bool, str]:
+    """Ranks that train, that sample, and that do neither: which have an engine, and inference weights of the actor."""
+    actor, sampler = build_separate(world, path, trains=1, idle=1)
+    with sampler.inference(stop_token_ids=()) as generation:
+        generates = bool(sampled_by(generation))
+    if actor is None:
+        return generates, False, ""
+    with pytest.raises(RuntimeError) as caught, actor.inference():
+        pass
+    return generates, actor._inference_weights is not None, str(caught.value)
+
+
+def test_only_ranks_that_sample_have_inference_weights(tmp_path: Path) -> None:
+    told = run_ranks(apart, 3, tmp_path / "ranks", folder_of("tied", tmp_path))
+    assert [generates for generates, _, _ in told] == [False, True, False]
+    assert not told[0][1] and "use the sampler" in told[0][2]
+
+
 def lost(world: World, path: Path, folder: Path, in_transfer: bool) -> tuple[str, float, int]:
     """A rank that sends ends in a sync; what the others raise, after how long, and the version that they have."""
     actor, sampler = build_separate(world, path, trains=2, settings={"stage": 3})

@@ -22,24 +22,25 @@ def build_separate(
     path: Path,
     *,
     trains: int,
+    idle: int = 0,
     rollout: RolloutConfig | None = None,
     samples: bool = False,
     settings: dict[str, Any] | None = None,
     **faults: Any,
 ) -> tuple[HybridEngine | None, SeparateSampler]:
-    """The first ranks train the actor, all others sample; `samples`: the actor samples too."""
+    """The first ranks train the actor, the last do nothing, all others sample; `samples`: the actor samples too."""
     rollout = rollout or RolloutConfig()
-    actor_ranks, sampler_ranks = tuple(range(trains)), tuple(range(trains, world.size))
+    actor_ranks, sampler_ranks = tuple(range(trains)), tuple(range(trains, world.size - idle))
     together = rollout.tensor_parallel
     groups = [sampler_ranks[first : first + together] for first in range(0, len(sampler_ranks), together)]
-    create_groups([actor_ranks, sampler_ranks, *groups])
-    own, other = world.part(actor_ranks), world.part(sampler_ranks)
+    create_groups([actor_ranks, sampler_ranks, actor_ranks + sampler_ranks, *groups])
+    own, other, union = map(world.part, (actor_ranks, sampler_ranks, actor_ranks + sampler_ranks))
     actor = None
     if own.is_member:
         spec = actor_spec(path, **({"lr": 0.05} | (settings or {})))
         alone = RolloutConfig(routing_replay=rollout.routing_replay)
         actor = build_actor(spec, own, rollout=alone, samples=samples)
-    return actor, SeparateSampler(actor, world=other, union=world, rollout=rollout, **faults)
+    return actor, SeparateSampler(actor, world=other, union=union, rollout=rollout, **faults)
 
 
 def weight_tensors(decoder: Decoder) -> dict[str, torch.Tensor]:

@@ -89,10 +89,10 @@ class RoutePlan:
 
     def _pieces(self, name: str, load: dict[int, int]) -> Iterator[Piece]:
         """The pieces of a tensor; `load`: elements that each rank sends so far."""
+        partitions = {source: intervals[name] for source, intervals in self._held.items() if name in intervals}
         for target, needs in self._needed.items():
             if not needs[name]:
                 continue
-            partitions = {source: intervals[name] for source, intervals in self._held.items() if name in intervals}
             if not partitions:
                 source = min(self._near[target], key=lambda rank: (load[rank], rank))
                 piece = Piece(name, source, target, needs[name])

@@ -190,7 +190,6 @@ class SeparateSampler:
             UserError: on every rank of actor and sampler, when weights arrive damaged or compute something else than
                 those that train.
         """
-        self.weight_sync_seconds = self.weight_check_seconds = 0.0
         self.work = DecodeWork()
         decoder = self._synced_decoder()
         if decoder is None:
@@ -223,11 +222,6 @@ class SeparateSampler:
         if decoder is None:
             return None
         return self._generation(self._native_backend(decoder, cuda_graphs=False), stop_token_ids, tokenizer)
-
-    def record_async_rollout(self, *, work: DecodeWork) -> None:
-        """See SamplingEngine."""
-        self.weight_sync_seconds = self.weight_check_seconds = 0.0
-        self.work = work
 
     @contextlib.contextmanager
     def other_weights(self) -> Iterator[None]:
@@ -264,6 +258,7 @@ class SeparateSampler:
         """The decoder of the actor's current weights; none on a rank that does not sample."""
         if not self._union.is_member:
             return None
+        self.weight_sync_seconds = self.weight_check_seconds = 0.0
         start = time.perf_counter()
         states = self._union.all_gather_objects(
             _State(
@@ -312,7 +307,7 @@ class SeparateSampler:
         start = time.perf_counter()
         self._compare_logprobs()
         seconds = time.perf_counter() - start
-        self.weight_check_seconds += seconds
+        self.weight_check_seconds = seconds
         self.weight_sync_seconds -= seconds  # the caller times both
         if self._actor is None:
             self._held_version = self._version

@@ -73,7 +73,15 @@ class WeightTransfer:
         self._begin()
         before: Exchange | None = None
         for _, outgoing, _ in self._buckets:
-            messages = {peer: self._packed(slots, held, checked=checked) for peer, slots in outgoing.items()}
+            packed: dict[tuple[tuple[str, tuple[Runs, ...]], ...], Tensor] = {}
+            messages = {}
+            for peer, slots in outgoing.items():
+                key = tuple((slot.piece.tensor, slot.piece.runs) for slot in slots)
+                if key not in packed:  # ranks that compute the same part of the model need the same message
+                    packed[key] = self._packed(slots, held)
+                messages[peer] = packed[key]
+                if checked:
+                    self._record(slots, messages[peer])
             self.sent_bytes += sum(map(len, messages.values()))
             exchange = Exchange(self._world, sends=messages, receives={})
             if before is not None:
@@ -112,7 +120,7 @@ class WeightTransfer:
                 message.append(_Slot(piece, dtype, -(-end // dtype.itemsize) * dtype.itemsize))
         return {peer: tuple(slots) for peer, slots in messages.items()}
 
-    def _packed(self, slots: Sequence[_Slot], held: HeldWeights, *, checked: bool) -> Tensor:
+    def _packed(self, slots: Sequence[_Slot], held: HeldWeights) -> Tensor:
         message = torch.empty(slots[-1].stop, dtype=torch.uint8, device=self._world.device)
         for slot in slots:
             name = slot.piece.tensor
@@ -122,8 +130,6 @@ class WeightTransfer:
                 part = values[done : done + runs.elements]
                 part.view(runs.count, runs.length).copy_(runs.moved(-first).view(flat))
                 done += runs.elements
-            if checked:
-                self._record(slot, message)
         return message
 
     def _expect(self, number: int) -> tuple[Exchange, dict[int, Tensor]]:
@@ -144,13 +150,14 @@ class WeightTransfer:
                 values = slot.values(messages[peer])
                 pieces = values.split([runs.elements for runs in slot.piece.runs])
                 parts[slot.piece.tensor] += zip(slot.piece.runs, pieces, strict=True)
-                if checked:
-                    self._record(slot, messages[peer])
+            if checked:
+                self._record(slots, messages[peer])
         return parts
 
-    def _record(self, slot: _Slot, message: Tensor) -> None:
-        piece = slot.piece
-        self.checksums[piece.tensor, piece.source, piece.target] = int(checksum(slot.values(message)))
+    def _record(self, slots: Sequence[_Slot], message: Tensor) -> None:
+        sums = torch.stack([checksum(slot.values(message)) for slot in slots]).tolist()
+        for slot, value in zip(slots, sums, strict=True):
+            self.checksums[slot.piece.tensor, slot.piece.source, slot.piece.target] = value
 
 
 def checksum(values: Tensor) -> Tensor:
