@@ -46,6 +46,12 @@ CASES: list[Case] = [
     ("ppo", 2, "interleaving", ()),
     ("ppo", 4, "interleaving", (*ZERO_3,)),
     ("ppo", 3, "interleaving", (*LORA,)),
+    ("ppo", 2, "separation", ()),
+    ("ppo", 3, "separation", (*LORA,)),
+    ("ppo", 4, "separation", (*ZERO_3, "--rollout.tensor_parallel", "2")),
+    ("grpo", 2, "separation", (*ZERO_3,)),
+    ("online_dpo", 3, "{sampler: {ranks: 1-2, tensor_parallel: 2}, judge: {ranks: 0-1}}", ()),
+    ("ppo", 4, "{sampler: {ranks: 0}, actor: {ranks: 1-3}, critic: {ranks: 0-1}, reference: {ranks: 2}}", ()),
     ("grpo", 2, "interleaving", (*ZERO_3,)),
     ("online_dpo", 2, "interleaving", ()),
     ("ppo", 2, "{actor: {ranks: 1}, critic: {ranks: 0}}", ()),
@@ -130,7 +136,7 @@ def assert_same_run(found: Path, expected: Path) -> None:
 def test_a_placement_computes_what_one_rank_does(
     algorithm: str, ranks: int, placement: str, extra: tuple[str, ...], workspace: Path
 ) -> None:
-    alone = launch(workspace, algorithm, 1, "flattening", () if extra == (*ZERO_3,) else extra)
+    alone = launch(workspace, algorithm, 1, "flattening", extra if "lora" in " ".join(extra) else ())
     assert_same_run(launch(workspace, algorithm, ranks, placement, extra), alone)
 
 
@@ -141,7 +147,15 @@ def random_placement(chance: random.Random, algorithm: str, ranks: int) -> dict[
     placement: dict[str, dict[str, Any]] = {
         role: {"ranks": sorted(chance.sample(whole, chance.randint(1, ranks)))} for role in roles
     }
+    if ranks > 2 and chance.random() < 0.5:
+        mixed = chance.sample(whole, ranks)
+        cut = chance.randint(1, ranks - 1)
+        together = chance.choice([size for size in (1, 2) if cut % size == 0])
+        sampler = {"ranks": sorted(mixed[:cut]), "tensor_parallel": together}
+        placement |= {"actor": {"ranks": sorted(mixed[cut:])}, "sampler": sampler}
     for role, keys in placement.items():
+        if role == "sampler":
+            continue
         keys["zero"] = chance.choice((0, 3) if role in ("reference", "judge") else (0, 1, 2, 3))
     return placement
 
