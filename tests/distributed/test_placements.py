@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,17 @@ ALGORITHMS = {
     "ppo": "--algorithm ppo --critic.optimizer.lr 1e-2 --critic.optimizer.eps 1e-2".split(),
     "grpo": "--algorithm grpo --algorithm.kl.coef 0.05".split(),
     "online_dpo": "--algorithm online_dpo".split(),
+    "remax": "--algorithm remax".split(),
 }
 LORA = "--actor.lora.rank 4".split()
 REFRESHED = "--actor.lora.rank 4 --reference.refresh_every 1".split()
 """The reference is a model of its own that takes the actor's weights, from other ranks too."""
 ZERO_3 = "--actor.zero.stage 3".split()
+TENSOR_PARALLEL = "--rollout.tensor_parallel 2".split()
+AHEAD = "--rollout.async_sampling.policy_lag 1 --algorithm.correction.method truncate".split()
+REFILLED = "--algorithm.dynamic_sampling.max_refills 2 --rollout.prompts_per_step 4".split()
+MIXED = "--actor.ema_decay 0.9 --ptx.coef 0.5 --ptx.max_length 32 --ptx.sources texts.jsonl".split()
+EPISODES = f"--environment.path {__file__}:Questions --rollout.sampling.max_new_tokens 40".split()
 Case = tuple[str, int, str, tuple[str, ...]]
 CASES: list[Case] = [
     ("ppo", 2, "flattening", ()),
@@ -48,10 +55,16 @@ CASES: list[Case] = [
     ("ppo", 3, "interleaving", (*LORA,)),
     ("ppo", 2, "separation", ()),
     ("ppo", 3, "separation", (*LORA,)),
-    ("ppo", 4, "separation", (*ZERO_3, "--rollout.tensor_parallel", "2")),
+    ("ppo", 4, "separation", (*ZERO_3, *TENSOR_PARALLEL)),
     ("grpo", 2, "separation", (*ZERO_3,)),
     ("online_dpo", 3, "{sampler: {ranks: 1-2, tensor_parallel: 2}, judge: {ranks: 0-1}}", ()),
     ("ppo", 4, "{sampler: {ranks: 0}, actor: {ranks: 1-3}, critic: {ranks: 0-1}, reference: {ranks: 2}}", ()),
+    ("ppo", 2, "separation", (*AHEAD,)),
+    ("ppo", 3, "{sampler: {ranks: 0-1, tensor_parallel: 2}, actor: {ranks: 2}}", (*AHEAD,)),
+    ("grpo", 2, "separation", (*REFILLED,)),
+    ("remax", 3, "separation", ()),
+    ("ppo", 3, "{sampler: {ranks: 0}, actor: {ranks: 1-2}}", (*MIXED,)),
+    ("ppo", 2, "separation", (*EPISODES,)),
     ("grpo", 2, "interleaving", (*ZERO_3,)),
     ("online_dpo", 2, "interleaving", ()),
     ("ppo", 2, "{actor: {ranks: 1}, critic: {ranks: 0}}", ()),
@@ -68,6 +81,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> P
     folder = tmp_path_factory.mktemp("placements")
     rows = [{"prompt": f"{i}+{i % 7}?"} for i in range(40)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": f"{i} is {i}"}) + "\n" for i in range(40)))
     (folder / "model").symlink_to(model_folder)
     torch.manual_seed(5)
     judge = AutoModelForSequenceClassification.from_config(tiny_config(num_labels=1))
@@ -95,11 +109,24 @@ def launch(
         *ALGORITHMS[algorithm],
         "--reward.components",
         f"[{{model: {workspace}/judge, name: judge}}, {{function: 'tests.support.steps:brevity', weight: 0.1}}]",
-        *extra,
+        *(str(workspace / word) if word == "texts.jsonl" else word for word in extra),
     ]
     if not (output / "finished.json").exists():
         run_main("hybrid_rlhf.cli.rl", ranks, [*line, "--placement", placement])
     return output
+
+
+class Questions:
+    """An environment of two turns."""
+
+    def reset(self, row: Mapping[str, Any]) -> None:
+        """See Environment."""
+        self.turns = 0
+
+    def step(self, completion: str) -> tuple[str, float, bool]:
+        """See Environment."""
+        self.turns += 1
+        return "and?", float(len(completion)), self.turns == 2
 
 
 def metrics_of(run: Path) -> list[dict[str, Any]]:
@@ -136,7 +163,8 @@ def assert_same_run(found: Path, expected: Path) -> None:
 def test_a_placement_computes_what_one_rank_does(
     algorithm: str, ranks: int, placement: str, extra: tuple[str, ...], workspace: Path
 ) -> None:
-    alone = launch(workspace, algorithm, 1, "flattening", extra if "lora" in " ".join(extra) else ())
+    layout = {*ZERO_3, *TENSOR_PARALLEL}
+    alone = launch(workspace, algorithm, 1, "flattening", () if {*extra} <= layout else extra)
     assert_same_run(launch(workspace, algorithm, ranks, placement, extra), alone)
 
 
