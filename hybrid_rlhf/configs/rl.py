@@ -10,7 +10,7 @@ from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS, AlgorithmConfig, PPOCo
 from hybrid_rlhf.configs.sections.data import DataConfig, DataSource
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.configs.sections.model import CriticLoraConfig, LoraConfig
-from hybrid_rlhf.configs.sections.placement import check_placement, places_sampler
+from hybrid_rlhf.configs.sections.placement import check_placement, has_separate_sampler, places_sampler
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig, require_distinct_names
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.rules import require, whole_number
@@ -205,6 +205,17 @@ class RLConfig(StepConfig):
             not lag or self.algorithm.allows_other_sampler,
             f"rollout.async_sampling.policy_lag {lag} trains on samples of older weights, got algorithm.correction "
             "null: give --algorithm.correction.method truncate or mask",
+        )
+        alone = has_separate_sampler(self.placement)
+        require(
+            not lag or alone or self.rollout.tensor_parallel == 1,
+            "rollout.async_sampling on the actor's ranks runs no collectives while these train, got "
+            f"rollout.tensor_parallel {self.rollout.tensor_parallel}: give 1, or --placement separation",
+        )
+        require(
+            not lag or self.rollout.kv_cache_gib is not None or (alone and lag == 1),
+            f"rollout.async_sampling {'samples several rollouts at once' if alone else 'shares memory with training'}, "
+            "got no rollout.kv_cache_gib: give the GiB of the KV cache",
         )
         require(
             self.rollout.quantization is None or self.algorithm.allows_other_sampler,

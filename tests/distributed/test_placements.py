@@ -43,7 +43,9 @@ REFRESHED = "--actor.lora.rank 4 --reference.refresh_every 1".split()
 """The reference is a model of its own that takes the actor's weights, from other ranks too."""
 ZERO_3 = "--actor.zero.stage 3".split()
 TENSOR_PARALLEL = "--rollout.tensor_parallel 2".split()
-AHEAD = "--rollout.async_sampling.policy_lag 1 --algorithm.correction.method truncate".split()
+AHEAD = (
+    "--rollout.async_sampling.policy_lag 1 --algorithm.correction.method truncate --rollout.kv_cache_gib 0.1".split()
+)
 REFILLED = "--algorithm.dynamic_sampling.max_refills 2 --rollout.prompts_per_step 4".split()
 MIXED = "--actor.ema_decay 0.9 --ptx.coef 0.5 --ptx.max_length 32 --ptx.sources texts.jsonl".split()
 EPISODES = f"--environment.path {__file__}:Questions --rollout.sampling.max_new_tokens 40".split()

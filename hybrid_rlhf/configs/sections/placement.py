@@ -168,6 +168,13 @@ def places_sampler(given: str | Mapping[str, Any] | None) -> bool:
     return "sampler" in given or given.get("style") == "separation"
 
 
+def has_separate_sampler(given: str | Mapping[str, Any] | None) -> bool:
+    """Whether a placement gives the sampler ranks of its own."""
+    if isinstance(given, Mapping):
+        return "sampler" in given or given.get("style") == "separation"
+    return given == "separation"
+
+
 def read_ranks(value: Any, role: str) -> tuple[int, ...]:
     """Ranks given as a number, a list, or ranges such as 0-3,6.
 

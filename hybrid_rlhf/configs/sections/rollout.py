@@ -127,7 +127,6 @@ class RolloutConfig:
 
     def _check_async(self) -> None:
         for name, barred, needed in (
-            ("tensor_parallel", self.tensor_parallel > 1, 1),
             ("backend", self.backend != "auto", "auto"),
             ("keep_weights", self.keep_weights is True, False),
             ("offload_states", self.offload_states, False),
@@ -137,8 +136,3 @@ class RolloutConfig:
                 f"rollout.async_sampling samples from a copy of the weights during training, got rollout.{name} "
                 f"{getattr(self, name)}: give {needed}",
             )
-        require(
-            self.kv_cache_gib is not None,
-            "rollout.async_sampling shares memory with training, got no rollout.kv_cache_gib: give the GiB of the KV "
-            "cache",
-        )
