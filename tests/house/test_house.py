@@ -65,7 +65,7 @@ def test_scripts_only_call_a_command(path: Path) -> None:
 
 def test_every_command_has_a_module_and_help() -> None:
     modules = {path.stem for path in (LIBRARY / "cli").glob("*.py")} - {"__init__"}
-    assert modules == {*COMMANDS, "main", "comparison", "loading"}
+    assert modules == {*COMMANDS, "main"}
 
 
 def test_algorithms_are_short_and_repeat_nothing() -> None:
