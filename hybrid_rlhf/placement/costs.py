@@ -260,6 +260,8 @@ class Costs:
         sizes, lengths, c = self.job.actor.sizes, self.job.lengths, self.curves
         per_prompt = self.job.config.rollout.sampling.n
         prompts = math.ceil(rows / per_prompt)
+        if not prompts:  # more groups than prompts
+            return Work()
         at_once = max(1, int(PREFILL_TOKENS[self.job.device.type] // max(1.0, lengths.prompt_tokens)))
         batches = math.ceil(prompts / at_once)
         tokens = prompts / batches * lengths.prompt_tokens

@@ -120,10 +120,11 @@ class Search:
         sampling = max(work.seconds for work in costs.sampling(plan, rows_at_once=rows))
         frozen = {name: taken for name, taken in reads.items() if name not in LEARNERS}
         values = {name: taken for name, taken in reads.items() if name in LEARNERS}
-        main = sync_seconds + costs.exchange(1.0, kind="all_gather").seconds
+        main = costs.exchange(1.0, kind="all_gather").seconds
         main += costs.exchange(1.0, kind="all_reduce").seconds * (1 + bool(frozen))
         main += sum(_busiest(plan, seconds) for seconds in (frozen, values, updates) if seconds)
-        return max(main, sampling) if plan.policy_lag else main + sampling
+        # with a lag, ranks that send no weights go on to score during a sync
+        return max(main, sampling) if plan.policy_lag else main + sync_seconds + sampling
 
     def _read(self, plan: StepPlan, name: str) -> float:
         """Seconds in which a role reads the completions before the updates."""
@@ -216,9 +217,13 @@ class Search:
         if name in (SAMPLER, "actor"):  # the actor's stage decides the weight sync too
             return [(name, stage) for stage in stages]
         marks = {}
+        role, lag = self._job.roles[name], lags(self._job, layout)[0]
         for stage in stages:
-            plan = plan_of(layout, Options(((name, stage),), 1, lags(self._job, layout)[0], *offload))
-            marks[stage] = (self._read(plan, name), self._updates(plan, name), *self.memory.shares(plan, name))
+            plan = plan_of(layout, Options(((name, stage),), 1, lag, *offload))
+            work = [self.costs.read(role, plan)] + ([self.costs.updates(role, plan)] if role.is_trained else [])
+            # compute apart from wire: only compute is slowed by others
+            seconds = [part for each in work for part in (each.compute, each.wire)]
+            marks[stage] = (*seconds, *self.memory.shares(plan, name))
 
         def dominated(stage: int) -> bool:
             mine = marks[stage]
