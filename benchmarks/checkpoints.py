@@ -25,8 +25,8 @@ from benchmarks.generation import SHAPES, load
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.training import CheckpointConfig, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
-from hybrid_rlhf.engines.checkpoints import CheckpointWriter, LoopState
-from hybrid_rlhf.engines.training_state import TrainingState
+from hybrid_rlhf.engines.saved.checkpoints import CheckpointWriter, LoopState
+from hybrid_rlhf.engines.saved.training_state import TrainingState
 from hybrid_rlhf.runtime.world import close_world, init_world
 
 

@@ -10,6 +10,7 @@ from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS, AlgorithmConfig, PPOCo
 from hybrid_rlhf.configs.sections.data import DataConfig, DataSource
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.configs.sections.model import CriticLoraConfig, LoraConfig
+from hybrid_rlhf.configs.sections.placement import check_placement
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig, require_distinct_names
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.rules import require, whole_number
@@ -174,6 +175,10 @@ class RLConfig(StepConfig):
     environment: EnvironmentConfig | None = None
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     ptx: PtxConfig | None = None
+    placement: str | dict[str, Any] | None = setting(None, mutable=True)
+    """Where each role lives (docs/placement.md): flattening (all roles on all ranks), interleaving (reference and
+    reward models on disjoint ranks), separation (sampler and frozen models on ranks of their own), or ranks by role, as
+    {sampler: {ranks: 4-7, tensor_parallel: 2}}. null: flattening."""
     train: LoopConfig = field(default_factory=LoopConfig)
     faults: RLFaultsConfig = setting(default_factory=RLFaultsConfig, mutable=True)
 
@@ -186,6 +191,7 @@ class RLConfig(StepConfig):
             f"algorithm {name} has no critic, got the section critic: leave it out",
         )
         self._check_samples(name)
+        check_placement(self.placement)
         lag = self.rollout.policy_lag
         require(
             not lag or self.algorithm.allows_other_sampler,

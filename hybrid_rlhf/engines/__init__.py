@@ -1,7 +1,6 @@
 """DeepSpeed engines: training, weight sync to inference weights, checkpoints. The only package that imports deepspeed.
 
 Read `engine.py` (train one model), `hybrid.py` (the actor, which also generates), `builder.py` and `ds_config.py`
-(config sections to engines), `partition.py` (full weights from ZeRO-3), `fragments.py`, `training_state.py` and
-`checkpoints.py` (what a resumed run needs), `averaging.py` and `offload.py`. Private members of DeepSpeed are used in
-`deepspeed_internals.py` only.
+(config sections to engines), `partition.py` (full weights from ZeRO-3), `saved/` (what a resumed run needs),
+`averaging.py` and `offload.py`. Private members of DeepSpeed are used in `deepspeed_internals.py` only.
 """

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import deepspeed
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import set_z3_leaf_module
 from torch import nn
 from transformers import PreTrainedModel
@@ -20,7 +21,12 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
-from hybrid_rlhf.engines.deepspeed_internals import disable_shm_extension, full_shape, release_closed_groups
+from hybrid_rlhf.engines.deepspeed_internals import (
+    disable_shm_extension,
+    engine_ranks,
+    full_shape,
+    release_closed_groups,
+)
 from hybrid_rlhf.engines.ds_config import deepspeed_config
 from hybrid_rlhf.engines.engine import EngineOptions, ModelEngine, Role
 from hybrid_rlhf.engines.hybrid import HybridEngine
@@ -111,6 +117,13 @@ def build_actor(
 
 def _build(engine_type: Callable[..., EngineT], spec: EngineSpec, world: World) -> EngineT:
     _prepare_deepspeed(world)
+    with engine_ranks(world):
+        engine, options = _initialize(spec, world)
+    return engine_type(spec.role, engine, world, options)
+
+
+def _initialize(spec: EngineSpec, world: World) -> tuple[DeepSpeedEngine, EngineOptions]:
+    """Load a role's model and hand it to DeepSpeed."""
     dtype = training_dtype(spec.model, world.device)
     config = deepspeed_config(zero=spec.zero, dtype=dtype, optimizer=spec.optimizer, overrides=spec.deepspeed_overrides)
     partitioned = config["zero_optimization"]["stage"] == 3
@@ -140,7 +153,7 @@ def _build(engine_type: Callable[..., EngineT], spec: EngineSpec, world: World) 
     if spec.optimizer is None:
         engine, *_ = deepspeed.initialize(model=module, config=config)
         module.eval()
-        return engine_type(spec.role, engine, world, EngineOptions(offload_weights=spec.offload_weights))
+        return engine, EngineOptions(offload_weights=spec.offload_weights)
     head = (lm.score, _head_lr(spec, lm, fresh=fresh_head)) if spec.role == "critic" else None
     optimizer = _adamw(module, spec.optimizer, head=head)
     section, total = spec.optimizer, spec.total_updates
@@ -152,7 +165,7 @@ def _build(engine_type: Callable[..., EngineT], spec: EngineSpec, world: World) 
     if isinstance(module, Policy):
         module.router_loss = router_loss(lm, spec.model)
     options = EngineOptions(section.max_grad_norm, offload_activations=spec.model.activation_offload)
-    return engine_type(spec.role, engine, world, options)
+    return engine, options
 
 
 def _gather_experts_together(lm: PreTrainedModel, stage: int, *, learns: bool) -> None:

@@ -9,16 +9,20 @@ they are needed.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
+import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import groups
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
+
+from hybrid_rlhf.runtime.world import World
 
 _BF16_MASTER_PARTITIONS = "fp32_groups_flat_partition"
 """Master weights of DeepSpeed's bfloat16 optimizer without ZeRO, which partitions them over the ranks."""
@@ -232,6 +236,24 @@ def release_closed_groups() -> None:
     seen = groups._WORLD_GROUP
     if seen is not None and seen not in distributed_c10d._world.pg_group_ranks:
         groups._release_process_group_references()
+
+
+@contextlib.contextmanager
+def engine_ranks(world: World) -> Iterator[None]:
+    """Let DeepSpeed see the ranks of one engine only: around all calls that may run its collectives.
+
+    DeepSpeed takes its group from torch's default group, and keeps a clone of that for all its engines.
+    """
+    if len(world.ranks) in (0, dist.get_world_size()):
+        yield
+        return
+    clone, size = groups._WORLD_GROUP, os.environ["WORLD_SIZE"]
+    with world.as_default():
+        groups._WORLD_GROUP, os.environ["WORLD_SIZE"] = world.group, str(world.size)
+        try:
+            yield
+        finally:
+            groups._WORLD_GROUP, os.environ["WORLD_SIZE"] = clone, size
 
 
 def free_weights(module: nn.Module) -> None:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from hybrid_rlhf.engines.deepspeed_internals import (
     disable_gradient_allreduce,
+    engine_ranks,
     free_weights,
     full_elements,
     model_step,
@@ -74,10 +75,9 @@ class ModelEngine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward."""
-        if self._options.offload_activations and torch.is_grad_enabled():
-            with ActivationOffload():
-                return self._engine(*args, **kwargs)
-        return self._engine(*args, **kwargs)
+        offloads = self._options.offload_activations and torch.is_grad_enabled()
+        with engine_ranks(self.world), ActivationOffload() if offloads else contextlib.nullcontext():
+            return self._engine(*args, **kwargs)
 
     def on_device(self) -> contextlib.AbstractContextManager[None]:
         """Around the computation of a frozen model, whose weights may be offloaded outside."""
@@ -144,7 +144,8 @@ class ModelEngine:
             count: divisor of the sum over all micro-batches and ranks of this update.
         """
         # DeepSpeed averages over ranks; multiplied by their number, that is a sum.
-        self._engine.backward(total * (self.world.size / max(count, 1.0)), scale_wrt_gas=False)
+        with engine_ranks(self.world):
+            self._engine.backward(total * (self.world.size / max(count, 1.0)), scale_wrt_gas=False)
 
     def with_router_losses(self, loss: LossSum, weights: Tensor) -> LossSum:
         """A loss with those of the routers in the last forward, if the model has them (models/routers/losses.py).
@@ -166,7 +167,8 @@ class ModelEngine:
     def step(self) -> UpdateStats:
         """Apply the accumulated gradient, step the schedule, clear the gradient."""
         lr = float(self._engine.get_lr()[0])
-        self._engine.step()
+        with engine_ranks(self.world):
+            self._engine.step()
         norm = self._engine.get_global_grad_norm()
         skipped = not self._engine.was_step_applied()
         return UpdateStats(lr=lr, grad_norm=None if norm is None else float(norm), skipped=skipped)

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from functools import partial
 
 from hybrid_rlhf.configs.sections.training import LoopConfig
-from hybrid_rlhf.engines.checkpoints import LoopState
+from hybrid_rlhf.engines.saved.checkpoints import LoopState
 from hybrid_rlhf.loop.checkpointing import CheckpointManager, due
 from hybrid_rlhf.runtime.observability.profiling import profiled
 from hybrid_rlhf.runtime.run import Run

@@ -1,7 +1,11 @@
-"""The rank and device of this process, and the collectives that the library uses.
+"""The rank and device of this process, the collectives that the library uses, and groups of part of the ranks.
 
 Ranks come from torchrun's environment variables (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE), which the DeepSpeed
 launcher sets too. Without them the process is a single rank.
+
+A group is created once, by all ranks in the same order, and kept by its ranks. Libraries that use torch's default group
+(DeepSpeed, transformers) run inside `World.as_default`, where that group is the model's own: a collective of theirs
+cannot wait for ranks that do not have the model. A collective of a larger World raises there.
 """
 
 from __future__ import annotations
@@ -11,14 +15,16 @@ import datetime
 import os
 import random
 import socket
+import threading
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.runtime.host_memory import keep_freed_memory
@@ -40,14 +46,17 @@ them."""
 
 @dataclass(frozen=True)
 class World:
-    """The ranks that train together. All higher layers take a World and never use torch's default group."""
+    """Ranks that compute together. All higher layers take a World and never use torch's default group."""
 
     rank: int
+    """Of this process among them; -1 where it is none of them."""
     size: int
     local_rank: int
     local_size: int
     device: torch.device
     group: dist.ProcessGroup | None = None
+    ranks: tuple[int, ...] = field(default=())
+    """Their ranks in the run; empty: all."""
 
     @property
     def is_main(self) -> bool:
@@ -59,57 +68,135 @@ class World:
         """Whether this rank is the first of its host."""
         return self.local_rank == 0
 
+    @property
+    def is_member(self) -> bool:
+        """Whether this process is one of the ranks."""
+        return self.rank >= 0
+
     def barrier(self) -> None:
         """Wait for all ranks."""
+        self._require_reachable()
         if self.size > 1:
             dist.barrier(group=self.group)
 
     def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
         """Reduce a tensor over the ranks in place, and return it."""
+        self._require_reachable()
         if self.size > 1:
             dist.all_reduce(tensor, op=op, group=self.group)
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensors of all ranks, which have the same shape, stacked by rank: [ranks, ...]."""
+        self._require_reachable()
         if self.size == 1:
             return tensor[None]
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
         dist.all_gather(parts, tensor.contiguous(), group=self.group)
         return torch.stack(parts)
 
-    def split(self, size: int) -> World:
-        """The group of `size` consecutive ranks that contains this rank; every rank calls.
-
-        Raises:
-            ValueError: if the number of ranks is not a multiple of `size`.
-        """
-        if self.size % size:
-            raise ValueError(f"the number of ranks must be a multiple of the group size {size}, got {self.size}")
-        if size == self.size:
-            return self
-        mine = self
-        for first in range(0, self.size, size):
-            group = dist.new_group(list(range(first, first + size)))
-            if first <= self.rank < first + size:
-                mine = World(self.rank - first, size, self.local_rank, self.local_size, self.device, group)
-        return mine
-
     def all_gather_objects(self, item: T) -> list[T]:
         """The picklable items of all ranks, by rank; for small data such as counts, file names and completions."""
+        self._require_reachable()
         if self.size == 1:
             return [item]
         gathered: list[Any] = [None] * self.size
         dist.all_gather_object(gathered, item, group=self.group)
         return gathered
 
-    def broadcast_object(self, item: T) -> T:
-        """The picklable item of rank 0."""
+    def broadcast_object(self, item: T, *, source: int = 0) -> T:
+        """The picklable item of one rank, by default the first."""
+        self._require_reachable()
         if self.size == 1:
             return item
         box = [item]
-        dist.broadcast_object_list(box, group=self.group, group_src=0)
+        dist.broadcast_object_list(box, group=self.group, group_src=source)
         return box[0]
+
+    def split(self, size: int) -> World:
+        """The group of `size` consecutive ranks that contains this rank; every rank of the run calls, unless
+        `create_groups` has created the groups.
+
+        Raises:
+            ValueError: if the number of ranks is not a multiple of `size`.
+        """
+        mine = replace(self, rank=-1, size=size, group=None, ranks=())
+        if size == 1 < self.size:  # without a group
+            return replace(mine, rank=0, ranks=(self._all_ranks[self.rank],)) if self.is_member else mine
+        for ranks in self.consecutive(size):
+            part = self.part(ranks)
+            mine = part if part.is_member else mine
+        return mine
+
+    def consecutive(self, size: int) -> list[tuple[int, ...]]:
+        """The ranks in groups of `size`.
+
+        Raises:
+            ValueError: if the number of ranks is not a multiple of `size`.
+        """
+        if self.size % size:
+            raise ValueError(f"the number of ranks must be a multiple of the group size {size}, got {self.size}")
+        ranks = self._all_ranks
+        return [ranks[first : first + size] for first in range(0, self.size, size)]
+
+    def part(self, ranks: Sequence[int]) -> World:
+        """Some of the ranks, by their numbers in the run; every rank of the run calls, unless `create_groups` has
+        created the group."""
+        chosen = tuple(ranks)
+        if chosen == self._all_ranks:
+            return self
+        group = _group_of(chosen)
+        mine = chosen.index(dist.get_rank()) if group is not None else -1
+        return replace(self, rank=mine, size=len(chosen), group=group, ranks=chosen)
+
+    @contextlib.contextmanager
+    def as_default(self) -> Iterator[None]:
+        """Let torch's default group be that of these ranks, in all threads; nothing where they are all."""
+        whole = distributed_c10d._get_default_group() if self.group is not None else None
+        if self.group is whole:
+            yield
+            return
+        outer, _inside.world = getattr(_inside, "world", None), self
+        distributed_c10d._update_default_pg(self.group)
+        try:
+            yield
+        finally:
+            distributed_c10d._update_default_pg(whole)
+            _inside.world = outer
+
+    @property
+    def _all_ranks(self) -> tuple[int, ...]:
+        return self.ranks or tuple(range(self.size))
+
+    def _require_reachable(self) -> None:
+        """Raise RuntimeError where a collective of these ranks could wait for ever."""
+        if not self.is_member:
+            raise RuntimeError(f"a collective of ranks {list(self._all_ranks)} runs on a rank that is none of them")
+        inside: World | None = getattr(_inside, "world", None)
+        if inside is not None and not set(self._all_ranks) <= set(inside._all_ranks):
+            raise RuntimeError(
+                f"a collective of ranks {list(self._all_ranks)} runs inside a model on ranks {list(inside._all_ranks)}"
+            )
+
+
+_inside = threading.local()
+"""The World whose `as_default` this thread is in."""
+_GROUPS: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+"""Groups by their ranks; none: this process is none of them."""
+
+
+def create_groups(parts: Iterable[Sequence[int]]) -> None:
+    """Create the groups of parts of the ranks that do not exist yet. Every rank of the run calls, with the same."""
+    for ranks in sorted({tuple(part) for part in parts}):
+        if len(ranks) < dist.get_world_size():
+            _group_of(ranks)
+
+
+def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    if ranks not in _GROUPS:
+        group = dist.new_group(list(ranks))
+        _GROUPS[ranks] = None if group is dist.GroupMember.NON_GROUP_MEMBER else group
+    return _GROUPS[ranks]
 
 
 @contextlib.contextmanager
@@ -243,6 +330,7 @@ def close_world() -> None:
             resource.close()
     finally:
         _CLOSED_FIRST.clear()
+        _GROUPS.clear()
         if dist.is_initialized():
             dist.destroy_process_group()
     if os.environ.get("HYBRID_RLHF_SOLO") == str(os.getpid()):

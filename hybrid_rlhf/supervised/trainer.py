@@ -17,8 +17,8 @@ from hybrid_rlhf.configs.sections.batch_plan import BatchPlan
 from hybrid_rlhf.configs.sections.training import TrainConfig
 from hybrid_rlhf.data.loaders import BatchLoader
 from hybrid_rlhf.data.row_views import RowSequence
-from hybrid_rlhf.engines.checkpoints import LoopState
 from hybrid_rlhf.engines.engine import ModelEngine
+from hybrid_rlhf.engines.saved.checkpoints import LoopState
 from hybrid_rlhf.functional.losses import LossSum
 from hybrid_rlhf.loop.checkpointing import CheckpointManager
 from hybrid_rlhf.loop.loss_sums import RunningSums, global_count

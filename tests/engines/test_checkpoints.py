@@ -21,9 +21,9 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.training import CheckpointConfig, ZeroConfig
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
-from hybrid_rlhf.engines.checkpoints import CheckpointWriter, LoopState, load_checkpoint
 from hybrid_rlhf.engines.partition import copy_weights, full_tensors
-from hybrid_rlhf.engines.training_state import TrainingState
+from hybrid_rlhf.engines.saved.checkpoints import CheckpointWriter, LoopState, load_checkpoint
+from hybrid_rlhf.engines.saved.training_state import TrainingState
 from hybrid_rlhf.runtime.files.checkpoint_folder import find_fault
 from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.engines import actor_spec, train_step
@@ -212,7 +212,7 @@ def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path, monkeypatch: py
     for config in ({}, {"save_async": True}):
         failing = writer(tmp_path, **config)
         with monkeypatch.context() as patched:
-            patched.setattr("hybrid_rlhf.engines.checkpoints.save_file", full)
+            patched.setattr("hybrid_rlhf.engines.saved.checkpoints.save_file", full)
             with pytest.raises(OSError, match="No space left"):
                 failing.save(LoopState(2, {}))
                 failing.finish()

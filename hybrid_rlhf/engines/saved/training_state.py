@@ -21,7 +21,7 @@ from hybrid_rlhf.engines.deepspeed_internals import (
     set_loss_scale,
 )
 from hybrid_rlhf.engines.engine import ModelEngine
-from hybrid_rlhf.engines.fragments import (
+from hybrid_rlhf.engines.saved.fragments import (
     WEIGHT,
     Fragment,
     SavedFragments,

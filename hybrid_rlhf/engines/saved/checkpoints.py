@@ -27,8 +27,8 @@ from torch import Tensor
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.files.atomic import write_whole
 from hybrid_rlhf.configs.sections.training import CheckpointConfig
-from hybrid_rlhf.engines.fragments import HostCopies
-from hybrid_rlhf.engines.training_state import TrainingState
+from hybrid_rlhf.engines.saved.fragments import HostCopies
+from hybrid_rlhf.engines.saved.training_state import TrainingState
 from hybrid_rlhf.runtime.files.checkpoint_folder import (
     CHECKPOINTS,
     checkpoint_name,
