@@ -73,14 +73,16 @@ def layouts(job: RLJob, cluster: Cluster) -> Iterator[Layout]:
     free = [role.name for role in job.roles.values() if role.bound_to is None]
     yield placed(job, free, (), cluster.ranks)
     unit = unit_of(cluster)
+    # a thread that samples ahead needs ranks on which nothing trains
+    apart = {"actor", "critic"} if job.config.rollout.policy_lag else {"actor"}
     for names in (free, [*free, SAMPLER]):
         for count in range(len(names) - 1):
             for everywhere in itertools.combinations(names, count):
-                if SAMPLER in names and {"actor", SAMPLER} & set(everywhere):
+                if SAMPLER in names and ({SAMPLER} | apart) & set(everywhere):
                     continue
                 rest = [name for name in names if name not in everywhere]
                 for groups in _partitions(rest):
-                    if len(groups) < 2 or any({"actor", SAMPLER} <= set(group) for group in groups):
+                    if len(groups) < 2 or any(SAMPLER in group and apart & {*group} for group in groups):
                         continue
                     for sizes in _compositions(cluster.ranks // unit, len(groups)):
                         sized = [(group, size * unit) for group, size in zip(groups, sizes, strict=True)]

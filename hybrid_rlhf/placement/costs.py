@@ -25,7 +25,7 @@ from hybrid_rlhf.placement.plans import Cluster, StepPlan
 
 ATTENTION_BACKWARD = 2.5
 """Operations of an attention's backward over its forward's: five products instead of two (FlashAttention-2)."""
-_DECODE_PRODUCTS = 4
+DECODE_PRODUCTS = 4
 """Products of a layer of inference weights: queries with keys and values, output, gate with up, down."""
 _CHECKED_TOKENS = 16
 """Tokens that pass through both models in the check after a weight sync."""
@@ -265,8 +265,8 @@ class Costs:
         at_once = max(1, int(PREFILL_TOKENS[self.job.device.type] // max(1.0, lengths.prompt_tokens)))
         batches = math.ceil(prompts / at_once)
         tokens = prompts / batches * lengths.prompt_tokens
-        part = sizes.layer_weights * sizes.active / _DECODE_PRODUCTS / together
-        layer = _DECODE_PRODUCTS * float(c.products[self._inference_dtype](part, tokens))
+        part = sizes.layer_weights * sizes.active / DECODE_PRODUCTS / together
+        layer = DECODE_PRODUCTS * float(c.products[self._inference_dtype](part, tokens))
         layer += c.attention(self._attention_operations(sizes, tokens * lengths.prompt_tokens) / together)
         layer += c.layer(tokens * sizes.hidden)
         wire = 2 * self._over(together, hosts, tokens * sizes.hidden)
@@ -279,7 +279,7 @@ class Costs:
         sizes, c, inference_bytes = self.job.actor.sizes, self.curves, self.job.inference_dtype.itemsize
         products = c.decode_products[self._inference_dtype]
         reached = np.minimum(1.0, s.rows * sizes.active)  # of the weights, by the experts of any row
-        part = sizes.layer_weights / _DECODE_PRODUCTS / together
+        part = sizes.layer_weights / DECODE_PRODUCTS / together
         if sizes.active < 1:
             seconds = np.asarray(
                 [
@@ -290,7 +290,7 @@ class Costs:
         else:
             seconds = products.each(part, s.rows)
         cache = s.rows * s.context * sizes.cache_width * inference_bytes / together
-        layer = _DECODE_PRODUCTS * seconds + c.cache_reads.each(cache) + c.decode_layer.each(s.rows * sizes.hidden)
+        layer = DECODE_PRODUCTS * seconds + c.cache_reads.each(cache) + c.decode_layer.each(s.rows * sizes.hidden)
         head = products.each(sizes.vocabulary * sizes.hidden / together, s.rows)
         compute = (sizes.layers * layer + head + c.decode_step.each(s.rows)) * c.factor("decode")
         exchanged = np.asarray([self._over(together, hosts, rows * sizes.hidden) for rows in s.rows])

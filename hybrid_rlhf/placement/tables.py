@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hybrid_rlhf.configs.sections.placement import in_words
 from hybrid_rlhf.placement.costs import Costs
 from hybrid_rlhf.placement.curves import MachineCurves
 from hybrid_rlhf.placement.job import RLJob
@@ -109,17 +109,6 @@ def plan_placement(
     return PlacementAnswer(job, curves, cluster, Search(Costs(job, curves, cluster), memory).run())
 
 
-def rank_text(ranks: Sequence[int]) -> str:
-    """Ranks as a user writes them: 0-7, or 0-3,6."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and parts[-1][-1] == rank - 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
-    return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
-
-
 def _line(candidate: Candidate) -> str:
     style = candidate.plan.placement.style
     memory = f"{candidate.memory.peak_bytes / _GIB:.2f}"
@@ -133,12 +122,12 @@ def _line(candidate: Candidate) -> str:
 def _roles(candidate: Candidate) -> list[str]:
     lines = [f"  {'role':20}{'ranks':>12}{'zero':>6}{'tensor parallel':>17}"]
     for name, role in candidate.plan.roles.items():
-        lines.append(f"  {name:20}{rank_text(role.ranks):>12}{role.zero:>6}{role.tensor_parallel:>17}")
+        lines.append(f"  {name:20}{in_words(role.ranks):>12}{role.zero:>6}{role.tensor_parallel:>17}")
     for key, value in candidate.plan.settings().items():
         lines.append(f"  {key}: {str(value).lower()}")
     lines.append(f"  {'phase on ranks':28}" + f"{'GiB a rank':>12}  note")
     for each in candidate.memory.phases:
-        where = f"{each.phase.name} on {rank_text(each.ranks)}"
+        where = f"{each.phase.name} on {in_words(each.ranks)}"
         lines.append(f"  {where:28}{each.phase.total / _GIB:>12.2f}  {each.phase.note}".rstrip())
     return lines
 
@@ -149,12 +138,12 @@ def _as_dict(candidate: Candidate) -> dict[str, Any]:
         "style": plan.placement.style,
         "fits": time is not None,
         "roles": {
-            name: {"ranks": rank_text(role.ranks), "zero": role.zero, "tensor_parallel": role.tensor_parallel}
+            name: {"ranks": in_words(role.ranks), "zero": role.zero, "tensor_parallel": role.tensor_parallel}
             for name, role in plan.roles.items()
         },
         "settings": plan.settings(),
         "memory_bytes": [
-            {"ranks": rank_text(each.ranks), "phase": each.phase.name, "bytes": each.phase.total}
+            {"ranks": in_words(each.ranks), "phase": each.phase.name, "bytes": each.phase.total}
             for each in candidate.memory.phases
         ],
     }
