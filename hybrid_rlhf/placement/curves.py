@@ -3,7 +3,7 @@
 A prediction of costs.py is a sum of values of these curves. Why curves and not rates: small sizes cost latency and
 large ones bandwidth, and the same formula must hold for both. Between two points a curve is linear in the logarithms of
 size and seconds; below its first point it is constant (latency), above its last it is proportional to the size
-(bandwidth). Curves never fall: a measured point below a smaller size's is raised to it.
+(bandwidth). Curves never fall: measured points that do are averaged.
 """
 
 from __future__ import annotations
@@ -39,11 +39,18 @@ class Curve:
 
     @classmethod
     def of(cls, points: Iterable[Sequence[float]]) -> Curve:
-        """A curve through points in any order; seconds never fall, and are at least a nanosecond."""
-        rising: list[tuple[float, float]] = []
+        """A curve through points in any order; where seconds fall, their geometric mean (isotonic regression by pooling
+        adjacent violators, Barlow et al. 1972); at least a nanosecond."""
+        pools: list[tuple[float, list[float]]] = []
+        """Mean logarithm of the seconds, and the sizes that share it."""
         for size, seconds in sorted((float(size), float(seconds)) for size, seconds in points):
-            rising.append((size, max(seconds, rising[-1][1] if rising else 1e-9)))
-        return cls(tuple(rising))
+            level, sizes = math.log(max(seconds, 1e-9)), [size]
+            while pools and pools[-1][0] > level:
+                before, more = pools.pop()
+                level = (before * len(more) + level * len(sizes)) / (len(more) + len(sizes))
+                sizes = more + sizes
+            pools.append((level, sizes))
+        return cls(tuple((size, math.exp(level)) for level, sizes in pools for size in sizes))
 
     @classmethod
     def zero(cls) -> Curve:

@@ -96,7 +96,7 @@ def _sizes(gpu: bool, quick: bool) -> _Sizes:
         attention=[16, 64, 256, 1024, 2048],
         parameters=[10**3, 10**4, 10**5, 10**6, 10**7],
         copies=[2**10, 2**14, 2**18, 2**22, 2**26],
-        bytes=[2**8, 2**12, 2**16, 2**18, 2**20, 2**22, 2**24],
+        bytes=[2**8, 2**14, 2**18, 2**20, 2**22, 2**24],
         hidden=hidden,
         few_layers=2,
         more_layers=6,

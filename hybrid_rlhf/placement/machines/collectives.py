@@ -63,7 +63,7 @@ def _time(kind: Collective, group: dist.ProcessGroup | None, ranks: int, size: i
         _communicate(kind, group, whole, part, world.rank)
 
     call()
-    rounds = 3 if size >= 2**22 else 10
+    rounds = 2 if size >= 2**20 else 5
     start = time.perf_counter()
     for _ in range(rounds):
         call()

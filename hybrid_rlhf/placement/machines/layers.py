@@ -6,6 +6,7 @@ completions are never ended, so that sizes alone decide the time.
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 import time
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ SHORT_CONTEXT, LONG_CONTEXT = 16, 384
 """Tokens of prompts that decoding starts from."""
 _FEW_STEPS, _MORE_STEPS = 8, 40
 """New tokens of two rollouts, whose difference is that of decoding steps alone."""
+_PASSES = 5
+"""Backwards and optimizer steps after a first one, of which the median counts."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +222,7 @@ def _passes(engine: HybridEngine, batch: TimedBatch, vocabulary: int) -> tuple[f
     with torch.no_grad():
         forward = median_seconds(lambda: engine(ids, mask, mask))
     both, steps = [], []
-    for _ in range(4):
+    for _ in range(_PASSES + 1):
         start = time.perf_counter()
         logprobs, _ = engine(ids, mask, mask)
         engine.backward(logprobs.sum(), count=float(ids.numel()))
@@ -227,7 +230,7 @@ def _passes(engine: HybridEngine, batch: TimedBatch, vocabulary: int) -> tuple[f
         start = time.perf_counter()
         engine.step()
         steps.append(time.perf_counter() - start)
-    return forward, max(1e-9, sorted(both[1:])[1] - forward), sorted(steps[1:])[1]
+    return forward, max(1e-9, statistics.median(both[1:]) - forward), statistics.median(steps[1:])
 
 
 def _decoded(engine: HybridEngine, rows: int, context: int, new_tokens: int) -> tuple[float, float]:
