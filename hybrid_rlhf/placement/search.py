@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,11 +82,12 @@ class Search:
         self._rng = np.random.default_rng(seed)
         self._evaluated = self._simulated = 0
 
-    def run(self) -> SearchResult:
-        """The best plans of all styles."""
+    def run(self, styles: Collection[str] = STYLES) -> SearchResult:
+        """The best plans of some styles."""
         by_style: dict[str, list[Layout]] = {style: [] for style in STYLES}
         for layout in layouts(self._job, self._cluster):
-            by_style[layout.style].append(layout)
+            if layout.style in styles:
+                by_style[layout.style].append(layout)
         look = self._exact if self._cluster.ranks <= EXACT_RANKS else self._annealed
         found = [best for style in STYLES if by_style[style] and (best := look(by_style[style])) is not None]
         nearest = sorted(found, key=lambda each: (each.seconds, each.memory.peak_bytes))
