@@ -24,9 +24,9 @@ from typing import Any
 import torch
 import transformers
 
+from hybrid_rlhf.configs.batch_plan import MicroBatches
 from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
@@ -128,7 +128,7 @@ def step_of(
     judge = build_engine(spec("reward", None), world)
     reference = build_engine(spec("reference", None), world) if config.uses_reference else None
     reward = Reward([ModelReward(RewardComponentConfig(model="judge"), judge)], world)
-    roles = Roles(actor, reward, critic, reference)
+    roles = Roles(world, actor, reward, critic, reference)
     algorithm = ALGORITHMS[name](config.algorithm, value_lam=config.critic.gae_lambda if config.critic else 1.0)
     tokenizer = load_tokenizer(path)
     parts = RLParts.of(

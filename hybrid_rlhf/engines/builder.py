@@ -22,6 +22,7 @@ from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engines.deepspeed_internals import (
+    align_ids,
     disable_shm_extension,
     engine_ranks,
     full_shape,
@@ -117,6 +118,7 @@ def build_actor(
 
 def _build(engine_type: Callable[..., EngineT], spec: EngineSpec, world: World) -> EngineT:
     _prepare_deepspeed(world)
+    align_ids(world)
     with engine_ranks(world):
         engine, options = _initialize(spec, world)
     return engine_type(spec.role, engine, world, options)

@@ -17,7 +17,8 @@ from typing import Any
 import deepspeed
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus
 from deepspeed.utils import groups
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
@@ -236,6 +237,14 @@ def release_closed_groups() -> None:
     seen = groups._WORLD_GROUP
     if seen is not None and seen not in distributed_c10d._world.pg_group_ranks:
         groups._release_process_group_references()
+
+
+def align_ids(world: World) -> None:
+    """Before an engine is built: let its ranks number parameters and modules alike. ZeRO-3 compares these numbers, and
+    ranks may have built different engines before. Every rank of the engine calls."""
+    modules: list[int] = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0]
+    counts = world.all_gather_objects((Init.param_id, modules[0]))
+    Init.param_id, modules[0] = (max(numbers) for numbers in zip(*counts, strict=True))
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -21,6 +21,7 @@ from hybrid_rlhf.engines.deepspeed_internals import (
     engine_ranks,
     free_weights,
     full_elements,
+    full_shape,
     model_step,
     replace_model_step,
     set_grad_norm,
@@ -29,7 +30,7 @@ from hybrid_rlhf.engines.deepspeed_internals import (
 from hybrid_rlhf.engines.offload import OffloadedWeights
 from hybrid_rlhf.functional.losses import LossSum
 from hybrid_rlhf.models.activation_offload import ActivationOffload
-from hybrid_rlhf.models.lora import adapters_off, has_lora
+from hybrid_rlhf.models.lora import adapters_off, has_lora, plain_name
 from hybrid_rlhf.models.packing import packs
 from hybrid_rlhf.runtime.world import World
 
@@ -44,6 +45,22 @@ class UpdateStats:
     grad_norm: float | None
     skipped: bool = False
     """The gradient was not finite: weights, optimizer and schedule are unchanged, on every rank."""
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What ranks without a model know of it."""
+
+    parameters: int
+    """See ModelEngine."""
+    packs: bool
+    """See ModelEngine."""
+    eos_token_ids: int | list[int] | None = None
+    """Tokens that end a completion of a language model, of its generation config."""
+    weights: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Shapes of the weights of the base model by name."""
+    max_logprob_diff: float = 0.0
+    """See HybridEngine."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +149,20 @@ class ModelEngine:
         return packs(self.lm)
 
     @property
+    def facts(self) -> EngineFacts:
+        """What other ranks need to know."""
+        settings = self.lm.generation_config if self.lm.can_generate() else None
+        weights = {
+            plain_name(name): full_shape(weight) for name, weight in self.lm.named_parameters() if ".lora_" not in name
+        }
+        return EngineFacts(self.parameters, self.packs, None if settings is None else settings.eos_token_id, weights)
+
+    @property
+    def weight_version(self) -> int:
+        """Optimizer updates of the current weights."""
+        return int(self._engine.global_steps)
+
+    @property
     def device(self) -> torch.device:
         """The device that batches must be on."""
         return self.world.device
@@ -184,3 +215,15 @@ class ModelEngine:
         if 0.0 < self._options.max_grad_norm < float(norm):  # below it, clipping would multiply all gradients by 1
             torch.nn.utils.clip_grads_with_norm_(parameters, self._options.max_grad_norm, norm)
         model_step(self._engine, lr_kwargs)
+
+
+class AbsentEngine:
+    """A role's model on a rank that does not have it: what the other ranks tell of it, and nothing to compute with."""
+
+    def __init__(self, role: Role, world: World, facts: EngineFacts) -> None:
+        self.role: Role = role
+        self.world = world
+        self.facts = facts
+        self.parameters, self.packs = facts.parameters, facts.packs
+        self.weight_version = 0
+        """Optimizer updates of the current weights, as far as the trainer has told."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from transformers import PreTrainedTokenizerBase
 
@@ -22,7 +23,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.engines.deepspeed_internals import zero3_hooks_removed
-from hybrid_rlhf.engines.engine import EngineOptions, ModelEngine, Role
+from hybrid_rlhf.engines.engine import AbsentEngine, EngineFacts, EngineOptions, ModelEngine, Role
 from hybrid_rlhf.engines.offload import OffloadedStates
 from hybrid_rlhf.engines.partition import GatheredWeight, base_parameters, full_weights, gathered, has_partitions
 from hybrid_rlhf.engines.weight_check import WeightCheck, logprob_limit
@@ -86,7 +87,7 @@ class HybridEngine(ModelEngine):
         self.generation_world = world.split(self._rollout.tensor_parallel)
         """The ranks that generate together, from the same prompts."""
         self.weight_sync_seconds = 0.0
-        """Time of the last rollout's weight sync, offloading and release of memory included, without the check."""
+        """Time of the last weight sync, offloading and release of memory included, without the check."""
         self.weight_check_seconds = 0.0
         """Time of the check after it."""
         self.work = DecodeWork()
@@ -145,9 +146,9 @@ class HybridEngine(ModelEngine):
         module.replay = RouterReplay(self.lm, experts=kind.count, replays=replays)
 
     @property
-    def weight_version(self) -> int:
-        """Optimizer updates of the current weights."""
-        return int(self._engine.global_steps)
+    def facts(self) -> EngineFacts:
+        """See ModelEngine."""
+        return replace(super().facts, max_logprob_diff=self.max_logprob_diff)
 
     @contextlib.contextmanager
     def inference(
@@ -203,6 +204,7 @@ class HybridEngine(ModelEngine):
             stop_token_ids: tokens that end every completion.
             tokenizer: for stop strings.
         """
+        self.weight_sync_seconds = self.weight_check_seconds = 0.0
         start = time.perf_counter()
         decoder = self._build_decoder(can_view=lambda weight: weight.is_copy)
         self.weight_sync_seconds += time.perf_counter() - start
@@ -213,11 +215,6 @@ class HybridEngine(ModelEngine):
             weight_version=self.weight_version,
             drafter=self.drafter,
         )
-
-    def record_async_rollout(self, *, work: DecodeWork) -> None:
-        """Record a rollout that was sampled from an earlier `snapshot`, without a weight sync in this step."""
-        self.weight_sync_seconds = self.weight_check_seconds = 0.0
-        self.work = work
 
     @contextlib.contextmanager
     def other_weights(self) -> Iterator[None]:
@@ -280,3 +277,34 @@ class HybridEngine(ModelEngine):
             backend = ModuleBackend(self.lm, max_batch_rows=self._rollout.max_decode_rows, support=self._module_support)
             self._module_support = backend.support
             yield backend
+
+
+class AbsentActor(AbsentEngine):
+    """An actor on a rank that does not have it, and so does not sample."""
+
+    def __init__(self, role: Role, world: World, facts: EngineFacts) -> None:
+        super().__init__(role, world, facts)
+        self.generation_world = world
+        self.drafter: Drafter | None = None
+        self.work = DecodeWork()
+        self.weight_sync_seconds = self.weight_check_seconds = 0.0
+        self.max_logprob_diff = facts.max_logprob_diff
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        return self.world.device
+
+    @contextlib.contextmanager
+    def inference(
+        self, *, stop_token_ids: tuple[int, ...] | None = None, tokenizer: PreTrainedTokenizerBase | None = None
+    ) -> Iterator[None]:
+        """See HybridEngine; there is no generation on this rank."""
+        yield None
+
+    def snapshot(self, *, stop_token_ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        """See HybridEngine; there is no generation on this rank."""
+
+    def other_weights(self) -> contextlib.AbstractContextManager[None]:
+        """See HybridEngine."""
+        return contextlib.nullcontext()

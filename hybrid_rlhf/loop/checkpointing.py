@@ -18,9 +18,9 @@ from hybrid_rlhf.configs.parsing.command_line import read_config
 from hybrid_rlhf.configs.parsing.resuming import changed_keys
 from hybrid_rlhf.configs.sections.training import CheckpointConfig
 from hybrid_rlhf.engines.averaging import WeightAverage
-from hybrid_rlhf.engines.engine import ModelEngine
+from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
 from hybrid_rlhf.engines.saved.checkpoints import CheckpointWriter, LoopState, load_checkpoint
-from hybrid_rlhf.engines.saved.training_state import TrainingState
+from hybrid_rlhf.engines.saved.training_state import state_of
 from hybrid_rlhf.runtime.files.checkpoint_folder import checkpoint_name, read_manifest
 from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE, SignalRequests
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
@@ -44,13 +44,13 @@ class CheckpointManager:
         self,
         run: Run,
         config: CheckpointConfig,
-        engines: Mapping[str, ModelEngine],
+        engines: Mapping[str, ModelEngine | AbsentEngine],
         average: WeightAverage | None = None,
     ) -> None:
         """Take the run, the checkpoint settings, the engines by role, and the moving average of the actor's weights."""
         self._run, self._world, self._config = run, run.world, config
         self._states = {
-            role: TrainingState(engine, average if role == "actor" else None) for role, engine in engines.items()
+            role: state_of(engine, average if role == "actor" else None) for role, engine in engines.items()
         }
         self._writer = CheckpointWriter(run.folder, self._states, run.world, config)
         self._interrupts = SignalRequests()

@@ -9,30 +9,33 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.files.atomic import write_whole
 from hybrid_rlhf.data.chat.conversation import stop_token_ids
-from hybrid_rlhf.engines.engine import ModelEngine
+from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
 from hybrid_rlhf.engines.partition import full_tensors
 from hybrid_rlhf.models.pretrained.saving import save_model
 from hybrid_rlhf.runtime.files.disk import disk_errors_translated
 from hybrid_rlhf.runtime.run import FINISHED_FILE, Run
 
 
-def save_engine(run: Run, name: str, engine: ModelEngine, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Save a model of a run in a subfolder of the run; "" is the run's folder itself."""
+def save_engine(run: Run, name: str, engine: ModelEngine | AbsentEngine, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Save a model of a run in a subfolder of the run; "" is the run's folder itself. The ranks with the model save."""
     folder = run.folder / name
     run.watchdog.beat(f"save of {folder}")
-    if run.world.is_main:
+    if isinstance(engine, AbsentEngine):
+        return
+    if engine.world.is_main:
         folder.mkdir(exist_ok=True)
     if engine.lm.can_generate() and (settings := engine.lm.generation_config) is not None:
         # Generation from the folder stops at the same tokens as rollouts.
         settings.eos_token_id = list(stop_token_ids(tokenizer, settings.eos_token_id))
     with disk_errors_translated(run.folder):
-        save_model(folder, full_tensors(engine.lm, run.world), lm=engine.lm, tokenizer=tokenizer, world=run.world)
+        save_model(folder, full_tensors(engine.lm, engine.world), lm=engine.lm, tokenizer=tokenizer, world=engine.world)
 
 
-def finish(run: Run, folders: Mapping[str, ModelEngine], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Save the models of a run by subfolder, then mark the run as finished."""
+def finish(run: Run, folders: Mapping[str, ModelEngine | AbsentEngine], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Save the models of a run by subfolder, then mark the run as finished; every rank calls."""
     for name, engine in folders.items():
         save_engine(run, name, engine, tokenizer)
+    run.world.barrier()
     if run.world.is_main:
         write_whole(run.folder / FINISHED_FILE, json.dumps({"models": list(folders)}) + "\n")
     run.world.barrier()

@@ -14,13 +14,15 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from hybrid_rlhf.configs.batch_plan import BatchPlan, plan_rollout
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.batch_plan import BatchPlan, plan_rollout
+from hybrid_rlhf.configs.sections.placement import Placement
 from hybrid_rlhf.data.chat.conversation import stop_token_ids
 from hybrid_rlhf.data.loaders import RowStream
 from hybrid_rlhf.data.tokenized import load_prompt_data, load_ptx_data
 from hybrid_rlhf.engines.averaging import WeightAverage
+from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.loop.saving import finish, save_engine
 from hybrid_rlhf.loop.setup import (
     log_plan,
@@ -34,7 +36,7 @@ from hybrid_rlhf.memory.kept_weights import resolve_keep_weights
 from hybrid_rlhf.rl.algorithms import ALGORITHMS, Algorithm
 from hybrid_rlhf.rl.environments import Environment, EnvironmentRunner, load_environment
 from hybrid_rlhf.rl.parts import RLParts
-from hybrid_rlhf.rl.roles import Roles, build_roles
+from hybrid_rlhf.rl.roles import Roles, build_roles, place_roles
 from hybrid_rlhf.rl.samples import SampleTexts
 from hybrid_rlhf.rl.trainer import RLTrainer
 from hybrid_rlhf.rl.updates.ptx import PtxBatches
@@ -62,6 +64,7 @@ class RLSession:
     """The order of the prompts over all epochs."""
     total_steps: int
     average: WeightAverage | None
+    """None too on a rank without the actor."""
 
     def take_prompts(self) -> list[dict[str, Any]]:
         """The prompts of the next step; empty at the end of the data."""
@@ -69,8 +72,8 @@ class RLSession:
 
     def save(self) -> None:
         """Save the trained models and mark the run as finished; every rank calls."""
-        if self.average is not None:
-            with self.average.applied():
+        if self.config.actor.ema_decay:
+            with contextlib.nullcontext() if self.average is None else self.average.applied():
                 save_engine(self.run, "actor_ema", self.parts.roles.actor, self.tokenizer)
         finish(self.run, self.parts.roles.learners, self.tokenizer)
 
@@ -150,7 +153,8 @@ def rl_session(
     """Read the data, then load the models, and wire the parts."""
     with start_run(config, callbacks) as run, memory_advice(config, run):
         actor_path, tokenizer = start_step(config, run, config.model.path, key="model.path")
-        plan = plan_step(config, run)
+        placement = place_roles(config, run, actor_path)
+        plan = plan_step(config, run, placement)
         config = resolve_keep_weights(config, run.world)
         data = load_prompt_data(
             config.data,
@@ -169,18 +173,19 @@ def rl_session(
         environments = build_environments(config, run, tokenizer)
         value_lam = 1.0 if config.critic is None else config.critic.gae_lambda
         algorithm = (algorithm_class or ALGORITHMS[config.algorithm.name])(config.algorithm, value_lam=value_lam)
-        roles = build_roles(
-            config, run, actor_path, tokenizer, updates=steps * config.algorithm.epochs * config.algorithm.mini_batches
-        )
-        average = WeightAverage(roles.actor.module, decay=config.actor.ema_decay) if config.actor.ema_decay else None
-        ptx_batches = ptx and PtxBatches(
-            ptx,
-            global_batch_size=plan.global_batch_size,
-            micro_batches=replace(plan.micro_batches, padded=not roles.actor.packs),
-            seed=config.seed,
-            pad_token_id=pad_token(tokenizer),
-            world=run.world,
-        )
+        updates = steps * config.algorithm.epochs * config.algorithm.mini_batches
+        roles = build_roles(config, run, placement, actor_path, tokenizer, updates=updates)
+        actor, average, ptx_batches = roles.actor, None, None
+        if isinstance(actor, ModelEngine):
+            average = WeightAverage(actor.module, decay=config.actor.ema_decay) if config.actor.ema_decay else None
+            ptx_batches = ptx and PtxBatches(
+                ptx,
+                global_batch_size=plan.global_batch_size,
+                micro_batches=replace(plan.micro_batches, padded=not actor.packs),
+                seed=config.seed,
+                pad_token_id=pad_token(tokenizer),
+                world=actor.world,
+            )
         parts = build_parts(
             config,
             run,
@@ -210,23 +215,24 @@ def total_steps(config: RLConfig, stream: RowStream) -> int:
     return steps if config.train.max_steps is None else min(steps, config.train.max_steps)
 
 
-def plan_step(config: RLConfig, run: Run) -> BatchPlan:
+def plan_step(config: RLConfig, run: Run, placement: Placement) -> BatchPlan:
     """The batch plan of a step, logged once.
 
     Raises:
         UserError: when the sizes do not divide.
     """
-    ranks, together = run.world.size, config.rollout.tensor_parallel
-    if ranks % together:
-        sizes = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
-        raise UserError(f"rollout.tensor_parallel must divide the {ranks} ranks, got {together}: use one of {sizes}")
-    plan = plan_rollout(
-        prompts_per_step=config.rollout.prompts_per_step,
-        completions_per_prompt=config.learned_per_prompt,
-        mini_batches=config.algorithm.mini_batches,
-        ranks=run.world.size,
-        micro_batches=config.train.micro_batches,
-    )
+    plans = [
+        plan_rollout(
+            prompts_per_step=config.rollout.prompts_per_step,
+            completions_per_prompt=config.learned_per_prompt,
+            mini_batches=config.algorithm.mini_batches,
+            ranks=len(placement[name].ranks),
+            micro_batches=config.train.micro_batches,
+        )
+        for name in ("actor", "critic")
+        if name in placement.roles
+    ]
+    plan = plans[0]
     log_plan(plan, run)
     if run.world.is_main:
         _log_updates(config, completions=config.rollout.prompts_per_step * config.learned_per_prompt)
@@ -279,7 +285,6 @@ def build_parts(
     ptx_batches: PtxBatches | None = None,
 ) -> RLParts:
     """The parts of a step, wired by the config."""
-    generation_config = roles.actor.lm.generation_config
     return RLParts.of(
         roles,
         algorithm,
@@ -288,7 +293,7 @@ def build_parts(
         seed=config.seed,
         timers=run.timers,
         tokenizer=tokenizer,
-        stop_token_ids=stop_token_ids(tokenizer, generation_config.eos_token_id if generation_config else None),
+        stop_token_ids=stop_token_ids(tokenizer, roles.actor.facts.eos_token_ids),
         reads_reference=config.uses_reference,
         environments=environments,
         average=average,

@@ -65,6 +65,7 @@ def speed_metrics(
     trained_tokens: float,
     seconds: Mapping[str, float],
     *,
+    work: DecodeWork,
     hidden: float = 0.0,
 ) -> dict[str, float]:
     """Speed and time of a step.
@@ -74,17 +75,18 @@ def speed_metrics(
         sampled_tokens: tokens of all completions, and of these with their prompts.
         trained_tokens: see UpdateReport.
         seconds: of generation, training, other timed parts, and the whole step.
+        work: what decoding did on the first rank that samples.
         hidden: seconds of generation during the training of earlier steps.
     """
     generation = seconds.get("generation", 0.0) + hidden  # none where a checkpoint had the completions
-    actor, parts = roles.actor, {name: taken for name, taken in seconds.items() if name != "step"}
+    device, parts = roles.world.device, {name: taken for name, taken in seconds.items() if name != "step"}
     generating = (
         {}
         if not generation
         else {
             "perf/generation_tokens_per_second": sampled_tokens[0] / generation,
-            **decode_roofline(read_bytes=actor.work.bytes, seconds=generation, device=actor.device),
-            **(draft_metrics(actor.work) if actor.drafter is not None else {}),
+            **decode_roofline(read_bytes=work.bytes, seconds=generation, device=device),
+            **(draft_metrics(work) if work.drafted or roles.sampler.drafter is not None else {}),
         }
     )
     return {
@@ -95,14 +97,14 @@ def speed_metrics(
             parameters=sum(role.parameters for role in roles.learners.values()),
             tokens=trained_tokens,
             seconds=seconds["training"],
-            ranks=actor.world.size,
-            device=actor.device,
+            ranks=len({rank for role in roles.learners.values() for rank in role.world.members}),
+            device=device,
         ),
         **{f"time/{name}_seconds": taken for name, taken in parts.items()},
         **({"time/hidden_generation_seconds": hidden} if hidden else {}),
         "time/other_seconds": seconds["step"] - sum(parts.values()),
         "time/step_seconds": seconds["step"],
-        "memory/peak_gib": peak_memory_gib(actor.device),
+        "memory/peak_gib": peak_memory_gib(device),
     }
 
 

@@ -15,7 +15,7 @@ from typing import Self
 
 from transformers import PreTrainedTokenizerBase
 
-from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
+from hybrid_rlhf.configs.batch_plan import MicroBatches
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.rl.algorithms import Algorithm
@@ -78,13 +78,12 @@ class RLParts:
             ptx_batches: pretraining text mixed into the updates.
             ptx_coef: weight of its loss.
         """
-        world, scaling = roles.actor.world, ScoreScaling(algorithm.config.score_scaling)
-        planner = MiniBatchPlanner(
-            replace(micro_batches, padded=not roles.packs), rank=world.rank, ranks=world.size, seed=seed
-        )
+        scaling = ScoreScaling(algorithm.config.score_scaling)
+        planner = MiniBatchPlanner(replace(micro_batches, padded=not roles.packs), seed=seed)
         sampler = RolloutSampler(
-            roles.actor,
+            roles.sampler,
             sampling,
+            world=roles.world,
             stop_token_ids=stop_token_ids,
             seed=seed,
             timers=timers,

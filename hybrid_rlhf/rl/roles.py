@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig, frozen_zero
 from hybrid_rlhf.configs.sections.model import LoraConfig
+from hybrid_rlhf.configs.sections.placement import PlacedRoles, Placement, ZeroStage, resolve_placement
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
-from hybrid_rlhf.engines.deepspeed_internals import full_shape
 from hybrid_rlhf.engines.ds_config import read_overrides
-from hybrid_rlhf.engines.engine import ModelEngine, Role
-from hybrid_rlhf.engines.hybrid import HybridEngine
-from hybrid_rlhf.engines.partition import base_parameters
+from hybrid_rlhf.engines.engine import AbsentEngine, EngineFacts, ModelEngine, Role
+from hybrid_rlhf.engines.hybrid import AbsentActor, HybridEngine
+from hybrid_rlhf.engines.partition import copy_weights, full_tensors, set_weights
 from hybrid_rlhf.loop.setup import (
     require_positions,
     require_same_tokens,
@@ -24,21 +26,33 @@ from hybrid_rlhf.loop.setup import (
 )
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.rl.rewards import Reward, build_reward
+from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.run import Run
+from hybrid_rlhf.runtime.world import World, create_groups, shared_user_errors
+
+logger = logging.getLogger(LOGGER_NAME)
+Engine = ModelEngine | AbsentEngine
 
 
 @dataclass(frozen=True)
 class Roles:
-    """Actor, reward, critic and reference; some algorithms need no critic or reference."""
+    """Actor, reward, critic and reference, each on its ranks; some algorithms need no critic or reference."""
 
-    actor: HybridEngine
+    world: World
+    """All ranks of the run."""
+    actor: HybridEngine | AbsentActor
     reward: Reward
-    critic: ModelEngine | None = None
-    reference: ModelEngine | None = None
+    critic: Engine | None = None
+    reference: Engine | None = None
     """None also where the reference is the actor without its adapters."""
 
     @property
-    def learners(self) -> dict[str, ModelEngine]:
+    def sampler(self) -> HybridEngine | AbsentActor:
+        """What samples completions."""
+        return self.actor
+
+    @property
+    def learners(self) -> dict[str, Engine]:
         """The trained models by name."""
         return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
 
@@ -47,15 +61,59 @@ class Roles:
         """Whether no role pads its micro-batches."""
         return all(role.packs for role in (self.actor, self.critic, self.reward, self.reference) if role is not None)
 
+    @property
+    def reads_reference_with_rewards(self) -> bool:
+        """Whether reference and reward models score at the same time, on ranks of their own."""
+        reward_ranks = {rank for ranks in self.reward.model_ranks for rank in ranks}
+        reference = set() if self.reference is None else {*self.reference.world.members}
+        return bool(reference and reward_ranks) and not reference & reward_ranks
+
+    def refresh_reference(self) -> None:
+        """Copy the actor's weights to the reference; every rank calls."""
+        actor, reference = self.actor, self.reference
+        assert reference is not None
+        if actor.world.members == reference.world.members:
+            if isinstance(actor, ModelEngine) and isinstance(reference, ModelEngine):
+                copy_weights(actor.lm, reference.lm)
+            return
+        weights = full_tensors(actor.lm, actor.world) if isinstance(actor, ModelEngine) else None
+        parameters = dict(reference.lm.named_parameters()) if isinstance(reference, ModelEngine) else {}
+        for name, shape in actor.facts.weights.items():
+            sent = torch.empty(shape, device=self.world.device)
+            if weights is not None and (tensor := next(weights)[1]) is not None:
+                sent.copy_(tensor)
+            self.world.broadcast(sent, source=actor.world.members[0])
+            if parameters:
+                set_weights(parameters[name], sent)
+        for _ in weights or ():  # buffers, which do not change; the end releases what was gathered
+            pass
+
+    def synchronize_versions(self) -> None:
+        """Tell every rank how often each learner's weights were updated; every rank calls."""
+        if all(role.world.size == self.world.size for role in self.learners.values()):
+            return
+        mine = {name: role.weight_version for name, role in self.learners.items() if role.world.is_member}
+        known = {name: count for of_rank in self.world.all_gather_objects(mine) for name, count in of_rank.items()}
+        for name, role in self.learners.items():
+            if isinstance(role, AbsentEngine):
+                role.weight_version = known[name]
+
 
 def build_roles(
-    config: RLConfig, run: Run, actor_path: str, tokenizer: PreTrainedTokenizerBase, *, updates: int
+    config: RLConfig,
+    run: Run,
+    placement: Placement,
+    actor_path: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    updates: int,
 ) -> Roles:
-    """The models that the algorithm needs, on the run's ranks.
+    """The models that the algorithm needs, each on its ranks. Every rank of the run calls.
 
     Args:
         config: the step.
         run: the run whose ranks share the models.
+        placement: of `place_roles`.
         actor_path: resolved path of the actor's initial weights.
         tokenizer: tokenizer of the actor.
         updates: updates of the actor in the whole run, for its schedule.
@@ -69,29 +127,9 @@ def build_roles(
     for role, path in (("critic", critic_path), ("reference", reference_path)):
         if path is not None:
             require_same_tokens(role, path, tokenizer, config.model)
-    overrides = read_overrides(config.deepspeed_config)
-
-    def trained(
-        role: Role, path: str, zero: ZeroConfig, optimizer: OptimizerConfig, lora: LoraConfig | None
-    ) -> EngineSpec:
-        return EngineSpec(role, path, config.model, zero, config.seed, optimizer, lora, updates, overrides)
-
-    section = config.actor
-    actor = build_actor(
-        trained("actor", actor_path, section.zero, section.optimizer, section.lora),
-        run.world,
-        rollout=config.rollout,
-        max_logprob_diff=config.faults.max_logprob_diff,
-    )
-    if config.ptx is not None:
-        require_positions(actor, config.ptx.max_length, key="ptx.max_length")
-    critic, reference = None, None
-    if critic_path is not None and config.critic is not None:
-        base = actor.lm if config.critic.share_base else None
-        # the head of a reward model is trained on whole completions; before their end it predicts worse than a constant
-        fresh_head = config.critic.path is None and warm_start_folder(run, "critic") is None
-        spec = trained("critic", critic_path, config.critic_zero, config.critic.optimizer, config.critic_lora)
-        critic = build_engine(replace(spec, base=base, fresh_head=fresh_head, head_lr=config.critic.head_lr), run.world)
+    build = _Builder(config, run, placement, updates)
+    actor = build.actor(actor_path)
+    critic = None if critic_path is None else build.critic(critic_path, actor)
     reward = build_reward(
         config.reward.named,
         run.world,
@@ -102,44 +140,114 @@ def build_roles(
             trust_remote_code=config.model.trust_remote_code,
             chat_template_kwargs=config.data.chat_template_kwargs,
         ),
-        build_engine=lambda path: frozen_engine(config, run, "reward", path),
+        build_engine=lambda name, path: build.frozen("reward", name, path),
     )
-    if reference_path is not None and not config.reads_without_adapters(reference_path, actor_path):
-        reference = frozen_engine(config, run, "reference", reference_path)
-        if config.reference.refresh_every:
-            _require_alike(actor, reference, reference_path)
-    return Roles(actor, reward, critic, reference)
-
-
-def _require_alike(actor: ModelEngine, reference: ModelEngine, path: str) -> None:
-    """Raise UserError unless the actor's weights can be copied to the reference."""
-    mine, other = (
-        {name: full_shape(weight) for name, weight in base_parameters(engine.lm)} for engine in (actor, reference)
-    )
-    if mine != other:
+    reference = None if reference_path is None else build.frozen("reference", "reference", reference_path)
+    if reference is not None and config.reference.refresh_every and actor.facts.weights != reference.facts.weights:
         raise UserError(
-            f"reference.refresh_every copies the actor's weights to the reference, {path} has another shape: "
+            f"reference.refresh_every copies the actor's weights to the reference, {reference_path} has another shape: "
             "leave reference.path out"
         )
+    return Roles(run.world, actor, reward, critic, reference)
 
 
-def frozen_engine(config: RLConfig, run: Run, role: Role, path: str) -> ModelEngine:
-    """A frozen model on the run's ranks.
-
-    Args:
-        config: the step; decides sharding and offload of the weights.
-        run: the run whose ranks share the model.
-        role: reward or critic for a scorer, reference or actor for a language model.
-        path: resolved path of the model.
+def place_roles(config: RLConfig, run: Run, actor_path: str) -> Placement:
+    """The ranks of each role, logged if the user places them; creates their process groups. Every rank calls.
 
     Raises:
-        UserError: when it cannot be loaded.
+        UserError: for a placement that the run's ranks do not have, or that its roles do not fit.
+    """
+    critic, reference = config.critic is not None, _reference_path(config, run, actor_path) is not None
+    zero = {"actor": config.actor.zero.stage}
+    zero |= {"critic": config.critic_zero.stage} if critic else {}
+    zero |= {"reference": frozen_zero(config.actor.zero, offload=False).stage} if reference else {}
+    models = [component.label for component in config.reward.named if component.model is not None]
+    zero |= dict.fromkeys(models, frozen_zero(config.critic_zero, offload=False).stage)
+    placed = PlacedRoles(
+        zero,
+        tensor_parallel=config.rollout.tensor_parallel,
+        policy_lag=config.rollout.policy_lag,
+        shares_base=config.critic is not None and config.critic.share_base,
+    )
+    placement = resolve_placement(config.placement, placed, ranks=run.world.size)
+    create_groups(placement.groups())
+    if config.placement is not None and run.world.is_main:
+        for line in placement.table():
+            logger.info("%s", line)
+    return placement
+
+
+class _Builder:
+    """Builds the engine of each role on its ranks, and its stand-in on the others."""
+
+    def __init__(self, config: RLConfig, run: Run, placement: Placement, updates: int) -> None:
+        self._config, self._run, self._placement, self._updates = config, run, placement, updates
+
+    def actor(self, path: str) -> HybridEngine | AbsentActor:
+        config, part = self._config, self._part("actor")
+        spec = self._trained("actor", path, config.actor.zero, config.actor.optimizer, config.actor.lora)
+        rollout = replace(config.rollout, tensor_parallel=self._placement.sampler.tensor_parallel)
+        actor = None
+        with shared_user_errors(self._run.world):
+            if part.is_member:
+                actor = build_actor(spec, part, rollout=rollout, max_logprob_diff=config.faults.max_logprob_diff)
+                if config.ptx is not None:
+                    require_positions(actor, config.ptx.max_length, key="ptx.max_length")
+        facts = self._facts(actor, part)
+        return AbsentActor("actor", part, facts) if actor is None else actor
+
+    def critic(self, path: str, actor: HybridEngine | AbsentActor) -> Engine:
+        config, section = self._config, self._config.critic
+        assert section is not None
+        # the head of a reward model is trained on whole completions; before their end it predicts worse than a constant
+        fresh_head = section.path is None and warm_start_folder(self._run, "critic") is None
+        spec = self._trained("critic", path, config.critic_zero, section.optimizer, config.critic_lora)
+        base = actor.lm if section.share_base and isinstance(actor, HybridEngine) else None
+        return self._engine(replace(spec, base=base, fresh_head=fresh_head, head_lr=section.head_lr), "critic")
+
+    def frozen(self, role: Role, name: str, path: str) -> Engine:
+        return self._engine(frozen_spec(self._config, role, path, stage=self._placement[name].zero), name)
+
+    def _trained(
+        self, role: Role, path: str, zero: ZeroConfig, optimizer: OptimizerConfig, lora: LoraConfig | None
+    ) -> EngineSpec:
+        config = self._config
+        zero = replace(zero, stage=self._placement[role].zero)
+        overrides = read_overrides(config.deepspeed_config)
+        return EngineSpec(role, path, config.model, zero, config.seed, optimizer, lora, self._updates, overrides)
+
+    def _engine(self, spec: EngineSpec, name: str) -> Engine:
+        part = self._part(name)
+        with shared_user_errors(self._run.world):
+            engine = build_engine(spec, part) if part.is_member else None
+        facts = self._facts(engine, part)
+        return AbsentEngine(spec.role, part, facts) if engine is None else engine
+
+    def _part(self, name: str) -> World:
+        return self._run.world.part(self._placement[name].ranks)
+
+    def _facts(self, engine: ModelEngine | None, part: World) -> EngineFacts:
+        """What the first rank with a model tells all."""
+        facts = self._run.world.broadcast_object(None if engine is None else engine.facts, source=part.members[0])
+        assert facts is not None
+        return facts
+
+
+def frozen_spec(config: RLConfig, role: Role, path: str, *, stage: ZeroStage) -> EngineSpec:
+    """A frozen model; the sections of its trained sibling and of the rollout decide where its weights lie.
+
+    Args:
+        config: the step.
+        role: reward or critic for a scorer, reference or actor for a language model.
+        path: resolved path of the model.
+        stage: its ZeRO stage, 0 or 3.
     """
     sibling = config.actor.zero if role in ("actor", "reference") else config.critic_zero
-    zero = frozen_zero(sibling, offload=config.rollout.offload_frozen)
+    offload = config.rollout.offload_frozen
+    zero = frozen_zero(replace(sibling, stage=stage), offload=offload)
     overrides = read_overrides(config.deepspeed_config)
     spec = EngineSpec(role, path, config.model, zero, config.seed, deepspeed_overrides=overrides, heads=None)
-    return build_engine(replace(spec, offload_weights=config.rollout.offload_frozen and zero.stage < 3), run.world)
+    return replace(spec, offload_weights=offload and zero.stage < 3)
 
 
 def _critic_path(config: RLConfig, run: Run, actor_path: str) -> str | None:
@@ -150,8 +258,10 @@ def _critic_path(config: RLConfig, run: Run, actor_path: str) -> str | None:
 
 
 def _reference_path(config: RLConfig, run: Run, actor_path: str) -> str | None:
+    """The reference's model; none without a reference, and where it is the actor without its adapters."""
     if not config.uses_reference:
         return None
     # After a warm start the reference is still the model that the actor was first trained from.
     start = config.reference.path or (run.warm_start and config.model.path)
-    return resolve(config, run, str(start), key="reference.path") if start else actor_path
+    path = resolve(config, run, str(start), key="reference.path") if start else actor_path
+    return None if config.reads_without_adapters(path, actor_path) else path

@@ -15,7 +15,6 @@ from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.data.loaders import RowStream
 from hybrid_rlhf.engines.averaging import WeightAverage
-from hybrid_rlhf.engines.partition import copy_weights
 from hybrid_rlhf.engines.saved.checkpoints import LoopState
 from hybrid_rlhf.loop.checkpointing import CheckpointManager, due
 from hybrid_rlhf.loop.non_finite import NonFiniteError, SkippedUpdates, non_finite_rows
@@ -63,7 +62,7 @@ class RLTrainer(Trainer):
         texts: SampleTexts,
         average: WeightAverage | None,
     ) -> None:
-        changing = parts.roles.learners
+        changing = dict(parts.roles.learners)
         if config.reference.refresh_every and parts.roles.reference is not None:
             changing["reference"] = parts.roles.reference
         checkpoints = CheckpointManager(run, config.train, changing, average)
@@ -127,8 +126,7 @@ class RLTrainer(Trainer):
         if "objective/kl" in metrics:
             self._kl.update(metrics["objective/kl"], completions=len(batch))
         if due(step, config.reference.refresh_every):
-            assert self._roles.reference is not None
-            copy_weights(self._roles.actor.lm, self._roles.reference.lm)
+            self._roles.refresh_reference()
         self._write_samples(step, batch.rollout, report)
         self._diagnostics.watch(step, metrics)
         return metrics | self._skipped.record(step, [f"a gradient of the {role}" for role in report.skipped])
@@ -163,7 +161,7 @@ class RLTrainer(Trainer):
 
     def _require_own_samples(self, step: int, metrics: Mapping[str, float]) -> None:
         """Raise UserError if current weights sampled tokens with other log-probs than training gives them."""
-        found, limit = metrics["rollout/logprob_abs_diff_mean"], self._roles.actor.max_logprob_diff
+        found, limit = metrics["rollout/logprob_abs_diff_mean"], self._roles.sampler.max_logprob_diff
         require(
             found <= limit or bool(metrics.get("rollout/stale_updates")),
             f"sampler and training must agree to {limit:.3g} nats per token in the mean, they differ by {found:.3g} in "
@@ -178,14 +176,14 @@ class RLTrainer(Trainer):
 
     def _speed(self, report: UpdateReport, start: float | None) -> dict[str, float]:
         """Speed and time of a step; {} for a resumed one, whose beginning was not timed."""
-        actor = self._roles.actor
-        synced = {"weight_sync": actor.weight_sync_seconds, "weight_check": actor.weight_check_seconds}
+        cost = self._parts.sampler.cost
+        synced = {"weight_sync": cost.weight_sync_seconds, "weight_check": cost.weight_check_seconds}
         seconds = synced | self._run.timers.take()
         if start is None:
             return {}
         seconds["step"] = time.perf_counter() - start
         sampled, hidden = self._collector.sampled_tokens, self._ahead.hidden_seconds
-        return speed_metrics(self._roles, sampled, report.trained_tokens, seconds, hidden=hidden)
+        return speed_metrics(self._roles, sampled, report.trained_tokens, seconds, work=cost.work, hidden=hidden)
 
     def evaluate(self) -> dict[str, float]:
         """Scores and KL of completions of the held-out prompts, of the averaged actor too; {} without prompts."""
@@ -193,8 +191,9 @@ class RLTrainer(Trainer):
             return {}
         prompts = [self._held_out[i] for i in range(len(self._held_out))]
         metrics = evaluation_metrics(self._evaluated(prompts), prefix="eval")
-        if self._average is not None:
-            with self._average.applied(), self._roles.actor.other_weights():
+        if self._rl.actor.ema_decay:
+            applied = contextlib.nullcontext() if self._average is None else self._average.applied()
+            with applied, self._roles.sampler.other_weights():
                 metrics |= evaluation_metrics(self._evaluated(prompts), prefix="eval_ema")
         self._run.timers.take()
         return metrics
@@ -225,8 +224,9 @@ class RLTrainer(Trainer):
             "skipped": self._skipped.state_dict(),
             "ahead": self._ahead.state_dict(),
         }
-        if self._updater.ptx is not None:
-            content["ptx"] = self._updater.ptx.state_dict()
+        if self._rl.ptx is not None:  # told by a rank with the actor
+            own = None if self._updater.ptx is None else self._updater.ptx.state_dict()
+            content["ptx"] = next(state for state in self._world.all_gather_objects(own) if state is not None)
         return LoopState(step, content, tensors=self._ahead.tensors())
 
     def _checkpoint_within(self, step: int, batch: Batch) -> Callable[[Progress], None]:
@@ -235,7 +235,7 @@ class RLTrainer(Trainer):
 
     def _partial_state(self, step: int, batch: Batch, progress: Progress) -> LoopState:
         state = self.state(step - 1)
-        partial_step = {"metrics": dict(batch.metrics), "progress": progress.state_dict(self._world)}
+        partial_step = {"metrics": dict(batch.metrics), "progress": progress.state_dict(self._roles)}
         tensors = {**state.tensors, **with_prefix(_PARTIAL_STEP, batch.tensors())}
         return LoopState(state.step, {**state.content, "partial_step": partial_step}, progress.updates, tensors)
 
@@ -276,5 +276,5 @@ class RLTrainer(Trainer):
         if state.update is not None:
             stored, tensors = content["partial_step"], without_prefix(_PARTIAL_STEP, state.tensors)
             progress = Progress(self._world.device)
-            progress.load_state_dict(stored["progress"], self._world)
+            progress.load_state_dict(stored["progress"], self._roles)
             self._interrupted = Batch.from_tensors(tensors, self._world.device, stored["metrics"]), progress

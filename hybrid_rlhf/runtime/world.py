@@ -73,6 +73,11 @@ class World:
         """Whether this process is one of the ranks."""
         return self.rank >= 0
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks in the run."""
+        return self.ranks or tuple(range(self.size))
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         self._require_reachable()
@@ -84,6 +89,13 @@ class World:
         self._require_reachable()
         if self.size > 1:
             dist.all_reduce(tensor, op=op, group=self.group)
+        return tensor
+
+    def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> torch.Tensor:
+        """Overwrite a tensor with that of one of the ranks, and return it."""
+        self._require_reachable()
+        if self.size > 1:
+            dist.broadcast(tensor, group=self.group, group_src=source)
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -122,7 +134,7 @@ class World:
         """
         mine = replace(self, rank=-1, size=size, group=None, ranks=())
         if size == 1 < self.size:  # without a group
-            return replace(mine, rank=0, ranks=(self._all_ranks[self.rank],)) if self.is_member else mine
+            return replace(mine, rank=0, ranks=(self.members[self.rank],)) if self.is_member else mine
         for ranks in self.consecutive(size):
             part = self.part(ranks)
             mine = part if part.is_member else mine
@@ -136,14 +148,14 @@ class World:
         """
         if self.size % size:
             raise ValueError(f"the number of ranks must be a multiple of the group size {size}, got {self.size}")
-        ranks = self._all_ranks
+        ranks = self.members
         return [ranks[first : first + size] for first in range(0, self.size, size)]
 
     def part(self, ranks: Sequence[int]) -> World:
         """Some of the ranks, by their numbers in the run; every rank of the run calls, unless `create_groups` has
         created the group."""
         chosen = tuple(ranks)
-        if chosen == self._all_ranks:
+        if chosen == self.members:
             return self
         group = _group_of(chosen)
         mine = chosen.index(dist.get_rank()) if group is not None else -1
@@ -164,18 +176,14 @@ class World:
             distributed_c10d._update_default_pg(whole)
             _inside.world = outer
 
-    @property
-    def _all_ranks(self) -> tuple[int, ...]:
-        return self.ranks or tuple(range(self.size))
-
     def _require_reachable(self) -> None:
         """Raise RuntimeError where a collective of these ranks could wait for ever."""
         if not self.is_member:
-            raise RuntimeError(f"a collective of ranks {list(self._all_ranks)} runs on a rank that is none of them")
+            raise RuntimeError(f"a collective of ranks {list(self.members)} runs on a rank that is none of them")
         inside: World | None = getattr(_inside, "world", None)
-        if inside is not None and not set(self._all_ranks) <= set(inside._all_ranks):
+        if inside is not None and not set(self.members) <= set(inside.members):
             raise RuntimeError(
-                f"a collective of ranks {list(self._all_ranks)} runs inside a model on ranks {list(inside._all_ranks)}"
+                f"a collective of ranks {list(self.members)} runs inside a model on ranks {list(inside.members)}"
             )
 
 

@@ -18,8 +18,8 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS, AlgorithmConfig
+from hybrid_rlhf.configs.batch_plan import MicroBatches
 from hybrid_rlhf.configs.sections.algorithm import CorrectionConfig, KLConfig
-from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
@@ -110,9 +110,9 @@ def gradients(world: World, path: str, critic_path: str, tasks: list[Task]) -> d
         spec = EngineSpec("actor", path, ModelConfig(attention=attention), ZeroConfig(stage=stage), 0, optimizer)  # type: ignore[arg-type]
         actor, algorithm = build_actor(spec, world), ALGORITHMS[name](settings_of(name))
         critic = build_engine(replace(spec, role="critic", path=critic_path), world) if name == "ppo" else None
-        roles: Any = Roles(actor, None, critic)  # type: ignore[arg-type]
+        roles: Any = Roles(world, actor, None, critic)  # type: ignore[arg-type]
         batch, micro_batches = random_batch(seed), replace(micro, padded=attention == PADDED)
-        planner = MiniBatchPlanner(micro_batches, rank=world.rank, ranks=world.size, seed=number)
+        planner = MiniBatchPlanner(micro_batches, seed=number)
         plan = planner.plan(batch.rollout, together=algorithm.together)
         learners = roles.learners.values()
         before = [value for engine in learners for _, value in full_tensors(engine.lm, world)]

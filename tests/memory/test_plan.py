@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM
 
 from hybrid_rlhf.cli.train import main as train_main
 from hybrid_rlhf.configs.algorithms import PPOConfig
+from hybrid_rlhf.configs.batch_plan import MicroBatches
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.pipeline import PipelineConfig
 from hybrid_rlhf.configs.rl import ActorConfig, CriticConfig, RewardSumConfig, RLConfig
 from hybrid_rlhf.configs.sections.algorithm import CorrectionConfig
-from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 from hybrid_rlhf.configs.sections.rollout import AsyncSamplingConfig, RolloutConfig
@@ -260,7 +260,7 @@ def test_ppo_holds_what_was_planned(name: str, model: str, world: World) -> None
         if role.lora is None:
             reference = build_engine(replace(spec("reference", model, config, None), zero=frozen), world)
         roles = Roles(
-            actor, Reward([ModelReward(RewardComponentConfig(model=model), reward)], world), critic, reference
+            world, actor, Reward([ModelReward(RewardComponentConfig(model=model), reward)], world), critic, reference
         )
         counted(counter, *(engine for engine in (actor, critic, reward, reference) if engine is not None))
         counter.restart()

@@ -56,7 +56,7 @@ def build(world: World, path: str, *, stage: int = 0, rank: int = 0, **rollout: 
 
 def ahead_of(actor: HybridEngine, stream: RowStream, staleness: int, *, max_new_tokens: int = 8) -> AsyncSampler:
     config = RolloutConfig(sampling=SamplingParams(n=2, max_new_tokens=max_new_tokens))
-    sampler = RolloutSampler(actor, config, stop_token_ids=(), seed=0, timers=Timers(actor.device))
+    sampler = RolloutSampler(actor, config, world=actor.world, stop_token_ids=(), seed=0, timers=Timers(actor.device))
     prompts = Dataset.from_list([{"input_ids": [5 + row, 7, 9]} for row in range(PROMPTS)])
     return AsyncSampler(
         sampler, prompts=prompts, stream=stream, per_step=PER_STEP, total_steps=STEPS, policy_lag=staleness

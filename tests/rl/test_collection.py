@@ -11,15 +11,16 @@ import torch
 from datasets import Dataset
 
 from hybrid_rlhf.configs.algorithms import PPOConfig
+from hybrid_rlhf.configs.batch_plan import MicroBatches
 from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.algorithm import DynamicSamplingConfig, PenaltiesConfig
-from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
 from hybrid_rlhf.data.loaders import RowStream
 from hybrid_rlhf.rl.algorithms import ALGORITHMS
 from hybrid_rlhf.rl.batch import Batch, MiniBatchPlanner, Rollout
 from hybrid_rlhf.rl.rollouts.collector import Collector, NothingToLearn, _joined
 from hybrid_rlhf.rl.rollouts.scoring import score_penalties
+from hybrid_rlhf.runtime.world import World
 from tests.support.rl import rollout_of
 
 ROWS = 23
@@ -43,7 +44,7 @@ class Scripted:
     def __init__(self, mixed: set[int]) -> None:
         self.mixed = mixed
         self.sampled: list[tuple[int, int, list[int]]] = []
-        self.actor = SimpleNamespace(weight_version=0)
+        self.sampler = SimpleNamespace(weight_version=0)
 
     def sample(self, prompts: Any, *, step: int, first: int = 0, greedy: bool) -> Rollout:
         marks = [prompt["input_ids"][0] for prompt in prompts]
@@ -190,8 +191,8 @@ def test_neighbours_stay_in_one_micro_batch() -> None:
     for micro in (MicroBatches(rows=1), MicroBatches(rows=4), MicroBatches(rows=None, tokens=12)):
         seen: list[int] = []
         for rank in range(2):
-            plan = MiniBatchPlanner(micro, rank=rank, ranks=2, seed=3).plan(rollout, mini_batches=2, together=2)
-            for part in plan.micro_batches:
+            plan = MiniBatchPlanner(micro, seed=3).plan(rollout, mini_batches=2, together=2)
+            for part in plan.micro_batches(World(rank, 2, rank, 2, torch.device("cpu"))):
                 assert len(part) % 2 == 0
                 for first, second in zip(part[::2], part[1::2], strict=True):
                     assert (first is None and second is None) or (second == first + 1 and first % 2 == 0)  # type: ignore[operator]

@@ -44,7 +44,7 @@ def test_a_single_update_reads_the_actor_once(world: World, paths: dict[str, str
     slow = build_parts(world, paths, algorithm=ALGORITHM)
     expected, _ = score(slow, batch.rollout)
     report = Updater(parts.roles, PPO(once), rollout=SAMPLING).update(batch, [plan])
-    assert len(forwards) == len(plan.mini_batches[0])
+    assert len(forwards) == len(plan.mini_batches(world)[0])
     torch.testing.assert_close(report.batch.rollout.old_logprobs, expected.old_logprobs, atol=0, rtol=0)
     assert report.metrics["val/ratio"] == 1 and report.metrics["policy/approxkl"] == 0
     assert 0 < rollout_metrics(report.batch)["rollout/logprob_abs_diff_mean"] < 1e-5
@@ -94,7 +94,7 @@ def test_the_kl_may_be_a_term_of_the_loss(
     mask = batch.rollout.response_mask
     last = torch.zeros_like(mask).scatter(1, (mask * torch.arange(mask.shape[1])).argmax(1)[:, None], True)
     assert (batch.rewards[mask & ~last] == 0).all(), "no penalty in the reward"
-    indices = plan.mini_batches[0][0]
+    indices = plan.mini_batches(world)[0][0]
     mini_batch = MiniBatch(plan.tokens[0], plan.sequences[0], kl_coef=0.3)
     policy_loss = PolicyLoss(parts.roles.actor, PPO(config), temperature=0.8, max_tokens=10)
     loss, current = policy_loss(batch.rows(indices), mini_batch)
@@ -136,7 +136,7 @@ def test_the_loss_may_be_a_mean_over_the_tokens_that_a_correction_keeps(
 def test_the_entropy_bonus_is_the_entropy_of_the_whole_distribution(world: World, paths: dict[str, str]) -> None:
     parts = build_parts(world, paths)
     batch, plan = collect(parts)
-    indices, mini_batch = plan.mini_batches[0][0], MiniBatch(plan.tokens[0], plan.sequences[0])
+    indices, mini_batch = plan.mini_batches(world)[0][0], MiniBatch(plan.tokens[0], plan.sequences[0])
     totals = [
         PolicyLoss(parts.roles.actor, PPO(replace(ALGORITHM, entropy_coef=coef)), temperature=0.8, max_tokens=10)(
             batch.rows(indices), mini_batch

@@ -12,6 +12,7 @@ from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.loop.setup import start_step
 from hybrid_rlhf.rl.build import plan_step
 from hybrid_rlhf.rl.metrics import Diagnostics
+from hybrid_rlhf.rl.roles import place_roles
 from hybrid_rlhf.runtime.run import start_run
 
 
@@ -68,7 +69,7 @@ def test_a_clip_that_never_acts_is_reported(
 ) -> None:
     config = parse_config(RLConfig, [*line.split(), "--output_dir", str(tmp_path / "run")])
     with start_run(config) as run:
-        plan_step(config, run)
+        plan_step(config, run, place_roles(config, run, "actor"))
     lines = "".join(capfd.readouterr()).splitlines()
     warned = [text for text in lines if "its clip never acts" in text]
     assert len(warned) == (expected is not None)

@@ -114,7 +114,7 @@ def test_ratios_are_1_and_updates_are_of_what_is_left(mini_batches: int, world: 
     """More mini-batches than rows too: none of them is empty."""
     parts, rollout, batch = collect_with_failures(world, paths, ROWS_DROPPED, mini_batches)
     plan = parts.planner.plan(rollout, step=1, mini_batches=mini_batches)
-    for indices in plan.mini_batches[0]:
+    for indices in plan.mini_batches(world)[0]:
         loss, _ = parts.updater.policy_loss(batch.rows(indices), MiniBatch(tokens=1.0, sequences=1.0))
         assert float(loss.stats["ratio"]) == float(loss.count), "every ratio is 1"
     assert sum(plan.tokens) == float(rollout.response_mask.sum()) and all(plan.tokens)

@@ -19,11 +19,11 @@ import torch
 
 from hybrid_rlhf.cli import train
 from hybrid_rlhf.configs.algorithms import GRPOConfig
+from hybrid_rlhf.configs.batch_plan import MicroBatches
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.algorithm import PenaltiesConfig
-from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
@@ -118,7 +118,7 @@ def build(
     config = EnvironmentConfig(path=f"{kind.__module__}:{kind.__name__}", options=options or {}, **settings)
     optimizer = OptimizerConfig(lr=1e-2, schedule="constant", warmup_fraction=0.0)
     spec = EngineSpec("actor", path, ModelConfig(dtype="float32"), ZeroConfig(), 0, optimizer)
-    roles = Roles(build_actor(spec, world, rollout=sampling), Reward([], world))
+    roles = Roles(world, build_actor(spec, world, rollout=sampling), Reward([], world))
     make, timers, tokenizer = load_environment(config, world), Timers(world.device), tiny_tokenizer()
     assert make is not None
     runner = EnvironmentRunner(make, config, rollout=sampling, tokenizer=tokenizer, device=world.device)

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from hybrid_rlhf.configs.batch_plan import MicroBatches
 from hybrid_rlhf.configs.sections.algorithm import KLConfig
-from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
 from hybrid_rlhf.data.collation import collate_tokens
@@ -18,7 +18,7 @@ from hybrid_rlhf.functional.losses import LossSum
 from hybrid_rlhf.loop.loss_sums import RunningSums
 from hybrid_rlhf.models.policy import scores_at_end
 from hybrid_rlhf.rl.algorithms.ppo import PPO
-from hybrid_rlhf.rl.batch import Batch, MiniBatchPlan, MiniBatchPlanner
+from hybrid_rlhf.rl.batch import Batch, MiniBatchPlanner
 from hybrid_rlhf.rl.metrics import rollout_metrics
 from hybrid_rlhf.rl.roles import Roles
 from hybrid_rlhf.rl.updates.kl_controller import KLController
@@ -35,12 +35,12 @@ def test_the_first_mini_batch_has_ratio_1_exactly(lora_rank: int, world: World, 
     parts = build_parts(world, paths, lora_rank=lora_rank)
     batch, plan = collect(parts, mini_batches=2)
     updater = parts.updater
-    for indices in plan.mini_batches[0]:
+    for indices in plan.mini_batches(world)[0]:
         loss, _ = updater.policy_loss(batch.rows(indices), WHOLE)
         assert float(loss.stats["ratio"]) == float(loss.count), "every ratio is 1"
         assert float(loss.stats["approxkl"]) == 0 and float(loss.stats["clipfrac"]) == 0
     updater.update(batch, [plan])
-    loss, _ = updater.policy_loss(batch.rows(plan.mini_batches[0][0]), WHOLE)
+    loss, _ = updater.policy_loss(batch.rows(plan.mini_batches(world)[0][0]), WHOLE)
     assert float(loss.stats["approxkl"]) > 0, "and no longer after an update"
 
 
@@ -86,8 +86,8 @@ def gradients(roles: Roles, batch: Batch, micro: MicroBatches, which: str) -> li
     """The gradient of one mini-batch cut into micro-batches of a size."""
     engine = getattr(roles, which)
     updater = Updater(roles, PPO(replace(ALGORITHM, entropy_coef=0.1)), rollout=SAMPLING)
-    plan = MiniBatchPlanner(micro, rank=0, ranks=1, seed=0).plan(batch.rollout)
-    for indices in plan.mini_batches[0]:
+    plan = MiniBatchPlanner(micro, seed=0).plan(batch.rollout)
+    for indices in plan.mini_batches(roles.world)[0]:
         mini_batch = MiniBatch(plan.tokens[0], plan.sequences[0], 0.1)
         loss = updater.value_loss(roles.critic, batch.rows(indices))
         if which == "actor":
@@ -231,18 +231,21 @@ def test_plans_give_every_row_once_and_equal_work() -> None:
     mask = torch.arange(9)[None] < lengths[:, None]
     rollout = rollout_of(mask, mask, stopped=lengths > 0)
 
-    def plan_of(rank: int, ranks: int, micro_batch: int) -> MiniBatchPlan:
-        return MiniBatchPlanner(MicroBatches(micro_batch), rank=rank, ranks=ranks, seed=1).plan(rollout, mini_batches=2)
+    def dealt_to(rank: int, ranks: int, micro_batch: int) -> list[list[list[int | None]]]:
+        planner = MiniBatchPlanner(MicroBatches(micro_batch), seed=1)
+        return planner.plan(rollout, mini_batches=2).mini_batches(World(rank, ranks, rank, ranks, torch.device("cpu")))
+
+    tokens = MiniBatchPlanner(MicroBatches(2), seed=1).plan(rollout, mini_batches=2).tokens
 
     for ranks in (1, 2, 4):
-        plans = [plan_of(rank, ranks, 2) for rank in range(ranks)]
-        assert len({len(mini) for plan in plans for mini in plan.mini_batches}) == 1
+        dealt = [dealt_to(rank, ranks, 2) for rank in range(ranks)]
+        assert len({len(mini) for mine in dealt for mini in mine}) == 1
         for number in range(2):
-            rows = [row for plan in plans for micro in plan.mini_batches[number] for row in micro]
+            rows = [row for mine in dealt for micro in mine[number] for row in micro]
             assert len(rows) == 8 and None not in rows
-            first = {row for micro in plan_of(0, 1, 8).mini_batches[number] for row in micro}
+            first = {row for micro in dealt_to(0, 1, 8)[number] for row in micro}
             assert set(rows) == first, "a mini-batch is the same whatever the ranks"
-            assert plans[0].tokens[number] == sum(int(lengths[row]) for row in rows)
+            assert tokens[number] == sum(int(lengths[row]) for row in rows)
 
 
 def test_the_kl_controller_follows_ziegler() -> None:

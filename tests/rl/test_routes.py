@@ -90,7 +90,7 @@ def test_scoring_and_updates_replay_the_recorded_experts(
     assert scored.old_logprobs is not None and plain.old_logprobs is not None
     assert (scored.old_logprobs - plain.old_logprobs).abs().max() > 0.01, "the choice matters"
     batch = parts.estimate(scored, kl_coef=0.1)
-    for rows in plan.micro_batches:
+    for rows in plan.micro_batches(world):
         part = batch.rows(rows)
         _, current = parts.updater.policy_loss(part, MiniBatch(1.0, 1.0))
         mask = part.rollout.response_mask

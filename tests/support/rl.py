@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from hybrid_rlhf.configs.algorithms import PPOConfig
+from hybrid_rlhf.configs.batch_plan import MicroBatches
 from hybrid_rlhf.configs.sections.algorithm import KLConfig, PenaltiesConfig
-from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
@@ -58,6 +58,7 @@ def build_parts(
         component = RewardComponentConfig(model=paths["reward"])
         reward = Reward([ModelReward(component, build_engine(spec("reward", "reward", None), world))], world)
     roles = Roles(
+        world,
         build_actor(spec("actor", "actor", 1e-2), world, rollout=sampling),
         reward,
         build_engine(spec("critic", "reward", 1e-2), world),

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Literal, cast
 
 from hybrid_rlhf.configs.sections.rules import require
 
@@ -18,6 +18,7 @@ STYLES = ("flattening", "interleaving", "separation")
 _RANGE = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
 _KEYS = ("ranks", "zero", "tensor_parallel")
 _MOST_RANKS = 2**16
+ZeroStage = Literal[0, 1, 2, 3]
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class RolePlacement:
 
     ranks: tuple[int, ...]
     """In the run, ascending."""
-    zero: int = 0
+    zero: ZeroStage = 0
     """ZeRO stage."""
     tensor_parallel: int = 1
     """Ranks that share one model's inference weights."""
@@ -226,7 +227,7 @@ def resolve_placement(given: str | Mapping[str, Any] | None, placed: PlacedRoles
         {
             name: RolePlacement(
                 filled[name],
-                int(roles.get(name, {}).get("zero", placed.zero.get(name, 0))),
+                cast(ZeroStage, roles.get(name, {}).get("zero", placed.zero.get(name, 0))),
                 together if name == "sampler" or (name == "actor" and "sampler" not in filled) else 1,
             )
             for name in names

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
+from hybrid_rlhf.configs.batch_plan import MicroBatches
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.configs.sections.setting import setting
 

@@ -28,7 +28,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.files.atomic import write_whole
 from hybrid_rlhf.configs.sections.training import CheckpointConfig
 from hybrid_rlhf.engines.saved.fragments import HostCopies
-from hybrid_rlhf.engines.saved.training_state import TrainingState
+from hybrid_rlhf.engines.saved.training_state import AbsentState, TrainingState
 from hybrid_rlhf.runtime.files.checkpoint_folder import (
     CHECKPOINTS,
     checkpoint_name,
@@ -42,6 +42,7 @@ from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.random_states import random_states, restore_random_states
 from hybrid_rlhf.runtime.world import World
 
+AnyState = TrainingState | AbsentState
 _LIBRARIES = ("hybrid_rlhf", "torch", "deepspeed", "transformers", "peft")
 logger = logging.getLogger(LOGGER_NAME)
 _LOOP_FILE = "loop.safetensors"
@@ -66,7 +67,7 @@ class LoopState:
 class CheckpointWriter:
     """Writes the checkpoints of a run, one at a time."""
 
-    def __init__(self, run_folder: Path, states: Mapping[str, TrainingState], world: World, config: CheckpointConfig):
+    def __init__(self, run_folder: Path, states: Mapping[str, AnyState], world: World, config: CheckpointConfig):
         """Take the run folder, the states by role, the ranks, and which checkpoints to keep."""
         self._run_folder, self._states, self._world, self._config = run_folder, states, world, config
         self._copies = {role: HostCopies() for role in states}
@@ -96,7 +97,9 @@ class CheckpointWriter:
             shutil.rmtree(beside, ignore_errors=True)  # left by an interrupted save
         self._world.barrier()
         tensors = {role: self._tensors(role, state) for role, state in self._states.items()}
-        named = {f"{role}_{self._world.rank:05}.safetensors": part for role, part in tensors.items() if part}
+        named = {
+            f"{role}_{self._states[role].world.rank:05}.safetensors": part for role, part in tensors.items() if part
+        }
         if self._world.is_main and loop.tensors:
             # safetensors takes no views, and a rollout's tensors may be views of each other
             copies = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in loop.tensors.items()}
@@ -105,7 +108,7 @@ class CheckpointWriter:
             "step": loop.step,
             "update": loop.update,
             "world_size": self._world.size,
-            "engines": {role: state.numbers() for role, state in self._states.items()},
+            "engines": self._numbers(),
             "loop": dict(loop.content),
             "figures": dict(figures or {}),
             "config": dict(config or {}),
@@ -153,7 +156,15 @@ class CheckpointWriter:
                 shutil.rmtree(writing.beside, ignore_errors=True)
             raise failure
 
-    def _tensors(self, role: str, state: TrainingState) -> dict[str, Tensor]:
+    def _numbers(self) -> dict[str, Any]:
+        """The numbers of each role, told by its first rank."""
+        mine = {role: state.numbers() for role, state in self._states.items() if state.world.is_main}
+        known: dict[str, Any] = {}
+        for of_rank in self._world.all_gather_objects(mine):
+            known |= of_rank
+        return {role: known[role] for role in self._states}
+
+    def _tensors(self, role: str, state: AnyState) -> dict[str, Tensor]:
         """This rank's tensors of a role on the host; copies where training continues during the write."""
         if self._config.save_async:
             return self._copies[role].copy(state.tensors())
@@ -241,7 +252,7 @@ def _failure_of(write: Any, run_folder: Path) -> OSError | None:
     return None
 
 
-def load_checkpoint(checkpoint: Path, *, states: Mapping[str, TrainingState], world: World) -> LoopState:
+def load_checkpoint(checkpoint: Path, *, states: Mapping[str, AnyState], world: World) -> LoopState:
     """Restore engines and random states, on any number of ranks and in any ZeRO stage; every rank must call.
 
     Random states are restored on the same number of ranks only.

@@ -20,7 +20,7 @@ from hybrid_rlhf.engines.deepspeed_internals import (
     set_counters,
     set_loss_scale,
 )
-from hybrid_rlhf.engines.engine import ModelEngine
+from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
 from hybrid_rlhf.engines.saved.fragments import (
     WEIGHT,
     Fragment,
@@ -39,13 +39,13 @@ class TrainingState:
 
     def __init__(self, engine: ModelEngine, average: WeightAverage | None = None) -> None:
         """Take an engine, and the moving average of its weights if there is one."""
-        self._world, self._average = engine.world, average
+        self.world, self._average = engine.world, average
         self._module, self._engine = engine.module, engine.deepspeed_engine
         self._is_trained = engine.is_trained
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """What this rank writes, by name, as views of memory that training changes."""
-        return named_tensors(fragment.share(self._world) for fragment in self._fragments())
+        return named_tensors(fragment.share(self.world) for fragment in self._fragments())
 
     def numbers(self) -> dict[str, Any]:
         """State that is the same on every rank, for JSON."""
@@ -78,9 +78,9 @@ class TrainingState:
             yield from training_fragments(self._engine)
         else:
             named = list(self._module.named_parameters())
-            yield from parameter_fragments(named, (local_values(p) for _, p in named), kind=WEIGHT, world=self._world)
+            yield from parameter_fragments(named, (local_values(p) for _, p in named), kind=WEIGHT, world=self.world)
         if self._average is not None:
-            yield from self._average.fragments(self._world)
+            yield from self._average.fragments(self.world)
 
 
 def _restore_numbers(engine: DeepSpeedEngine, numbers: dict[str, Any]) -> None:
@@ -92,3 +92,27 @@ def _restore_numbers(engine: DeepSpeedEngine, numbers: dict[str, Any]) -> None:
         group["lr"] = lr
     set_counters(engine, numbers["counters"])
     set_loss_scale(engine, numbers["loss_scale"])
+
+
+class AbsentState:
+    """In place of TrainingState on a rank that does not have the engine: nothing to write, and a count to read."""
+
+    def __init__(self, engine: AbsentEngine) -> None:
+        self.world, self._engine = engine.world, engine
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """See TrainingState."""
+        return iter(())
+
+    def numbers(self) -> dict[str, Any]:
+        """See TrainingState."""
+        return {}
+
+    def restore(self, files: list[Path], numbers: dict[str, Any]) -> None:
+        """See TrainingState."""
+        self._engine.weight_version = numbers.get("counters", {}).get("global_steps", 0)
+
+
+def state_of(engine: ModelEngine | AbsentEngine, average: WeightAverage | None = None) -> TrainingState | AbsentState:
+    """The state of an engine, or its stand-in."""
+    return AbsentState(engine) if isinstance(engine, AbsentEngine) else TrainingState(engine, average)

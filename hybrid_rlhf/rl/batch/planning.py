@@ -1,6 +1,7 @@
 """The mini-batches of a rollout, and the micro-batches of each rank.
 
-Lengths decide which rows a rank computes, so that all ranks have the same work; every rank computes the same plan.
+Lengths decide which rows a rank computes, so that all ranks have the same work; every rank computes the same plan. The
+ranks that share the rows are those of the role that computes, so a plan deals them when it is asked.
 """
 
 from __future__ import annotations
@@ -10,34 +11,59 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
+from hybrid_rlhf.configs.batch_plan import MicroBatches
 from hybrid_rlhf.data.loaders import shard_batch
 from hybrid_rlhf.rl.batch.rollout import Rollout
+from hybrid_rlhf.runtime.world import World
 
 
 @dataclass(frozen=True)
 class MiniBatchPlan:
-    """Which rows form a mini-batch, and which micro-batches of it this rank computes."""
+    """Which rows form a mini-batch, and which of them a rank computes."""
 
-    mini_batches: list[list[list[int | None]]]
-    """[mini-batch][micro-batch][row]; None is an empty row."""
+    rows: list[list[int]]
+    """[mini-batch][unit]; a unit is `together` neighbouring rows."""
     tokens: list[float]
     """Response tokens of each mini-batch over all ranks, the denominator of its losses."""
     sequences: list[int]
     """Completions of each mini-batch over all ranks."""
+    unit_lengths: list[int]
+    """Tokens of each unit."""
+    together: int
+    size: MicroBatches
+    """Size of a micro-batch, in units."""
 
-    @property
-    def micro_batches(self) -> list[list[int | None]]:
-        """This rank's micro-batches of all mini-batches."""
-        return [micro_batch for mini_batch in self.mini_batches for micro_batch in mini_batch]
+    def rows_of(self, mini_batch: int) -> list[int]:
+        """The rows of a mini-batch, over all ranks."""
+        return [unit * self.together + place for unit in self.rows[mini_batch] for place in range(self.together)]
+
+    def mini_batches(self, world: World) -> list[list[list[int | None]]]:
+        """[mini-batch][micro-batch][row] of this rank, one of those that share the rows; None is an empty row."""
+        dealt = [
+            shard_batch(
+                units,
+                [self.unit_lengths[unit] for unit in units],
+                rank=world.rank,
+                ranks=world.size,
+                micro_batches=self.size,
+            )
+            for units in self.rows
+        ]
+        return [[_neighbours(units, self.together) for units in micro_batches] for micro_batches in dealt]
+
+    def micro_batches(self, world: World) -> list[list[int | None]]:
+        """This rank's micro-batches of all mini-batches; none on a rank that is none of those that share the rows."""
+        if not world.is_member:
+            return []
+        return [micro_batch for mini_batch in self.mini_batches(world) for micro_batch in mini_batch]
 
 
 class MiniBatchPlanner:
-    """Deals rows into mini-batches, and those by length to ranks; computes the same plan on every rank."""
+    """Deals rows into mini-batches; computes the same plan on every rank."""
 
-    def __init__(self, micro_batches: MicroBatches, *, rank: int, ranks: int, seed: int) -> None:
-        """Take the size of a micro-batch, the ranks that share each mini-batch, and the seed of the shuffles."""
-        self._micro_batches, self._rank, self._ranks, self._seed = micro_batches, rank, ranks, seed
+    def __init__(self, micro_batches: MicroBatches, *, seed: int) -> None:
+        """Take the size of a micro-batch and the seed of the shuffles."""
+        self._micro_batches, self._seed = micro_batches, seed
 
     def plan(
         self, rollout: Rollout, *, step: int = 0, epoch: int = 0, mini_batches: int = 1, together: int = 1
@@ -61,16 +87,13 @@ class MiniBatchPlanner:
         order = np.random.default_rng([self._seed, step, epoch]).permutation(len(lengths)).tolist()
         size = -(-len(order) // mini_batches)
         parts = [order[start : start + size] for start in range(0, len(order), size)]
-        dealt = [
-            shard_batch(
-                part, [lengths[i] for i in part], rank=self._rank, ranks=self._ranks, micro_batches=micro_batches
-            )
-            for part in parts
-        ]
         return MiniBatchPlan(
-            [[_neighbours(units, together) for units in micro] for micro in dealt],
+            parts,
             [float(sum(tokens[i] for i in part)) for part in parts],
             [len(part) * together for part in parts],
+            lengths,
+            together,
+            micro_batches,
         )
 
 

@@ -78,13 +78,12 @@ class RolloutRoutes:
 class RouterAgreement:
     """Adds up, over forwards of a rollout, how many of its recorded choices the actor's routers used."""
 
-    def __init__(self, actor: ModelEngine) -> None:
-        self._actor = actor
-        self._counts = torch.zeros(2, dtype=torch.float64, device=actor.device)
+    def __init__(self, device: torch.device) -> None:
+        self._counts = torch.zeros(2, dtype=torch.float64, device=device)
 
-    def add(self) -> None:
+    def add(self, actor: ModelEngine) -> None:
         """Take the actor's last forward in."""
-        if (counts := self._actor.router_agreement) is not None:
+        if (counts := actor.router_agreement) is not None:
             self._counts += counts
 
     def metrics(self, world: World) -> dict[str, float]:

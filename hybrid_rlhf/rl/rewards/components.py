@@ -21,18 +21,19 @@ from hybrid_rlhf.configs.sections.rewards import OnFailure, RewardComponentConfi
 from hybrid_rlhf.rl.batch import Rollout
 from hybrid_rlhf.rl.rewards.completion_texts import CompletionTexts
 from hybrid_rlhf.runtime.observability.logs import shortened
+from hybrid_rlhf.runtime.world import World
 
 _LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
 class RewardBatch:
-    """This rank's rows of a rollout."""
+    """This rank's rows of a rollout, for one component."""
 
     rollout: Rollout
     """The whole rollout."""
     micro_batches: list[list[int | None]]
-    """This rank's rows; None is an empty row. Every rank has the same number of micro-batches."""
+    """This rank's rows; None is an empty row. Every rank of the component has the same number of micro-batches."""
     texts: CompletionTexts
     """Text of `rows`, in their order; empty if no component reads text."""
 
@@ -112,6 +113,10 @@ class RewardComponent(ABC):
 
     packs = True
     """Whether its micro-batches, if any, have no padding."""
+    world: World | None = None
+    """The ranks that share the rows; none: all."""
+    logged_alone = True
+    """Whether its scores are logged where it is the only component, and they are the scores of the rollout."""
 
     def __init__(self, config: RewardComponentConfig) -> None:
         self.name = config.label

@@ -20,7 +20,7 @@ from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 from hybrid_rlhf.data.chat.conversation import encode_completion
 from hybrid_rlhf.data.chat.messages import Message, Tools
 from hybrid_rlhf.data.rows.stepwise import SEPARATOR_KEY, StepwiseTokens, encode_steps
-from hybrid_rlhf.engines.engine import ModelEngine
+from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
 from hybrid_rlhf.models.policy import scores_at_end
 from hybrid_rlhf.models.pretrained.loading import stored_heads
 from hybrid_rlhf.rl.batch import Rollout
@@ -63,6 +63,7 @@ class ModelReward(RewardComponent):
 
     reads_text = False
     in_background = False
+    logged_alone = False
 
     def __init__(
         self, config: RewardComponentConfig, engine: ModelEngine, *, end: tuple[int, Sequence[int]] | None = None
@@ -72,7 +73,7 @@ class ModelReward(RewardComponent):
         super().__init__(config)
         self._engine, self._end = engine, end
         self._transform = ScoreTransform(config, engine.lm.config)
-        self.packs = engine.packs
+        self.packs, self.world = engine.packs, engine.world
 
     def begin(self, batch: RewardBatch) -> Callable[[], ComponentScores]:
         """See RewardComponent: the forwards run when the scores are requested."""
@@ -87,6 +88,21 @@ class ModelReward(RewardComponent):
         return ComponentScores.read(self._transform(torch.cat(scores)).tolist(), len(batch.rows))
 
 
+class AbsentReward(RewardComponent):
+    """A reward model on a rank that does not have it."""
+
+    reads_text = False
+    in_background = False
+
+    def __init__(self, config: RewardComponentConfig, engine: AbsentEngine, *, logged_alone: bool) -> None:
+        super().__init__(config)
+        self.packs, self.world, self.logged_alone = engine.packs, engine.world, logged_alone
+
+    def begin(self, batch: RewardBatch) -> Callable[[], ComponentScores]:
+        """See RewardComponent: this rank has no rows."""
+        return lambda: ComponentScores([])
+
+
 class RetokenizingModelReward(RewardComponent):
     """A reward model that reads the text with its own chat template and tokenizer."""
 
@@ -96,7 +112,7 @@ class RetokenizingModelReward(RewardComponent):
         super().__init__(config)
         self._engine, self._tokenizer = engine, tokenizer
         self._transform = ScoreTransform(config, engine.lm.config)
-        self.packs = engine.packs
+        self.packs, self.world = engine.packs, engine.world
         self._steps = config.steps
         self._separator = str(getattr(engine.lm.config, SEPARATOR_KEY, ""))
         if config.steps != "last" and not self._separator:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,19 +13,20 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig, require_distinct_names
 from hybrid_rlhf.data.chat.conversation import turn_end
-from hybrid_rlhf.engines.engine import ModelEngine
+from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
 from hybrid_rlhf.rl.batch import Rollout
 from hybrid_rlhf.rl.rewards.completion_texts import CompletionTexts
 from hybrid_rlhf.rl.rewards.components import ComponentScores, RewardBatch, RewardComponent
 from hybrid_rlhf.rl.rewards.endpoint import EndpointReward
 from hybrid_rlhf.rl.rewards.functions import FunctionReward
-from hybrid_rlhf.rl.rewards.models import ModelReward, RetokenizingModelReward, tokenizes_alike
+from hybrid_rlhf.rl.rewards.models import AbsentReward, ModelReward, RetokenizingModelReward, tokenizes_alike
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.world import World, shared_user_errors
 
 logger = logging.getLogger(LOGGER_NAME)
 COUNTS = ("/failures", "/dropped")
 """Suffixes of the metrics that are counts; the others are means."""
+Dealt = Callable[[World], list[list[int | None]]]
 _NO_TEXT = CompletionTexts([], [], {})
 
 
@@ -49,38 +50,41 @@ class Reward:
         # Models come first: their forwards run while the others work in the background.
         self._components = sorted(components, key=lambda component: component.in_background)
         self._world = world
-        self._logged = len(components) > 1 or not all(isinstance(component, ModelReward) for component in components)
+        self._logged = len(components) > 1 or any(component.logged_alone for component in components)
         self.packs = all(component.packs for component in components)
         """Whether no component pads its micro-batches."""
+        self.model_ranks = [each.world.members for each in components if each.world is not None]
+        """Ranks of each reward model."""
 
     @torch.no_grad()
     def __call__(
         self,
         rollout: Rollout,
-        micro_batches: list[list[int | None]],
+        micro_batches: Dealt,
         read_texts: Callable[[], CompletionTexts],
         *,
         may_drop_all: bool = False,
+        beside: Callable[[], None] = lambda: None,
     ) -> RewardReport:
-        """Score a rollout. Every rank calls, each with its own rows.
+        """Score a rollout. Every rank calls, and computes its rows of the components that it has.
 
         Args:
             rollout: the rollout, complete on every rank.
-            micro_batches: this rank's rows, None for an empty one; each row is on exactly one rank, and every rank
-                has the same number of micro-batches.
-            read_texts: returns the rollout as text; called once, and only if a component reads text.
+            micro_batches: returns this rank's rows, as one of some ranks that share them; None is an empty row. Each
+                row is on exactly one rank, and all have the same number of micro-batches.
+            read_texts: returns the rollout as text; called once, and only if a component of this rank reads text.
             may_drop_all: whether all rows may be dropped.
+            beside: called after functions and endpoints have started, before any rank waits for another.
 
         Raises:
             UserError: on every rank, when a component whose on_failure is stop fails for a row on any rank, or all rows
                 are dropped and may_drop_all is false.
         """
-        batch = RewardBatch(rollout, micro_batches, _NO_TEXT)
-        if any(component.reads_text for component in self._components):
-            batch = RewardBatch(rollout, micro_batches, read_texts().select(batch.rows))
-        pending = [component.begin(batch) for component in self._components]
+        batches = self._batches(rollout, micro_batches, read_texts)
+        pending = [component.begin(batch) for component, batch in zip(self._components, batches, strict=True)]
+        beside()
         scores = [finish() for finish in pending]
-        values, scored, failed = self._of_all_ranks(batch, scores)
+        values, scored, failed = self._of_all_ranks(batches, scores, len(rollout))
         self._report_failures(scores, failed, may_drop_all)
         dropped = self._dropped(failed)
         weights = torch.tensor(
@@ -92,14 +96,32 @@ class Reward:
             self._metrics(values, scored.bool() & ~dropped, failed),
         )
 
-    def _of_all_ranks(self, batch: RewardBatch, scores: Sequence[ComponentScores]) -> tuple[Tensor, Tensor, Tensor]:
+    def _batches(
+        self, rollout: Rollout, micro_batches: Dealt, read_texts: Callable[[], CompletionTexts]
+    ) -> list[RewardBatch]:
+        """This rank's rows for each component."""
+        reads_text = any(component.reads_text for component in self._components)
+        texts = read_texts() if reads_text else _NO_TEXT
+        dealt: dict[tuple[int, ...], RewardBatch] = {}
+        batches = []
+        for component in self._components:
+            world = component.world or self._world
+            if world.members not in dealt:
+                batch = RewardBatch(rollout, micro_batches(world), _NO_TEXT)
+                dealt[world.members] = replace(batch, texts=texts.select(batch.rows)) if reads_text else batch
+            batches.append(dealt[world.members])
+        return batches
+
+    def _of_all_ranks(
+        self, batches: Sequence[RewardBatch], scores: Sequence[ComponentScores], count: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Scores, whether there is one, and failures, of all ranks: [components, N] float32 each."""
-        table = torch.zeros(3, len(scores), len(batch.rollout.input_ids))
-        rows = torch.tensor(batch.rows, dtype=torch.long)
-        for place, component_scores in enumerate(scores):
-            table[0, place, rows] = torch.tensor([value or 0.0 for value in component_scores.values])
-            table[1, place, rows] = torch.tensor([float(value is not None) for value in component_scores.values])
-            table[2, place, rows[list(component_scores.failures)]] = 1.0
+        table = torch.zeros(3, len(scores), count)
+        for place, (batch, found) in enumerate(zip(batches, scores, strict=True)):
+            rows = torch.tensor(batch.rows, dtype=torch.long)
+            table[0, place, rows] = torch.tensor([value or 0.0 for value in found.values])
+            table[1, place, rows] = torch.tensor([float(value is not None) for value in found.values])
+            table[2, place, rows[list(found.failures)]] = 1.0
         # Each row is set on one rank and is zero on the others.
         values, scored, failed = self._world.all_reduce(table.to(self._world.device))
         return values, scored, failed
@@ -156,7 +178,7 @@ def build_reward(
     tokenizer: PreTrainedTokenizerBase,
     resolve: Callable[[str], str],
     load_tokenizer: Callable[[str], PreTrainedTokenizerBase],
-    build_engine: Callable[[str], ModelEngine],
+    build_engine: Callable[[str, str], ModelEngine | AbsentEngine],
 ) -> Reward:
     """A reward from its config. Every rank calls.
 
@@ -166,7 +188,7 @@ def build_reward(
         tokenizer: tokenizer of the actor.
         resolve: returns a path that can be loaded, from the name of a model in the config.
         load_tokenizer: returns the tokenizer of a resolved path.
-        build_engine: returns a frozen engine of the role reward from a resolved path.
+        build_engine: returns the frozen engine of a component from its name and resolved path.
 
     Raises:
         UserError: on every rank, for components of the same name, or a function or API key that any rank lacks.
@@ -183,9 +205,13 @@ def build_reward(
         if component.model is None:
             return background[component.label]
         path = resolve(component.model)
-        own, engine = load_tokenizer(path), build_engine(path)
-        if component.steps == "last" and tokenizes_alike(own, tokenizer):
-            return ModelReward(component, engine, end=turn_end(tokenizer))
-        return RetokenizingModelReward(component, engine, own)
+        own, engine = load_tokenizer(path), build_engine(component.label, path)
+        reads_tokens = component.steps == "last" and tokenizes_alike(own, tokenizer)
+        with shared_user_errors(world):
+            if isinstance(engine, AbsentEngine):
+                return AbsentReward(component, engine, logged_alone=not reads_tokens)
+            if reads_tokens:
+                return ModelReward(component, engine, end=turn_end(tokenizer))
+            return RetokenizingModelReward(component, engine, own)
 
     return Reward([build(component) for component in components], world)

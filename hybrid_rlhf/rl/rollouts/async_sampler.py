@@ -92,7 +92,6 @@ class AsyncSampler:
             raise ahead.completions
         assert isinstance(ahead.completions, Rollout)
         self.hidden_seconds = max(0.0, ahead.measured.seconds - waited)
-        self._sampler.actor.record_async_rollout(work=ahead.measured.work)
         return ahead.rows, ahead.completions
 
     def begin(self, step: int) -> None:

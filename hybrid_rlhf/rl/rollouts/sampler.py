@@ -1,4 +1,5 @@
-"""Prompts to completions: each tensor-parallel group samples part of the prompts, and every rank gets all completions.
+"""Prompts to completions: each tensor-parallel group samples part of the prompts, and every rank of the run gets all
+completions.
 
 Samples with the actor's current weights between updates, or with a copy of them in a thread while the actor trains.
 Weights and completions are gathered by collectives in the main thread only; the sampling thread runs none. One caller
@@ -19,7 +20,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
-from hybrid_rlhf.engines.hybrid import HybridEngine
+from hybrid_rlhf.engines.hybrid import AbsentActor, HybridEngine
 from hybrid_rlhf.generation.batching.requests import DecodeWork
 from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams, derive_seed
@@ -29,7 +30,7 @@ from hybrid_rlhf.rl.environments.episodes import Episode, as_rollout
 from hybrid_rlhf.runtime.background import BackgroundCall
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 from hybrid_rlhf.runtime.observability.timers import Timers
-from hybrid_rlhf.runtime.world import shared_user_errors
+from hybrid_rlhf.runtime.world import World, shared_user_errors
 
 _COMPARED_COMPLETIONS = 16
 """Completions of a rollout, at least, for which experts are recorded if they are not replayed."""
@@ -55,11 +56,16 @@ class _RankPrompts:
 
 @dataclass(frozen=True)
 class SamplingCost:
-    """Time and work of sampling in a thread."""
+    """Time and work of a rollout, on the first rank that samples."""
 
     seconds: float = 0.0
+    """Of sampling in a thread."""
     work: DecodeWork = DecodeWork()
-    """What decoding did on this rank."""
+    """What decoding did."""
+    weight_sync_seconds: float = 0.0
+    """See HybridEngine."""
+    weight_check_seconds: float = 0.0
+    """See HybridEngine."""
 
 
 @dataclass(frozen=True)
@@ -67,38 +73,43 @@ class Pending:
     """A rollout that a thread is sampling."""
 
     prompts: _RankPrompts
-    generation: GenerationEngine
+    generation: GenerationEngine | None
+    """None on a rank that does not sample."""
     call: BackgroundCall[tuple[Samples, SamplingCost]]
 
 
 def cancel(rollouts: Sequence[Pending]) -> None:
     """Stop the threads of pending rollouts, and wait for them."""
     for pending in rollouts:
-        pending.generation.close()
+        if pending.generation is not None:
+            pending.generation.close()
     deadline = time.monotonic() + _CLOSING_SECONDS
     for pending in rollouts:
         pending.call.has_ended(max(0.0, deadline - time.monotonic()))
 
 
 class RolloutSampler:
-    """Samples completions of prompts from an actor."""
+    """Samples completions of prompts."""
 
     def __init__(
         self,
-        actor: HybridEngine,
+        sampler: HybridEngine | AbsentActor,
         config: RolloutConfig,
         *,
+        world: World,
         stop_token_ids: tuple[int, ...],
         seed: int,
         timers: Timers,
         tokenizer: PreTrainedTokenizerBase | None = None,
         environments: EnvironmentRunner | None = None,
     ) -> None:
-        """Take the actor, the sampling settings, the tokens that end a completion, and environments if there are any.
+        """Take what samples, the settings, all ranks of the run, and the tokens that end a completion.
 
-        The tokenizer is needed for stop strings.
+        The tokenizer is needed for stop strings, the environments if there are any.
         """
-        self.actor, self._config, self._seed = actor, config, seed
+        self.sampler, self._config, self._world, self._seed = sampler, config, world, seed
+        self.cost = SamplingCost()
+        """Of the last rollout; the same on every rank."""
         self._stop: dict[str, Any] = {"stop_token_ids": stop_token_ids, "tokenizer": tokenizer}
         self._timers, self._environments = timers, environments
         self._one_at_a_time = threading.RLock()
@@ -123,25 +134,38 @@ class RolloutSampler:
             shown_as: name in the progress log; none: no log.
         """
         rank_prompts = self._rank_prompts(prompts, step, first, greedy)
-        with self._one_at_a_time, self.actor.inference(**self._stop) as generation:
+        with self._one_at_a_time, self.sampler.inference(**self._stop) as generation:
             samples = self._sample(generation, rank_prompts, self._timers, shown_as)
-        return self._gathered(rank_prompts, samples)
+        sampler = self.sampler
+        cost = SamplingCost(0.0, sampler.work, sampler.weight_sync_seconds, sampler.weight_check_seconds)
+        with contextlib.nullcontext() if sampler.world.is_member else self._timers("generation"):
+            return self._gathered(rank_prompts, samples, cost)
 
     def begin(self, prompts: Sequence[Mapping[str, Any]], *, step: int, greedy: bool = False) -> Pending:
         """Start sampling what `sample` would return now, in a thread, with a copy of the weights. Every rank calls."""
-        generation = self.actor.snapshot(**self._stop)
+        sampler = self.sampler
+        generation = sampler.snapshot(**self._stop)
+        synced = sampler.weight_sync_seconds, sampler.weight_check_seconds
+        sync, check = self._world.broadcast_object(synced, source=sampler.world.members[0])
+        self.cost = replace(
+            self.cost,
+            weight_sync_seconds=self.cost.weight_sync_seconds + sync,
+            weight_check_seconds=self.cost.weight_check_seconds + check,
+        )
         rank_prompts, copied = self._rank_prompts(prompts, step, 0, greedy), self._stream_position()
 
         def in_thread() -> tuple[Samples, SamplingCost]:
+            if generation is None:
+                return [], SamplingCost()
             with self._one_at_a_time, self._own_stream(copied):
                 start = time.perf_counter()
                 timers = Timers(torch.device("cpu"))  # without synchronization with training
                 samples = self._sample(generation, rank_prompts, timers)
-                measured = SamplingCost(time.perf_counter() - start, generation.work)
+                cost = SamplingCost(time.perf_counter() - start, generation.work)
             generation.close()
-            return samples, measured
+            return samples, cost
 
-        return Pending(rank_prompts, generation, BackgroundCall(in_thread, device=self.actor.device))
+        return Pending(rank_prompts, generation, BackgroundCall(in_thread, device=self.sampler.device))
 
     def finish(self, pending: Pending) -> tuple[Rollout, SamplingCost]:
         """Wait for a pending rollout. Every rank calls, in the order of `begin`.
@@ -149,18 +173,20 @@ class RolloutSampler:
         Raises:
             UserError: on every rank, when generation or an environment fails on any.
         """
-        with shared_user_errors(self.actor.world):
-            samples, measured = pending.call.result()
-        return self._gathered(pending.prompts, samples), measured
+        with shared_user_errors(self._world):
+            samples, cost = pending.call.result()
+        return self._gathered(pending.prompts, samples, cost), self.cost
 
     def await_in_step(self, pending: Pending) -> None:
-        """Wait for a pending rollout, timed as generation of the step."""
+        """Wait for a pending rollout on every rank, timed as generation of the step."""
         with self._timers("generation"):
             pending.call.has_ended(None)
+            self._world.barrier()
 
     def _rank_prompts(self, prompts: Sequence[Mapping[str, Any]], step: int, first: int, greedy: bool) -> _RankPrompts:
-        world, config, together = self.actor.world, self._config, self.actor.generation_world
-        mine = list(range(world.rank // together.size, len(prompts), world.size // together.size))
+        world, config, together = self.sampler.world, self._config, self.sampler.generation_world
+        groups = world.size // together.size
+        mine = list(range(world.rank // together.size, len(prompts), groups)) if world.is_member else []
         sampled = [replace(config.sampling, seed=derive_seed(self._seed, step, first + index)) for index in mine]
         greedy_params = [replace(params, n=1, temperature=0.0) for params in sampled] if greedy else []
         places = mine * (2 if greedy else 1)
@@ -174,16 +200,22 @@ class RolloutSampler:
         )
 
     def _sample(
-        self, generation: GenerationEngine, rank_prompts: _RankPrompts, timers: Timers, shown_as: str | None = None
+        self,
+        generation: GenerationEngine | None,
+        rank_prompts: _RankPrompts,
+        timers: Timers,
+        shown_as: str | None = None,
     ) -> Samples:
         """Completions of this rank's prompts, or episodes with an environment."""
+        if generation is None:
+            return []
         recorded = [place and generation.records_routes for place in rank_prompts.recorded]
         if self._environments is not None:
-            together = self.actor.generation_world
+            together = self.sampler.generation_world
             return self._environments.run(
                 generation, rank_prompts.rows, rank_prompts.requests, together, timers, record_routes=recorded
             )
-        unit = "completions" if self.actor.world.size == 1 else "completions on rank 0"
+        unit = "completions" if self.sampler.world.size == 1 else f"completions on rank {self._world.rank}"
         progress = ProgressLog(shown_as or "", total=sum(params.n for params in rank_prompts.requests), unit=unit)
         with timers("generation"):
             return generation.generate(
@@ -193,29 +225,31 @@ class RolloutSampler:
                 on_completed=None if shown_as is None else progress.advance,
             )
 
-    def _gathered(self, rank_prompts: _RankPrompts, samples: Samples) -> Rollout:
+    def _gathered(self, rank_prompts: _RankPrompts, samples: Samples, cost: SamplingCost) -> Rollout:
         """Completions of all ranks as a rollout, those of a prompt adjacent."""
-        world = self.actor.world
+        world, sampler = self._world, self.sampler
         mine: list[Any] = []
-        if self.actor.generation_world.is_main:
+        if sampler.generation_world.is_main:
             ids = [list(row["input_ids"]) for row in rank_prompts.rows]
             mine = list(zip(rank_prompts.places, ids, samples, strict=True))
+        of_ranks = world.all_gather_objects((mine, cost if sampler.world.is_main else None))
+        self.cost = next(known for _, known in of_ranks if known is not None)
         by_prompt: dict[int, list[tuple[list[int], Any]]] = defaultdict(list)
-        for place, prompt, of_prompt in (entry for part in world.all_gather_objects(mine) for entry in part):
+        for place, prompt, of_prompt in (entry for part, _ in of_ranks for entry in part):
             by_prompt[place] += [(prompt, sample) for sample in of_prompt]
         whole = [pair for place in range(rank_prompts.total) for pair in by_prompt[place]]
         prompts, gathered = [prompt for prompt, _ in whole], [sample for _, sample in whole]
         if self._environments is None:
             # a later epoch may sample a prompt on another rank; a rank keeps its own completions when they are sampled
-            if self.actor.drafter is not None and world.size > 1:
-                self.actor.drafter.remember([(prompt, sample.token_ids) for prompt, sample in whole])
+            if sampler.drafter is not None and sampler.world.size > 1:
+                sampler.drafter.remember([(prompt, sample.token_ids) for prompt, sample in whole])
             return Rollout.of_completions(prompts, gathered, world.device)
         self._environments.check_failures(gathered, world)
         return as_rollout(gathered, world.device)
 
     def _stream_position(self) -> torch.cuda.Event | None:
         """Event after which the copy of the weights is complete; none on a CPU."""
-        return torch.cuda.current_stream().record_event() if self.actor.device.type == "cuda" else None
+        return torch.cuda.current_stream().record_event() if self.sampler.device.type == "cuda" else None
 
     @contextlib.contextmanager
     def _own_stream(self, copied: torch.cuda.Event | None) -> Iterator[None]:

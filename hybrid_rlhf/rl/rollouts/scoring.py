@@ -6,8 +6,7 @@ mini-batch has a ratio of exactly 1. With a single update they are that update's
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,7 +44,7 @@ class RolloutScorer:
         """Take the roles, the settings, and whether the reference's log-probs are needed."""
         self._roles, self._algorithm, self._config = roles, algorithm, sampling
         self._planner, self._scaling, self._reads_reference = planner, scaling, reads_reference
-        self._tokenizer, self._timers, self._world = tokenizer, timers, roles.actor.world
+        self._tokenizer, self._timers, self._world = tokenizer, timers, roles.world
 
     def score(
         self,
@@ -69,13 +68,19 @@ class RolloutScorer:
         Raises:
             UserError: on every rank, for a reward component without a usable score.
         """
+        plan, ref = self._planner.plan(rollout), None
         with self._timers("scoring"):
+            if self._reads_reference and self._roles.reads_reference_with_rewards:
+                ref = torch.zeros(rollout.input_ids.shape, device=self._world.device)
             report = self._roles.reward(
                 rollout,
-                self._planner.plan(rollout).micro_batches,
+                plan.micro_batches,
                 lambda: CompletionTexts.read(prompts, rollout, self._tokenizer),
                 may_drop_all=refill,
+                beside=lambda: None if ref is None else self._read_reference(rollout, plan, ref),
             )
+            if ref is not None:
+                self._world.all_reduce(ref)
         count, device = len(rollout), self._world.device
         kept = torch.ones(count, dtype=torch.bool, device=device)
         kept[report.dropped] = False
@@ -94,6 +99,7 @@ class RolloutScorer:
             groups=first + row // samples,
             scores=scores,
             penalties=penalties,
+            ref_logprobs=ref,
             metrics={**report.metrics, **episode_metrics(rollout)},
         )
         if not greedy:
@@ -113,50 +119,87 @@ class RolloutScorer:
 
         Recorded routes are dropped where they are only compared, as later forwards have other weights.
         """
-        roles, temperature = self._roles, self._config.sampling.temperature
-        batches = [(indices, rollout.rows(indices)) for indices in plan.micro_batches]
-        old, ref, values = rollout.sampled_logprobs, None, None
-        routes, metrics = rollout.routes, dict(rollout.metrics)
+        roles, metrics = self._roles, dict(rollout.metrics)
+        reads_ref = self._reads_reference and rollout.ref_logprobs is None
+        reads_old = self._algorithm.reads_old_logprobs or (
+            self._reads_reference and bool(rollout.stale_updates(roles.actor.weight_version))
+        )
+        wanted = [reads_ref, reads_old, roles.critic is not None]
+        agreement = RouterAgreement(self._world.device)
+        # Roles on disjoint ranks read at the same time, so no rank waits for another before it has read all.
+        found = torch.zeros(3, *rollout.input_ids.shape, device=self._world.device)
         with self._timers("scoring"):
-            if self._reads_reference:
-                with self._reference() as reference:
-                    ref = self._read(batches, rollout, lambda batch: _logprobs(reference, batch, temperature))
-            if self._algorithm.reads_old_logprobs or (
-                self._reads_reference and rollout.stale_updates(roles.actor.weight_version)
-            ):
-                agreement = RouterAgreement(roles.actor)
-                old = self._read(batches, rollout, lambda batch: self._actor_logprobs(batch, agreement))
-                if routes is not None:
-                    metrics |= agreement.metrics(self._world)
-                    routes = routes if self._config.routing_replay else None
-            if (critic := roles.critic) is not None:
-                values = self._read(
-                    batches, rollout, lambda batch: values_before(critic(batch.input_ids, batch.attention_mask))
-                )
-        return replace(rollout, old_logprobs=old, ref_logprobs=ref, old_values=values, routes=routes, metrics=metrics)
+            if reads_ref:
+                self._read_reference(rollout, plan, found[0])
+            if reads_old:
+                self._read_actor(rollout, plan, found[1], agreement)
+            if roles.critic is not None:
+                self._read_critic(rollout, plan, found[2])
+            # each row of each is filled by one rank and zero on the others
+            ref, old, values = _unstacked(self._world.all_reduce(found[wanted]) if any(wanted) else found[:0], wanted)
+            if reads_old and rollout.routes is not None:
+                metrics |= agreement.metrics(self._world)
+        return replace(
+            rollout,
+            old_logprobs=rollout.sampled_logprobs if old is None else old,
+            ref_logprobs=rollout.ref_logprobs if ref is None else ref,
+            old_values=values,
+            routes=None if reads_old and not self._config.routing_replay else rollout.routes,
+            metrics=metrics,
+        )
 
-    def _actor_logprobs(self, batch: Rollout, agreement: RouterAgreement) -> Tensor:
-        logprobs = _logprobs(self._roles.actor, batch, self._config.sampling.temperature, routes=batch.padded_routes)
-        agreement.add()
-        return logprobs
+    def _read_reference(self, rollout: Rollout, plan: MiniBatchPlan, found: Tensor) -> None:
+        """Fill this rank's rows of the reference's log-probs [N, T]; nothing on a rank without the reference."""
+        actor, reference = self._roles.actor, self._roles.reference
+        if reference is None and isinstance(actor, ModelEngine):
+            with actor.reference() as base:
+                self._read(base, rollout, plan, found, self._logprobs_of(base))
+        if isinstance(reference, ModelEngine):
+            with reference.on_device():
+                self._read(reference, rollout, plan, found, self._logprobs_of(reference))
+
+    def _read_actor(self, rollout: Rollout, plan: MiniBatchPlan, found: Tensor, agreement: RouterAgreement) -> None:
+        actor = self._roles.actor
+        if not isinstance(actor, ModelEngine):
+            return
+
+        def read(batch: Rollout) -> Tensor:
+            logprobs = _logprobs(actor, batch, self._config.sampling.temperature, routes=batch.padded_routes)
+            agreement.add(actor)
+            return logprobs
+
+        self._read(actor, rollout, plan, found, read)
+
+    def _read_critic(self, rollout: Rollout, plan: MiniBatchPlan, found: Tensor) -> None:
+        if isinstance(critic := self._roles.critic, ModelEngine):
+            self._read(
+                critic,
+                rollout,
+                plan,
+                found,
+                lambda batch: values_before(critic(batch.input_ids, batch.attention_mask)),
+            )
+
+    def _logprobs_of(self, engine: ModelEngine) -> Callable[[Rollout], Tensor]:
+        return lambda batch: _logprobs(engine, batch, self._config.sampling.temperature)
 
     def _read(
         self,
-        batches: Sequence[tuple[list[int | None], Rollout]],
-        whole: Rollout,
+        engine: ModelEngine,
+        rollout: Rollout,
+        plan: MiniBatchPlan,
+        found: Tensor,
         read: Callable[[Rollout], Tensor],
-    ) -> Tensor:
-        """[N, T] what is read of each row, whole on every rank."""
-        found = torch.zeros(whole.input_ids.shape, device=self._world.device)
-        for indices, batch in batches:
-            scatter_rows(found, indices, read(batch))
-        return self._world.all_reduce(found)  # each row is filled by one rank and zero on the others
+    ) -> None:
+        """Fill this rank's rows with what is read of them."""
+        for indices in plan.micro_batches(engine.world):
+            scatter_rows(found, indices, read(rollout.rows(indices)))
 
-    @contextlib.contextmanager
-    def _reference(self) -> Iterator[ModelEngine]:
-        reference = self._roles.reference
-        with self._roles.actor.reference() if reference is None else reference.on_device():
-            yield self._roles.actor if reference is None else reference
+
+def _unstacked(found: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
+    """The rows of [wanted, N, T] at their places; none where nothing was wanted."""
+    rows = iter(found)
+    return [next(rows) if each else None for each in wanted]
 
 
 def _logprobs(engine: ModelEngine, batch: Rollout, temperature: float, *, routes: Tensor | None = None) -> Tensor:

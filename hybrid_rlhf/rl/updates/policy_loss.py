@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from hybrid_rlhf.engines.engine import ModelEngine
+from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
 from hybrid_rlhf.functional.aggregation import correction_weights, length_weights
 from hybrid_rlhf.functional.divergences import kl_loss
 from hybrid_rlhf.functional.losses import LossSum
@@ -38,16 +38,19 @@ class MiniBatch:
 class PolicyLoss:
     """Computes the loss with an actor."""
 
-    def __init__(self, actor: ModelEngine, algorithm: Algorithm, *, temperature: float, max_tokens: int) -> None:
+    def __init__(
+        self, actor: ModelEngine | AbsentEngine, algorithm: Algorithm, *, temperature: float, max_tokens: int
+    ) -> None:
         """Take the actor, the algorithm, and the rollout's temperature and longest completion."""
         self._actor, self._algorithm, self._config = actor, algorithm, algorithm.config
         self._temperature, self._max_tokens = temperature, max_tokens
 
     def __call__(self, batch: Batch, mini_batch: MiniBatch) -> tuple[LossSum, Tensor]:
         """The loss on a micro-batch [n, t], and the current log-probs [n, t] without gradient."""
-        config, rollout = self._config, batch.rollout
+        config, rollout, actor = self._config, batch.rollout, self._actor
+        assert isinstance(actor, ModelEngine), "called on ranks with the actor"
         mask = rollout.response_mask
-        logprobs, entropy = self._actor(
+        logprobs, entropy = actor(
             rollout.input_ids, rollout.attention_mask, mask, self._temperature, routes=rollout.padded_routes
         )
         current = logprobs.detach()
@@ -65,7 +68,7 @@ class PolicyLoss:
             kept_tokens=mini_batch.kept_tokens,
         )
         stats: dict[str, Tensor] = {}
-        if (agreement := self._actor.router_agreement) is not None:
+        if (agreement := actor.router_agreement) is not None:
             stats |= dict(zip(ROUTES_USED, agreement, strict=True))
         if correction is not None:
             weights = weights * correction
@@ -87,7 +90,7 @@ class PolicyLoss:
             stats["kl"] = masked_sum(kl.detach(), mask=mask)
         stats["entropy"] = masked_sum(entropy.detach(), mask=mask)
         loss = LossSum(total, loss.count, {**loss.stats, **stats})
-        return self._actor.with_router_losses(loss, mask.sum(dim=1)), current
+        return actor.with_router_losses(loss, mask.sum(dim=1)), current
 
     def kept(self, rollout: Rollout) -> Tensor:
         """[N, T] bool, the response tokens that algorithm.correction does not mask."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -63,34 +64,58 @@ class Progress:
         """Record the rows that may have caused a skipped update."""
         self.skipped.setdefault(role, []).extend(rows_with_non_finite_loss(micro_batches, losses))
 
-    def state_dict(self, world: World) -> dict[str, Any]:
+    def state_dict(self, roles: Roles) -> dict[str, Any]:
         """State for a checkpoint; every rank calls, and gets the same."""
+        world = roles.world
         sums = {name: part.state_dict() for name, part in vars(self.sums).items()}
+        stats: dict[str, Any] = {}
+        for of_rank in world.all_gather_objects({role: asdict(last) for role, last in self.stats.items()}):
+            stats |= of_rank
+        skipped = world.all_gather_objects(self.skipped)
         return {
             "updates": self.updates,
-            "skipped": {role: world.all_gather_objects(rows) for role, rows in self.skipped.items()},
+            "skipped": {
+                role: [of_rank.get(role, []) for of_rank in skipped] for role in sorted({*chain.from_iterable(skipped)})
+            },
             "sums": world.all_gather_objects(sums),
-            "stats": {role: asdict(stats) for role, stats in self.stats.items()},
+            "ranks": {role: [*learner.world.members] for role, learner in roles.learners.items()},
+            "stats": stats,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], world: World) -> None:
-        """Restore the state of a checkpoint; on a different number of ranks rank 0 takes all sums."""
+    def load_state_dict(self, state: Mapping[str, Any], roles: Roles) -> None:
+        """Restore the state of a checkpoint; on other ranks the first of a role takes all its sums."""
         by_rank: list[dict[str, dict[str, float]]] = state["sums"]
         self.updates = state["updates"]
-        mine = slice(world.rank, None, world.size)
+        here = {role: learner for role, learner in roles.learners.items() if learner.world.is_member}
         self.skipped = {
-            role: [row for rows in values[mine] for row in rows] for role, values in state["skipped"].items()
+            role: [row for rows in of_ranks[here[role].world.rank :: here[role].world.size] for row in rows]
+            for role, of_ranks in state["skipped"].items()
+            if role in here
         }
-        self.stats = {role: UpdateStats(**stats) for role, stats in state["stats"].items()}
+        self.stats = {role: UpdateStats(**stats) for role, stats in state["stats"].items() if role in here}
         for name, part in vars(self.sums).items():
-            if len(by_rank) == world.size:
-                part.load_state_dict(by_rank[world.rank][name])
+            role = "critic" if name == "value" else "actor"
+            if role not in here:
+                continue
+            if list(here[role].world.members) == state["ranks"].get(role):
+                part.load_state_dict(by_rank[roles.world.rank][name])
             else:
-                names = by_rank[0][name]
-                share = 1.0 if world.is_main else 0.0
+                share = 1.0 if here[role].world.is_main else 0.0
+                names = {key for values in by_rank for key in values[name]}
                 part.load_state_dict(
                     {key: share * sum(values[name].get(key, 0.0) for values in by_rank) for key in names}
                 )
+
+
+@dataclass(frozen=True)
+class _PlannedMiniBatch:
+    plan: MiniBatchPlan
+    number: int
+    scale: MiniBatch
+
+    def micro_batches(self, world: World) -> list[list[int | None]]:
+        """This rank's micro-batches, of a role on the ranks of `world`."""
+        return self.plan.mini_batches(world)[self.number]
 
 
 class Updater:
@@ -116,14 +141,13 @@ class Updater:
             ptx_batches: this rank's micro-batches of pretraining text, one list per update.
             ptx_coef: weight of their loss.
         """
-        self._roles = roles
+        self._roles, self._world = roles, roles.world
         self._config = algorithm.config
         self.policy_loss = PolicyLoss(
             roles.actor, algorithm, temperature=rollout.sampling.temperature, max_tokens=rollout.sampling.max_new_tokens
         )
         self._average = average
         self.ptx, self._ptx_coef = ptx_batches, ptx_coef
-        self._world = roles.actor.world
 
     def update(
         self,
@@ -135,7 +159,8 @@ class Updater:
         progress: Progress | None = None,
         between: Callable[[Progress], None] = lambda progress: None,
     ) -> UpdateReport:
-        """Pass over a batch once per plan.
+        """Pass over a batch once per plan. Every rank of the run calls, and updates the roles that it has: actor and
+        critic learn at the same time where they are on disjoint ranks.
 
         Args:
             batch: to learn from.
@@ -146,29 +171,30 @@ class Updater:
             between: called before each update.
         """
         progress = progress or Progress(self._world.device)
-        sums, stats = progress.sums, progress.stats
+        sums, stats, actor, critic = progress.sums, progress.stats, self._roles.actor, self._roles.critic
         rollout = batch.rollout
         assert rollout.old_logprobs is not None
         computes_old = train_actor and not self._config.reads_old_logprobs
         logprobs = torch.zeros_like(rollout.old_logprobs) if computes_old else None
-        for number, (micro_batches, mini_batch) in enumerate(self._mini_batches(rollout, plans, kl_coef)):
+        for number, mini_batch in enumerate(self._mini_batches(rollout, plans, kl_coef)):
             if number < progress.updates:
                 continue
             between(progress)
-            if train_actor:
-                seen = sums.policy.total("approxkl")
-                stats["actor"] = self._update_actor(batch, micro_batches, mini_batch, progress, logprobs)
-            if self._roles.critic is not None:
-                stats["critic"] = self._update_critic(
-                    self._roles.critic, batch, micro_batches, mini_batch.tokens, progress
-                )
+            seen = sums.policy.total("approxkl")
+            if train_actor and isinstance(actor, ModelEngine):
+                micro_batches = mini_batch.micro_batches(actor.world)
+                stats["actor"] = self._update_actor(actor, batch, micro_batches, mini_batch.scale, progress, logprobs)
+            if isinstance(critic, ModelEngine):
+                micro_batches = mini_batch.micro_batches(critic.world)
+                stats["critic"] = self._update_critic(critic, batch, micro_batches, mini_batch.scale.tokens, progress)
             progress.updates += 1
-            if train_actor and self._exceeds_target(sums.policy.total("approxkl") - seen, mini_batch.tokens):
+            if train_actor and self._exceeds_target(sums.policy.total("approxkl") - seen, mini_batch.scale.tokens):
                 break
+        self._roles.synchronize_versions()
         if logprobs is not None:
             batch = replace(batch, rollout=replace(rollout, old_logprobs=self._world.all_reduce(logprobs)))
-        trained = float(rollout.lengths.sum()) * progress.updates / len(plans[0].mini_batches)
-        return UpdateReport(self._metrics(progress), trained, batch, progress.skipped)
+        trained = float(rollout.lengths.sum()) * progress.updates / len(plans[0].rows)
+        return UpdateReport(self._metrics(progress), trained, batch, self._skipped(progress))
 
     def value_loss(self, critic: ModelEngine, batch: Batch) -> LossSum:
         """The critic's loss on a micro-batch."""
@@ -184,15 +210,14 @@ class Updater:
 
     def _mini_batches(
         self, rollout: Rollout, plans: Sequence[MiniBatchPlan], kl_coef: float
-    ) -> Iterator[tuple[list[list[int | None]], MiniBatch]]:
+    ) -> Iterator[_PlannedMiniBatch]:
         correction = self._config.correction
         counted = correction is None or correction.count_masked
         kept = None if counted else self.policy_loss.kept(rollout).sum(dim=1)
         for plan in plans:
-            for micro_batches, tokens, sequences in zip(plan.mini_batches, plan.tokens, plan.sequences, strict=True):
-                rows = [row for micro in micro_batches for row in micro if row is not None]
-                kept_tokens = None if kept is None else global_count(float(kept[rows].sum()), self._world)
-                yield micro_batches, MiniBatch(tokens, sequences, kl_coef, kept_tokens)
+            for number, (tokens, sequences) in enumerate(zip(plan.tokens, plan.sequences, strict=True)):
+                kept_tokens = None if kept is None else float(kept[plan.rows_of(number)].sum())
+                yield _PlannedMiniBatch(plan, number, MiniBatch(tokens, sequences, kl_coef, kept_tokens))
 
     def _exceeds_target(self, approxkl: torch.Tensor, tokens: float) -> bool:
         """Whether approxkl of the mini-batch ends the passes over the rollout; the same on every rank."""
@@ -202,14 +227,14 @@ class Updater:
 
     def _update_actor(
         self,
+        actor: ModelEngine,
         batch: Batch,
         micro_batches: list[list[int | None]],
         mini_batch: MiniBatch,
         progress: Progress,
         logprobs: torch.Tensor | None,
     ) -> UpdateStats:
-        actor, sums = self._roles.actor, progress.sums
-        losses = []
+        sums, losses = progress.sums, []
         for indices in micro_batches:
             loss, current = self.policy_loss(batch.rows(indices), mini_batch)
             actor.backward(loss.total, count=mini_batch.tokens)
@@ -219,7 +244,7 @@ class Updater:
                 scatter_rows(logprobs, indices, current)
         if self.ptx is not None:
             texts = next(self.ptx)
-            ptx_count = global_count(sum(int(text.loss_mask.sum()) for text in texts), self._world)
+            ptx_count = global_count(sum(int(text.loss_mask.sum()) for text in texts), actor.world)
             for text in texts:
                 predicted, _ = actor(text.input_ids, text.attention_mask, text.loss_mask)
                 loss = sft_loss(predicted, mask=text.loss_mask)
@@ -251,23 +276,37 @@ class Updater:
             progress.record_skipped("critic", micro_batches, losses)
         return stats
 
+    def _skipped(self, progress: Progress) -> dict[str, list[int]]:
+        """What was skipped on any rank, with the rows of this one."""
+        roles = {role for of_rank in self._world.all_gather_objects([*progress.skipped]) for role in of_rank}
+        return {role: progress.skipped.get(role, []) for role in sorted(roles)}
+
     def _metrics(self, progress: Progress) -> dict[str, float]:
-        sums, stats = progress.sums, progress.stats
-        metrics = {"rollout/updates": float(progress.updates)}
-        if "critic" in stats:
-            value = sums.value.means(self._world)
-            metrics |= {"loss/value": value["loss"], "val/clipfrac": value["clipfrac"]}
-        if "actor" in stats:
-            means = sums.policy.means(self._world)
-            metrics |= {name: means[key] for name, key in _POLICY_METRICS.items() if key in means}
-            used, recorded = (means.get(name, 0.0) for name in ROUTES_USED)
-            metrics |= {ROUTER_AGREEMENT: used / recorded} if recorded else {}
-        if self.ptx is not None and "actor" in stats:
-            metrics["loss/ptx"] = sums.ptx.means(self._world)["loss"]
-        for role, last in stats.items():
-            metrics["lr" if role == "actor" else f"{role}/lr"] = last.lr
+        """The same on every rank; those of a role are told by its first."""
+        metrics: dict[str, float] = {"rollout/updates": float(progress.updates)}
+        for of_rank in self._world.all_gather_objects(self._own_metrics(progress)):
+            metrics |= of_rank
+        return metrics
+
+    def _own_metrics(self, progress: Progress) -> dict[str, float]:
+        """Of the roles that this rank has; {} for those of which it is not the first rank."""
+        sums, metrics = progress.sums, dict[str, float]()
+        for role, last in progress.stats.items():
+            world = self._roles.learners[role].world
+            found = {"lr" if role == "actor" else f"{role}/lr": last.lr}
             if last.grad_norm is not None:
-                metrics[f"{role}/grad_norm"] = last.grad_norm
+                found[f"{role}/grad_norm"] = last.grad_norm
+            if role == "critic":
+                value = sums.value.means(world)
+                found |= {"loss/value": value["loss"], "val/clipfrac": value["clipfrac"]}
+            else:
+                means = sums.policy.means(world)
+                found |= {name: means[key] for name, key in _POLICY_METRICS.items() if key in means}
+                used, recorded = (means.get(name, 0.0) for name in ROUTES_USED)
+                found |= {ROUTER_AGREEMENT: used / recorded} if recorded else {}
+                if self.ptx is not None:
+                    found["loss/ptx"] = sums.ptx.means(world)["loss"]
+            metrics |= found if world.is_main else {}
         return metrics
 
 
