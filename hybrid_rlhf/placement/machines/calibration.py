@@ -1,4 +1,4 @@
-"""Measures the curves of this machine: what `hybrid-rlhf calibrate` runs, at most three minutes on a CPU.
+"""Measures the curves of this machine: what `hybrid-rlhf calibrate` runs, in less than three minutes.
 
 Primitives first (products, attention, optimizer steps, copies, collectives); then small models through the real
 engines. What a model takes beyond the primitives of its layers is the rest of a layer, and what it takes beyond its
@@ -86,9 +86,9 @@ def _sizes(gpu: bool, quick: bool) -> _Sizes:
         hidden, weights, rows = [1024, 4096], [1024, 2048, 4096, 8192], [1, 8, 64, 512, 4096, 16384]
         batches, decoded = [TimedBatch(4, 512), TimedBatch(16, 1024)], [1, 32, 256]
     else:
-        hidden, weights = [64, 256, 512], [32, 64, 128, 256, 512, 1024]
-        rows, batches = [1, 4, 16, 64, 256, 1024, 4096], [TimedBatch(2, 32), TimedBatch(4, 128), TimedBatch(16, 128)]
-        decoded = [1, 4, 16, 64]
+        hidden, weights = [64, 192, 512], [32, 64, 128, 256, 512, 1024]
+        rows, batches = [1, 4, 16, 64, 256, 1024, 4096], [TimedBatch(2, 32), TimedBatch(4, 128), TimedBatch(8, 128)]
+        decoded = [1, 8, 64]
     full = _Sizes(
         dtypes=["float32", "bfloat16"] if gpu else ["float32"],
         weights=weights,
@@ -99,7 +99,7 @@ def _sizes(gpu: bool, quick: bool) -> _Sizes:
         bytes=[2**8, 2**14, 2**18, 2**20, 2**22, 2**24],
         hidden=hidden,
         few_layers=2,
-        more_layers=6,
+        more_layers=5,
         vocabulary=8192,
         batches=batches,
         decoded=decoded,

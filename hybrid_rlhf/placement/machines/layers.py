@@ -31,9 +31,9 @@ from hybrid_rlhf.runtime.world import World
 
 SHORT_CONTEXT, LONG_CONTEXT = 16, 384
 """Tokens of prompts that decoding starts from."""
-_FEW_STEPS, _MORE_STEPS = 8, 40
+_FEW_STEPS, _MORE_STEPS = 6, 26
 """New tokens of two rollouts, whose difference is that of decoding steps alone."""
-_PASSES = 5
+_PASSES = 3
 """Backwards and optimizer steps after a first one, of which the median counts."""
 
 
