@@ -28,9 +28,9 @@ _NO_CURVES = "times are not predicted: run hybrid-rlhf calibrate first, or name 
 def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
     """Print the plan of the line that `train` would run; exit code 1 if a phase does not fit."""
     with user_errors():
-        words = train.with_bare_plan(sys.argv[1:] if argv is None else argv)
+        words = [*train.with_bare_plan(sys.argv[1:] if argv is None else argv), "--plan=true"]
         config, steps = train.pipeline(PlanConfig, words, prog=prog)
-        from hybrid_rlhf.memory.report import planned_phases, report
+        from hybrid_rlhf.memory.report import planned_phases, table
 
         here = _as_configured(config)
         planner, planned = planned_phases(here, steps)
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
                 json.dumps({"memory": _memory(planned), "rl": None if answer is None else answer.to_dict()}, indent=1)
             )
             sys.exit(0 if all(phase.fits for phases in planned.values() for phase in phases) else 1)
-        lines, fits = report(here, steps)
+        lines, fits = table(planner, planned, steps)
         if "rl" in planned:
             lines += ["", *([_NO_CURVES] if answer is None else answer.lines())]
         print("\n".join(lines))

@@ -147,7 +147,6 @@ Machine = Literal["this", "h100", "h200", "a100", "a100-40g", "a800", "4090"]
 class PlanConfig(PipelineConfig):
     """Memory of each phase of each step, and the placement of the roles of RL that is predicted to be the fastest."""
 
-    plan: bool = setting(True, advanced=True)
     machine: Machine = "this"
     """Machine that the plan is for. this: as measured by hybrid-rlhf calibrate; others are modelled from data
     sheets."""
@@ -165,7 +164,6 @@ class PlanConfig(PipelineConfig):
     """Print one JSON object instead of tables."""
 
     def __post_init__(self) -> None:
-        require(self.plan, "hybrid-rlhf plan only plans, got --plan false: use hybrid-rlhf train")
         super().__post_init__()
         for name in ("ranks", "hosts", "link_gib_per_second", "prompt_tokens", "completion_tokens"):
             value = getattr(self, name)

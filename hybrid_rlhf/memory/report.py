@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -26,7 +26,13 @@ def report(config: PipelineConfig, steps: Mapping[str, AnyStep]) -> tuple[list[s
     Returns:
         the lines of the report, and whether everything fits.
     """
-    planner, planned = planned_phases(config, steps)
+    return table(*planned_phases(config, steps), steps)
+
+
+def table(
+    planner: Planner, planned: Mapping[str, Sequence[PhaseMemory]], steps: Mapping[str, AnyStep]
+) -> tuple[list[str], bool]:
+    """The same of phases that are planned already."""
     machine = planner.machine
     host = "" if machine.host_bytes is None else f", {_gib(machine.host_bytes)} of host memory"
     lines = [

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hybrid_rlhf.configs.sections.placement import Placement, RolePlacement
+from hybrid_rlhf.configs.sections.placement import Placement, RolePlacement, ZeroStage
 from hybrid_rlhf.placement.job import RLJob
 from hybrid_rlhf.placement.plans import SAMPLER, Cluster, StepPlan, style_of
 
@@ -37,7 +37,7 @@ class Layout:
 class Options:
     """What besides the ranks a plan chooses; each field is one choice."""
 
-    zero: tuple[tuple[str, int], ...]
+    zero: tuple[tuple[str, ZeroStage], ...]
     """ZeRO stage of each role."""
     tensor_parallel: int
     policy_lag: int
@@ -89,7 +89,7 @@ def layouts(job: RLJob, cluster: Cluster) -> Iterator[Layout]:
                         yield placed(job, everywhere, sized, cluster.ranks)
 
 
-def zero_stages(job: RLJob, name: str, ranks: int) -> tuple[int, ...]:
+def zero_stages(job: RLJob, name: str, ranks: int) -> tuple[ZeroStage, ...]:
     """ZeRO stages that a role may have on so many ranks; a stage that shards nothing serves offloading alone."""
     if name == SAMPLER or (not job.roles[name].is_trained and ranks == 1):
         return (0,)

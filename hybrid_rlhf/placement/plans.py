@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hybrid_rlhf.configs.sections.placement import Placement, RolePlacement
+from hybrid_rlhf.configs.sections.placement import Placement, RolePlacement, ZeroStage
 
 LEARNERS = ("actor", "critic")
 SAMPLER = "sampler"
@@ -91,7 +91,7 @@ def style_of(roles: Mapping[str, tuple[int, ...]], ranks: int) -> str:
     return "interleaving" if whole >= {name for name in LEARNERS if name in roles} else "hybrid"
 
 
-def flattening(names: list[str], ranks: int, *, zero: Mapping[str, int], tensor_parallel: int = 1) -> Placement:
+def flattening(names: list[str], ranks: int, *, zero: Mapping[str, ZeroStage], tensor_parallel: int = 1) -> Placement:
     """All roles on all ranks."""
     everywhere = tuple(range(ranks))
     return Placement(

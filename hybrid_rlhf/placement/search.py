@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from hybrid_rlhf.configs.sections.placement import ZeroStage
 from hybrid_rlhf.placement.candidates import (
     EXACT_RANKS,
     Layout,
@@ -213,7 +214,9 @@ class Search:
                 for lag in lags(self._job, layout):
                     yield Options(tuple(zero), together, lag, *offload)
 
-    def _stages(self, layout: Layout, name: str, ranks: int, offload: tuple[bool, bool, bool]) -> list[tuple[str, int]]:
+    def _stages(
+        self, layout: Layout, name: str, ranks: int, offload: tuple[bool, bool, bool]
+    ) -> list[tuple[str, ZeroStage]]:
         stages = zero_stages(self._job, name, ranks)
         if name in (SAMPLER, "actor"):  # the actor's stage decides the weight sync too
             return [(name, stage) for stage in stages]
@@ -226,7 +229,7 @@ class Search:
             seconds = [part for each in work for part in (each.compute, each.wire)]
             marks[stage] = (*seconds, *self.memory.shares(plan, name))
 
-        def dominated(stage: int) -> bool:
+        def dominated(stage: ZeroStage) -> bool:
             mine = marks[stage]
             return any(
                 other != stage
@@ -278,7 +281,8 @@ class Search:
         elif kind == 1:
             zero = dict(options.zero)
             name, ranks = layout.ranks[int(rng.integers(len(layout.ranks)))]
-            zero[name] = int(rng.choice(zero_stages(self._job, name, len(ranks))))
+            stages = zero_stages(self._job, name, len(ranks))
+            zero[name] = stages[int(rng.integers(len(stages)))]
             options = replace(options, zero=tuple(zero.items()))
         elif kind == 2:
             chosen = int(rng.choice(tensor_parallels(self._job, layout, self._cluster)))

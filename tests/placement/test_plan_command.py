@@ -104,7 +104,6 @@ def test_without_curves_the_memory_is_planned_alone(
         ("--link_gib_per_second 3", "link_gib_per_second is for a modelled machine, got 3.0"),
         ("--machine h100 --plan_device_gib 3", "has memory of its own, got plan_device_gib 3.0"),
         ("--ranks 0", "ranks must be above 0, got 0"),
-        ("--plan false", "hybrid-rlhf plan only plans, got --plan false"),
     ],
 )
 def test_a_wrong_line_is_one_line(words: str, message: str, shape: str, capsys: pytest.CaptureFixture[str]) -> None:

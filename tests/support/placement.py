@@ -25,7 +25,7 @@ from hybrid_rlhf.placement.plans import SAMPLER, Cluster, StepPlan, style_of
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "transfer")
 
 
-def line(rate: float, latency: float = 0.0) -> Curve:
+def cost_line(rate: float, latency: float = 0.0) -> Curve:
     """latency + size / rate seconds."""
     return Curve.of((2.0**power, latency + 2.0**power / rate) for power in range(0, 60, 2))
 
@@ -36,11 +36,12 @@ def machine(*, bandwidth: float = 1e9, latency: float = 1e-5, device: str = "cud
     weights = [2.0**power for power in range(8, 40, 2)]
 
     def product(rate: float) -> dict[str, Surface]:
-        return {"bfloat16": Surface(tuple((size, line(rate / size, 1e-6 + size / 1e12)) for size in weights))}
+        return {"bfloat16": Surface(tuple((size, cost_line(rate / size, 1e-6 + size / 1e12)) for size in weights))}
 
     def exchange(slower: float) -> dict[str, Surface]:
         return {
-            kind: Surface(tuple((n, line(bandwidth / slower, latency * slower * n)) for n in ranks)) for kind in KINDS
+            kind: Surface(tuple((n, cost_line(bandwidth / slower, latency * slower * n)) for n in ranks))
+            for kind in KINDS
         }
 
     found = MachineCurves(
@@ -51,17 +52,17 @@ def machine(*, bandwidth: float = 1e9, latency: float = 1e-5, device: str = "cud
         ranks_per_host=8,
         products=product(1e13),
         decode_products=product(1e12),
-        attention=line(1e12),
-        layer=line(1e10, 1e-5),
-        layer_backward=line(5e9, 2e-5),
-        head=line(1e10),
-        cache_reads=line(1e11),
-        decode_layer=line(1e9, 1e-5),
-        decode_step=line(1e6, 1e-4),
-        copies=line(1e11),
-        host_link=line(1e9),
-        optimizer=line(1e9),
-        host_optimizer=line(1e8),
+        attention=cost_line(1e12),
+        layer=cost_line(1e10, 1e-5),
+        layer_backward=cost_line(5e9, 2e-5),
+        head=cost_line(1e10),
+        cache_reads=cost_line(1e11),
+        decode_layer=cost_line(1e9, 1e-5),
+        decode_step=cost_line(1e6, 1e-4),
+        copies=cost_line(1e11),
+        host_link=cost_line(1e9),
+        optimizer=cost_line(1e9),
+        host_optimizer=cost_line(1e8),
         collectives=exchange(1.0),
         between_hosts=exchange(10.0),
         calls={"forward": 1e-4, "backward": 1e-4, "step": 1e-4, "gathered_layer": 1e-5, "generation": 1e-3},

@@ -27,7 +27,7 @@ _LEAST = 1e-9
 
 
 @dataclass(frozen=True)
-class _Sizes:
+class _MeasuredSizes:
     """What is measured."""
 
     dtypes: list[str]
@@ -81,7 +81,7 @@ def calibrate(ranks: int, *, quick: bool = False, show: Callable[[str], None] = 
     return _with_models(curves, models, sizes)
 
 
-def _sizes(gpu: bool, quick: bool) -> _Sizes:
+def _sizes(gpu: bool, quick: bool) -> _MeasuredSizes:
     if gpu:
         hidden, weights, rows = [1024, 4096], [1024, 2048, 4096, 8192], [1, 8, 64, 512, 4096, 16384]
         batches, decoded = [TimedBatch(4, 512), TimedBatch(16, 1024)], [1, 32, 256]
@@ -89,7 +89,7 @@ def _sizes(gpu: bool, quick: bool) -> _Sizes:
         hidden, weights = [64, 192, 512], [32, 64, 128, 256, 512, 1024]
         rows, batches = [1, 4, 16, 64, 256, 1024, 4096], [TimedBatch(2, 32), TimedBatch(4, 128), TimedBatch(8, 128)]
         decoded = [1, 8, 64]
-    full = _Sizes(
+    full = _MeasuredSizes(
         dtypes=["float32", "bfloat16"] if gpu else ["float32"],
         weights=weights,
         rows=rows,
@@ -126,7 +126,7 @@ def _together(world: World, sizes: list[int]) -> tuple[collectives.Times, list[t
     return collectives.time_collectives(world, sizes), collectives.time_sharing(world)
 
 
-def _alone(world: World, sizes: _Sizes) -> tuple[MachineCurves, list[ModelTimes]]:
+def _alone(world: World, sizes: _MeasuredSizes) -> tuple[MachineCurves, list[ModelTimes]]:
     """Curves of primitives, and times of models."""
     decode_rows = [rows for rows in sizes.rows if rows <= 512]
     optimizer = Curve.of(layers.time_optimizer(world, sizes.parameters))
@@ -165,7 +165,7 @@ def _alone(world: World, sizes: _Sizes) -> tuple[MachineCurves, list[ModelTimes]
     return curves, layers.time_models(world, found, sizes.batches, sizes.decoded)
 
 
-def _with_models(curves: MachineCurves, models: list[ModelTimes], sizes: _Sizes) -> MachineCurves:
+def _with_models(curves: MachineCurves, models: list[ModelTimes], sizes: _MeasuredSizes) -> MachineCurves:
     """The curves with what models take beyond primitives."""
     known = {times.model: times for times in models}
     few, more, least = sizes.few_layers, sizes.more_layers, sizes.hidden[0]
