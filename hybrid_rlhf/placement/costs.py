@@ -183,7 +183,7 @@ class Costs:
 
     def _gathers(self, sizes: ModelDimensions, layer_seconds: float, ranks: tuple[int, ...], zero: int) -> float:
         """What a pass waits for ZeRO-3's weights, beyond what is hidden behind compute."""
-        if zero < 3 or len(ranks) == 1:
+        if zero < 3:
             return 0.0
         layer = self._collective("all_gather", ranks, self._bytes * sizes.layer_weights)
         layer += self.curves.calls.get("gathered_layer", 0.0)

@@ -2,15 +2,16 @@
 
 Primitives first (products, attention, optimizer steps, copies, collectives); then small models through the real
 engines. What a model takes beyond the primitives of its layers is the rest of a layer, and what it takes beyond its
-layers the cost of a call. A rest that comes out below nothing is nothing.
+layers the cost of a call; rests are fitted by lines, which are not below nothing.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import psutil
 import torch
 
@@ -27,8 +28,8 @@ _LEAST = 1e-9
 
 
 @dataclass(frozen=True)
-class _MeasuredSizes:
-    """What is measured."""
+class MeasuredSizes:
+    """What is measured: sizes of primitives and of models."""
 
     dtypes: list[str]
     weights: list[int]
@@ -62,7 +63,7 @@ def calibrate(ranks: int, *, quick: bool = False, show: Callable[[str], None] = 
     Raises:
         UserError: when the ranks do not finish in time.
     """
-    sizes = _sizes(torch.cuda.is_available(), quick)
+    sizes = measured_sizes(gpu=torch.cuda.is_available(), quick=quick)
     show(f"collectives on {ranks} ranks")
     times, sharing = run_on_ranks(_together, ranks, sizes.bytes)[0]
     show("matrix products, attention, optimizer steps, copies; small models")
@@ -78,10 +79,11 @@ def calibrate(ranks: int, *, quick: bool = False, show: Callable[[str], None] = 
         device_gib=_device_gib(ranks),
         ranks_per_host=ranks,
     )
-    return _with_models(curves, models, sizes)
+    return with_models(curves, models, sizes)
 
 
-def _sizes(gpu: bool, quick: bool) -> _MeasuredSizes:
+def measured_sizes(*, gpu: bool, quick: bool) -> MeasuredSizes:
+    """What is measured on a CPU or a GPU, or in a quick try."""
     if gpu:
         hidden, weights, rows = [1024, 4096], [1024, 2048, 4096, 8192], [1, 8, 64, 512, 4096, 16384]
         batches, decoded = [TimedBatch(4, 512), TimedBatch(16, 1024)], [1, 32, 256]
@@ -89,7 +91,7 @@ def _sizes(gpu: bool, quick: bool) -> _MeasuredSizes:
         hidden, weights = [64, 192, 512], [32, 64, 128, 256, 512, 1024]
         rows, batches = [1, 4, 16, 64, 256, 1024, 4096], [TimedBatch(2, 32), TimedBatch(4, 128), TimedBatch(8, 128)]
         decoded = [1, 8, 64]
-    full = _MeasuredSizes(
+    full = MeasuredSizes(
         dtypes=["float32", "bfloat16"] if gpu else ["float32"],
         weights=weights,
         rows=rows,
@@ -126,7 +128,7 @@ def _together(world: World, sizes: list[int]) -> tuple[collectives.Times, list[t
     return collectives.time_collectives(world, sizes), collectives.time_sharing(world)
 
 
-def _alone(world: World, sizes: _MeasuredSizes) -> tuple[MachineCurves, list[ModelTimes]]:
+def _alone(world: World, sizes: MeasuredSizes) -> tuple[MachineCurves, list[ModelTimes]]:
     """Curves of primitives, and times of models."""
     decode_rows = [rows for rows in sizes.rows if rows <= 512]
     optimizer = Curve.of(layers.time_optimizer(world, sizes.parameters))
@@ -165,7 +167,7 @@ def _alone(world: World, sizes: _MeasuredSizes) -> tuple[MachineCurves, list[Mod
     return curves, layers.time_models(world, found, sizes.batches, sizes.decoded)
 
 
-def _with_models(curves: MachineCurves, models: list[ModelTimes], sizes: _MeasuredSizes) -> MachineCurves:
+def with_models(curves: MachineCurves, models: list[ModelTimes], sizes: MeasuredSizes) -> MachineCurves:
     """The curves with what models take beyond primitives."""
     known = {times.model: times for times in models}
     few, more, least = sizes.few_layers, sizes.more_layers, sizes.hidden[0]
@@ -199,8 +201,9 @@ def _with_passes(
             attention = curves.attention(2.0 * sizes.attention_width * batch.rows * batch.length**2)
             layer = (more.forward[batch] - few.forward[batch]) / between
             layer_backward = (more.backward[batch] - few.backward[batch]) / between
-            forward.append((tokens * sizes.hidden, layer - products - attention))
-            backward.append((tokens * sizes.hidden, layer_backward - 2 * products - ATTENTION_BACKWARD * attention))
+            forward.append((tokens * sizes.hidden, layer - products - attention, layer))
+            rest = layer_backward - 2 * products - ATTENTION_BACKWARD * attention
+            backward.append((tokens * sizes.hidden, rest, layer_backward))
             logits = product(sizes.vocabulary * sizes.hidden, tokens)
             calls["forward"] = max(0.0, few.forward[batch] - few.model.layers * layer - logits)
             calls["backward"] = max(0.0, few.backward[batch] - few.model.layers * layer_backward - 2 * logits)
@@ -209,7 +212,7 @@ def _with_passes(
         tokens, more_logits = batch.rows * batch.length, wide.model.vocabulary - plain.model.vocabulary
         taken = wide.forward[batch] + wide.backward[batch] - plain.forward[batch] - plain.backward[batch]
         head.append((tokens * more_logits, taken - 3 * product(more_logits * hidden, tokens)))
-    return replace(curves, layer=_rest(forward), layer_backward=_rest(backward), head=_proportional(head), calls=calls)
+    return replace(curves, layer=_line(forward), layer_backward=_line(backward), head=_proportional(head), calls=calls)
 
 
 def _with_decoding(curves: MachineCurves, pairs: list[tuple[ModelTimes, ModelTimes]]) -> MachineCurves:
@@ -227,10 +230,12 @@ def _with_decoding(curves: MachineCurves, pairs: list[tuple[ModelTimes, ModelTim
         for rows, context in [key for key in few.decode if key[1] == SHORT_CONTEXT]:
             layer = (more.decode[rows, context] - few.decode[rows, context]) / between
             known = DECODE_PRODUCTS * product(sizes.layer_weights / DECODE_PRODUCTS, rows)
-            rest.append((rows * sizes.hidden, layer - known - cache(4.0 * rows * context * sizes.cache_width)))
+            known += cache(4.0 * rows * context * sizes.cache_width)
+            rest.append((rows * sizes.hidden, layer - known, few.decode[rows, context]))
             head = product(sizes.vocabulary * sizes.hidden, rows)
             if few is pairs[0][0]:
-                steps.append((rows, few.decode[rows, context] - few.model.layers * layer - head))
+                taken = few.decode[rows, context]
+                steps.append((rows, taken - few.model.layers * layer - head, taken))
     small, large = pairs[0][0], pairs[-1][1]
     more_bytes = 4 * (large.model.sizes.parameters - small.model.sizes.parameters)
     check = 2 * (curves.calls["forward"] + small.model.layers * curves.layer(16 * small.model.hidden))
@@ -238,8 +243,8 @@ def _with_decoding(curves: MachineCurves, pairs: list[tuple[ModelTimes, ModelTim
     return replace(
         curves,
         cache_reads=cache,
-        decode_layer=_rest(rest),
-        decode_step=_rest(steps),
+        decode_layer=_line(rest),
+        decode_step=_line(steps),
         copies=_proportional([(more_bytes, large.sync - small.sync)]),
         calls=calls,
     )
@@ -252,24 +257,35 @@ def _surface(found: Iterable[tuple[float, float, float]]) -> Surface:
     return Surface(tuple((first, Curve.of(points)) for first, points in sorted(by_first.items())))
 
 
-def _rest(points: Iterable[tuple[float, float]]) -> Curve:
-    """A curve through points, the mean of those of one size."""
-    by_size: dict[float, list[float]] = defaultdict(list)
-    for size, seconds in points:
-        by_size[size].append(max(_LEAST, seconds))
-    return Curve.of((size, sum(seconds) / len(seconds)) for size, seconds in by_size.items())
+def _line(points: Sequence[tuple[float, float, float]]) -> Curve:
+    """The line a + b x size, a and b not below 0, nearest to (size, rest, whole) by squares of rest errors over wholes.
+
+    Why a line: a rest is a difference of noisy times, and single points may come out below nothing.
+    """
+    sizes, rests, wholes = np.asarray(points, dtype=np.float64).T
+    weights = 1 / np.maximum(wholes, _LEAST)
+    both = np.stack([weights, weights * sizes], axis=1)
+    found = np.linalg.lstsq(both, weights * rests, rcond=None)[0] if len(points) > 1 else np.asarray([-1.0, 0.0])
+    if (found < 0).any():  # one of the two alone, whichever is nearer
+        alone = [max(0.0, float(column @ (weights * rests) / (column @ column))) for column in both.T]
+        errors = [
+            float(((column * value - weights * rests) ** 2).sum()) for column, value in zip(both.T, alone, strict=True)
+        ]
+        found = np.asarray([alone[0], 0.0] if errors[0] <= errors[1] else [0.0, alone[1]])
+    constant, slope = map(float, found)
+    return Curve.of((2.0**power, constant + slope * 2.0**power) for power in range(0, 61))
 
 
 def _proportional(points: Iterable[tuple[float, float]]) -> Curve:
     """A curve in proportion to the size, by the largest of the points."""
     size, seconds = max(points)
     rate = max(_LEAST, seconds) / size
-    return Curve.of([(1.0, max(_LEAST, rate)), (2.0**60, rate * 2.0**60)])
+    return Curve.of((2.0**power, rate * 2.0**power) for power in range(0, 61))
 
 
 def _largest(steps: Iterable[tuple[float, float]], primitive: Curve) -> Curve:
     """Steps of engines, and beyond the largest those of the primitive with the same distance."""
-    rest = _rest(steps)
+    rest = Curve.of(steps)
     last, seconds = rest.points[-1]
     more = max(0.0, seconds - primitive(last))
     beyond = [(size, taken + more) for size, taken in primitive.points if size > last]
