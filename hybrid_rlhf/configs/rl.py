@@ -10,7 +10,7 @@ from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS, AlgorithmConfig, PPOCo
 from hybrid_rlhf.configs.sections.data import DataConfig, DataSource
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.configs.sections.model import CriticLoraConfig, LoraConfig
-from hybrid_rlhf.configs.sections.placement import check_placement
+from hybrid_rlhf.configs.sections.placement import check_placement, places_sampler
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig, require_distinct_names
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.rules import require, whole_number
@@ -151,6 +151,9 @@ class RLFaultsConfig(FaultsConfig):
     """Largest difference in nats between log-probs of the sampler and of training, of fixed tokens after each weight
     sync and in the mean over a rollout of current weights; beyond it the run stops. null: 0.002 in float32, 0.1 in
     lower precision, 0.5 quantised, more where logits are large."""
+    check_weights: bool = setting(False, advanced=True)
+    """Compare checksums of all weights that a sampler with ranks of its own (placement) receives, in each weight sync;
+    the first two syncs are always compared."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -192,6 +195,11 @@ class RLConfig(StepConfig):
         )
         self._check_samples(name)
         check_placement(self.placement)
+        require(
+            not self.faults.check_weights or places_sampler(self.placement),
+            "faults.check_weights compares weights that a sampler with ranks of its own receives, got placement "
+            f"{self.placement}: leave it out, or give --placement separation",
+        )
         lag = self.rollout.policy_lag
         require(
             not lag or self.algorithm.allows_other_sampler,

@@ -107,13 +107,16 @@ def build_actor(
     *,
     rollout: RolloutConfig | None = None,
     max_logprob_diff: float | None = None,
+    samples: bool = True,
 ) -> HybridEngine:
-    """Build an actor's engine, which also generates, as the rollout section says.
+    """Build an actor's engine, which also generates, as the rollout section says, unless a sampler on other ranks does
+    (`samples` false).
 
     Raises:
         UserError: as `build_engine`, or when the rollout needs inference weights and the model has none.
     """
-    return _build(partial(HybridEngine, rollout=rollout, max_logprob_diff=max_logprob_diff), spec, world)
+    hybrid = partial(HybridEngine, rollout=rollout, max_logprob_diff=max_logprob_diff, samples=samples)
+    return _build(hybrid, spec, world)
 
 
 def _build(engine_type: Callable[..., EngineT], spec: EngineSpec, world: World) -> EngineT:

@@ -26,7 +26,7 @@ from hybrid_rlhf.engines.deepspeed_internals import zero3_hooks_removed
 from hybrid_rlhf.engines.engine import AbsentEngine, EngineFacts, EngineOptions, ModelEngine, Role
 from hybrid_rlhf.engines.offload import OffloadedStates
 from hybrid_rlhf.engines.partition import GatheredWeight, base_parameters, full_weights, gathered, has_partitions
-from hybrid_rlhf.engines.weight_check import WeightCheck, logprob_limit
+from hybrid_rlhf.engines.weight_check import TrainingProbe, WeightCheck, logprob_limit
 from hybrid_rlhf.generation.backends.backend import GenerationBackend
 from hybrid_rlhf.generation.backends.module import ModuleBackend, ModuleSupport
 from hybrid_rlhf.generation.backends.native import NativeBackend
@@ -34,7 +34,7 @@ from hybrid_rlhf.generation.batching.requests import DecodeWork
 from hybrid_rlhf.generation.drafting.drafter import Drafter, check_can_draft
 from hybrid_rlhf.generation.engine import GenerationEngine, default_stop_token_ids
 from hybrid_rlhf.generation.model.decoder import Decoder
-from hybrid_rlhf.generation.weights.conversion import plan_inference_weights
+from hybrid_rlhf.generation.weights.conversion import InferenceWeights, architecture_of, plan_inference_weights
 from hybrid_rlhf.generation.weights.description import ModelDescription
 from hybrid_rlhf.models.lora import has_lora, lora_merged
 from hybrid_rlhf.models.pretrained.loading import DTYPES
@@ -66,6 +66,7 @@ class HybridEngine(ModelEngine):
         *,
         rollout: RolloutConfig | None = None,
         max_logprob_diff: float | None = None,
+        samples: bool = True,
     ) -> None:
         """Wrap an engine; every rank must call.
 
@@ -76,6 +77,8 @@ class HybridEngine(ModelEngine):
             options: see EngineOptions.
             rollout: how it generates; none: the defaults.
             max_logprob_diff: see faults.max_logprob_diff.
+            samples: whether it generates; false: a sampler on other ranks does (engines/separate/), and this one has no
+                inference weights.
 
         Raises:
             UserError: when tensor_parallel, quantization, routing_replay, draft or async_sampling needs inference
@@ -84,7 +87,7 @@ class HybridEngine(ModelEngine):
         super().__init__(role, engine, world, options)
         self._rollout = rollout or RolloutConfig()
         self._keeps = self._rollout.keep_weights is True  # auto is decided by memory/kept_weights.py
-        self.generation_world = world.split(self._rollout.tensor_parallel)
+        self.generation_world = world.split(self._rollout.tensor_parallel if samples else 1)
         """The ranks that generate together, from the same prompts."""
         self.weight_sync_seconds = 0.0
         """Time of the last weight sync, offloading and release of memory included, without the check."""
@@ -95,36 +98,45 @@ class HybridEngine(ModelEngine):
         self.drafter: Drafter | None = None
         """Of all its rollouts; none without `rollout.draft`."""
         self._host_states = OffloadedStates(engine, world.device)
-        self._check = WeightCheck(self, max_logprob_diff)
+        self.probe = TrainingProbe(self)
+        """What inference weights are checked against."""
         dtype = next(self.lm.parameters()).dtype
         inference_dtype = DTYPES.get(self._rollout.dtype, dtype)
         quantization = self._rollout.quantization
+        self._check = WeightCheck(world, max_logprob_diff, quantised=quantization is not None)
         self.max_logprob_diff = logprob_limit(
             max_logprob_diff, dtype, inference_dtype, quantised=quantization is not None
         )
         """Largest mean difference of log-probs between sampler and trainer, in nats, beyond which a run stops."""
         self._kept: _KeptBackend | None = None
         self._module_support: ModuleSupport | None = None
-        self._inference_weights = None
-        if self._rollout.backend == "auto":
+        self._inference_weights: InferenceWeights | None = None
+        architecture = self._plan_inference_weights(inference_dtype) if samples else architecture_of(self.lm)
+        self._samples = samples
+        self._follow_routes(architecture)
+
+    def _plan_inference_weights(self, dtype: torch.dtype) -> ModelDescription | None:
+        """Plan them, and what needs them; none for a model that has none."""
+        rollout = self._rollout
+        if rollout.backend == "auto":
             self._inference_weights = plan_inference_weights(
                 self.lm,
                 [name for name, _ in base_parameters(self.lm)],
                 world=self.generation_world,
-                dtype=inference_dtype,
+                dtype=dtype,
                 in_place=self._keeps,
-                quantization=quantization,
+                quantization=rollout.quantization,
             )
-        if self._inference_weights is None and self._rollout.policy_lag:
+        if self._inference_weights is None and rollout.policy_lag:
             raise UserError(
                 f"rollout.async_sampling copies the inference weights, {type(self.lm).__name__} has none: set "
                 "--rollout.async_sampling null"
             )
         architecture = None if self._inference_weights is None else self._inference_weights.architecture
-        if self._rollout.draft is not None:
-            check_can_draft(architecture, setting=f"rollout.draft {self._rollout.draft}")
-            self.drafter = Drafter(self._rollout.draft, draft_tokens=self._rollout.draft_tokens)
-        self._follow_routes(architecture)
+        if rollout.draft is not None:
+            check_can_draft(architecture, setting=f"rollout.draft {rollout.draft}")
+            self.drafter = Drafter(rollout.draft, draft_tokens=rollout.draft_tokens)
+        return architecture
 
     def _follow_routes(self, architecture: ModelDescription | None) -> None:
         """Have the training forward compare its experts with recorded ones, or use these."""
@@ -160,7 +172,12 @@ class HybridEngine(ModelEngine):
         Args:
             stop_token_ids: tokens that end every completion; none: the model's own EOS tokens.
             tokenizer: for stop strings.
+
+        Raises:
+            RuntimeError: when a sampler on other ranks generates.
         """
+        if not self._samples:
+            raise RuntimeError("an actor whose sampler has ranks of its own does not generate: use the sampler")
         stop = default_stop_token_ids(self.lm) if stop_token_ids is None else stop_token_ids
         was_training = self.module.training
         self.weight_sync_seconds = self.weight_check_seconds = 0.0
@@ -259,7 +276,13 @@ class HybridEngine(ModelEngine):
             for weight in full_weights(self.lm, bucket_elements=BUCKET_ELEMENTS)
         )
         start = time.perf_counter()
-        self._check(decoder, updates=self.weight_version)
+        vocab_size = decoder.architecture.vocab_size
+        self._check(
+            decoder,
+            self.probe.logprobs(vocab_size),
+            lambda: self.probe.states(vocab_size),
+            updates=self.weight_version,
+        )
         seconds = time.perf_counter() - start
         self.weight_check_seconds += seconds
         self.weight_sync_seconds -= seconds  # the caller times both

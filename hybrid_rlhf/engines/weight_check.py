@@ -8,10 +8,12 @@ run stops, and the error names the first layer whose output differs.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.engines.engine import ModelEngine
@@ -23,6 +25,7 @@ from hybrid_rlhf.generation.weights.conversion import (
 )
 from hybrid_rlhf.models.head_check import FLOAT32_TOLERANCE, probe_tokens
 from hybrid_rlhf.models.structure import layer_list
+from hybrid_rlhf.runtime.world import World
 
 _FLOAT32_LAYER_TOLERANCE, _LOW_PRECISION_LAYER_TOLERANCE = 1e-3, 0.05
 """Relative difference of a layer's output that is a fault."""
@@ -42,88 +45,144 @@ def logprob_limit(limit: float | None, *dtypes: torch.dtype, quantised: bool = F
     return FLOAT32_TOLERANCE if set(dtypes) == {torch.float32} else LOW_PRECISION_TOLERANCE
 
 
-class WeightCheck:
-    """Compares the inference weights of an engine with its training forward."""
+class TrainingProbe:
+    """The training forward of fixed tokens, which inference weights are compared with."""
 
-    def __init__(self, engine: ModelEngine, limit: float | None) -> None:
-        """Args: the engine, and the largest difference in nats (none: by the dtype, see `agreement_with`)."""
-        self._engine, self._limit = engine, limit
+    def __init__(self, engine: ModelEngine) -> None:
+        self._engine = engine
 
     @torch.no_grad()
-    def __call__(self, decoder: Decoder, *, updates: int) -> None:
-        """Check a decoder; every rank of the engine must call.
+    def logprobs(self, vocab_size: int) -> Tensor:
+        """[P - 1] of all `probe_tokens` except the first; every rank of the engine must call."""
+        ids, counts = self._inputs(vocab_size)
+        logprobs: Tensor = self._engine(ids, counts, counts)[0][0, 1:]
+        return logprobs
 
-        Args:
-            decoder: with the current weights.
-            updates: optimizer updates so far, for the message.
-
-        Raises:
-            UserError: on every rank, when the log-probs differ by more than the limit.
-        """
-        engine, tokens = self._engine, probe_tokens(decoder.architecture.vocab_size)
-        ids = torch.tensor([tokens], device=engine.device)
-        counts = torch.ones_like(ids, dtype=torch.bool)
-        expected = engine(ids, counts, counts)[0][0, 1:]
-        if not bool(expected.isfinite().all()):
-            return  # the training weights themselves are not finite, which the loop reports (loop/non_finite.py)
-        result = agreement_with(decoder, expected)
-        limit = result.tolerance if self._limit is None else self._limit
-        excess = math.inf if math.isnan(result.measured) else result.measured - limit
-        worst = float(engine.world.all_reduce(torch.tensor(excess, device=engine.device), dist.ReduceOp.MAX))
-        if worst <= 0:
-            self._check_products(decoder, updates)
-            return
-        place = self._first_difference(decoder, ids)
-        raise UserError(
-            f"inference weights must agree with the training forward to {limit:.3g} nats, they differ by "
-            f"{worst + limit:.3g} after the weight sync of update {updates}, first in {place}: report the model, or "
-            "set rollout.backend to module"
-        )
-
-    def _check_products(self, decoder: Decoder, updates: int) -> None:
-        """Compare each quantised product with its weight: a wrong scale of a small part may change log-probs little."""
-        errors = decoder.quantisation_errors
-        if not errors:
-            return
-        found = torch.stack([*errors.values()]).nan_to_num(math.inf)
-        place = [*errors][int(found.argmax())]
-        worst = float(self._engine.world.all_reduce(found.max(), dist.ReduceOp.MAX))
-        if worst > _PRODUCT_TOLERANCE:
-            raise UserError(
-                f"quantised products must agree with the training weights to {_PRODUCT_TOLERANCE}, they differ by "
-                f"{worst:.3g} after the weight sync of update {updates}, on this rank most in {place}: report the "
-                "model, or leave rollout.quantization out"
-            )
-
-    def _first_difference(self, decoder: Decoder, ids: Tensor) -> str:
-        """The first part of the model whose output differs."""
+    @torch.no_grad()
+    def states(self, vocab_size: int) -> list[Tensor] | None:
+        """[P, H] before the first layer and after each; none for a model whose layers are unknown. Every rank of the
+        engine must call."""
         layers = layer_list(self._engine.lm)
         if layers is None:
-            return "an unknown layer"
-        expected = self._training_states(layers, ids)
-        found = probe_hidden(decoder, ids[0].tolist())
-        bound = _FLOAT32_LAYER_TOLERANCE if decoder.dtype == torch.float32 else _LOW_PRECISION_LAYER_TOLERANCE
-        if decoder.quantisation_errors:
-            bound = _QUANTISED_LAYER_TOLERANCE
-        for index, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
-            difference = float((mine - theirs.to(mine)).norm() / theirs.norm().clamp(min=1e-12))
-            if not difference <= bound:
-                return "the embedding" if index == 0 else f"layer {index - 1}"
-        return "the head"
-
-    def _training_states(self, layers: nn.ModuleList, ids: Tensor) -> list[Tensor]:
-        """[P, H] before the first layer and after each, in the training forward."""
+            return None
+        ids, counts = self._inputs(vocab_size)
         states: list[Tensor] = []
         handles = [layers[0].register_forward_pre_hook(lambda _, inputs: states.append(inputs[0].detach()))]
         for layer in layers:
             handles.append(layer.register_forward_hook(lambda _, inputs, output: states.append(_hidden(output))))
-        counts = torch.ones_like(ids, dtype=torch.bool)
         try:
             self._engine(ids, counts, counts)
         finally:
             for handle in handles:
                 handle.remove()
         return [state.reshape(-1, state.shape[-1]) for state in states]
+
+    def _inputs(self, vocab_size: int) -> tuple[Tensor, Tensor]:
+        ids = torch.tensor([probe_tokens(vocab_size)], device=self._engine.device)
+        return ids, torch.ones_like(ids, dtype=torch.bool)
+
+
+@dataclass(frozen=True)
+class _Finding:
+    """Of one rank."""
+
+    excess: float
+    """Difference beyond the limit, in nats."""
+    limit: float
+    place: str
+
+
+class WeightCheck:
+    """Compares inference weights with the training forward, on all ranks that have either."""
+
+    def __init__(
+        self, world: World, limit: float | None, *, quantised: bool, remedy: str = "set rollout.backend to module"
+    ) -> None:
+        """Prepare.
+
+        Args:
+            world: the ranks.
+            limit: largest difference in nats; none: by the dtype, see `agreement_with`.
+            quantised: whether products are.
+            remedy: what a user can do, for the message.
+        """
+        self._world, self._limit, self._quantised, self._remedy = world, limit, quantised, remedy
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        decoder: Decoder | None,
+        expected: Tensor,
+        states: Callable[[], list[Tensor] | None],
+        *,
+        updates: int,
+    ) -> None:
+        """Check a decoder; every rank must call.
+
+        Args:
+            decoder: with the current weights; none on a rank that does not sample.
+            expected: [P - 1] log-probs of TrainingProbe, the same on every rank.
+            states: gives those of TrainingProbe; called on every rank, or on none.
+            updates: optimizer updates so far, for the message.
+
+        Raises:
+            UserError: on every rank, when the log-probs differ by more than the limit.
+        """
+        if not bool(expected.isfinite().all()):
+            return  # the training weights themselves are not finite, which the loop reports (loop/non_finite.py)
+        excess, limit = -math.inf, 0.0
+        if decoder is not None:
+            result = agreement_with(decoder, expected)
+            limit = result.tolerance if self._limit is None else self._limit
+            excess = math.inf if math.isnan(result.measured) else result.measured - limit
+        if self._largest(excess) <= 0:
+            self._check_products(decoder, updates)
+            return
+        training = states()
+        place = "" if decoder is None else _first_difference(decoder, training)
+        worst = max(self._world.all_gather_objects(_Finding(excess, limit, place)), key=lambda finding: finding.excess)
+        raise UserError(
+            f"inference weights must agree with the training forward to {worst.limit:.3g} nats, they differ by "
+            f"{worst.excess + worst.limit:.3g} after the weight sync of update {updates}, first in {worst.place}: "
+            f"report the model, or {self._remedy}"
+        )
+
+    def _check_products(self, decoder: Decoder | None, updates: int) -> None:
+        """Compare each quantised product with its weight: a wrong scale of a small part may change log-probs little."""
+        if not self._quantised:
+            return
+        found, place = 0.0, ""
+        if decoder is not None and (errors := decoder.quantisation_errors):
+            each = torch.stack([*errors.values()]).nan_to_num(math.inf)
+            found, place = float(each.max()), [*errors][int(each.argmax())]
+        if self._largest(found) <= _PRODUCT_TOLERANCE:
+            return
+        worst, place = max(self._world.all_gather_objects((found, place)))
+        raise UserError(
+            f"quantised products must agree with the training weights to {_PRODUCT_TOLERANCE}, they differ by "
+            f"{worst:.3g} after the weight sync of update {updates}, most in {place}: report the model, or leave "
+            "rollout.quantization out"
+        )
+
+    def _largest(self, value: float) -> float:
+        """Of all ranks."""
+        return float(self._world.all_reduce(torch.tensor(value, device=self._world.device), dist.ReduceOp.MAX))
+
+
+def _first_difference(decoder: Decoder, expected: list[Tensor] | None) -> str:
+    """The first part of the model whose output differs from the training states."""
+    if expected is None:
+        return "an unknown layer"
+    found = probe_hidden(decoder, probe_tokens(decoder.architecture.vocab_size))
+    bound = _FLOAT32_LAYER_TOLERANCE if decoder.dtype == torch.float32 else _LOW_PRECISION_LAYER_TOLERANCE
+    if decoder.quantisation_errors:
+        bound = _QUANTISED_LAYER_TOLERANCE
+    for index, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        theirs = theirs.to(mine)
+        difference = float((mine - theirs).norm() / theirs.norm().clamp(min=1e-12))
+        if not difference <= bound:
+            return "the embedding" if index == 0 else f"layer {index - 1}"
+    return "the head"
 
 
 def _hidden(output: Tensor | tuple[Tensor, ...]) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from peft import LoraConfig as PeftLoraConfig
@@ -167,11 +168,50 @@ def weights_of(layer: LoraLayer) -> list[nn.Parameter]:
     return [base_weight(layer), layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight]
 
 
+@dataclass(frozen=True)
+class Adapter:
+    """How the factors of an adapter change a weight, apart from the layer: they may be on another rank."""
+
+    scale: float
+    transposed: bool = False
+    """The weight is stored [in, out]."""
+    experts: int = 1
+    """Experts in the weight, [experts, out, in]."""
+    inputs_first: bool = False
+    """It is [experts, in, out] instead."""
+
+    @classmethod
+    def of(cls, layer: LoraLayer) -> Adapter:
+        """That of a layer."""
+        scale = float(layer.scaling[_ADAPTER])
+        if isinstance(layer, ParamWrapper) and layer.num_experts > 1:
+            return cls(scale, experts=layer.num_experts, inputs_first=not layer._did_swap_in_out_features)
+        return cls(scale, transposed=bool(layer.fan_in_fan_out))
+
+    @torch.no_grad()
+    def merged(self, base: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """base + scale * B @ A as a new tensor, in the shape and dtype of the base weight; bit for bit what peft
+        merges.
+
+        Args:
+            base: the weight.
+            a: [experts * rank, in].
+            b: [out, rank * experts], where the experts alternate.
+        """
+        if self.experts == 1:
+            # peft computes in float32 on a CPU, where products of 16 bits may be slow
+            wide = base.device.type == "cpu" and b.dtype in (torch.float16, torch.bfloat16)
+            product = b.float() @ a.float() if wide else b @ a
+            change = (product.t() if self.transposed else product) * self.scale
+            return base + change.to(b.dtype).to(base.dtype)
+        a, b = a.reshape(self.experts, -1, a.shape[-1]), b.reshape(len(b), -1, self.experts)
+        change = torch.einsum(f"ore,eri->{'eio' if self.inputs_first else 'eoi'}", b, a) * self.scale
+        return base + change.to(base.dtype)
+
+
 def merged_weight(layer: LoraLayer) -> Tensor:
-    """base + scale * B @ A as a new tensor, in the shape and dtype of the base weight."""
-    base = base_weight(layer)
-    with torch.no_grad():
-        return base.detach() + layer.get_delta_weight(_ADAPTER).to(base.dtype)
+    """See Adapter.merged."""
+    return Adapter.of(layer).merged(*(weight.detach() for weight in weights_of(layer)))
 
 
 @contextlib.contextmanager

@@ -18,6 +18,8 @@ from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.engines.engine import AbsentEngine, EngineFacts, ModelEngine, Role
 from hybrid_rlhf.engines.hybrid import AbsentActor, HybridEngine
 from hybrid_rlhf.engines.partition import copy_weights, full_tensors, set_weights
+from hybrid_rlhf.engines.sampling_engine import SamplingEngine
+from hybrid_rlhf.engines.separate.sampler import SeparateSampler
 from hybrid_rlhf.loop.setup import (
     require_positions,
     require_same_tokens,
@@ -45,11 +47,13 @@ class Roles:
     critic: Engine | None = None
     reference: Engine | None = None
     """None also where the reference is the actor without its adapters."""
+    separate_sampler: SeparateSampler | None = None
+    """A sampler on ranks of its own; none: the actor samples."""
 
     @property
-    def sampler(self) -> HybridEngine | AbsentActor:
+    def sampler(self) -> SamplingEngine:
         """What samples completions."""
-        return self.actor
+        return self.actor if self.separate_sampler is None else self.separate_sampler
 
     @property
     def learners(self) -> dict[str, Engine]:
@@ -148,7 +152,7 @@ def build_roles(
             f"reference.refresh_every copies the actor's weights to the reference, {reference_path} has another shape: "
             "leave reference.path out"
         )
-    return Roles(run.world, actor, reward, critic, reference)
+    return Roles(run.world, actor, reward, critic, reference, build.sampler(actor))
 
 
 def place_roles(config: RLConfig, run: Run, actor_path: str) -> Placement:
@@ -182,19 +186,40 @@ class _Builder:
 
     def __init__(self, config: RLConfig, run: Run, placement: Placement, updates: int) -> None:
         self._config, self._run, self._placement, self._updates = config, run, placement, updates
+        self._rollout = replace(config.rollout, tensor_parallel=placement.sampler.tensor_parallel)
 
     def actor(self, path: str) -> HybridEngine | AbsentActor:
         config, part = self._config, self._part("actor")
         spec = self._trained("actor", path, config.actor.zero, config.actor.optimizer, config.actor.lora)
-        rollout = replace(config.rollout, tensor_parallel=self._placement.sampler.tensor_parallel)
-        actor = None
+        actor, rollout = None, self._rollout
         with shared_user_errors(self._run.world):
             if part.is_member:
-                actor = build_actor(spec, part, rollout=rollout, max_logprob_diff=config.faults.max_logprob_diff)
+                actor = build_actor(
+                    spec,
+                    part,
+                    rollout=rollout,
+                    max_logprob_diff=config.faults.max_logprob_diff,
+                    samples=not self._placement.separate_sampler,
+                )
                 if config.ptx is not None:
                     require_positions(actor, config.ptx.max_length, key="ptx.max_length")
         facts = self._facts(actor, part)
         return AbsentActor("actor", part, facts) if actor is None else actor
+
+    def sampler(self, actor: HybridEngine | AbsentActor) -> SeparateSampler | None:
+        placement, faults = self._placement, self._config.faults
+        if not placement.separate_sampler:
+            return None
+        both = sorted({*placement["actor"].ranks, *placement.sampler.ranks})
+        with shared_user_errors(self._run.world):
+            return SeparateSampler(
+                actor if isinstance(actor, HybridEngine) else None,
+                world=self._part("sampler"),
+                union=self._run.world.part(both),
+                rollout=self._rollout,
+                max_logprob_diff=faults.max_logprob_diff,
+                check_weights=faults.check_weights,
+            )
 
     def critic(self, path: str, actor: HybridEngine | AbsentActor) -> Engine:
         config, section = self._config, self._config.critic

@@ -88,6 +88,8 @@ class RLTrainer(Trainer):
             policy_lag=config.rollout.policy_lag,
         )
         self._ahead = self._collector.ahead
+        sampler = parts.roles.sampler
+        self._max_logprob_diff = run.world.broadcast_object(sampler.max_logprob_diff, source=sampler.world.members[0])
         self._kl, self._average, self._texts = KLController(config.algorithm.kl), average, texts
         self._diagnostics = Diagnostics(enabled=run.world.is_main)
         self._skipped = SkippedUpdates(run, limit=config.faults.max_skipped_steps)
@@ -161,7 +163,7 @@ class RLTrainer(Trainer):
 
     def _require_own_samples(self, step: int, metrics: Mapping[str, float]) -> None:
         """Raise UserError if current weights sampled tokens with other log-probs than training gives them."""
-        found, limit = metrics["rollout/logprob_abs_diff_mean"], self._roles.sampler.max_logprob_diff
+        found, limit = metrics["rollout/logprob_abs_diff_mean"], self._max_logprob_diff
         require(
             found <= limit or bool(metrics.get("rollout/stale_updates")),
             f"sampler and training must agree to {limit:.3g} nats per token in the mean, they differ by {found:.3g} in "

@@ -52,6 +52,7 @@ NOT_READ = {
 }
 """Keys that another algorithm reads, at their defaults too."""
 RULES = {
+    "--faults.check_weights true": ("faults.check_weights", "got placement None"),
     "--algorithm grpo --algorithm.whiten_shift_mean false": ("algorithm.whiten_shift_mean", "False"),
     "--algorithm grpo --algorithm.whiten_unbiased false": ("algorithm.whiten_unbiased", "False"),
     "--algorithm.kl.horizon 100": ("algorithm.kl.horizon", "100"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +33,38 @@ COMPARED = (
     "reward/judge/mean",
 )
 ALGORITHMS = {
-    "ppo": "--algorithm ppo --critic.optimizer.lr 1e-3".split(),
+    "ppo": "--algorithm ppo --critic.optimizer.lr 1e-2 --critic.optimizer.eps 1e-2".split(),
     "grpo": "--algorithm grpo --algorithm.kl.coef 0.05".split(),
     "online_dpo": "--algorithm online_dpo".split(),
+    "remax": "--algorithm remax".split(),
 }
 LORA = "--actor.lora.rank 4".split()
 REFRESHED = "--actor.lora.rank 4 --reference.refresh_every 1".split()
 """The reference is a model of its own that takes the actor's weights, from other ranks too."""
 ZERO_3 = "--actor.zero.stage 3".split()
+TENSOR_PARALLEL = "--rollout.tensor_parallel 2".split()
+AHEAD = "--rollout.async_sampling.policy_lag 1 --algorithm.correction.method truncate".split()
+REFILLED = "--algorithm.dynamic_sampling.max_refills 2 --rollout.prompts_per_step 4".split()
+MIXED = "--actor.ema_decay 0.9 --ptx.coef 0.5 --ptx.max_length 32 --ptx.sources texts.jsonl".split()
+EPISODES = f"--environment.path {__file__}:Questions --rollout.sampling.max_new_tokens 40".split()
 Case = tuple[str, int, str, tuple[str, ...]]
 CASES: list[Case] = [
     ("ppo", 2, "flattening", ()),
     ("ppo", 2, "interleaving", ()),
     ("ppo", 4, "interleaving", (*ZERO_3,)),
     ("ppo", 3, "interleaving", (*LORA,)),
+    ("ppo", 2, "separation", ()),
+    ("ppo", 3, "separation", (*LORA,)),
+    ("ppo", 4, "separation", (*ZERO_3, *TENSOR_PARALLEL)),
+    ("grpo", 2, "separation", (*ZERO_3,)),
+    ("online_dpo", 3, "{sampler: {ranks: 1-2, tensor_parallel: 2}, judge: {ranks: 0-1}}", ()),
+    ("ppo", 4, "{sampler: {ranks: 0}, actor: {ranks: 1-3}, critic: {ranks: 0-1}, reference: {ranks: 2}}", ()),
+    ("ppo", 2, "separation", (*AHEAD,)),
+    ("ppo", 3, "{sampler: {ranks: 0-1, tensor_parallel: 2}, actor: {ranks: 2}}", (*AHEAD,)),
+    ("grpo", 2, "separation", (*REFILLED,)),
+    ("remax", 3, "separation", ()),
+    ("ppo", 3, "{sampler: {ranks: 0}, actor: {ranks: 1-2}}", (*MIXED,)),
+    ("ppo", 2, "separation", (*EPISODES,)),
     ("grpo", 2, "interleaving", (*ZERO_3,)),
     ("online_dpo", 2, "interleaving", ()),
     ("ppo", 2, "{actor: {ranks: 1}, critic: {ranks: 0}}", ()),
@@ -61,6 +81,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> P
     folder = tmp_path_factory.mktemp("placements")
     rows = [{"prompt": f"{i}+{i % 7}?"} for i in range(40)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": f"{i} is {i}"}) + "\n" for i in range(40)))
     (folder / "model").symlink_to(model_folder)
     torch.manual_seed(5)
     judge = AutoModelForSequenceClassification.from_config(tiny_config(num_labels=1))
@@ -71,24 +92,41 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> P
     return folder
 
 
-def launch(workspace: Path, algorithm: str, ranks: int, placement: str, extra: tuple[str, ...]) -> Path:
+def launch(
+    workspace: Path, algorithm: str, ranks: int, placement: str, extra: tuple[str, ...], *, output: Path | None = None
+) -> Path:
     """Two rollouts; the folder of the run."""
     words = [algorithm, str(ranks), placement, *extra]
-    output = workspace / hashlib.sha256(json.dumps(words).encode()).hexdigest()[:12]
+    output = output or workspace / hashlib.sha256(json.dumps(words).encode()).hexdigest()[:12]
     line = [
         *f"--data.sources {workspace}/rows.jsonl --data.cache_dir {workspace}/cache --data.eval_fraction 0.1".split(),
         *f"--model.path {workspace}/model --output_dir {output} --logging.tensorboard false --seed 3".split(),
         *"--train.max_steps 2 --train.micro_batch_tokens 100 --rollout.prompts_per_step 6".split(),
         *"--rollout.sampling.n 2 --rollout.sampling.max_new_tokens 8 --rollout.max_prompt_tokens 64".split(),
-        *"--algorithm.mini_batches 2 --actor.optimizer.lr 1e-3 --logging.samples_every 1".split(),
+        # with a large eps an update is proportional to the gradient, as rounding is
+        *"--algorithm.mini_batches 2 --actor.optimizer.lr 1e-2 --actor.optimizer.eps 1e-2".split(),
+        *"--logging.samples_every 1".split(),
         *ALGORITHMS[algorithm],
         "--reward.components",
         f"[{{model: {workspace}/judge, name: judge}}, {{function: 'tests.support.steps:brevity', weight: 0.1}}]",
-        *extra,
+        *(str(workspace / word) if word == "texts.jsonl" else word for word in extra),
     ]
     if not (output / "finished.json").exists():
         run_main("hybrid_rlhf.cli.rl", ranks, [*line, "--placement", placement])
     return output
+
+
+class Questions:
+    """An environment of two turns."""
+
+    def reset(self, row: Mapping[str, Any]) -> None:
+        """See Environment."""
+        self.turns = 0
+
+    def step(self, completion: str) -> tuple[str, float, bool]:
+        """See Environment."""
+        self.turns += 1
+        return "and?", float(len(completion)), self.turns == 2
 
 
 def metrics_of(run: Path) -> list[dict[str, Any]]:
@@ -116,12 +154,74 @@ def assert_same_run(found: Path, expected: Path) -> None:
     ours, theirs = weights_of(found), weights_of(expected)
     assert ours.keys() == theirs.keys() and ours
     for name, weight in theirs.items():
-        torch.testing.assert_close(ours[name], weight, atol=TOLERANCE, rtol=TOLERANCE, msg=name)
+        torch.testing.assert_close(
+            ours[name], weight, atol=TOLERANCE, rtol=TOLERANCE, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize(("algorithm", "ranks", "placement", "extra"), CASES)
 def test_a_placement_computes_what_one_rank_does(
     algorithm: str, ranks: int, placement: str, extra: tuple[str, ...], workspace: Path
 ) -> None:
-    alone = launch(workspace, algorithm, 1, "flattening", () if extra == (*ZERO_3,) else extra)
+    layout = {*ZERO_3, *TENSOR_PARALLEL}
+    alone = launch(workspace, algorithm, 1, "flattening", () if {*extra} <= layout else extra)
     assert_same_run(launch(workspace, algorithm, ranks, placement, extra), alone)
+
+
+def random_placement(chance: random.Random, algorithm: str, ranks: int) -> dict[str, dict[str, Any]]:
+    """Every role on some ranks, in whatever order and number; the reference and the reward model may be sharded."""
+    whole = range(ranks)
+    roles = ["actor", "reference", "judge", *(["critic"] if algorithm == "ppo" else [])]
+    placement: dict[str, dict[str, Any]] = {
+        role: {"ranks": sorted(chance.sample(whole, chance.randint(1, ranks)))} for role in roles
+    }
+    if ranks > 2 and chance.random() < 0.5:
+        mixed = chance.sample(whole, ranks)
+        cut = chance.randint(1, ranks - 1)
+        together = chance.choice([size for size in (1, 2) if cut % size == 0])
+        sampler = {"ranks": sorted(mixed[:cut]), "tensor_parallel": together}
+        placement |= {"actor": {"ranks": sorted(mixed[cut:])}, "sampler": sampler}
+    for role, keys in placement.items():
+        if role == "sampler":
+            continue
+        keys["zero"] = chance.choice((0, 3) if role in ("reference", "judge") else (0, 1, 2, 3))
+    return placement
+
+
+def assert_random_placements(workspace: Path, tmp_path: Path, seeds: range) -> None:
+    """The test of ranks limits the time of each run, so a deadlock fails."""
+    for seed in seeds:
+        chance = random.Random(seed)
+        algorithm, ranks = chance.choice([*ALGORITHMS]), chance.randint(2, 8)
+        placement = random_placement(chance, algorithm, ranks)
+        found = launch(workspace, algorithm, ranks, json.dumps(placement), (), output=tmp_path / str(seed))
+        assert_same_run(found, launch(workspace, algorithm, 1, "flattening", ()))
+
+
+def test_random_placements_neither_hang_nor_differ(workspace: Path, tmp_path: Path) -> None:
+    assert_random_placements(workspace, tmp_path, range(4))
+
+
+@pytest.mark.faults
+def test_three_hundred_random_placements_neither_hang_nor_differ(workspace: Path, tmp_path: Path) -> None:
+    assert_random_placements(workspace, tmp_path, range(300))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((2, "flattening"), (3, "{actor: {ranks: 1-2}, critic: {ranks: 0}}")),
+        ((3, "{actor: {ranks: '0,2'}, critic: {ranks: 1, zero: 3}, judge: {ranks: 0}}"), (1, "flattening")),
+        ((2, "interleaving"), (2, "{actor: {ranks: 0}, critic: {ranks: 1}}")),
+    ],
+)
+def test_a_checkpoint_resumes_under_another_placement(
+    before: tuple[int, str], after: tuple[int, str], workspace: Path, tmp_path: Path
+) -> None:
+    evaluated = ("--train.eval_every", "1")
+    whole, run = launch(workspace, "ppo", 1, "flattening", evaluated), tmp_path / "run"
+    stops = ("--train.save_every", "1", "--train.max_steps", "1")
+    launch(workspace, "ppo", *before, (*evaluated, *stops), output=run)
+    (run / "finished.json").unlink()
+    launch(workspace, "ppo", *after, (*evaluated, "--resume", "auto"), output=run)
+    assert_same_run(run, whole)

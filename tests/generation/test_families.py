@@ -17,6 +17,7 @@ from hybrid_rlhf.generation.model import layers
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.model.layers import ACTIVATIONS
 from hybrid_rlhf.generation.weights.conversion import (
+    DescribedModel,
     InferenceWeights,
     check_inference_weights,
     probe_logprobs,
@@ -41,7 +42,8 @@ by their index in the padded row."""
 
 def decoder_from(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> Decoder:
     weights = dict(model.named_parameters())
-    planned = InferenceWeights(model, weights, world=solo_world(CPU), dtype=dtype)  # raises the reason if it cannot
+    described = DescribedModel.of(model, weights)  # raises the reason if it cannot
+    planned = InferenceWeights(described, world=solo_world(CPU), dtype=dtype)
     return planned.build((name, weight, True) for name, weight in weights.items())
 
 

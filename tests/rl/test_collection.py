@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,7 +43,7 @@ class Scripted:
     def __init__(self, mixed: set[int]) -> None:
         self.mixed = mixed
         self.sampled: list[tuple[int, int, list[int]]] = []
-        self.sampler = SimpleNamespace(weight_version=0)
+        self.weight_version = 0
 
     def sample(self, prompts: Any, *, step: int, first: int = 0, greedy: bool) -> Rollout:
         marks = [prompt["input_ids"][0] for prompt in prompts]

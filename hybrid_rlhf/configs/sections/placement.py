@@ -161,6 +161,13 @@ def check_placement(given: str | Mapping[str, Any] | None) -> None:
                 )
 
 
+def places_sampler(given: str | Mapping[str, Any] | None) -> bool:
+    """Whether a placement gives the sampler ranks of its own."""
+    if given is None or isinstance(given, str):
+        return given == "separation"
+    return "sampler" in given or given.get("style") == "separation"
+
+
 def read_ranks(value: Any, role: str) -> tuple[int, ...]:
     """Ranks given as a number, a list, or ranges such as 0-3,6.
 

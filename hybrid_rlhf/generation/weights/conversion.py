@@ -7,7 +7,8 @@ short prompt is enough; a difference above the tolerance stops the run.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from hybrid_rlhf.generation.sampler import gather_vocabulary
 from hybrid_rlhf.generation.weights.describe import NotDescribed, describe
 from hybrid_rlhf.generation.weights.description import ModelDescription
 from hybrid_rlhf.generation.weights.loader import WeightLoader
+from hybrid_rlhf.generation.weights.picks import Pick
 from hybrid_rlhf.models.families import has_float32_logits
 from hybrid_rlhf.models.head_check import LogitAgreement, agreement, probe_tokens
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
@@ -37,13 +39,33 @@ _DECODED = 3
 """Tokens of the probe that pass one by one: each reads all weights, as the rest does at once."""
 
 
+@dataclass(frozen=True)
+class DescribedModel:
+    """All that inference weights are planned from; another rank can do it without the model."""
+
+    architecture: ModelDescription
+    names: Mapping[str, str]
+    """The family's names for its modules."""
+    parameters: tuple[str, ...]
+    """Names of the weights, tied ones once."""
+    float32_logits: bool
+
+    @classmethod
+    def of(cls, lm: PreTrainedModel, parameters: Iterable[str]) -> DescribedModel:
+        """A model whose weights have these names; they may be partitioned.
+
+        Raises:
+            NotDescribed: when the family table does not cover the model.
+        """
+        return cls(*describe(lm), tuple(parameters), has_float32_logits(lm))
+
+
 class InferenceWeights:
     """A model's inference weights on this rank: planned once, built whenever the training weights have changed."""
 
     def __init__(
         self,
-        lm: PreTrainedModel,
-        names: Iterable[str],
+        model: DescribedModel,
         *,
         world: World,
         dtype: torch.dtype,
@@ -53,25 +75,25 @@ class InferenceWeights:
         """Plan.
 
         Args:
-            lm: the model; its weights may be partitioned.
-            names: of its weights, tied ones once.
+            model: the model.
             world: the tensor-parallel ranks.
             dtype: of the inference weights.
             in_place: later builds write into the weights of the first, unless these are packed or quantised.
             quantization: of the products of the layers; none: they keep the dtype.
 
         Raises:
-            NotDescribed: when the family table does not cover the model.
+            NotDescribed: when the decoder has no use for one of its weights.
             UserError: when its heads cannot be split over the ranks, or its products not be quantised.
         """
         self._world = world
         self._loader = WeightLoader(
-            *describe(lm),
-            names,
+            model.architecture,
+            model.names,
+            model.parameters,
             world=world,
             dtype=dtype,
             in_place=in_place,
-            float32_logits=has_float32_logits(lm),
+            float32_logits=model.float32_logits,
             quantization=quantization,
         )
         self._decoder: Decoder | None = None
@@ -81,11 +103,21 @@ class InferenceWeights:
         """Of the model."""
         return self._loader.architecture
 
+    @property
+    def in_place(self) -> bool:
+        """Whether later builds write into the weights of the first."""
+        return self._loader.in_place
+
+    def picks(self, name: str) -> list[Pick]:
+        """What this rank takes of a weight: functions of the full weight."""
+        return [pick for _, _, pick in self._loader.targets[name]]
+
     def build(self, weights: Iterable[tuple[str, Tensor, bool]]) -> Decoder:
         """Build or update the decoder.
 
         Args:
-            weights: name, full tensor, and whether the tensor's memory outlives this call unchanged, one by one.
+            weights: name, full tensor, and whether the tensor's memory outlives this call unchanged, one by one; an
+                update in place needs those that have changed.
         """
         for name, tensor, persistent in weights:
             self._loader.load(name, tensor, persistent=persistent)
@@ -96,6 +128,14 @@ class InferenceWeights:
         if self._loader.in_place:
             self._decoder = decoder
         return decoder
+
+
+def architecture_of(lm: PreTrainedModel) -> ModelDescription | None:
+    """The architecture of a model that can have inference weights; none for others."""
+    try:
+        return describe(lm)[0]
+    except NotDescribed:
+        return None
 
 
 def plan_inference_weights(
@@ -114,7 +154,8 @@ def plan_inference_weights(
             support.
     """
     try:
-        return InferenceWeights(lm, names, world=world, dtype=dtype, in_place=in_place, quantization=quantization)
+        model = DescribedModel.of(lm, names)
+        return InferenceWeights(model, world=world, dtype=dtype, in_place=in_place, quantization=quantization)
     except NotDescribed as error:
         if quantization is not None:
             raise UserError(

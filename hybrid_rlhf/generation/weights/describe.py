@@ -95,10 +95,10 @@ def _experts(lm: PreTrainedModel, family: Family) -> dict[str, Any]:
 
 
 def _buffers(lm: PreTrainedModel, family: Family, role: str) -> dict[int, Tensor]:
-    """By layer, what a role names where it is a buffer; flat, in float32."""
+    """By layer, what a role names where it is a buffer; flat, in float32, on the host."""
     own, layers = family.names.get(role, ""), range(lm.config.num_hidden_layers)
     buffers = {plain_name(name): buffer for name, buffer in lm.named_buffers()}
-    return {i: buffers[name].detach().float().flatten() for i in layers if (name := own.format(i)) in buffers}
+    return {i: buffers[name].detach().float().flatten().cpu() for i in layers if (name := own.format(i)) in buffers}
 
 
 def recurrent_fields(lm: PreTrainedModel, family: Family) -> dict[str, Any]:

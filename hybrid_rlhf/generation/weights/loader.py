@@ -28,6 +28,7 @@ from hybrid_rlhf.generation.weights.describe import NotDescribed
 from hybrid_rlhf.generation.weights.description import Latent, ModelDescription
 from hybrid_rlhf.generation.weights.picks import (
     Pick,
+    Scaled,
     adjacent_view,
     after_transpose,
     all_of,
@@ -39,7 +40,6 @@ from hybrid_rlhf.generation.weights.picks import (
     reordered,
     rows_of,
     same_storage,
-    scaled,
 )
 from hybrid_rlhf.generation.weights.recurrence import Recurrence
 from hybrid_rlhf.generation.weights.split import Split, share
@@ -89,9 +89,10 @@ class WeightLoader:
         self.in_place = in_place and not self._own_products
         self._assembled: dict[str, Sequence[Tensor]] = {}
         self._parts: dict[str, list[Tensor | None]] = {}
-        self._targets: dict[str, list[tuple[str, int, Pick]]] = {}
+        self.targets: dict[str, list[tuple[str, int, Pick]]] = {}
+        """Where parts of each training weight go, and what picks them."""
         self._plan()
-        if unknown := sorted(self._parameters - set(self._targets)):
+        if unknown := sorted(self._parameters - set(self.targets)):
             raise NotDescribed(f"the decoder has no use for the weight {unknown[0]}")
 
     def load(self, name: str, tensor: Tensor, *, persistent: bool) -> None:
@@ -104,7 +105,7 @@ class WeightLoader:
                 view of it is enough.
         """
         tensor = tensor.detach()
-        for key, index, pick in self._targets[name]:
+        for key, index, pick in self.targets[name]:
             part = pick(tensor).to(device=self._world.device, dtype=self._dtype)
             if key in self._assembled:
                 target = self._assembled[key][index]
@@ -392,7 +393,7 @@ class WeightLoader:
                 if self.architecture.transposed and role in PRODUCTS and kind == "weight":
                     pick = after_transpose(pick)
                 if role in self.architecture.weight_scales:
-                    pick = scaled(pick, self.architecture.weight_scales[role])
+                    pick = Scaled(pick, self.architecture.weight_scales[role])
                 self._parts.setdefault(key, [None] * parts)
-                self._targets.setdefault(name, []).append((key, part, pick))
+                self.targets.setdefault(name, []).append((key, part, pick))
                 return

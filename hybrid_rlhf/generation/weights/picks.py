@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -99,15 +100,18 @@ def reordered(pick: Pick, order: Tensor) -> Pick:
     return reorder
 
 
-def scaled(pick: Pick, factor: float | Tensor) -> Pick:
-    """From the weight or bias times a factor, which may be one for each row."""
+@dataclass(frozen=True, eq=False)
+class Scaled:
+    """From the weight or bias times a factor, which may be one for each row: computed, in the weight's dtype."""
 
-    def multiplied(tensor: Tensor) -> Tensor:
-        if isinstance(factor, Tensor):
-            return pick(tensor * factor.to(tensor).view(-1, *[1] * (tensor.dim() - 1)))
-        return pick(tensor * factor)
+    pick: Pick
+    factor: float | Tensor
 
-    return multiplied
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """See Pick."""
+        if isinstance(self.factor, Tensor):
+            return self.pick(tensor * self.factor.to(tensor).view(-1, *[1] * (tensor.dim() - 1)))
+        return self.pick(tensor * self.factor)
 
 
 def after_transpose(pick: Pick) -> Pick:

@@ -107,7 +107,7 @@ class Collector:
             )
         rows = torch.tensor(taken, dtype=torch.long, device=whole.groups.device)
         selected = replace(whole, prompt_rows=rows[whole.groups]).select(mask)
-        stale = selected.stale_updates(self._sampler.sampler.weight_version)
+        stale = selected.stale_updates(self._scorer.weight_version)
         if stale or self._policy_lag:
             metrics["rollout/stale_updates"] = stale
         return replace(selected, metrics=metrics)

@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
-from hybrid_rlhf.engines.hybrid import AbsentActor, HybridEngine
+from hybrid_rlhf.engines.sampling_engine import SamplingEngine
 from hybrid_rlhf.generation.batching.requests import DecodeWork
 from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams, derive_seed
@@ -93,7 +93,7 @@ class RolloutSampler:
 
     def __init__(
         self,
-        sampler: HybridEngine | AbsentActor,
+        sampler: SamplingEngine,
         config: RolloutConfig,
         *,
         world: World,

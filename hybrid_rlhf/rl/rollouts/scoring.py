@@ -109,6 +109,11 @@ class RolloutScorer:
         scored = replace(scored, greedy_scores=scores[last][prompt], greedy_penalties=penalties[last][prompt])
         return scored.select(kept & kept[last][prompt] & ~last)
 
+    @property
+    def weight_version(self) -> int:
+        """Updates of the actor's weights."""
+        return self._roles.actor.weight_version
+
     @torch.no_grad()
     def compute_logprobs(self, rollout: Rollout, plan: MiniBatchPlan) -> Rollout:
         """Add the actor's and the reference's log-probs and the critic's values, in the micro-batches of a plan.

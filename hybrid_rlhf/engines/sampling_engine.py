@@ -1,0 +1,71 @@
+"""What a rollout needs of the engine that samples: the actor itself, or a sampler on ranks of its own."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Protocol
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_rlhf.generation.batching.requests import DecodeWork
+from hybrid_rlhf.generation.drafting.drafter import Drafter
+from hybrid_rlhf.generation.engine import GenerationEngine
+from hybrid_rlhf.runtime.world import World
+
+
+class SamplingEngine(Protocol):
+    """Generates with the actor's current weights, or with a copy of them."""
+
+    world: World
+    """The ranks that sample; this process may be none of them."""
+    generation_world: World
+    """The ranks that generate together, from the same prompts."""
+    drafter: Drafter | None
+    """Of all its rollouts; none without `rollout.draft`, and on ranks that do not sample."""
+    work: DecodeWork
+    """What decoding did on this rank in the last rollout."""
+    weight_sync_seconds: float
+    """Time of the last weight sync on this rank, without the check."""
+    weight_check_seconds: float
+    """Time of the check after it."""
+    max_logprob_diff: float
+    """Largest mean difference of log-probs between sampler and trainer, in nats, beyond which a run stops."""
+
+    @property
+    def device(self) -> torch.device:
+        """Of this rank."""
+
+    @property
+    def weight_version(self) -> int:
+        """Optimizer updates of the actor's weights; on a rank without the actor, as of the last sync."""
+
+    def inference(
+        self, *, stop_token_ids: tuple[int, ...] | None = None, tokenizer: PreTrainedTokenizerBase | None = None
+    ) -> contextlib.AbstractContextManager[GenerationEngine | None]:
+        """Generate with the current weights; every rank of actor and sampler enters.
+
+        Args:
+            stop_token_ids: tokens that end every completion; none: the model's own EOS tokens.
+            tokenizer: for stop strings.
+
+        Returns:
+            a context of the engine; of none on a rank that does not sample.
+        """
+
+    def snapshot(
+        self, *, stop_token_ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase | None = None
+    ) -> GenerationEngine | None:
+        """An engine with the current weights, which stay as they are while training goes on; every rank of actor and
+        sampler calls.
+
+        Args:
+            stop_token_ids: tokens that end every completion.
+            tokenizer: for stop strings.
+
+        Returns:
+            the engine; none on a rank that does not sample.
+        """
+
+    def other_weights(self) -> contextlib.AbstractContextManager[None]:
+        """While other weights than those of training are in place, under the same version."""

@@ -1,0 +1,6 @@
+"""A sampler on ranks of its own, and the weight transfer from the actor's ranks to it.
+
+Read `intervals.py` (parts of a flattened weight), `layout.py` (what the actor's ranks hold and the sampler's need),
+`routes.py` (which rank sends which part to which), `transfer.py` (buckets and checksums), `received.py` (parts to full
+weights, adapters merged), then `sampler.py` (the sampler itself).
+"""

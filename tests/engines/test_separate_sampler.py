@@ -1,0 +1,443 @@
+"""A sampler on ranks of its own samples what the actor would, from the same inference weights bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections.rollout import AsyncSamplingConfig, RolloutConfig
+from hybrid_rlhf.engines.hybrid import HybridEngine
+from hybrid_rlhf.engines.partition import full_weights
+from hybrid_rlhf.engines.separate.received import ReceivedWeights
+from hybrid_rlhf.engines.separate.sampler import SeparateSampler
+from hybrid_rlhf.engines.separate.transfer import WeightTransfer
+from hybrid_rlhf.functional.losses import sft_loss
+from hybrid_rlhf.generation import GenerationEngine, SamplingParams
+from hybrid_rlhf.generation.weights.conversion import InferenceWeights
+from hybrid_rlhf.runtime.world import World
+from tests.support.engines import PROMPTS, token_rows
+from tests.support.families import variant
+from tests.support.ranks import run_ranks
+from tests.support.separate import build_separate, weight_tensors
+from tests.support.tiny import tiny_model, tiny_tokenizer
+
+GREEDY = SamplingParams(max_new_tokens=5, temperature=0.0)
+
+
+def learn(actor: HybridEngine | None) -> None:
+    """One update on a row of each rank."""
+    if actor is None:
+        return
+    ids = token_rows()[actor.world.rank][None].to(actor.device)
+    counts = torch.ones_like(ids, dtype=torch.bool)
+    logprobs, _ = actor(ids, counts, counts)
+    actor.backward(sft_loss(logprobs, mask=counts).total, count=9 * actor.world.size)
+    actor.step()
+
+
+def sync(sampler: SeparateSampler) -> None:
+    with sampler.inference(stop_token_ids=()):
+        pass
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, ranks of the actor, and how it trains and samples."""
+
+    family: str
+    trains: int
+    settings: dict[str, Any] = field(default_factory=dict)
+    rollout: RolloutConfig = RolloutConfig()
+    packs: bool = False
+
+
+def folder_of(name: str, root: Path) -> Path:
+    folder = root / name
+    if not folder.exists():
+        model = tiny_model(tie_word_embeddings=name == "tied") if name in ("tied", "untied") else variant(name)
+        model.save_pretrained(folder)
+        tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def reference(
+    world: World, actor: HybridEngine | None, sampler: SeparateSampler, case: Case
+) -> dict[str, torch.Tensor] | None:
+    """The inference weights that an actor on the ranks that sample would build."""
+    weights = None
+    if actor is not None:
+        weights = [(weight.name, weight.merged().clone()) for weight in full_weights(actor.lm, bucket_elements=1)]
+    weights = world.broadcast_object(weights)
+    if not sampler.world.is_member or weights is None:
+        return None
+    inference = InferenceWeights(
+        sampler._model.described,
+        world=sampler.generation_world,
+        dtype=getattr(torch, case.rollout.dtype if case.rollout.dtype != "auto" else str(weights[0][1].dtype)[6:]),
+        quantization=case.rollout.quantization,
+    )
+    return weight_tensors(inference.build((name, values, False) for name, values in weights))
+
+
+def compare(world: World, root: Path, cases: list[Case]) -> list[Any]:
+    """Before an update, after it, and after another: what each rank samples, and which inference weights differ."""
+    told = []
+    for case in cases:
+        with nullcontext() if case.packs else torch.backends.mkldnn.flags(enabled=False):
+            actor, sampler = build_separate(
+                world,
+                root / case.family,
+                trains=case.trains,
+                rollout=case.rollout,
+                samples=True,
+                settings=case.settings,
+            )
+            rounds = []
+            for _ in range(3):
+                sampled, differ = None, []
+                if actor is not None:
+                    with actor.inference(stop_token_ids=()) as generation:
+                        sampled = generation.generate(PROMPTS, GREEDY)
+                with sampler.inference(stop_token_ids=()) as own:
+                    if own is not None:
+                        sampled = own.generate(PROMPTS, GREEDY)
+                        found = weight_tensors(own.backend.decoder)  # type: ignore[attr-defined]
+                expected = reference(world, actor, sampler, case)
+                if expected is not None:
+                    assert found.keys() == expected.keys()
+                    differ = [place for place in found if not torch.equal(found[place], expected[place])]
+                assert sampled is not None
+                rounds.append(([completion for (completion,) in sampled], differ, sampler.weight_version))
+                learn(actor)
+            told.append(rounds)
+    return told
+
+
+INT8 = RolloutConfig(quantization="int8")
+TWO = RolloutConfig(tensor_parallel=2)
+COMPARED: dict[int, list[Case]] = {
+    2: [
+        Case("tied", 1, {}, packs=True),
+        Case("untied", 1, {"stage": 1, "lora": 4}),
+        Case("opt", 1, {"stage": 2, "lora": 4}, packs=True),
+        Case("gpt2", 1, {"lora": 4}),
+        Case("falcon_h1", 1, {}, RolloutConfig(dtype="bfloat16")),
+    ],
+    3: [
+        Case("qwen3_moe", 1, {"lora": 4}, TWO),
+        Case("tied", 2, {"stage": 3, "lora": 4, "dtype": "bfloat16"}),
+        Case("gpt2", 1, {"stage": 2}, TWO),
+        Case("qwen3_5", 1, {"lora": 4}, replace(TWO, keep_weights=False)),
+    ],
+    4: [
+        Case("untied", 2, {"stage": 3, "lora": 4}, TWO),
+        Case("qwen3_moe", 2, {"stage": 3}, TWO),
+        Case("opt", 3, {"stage": 3}),
+        Case("phi3", 2, {"stage": 1}, TWO),
+        Case("tied", 1, {"lora": 4}, RolloutConfig(keep_weights=False)),
+    ],
+}
+
+
+@pytest.mark.parametrize("ranks", COMPARED)
+def test_separate_ranks_sample_what_the_actor_would(ranks: int, tmp_path: Path) -> None:
+    cases = COMPARED[ranks]
+    for case in cases:
+        folder_of(case.family, tmp_path / "models")
+    results = run_ranks(compare, ranks, tmp_path / "ranks", tmp_path / "models", cases)
+    for index, case in enumerate(cases):
+        reduced = "bfloat16" in (case.rollout.dtype, case.settings.get("dtype"))
+        for round_index in range(3):
+            wanted, _, _ = results[0][index][round_index]
+            for rank in range(ranks):
+                found, differ, version = results[rank][index][round_index]
+                assert not differ, (case, rank)
+                assert version == round_index
+                for mine, theirs in zip(found, wanted, strict=True):
+                    assert mine.weight_version == round_index
+                    if not reduced:
+                        assert mine.token_ids == theirs.token_ids, (case, rank)
+                        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+        first, _, last = (results[0][index][place][0] for place in range(3))
+        assert [one.logprobs for one in first] != [one.logprobs for one in last], "the weights have changed"
+
+
+def traffic(world: World, path: Path, trains: int, tensor_parallel: int) -> dict[str, Any]:
+    """Bytes that all ranks send in each sync, with and without adapters, and bytes of the model's weights."""
+    told: dict[str, Any] = {}
+    for lora in (0, 4):
+        rollout = RolloutConfig(tensor_parallel=tensor_parallel)
+        settings = {"lora": lora, "stage": 3}
+        actor, sampler = build_separate(world, path, trains=trains, rollout=rollout, settings=settings)
+        sent = []
+        for _ in range(3):
+            sync(sampler)
+            sent.append(sum(world.all_gather_objects(sampler.sent_bytes)))
+            sync(sampler)  # of the same version
+            learn(actor)
+        told[f"sent {lora}"] = sent
+        sizes = {tensor.name: 4 * tensor.elements for weight in sampler._model.weights for tensor in weight.tensors}
+        told["adapters"] = sum(size for name, size in sizes.items() if ".lora_" in name)
+        told["base"] = sum(size for name, size in sizes.items() if ".lora_" not in name)
+        told["syncs"] = sampler._syncs
+    return told
+
+
+@pytest.mark.parametrize(("ranks", "trains", "tensor_parallel"), [(4, 3, 1), (3, 1, 2)])
+def test_only_what_is_needed_travels(ranks: int, trains: int, tensor_parallel: int, tmp_path: Path) -> None:
+    folder = folder_of("untied", tmp_path)
+    for told in run_ranks(traffic, ranks, tmp_path / "ranks", folder, trains, tensor_parallel):
+        receivers = ranks - trains
+        first, second, third = told["sent 4"]
+        assert second == third == receivers * told["adapters"] and told["syncs"] == 3
+        assert first - second == told["sent 0"][0] == told["sent 0"][2]
+        assert 1.0 <= told["sent 0"][0] / told["base"] < 1.02, "ranks share a weight, except for its norms"
+
+
+DAMAGED, DROPPED = "model.layers.1.mlp.up_proj.weight", "model.layers.1.self_attn.v_proj.weight.lora_B"
+FAULTS = {
+    "a bucket corrupted": rf"{DAMAGED} from rank \d differs on rank 2 in the weight sync of update 1",
+    "an adapter dropped": "agree with the training forward .* after the weight sync of update 1, first in layer 1",
+    "old weights": "agree with the training forward .* after the weight sync of update 1, first in (the|layer 0)",
+    "a rank of other updates": "must have made the same updates, rank 0 has made 1, rank 1 2: resume from a checkpoint",
+}
+
+
+def broken(world: World, path: Path) -> dict[str, str]:
+    """What each rank says of each fault in its second sync."""
+    told = {}
+    for fault in FAULTS:
+        settings = {"lora": 4 * (fault == "an adapter dropped")}
+        actor, sampler = build_separate(world, path, trains=2, settings=settings)
+        sync(sampler)
+        learn(actor)
+        with pytest.MonkeyPatch.context() as patch:
+            _break(fault, actor, sampler, patch)
+            with pytest.raises(UserError) as caught:
+                sync(sampler)
+        told[fault] = str(caught.value)
+    return told
+
+
+def _break(fault: str, actor: HybridEngine | None, sampler: SeparateSampler, patch: pytest.MonkeyPatch) -> None:
+    if fault == "a rank of other updates" and actor is not None:
+        patch.setattr(actor.deepspeed_engine, "global_steps", 1 + actor.world.rank)
+    if fault == "a bucket corrupted":
+        unpacked = WeightTransfer._unpacked
+
+        def damaged(self: Any, incoming: Any, messages: Any, *, checked: bool) -> Any:
+            for peer, slots in incoming.items():
+                for slot in slots:
+                    if slot.piece.tensor == DAMAGED:
+                        slot.values(messages[peer])[7] += 1e-3
+            return unpacked(self, incoming, messages, checked=checked)
+
+        patch.setattr(WeightTransfer, "_unpacked", damaged)
+    if fault == "an adapter dropped":
+        full = ReceivedWeights._full
+        patch.setattr(
+            ReceivedWeights, "_full", lambda self, tensor, parts: full(self, tensor, parts) * (tensor.name != DROPPED)
+        )
+    if fault == "old weights" and sampler._inference is not None:
+        old = sampler._decoder
+
+        def stale(weights: Any) -> Any:
+            return [old for _ in weights][0]
+
+        patch.setattr(sampler._inference, "build", stale)
+
+
+def test_faults_stop_all_ranks_by_name(tmp_path: Path) -> None:
+    for told in run_ranks(broken, 3, tmp_path / "ranks", folder_of("untied", tmp_path)):
+        for fault, text in FAULTS.items():
+            assert re.search(text, told[fault]), told[fault]
+
+
+def checksums(world: World, path: Path) -> dict[bool, list[int]]:
+    """How many each sync has, by the setting."""
+    told = {}
+    for always in (False, True):
+        actor, sampler = build_separate(world, path, trains=1, check_weights=always)
+        told[always] = []
+        for index in range(4):
+            sync(sampler)
+            told[always].append(len(sampler._transfers[index == 0].checksums))
+            learn(actor)
+    return told
+
+
+def test_the_first_two_syncs_have_checksums_or_all(tmp_path: Path) -> None:
+    for told in run_ranks(checksums, 2, tmp_path / "ranks", folder_of("tied", tmp_path)):
+        assert told[True] == [20] * 4 and told[False] == [20, 20, 0, 0], "one for each weight"
+
+
+def sampled_by(generation: GenerationEngine | None) -> list[list[int]]:
+    """Greedy tokens; nothing on a rank that does not sample."""
+    return [] if generation is None else [samples[0].token_ids for samples in generation.generate(PROMPTS, GREEDY)]
+
+
+def snapshots(world: World, path: Path) -> tuple[list[Any], int, int]:
+    """What a snapshot samples before and after updates, another one, rollouts, and one of other weights between."""
+    rollout = RolloutConfig(async_sampling=AsyncSamplingConfig(), kv_cache_gib=0.01)
+    actor, sampler = build_separate(world, path, trains=1, rollout=rollout)
+    first = sampler.snapshot(stop_token_ids=())
+    told = [sampled_by(first)]
+    learn(actor)
+    learn(actor)
+    second = sampler.snapshot(stop_token_ids=())
+    told += [sampled_by(first), sampled_by(second)]
+
+    def rollout_now() -> None:
+        with sampler.inference(stop_token_ids=()) as generation:
+            told.append(sampled_by(generation))
+
+    rollout_now()
+    synced, parameters = sampler._syncs, [] if actor is None else [p.data for p in actor.module.parameters()]
+    kept = [values.clone() for values in parameters]
+    with nullcontext() if actor is None else sampler.other_weights():  # the actor's ranks tell the others
+        for values in parameters:
+            values.mul_(1.5)
+        rollout_now()
+    for values, before in zip(parameters, kept, strict=True):
+        values.copy_(before)
+    rollout_now()
+    return told, sampler._syncs - synced, sampler.weight_version
+
+
+def test_snapshots_stay_and_other_weights_do_not(tmp_path: Path) -> None:
+    of_ranks = run_ranks(snapshots, 2, tmp_path / "ranks", folder_of("tied", tmp_path))
+    before, still, second, now, other, again = of_ranks[1][0]
+    assert before == still and second != before
+    assert second == now == again and other != now
+    assert all(syncs == version == 2 for _, syncs, version in of_ranks)
+
+
+def refused(world: World, path: Path, rollout: RolloutConfig) -> str:
+    with pytest.raises(UserError) as caught:
+        build_separate(world, path, trains=1, rollout=rollout)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "rollout", "rule"),
+    [
+        ("bloom", RolloutConfig(), "needs inference weights, the actor's model has none .*leave placement.sampler out"),
+        ("tied", RolloutConfig(backend="module"), "got rollout.backend module: give auto, or leave"),
+        ("tied", RolloutConfig(offload_states=True), "rollout.offload_states makes room"),
+        ("llama of three heads", TWO, "must split 3 heads with 3 KV heads, 4 ranks cannot"),
+    ],
+)
+def test_what_cannot_be_sampled_is_refused(name: str, rollout: RolloutConfig, rule: str, tmp_path: Path) -> None:
+    folder = folder_of(name, tmp_path)
+    if name == "bloom":
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "apply_residual_connection_post_layernorm": True}))
+    rollout = replace(rollout, tensor_parallel=4) if "three" in name else rollout
+    for said in run_ranks(refused, 1 + rollout.tensor_parallel, tmp_path / "ranks", folder, rollout):
+        assert re.search(rule, said), said
+
+
+def quantised(world: World, path: Path) -> list[Any]:
+    """Log-probs and dtype of what is sampled after updates; on the actor's rank the limit of their difference."""
+    actor, sampler = build_separate(world, path, trains=1, rollout=INT8, settings={"lora": 4})
+    told: list[Any] = [sampler.max_logprob_diff]
+    for _ in range(2):
+        learn(actor)
+        with sampler.inference(stop_token_ids=()) as generation:
+            if generation is not None:
+                ((completion,),) = generation.generate(PROMPTS[:1], GREEDY)
+                weight = weight_tensors(generation.backend.decoder)[".layers.0.qkv.weight"]  # type: ignore[attr-defined]
+                told.append((completion.logprobs, weight.dtype))
+    return told
+
+
+def test_quantised_rollouts_follow_the_weights_that_train(tmp_path: Path) -> None:
+    (limit,), (known, *rounds) = run_ranks(quantised, 2, tmp_path / "ranks", folder_of("tied", tmp_path))
+    assert limit == known == 0.5
+    (first, one), (second, other) = rounds
+    assert one == other == torch.int8 and first != second
+
+
+def replayed(world: World, path: Path) -> list[float] | None:
+    """How many routes of the sampler the actor's forward uses, of how many."""
+    actor, sampler = build_separate(world, path, trains=1, rollout=RolloutConfig(routing_replay=True))
+    found = None
+    with sampler.inference(stop_token_ids=()) as generation:
+        if generation is not None:
+            ((completion,),) = generation.generate(PROMPTS[:1], GREEDY, record_routes=True)
+            found = completion.token_ids, completion.routes
+    told = world.broadcast_object(found, source=1)
+    if actor is None or told is None:
+        return None
+    ids = torch.tensor([PROMPTS[0] + told[0]])
+    routes = torch.full((1, ids.shape[1], *told[1].shape[1:]), -1)
+    routes[0, : len(told[1])] = torch.from_numpy(told[1])
+    routes[0, 0] = routes[0, 0].flip(-1)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    actor(ids, mask, mask, routes=routes)
+    assert actor.router_agreement is not None
+    return actor.router_agreement.tolist()
+
+
+def test_the_actor_replays_routes_of_the_sampler(tmp_path: Path) -> None:
+    used, routes = run_ranks(replayed, 2, tmp_path / "ranks", folder_of("qwen3_moe", tmp_path))[0]
+    assert used == routes > 0
+
+
+def apart(world: World, path: Path) -> tuple[bool, bool, str]:
+    """Ranks that train, that sample, and that do neither: which have an engine, and inference weights of the actor."""
+    actor, sampler = build_separate(world, path, trains=1, idle=1)
+    with sampler.inference(stop_token_ids=()) as generation:
+        generates = bool(sampled_by(generation))
+    if actor is None:
+        return generates, False, ""
+    with pytest.raises(RuntimeError) as caught, actor.inference():
+        pass
+    return generates, actor._inference_weights is not None, str(caught.value)
+
+
+def test_only_ranks_that_sample_have_inference_weights(tmp_path: Path) -> None:
+    told = run_ranks(apart, 3, tmp_path / "ranks", folder_of("tied", tmp_path))
+    assert [generates for generates, _, _ in told] == [False, True, False]
+    assert not told[0][1] and "use the sampler" in told[0][2]
+
+
+def lost(world: World, path: Path, folder: Path, in_transfer: bool) -> tuple[str, float, int]:
+    """A rank that sends ends in a sync; what the others raise, after how long, and the version that they have."""
+    actor, sampler = build_separate(world, path, trains=2, settings={"stage": 3})
+    sync(sampler)
+    learn(actor)
+    world.barrier()
+
+    def end(*_: Any, **__: Any) -> None:
+        (folder / "1.pkl").write_bytes(pickle.dumps(None))
+        os._exit(0)
+
+    if world.rank == 1:
+        vars(sampler._transfers[False])["send"] = end
+        if not in_transfer:
+            end()
+    start = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        sync(sampler)
+    return str(caught.value), time.monotonic() - start, sampler._held_version
+
+
+@pytest.mark.parametrize("in_transfer", [False, True])
+def test_a_rank_that_ends_stops_the_others(in_transfer: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "ranks"
+    first, _, third = run_ranks(lost, 3, folder, folder_of("untied", tmp_path), folder, in_transfer)
+    for said, seconds, _ in (first, third):
+        assert seconds < 60 and said
+    assert third[2] in (0, -1), "not that of weights that did not arrive"
