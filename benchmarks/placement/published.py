@@ -248,11 +248,12 @@ prompt and 1,024 of completion, mini-batches of 128. For DeepSpeed-Chat's 7B a u
 |---|---|---|---|---|---|---|---|
 """
 REAL_TEXT = """
-The predictions of OpenRLHF's allocation are near what it published: there a fourth to a half of the GPUs sample, and
-their time is that of reading weights and cache, which any good engine reaches. Those of flattening are far below what
-DeepSpeed-Chat took, whose generation alone took 590 of the 855 s at 7B. The published gain is thus one of engines (the
-authors name vLLM as the first reason, issue 296; by the user's measurement it is 1.14x at 7B): with one engine on both
-sides, the simulation expects this separation without a policy lag to lose, as most GPUs wait in every phase.
+The predictions of OpenRLHF's allocation are 1.1 to 0.55 of what it published: a fourth to a half of the GPUs sample,
+and their time is that of reading weights and cache, which any good engine reaches. Those of flattening are 0.22 to
+0.07 of what DeepSpeed-Chat took, whose generation alone took 590 of the 855 s at 7B. The published gain is thus one
+of engines (the authors name vLLM as the first reason, issue 296; by the user's measurement it is 1.14x at 7B): with
+one engine on both sides, the simulation expects this separation without a policy lag to lose, as most GPUs wait in
+every phase.
 
 ## ReaL, issue 10: OpenRLHF with 34B and 7B on 32 GPUs
 
@@ -280,8 +281,9 @@ hidden size 16,384 (assumed), PPO with critic and reference of the same size, 1,
 |---|---|---|"""
 PAPER_TEXT = """
 So four models of 300B can be trained by ZeRO-3 with offloading and tensor-parallel sampling within a host where the
-table has a time. Tensor parallelism is searched within a host only; pipeline parallelism, which ChatLearn uses at this
-size through Megatron, is not simulated.
+table has a time, if the hosts have memory for what is offloaded, which these plans do not limit. Tensor parallelism
+is searched within a host only; pipeline parallelism, which ChatLearn uses at this size through Megatron, is not
+simulated.
 
 ## The placement paper (arXiv 2312.11819)
 
