@@ -12,8 +12,7 @@ from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.data import DataSource, require_shares
-from hybrid_rlhf.configs.sections.rules import require, require_template_variables
-from hybrid_rlhf.configs.sections.setting import setting
+from hybrid_rlhf.configs.sections.rules import require, require_template_variables, setting
 from hybrid_rlhf.configs.sft import SFTConfig
 
 StepName = Literal["sft", "reward", "preference", "rl"]
