@@ -159,7 +159,7 @@ class OneWeight(SimpleNamespace):
     """A TrainingState without an engine."""
 
     def __init__(self, values: torch.Tensor) -> None:
-        super().__init__(weight=nn.Parameter(values))
+        super().__init__(weight=nn.Parameter(values), world=solo_world(torch.device("cpu")))
 
     def tensors(self) -> Any:
         yield "weight/0/weight", self.weight.detach()
