@@ -24,9 +24,9 @@ from typing import Any
 import torch
 import transformers
 
-from hybrid_rlhf.configs.batch_plan import MicroBatches
 from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig

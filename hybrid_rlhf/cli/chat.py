@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
     with user_errors():
         words = list(sys.argv[1:] if argv is None else argv)
         config = parse_config(ChatConfig, words, prog=prog, positional="path")
-        from hybrid_rlhf.cli.loading import load_engine
+        from hybrid_rlhf.cli.saved_models.loading import load_engine
         from hybrid_rlhf.data.chat.conversation import encode_prompt
         from hybrid_rlhf.generation.chat import ChatSession
 

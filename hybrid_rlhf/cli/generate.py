@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
 
 
 def _generate(config: GenerateConfig) -> None:
-    from hybrid_rlhf.cli.loading import load_engine
+    from hybrid_rlhf.cli.saved_models.loading import load_engine
     from hybrid_rlhf.data.chat.conversation import encode_prompt
     from hybrid_rlhf.data.rows.formats import read_prompt_row
     from hybrid_rlhf.data.rows.sources import open_source

@@ -24,7 +24,8 @@ COMMANDS = {
     "rl": "Train by reinforcement learning: PPO, GRPO, RLOO, ...",
     "chat": "Chat with a saved model in the terminal",
     "generate": "Complete the prompts of a file",
-    "plan": "Print the memory that each phase of `train` needs, without loading weights",
+    "plan": "Print the memory that each phase of `train` needs and the fastest placement, without loading weights",
+    "calibrate": "Measure how fast this machine is, for the times of `plan`",
 }
 """Subcommands, each the name of a module with a function `main`, and their help."""
 

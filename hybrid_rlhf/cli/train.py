@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.command_line import parse_config, read_config, save_config, user_errors
@@ -28,6 +28,7 @@ from hybrid_rlhf.runtime.host_memory import MALLOC_ENVIRONMENT
 from hybrid_rlhf.runtime.liveness.launcher import STARTED_BY
 from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE, forward_signals
 
+PipelineT = TypeVar("PipelineT", bound=PipelineConfig)
 ROOT = Path(__file__).parents[2]
 """Folder that contains the package: the checkout, or site-packages."""
 DEMO = ROOT / "hybrid_rlhf" / "configs" / "demo.yaml"
@@ -48,12 +49,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
     """Parse, run the steps that are not finished, and print what changed."""
     with user_errors():
         argv = with_bare_plan(sys.argv[1:] if argv is None else argv)
-        config = parse_config(PipelineConfig, argv, prog=prog)
-        if config.is_demo:
-            config = demo_config(argv, prog=prog)
-        steps: dict[str, Any] = {name: step_config(name, config) for name in STEP_NAMES}
-        check_seeds(steps)
-        check_models(steps, config)
+        config, steps = pipeline(PipelineConfig, argv, prog=prog)
         if config.plan:
             from hybrid_rlhf.memory.report import report as report_memory
 
@@ -66,6 +62,23 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
             show_changes(steps, last=config.step_names[-1])
 
 
+def pipeline(
+    config_type: type[PipelineT], argv: Sequence[str], *, prog: str | None = None
+) -> tuple[PipelineT, dict[str, Any]]:
+    """The config of a line, and those of its steps, resolved and checked together.
+
+    Raises:
+        UserError: for a wrong line, or steps that do not fit together.
+    """
+    config = parse_config(config_type, argv, prog=prog)
+    if config.is_demo:
+        config = demo_config(config_type, argv, prog=prog)
+    steps: dict[str, Any] = {name: step_config(name, config) for name in STEP_NAMES}
+    check_seeds(steps)
+    check_models(steps, config)
+    return config, steps
+
+
 def with_bare_plan(words: Sequence[str]) -> list[str]:
     """The arguments, with --plan=true for a --plan without a value."""
     following = [*words, "--"][1:]
@@ -73,9 +86,9 @@ def with_bare_plan(words: Sequence[str]) -> list[str]:
     return ["--plan=true" if alone else word for word, alone in zip(words, bare, strict=True)]
 
 
-def demo_config(argv: Sequence[str] | None, *, prog: str | None = None) -> PipelineConfig:
+def demo_config(config_type: type[PipelineT], argv: Sequence[str] | None, *, prog: str | None = None) -> PipelineT:
     """The settings of the demo with the overrides of the user, and its conversations unless the user names a source."""
-    config = parse_config(PipelineConfig, argv, prog=prog, defaults=DEMO)
+    config = parse_config(config_type, argv, prog=prog, defaults=DEMO)
     if config.data.sources or config.plan:
         return config
     from hybrid_rlhf.data.rows.embedded import write_demo_data
@@ -129,7 +142,7 @@ def step_config(name: str, config: PipelineConfig) -> Any:
 
 def show_changes(steps: dict[str, Any], *, last: str) -> None:
     """Print held-out metrics before and after each step, and completions of the models."""
-    from hybrid_rlhf.cli.comparison import report
+    from hybrid_rlhf.cli.saved_models.comparison import report
 
     folders = {name: step.output_dir for name, step in steps.items() if name in ("sft", "reward", last)}
     sft = steps["sft"]

@@ -24,8 +24,7 @@ from hybrid_rlhf.configs.sections.algorithm import (
     SingleUpdateConfig,
     SurrogateConfig,
 )
-from hybrid_rlhf.configs.sections.rules import require
-from hybrid_rlhf.configs.sections.setting import setting
+from hybrid_rlhf.configs.sections.rules import require, setting
 
 
 @dataclass(frozen=True, kw_only=True)

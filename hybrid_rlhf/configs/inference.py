@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hybrid_rlhf.configs.sections.rules import require, require_template_variables
+from hybrid_rlhf.configs.sections.rules import require, require_template_variables, setting
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
-from hybrid_rlhf.configs.sections.setting import setting
 
 _CHAT_KEYS = tuple(name for name in vars(SamplingParams()) if name != "n")
 

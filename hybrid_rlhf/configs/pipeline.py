@@ -1,4 +1,4 @@
-"""Settings of train.py: several steps on one data set, one after the other."""
+"""Settings of train.py, several steps on one data set, one after the other; and of plan and calibrate."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.data import DataSource, require_shares
-from hybrid_rlhf.configs.sections.rules import require, require_template_variables
-from hybrid_rlhf.configs.sections.setting import setting
+from hybrid_rlhf.configs.sections.rules import require, require_template_variables, setting
 from hybrid_rlhf.configs.sft import SFTConfig
 
 StepName = Literal["sft", "reward", "preference", "rl"]
@@ -138,6 +137,69 @@ class PipelineConfig:
         """
         sft = self.folder("sft")
         return sft if name != "sft" and ("sft" in self.step_names or has_model(sft)) else self.base_model
+
+
+Machine = Literal["this", "h100", "h200", "a100", "a100-40g", "a800", "4090"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig(PipelineConfig):
+    """Memory of each phase of each step, and the placement of the roles of RL that is predicted to be the fastest."""
+
+    machine: Machine = "this"
+    """Machine that the plan is for. this: as measured by hybrid-rlhf calibrate; others are modelled from data
+    sheets."""
+    ranks: int | None = None
+    """Ranks of all hosts; null: as many as would be started."""
+    hosts: int | None = None
+    """Hosts, with equally many ranks each; null: as few as the machine's GPUs per host allow."""
+    link_gib_per_second: float | None = None
+    """Bandwidth between hosts, in GiB per second per host and direction; null: of the machine's usual network."""
+    prompt_tokens: float | None = None
+    """Mean length of the prompts; null: half of rl.rollout.max_prompt_tokens."""
+    completion_tokens: float | None = None
+    """Mean length of the completions; null: half of rl.rollout.sampling.max_new_tokens. Lengths have a long tail."""
+    json: bool = False
+    """Print one JSON object instead of tables."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("ranks", "hosts", "link_gib_per_second", "prompt_tokens", "completion_tokens"):
+            value = getattr(self, name)
+            require(value is None or value > 0, f"{name} must be above 0, got {value}: leave it out for the default")
+        require(
+            self.ranks is None or self.plan_ranks is None,
+            f"ranks and plan_ranks mean the same, got {self.ranks} and {self.plan_ranks}: leave plan_ranks out",
+        )
+        require(
+            self.machine == "this" or self.plan_device_gib is None,
+            f"--machine {self.machine} has memory of its own, got plan_device_gib {self.plan_device_gib}: leave it out",
+        )
+        require(
+            self.machine != "this" or self.link_gib_per_second is None,
+            f"link_gib_per_second is for a modelled machine, got {self.link_gib_per_second} with --machine this: name "
+            "one, for example --machine h100",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateConfig:
+    """How fast this machine computes and communicates, measured once and kept for hybrid-rlhf plan."""
+
+    ranks: int | None = None
+    """Ranks that measure collectives; null: up to 8 processes on a CPU, one per GPU otherwise."""
+    quick: bool = False
+    """Fewer and smaller sizes: seconds instead of minutes, for a try."""
+    renew: bool = False
+    """Measure again, even if this machine is measured."""
+    cache_dir: str | None = None
+    """Folder of the curves; null: ~/.cache/hybrid_rlhf."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.ranks is None or self.ranks >= 1,
+            f"ranks must be 1 or more, got {self.ranks}: leave it out for the default",
+        )
 
 
 def start_of(step: SFTConfig | RewardConfig | PreferenceStepConfig | RLConfig) -> str | None:

@@ -10,9 +10,8 @@ from typing import ClassVar, Literal
 
 from hybrid_rlhf.configs.sections.data import RowDataConfig
 from hybrid_rlhf.configs.sections.model import LoraConfig
-from hybrid_rlhf.configs.sections.rules import require
+from hybrid_rlhf.configs.sections.rules import require, setting
 from hybrid_rlhf.configs.sections.run import StepConfig
-from hybrid_rlhf.configs.sections.setting import setting
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, TrainConfig, ZeroConfig
 
 

@@ -8,9 +8,8 @@ from typing import Literal
 
 from hybrid_rlhf.configs.sections.data import RowDataConfig
 from hybrid_rlhf.configs.sections.model import SCORER_KEYS, LoraConfig, ModelConfig
-from hybrid_rlhf.configs.sections.rules import require
+from hybrid_rlhf.configs.sections.rules import require, setting
 from hybrid_rlhf.configs.sections.run import StepConfig
-from hybrid_rlhf.configs.sections.setting import setting
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, TrainConfig, ZeroConfig
 
 

@@ -13,9 +13,8 @@ from hybrid_rlhf.configs.sections.model import CriticLoraConfig, LoraConfig
 from hybrid_rlhf.configs.sections.placement import check_placement, has_separate_sampler
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig, require_distinct_names
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
-from hybrid_rlhf.configs.sections.rules import require, whole_number
+from hybrid_rlhf.configs.sections.rules import require, setting, whole_number
 from hybrid_rlhf.configs.sections.run import FaultsConfig, StepConfig
-from hybrid_rlhf.configs.sections.setting import setting
 from hybrid_rlhf.configs.sections.training import LoopConfig, OptimizerConfig, ZeroConfig
 
 _FEWEST_PROMPTS = 64

@@ -7,10 +7,9 @@ from typing import Literal
 
 from hybrid_rlhf.configs.sections.data import RowDataConfig
 from hybrid_rlhf.configs.sections.model import LoraConfig
-from hybrid_rlhf.configs.sections.rules import require
+from hybrid_rlhf.configs.sections.rules import require, setting
 from hybrid_rlhf.configs.sections.run import StepConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams, require_default
-from hybrid_rlhf.configs.sections.setting import setting
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, TrainConfig, ZeroConfig
 
 _SAMPLING_KEYS = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p")

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from hybrid_rlhf.configs.batch_plan import MicroBatches
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
 from hybrid_rlhf.data.row_views import RowSequence
 
 

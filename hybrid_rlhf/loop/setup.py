@@ -8,12 +8,12 @@ import logging
 
 from transformers import PreTrainedTokenizerBase
 
-from hybrid_rlhf.configs.batch_plan import BatchPlan
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.files.atomic import write_whole
 from hybrid_rlhf.configs.parsing.command_line import adapter_rates, save_config
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.rl import frozen_zero
+from hybrid_rlhf.configs.sections.batch_plan import BatchPlan
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.run import StepConfig
 from hybrid_rlhf.configs.sft import SFTConfig

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -26,16 +26,21 @@ def report(config: PipelineConfig, steps: Mapping[str, AnyStep]) -> tuple[list[s
     Returns:
         the lines of the report, and whether everything fits.
     """
-    machine = this_machine(config)
-    planner = Planner(machine, starts=_starts(steps))
+    return table(*planned_phases(config, steps), steps)
+
+
+def table(
+    planner: Planner, planned: Mapping[str, Sequence[PhaseMemory]], steps: Mapping[str, AnyStep]
+) -> tuple[list[str], bool]:
+    """The same of phases that are planned already."""
+    machine = planner.machine
     host = "" if machine.host_bytes is None else f", {_gib(machine.host_bytes)} of host memory"
     lines = [
         f"memory plan in GiB per rank: {machine.ranks} x {machine.device.type} of {_gib(machine.device_bytes)}{host}",
         f"{'phase':18}" + "".join(f"{name:>12}" for name in (*_COLUMNS, "total", "host")) + "  fits",
     ]
     good = True
-    for name in config.step_names:
-        phases = planner.phases(steps[name])
+    for name, phases in planned.items():
         lines += map(_line, phases)
         if not all(phase.fits for phase in phases):
             good = False
@@ -43,7 +48,15 @@ def report(config: PipelineConfig, steps: Mapping[str, AnyStep]) -> tuple[list[s
     return lines, good
 
 
-def _starts(steps: Mapping[str, AnyStep]) -> dict[str, str]:
+def planned_phases(
+    config: PipelineConfig, steps: Mapping[str, AnyStep]
+) -> tuple[Planner, dict[str, list[PhaseMemory]]]:
+    """The planner of a pipeline, and the phases of each step that would run."""
+    planner = Planner(this_machine(config), starts=starts_of(steps))
+    return planner, {name: planner.phases(steps[name]) for name in config.step_names}
+
+
+def starts_of(steps: Mapping[str, AnyStep]) -> dict[str, str]:
     """Folders that steps will write, each with an existing model of the same shape."""
     starts: dict[str, str] = {}
     for step in steps.values():

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hybrid_rlhf.configs.batch_plan import BatchPlan, plan_batch
 from hybrid_rlhf.configs.preference import KTOConfig, PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
+from hybrid_rlhf.configs.sections.batch_plan import BatchPlan, plan_batch
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.data.loaders import BatchLoader
 from hybrid_rlhf.data.mismatched import with_mismatched_completions

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.configs.batch_plan import BatchPlan
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections.batch_plan import BatchPlan
 from hybrid_rlhf.data.row_views import RowSequence
 from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.functional.calibration import TEMPERATURES, calibration_error, fit_temperature

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from hybrid_rlhf.configs.batch_plan import BatchPlan
+from hybrid_rlhf.configs.sections.batch_plan import BatchPlan
 from hybrid_rlhf.configs.sections.training import TrainConfig
 from hybrid_rlhf.data.loaders import BatchLoader
 from hybrid_rlhf.data.row_views import RowSequence

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hybrid_rlhf.cli import comparison
+from hybrid_rlhf.cli.saved_models import comparison
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.model import ModelConfig
 

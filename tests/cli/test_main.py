@@ -36,9 +36,15 @@ def test_a_wrong_command_names_the_nearest(wrong: str, nearest: str, capsys: pyt
 
 def test_a_command_is_given_its_arguments_and_name(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
-    monkeypatch.setattr(train, "main", lambda argv, *, prog: given.append((argv, prog)))
-    script.main(["train", "--steps", "sft"])
-    script.main(["plan", "--steps", "sft"])
+
+    def pipeline(config_type: type, argv: Any, *, prog: str) -> None:
+        given.append((argv, prog))
+        sys.exit(0)
+
+    monkeypatch.setattr(train, "pipeline", pipeline)
+    for command in ("train", "plan"):
+        with pytest.raises(SystemExit):
+            script.main([command, "--steps", "sft"])
     assert given == [
         (["--steps", "sft"], "hybrid-rlhf train"),
         (["--steps", "sft", "--plan=true"], "hybrid-rlhf plan"),
@@ -49,7 +55,8 @@ def test_plan_starts_no_step_whatever_the_line_says(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(train, "run_step", lambda *_: pytest.fail("a plan starts no step"))
-    monkeypatch.setattr("hybrid_rlhf.memory.report.report", lambda config, steps: (["planned"], False))
+    monkeypatch.setattr("hybrid_rlhf.memory.report.planned_phases", lambda config, steps: (None, {}))
+    monkeypatch.setattr("hybrid_rlhf.memory.report.table", lambda planner, planned, steps: (["planned"], False))
     with pytest.raises(SystemExit) as stopped:
         plan.main(["--base_model", "BASE", "--data.sources", "rows.jsonl", "--plan", "false"])
     assert stopped.value.code == 1 and capsys.readouterr().out == "planned\n"

@@ -162,9 +162,9 @@ def test_the_report_compares_with_where_the_last_step_started(
     actor: list[str], base: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: dict[str, Any] = {}
-    compare = type(sys)("hybrid_rlhf.cli.comparison")
+    compare = type(sys)("hybrid_rlhf.cli.saved_models.comparison")
     monkeypatch.setattr(compare, "report", lambda **known: told.update(known), raising=False)
-    monkeypatch.setitem(sys.modules, "hybrid_rlhf.cli.comparison", compare)
+    monkeypatch.setitem(sys.modules, "hybrid_rlhf.cli.saved_models.comparison", compare)
     train.show_changes(steps_of(["--base_model", "BASE", *actor]), last="rl")
     assert told["base_model"] == base and told["last"].output_dir == "output/step3_ppo"
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid_rlhf.configs.batch_plan import MicroBatches
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
 from hybrid_rlhf.data.loaders import BatchLoader, GlobalBatchSampler, shard_batch
 from hybrid_rlhf.data.row_views import RowSubset
 

@@ -18,8 +18,8 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS, AlgorithmConfig
-from hybrid_rlhf.configs.batch_plan import MicroBatches
 from hybrid_rlhf.configs.sections.algorithm import CorrectionConfig, KLConfig
+from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from hybrid_rlhf.configs.algorithms import PPOConfig
-from hybrid_rlhf.configs.batch_plan import MicroBatches
 from hybrid_rlhf.configs.sections.algorithm import KLConfig, PenaltiesConfig
+from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig

@@ -40,7 +40,7 @@ from hybrid_rlhf.configs.parsing.schema import (
     unknown_key,
 )
 from hybrid_rlhf.configs.parsing.values import check_values, is_text
-from hybrid_rlhf.configs.sections.setting import marks_of
+from hybrid_rlhf.configs.sections.rules import marks_of
 
 ConfigT = TypeVar("ConfigT")
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybrid_rlhf.configs.parsing.schema import section_kinds, type_hints
-from hybrid_rlhf.configs.sections.setting import marks_of
+from hybrid_rlhf.configs.sections.rules import marks_of
 
 
 def changed_keys(config_type: type, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.sections.setting import marks_of
+from hybrid_rlhf.configs.sections.rules import marks_of
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from hybrid_rlhf.configs.sections.rules import require
-from hybrid_rlhf.configs.sections.setting import setting
+from hybrid_rlhf.configs.sections.rules import require, setting
 
 
 @dataclass(frozen=True, kw_only=True)

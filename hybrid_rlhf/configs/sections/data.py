@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hybrid_rlhf.configs.sections.rules import require, require_template_variables
-from hybrid_rlhf.configs.sections.setting import setting
+from hybrid_rlhf.configs.sections.rules import require, require_template_variables, setting
 
 
 def require_shares(split: list[float]) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
-from hybrid_rlhf.configs.sections.rules import require
-from hybrid_rlhf.configs.sections.setting import setting
+from hybrid_rlhf.configs.sections.rules import require, setting
 
 ROUTER_KEYS = ("router_aux_loss_coef", "router_z_loss_coef")
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from hybrid_rlhf.configs.sections.rules import require
+from hybrid_rlhf.configs.sections.rules import require, setting
 from hybrid_rlhf.configs.sections.sampling import SamplingParams, require_default
-from hybrid_rlhf.configs.sections.setting import setting
 
 ROLLOUT_SAMPLING_KEYS = ("n", "max_new_tokens", "temperature", "top_p", "top_k", "min_p")
 """Sampling parameters that rollouts read. Penalties and forced lengths change the distribution in ways that training

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 from hybrid_rlhf.configs.sections.data import DataConfig
 from hybrid_rlhf.configs.sections.model import ModelConfig
-from hybrid_rlhf.configs.sections.rules import require
-from hybrid_rlhf.configs.sections.setting import setting
+from hybrid_rlhf.configs.sections.rules import require, setting
 
 
 @dataclass(frozen=True, kw_only=True)

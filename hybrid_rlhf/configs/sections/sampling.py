@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybrid_rlhf.configs.sections.rules import require
-from hybrid_rlhf.configs.sections.setting import setting
+from hybrid_rlhf.configs.sections.rules import require, setting
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from hybrid_rlhf.configs.batch_plan import BatchPlan
 from hybrid_rlhf.configs.files.atomic import write_whole
 from hybrid_rlhf.configs.preference import PreferenceReferenceConfig, PreferenceStepConfig
+from hybrid_rlhf.configs.sections.batch_plan import BatchPlan
 from hybrid_rlhf.data.collation import PreferenceBatch, PreferenceLabelBatch
 from hybrid_rlhf.data.row_views import AugmentedRows, RowSequence, RowSubset
 from hybrid_rlhf.engines.engine import ModelEngine

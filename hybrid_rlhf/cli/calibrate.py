@@ -1,0 +1,37 @@
+"""`hybrid-rlhf calibrate`: measure how fast this machine is, for the times of `hybrid-rlhf plan`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+
+from hybrid_rlhf.configs.parsing.command_line import parse_config, user_errors
+from hybrid_rlhf.configs.pipeline import CalibrateConfig
+
+
+def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
+    """Measure unless curves of this machine are there, and print where they are."""
+    with user_errors():
+        words = list(sys.argv[1:] if argv is None else argv)
+        config = parse_config(CalibrateConfig, words, prog=prog)
+        from hybrid_rlhf.placement.machines.calibration import calibrate, default_ranks
+        from hybrid_rlhf.placement.machines.stored import curves_file, differences, read_curves, save_curves, stored_key
+
+        ranks = config.ranks or default_ranks()
+        path = curves_file(ranks, config.cache_dir)
+        if path.exists() and not config.renew:
+            other = differences(stored_key(path))
+            if not other:
+                read_curves(path)
+                print(f"this machine is measured: {path}; --renew true measures it again")
+                return
+            print(f"{path} differs in {', '.join(other)}: measuring again")
+        start = time.monotonic()
+        curves = calibrate(ranks, quick=config.quick, show=print)
+        path = save_curves(curves, ranks, config.cache_dir)
+        print(f"measured in {time.monotonic() - start:.0f} s: {path}")
+
+
+if __name__ == "__main__":
+    main()

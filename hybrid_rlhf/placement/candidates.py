@@ -1,0 +1,174 @@
+"""The plans that a search looks at.
+
+Roles are divided into those on all ranks and groups on disjoint ranges of consecutive ranks, the largest range first,
+so that ranges begin at hosts where sizes allow; a separate sampler is in another group than the actor. With this come
+ZeRO stages, tensor parallelism of the sampler, and settings that offload. HybridFlow (arXiv 2409.19256, algorithm 1)
+enumerates the same set partitions, without roles on all ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from hybrid_rlhf.configs.sections.placement import Placement, RolePlacement, ZeroStage
+from hybrid_rlhf.placement.job import RLJob
+from hybrid_rlhf.placement.plans import SAMPLER, Cluster, StepPlan, style_of
+
+EXACT_RANKS = 16
+"""Up to so many ranks every size of a range is tried; beyond, multiples of a part of the ranks."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The ranks of each role."""
+
+    ranks: tuple[tuple[str, tuple[int, ...]], ...]
+    style: str
+
+    def of(self, name: str) -> tuple[int, ...]:
+        """The ranks of a role."""
+        return dict(self.ranks)[name]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What besides the ranks a plan chooses; each field is one choice."""
+
+    zero: tuple[tuple[str, ZeroStage], ...]
+    """ZeRO stage of each role."""
+    tensor_parallel: int
+    policy_lag: int
+    offload_frozen: bool = False
+    offload_states: bool = False
+    offload_optimizer: bool = False
+
+
+def unit_of(cluster: Cluster) -> int:
+    """Ranks by which ranges grow."""
+    if cluster.ranks <= EXACT_RANKS:
+        return 1
+    least = math.ceil(cluster.ranks / EXACT_RANKS)
+    divisors = [size for size in range(least, cluster.ranks + 1) if cluster.ranks % size == 0]
+    return next(size for size in divisors if cluster.ranks_per_host % size == 0 or size % cluster.ranks_per_host == 0)
+
+
+def placed(job: RLJob, everywhere: Sequence[str], groups: Sequence[tuple[Sequence[str], int]], ranks: int) -> Layout:
+    """A layout of roles on all ranks and groups of roles on ranges of the given sizes."""
+    found = dict.fromkeys(everywhere, tuple(range(ranks)))
+    start = 0
+    for names, size in sorted(groups, key=lambda group: -group[1]):
+        found |= dict.fromkeys(names, tuple(range(start, start + size)))
+        start += size
+    for role in job.roles.values():
+        if role.bound_to is not None:
+            found[role.name] = found[role.bound_to]
+    return Layout(tuple(sorted(found.items())), style_of(found, ranks))
+
+
+def layouts(job: RLJob, cluster: Cluster) -> Iterator[Layout]:
+    """All layouts; flattening first."""
+    free = [role.name for role in job.roles.values() if role.bound_to is None]
+    yield placed(job, free, (), cluster.ranks)
+    unit = unit_of(cluster)
+    # a thread that samples ahead needs ranks on which nothing trains
+    apart = {"actor", "critic"} if job.config.rollout.policy_lag else {"actor"}
+    for names in (free, [*free, SAMPLER]):
+        for count in range(len(names) - 1):
+            for everywhere in itertools.combinations(names, count):
+                if SAMPLER in names and ({SAMPLER} | apart) & set(everywhere):
+                    continue
+                rest = [name for name in names if name not in everywhere]
+                for groups in _partitions(rest):
+                    if len(groups) < 2 or any(SAMPLER in group and apart & {*group} for group in groups):
+                        continue
+                    for sizes in _compositions(cluster.ranks // unit, len(groups)):
+                        sized = [(group, size * unit) for group, size in zip(groups, sizes, strict=True)]
+                        yield placed(job, everywhere, sized, cluster.ranks)
+
+
+def zero_stages(job: RLJob, name: str, ranks: int) -> tuple[ZeroStage, ...]:
+    """ZeRO stages that a role may have on so many ranks; a stage that shards nothing serves offloading alone."""
+    if name == SAMPLER or (not job.roles[name].is_trained and ranks == 1):
+        return (0,)
+    if not job.roles[name].is_trained:
+        return (0, 3)
+    if job.roles[name].bound_to is not None or any(role.bound_to == name for role in job.roles.values()):
+        return (0, 2)  # a shared base needs whole weights, and both the same ranks
+    return (0, 2) if ranks == 1 else (0, 1, 2, 3)
+
+
+def tensor_parallels(job: RLJob, layout: Layout, cluster: Cluster) -> list[int]:
+    """Sizes of tensor-parallel groups that divide the ranks that sample, within a host."""
+    names = dict(layout.ranks)
+    ranks = names.get(SAMPLER, names["actor"])
+    most = min(len(ranks), cluster.ranks_per_host, job.actor.sizes.heads)
+    return [
+        size
+        for size in range(1, most + 1)
+        if len(ranks) % size == 0 and cluster.ranks_per_host % size == 0 and ranks[0] % size == 0
+    ]
+
+
+def lags(job: RLJob, layout: Layout) -> tuple[int, ...]:
+    """Policy lags: the configured one where a separate sampler allows it."""
+    return (job.config.rollout.policy_lag,) if SAMPLER in dict(layout.ranks) else (0,)
+
+
+def offloads(job: RLJob, layout: Layout) -> list[tuple[bool, bool, bool]]:
+    """offload_frozen, offload_states and offload_optimizer; none first. A CPU is its own host."""
+    if job.device.type == "cpu":
+        return [(False, False, False)]
+    separate = SAMPLER in dict(layout.ranks)
+    found = itertools.product((False, True) if job.frozen else (False,), (False,) if separate else (False, True))
+    return sorted((frozen, states, optimizer) for frozen, states in found for optimizer in (False, True))
+
+
+def plan_of(layout: Layout, options: Options) -> StepPlan:
+    """The plan of a layout and options."""
+    zero = dict(options.zero)
+    sampling = SAMPLER if SAMPLER in dict(layout.ranks) else "actor"
+    roles = {
+        name: RolePlacement(ranks, zero.get(name, 0), options.tensor_parallel if name == sampling else 1)
+        for name, ranks in layout.ranks
+    }
+    return StepPlan(
+        Placement(roles, layout.style),
+        options.policy_lag,
+        options.offload_frozen,
+        options.offload_states,
+        options.offload_optimizer,
+    )
+
+
+def all_options(job: RLJob, layout: Layout, cluster: Cluster) -> Iterator[Options]:
+    """Every choice for a layout: the brute force of the search's tests."""
+    stages = [[(name, stage) for stage in zero_stages(job, name, len(ranks))] for name, ranks in layout.ranks]
+    for zero, together, lag, offload in itertools.product(
+        itertools.product(*stages), tensor_parallels(job, layout, cluster), lags(job, layout), offloads(job, layout)
+    ):
+        yield Options(tuple(zero), together, lag, *offload)
+
+
+def _partitions(names: Sequence[str]) -> Iterator[list[list[str]]]:
+    """All ways to divide names into groups."""
+    if not names:
+        yield []
+        return
+    first, *rest = names
+    for groups in _partitions(rest):
+        yield [[first], *groups]
+        for place, group in enumerate(groups):
+            yield [*groups[:place], [first, *group], *groups[place + 1 :]]
+
+
+def _compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """All sizes of 1 or more with a sum, in order."""
+    if parts == 1:
+        yield (total,)
+        return
+    for first in range(1, total - parts + 2):
+        for rest in _compositions(total - first, parts - 1):
+            yield (first, *rest)

@@ -1,0 +1,232 @@
+"""How fast a machine computes and communicates: curves of seconds by size, measured or modelled.
+
+A prediction of costs.py is a sum of values of these curves. Why curves and not rates: small sizes cost latency and
+large ones bandwidth, and the same formula must hold for both. Between two points a curve is linear in the logarithms of
+size and seconds; below its first point it is constant (latency), above its last it is proportional to the size
+(bandwidth). Curves never fall: measured points that do are averaged.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections.rules import require
+
+FORMAT = 1
+"""Of the file; a file of another format is refused."""
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "transfer"]
+"""What ranks exchange. Bytes are those of the whole tensor: the result of an all-gather, the input of a reduce-scatter;
+a transfer is from one rank to another."""
+Kind = Literal["forward", "backward", "optimizer", "prefill", "decode", "weight_sync", "collective"]
+"""Kinds of work, each with a factor that corrects its predictions (`MachineCurves.corrected`)."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds by size."""
+
+    points: tuple[tuple[float, float], ...]
+    """(size, seconds), sizes above 0 and ascending."""
+
+    @classmethod
+    def of(cls, points: Iterable[Sequence[float]]) -> Curve:
+        """A curve through points in any order; where seconds fall, their geometric mean (isotonic regression by pooling
+        adjacent violators, Barlow et al. 1972); at least a nanosecond."""
+        pools: list[tuple[float, list[float]]] = []
+        """Mean logarithm of the seconds, and the sizes that share it."""
+        for size, seconds in sorted((float(size), float(seconds)) for size, seconds in points):
+            level, sizes = math.log(max(seconds, 1e-9)), [size]
+            while pools and pools[-1][0] > level:
+                before, more = pools.pop()
+                level = (before * len(more) + level * len(sizes)) / (len(more) + len(sizes))
+                sizes = more + sizes
+            pools.append((level, sizes))
+        return cls(tuple((size, math.exp(level)) for level, sizes in pools for size in sizes))
+
+    @classmethod
+    def zero(cls) -> Curve:
+        """A curve of work that costs nothing."""
+        return cls(())
+
+    def __call__(self, size: float) -> float:
+        """Seconds of one size; 0 for nothing."""
+        if size <= 0 or not self.points:
+            return 0.0
+        place = bisect.bisect_left(self.points, (size,))
+        if place == 0:
+            return self.points[0][1]
+        (size0, seconds0) = self.points[place - 1]
+        if place == len(self.points):
+            return seconds0 * size / size0
+        (size1, seconds1) = self.points[place]
+        share = math.log(size / size0) / math.log(size1 / size0)
+        return seconds0 * (seconds1 / seconds0) ** share
+
+    def each(self, sizes: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Seconds of each of many sizes."""
+        if not self.points:
+            return np.zeros_like(sizes)
+        known = np.asarray(self.points)
+        logs = np.log(np.maximum(sizes, 1e-300))
+        seconds = np.exp(np.interp(logs, np.log(known[:, 0]), np.log(known[:, 1])))
+        seconds = np.where(sizes > known[-1, 0], known[-1, 1] * sizes / known[-1, 0], seconds)
+        return np.where(sizes <= 0, 0.0, seconds)
+
+
+@dataclass(frozen=True)
+class Surface:
+    """Seconds by two sizes: a curve over the second for each of some values of the first. It rises in both."""
+
+    curves: tuple[tuple[float, Curve], ...]
+    """(first size, curve over the second size), first sizes ascending."""
+
+    def __call__(self, first: float, second: float) -> float:
+        """Seconds of one pair of sizes."""
+        return self._between(first, [curve(second) for _, curve in self.curves]) if second > 0 else 0.0
+
+    def each(self, first: float, seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Seconds of one first size and many second sizes."""
+        return np.asarray(self._between(first, [curve.each(seconds) for _, curve in self.curves]))
+
+    def _between(self, first: float, values: list[Any]) -> Any:
+        for place in range(1, len(values)):
+            values[place] = np.maximum(values[place], values[place - 1])
+        sizes = [size for size, _ in self.curves]
+        place = bisect.bisect_left(sizes, first)
+        if place == 0:
+            return values[0]
+        if place == len(sizes):
+            return values[-1] * (first / sizes[-1])
+        share = math.log(first / sizes[place - 1]) / math.log(sizes[place] / sizes[place - 1])
+        return np.maximum(values[place - 1], 1e-300) ** (1 - share) * np.maximum(values[place], 1e-300) ** share
+
+
+@dataclass(frozen=True)
+class MachineCurves:
+    """A kind of machine: its hosts are alike, each with the same number of ranks."""
+
+    machine: str
+    source: Literal["measured", "modelled"]
+    device: Literal["cpu", "cuda"]
+    device_gib: float
+    """Memory of a rank's device that a process can use; on a CPU a rank's share of the host."""
+    ranks_per_host: int
+    products: Mapping[str, Surface]
+    """By dtype of the weights: (elements of the weight, rows of the input). One matrix product of a forward; a backward
+    has two, one where the weight is frozen."""
+    decode_products: Mapping[str, Surface]
+    """The same with inference weights, in a decoding step."""
+    attention: Curve
+    """By operations (two per multiplication and addition) of one causal attention in a forward."""
+    layer: Curve
+    """By elements of the hidden states (tokens x hidden size): the rest of a layer's forward, such as norms,
+    activations and launches."""
+    layer_backward: Curve
+    """The same of a backward."""
+    head: Curve
+    """By logits (tokens x vocabulary): from logits to log-probs, forward and backward together."""
+    cache_reads: Curve
+    """By bytes of keys and values that the attention of a layer reads in a decoding step."""
+    decode_layer: Curve
+    """By elements of the hidden states (rows x hidden size): the rest of a layer in a decoding step."""
+    decode_step: Curve
+    """By rows: scheduling, sampling and the end of completions in a decoding step."""
+    copies: Curve
+    """By bytes written: copies on the device, as of inference weights."""
+    host_link: Curve
+    """By bytes: between device and host memory."""
+    optimizer: Curve
+    """By parameters: an AdamW step on the device, gradient norm included."""
+    host_optimizer: Curve
+    """By parameters: an AdamW step in host memory."""
+    collectives: Mapping[str, Surface]
+    """By kind (`Collective`): (ranks, bytes) within a host."""
+    between_hosts: Mapping[str, Surface]
+    """The same where the ranks are on several hosts."""
+    calls: Mapping[str, float] = field(default_factory=dict)
+    """Fixed seconds: of a `forward`, a `backward`, an optimizer `step` of an engine; of a layer that ZeRO-3 gathers
+    (`gathered_layer`); of entering and leaving generation (`generation`) and of each completion (`completion`)."""
+    slowdown: Curve = field(default_factory=Curve.zero)
+    """By ranks of a host that compute at once: seconds of what one rank alone does in a second; without points 1. On a
+    CPU, ranks share cores and memory bandwidth."""
+    overlap: float = 0.0
+    """Part of a layer's compute time behind which ZeRO-3 hides the gather of the next layer."""
+    corrections: Mapping[str, float] = field(default_factory=dict)
+    """Factors of predictions by kind of work (`Kind`), from earlier measurements."""
+
+    def factor(self, kind: Kind) -> float:
+        """What predictions of a kind of work are multiplied by."""
+        return self.corrections.get(kind, 1.0)
+
+    def slowed(self, ranks: int) -> float:
+        """How many times longer compute takes while so many ranks of a host compute; at least 1."""
+        return max(1.0, self.slowdown(ranks))
+
+    def corrected(self, ratios: Mapping[str, float]) -> MachineCurves:
+        """The curves with predictions of some kinds of work multiplied by measured / predicted."""
+        known = {**self.corrections}
+        for kind, ratio in ratios.items():
+            require(
+                math.isfinite(ratio) and ratio > 0,
+                f"a correction must be above 0, got {ratio} for {kind}: leave it out",
+            )
+            known[kind] = known.get(kind, 1.0) * ratio
+        return replace(self, corrections=known)
+
+    def collective(self, kind: Collective, *, ranks: int, size_bytes: float, hosts: int) -> float:
+        """Seconds of a collective of so many ranks on so many hosts."""
+        if ranks <= 1 or size_bytes <= 0:
+            return 0.0
+        surfaces = self.collectives if hosts == 1 else self.between_hosts
+        return self.factor("collective") * float(surfaces[kind](ranks, size_bytes))
+
+    def to_json(self) -> str:
+        """The file of the curves."""
+        return json.dumps({"format": FORMAT, **_plain(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str, *, place: str) -> MachineCurves:
+        """The curves of a file.
+
+        Raises:
+            UserError: when the text is not such a file.
+        """
+        fix = "run hybrid-rlhf calibrate --renew true"
+        try:
+            found = json.loads(text)
+            known = found.pop("format", None)
+            require(known == FORMAT, f"{place} must have format {FORMAT}, got {known}: {fix}")
+            return cls(**{each.name: _read(each.type, found[each.name]) for each in fields(cls)})
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{place} must hold curves of a machine, it is damaged ({error!r}): {fix}") from error
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Curve):
+        return [list(point) for point in value.points]
+    if isinstance(value, Surface):
+        return [[first, _plain(curve)] for first, curve in value.curves]
+    if isinstance(value, MachineCurves):
+        return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
+    return {key: _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else value
+
+
+def _read(kind: Any, value: Any) -> Any:
+    """A field of MachineCurves from JSON, by the text of its type."""
+    if kind == "Curve":
+        return Curve.of(value)
+    if kind == "Mapping[str, Surface]":
+        return {
+            name: Surface(tuple((float(first), Curve.of(points)) for first, points in curves))
+            for name, curves in value.items()
+        }
+    return value

@@ -1,0 +1,209 @@
+"""Memory of each rank in each phase under a plan, by the rules of the memory plan (memory/plan.py).
+
+Ranks that hold the same roles need the same memory. Micro-batches between one row and the largest take memory linear in
+their rows. A separate sampler keeps its inference weights in all phases, and with a policy lag its cache too.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from hybrid_rlhf.configs.rl import frozen_zero
+from hybrid_rlhf.configs.sections.training import ZeroConfig
+from hybrid_rlhf.engines.ds_config import deepspeed_config
+from hybrid_rlhf.engines.hybrid import BUCKET_ELEMENTS
+from hybrid_rlhf.memory.engine import FLOAT32, EngineMemory, MemoryUse, engine_memory
+from hybrid_rlhf.memory.generation import cache_plan, decode_buffer_bytes, inference_weight_bytes
+from hybrid_rlhf.memory.plan import Device, PhaseMemory, micro_batch
+from hybrid_rlhf.memory.shapes import BatchShape, ShapedModel
+from hybrid_rlhf.placement.job import RLJob, RoleJob
+from hybrid_rlhf.placement.plans import StepPlan
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Memory of a phase on some ranks that hold the same."""
+
+    ranks: tuple[int, ...]
+    phase: PhaseMemory
+
+
+@dataclass(frozen=True)
+class PlanMemory:
+    """Memory of all ranks in all phases."""
+
+    phases: tuple[RankMemory, ...]
+    rows_at_once: int
+    """Completions that a sampling group decodes together."""
+
+    @property
+    def misfit(self) -> RankMemory | None:
+        """Where most is missing; none: everything fits."""
+        missing = [each for each in self.phases if not each.phase.fits]
+        return max(missing, key=lambda each: each.phase.total, default=None)
+
+    @property
+    def peak_bytes(self) -> float:
+        """The most that any rank needs in any phase."""
+        return max(each.phase.total for each in self.phases)
+
+
+class MemoryModel:
+    """Estimates plans; what a search asks for again is computed once."""
+
+    def __init__(self, job: RLJob, *, device_bytes: float, host_bytes: float | None = None) -> None:
+        """Take what is computed, the memory of a rank's device, and its share of its host's (none: not known)."""
+        self._job = job
+        self._device = Device(job.device, 1, device_bytes, host_bytes)
+        self._engines: dict[tuple[object, ...], EngineMemory] = {}
+        self._classes: dict[tuple[object, ...], tuple[tuple[PhaseMemory, ...], int | None]] = {}
+
+    def __call__(self, plan: StepPlan) -> PlanMemory:
+        """The memory of a plan."""
+        alike: dict[tuple[str, ...], list[int]] = defaultdict(list)
+        for rank in sorted({rank for role in plan.roles.values() for rank in role.ranks}):
+            alike[tuple(name for name, role in plan.roles.items() if rank in role.ranks)].append(rank)
+        found: list[RankMemory] = []
+        rows = None
+        for names, ranks in alike.items():
+            phases, at_once = self._of_class(plan, names)
+            found += [RankMemory(tuple(ranks), phase) for phase in phases]
+            rows = at_once if rows is None else min(rows, at_once or rows)
+        return PlanMemory(tuple(found), rows or 1)
+
+    def shares(self, plan: StepPlan, name: str) -> tuple[float, ...]:
+        """What a role adds to a rank: held, while it reads, while it trains, on the device and on the host."""
+        role = self._job.roles[name]
+        uses = [self._engine(role, plan).held, self._reading(role, plan)]
+        uses += [self._training(role, plan)] if role.is_trained else []
+        return tuple(value for use in uses for value in (use.device, use.host))
+
+    def _of_class(self, plan: StepPlan, names: tuple[str, ...]) -> tuple[tuple[PhaseMemory, ...], int | None]:
+        options = (plan.policy_lag, plan.offload_frozen, plan.offload_states, plan.offload_optimizer, plan.separate)
+        shares = tuple(
+            (name, len(plan.roles[name].ranks), plan.roles[name].zero, plan.roles[name].tensor_parallel)
+            for name in names
+        )
+        key = (shares, options)
+        if key not in self._classes:
+            self._classes[key] = self._phases(plan, names)
+        return self._classes[key]
+
+    def _phases(self, plan: StepPlan, names: tuple[str, ...]) -> tuple[tuple[PhaseMemory, ...], int | None]:
+        job = self._job
+        roles = [job.roles[name] for name in names if name in job.roles]
+        base = sum((self._engine(role, plan).held for role in roles), MemoryUse())
+        if "actor" in names and job.config.actor.ema_decay:
+            actor = plan.roles["actor"]
+            base += MemoryUse(host=FLOAT32 * job.actor.sizes.trained / (len(actor.ranks) if actor.zero == 3 else 1))
+        found: list[PhaseMemory] = []
+        rows = None
+        if ("sampler" if plan.separate else "actor") in names:
+            generation, kept, rows = self._generation(plan, base)
+            found.append(generation)
+            base += kept
+        found += self._reads(plan, roles, base)
+        for role in roles:
+            if role.is_trained:
+                need = base + self._training(role, plan)
+                found.append(PhaseMemory(f"{role.name} training", need, self._device))
+        return tuple(found) or (PhaseMemory("idle", base, self._device),), rows
+
+    def _reads(self, plan: StepPlan, roles: list[RoleJob], base: MemoryUse) -> Iterator[PhaseMemory]:
+        reads = [
+            self._reading(role, plan)
+            for role in roles
+            if role.name != "actor" or self._job.actor_reads(lag=plan.policy_lag)
+        ]
+        if reads:
+            yield PhaseMemory("scoring", base + max(reads, key=lambda use: use.device), self._device)
+
+    def _generation(self, plan: StepPlan, base: MemoryUse) -> tuple[PhaseMemory, MemoryUse, int]:
+        """The phase, what of it remains in other phases, and the completions decoded at once."""
+        job, place = self._job, plan.sampling
+        model, stage, dtype = _shapes(job.actor), plan.roles["actor"].zero, job.inference_dtype
+        rollout = replace(job.config.rollout, tensor_parallel=place.tensor_parallel, async_sampling=None)
+        weights = inference_weight_bytes(
+            model, rollout, stage=stage, dtype=dtype, device=job.device, in_use=plan.separate
+        )
+        build = 2.0 * model.elements.largest * dtype.itemsize
+        build += BUCKET_ELEMENTS * dtype.itemsize if stage == 3 or plan.separate else 0
+        if plan.offload_states:
+            movable = self._engine(job.actor, plan).movable
+            base += MemoryUse(optimizer=-movable, host=movable)
+        room = self._device.device_bytes - (base + MemoryUse(inference=weights)).device
+        cache = cache_plan(model, rollout, ranks=len(place.ranks), room_bytes=room, dtype=dtype, device=job.device)
+        run = decode_buffer_bytes(model, rollout, rows=cache.rows, dtype=dtype, device=job.device)
+        need = base + MemoryUse(inference=weights, cache=cache.cache_bytes)
+        need += MemoryUse(buffers=max(run, build - cache.cache_bytes))
+        note = ""
+        if cache.full_length_rows < cache.wanted_rows:
+            note = f"{cache.full_length_rows} of {cache.wanted_rows} completions at once at full length"
+        kept = MemoryUse()
+        if plan.separate or rollout.keep_weights is True:
+            kept += MemoryUse(inference=weights)
+        if plan.policy_lag or rollout.keep_weights is True:
+            kept += MemoryUse(cache=cache.cache_bytes, buffers=run if plan.policy_lag else 0.0)
+        # rows take pages as they grow, so more rows of mean length than of full length have room
+        longest = rollout.max_prompt_tokens + rollout.sampling.max_new_tokens
+        rows = min(cache.rows, int(cache.full_length_rows * longest / job.lengths.mean_row))
+        return PhaseMemory("generation", need, self._device, note), kept, max(1, rows)
+
+    def _engine(self, role: RoleJob, plan: StepPlan) -> EngineMemory:
+        place = plan.roles[role.name]
+        offloads = plan.offload_optimizer if role.is_trained else plan.offload_frozen
+        key = (role.name, len(place.ranks), place.zero, offloads)
+        if key not in self._engines:
+            self._engines[key] = self._built(role, zero=place.zero, ranks=len(place.ranks), offloads=offloads)
+        return self._engines[key]
+
+    def _built(self, role: RoleJob, *, zero: int, ranks: int, offloads: bool) -> EngineMemory:
+        stage = ZeroConfig(stage=zero)  # type: ignore[arg-type]
+        config = frozen_zero(stage, offload=offloads)
+        if role.is_trained:
+            config = replace(stage, offload_optimizer=offloads and zero > 0, offload_parameters=False)
+        json = deepspeed_config(
+            zero=config, dtype=self._job.dtype, optimizer=role.optimizer, overrides=self._job.overrides
+        )
+        engine = engine_memory(_shapes(role), json["zero_optimization"], dtype=self._job.dtype, ranks=ranks)
+        if role.bound_to is not None:
+            own = engine.held.weights * role.sizes.trained / role.sizes.parameters
+            engine = replace(engine, held=replace(engine.held, weights=own))
+        return engine.with_weights_on_host() if offloads and not role.is_trained and zero < 3 else engine
+
+    def _training(self, role: RoleJob, plan: StepPlan) -> MemoryUse:
+        engine, batch = self._engine(role, plan), self._batch(role, plan)
+        one, most = self._both()
+        return _between(engine.training(one), engine.training(most), batch.rows, most.rows)
+
+    def _reading(self, role: RoleJob, plan: StepPlan) -> MemoryUse:
+        engine, batch = self._engine(role, plan), self._batch(role, plan)
+        one, most = self._both()
+        return _between(engine.forward(one), engine.forward(most), batch.rows, most.rows)
+
+    def _batch(self, role: RoleJob, plan: StepPlan) -> BatchShape:
+        job = self._job
+        parts = job.config.algorithm.mini_batches * len(plan.roles[role.name].ranks)
+        return self._micro_batch(-(-job.learned_rows // parts))
+
+    def _both(self) -> tuple[BatchShape, BatchShape]:
+        """A row, and as many as the settings allow: what is measured."""
+        return self._micro_batch(1), self._micro_batch(self._job.learned_rows)
+
+    def _micro_batch(self, rows: int) -> BatchShape:
+        rollout, train = self._job.config.rollout, self._job.config.train
+        new = rollout.sampling.max_new_tokens
+        return micro_batch(train, rows, rollout.max_prompt_tokens + new, head_tokens=new)
+
+
+def _between(one: MemoryUse, most: MemoryUse, rows: int, most_rows: int) -> MemoryUse:
+    """Memory of so many rows, between that of one and that of most."""
+    share = (rows - 1) / (most_rows - 1) if most_rows > 1 else 0.0
+    return MemoryUse(**{name: low + share * (getattr(most, name) - low) for name, low in vars(one).items()})
+
+
+def _shapes(role: RoleJob) -> ShapedModel:
+    assert role.model is not None, "memory is planned for roles with shapes only"
+    return role.model

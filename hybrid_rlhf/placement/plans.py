@@ -1,0 +1,103 @@
+"""A plan: the placement of the roles, with what else a planner may choose; and the machines that it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hybrid_rlhf.configs.sections.placement import Placement, RolePlacement, ZeroStage
+
+LEARNERS = ("actor", "critic")
+SAMPLER = "sampler"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Ranks on hosts: rank r is on host r // ranks_per_host."""
+
+    ranks: int
+    ranks_per_host: int
+
+    @property
+    def hosts(self) -> int:
+        """Number of hosts."""
+        return -(-self.ranks // self.ranks_per_host)
+
+    def hosts_of(self, ranks: tuple[int, ...]) -> int:
+        """On how many hosts ascending ranks are."""
+        return len({rank // self.ranks_per_host for rank in ranks})
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """How an RL step runs."""
+
+    placement: Placement
+    policy_lag: int = 0
+    """Steps by which the weights that sample are behind; above 0 only with a separate sampler."""
+    offload_frozen: bool = False
+    """rollout.offload_frozen."""
+    offload_states: bool = False
+    """rollout.offload_states; not with a separate sampler, whose ranks hold no states of the actor."""
+    offload_optimizer: bool = False
+    """zero.offload_optimizer of the learners under ZeRO 1 to 3."""
+
+    @property
+    def roles(self) -> Mapping[str, RolePlacement]:
+        """See Placement."""
+        return self.placement.roles
+
+    @property
+    def sampling(self) -> RolePlacement:
+        """The ranks that sample: the sampler's, or the actor's."""
+        return self.roles.get(SAMPLER, self.roles["actor"])
+
+    @property
+    def separate(self) -> bool:
+        """Whether a sampler lives apart from the actor."""
+        return SAMPLER in self.roles
+
+    @property
+    def sampling_groups(self) -> list[tuple[int, ...]]:
+        """The tensor-parallel groups that sample; prompt i goes to group i mod their number."""
+        ranks, size = self.sampling.ranks, self.sampling.tensor_parallel
+        return [ranks[start : start + size] for start in range(0, len(ranks), size)]
+
+    def settings(self) -> dict[str, object]:
+        """What besides the ranks differs from the defaults, as keys of the RL config."""
+        found: dict[str, object] = {}
+        if self.policy_lag:
+            found["rollout.async_sampling.policy_lag"] = self.policy_lag
+        for key in ("offload_frozen", "offload_states"):
+            if getattr(self, key):
+                found[f"rollout.{key}"] = True
+        if self.offload_optimizer:
+            found["zero.offload_optimizer"] = True
+        return found
+
+
+def style_of(roles: Mapping[str, tuple[int, ...]], ranks: int) -> str:
+    """The style of a placement by the ranks of its roles.
+
+    flattening: all roles on all ranks. separation: the sampler shares no rank with actor and critic. interleaving:
+    actor and critic on all ranks, others on parts. hybrid: any other.
+    """
+    learning = {rank for name in LEARNERS for rank in roles.get(name, ())}
+    if SAMPLER in roles:
+        return "hybrid" if learning & set(roles[SAMPLER]) else "separation"
+    whole = {name for name, of_role in roles.items() if len(of_role) == ranks}
+    if whole == set(roles):
+        return "flattening"
+    return "interleaving" if whole >= {name for name in LEARNERS if name in roles} else "hybrid"
+
+
+def flattening(names: list[str], ranks: int, *, zero: Mapping[str, ZeroStage], tensor_parallel: int = 1) -> Placement:
+    """All roles on all ranks."""
+    everywhere = tuple(range(ranks))
+    return Placement(
+        {
+            name: RolePlacement(everywhere, zero.get(name, 0), tensor_parallel if name == "actor" else 1)
+            for name in names
+        },
+        "flattening",
+    )

@@ -1,0 +1,165 @@
+"""The planner's answer for an RL step: the best plan of each style, what it takes, and why the others lost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hybrid_rlhf.configs.sections.placement import in_words
+from hybrid_rlhf.placement.costs import Costs
+from hybrid_rlhf.placement.curves import MachineCurves
+from hybrid_rlhf.placement.job import RLJob
+from hybrid_rlhf.placement.memory import MemoryModel
+from hybrid_rlhf.placement.plans import Cluster
+from hybrid_rlhf.placement.schedule import PHASES
+from hybrid_rlhf.placement.search import Candidate, Search, SearchResult
+
+_GIB = 2**30
+_NOTED_IDLE = 0.15
+"""Idle part of a phase from which it is named as a reason."""
+
+
+@dataclass(frozen=True)
+class PlacementAnswer:
+    """Plans for an RL step on a machine."""
+
+    job: RLJob
+    curves: MachineCurves
+    cluster: Cluster
+    result: SearchResult
+
+    @property
+    def best(self) -> Candidate | None:
+        """The fastest plan; none if none fits."""
+        return self.result.best
+
+    def lines(self) -> list[str]:
+        """The tables that a user reads."""
+        lengths, cluster = self.job.lengths, self.cluster
+        new_tokens = lengths.mean_row - lengths.prompt_tokens
+        hosts = f"{cluster.hosts} host{'s' * (cluster.hosts > 1)}"
+        head = "".join(f"{name:>13}" for name in ("step", *PHASES, "idle", "GiB a rank"))
+        lines = [
+            f"placement plan in seconds of an RL step: {cluster.ranks} x {self.curves.machine} on {hosts}, "
+            f"{self.curves.source} curves; {len(lengths.completions)} completions of {new_tokens:.0f} tokens in the "
+            f"mean, prompts of {lengths.prompt_tokens:.0f}",
+            f"{'plan':14}{head}",
+        ]
+        for candidate in self.result.ranked:
+            lines += [_line(candidate), f"  {self.why(candidate)}"]
+        if self.best is not None:
+            lines += ["", f"best plan: {self.best.plan.placement.style}", *_roles(self.best)]
+        return lines
+
+    def why(self, candidate: Candidate) -> str:
+        """Why a plan is the best, or lost."""
+        misfit, best = candidate.memory.misfit, self.best
+        if misfit is not None:
+            phase = misfit.phase
+            return (
+                f"does not fit: rank {misfit.ranks[0]}, {phase.name}, {phase.total / _GIB:.1f} of "
+                f"{phase.machine.device_bytes / _GIB:.1f} GiB, with all that saves memory"
+            )
+        assert candidate.time is not None and best is not None and best.time is not None
+        if candidate is best:
+            return f"fits, and is the fastest of {self.result.evaluated} plans looked at"
+        slower = candidate.seconds / best.seconds - 1
+        phases, others = candidate.time.phases, best.time.phases
+        most = max(PHASES, key=lambda phase: phases.get(phase, 0.0) - others.get(phase, 0.0))
+        lost = phases.get(most, 0.0) - others.get(most, 0.0)
+        reason = f"{slower:.1%} slower"
+        if lost > 0.01 * best.seconds:
+            reason += f": {most} takes {lost:.2f} s more"
+        idle = max(candidate.time.idle, key=lambda phase: candidate.time.idle[phase] * phases.get(phase, 0.0))  # type: ignore[union-attr]
+        if candidate.time.idle[idle] > _NOTED_IDLE:
+            reason += f"; ranks are idle {candidate.time.idle[idle]:.0%} of {idle}"
+        wire = _wire_part(candidate, "training")
+        if wire > _NOTED_IDLE:
+            reason += f"; communication is {wire:.0%} of training"
+        return reason
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same for programs; seconds and bytes."""
+        return {
+            "machine": self.curves.machine,
+            "source": self.curves.source,
+            "ranks": self.cluster.ranks,
+            "hosts": self.cluster.hosts,
+            "completions": len(self.job.lengths.completions),
+            "mean_completion_tokens": self.job.lengths.mean_row - self.job.lengths.prompt_tokens,
+            "prompt_tokens": self.job.lengths.prompt_tokens,
+            "evaluated_plans": self.result.evaluated,
+            "plans": [{**_as_dict(each), "why": self.why(each)} for each in self.result.ranked],
+        }
+
+
+def plan_placement(
+    job: RLJob, curves: MachineCurves, cluster: Cluster, *, device_bytes: float, host_bytes: float | None = None
+) -> PlacementAnswer:
+    """The plans for a job.
+
+    Args:
+        job: what a step computes.
+        curves: how fast the machine is.
+        cluster: its ranks.
+        device_bytes: memory of a rank's device that a run may use.
+        host_bytes: a rank's share of its host's memory; none: not known.
+    """
+    memory = MemoryModel(job, device_bytes=device_bytes, host_bytes=host_bytes)
+    return PlacementAnswer(job, curves, cluster, Search(Costs(job, curves, cluster), memory).run())
+
+
+def _line(candidate: Candidate) -> str:
+    style = candidate.plan.placement.style
+    memory = f"{candidate.memory.peak_bytes / _GIB:.2f}"
+    if candidate.time is None:
+        return f"{style:14}" + f"{'-':>13}" * (len(PHASES) + 2) + f"{memory:>13}"
+    phases = [candidate.time.phases.get(phase, 0.0) for phase in PHASES]
+    seconds = "".join(f"{value:>13.2f}" for value in (candidate.seconds, *phases))
+    return f"{style:14}{seconds}{candidate.time.idle_part:>13.0%}{memory:>13}"
+
+
+def _roles(candidate: Candidate) -> list[str]:
+    lines = [f"  {'role':20}{'ranks':>12}{'zero':>6}{'tensor parallel':>17}"]
+    for name, role in candidate.plan.roles.items():
+        lines.append(f"  {name:20}{in_words(role.ranks):>12}{role.zero:>6}{role.tensor_parallel:>17}")
+    for key, value in candidate.plan.settings().items():
+        lines.append(f"  {key}: {str(value).lower()}")
+    lines.append(f"  {'phase on ranks':28}" + f"{'GiB a rank':>12}  note")
+    for each in candidate.memory.phases:
+        where = f"{each.phase.name} on {in_words(each.ranks)}"
+        lines.append(f"  {where:28}{each.phase.total / _GIB:>12.2f}  {each.phase.note}".rstrip())
+    return lines
+
+
+def _as_dict(candidate: Candidate) -> dict[str, Any]:
+    plan, time = candidate.plan, candidate.time
+    found: dict[str, Any] = {
+        "style": plan.placement.style,
+        "fits": time is not None,
+        "roles": {
+            name: {"ranks": in_words(role.ranks), "zero": role.zero, "tensor_parallel": role.tensor_parallel}
+            for name, role in plan.roles.items()
+        },
+        "settings": plan.settings(),
+        "memory_bytes": [
+            {"ranks": in_words(each.ranks), "phase": each.phase.name, "bytes": each.phase.total}
+            for each in candidate.memory.phases
+        ],
+    }
+    if time is not None:
+        found |= {
+            "step_seconds": time.step_seconds,
+            "phase_seconds": time.phases,
+            "idle_parts": time.idle,
+            "rows_at_once": candidate.memory.rows_at_once,
+        }
+    return found
+
+
+def _wire_part(candidate: Candidate, phase: str) -> float:
+    """Part of a phase's rank seconds that communication takes."""
+    assert candidate.time is not None
+    spans = [span for span in candidate.time.timeline.spans if span.task.phase == phase]
+    total = sum(span.task.work.seconds * len(span.task.ranks) for span in spans)
+    return sum(span.task.work.wire * len(span.task.ranks) for span in spans) / total if total else 0.0

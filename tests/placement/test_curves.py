@@ -1,0 +1,126 @@
+"""Curves, their file, and machines modelled from data sheets."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.placement.curves import Curve, MachineCurves, Surface
+from hybrid_rlhf.placement.machines.datasheets import DATA_SHEETS, PRODUCTS_ACHIEVED, modelled_curves
+from hybrid_rlhf.placement.machines.stored import curves_file, load_curves, read_curves, save_curves
+from hybrid_rlhf.placement.report import PredictionReport, summary
+from tests.support.placement import machine
+
+
+def test_a_curve_is_latency_below_its_points_bandwidth_above_and_a_power_law_between() -> None:
+    curve = Curve.of([(100, 4.0), (10, 1.0)])
+    assert [curve(size) for size in (0, 1, 10, 100, 1000)] == pytest.approx([0, 1, 1, 4, 40])
+    assert curve(math.sqrt(1000)) == pytest.approx(2.0)
+    sizes = np.asarray([0.0, 3.0, 10.0, 42.0, 100.0, 1e6])
+    assert curve.each(sizes) == pytest.approx([curve(size) for size in sizes])
+
+
+def test_measured_points_that_fall_are_averaged_so_that_no_curve_falls() -> None:
+    curve = Curve.of([(1, 1.0), (2, 8.0), (4, 2.0), (8, 16.0)])
+    assert [seconds for _, seconds in curve.points] == pytest.approx([1.0, 4.0, 4.0, 16.0])
+    noisy = Curve.of((size, abs(math.sin(size * 7.3)) + 0.01) for size in range(1, 50))
+    taken = [noisy(size / 3) for size in range(1, 400)]
+    assert taken == sorted(taken)
+
+
+def test_a_surface_interpolates_in_both_sizes_and_rises_in_both() -> None:
+    surface = Surface(((2.0, Curve.of([(1, 1.0), (100, 100.0)])), (8.0, Curve.of([(1, 4.0), (100, 50.0)]))))
+    assert surface(4, 1) == pytest.approx(2.0)
+    assert surface(8, 100) == pytest.approx(100.0)  # not below that of a smaller first size
+    assert surface(16, 1) == pytest.approx(8.0)
+    assert surface(1, 1) == pytest.approx(1.0)
+    assert surface.each(4, np.asarray([1.0, 10.0, 100.0])) == pytest.approx([surface(4, x) for x in (1, 10, 100)])
+
+
+@pytest.mark.parametrize("name", DATA_SHEETS)
+def test_modelled_curves_approach_the_data_sheet(name: str) -> None:
+    sheet = DATA_SHEETS[name]
+    curves = modelled_curves(sheet)
+    assert curves.source == "modelled"
+    rate = 2 * 2**26 * 2**14 / curves.products["bfloat16"](2**26, 2**14)
+    assert rate == pytest.approx(1e12 * sheet.bfloat16_tflops * PRODUCTS_ACHIEVED, rel=0.05)
+    one_row = curves.decode_products["bfloat16"](2**28, 1)
+    assert 0.5 < 2 * 2**28 / one_row / (1e9 * sheet.memory_gb_per_second) < 0.7
+    gathered = curves.collective("all_gather", ranks=8, size_bytes=2**32, hosts=1)
+    assert 0.6 < 2**32 * 7 / 8 / gathered / (1e9 * sheet.link_gb_per_second) < 0.8
+    slow = modelled_curves(sheet, link_gib_per_second=0.5)
+    assert slow.collective("all_gather", ranks=16, size_bytes=2**32, hosts=2) > 10 * gathered
+    assert slow.collective("all_gather", ranks=8, size_bytes=2**32, hosts=1) == gathered
+
+
+def test_curves_are_read_as_they_were_written(tmp_path: Path) -> None:
+    curves = replace(machine(), source="measured").corrected({"decode": 1.5})
+    path = save_curves(curves, 4, str(tmp_path))
+    assert read_curves(path) == curves == load_curves(str(tmp_path))
+    more = replace(curves, machine="more ranks")
+    save_curves(more, 8, str(tmp_path))
+    assert load_curves(str(tmp_path)) == more, "those that the most ranks measured"
+    assert load_curves(str(tmp_path / "none")) is None
+    assert [each.name for each in path.parent.iterdir() if each.name.endswith("partial")] == []
+
+
+@pytest.mark.parametrize("change", ["{", "{}", '{"key": {"format": 1}}', '{"key": 3, "curves": {}}'])
+def test_a_damaged_file_is_refused_in_one_line(change: str, tmp_path: Path) -> None:
+    path = save_curves(machine(), 2, str(tmp_path))
+    path.write_text(change)
+    with pytest.raises(UserError, match="damaged.*calibrate --renew true"):
+        load_curves(str(tmp_path))
+
+
+def test_curves_of_another_machine_or_version_are_refused_and_not_loaded(tmp_path: Path) -> None:
+    path = save_curves(machine(), 2, str(tmp_path))
+    content = json.loads(path.read_text())
+    for name, value in (("torch", "1.0"), ("host", "elsewhere"), ("cores", 1000), ("format", 0)):
+        path.write_text(json.dumps({**content, "key": {**content["key"], name: value}}))
+        assert load_curves(str(tmp_path)) is None
+        with pytest.raises(UserError, match=rf"differs in {name} \({value} instead of"):
+            read_curves(path)
+    path.write_text(json.dumps({**content, "curves": {**content["curves"], "layer": [["x", 1]]}}))
+    with pytest.raises(UserError, match="damaged"):
+        read_curves(path)
+    assert curves_file(2, str(tmp_path)) == path != curves_file(3, str(tmp_path))
+
+
+def test_curves_of_another_format_are_refused() -> None:
+    text = json.dumps({**json.loads(machine().to_json()), "format": 99})
+    with pytest.raises(UserError, match="FILE must have format 1, got 99"):
+        MachineCurves.from_json(text, place="FILE")
+
+
+def test_a_correction_multiplies_an_earlier_one() -> None:
+    curves = machine().corrected({"forward": 2.0}).corrected({"forward": 1.5, "collective": 3.0})
+    assert curves.factor("forward") == 3.0 and curves.factor("decode") == 1.0
+    plain = machine().collective("all_reduce", ranks=4, size_bytes=1e6, hosts=1)
+    assert curves.collective("all_reduce", ranks=4, size_bytes=1e6, hosts=1) == pytest.approx(3 * plain)
+    with pytest.raises(UserError, match="above 0, got 0.0 for decode"):
+        machine().corrected({"decode": 0.0})
+
+
+def test_a_report_gives_errors_by_phase_and_the_ratios_that_correct_them() -> None:
+    report = PredictionReport.of(
+        {"step": 11.0, "generation": 6.0, "training": 4.0, "gather": 1.0},
+        {"step": 10.0, "generation": 5.0, "training": 5.0},
+        predicted_bytes={"actor training": 2.0**30},
+        measured_bytes={"actor training": 2.0**31},
+    )
+    assert report.seconds["generation"].relative == pytest.approx(0.2) and "gather" not in report.seconds
+    assert report.metrics()["placement/step_seconds_error"] == pytest.approx(0.1)
+    assert report.metrics()["placement/actor_training_memory_error"] == pytest.approx(-0.5)
+    assert report.ratios() == pytest.approx(
+        {"prefill": 5 / 6, "decode": 5 / 6, "forward": 1.25, "backward": 1.25, "optimizer": 1.25}
+    )
+    assert "actor training" in report.lines()[-1] and report.lines()[-1].endswith("-50.0% GiB")
+    other = PredictionReport.of({"step": 7.0}, {"step": 10.0})
+    assert summary([report, other])["mean_absolute_error"] == pytest.approx(0.2)
+    assert summary([report, other])["percentile_90_error"] == pytest.approx(0.3)

@@ -1,0 +1,196 @@
+"""`hybrid-rlhf plan` and `hybrid-rlhf calibrate`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_rlhf.cli import plan
+from hybrid_rlhf.cli.main import main
+from hybrid_rlhf.configs.rl import RewardSumConfig, RLConfig
+from hybrid_rlhf.configs.sections.model import ModelConfig
+from hybrid_rlhf.configs.sections.placement import Placement, RolePlacement
+from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.configs.sections.training import ZeroConfig
+from hybrid_rlhf.memory.plan import Device, Planner
+from hybrid_rlhf.memory.shapes import Shapes
+from hybrid_rlhf.placement.job import JobReader, default_lengths
+from hybrid_rlhf.placement.machines.stored import load_curves
+from hybrid_rlhf.placement.memory import MemoryModel
+from hybrid_rlhf.placement.plans import StepPlan, flattening
+from hybrid_rlhf.placement.schedule import PHASES
+from tests.support.tiny import tiny_config
+
+
+@pytest.fixture(scope="module")
+def shape(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a config and no weights."""
+    folder = tmp_path_factory.mktemp("shape")
+    tiny_config(
+        hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=16, vocab_size=8192
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+def printed(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[str, int]:
+    """What a line prints, and its exit code."""
+    with pytest.raises(SystemExit) as stopped:
+        plan.main(words)
+    return capsys.readouterr().out, int(stopped.value.code or 0)
+
+
+def test_a_plan_for_another_machine_needs_a_config_alone(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--base_model", shape, "--machine", "h100", "--ranks", "4"]
+    text, code = printed(words, capsys)
+    assert code == 0
+    assert "memory plan in GiB per rank: 4 x cuda of 77.10" in text
+    assert "placement plan in seconds of an RL step: 4 x h100 on 1 host, modelled curves; 256 completions" in text
+    for style in ("flattening", "interleaving", "separation", "hybrid"):
+        assert f"\n{style} " in text
+    assert "is the fastest of" in text and "slower" in text and "best plan: " in text
+
+
+def test_json_has_plans_with_phases_memory_and_reasons(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--base_model", shape, "--steps", "rl", "--machine", "4090", "--ranks", "4", "--hosts", "2"]
+    text, _ = printed([*words, "--completion_tokens", "100", "--json", "true"], capsys)
+    found = json.loads(text)
+    assert {each["step"] for each in found["memory"]} == {"rl"}
+    rl = found["rl"]
+    assert (rl["machine"], rl["source"], rl["ranks"], rl["hosts"]) == ("4090", "modelled", 4, 2)
+    assert rl["mean_completion_tokens"] == pytest.approx(100, rel=0.01)
+    seconds = [each["step_seconds"] for each in rl["plans"] if each["fits"]]
+    assert seconds == sorted(seconds) and len(seconds) >= 2
+    best = rl["plans"][0]
+    assert best["step_seconds"] == pytest.approx(sum(best["phase_seconds"][phase] for phase in PHASES), rel=1e-6)
+    assert {"actor", "critic", "reference", "model"} <= set(best["roles"])
+    assert all(each["bytes"] <= 21.6 * 2**30 for each in best["memory_bytes"]) and best["why"]
+
+
+def test_a_slower_link_is_planned_around(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--base_model", shape, "--steps", "rl", "--machine", "a100", "--ranks", "4", "--hosts", "2", "--json=true"]
+    fast, slow = (
+        json.loads(printed([*words, "--link_gib_per_second", link], capsys)[0])["rl"]["plans"][0]
+        for link in ("100", "0.1")
+    )
+    assert slow["step_seconds"] > fast["step_seconds"]
+
+
+def test_what_does_not_fit_says_where_and_by_how_much(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--base_model", shape, "--steps", "rl", "--machine", "4090", "--ranks", "1"]
+    long = ["--rl.rollout.max_prompt_tokens", "300000", "--rl.train.micro_batch_tokens", "600000"]
+    text, code = printed([*words, *long], capsys)
+    assert code == 1 and "does not fit: rank 0, " in text and " of 21.6 GiB" in text
+
+
+def test_without_curves_the_memory_is_planned_alone(
+    shape: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("hybrid_rlhf.configs.files.cache.CACHE", str(tmp_path))
+    text, code = printed(["--base_model", shape], capsys)
+    assert code == 0 and "actor training" in text
+    assert text.splitlines()[-1].startswith("times are not predicted: run hybrid-rlhf calibrate first")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--machine h1000", "h1000"),
+        ("--machine h100 --ranks 3 --hosts 2", "ranks must divide into equal hosts, got 3 ranks and 2 hosts"),
+        ("--link_gib_per_second 3", "link_gib_per_second is for a modelled machine, got 3.0"),
+        ("--machine h100 --plan_device_gib 3", "has memory of its own, got plan_device_gib 3.0"),
+        ("--ranks 0", "ranks must be above 0, got 0"),
+    ],
+)
+def test_a_wrong_line_is_one_line(words: str, message: str, shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        plan.main(["--base_model", shape, *words.split()])
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and message in error and len(error.strip().splitlines()) == 1
+
+
+def test_flattening_needs_the_memory_of_the_memory_plan(shape: str) -> None:
+    """The plan of a placement that is the configuration itself, next to memory/plan.py."""
+    zero, gib = ZeroConfig(stage=2), 2.0**30
+    base = RLConfig(
+        model=ModelConfig(path=shape),
+        reward=RewardSumConfig(components=[shape]),
+        rollout=RolloutConfig(kv_cache_gib=1.0),
+    )
+    config = RLConfig(**{**vars(base), "actor": type(base.actor)(zero=zero)})
+    device, shapes = torch.device("cuda"), Shapes()
+    known = {each.name: each for each in Planner(Device(device, 4, 80 * gib), shapes).phases(config)}
+    lengths = default_lengths(config, prompt_tokens=None, mean_tokens=None)
+    job = JobReader(device, shapes)(config, lengths, overrides={})
+    stages = {"actor": 2, "critic": 2, "reference": 0, "model": 0}
+    found = MemoryModel(job, device_bytes=80 * gib)(StepPlan(flattening(list(job.roles), 4, zero=stages)))
+    assert {each.phase.name for each in found.phases} == set(known)
+    for each in found.phases:
+        assert each.ranks == (0, 1, 2, 3)
+        assert each.phase.total == pytest.approx(known[each.phase.name].total, rel=1e-6), each.phase.name
+
+
+def test_a_separate_sampler_holds_inference_weights_and_no_states(shape: str) -> None:
+    gib = 2.0**30
+    config = RLConfig(
+        model=ModelConfig(path=shape),
+        reward=RewardSumConfig(components=[shape]),
+        rollout=RolloutConfig(kv_cache_gib=1.0),
+    )
+    lengths = default_lengths(config, prompt_tokens=None, mean_tokens=None)
+    job = JobReader(torch.device("cuda"), Shapes())(config, lengths, overrides={})
+    roles = {name: RolePlacement((0, 1), 2) for name in ("actor", "critic")}
+    roles |= {"reference": RolePlacement((2,)), "model": RolePlacement((3,))}
+    roles["sampler"] = RolePlacement((2, 3), tensor_parallel=2)
+    found = MemoryModel(job, device_bytes=80 * gib)(StepPlan(Placement(roles, "separation")))
+    by_rank: dict[int, dict[str, Any]] = {}
+    for each in found.phases:
+        for rank in each.ranks:
+            by_rank.setdefault(rank, {})[each.phase.name] = each.phase.need
+    assert set(by_rank[0]) == {"scoring", "actor training", "critic training"}
+    assert set(by_rank[2]) == set(by_rank[3]) == {"generation", "scoring"}
+    half = job.actor.sizes.parameters * 2 / 2
+    assert by_rank[2]["generation"].inference == pytest.approx(half, rel=0.01)
+    assert by_rank[2]["scoring"].inference == by_rank[2]["generation"].inference, "they stay for the next rollout"
+    assert by_rank[2]["generation"].optimizer == 0 < by_rank[0]["actor training"].optimizer
+
+
+@pytest.mark.slow
+def test_calibrate_measures_once_and_plan_reads_it(
+    shape: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("hybrid_rlhf.configs.files.cache.CACHE", str(tmp_path))
+    words = ["calibrate", "--quick", "true", "--ranks", "2"]
+    main(words)
+    assert "measured in" in capsys.readouterr().out
+    curves = load_curves()
+    assert curves is not None and curves.source == "measured" and curves.ranks_per_host == 2
+    assert curves.collective("all_reduce", ranks=2, size_bytes=2**18, hosts=1) > 1e-6
+    assert curves.products["float32"](64**2, 64) > 1e-7 and curves.attention(1e6) > 1e-7
+    # differences of times, which other work on the machine may hide
+    assert curves.layer(4096) > 0 and curves.decode_step(2) > 0 and min(curves.calls.values()) >= 0
+    main(words)
+    assert "this machine is measured" in capsys.readouterr().out
+    text, _ = printed(["--base_model", shape, "--steps", "rl", "--ranks", "2"], capsys)
+    assert "2 x this CPU on 1 host, measured curves" in text
+
+
+def test_calibrate_measures_again_what_is_older(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from hybrid_rlhf.placement.machines import stored
+    from tests.support.placement import machine
+
+    path = stored.save_curves(machine(), 2, str(tmp_path))
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "key": {**content["key"], "torch": "1.0"}}))
+    monkeypatch.setattr(
+        "hybrid_rlhf.placement.machines.calibration.calibrate", lambda ranks, *, quick, show: machine(bandwidth=2e9)
+    )
+    main(["calibrate", "--ranks", "2", "--cache_dir", str(tmp_path)])
+    assert "differs in torch (1.0 instead of" in capsys.readouterr().out
+    assert stored.read_curves(path) == machine(bandwidth=2e9)

@@ -1,0 +1,170 @@
+"""The search against brute force, and what must hold of any prediction."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hybrid_rlhf.placement.candidates import all_options, layouts, plan_of
+from hybrid_rlhf.placement.costs import Costs
+from hybrid_rlhf.placement.curves import MachineCurves
+from hybrid_rlhf.placement.job import RLJob, StepLengths
+from hybrid_rlhf.placement.plans import SAMPLER, Cluster
+from hybrid_rlhf.placement.search import Search
+from tests.support.placement import FlatMemory, machine, placed_at, small_job
+
+LONG_TAIL = StepLengths(32.0, (*(8,) * 15, 512))
+THREE = {"actor": 4.0, "critic": 4.0, "reward": 4.0}
+CASES: dict[str, dict[str, Any]] = {
+    "1 rank": {"ranks": 1},
+    "2 ranks, slow link": {"ranks": 2, "curves": {"bandwidth": 1e7}},
+    "2 ranks, lag 1, long tail": {"ranks": 2, "job": {"lag": 1, "lengths": LONG_TAIL}},
+    "3 ranks, little memory": {"ranks": 3, "device_bytes": 1.2e8, "job": {"roles": THREE}},
+    "3 ranks, heavy reward": {"ranks": 3, "job": {"roles": {**THREE, "reward": 40.0}}},
+    "4 ranks on 2 hosts": {"ranks": 4, "per_host": 2, "curves": {"bandwidth": 1e8}, "job": {"roles": THREE}},
+    "3 ranks of a cpu": {"ranks": 3, "curves": {"device": "cpu"}, "job": {"roles": THREE}},
+    "5 ranks without a critic": {"ranks": 5, "job": {"roles": {"actor": 4.0, "reward": 8.0}}},
+    "6 ranks, two roles": {"ranks": 6, "job": {"roles": {"actor": 8.0, "critic": 4.0}}},
+}
+
+
+def search_of(
+    *,
+    ranks: int,
+    per_host: int = 8,
+    curves: dict[str, Any] | None = None,
+    job: dict[str, Any] | None = None,
+    device_bytes: float = 1e18,
+) -> Search:
+    found = small_job(**(job or {}))
+    memory: Any = FlatMemory(found, device_bytes)
+    return Search(Costs(found, machine(**(curves or {})), Cluster(ranks, per_host)), memory)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_best_plan_is_that_of_brute_force(name: str) -> None:
+    search, brute = search_of(**CASES[name]), search_of(**CASES[name])
+    job, cluster = brute.costs.job, brute.costs.cluster
+    every = [
+        plan_of(layout, options) for layout in layouts(job, cluster) for options in all_options(job, layout, cluster)
+    ]
+    best = {style: math.inf for style in ("flattening", "interleaving", "separation", "hybrid")}
+    for plan in every:
+        style = plan.placement.style
+        best[style] = min(best[style], brute.evaluate(plan).seconds)
+    found = {each.plan.placement.style: each.seconds for each in search.run().ranked}
+    assert found == pytest.approx({style: seconds for style, seconds in best.items() if style in found})
+    assert min(best.values()) == min(found.values()) < math.inf
+
+
+def test_brute_force_tries_each_plan_once_and_every_kind() -> None:
+    job, cluster = small_job(), Cluster(3, 8)
+    found = list(layouts(job, cluster))
+    assert len(found) == len(set(found))
+    ranks = [dict(layout.ranks) for layout in found]
+    assert {"actor": (0, 1, 2), "critic": (0, 1, 2), "reference": (0, 1), "reward": (2,)} in ranks
+    assert {"actor": (0, 1), "critic": (0, 1), "reference": (2,), "reward": (2,), SAMPLER: (2,)} in ranks
+    assert all(not set(each.get(SAMPLER, ())) & set(each["actor"]) for each in ranks)
+
+
+@pytest.mark.parametrize("ranks", [4, 24])
+def test_no_plan_that_does_not_fit_is_chosen(ranks: int) -> None:
+    """With memory for all of it, for some plans, and for none."""
+    job = {"roles": THREE}
+    roomy, tight = search_of(ranks=ranks, job=job).run(), search_of(ranks=ranks, job=job, device_bytes=3e7).run()
+    assert roomy.best is not None and tight.best is not None
+    assert tight.best.memory.misfit is None and tight.best.memory.peak_bytes <= 3e7
+    assert roomy.best.memory.peak_bytes > 3e7 and roomy.best.seconds < tight.best.seconds
+    none = search_of(ranks=ranks, job=job, device_bytes=1e6).run()
+    assert none.best is None and all(each.memory.misfit is not None for each in none.ranked)
+
+
+def test_the_bound_undercuts_every_simulation() -> None:
+    search = search_of(ranks=3, curves={"bandwidth": 1e8}, job={"lag": 1})
+    job, cluster = search.costs.job, search.costs.cluster
+    for layout in layouts(job, cluster):
+        for options in list(all_options(job, layout, cluster))[::17]:
+            plan = plan_of(layout, options)
+            assert search.bound(plan) <= search.evaluate(plan).seconds * (1 + 1e-9)
+
+
+def test_many_ranks_are_searched_with_few_evaluations_and_the_same_result_for_a_seed() -> None:
+    results = [search_of(ranks=64, curves={"bandwidth": 1e8}).run() for _ in range(2)]
+    assert results[0].evaluated == results[1].evaluated <= 10_000 and results[0].simulated <= 30
+    assert [each.plan for each in results[0].ranked] == [each.plan for each in results[1].ranked]
+
+
+def test_annealing_finds_what_exact_search_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = search_of(ranks=6, curves={"bandwidth": 1e8}).run()
+    monkeypatch.setattr("hybrid_rlhf.placement.search.EXACT_RANKS", 1)
+    annealed = search_of(ranks=6, curves={"bandwidth": 1e8}).run()
+    assert exact.best is not None and annealed.best is not None
+    assert annealed.best.seconds <= 1.02 * exact.best.seconds
+
+
+STYLES = {
+    "flattening": dict.fromkeys(("actor", "critic", "reference", "reward"), (0, 1, 2, 3)),
+    "interleaving": {"actor": (0, 1, 2, 3), "critic": (0, 1, 2, 3), "reference": (0, 1), "reward": (2, 3)},
+    "separation": {"actor": (0, 1), "critic": (0, 1), "reference": (2,), "reward": (3,), SAMPLER: (2, 3)},
+}
+
+
+def seconds(style: str, curves: MachineCurves, *, zero: int = 3, job: RLJob | None = None, per_host: int = 8) -> float:
+    found = job or small_job()
+    memory: Any = FlatMemory(found)
+    search = Search(Costs(found, curves, Cluster(4, per_host)), memory)
+    return search.evaluate(placed_at(STYLES[style], world=4, zero=zero)).seconds
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_better_machines_and_shorter_completions_are_never_slower(style: str, zero: int) -> None:
+    at = {bandwidth: seconds(style, machine(bandwidth=bandwidth), zero=zero) for bandwidth in (1e7, 1e8, 1e9, 1e10)}
+    assert list(at.values()) == sorted(at.values(), reverse=True) and at[1e7] > at[1e10]
+    assert seconds(style, machine(latency=1e-6), zero=zero) < seconds(style, machine(latency=1e-4), zero=zero)
+    across = seconds(style, machine(), zero=zero, per_host=1)
+    assert seconds(style, machine(), zero=zero) < across, "a group on one host is faster than one on several"
+    shorter = small_job(lengths=StepLengths(32.0, tuple(max(1, n // 2) for n in small_job().lengths.completions)))
+    assert seconds(style, machine(), zero=zero, job=shorter) < seconds(style, machine(), zero=zero)
+
+
+def test_hiding_gathers_behind_compute_is_never_slower() -> None:
+    taken = [seconds("flattening", machine(overlap=overlap, bandwidth=1e8)) for overlap in (0.0, 0.5, 1.0)]
+    assert taken == sorted(taken, reverse=True) and taken[0] > taken[2]
+
+
+def test_corrections_scale_their_kind_of_work_alone() -> None:
+    curves, job = machine(), small_job()
+    plan = placed_at(STYLES["flattening"], world=4, zero=3)
+    plain = Costs(job, curves, Cluster(4, 8))
+    doubled = Costs(job, curves.corrected({"decode": 2.0}), Cluster(4, 8))
+    assert doubled.read(job.actor, plan) == plain.read(job.actor, plan)
+    more = doubled.sampling(plan, rows_at_once=99)[0].compute / plain.sampling(plan, rows_at_once=99)[0].compute
+    assert 1.5 < more < 2.0  # the prefill is not corrected
+
+
+def test_zero_stages_communicate_as_they_should() -> None:
+    """ZeRO-3 gathers weights in every pass, 2 reduces after every backward, 0 and 1 once per update."""
+    job = small_job(prompts=64)
+    costs = Costs(job, machine(latency=0.0, calls={}), Cluster(4, 8))
+    size = job.dtype.itemsize * job.actor.sizes.parameters / 1e9
+    assert size > 0.001
+    batches = math.ceil(8 / (1024 // job.lengths.mean_row))
+    passes = {0: 1, 1: 2, 2: batches + 1, 3: batches * (1 + 1 + 1)}
+    for zero, times in passes.items():
+        work = costs.updates(job.actor, placed_at(STYLES["flattening"], world=4, zero=zero))
+        assert work.wire == pytest.approx(2 * times * size, rel=0.02), zero
+
+
+def test_offloading_costs_time_and_saves_memory() -> None:
+    job = small_job()
+    costs, memory = Costs(job, machine(), Cluster(4, 8)), FlatMemory(job)
+    plan = placed_at(STYLES["flattening"], world=4, zero=2)
+    for key in ("offload_frozen", "offload_optimizer"):
+        other = replace(plan, **{key: True})
+        assert memory(other).peak_bytes < memory(plan).peak_bytes
+        search = Search(costs, memory)  # type: ignore[arg-type]
+        assert search.evaluate(other).seconds > search.evaluate(plan).seconds
