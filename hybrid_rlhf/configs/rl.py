@@ -10,7 +10,7 @@ from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS, AlgorithmConfig, PPOCo
 from hybrid_rlhf.configs.sections.data import DataConfig, DataSource
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.configs.sections.model import CriticLoraConfig, LoraConfig
-from hybrid_rlhf.configs.sections.placement import check_placement, has_separate_sampler, places_sampler
+from hybrid_rlhf.configs.sections.placement import check_placement, has_separate_sampler
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig, require_distinct_names
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.rules import require, setting, whole_number
@@ -194,8 +194,9 @@ class RLConfig(StepConfig):
         )
         self._check_samples(name)
         check_placement(self.placement)
+        alone = has_separate_sampler(self.placement)
         require(
-            not self.faults.check_weights or places_sampler(self.placement),
+            not self.faults.check_weights or alone,
             "faults.check_weights compares weights that a sampler with ranks of its own receives, got placement "
             f"{self.placement}: leave it out, or give --placement separation",
         )
@@ -205,7 +206,6 @@ class RLConfig(StepConfig):
             f"rollout.async_sampling.policy_lag {lag} trains on samples of older weights, got algorithm.correction "
             "null: give --algorithm.correction.method truncate or mask",
         )
-        alone = has_separate_sampler(self.placement)
         require(
             not lag or alone or self.rollout.tensor_parallel == 1,
             "rollout.async_sampling on the actor's ranks runs no collectives while these train, got "

@@ -2,5 +2,6 @@
 
 Read `engine.py` (train one model), `hybrid.py` (the actor, which also generates), `builder.py` and `ds_config.py`
 (config sections to engines), `partition.py` (full weights from ZeRO-3), `saved/` (what a resumed run needs),
-`averaging.py` and `offload.py`. Private members of DeepSpeed are used in `deepspeed_internals.py` only.
+`averaging.py` and `offload.py`; `separate/` (a sampler on ranks of its own) and `sampling_engine.py` (what it has in
+common with the actor). Private members of DeepSpeed are used in `deepspeed_internals.py` only.
 """

@@ -1,7 +1,8 @@
 """Resolves `rollout.keep_weights: auto`: whether inference weights stay in memory between rollouts.
 
 Kept weights are not built again, and on a GPU CUDA graphs for up to twenty batch sizes are not captured again. The
-memory is missing during training, so weights are kept if the memory plan of all phases (memory/plan.py) has room.
+memory is missing during training, so weights are kept if the memory plan of all phases (memory/plan.py) has room. A
+sampler with ranks of its own decides for itself (engines/separate/).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import replace
 import torch
 
 from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.placement import has_separate_sampler
 from hybrid_rlhf.memory.plan import GPU_RESERVE_GIB, Device, Planner
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.world import World, shared_user_errors
@@ -20,12 +22,12 @@ logger = logging.getLogger(LOGGER_NAME)
 
 
 def resolve_keep_weights(config: RLConfig, world: World) -> RLConfig:
-    """The config with `rollout.keep_weights` true or false. Every rank calls.
+    """The config with `rollout.keep_weights` true or false, unless the sampler has ranks of its own. Every rank calls.
 
     Raises:
         UserError: on every rank, when a model's config cannot be read.
     """
-    if config.rollout.keep_weights != "auto":
+    if config.rollout.keep_weights != "auto" or has_separate_sampler(config.placement):
         return config
     with shared_user_errors(world):
         fits = world.is_main and _fits(config, world)

@@ -210,7 +210,9 @@ class _Builder:
         placement, faults = self._placement, self._config.faults
         if not placement.separate_sampler:
             return None
-        both = sorted({*placement["actor"].ranks, *placement.sampler.ranks})
+        mine = {*placement.sampler.ranks}
+        both = sorted({*placement["actor"].ranks, *mine})
+        others = (role.ranks for name, role in placement.roles.items() if name != "sampler")
         with shared_user_errors(self._run.world):
             return SeparateSampler(
                 actor if isinstance(actor, HybridEngine) else None,
@@ -219,6 +221,7 @@ class _Builder:
                 rollout=self._rollout,
                 max_logprob_diff=faults.max_logprob_diff,
                 check_weights=faults.check_weights,
+                shares_ranks=any(not mine.isdisjoint(ranks) for ranks in others),
             )
 
     def critic(self, path: str, actor: HybridEngine | AbsentActor) -> Engine:

@@ -413,6 +413,25 @@ def test_only_ranks_that_sample_have_inference_weights(tmp_path: Path) -> None:
     assert not told[0][1] and "use the sampler" in told[0][2]
 
 
+def beside_others(world: World, path: Path) -> list[tuple[bool, int, list[Any]]]:
+    """By whether others compute on its ranks: whether a sampler keeps its cache, its syncs, and what it samples."""
+    told = []
+    for shares_ranks in (False, True):
+        _, sampler = build_separate(world, path, trains=1, shares_ranks=shares_ranks)
+        sampled = []
+        for _ in range(2):
+            with sampler.inference(stop_token_ids=()) as generation:
+                sampled.append(sampled_by(generation))
+        told.append((sampler._backend is not None, sampler._syncs, sampled))
+    return told
+
+
+def test_a_sampler_that_shares_its_ranks_frees_its_cache_alone(tmp_path: Path) -> None:
+    _, (alone, beside) = run_ranks(beside_others, 2, tmp_path / "ranks", folder_of("tied", tmp_path))
+    assert alone[0] and not beside[0] and alone[1] == beside[1] == 1
+    assert alone[2] == beside[2] and alone[2][0] == alone[2][1]
+
+
 def lost(world: World, path: Path, folder: Path, in_transfer: bool) -> tuple[str, float, int]:
     """A rank that sends ends in a sync; what the others raise, after how long, and the version that they have."""
     actor, sampler = build_separate(world, path, trains=2, settings={"stage": 3})

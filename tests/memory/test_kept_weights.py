@@ -57,6 +57,7 @@ def test_auto_asks_the_plan_on_a_gpu_and_is_off_on_a_cpu(model_folder: Path, mon
     def decided(config: RLConfig, device: str = "cuda") -> bool | str:
         return resolve_keep_weights(config, World(0, 1, 0, 1, torch.device(device), None)).rollout.keep_weights
 
+    assert decided(replace(config, placement="separation")) == "auto", "the sampler decides"
     assert decided(config) is True
     assert decided(config, "cpu") is False
     assert decided(config_of(model_folder, keep_weights=False)) is False, "what is set stays"

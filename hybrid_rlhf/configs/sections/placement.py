@@ -161,13 +161,6 @@ def check_placement(given: str | Mapping[str, Any] | None) -> None:
                 )
 
 
-def places_sampler(given: str | Mapping[str, Any] | None) -> bool:
-    """Whether a placement gives the sampler ranks of its own."""
-    if given is None or isinstance(given, str):
-        return given == "separation"
-    return "sampler" in given or given.get("style") == "separation"
-
-
 def has_separate_sampler(given: str | Mapping[str, Any] | None) -> bool:
     """Whether a placement gives the sampler ranks of its own."""
     if isinstance(given, Mapping):

@@ -4,13 +4,14 @@ Where the actor samples on the ranks that train it, engines/hybrid.py is used. H
 training model: the actor's first rank describes it. All ranks of both enter `inference` and `snapshot`, exchange the
 versions of their weights, and transfer them if these differ; after each transfer the actor's forward checks them.
 
-Inference weights, KV cache and CUDA graphs stay in memory between rollouts, as nothing else needs it here, unless
-`rollout.keep_weights` is false. What a snapshot samples with is never written to again.
+Inference weights stay in memory between rollouts, unless `rollout.keep_weights` is false, and so do KV cache and CUDA
+graphs where no other role computes. What a snapshot samples with is never written to again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -79,6 +80,7 @@ class SeparateSampler:
         rollout: RolloutConfig | None = None,
         max_logprob_diff: float | None = None,
         check_weights: bool = False,
+        shares_ranks: bool = False,
     ) -> None:
         """Plan the transfer; every rank of the run calls, after `create_groups`.
 
@@ -89,6 +91,8 @@ class SeparateSampler:
             rollout: how it generates; none: the defaults.
             max_logprob_diff: see faults.max_logprob_diff.
             check_weights: see faults.check_weights.
+            shares_ranks: whether other roles compute on the ranks that sample. They need the memory of the KV cache,
+                which is then kept only if `rollout.keep_weights` is true.
 
         Raises:
             UserError: on every rank of `union`, when the model has no inference weights, or the rollout needs what a
@@ -100,11 +104,12 @@ class SeparateSampler:
         self.drafter: Drafter | None = None
         self.work = DecodeWork()
         self.weight_sync_seconds = self.weight_check_seconds = 0.0
-        self.max_logprob_diff = 0.0
+        self.max_logprob_diff = math.inf  # of ranks outside of `union`, which compare nothing
         self.sent_bytes = 0
         """By this rank in the last sync."""
         self._check_weights, self._syncs, self._version = check_weights, 0, -1
         self._keeps = self._rollout.keep_weights is not False
+        self._keeps_cache = self._rollout.keep_weights is True or (self._keeps and not shares_ranks)
         self._held_version, self._forces = -1, False
         self._inference: InferenceWeights | None = None
         self._received: ReceivedWeights | None = None
@@ -204,6 +209,8 @@ class SeparateSampler:
         finally:
             self.work = generation.work
             generation.detach_backend()
+            if not self._keeps_cache:
+                self._release_cache()
             if not self._keeps:
                 self._release()
 
@@ -214,9 +221,9 @@ class SeparateSampler:
 
         Raises:
             UserError: as `inference`.
-            RuntimeError: when the next sync would write into these weights.
+            RuntimeError: on every rank, when the next sync may write into these weights.
         """
-        if self._inference is not None and self._inference.in_place:
+        if self._keeps and not self._rollout.policy_lag:
             raise RuntimeError("a snapshot needs weights that the next sync leaves as they are: set async_sampling")
         decoder = self._synced_decoder()
         if decoder is None:
@@ -329,10 +336,13 @@ class SeparateSampler:
 
     def _release(self) -> None:
         """Free inference weights, KV cache and CUDA graphs; a snapshot keeps its own."""
+        self._release_cache()
+        self._decoder, self._held_version = None, -1
+
+    def _release_cache(self) -> None:
         backend, self._backend = self._backend, None
         if backend is not None:
             backend.close()
-        self._decoder, self._held_version = None, -1
 
 
 def _check_rollout(rollout: RolloutConfig) -> None:
