@@ -212,9 +212,9 @@ class RLConfig(StepConfig):
             f"rollout.tensor_parallel {self.rollout.tensor_parallel}: give 1, or --placement separation",
         )
         require(
-            not lag or self.rollout.kv_cache_gib is not None or (alone and lag == 1),
-            f"rollout.async_sampling {'samples several rollouts at once' if alone else 'shares memory with training'}, "
-            "got no rollout.kv_cache_gib: give the GiB of the KV cache",
+            not lag or self.rollout.kv_cache_gib is not None,
+            "rollout.async_sampling samples beside training and scoring, got no rollout.kv_cache_gib: give the GiB of "
+            "the KV cache",
         )
         require(
             self.rollout.quantization is None or self.algorithm.allows_other_sampler,
