@@ -14,6 +14,9 @@ Shapes: B rows, T time, N real tokens of all rows, L of the longest, A heads, K 
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +36,8 @@ PACKED_ATTENTION = "hybrid_rlhf_packed"
 _MIN_LENGTH_RATIO = 0.75
 """Shortest row of a group, as a share of its longest."""
 _MOST_GROUPS = 4
+_GROUP = 2**32
+"""Factor of the group in the values of a mask; the rest is the row."""
 _MIN_SAVING = {"cpu": 2**12, "cuda": 2**22}
 """Attention scores per head that another group must save, since it costs another attention call."""
 
@@ -166,14 +171,37 @@ class _Group:
 
 
 def places(lengths: Sequence[int], sizes: Sequence[int], *, device: torch.device) -> Tensor:
-    """Index of each token in the padded rows of its group: int64 [1, 1, 1, N], with the groups as an attribute."""
+    """The row of each token and the group of each row, as a mask of attention: int64 [1, 1, 1, N], with the groups as
+    an attribute.
+
+    Args:
+        lengths: of the rows, in the order of the packed row.
+        sizes: rows of each group.
+        device: of the tokens.
+    """
     groups, start = [], 0
     for size in sizes:
         groups.append(_Group.of(lengths[start : start + size], device=device))
         start += size
-    mask: Any = torch.cat([group.places for group in groups])[None, None, None]
+    rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    group_of_row = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    mask: Any = (group_of_row[rows] * _GROUP + rows).to(device)[None, None, None]
     mask.groups = groups
     return mask  # type: ignore[no-any-return]
+
+
+def _groups_of(mask: Tensor) -> list[_Group]:
+    """The groups of `places`. ZeRO-3 passes a copy without the attribute to layers that take the mask by position."""
+    known: list[_Group] | None = getattr(mask, "groups", None)
+    return _decoded(tuple(mask.flatten().tolist()), mask.device) if known is None else known
+
+
+@functools.lru_cache(maxsize=4)
+def _decoded(codes: tuple[int, ...], device: torch.device) -> list[_Group]:
+    """The groups of a mask's values; rows without a token are left out."""
+    rows = Counter(codes)
+    by_group = itertools.groupby(rows, key=lambda code: code // _GROUP)
+    return [_Group.of([rows[code] for code in codes_of_group], device=device) for _, codes_of_group in by_group]
 
 
 class _Pad(torch.autograd.Function):
@@ -239,7 +267,7 @@ def packed_attention(
             return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **other)  # type: ignore[no-any-return]
         mixed = _attend(query, key, value, attention_mask, scaling, softcap, s_aux)
         return mixed.transpose(1, 2).contiguous(), None
-    groups: list[_Group] = attention_mask.groups  # type: ignore[attr-defined]
+    groups = _groups_of(attention_mask)
     counts = [len(group.places) for group in groups]
     parts = zip(*(x[0].transpose(0, 1).split(counts) for x in (query, key, value)), strict=True)
     outputs = []
@@ -256,7 +284,8 @@ def _attend_varlen(
     """[1, N, A, D] of queries [1, A, N, D], with the mask of `_ends`."""
     attend = varlen_attention(query.device, query.dtype, query.shape[-1])
     assert attend is not None, f"rows were packed for a varlen kernel, which has no {query.dtype}"
-    ends, longest = mask.flatten(), mask.longest  # type: ignore[attr-defined]
+    ends = mask.flatten()
+    longest = getattr(mask, "longest", None) or int(ends.diff().max())  # see _groups_of
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return attend(q, k, v, (ends, ends), (longest, longest), scale=scaling, window=window)[None]
 
