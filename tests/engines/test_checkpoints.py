@@ -224,7 +224,7 @@ def test_beside_training_what_is_written_is_what_was(tmp_path: Path, monkeypatch
     saving = writer(tmp_path, save_async=True)
     state: Any = saving._states["actor"]
     go = threading.Event()
-    from hybrid_rlhf.engines import checkpoints
+    from hybrid_rlhf.engines.saved import checkpoints
 
     real = checkpoints.save_file
     monkeypatch.setattr(checkpoints, "save_file", lambda *arguments: (go.wait(10), real(*arguments)))

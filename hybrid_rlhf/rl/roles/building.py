@@ -1,24 +1,20 @@
-"""The models that take part in an RL step, and how they are built from a config."""
+"""Builds the engine of each role from a config, on the ranks that its placement names."""
 
 from __future__ import annotations
 
-import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig, frozen_zero
 from hybrid_rlhf.configs.sections.model import LoraConfig
-from hybrid_rlhf.configs.sections.placement import PlacedRoles, Placement, ZeroStage, resolve_placement
+from hybrid_rlhf.configs.sections.placement import Placement, ZeroStage
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
 from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.engines.engine import AbsentEngine, EngineFacts, ModelEngine, Role
 from hybrid_rlhf.engines.hybrid import AbsentActor, HybridEngine
-from hybrid_rlhf.engines.partition import copy_weights, full_tensors, set_weights
-from hybrid_rlhf.engines.sampling_engine import SamplingEngine
 from hybrid_rlhf.engines.separate.sampler import SeparateSampler
 from hybrid_rlhf.loop.setup import (
     require_positions,
@@ -27,80 +23,11 @@ from hybrid_rlhf.loop.setup import (
     warm_start_folder,
 )
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
-from hybrid_rlhf.rl.rewards import Reward, build_reward
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.rl.rewards import build_reward
+from hybrid_rlhf.rl.roles.placing import reference_path_of
+from hybrid_rlhf.rl.roles.roles import Engine, Roles
 from hybrid_rlhf.runtime.run import Run
-from hybrid_rlhf.runtime.world import World, create_groups, shared_user_errors
-
-logger = logging.getLogger(LOGGER_NAME)
-Engine = ModelEngine | AbsentEngine
-
-
-@dataclass(frozen=True)
-class Roles:
-    """Actor, reward, critic and reference, each on its ranks; some algorithms need no critic or reference."""
-
-    world: World
-    """All ranks of the run."""
-    actor: HybridEngine | AbsentActor
-    reward: Reward
-    critic: Engine | None = None
-    reference: Engine | None = None
-    """None also where the reference is the actor without its adapters."""
-    separate_sampler: SeparateSampler | None = None
-    """A sampler on ranks of its own; none: the actor samples."""
-
-    @property
-    def sampler(self) -> SamplingEngine:
-        """What samples completions."""
-        return self.actor if self.separate_sampler is None else self.separate_sampler
-
-    @property
-    def learners(self) -> dict[str, Engine]:
-        """The trained models by name."""
-        return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
-
-    @property
-    def packs(self) -> bool:
-        """Whether no role pads its micro-batches."""
-        return all(role.packs for role in (self.actor, self.critic, self.reward, self.reference) if role is not None)
-
-    @property
-    def reads_reference_with_rewards(self) -> bool:
-        """Whether reference and reward models score at the same time, on ranks of their own."""
-        reward_ranks = {rank for ranks in self.reward.model_ranks for rank in ranks}
-        reference = set() if self.reference is None else {*self.reference.world.members}
-        return bool(reference and reward_ranks) and not reference & reward_ranks
-
-    def refresh_reference(self) -> None:
-        """Copy the actor's weights to the reference; every rank calls."""
-        actor, reference = self.actor, self.reference
-        assert reference is not None
-        if actor.world.members == reference.world.members:
-            if isinstance(actor, ModelEngine) and isinstance(reference, ModelEngine):
-                copy_weights(actor.lm, reference.lm)
-            return
-        weights = full_tensors(actor.lm, actor.world) if isinstance(actor, ModelEngine) else None
-        parameters = dict(reference.lm.named_parameters()) if isinstance(reference, ModelEngine) else {}
-        for name, shape in actor.facts.weights.items():
-            sent = torch.empty(shape, device=self.world.device)
-            if weights is not None and (tensor := next(weights)[1]) is not None:
-                sent.copy_(tensor)
-            self.world.broadcast(sent, source=actor.world.members[0])
-            if parameters:
-                set_weights(parameters[name], sent)
-        for _ in weights or ():  # buffers, which do not change; the end releases what was gathered
-            pass
-
-    def synchronize_versions(self) -> None:
-        """Tell every rank how often each learner's weights were updated; every rank calls."""
-        if all(role.world.size == self.world.size for role in self.learners.values()):
-            return
-        mine = {name: role.weight_version for name, role in self.learners.items() if role.world.is_member}
-        known = {name: count for of_rank in self.world.all_gather_objects(mine) for name, count in of_rank.items()}
-        for name, role in self.learners.items():
-            if isinstance(role, AbsentEngine):
-                role.weight_version = known[name]
+from hybrid_rlhf.runtime.world import World, shared_user_errors
 
 
 def build_roles(
@@ -127,7 +54,7 @@ def build_roles(
     """
     if not config.reward.components and config.environment is None:
         raise UserError("reward.components must name a reward model or function, got none: set --reward.components")
-    critic_path, reference_path = _critic_path(config, run, actor_path), _reference_path(config, run, actor_path)
+    critic_path, reference_path = _critic_path(config, run, actor_path), reference_path_of(config, run, actor_path)
     for role, path in (("critic", critic_path), ("reference", reference_path)):
         if path is not None:
             require_same_tokens(role, path, tokenizer, config.model)
@@ -153,32 +80,6 @@ def build_roles(
             "leave reference.path out"
         )
     return Roles(run.world, actor, reward, critic, reference, build.sampler(actor))
-
-
-def place_roles(config: RLConfig, run: Run, actor_path: str) -> Placement:
-    """The ranks of each role, logged if the user places them; creates their process groups. Every rank calls.
-
-    Raises:
-        UserError: for a placement that the run's ranks do not have, or that its roles do not fit.
-    """
-    critic, reference = config.critic is not None, _reference_path(config, run, actor_path) is not None
-    zero = {"actor": config.actor.zero.stage}
-    zero |= {"critic": config.critic_zero.stage} if critic else {}
-    zero |= {"reference": frozen_zero(config.actor.zero, offload=False).stage} if reference else {}
-    models = [component.label for component in config.reward.named if component.model is not None]
-    zero |= dict.fromkeys(models, frozen_zero(config.critic_zero, offload=False).stage)
-    placed = PlacedRoles(
-        zero,
-        tensor_parallel=config.rollout.tensor_parallel,
-        policy_lag=config.rollout.policy_lag,
-        shares_base=config.critic is not None and config.critic.share_base,
-    )
-    placement = resolve_placement(config.placement, placed, ranks=run.world.size)
-    create_groups(placement.groups())
-    if config.placement is not None and run.world.is_main:
-        for line in placement.table():
-            logger.info("%s", line)
-    return placement
 
 
 class _Builder:
@@ -283,13 +184,3 @@ def _critic_path(config: RLConfig, run: Run, actor_path: str) -> str | None:
         return None
     start = warm_start_folder(run, "critic") or config.critic_start
     return resolve(config, run, start, key="critic.path") if start else actor_path
-
-
-def _reference_path(config: RLConfig, run: Run, actor_path: str) -> str | None:
-    """The reference's model; none without a reference, and where it is the actor without its adapters."""
-    if not config.uses_reference:
-        return None
-    # After a warm start the reference is still the model that the actor was first trained from.
-    start = config.reference.path or (run.warm_start and config.model.path)
-    path = resolve(config, run, str(start), key="reference.path") if start else actor_path
-    return None if config.reads_without_adapters(path, actor_path) else path

@@ -1,0 +1,52 @@
+"""Where the roles of a run live: as the config names it, or as the planner chooses."""
+
+from __future__ import annotations
+
+import logging
+
+from hybrid_rlhf.configs.rl import RLConfig, frozen_zero
+from hybrid_rlhf.configs.sections.placement import PlacedRoles, Placement, resolve_placement
+from hybrid_rlhf.loop.setup import (
+    resolve,
+)
+from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.run import Run
+from hybrid_rlhf.runtime.world import create_groups
+
+logger = logging.getLogger(LOGGER_NAME)
+
+
+def place_roles(config: RLConfig, run: Run, actor_path: str) -> Placement:
+    """The ranks of each role, logged if the user places them; creates their process groups. Every rank calls.
+
+    Raises:
+        UserError: for a placement that the run's ranks do not have, or that its roles do not fit.
+    """
+    critic, reference = config.critic is not None, reference_path_of(config, run, actor_path) is not None
+    zero = {"actor": config.actor.zero.stage}
+    zero |= {"critic": config.critic_zero.stage} if critic else {}
+    zero |= {"reference": frozen_zero(config.actor.zero, offload=False).stage} if reference else {}
+    models = [component.label for component in config.reward.named if component.model is not None]
+    zero |= dict.fromkeys(models, frozen_zero(config.critic_zero, offload=False).stage)
+    placed = PlacedRoles(
+        zero,
+        tensor_parallel=config.rollout.tensor_parallel,
+        policy_lag=config.rollout.policy_lag,
+        shares_base=config.critic is not None and config.critic.share_base,
+    )
+    placement = resolve_placement(config.placement, placed, ranks=run.world.size)
+    create_groups(placement.groups())
+    if config.placement is not None and run.world.is_main:
+        for line in placement.table():
+            logger.info("%s", line)
+    return placement
+
+
+def reference_path_of(config: RLConfig, run: Run, actor_path: str) -> str | None:
+    """The reference's model; none without a reference, and where it is the actor without its adapters."""
+    if not config.uses_reference:
+        return None
+    # After a warm start the reference is still the model that the actor was first trained from.
+    start = config.reference.path or (run.warm_start and config.model.path)
+    path = resolve(config, run, str(start), key="reference.path") if start else actor_path
+    return None if config.reads_without_adapters(path, actor_path) else path

@@ -1,0 +1,84 @@
+"""The models that take part in an RL step, each on its ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
+from hybrid_rlhf.engines.hybrid import AbsentActor, HybridEngine
+from hybrid_rlhf.engines.partition import copy_weights, full_tensors, set_weights
+from hybrid_rlhf.engines.sampling_engine import SamplingEngine
+from hybrid_rlhf.engines.separate.sampler import SeparateSampler
+from hybrid_rlhf.rl.rewards import Reward
+from hybrid_rlhf.runtime.world import World
+
+Engine = ModelEngine | AbsentEngine
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Actor, reward, critic and reference, each on its ranks; some algorithms need no critic or reference."""
+
+    world: World
+    """All ranks of the run."""
+    actor: HybridEngine | AbsentActor
+    reward: Reward
+    critic: Engine | None = None
+    reference: Engine | None = None
+    """None also where the reference is the actor without its adapters."""
+    separate_sampler: SeparateSampler | None = None
+    """A sampler on ranks of its own; none: the actor samples."""
+
+    @property
+    def sampler(self) -> SamplingEngine:
+        """What samples completions."""
+        return self.actor if self.separate_sampler is None else self.separate_sampler
+
+    @property
+    def learners(self) -> dict[str, Engine]:
+        """The trained models by name."""
+        return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
+
+    @property
+    def packs(self) -> bool:
+        """Whether no role pads its micro-batches."""
+        return all(role.packs for role in (self.actor, self.critic, self.reward, self.reference) if role is not None)
+
+    @property
+    def reads_reference_with_rewards(self) -> bool:
+        """Whether reference and reward models score at the same time, on ranks of their own."""
+        reward_ranks = {rank for ranks in self.reward.model_ranks for rank in ranks}
+        reference = set() if self.reference is None else {*self.reference.world.members}
+        return bool(reference and reward_ranks) and not reference & reward_ranks
+
+    def refresh_reference(self) -> None:
+        """Copy the actor's weights to the reference; every rank calls."""
+        actor, reference = self.actor, self.reference
+        assert reference is not None
+        if actor.world.members == reference.world.members:
+            if isinstance(actor, ModelEngine) and isinstance(reference, ModelEngine):
+                copy_weights(actor.lm, reference.lm)
+            return
+        weights = full_tensors(actor.lm, actor.world) if isinstance(actor, ModelEngine) else None
+        parameters = dict(reference.lm.named_parameters()) if isinstance(reference, ModelEngine) else {}
+        for name, shape in actor.facts.weights.items():
+            sent = torch.empty(shape, device=self.world.device)
+            if weights is not None and (tensor := next(weights)[1]) is not None:
+                sent.copy_(tensor)
+            self.world.broadcast(sent, source=actor.world.members[0])
+            if parameters:
+                set_weights(parameters[name], sent)
+        for _ in weights or ():  # buffers, which do not change; the end releases what was gathered
+            pass
+
+    def synchronize_versions(self) -> None:
+        """Tell every rank how often each learner's weights were updated; every rank calls."""
+        if all(role.world.size == self.world.size for role in self.learners.values()):
+            return
+        mine = {name: role.weight_version for name, role in self.learners.items() if role.world.is_member}
+        known = {name: count for of_rank in self.world.all_gather_objects(mine) for name, count in of_rank.items()}
+        for name, role in self.learners.items():
+            if isinstance(role, AbsentEngine):
+                role.weight_version = known[name]
