@@ -179,8 +179,9 @@ class RLConfig(StepConfig):
     ptx: PtxConfig | None = None
     placement: str | dict[str, Any] | None = setting(None, mutable=True)
     """Where each role lives (docs/placement.md): flattening (all roles on all ranks), interleaving (reference and
-    reward models on disjoint ranks), separation (sampler and frozen models on ranks of their own), or ranks by role, as
-    {sampler: {ranks: 4-7, tensor_parallel: 2}}. null: flattening."""
+    reward models on disjoint ranks), separation (sampler and frozen models on ranks of their own), ranks by role, as
+    {sampler: {ranks: 4-7, tensor_parallel: 2}}, or auto (the planner's, after hybrid-rlhf calibrate). null:
+    flattening."""
     train: LoopConfig = field(default_factory=LoopConfig)
     faults: RLFaultsConfig = setting(default_factory=RLFaultsConfig, mutable=True)
 

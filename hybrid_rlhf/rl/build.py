@@ -36,7 +36,7 @@ from hybrid_rlhf.memory.kept_weights import resolve_keep_weights
 from hybrid_rlhf.rl.algorithms import ALGORITHMS, Algorithm
 from hybrid_rlhf.rl.environments import Environment, EnvironmentRunner, load_environment
 from hybrid_rlhf.rl.parts import RLParts
-from hybrid_rlhf.rl.roles import Roles, build_roles, place_roles
+from hybrid_rlhf.rl.roles import PlacementWatch, Roles, build_roles, choose_placement, place_roles
 from hybrid_rlhf.rl.samples import SampleTexts
 from hybrid_rlhf.rl.trainer import RLTrainer
 from hybrid_rlhf.rl.updates.ptx import PtxBatches
@@ -65,6 +65,8 @@ class RLSession:
     total_steps: int
     average: WeightAverage | None
     """None too on a rank without the actor."""
+    placement_watch: PlacementWatch | None = None
+    """Compares times with the planner's, on the first rank with `placement: auto`."""
 
     def take_prompts(self) -> list[dict[str, Any]]:
         """The prompts of the next step; empty at the end of the data."""
@@ -142,6 +144,7 @@ def run_rl(
             run=session.run,
             texts=SampleTexts(session.prompts, session.tokenizer),
             average=session.average,
+            placement_watch=session.placement_watch,
         ).train()
         session.save()
 
@@ -153,6 +156,7 @@ def rl_session(
     """Read the data, then load the models, and wire the parts."""
     with start_run(config, callbacks) as run, memory_advice(config, run):
         actor_path, tokenizer = start_step(config, run, config.model.path, key="model.path")
+        config, watch = choose_placement(config, run.world)
         placement = place_roles(config, run, actor_path)
         plan = plan_step(config, run, placement)
         config = resolve_keep_weights(config, run.world)
@@ -196,7 +200,7 @@ def rl_session(
             average=average,
             ptx_batches=ptx_batches,
         )
-        yield RLSession(config, run, tokenizer, parts, data.train, data.held_out, stream, steps, average)
+        yield RLSession(config, run, tokenizer, parts, data.train, data.held_out, stream, steps, average, watch)
 
 
 def total_steps(config: RLConfig, stream: RowStream) -> int:

@@ -22,6 +22,7 @@ from hybrid_rlhf.loop.trainer import Trainer
 from hybrid_rlhf.rl.batch import Batch, Rollout, with_prefix, without_prefix
 from hybrid_rlhf.rl.metrics import Diagnostics, evaluation_metrics, rollout_metrics, speed_metrics
 from hybrid_rlhf.rl.parts import RLParts
+from hybrid_rlhf.rl.roles import PlacementWatch
 from hybrid_rlhf.rl.rollouts.collector import Collector, NothingToLearn
 from hybrid_rlhf.rl.samples import SampleTexts
 from hybrid_rlhf.rl.updates.kl_controller import KLController
@@ -61,6 +62,7 @@ class RLTrainer(Trainer):
         run: Run,
         texts: SampleTexts,
         average: WeightAverage | None,
+        placement_watch: PlacementWatch | None = None,
     ) -> None:
         changing = dict(parts.roles.learners)
         if config.reference.refresh_every and parts.roles.reference is not None:
@@ -91,6 +93,7 @@ class RLTrainer(Trainer):
         sampler = parts.roles.sampler
         self._max_logprob_diff = run.world.broadcast_object(sampler.max_logprob_diff, source=sampler.world.members[0])
         self._kl, self._average, self._texts = KLController(config.algorithm.kl), average, texts
+        self._placement_watch = placement_watch
         self._diagnostics = Diagnostics(enabled=run.world.is_main)
         self._skipped = SkippedUpdates(run, limit=config.faults.max_skipped_steps)
         self._samples = SampleLog(run.folder, every=config.logging.samples_every, enabled=run.world.is_main)
@@ -185,7 +188,8 @@ class RLTrainer(Trainer):
             return {}
         seconds["step"] = time.perf_counter() - start
         sampled, hidden = self._collector.sampled_tokens, self._ahead.hidden_seconds
-        return speed_metrics(self._roles, sampled, report.trained_tokens, seconds, work=cost.work, hidden=hidden)
+        metrics = speed_metrics(self._roles, sampled, report.trained_tokens, seconds, work=cost.work, hidden=hidden)
+        return metrics if self._placement_watch is None else metrics | self._placement_watch.metrics(seconds)
 
     def evaluate(self) -> dict[str, float]:
         """Scores and KL of completions of the held-out prompts, of the averaged actor too; {} without prompts."""

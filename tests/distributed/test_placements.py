@@ -6,6 +6,7 @@ import hashlib
 import json
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
+from hybrid_rlhf.cli import rl
+from hybrid_rlhf.placement.machines.stored import save_curves
+from tests.support.placement import machine
 from tests.support.ranks import run_main
 from tests.support.tiny import tiny_config, tiny_tokenizer
 
@@ -227,3 +231,43 @@ def test_a_checkpoint_resumes_under_another_placement(
     (run / "finished.json").unlink()
     launch(workspace, "ppo", *after, (*evaluated, "--resume", "auto"), output=run)
     assert_same_run(run, whole)
+
+
+def test_the_planner_places_and_tells_how_wrong_it_was(
+    workspace: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    measured = machine(device="cpu")
+    curves = replace(
+        measured,
+        device="cpu",
+        products={"float32": measured.products["bfloat16"]},
+        decode_products={"float32": measured.decode_products["bfloat16"]},
+    )
+    save_curves(curves, 2, str(tmp_path / "cache"))
+    settings = ("--data.cache_dir", str(tmp_path / "cache"), "--train.max_steps", "5")
+    run = launch(workspace, "ppo", 2, "auto", settings, output=tmp_path / "run")
+    shown = "".join(capfd.readouterr())
+    assert "placement plan in seconds of an RL step: 2 x synthetic on 1 host" in shown
+    assert "predicted and measured seconds of steps 2 to 4" in shown
+    found = [line for line in metrics_of(run) if "loss/policy" in line]
+    assert len(found) == 5
+    for line in found:
+        predicted, measured_seconds = line["placement/predicted_step_seconds"], line["time/step_seconds"]
+        assert line["placement/step_seconds_error"] == pytest.approx(predicted / measured_seconds - 1)
+        assert {f"placement/{phase}_seconds_error" for phase in ("generation", "scoring", "training")} <= {*line}
+    assert weights_of(run)
+    alone = launch(workspace, "ppo", 1, "flattening", ("--train.max_steps", "5"))
+    for name, weight in weights_of(alone).items():
+        torch.testing.assert_close(weights_of(run)[name], weight, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_the_planner_needs_curves_of_this_machine(
+    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(SystemExit, match="2"):
+        rl.main(
+            f"--data.sources {workspace}/rows.jsonl --model.path {workspace}/model --output_dir {tmp_path}/run "
+            f"--reward.components {workspace}/judge --placement auto".split()
+        )
+    assert "run hybrid-rlhf calibrate, or name a placement" in capsys.readouterr().err

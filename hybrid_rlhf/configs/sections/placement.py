@@ -15,6 +15,8 @@ from typing import Any, Literal, cast
 from hybrid_rlhf.configs.sections.rules import require
 
 STYLES = ("flattening", "interleaving", "separation")
+AUTO = "auto"
+"""The planner chooses (rl/roles/automatic.py)."""
 _RANGE = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
 _KEYS = ("ranks", "zero", "tensor_parallel")
 _MOST_RANKS = 2**16
@@ -133,15 +135,16 @@ def check_placement(given: str | Mapping[str, Any] | None) -> None:
         UserError: for an unknown style, or a role whose keys or ranks cannot be read.
     """
     if isinstance(given, str):
+        styles = (*STYLES, AUTO)
         require(
-            given in STYLES,
-            f"placement must be one of {', '.join(STYLES)} or a mapping of roles, got {given}: the nearest is "
-            f"{_nearest(given, STYLES)}",
+            given in styles,
+            f"placement must be one of {', '.join(styles)} or a mapping of roles, got {given}: the nearest is "
+            f"{_nearest(given, styles)}",
         )
         return
     for role, keys in (given or {}).items():
         if role == "style":
-            check_placement(str(keys))
+            require(keys in STYLES, f"placement.style must be one of {', '.join(STYLES)}, got {keys}: give one of them")
             continue
         require(
             isinstance(keys, Mapping) and bool(keys),

@@ -1,10 +1,12 @@
 """Actor, critic, reference and reward models of an RL step, each on its ranks.
 
-Read `roles.py` (what the other parts see), `placing.py` (which ranks) and `building.py` (their engines).
+Read `roles.py` (what the other parts see), `placing.py` (which ranks), `automatic.py` (the planner's choice) and
+`building.py` (their engines).
 """
 
+from hybrid_rlhf.rl.roles.automatic import PlacementWatch, choose_placement
 from hybrid_rlhf.rl.roles.building import build_roles, frozen_spec
 from hybrid_rlhf.rl.roles.placing import place_roles
 from hybrid_rlhf.rl.roles.roles import Engine, Roles
 
-__all__ = ["Engine", "Roles", "build_roles", "frozen_spec", "place_roles"]
+__all__ = ["Engine", "PlacementWatch", "Roles", "build_roles", "choose_placement", "frozen_spec", "place_roles"]
