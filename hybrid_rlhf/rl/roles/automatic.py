@@ -36,7 +36,7 @@ _MEASURED_STEPS = 4
 
 
 @dataclass(frozen=True)
-class _Choice:
+class _PlannedSettings:
     """What the first rank tells the others."""
 
     placement: dict[str, dict[str, Any]]
@@ -58,7 +58,7 @@ def choose_placement(config: RLConfig, world: World) -> tuple[RLConfig, Placemen
     watch, choice = None, None
     with shared_user_errors(world):
         if world.is_main:
-            watch = PlacementWatch(_Question.of(config, world))
+            watch = PlacementWatch(_PlanRequest.of(config, world))
             choice = _choice(watch.plan)
             for line in watch.answer.lines():
                 logger.info("%s", line)
@@ -70,7 +70,7 @@ def choose_placement(config: RLConfig, world: World) -> tuple[RLConfig, Placemen
 
 
 @dataclass(frozen=True)
-class _Question:
+class _PlanRequest:
     """What the planner is asked."""
 
     job: RLJob
@@ -80,7 +80,7 @@ class _Question:
     host_bytes: float | None
 
     @classmethod
-    def of(cls, config: RLConfig, world: World) -> _Question:
+    def of(cls, config: RLConfig, world: World) -> _PlanRequest:
         """That of a run.
 
         Raises:
@@ -112,7 +112,7 @@ class _Question:
 class PlacementWatch:
     """Compares the times of steps with the planner's."""
 
-    def __init__(self, question: _Question) -> None:
+    def __init__(self, question: _PlanRequest) -> None:
         """Ask the planner; its best plan runs.
 
         Raises:
@@ -161,11 +161,11 @@ class PlacementWatch:
             )
 
 
-def _choice(plan: StepPlan) -> _Choice:
+def _choice(plan: StepPlan) -> _PlannedSettings:
     """A plan as settings of a config."""
     rollout: dict[str, Any] = {"tensor_parallel": 1 if plan.separate else plan.sampling.tensor_parallel}
     rollout |= {key: True for key in ("offload_frozen", "offload_states") if getattr(plan, key)}
-    return _Choice(_as_mapping(plan), rollout, {"offload_optimizer": True} if plan.offload_optimizer else {})
+    return _PlannedSettings(_as_mapping(plan), rollout, {"offload_optimizer": True} if plan.offload_optimizer else {})
 
 
 def _as_mapping(plan: StepPlan) -> dict[str, dict[str, Any]]:
