@@ -21,11 +21,11 @@ SCORING = f"{RL}.rollouts.scoring:RolloutScorer.compute_logprobs"
 OF_ALL_STEPS = [
     (f"{ENGINES}.engine:ModelEngine.backward", 6),
     (f"{ENGINES}.engine:ModelEngine.step", 6),
-    (f"{ENGINES}.checkpoints:save_file", 3),
-    (f"{ENGINES}.checkpoints:flush", 3),
-    (f"{ENGINES}.checkpoints:write_manifest", 3),
-    (f"{ENGINES}.checkpoints:prune_checkpoints", 3),
-    (f"{ENGINES}.checkpoints:CheckpointWriter._commit", 3),
+    (f"{ENGINES}.saved.checkpoints:save_file", 3),
+    (f"{ENGINES}.saved.checkpoints:flush", 3),
+    (f"{ENGINES}.saved.checkpoints:write_manifest", 3),
+    (f"{ENGINES}.saved.checkpoints:prune_checkpoints", 3),
+    (f"{ENGINES}.saved.checkpoints:CheckpointWriter._commit", 3),
     ("hybrid_rlhf.configs.files.atomic:os.replace", 6),
     (f"{RUNTIME}.files.checkpoint_folder:shutil.rmtree", 1),
     (f"{RUNTIME}.observability.metrics:MetricsWriter.write", 7),
@@ -44,7 +44,7 @@ OF_PPO = [
     (f"{RL}.updates.updater:Updater._update_critic", 20),
     (f"{RL}.updates.kl_controller:KLController.update", 6),
     (f"{ENGINES}.averaging:WeightAverage.update", 20),
-    (f"{RL}.trainer:copy_weights", 2),
+    (f"{RL}.roles.roles:copy_weights", 2),
     (f"{RUNTIME}.observability.samples:SampleLog.write", 6),
     (f"{RUNTIME}.world:World.all_gather_objects", 8),
 ]
@@ -159,6 +159,26 @@ def test_sigterm_saves_mid_step_and_stops(
     if name == "ppo":
         assert any("_update_" in name for name in names), f"a step with updates left is kept: {names}"
     assert go_on(name, line, tmp_path / "out") == want
+
+
+@pytest.mark.parametrize(
+    ("point", "code"),
+    [
+        (Point(f"{RL}.updates.updater:Updater._update_critic", 7, 0, signal=signal.SIGTERM), STOPPED_EXIT_CODE),
+        (Point(f"{ENGINES}.separate.transfer:WeightTransfer.receive", 4, 1), -signal.SIGKILL),
+    ],
+    ids=str,
+)
+def test_a_run_with_a_sampler_of_its_own_is_cut_off_and_goes_on(
+    point: Point, code: int, model_folder: Path, pair_rows: Path, tmp_path: Path
+) -> None:
+    """By a signal to a rank that trains, and by the death of one that receives weights."""
+    separate = ["--placement", "separation"]
+    whole = step_line("ppo", tmp_path / "whole", model_folder, pair_rows, *separate)
+    assert run_step(MODULES["ppo"], RANKS, whole) == [0] * RANKS
+    line = step_line("ppo", tmp_path / "out", model_folder, pair_rows, *separate)
+    assert code in run_step(MODULES["ppo"], RANKS, line, point)
+    assert go_on("ppo", line, tmp_path / "out") == run_outputs(tmp_path / "whole")
 
 
 @pytest.mark.faults
