@@ -201,22 +201,14 @@ class RLConfig(StepConfig):
             "faults.check_weights compares weights that a sampler with ranks of its own receives, got placement "
             f"{self.placement}: leave it out, or give --placement separation",
         )
-        lag = self.rollout.policy_lag
+        alone = has_separate_sampler(self.placement)
         require(
-            not lag or self.algorithm.allows_other_sampler,
-            f"rollout.async_sampling.policy_lag {lag} trains on samples of older weights, got algorithm.correction "
-            "null: give --algorithm.correction.method truncate or mask",
+            not self.faults.check_weights or alone,
+            "faults.check_weights compares weights that a sampler with ranks of its own receives, got placement "
+            f"{self.placement}: leave it out, or give --placement separation",
         )
-        require(
-            not lag or alone or self.rollout.tensor_parallel == 1,
-            "rollout.async_sampling on the actor's ranks runs no collectives while these train, got "
-            f"rollout.tensor_parallel {self.rollout.tensor_parallel}: give 1, or --placement separation",
-        )
-        require(
-            not lag or self.rollout.kv_cache_gib is not None,
-            "rollout.async_sampling samples beside training and scoring, got no rollout.kv_cache_gib: give the GiB of "
-            "the KV cache",
-        )
+        if self.rollout.policy_lag:
+            self._check_ahead(alone)
         require(
             self.rollout.quantization is None or self.algorithm.allows_other_sampler,
             f"rollout.quantization {self.rollout.quantization} samples from rounded weights, got algorithm.correction "
@@ -253,6 +245,25 @@ class RLConfig(StepConfig):
             divisors = [count for count in range(1, most + 1) if rows and rows % (count * unit) == 0]
             found["algorithm.mini_batches"] = max(divisors, default=1)
         return found
+
+    def _check_ahead(self, alone: bool) -> None:
+        """Rules of sampling beside training; `alone`: on ranks of its own."""
+        rollout, lag = self.rollout, self.rollout.policy_lag
+        require(
+            alone or rollout.tensor_parallel == 1,
+            "rollout.async_sampling on the actor's ranks runs no collectives while these train, got "
+            f"rollout.tensor_parallel {rollout.tensor_parallel}: give 1, or --placement separation",
+        )
+        require(
+            rollout.kv_cache_gib is not None,
+            "rollout.async_sampling samples beside training and scoring, got no rollout.kv_cache_gib: give the GiB of "
+            "the KV cache",
+        )
+        require(
+            self.algorithm.allows_other_sampler,
+            f"rollout.async_sampling.policy_lag {lag} trains on samples of older weights, got algorithm.correction "
+            "null: give --algorithm.correction.method truncate or mask",
+        )
 
     def _check_samples(self, name: str) -> None:
         least, n = self.algorithm.fewest_completions, self.rollout.sampling.n

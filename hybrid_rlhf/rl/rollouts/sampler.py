@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +26,7 @@ from hybrid_rlhf.generation.sampling import Completion, SamplingParams, derive_s
 from hybrid_rlhf.rl.batch import Rollout
 from hybrid_rlhf.rl.environments import EnvironmentRunner
 from hybrid_rlhf.rl.environments.episodes import Episode, as_rollout
+from hybrid_rlhf.rl.rollouts.exchange import Sampled, gather_completions
 from hybrid_rlhf.runtime.background import BackgroundCall
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 from hybrid_rlhf.runtime.observability.timers import Timers
@@ -76,6 +76,11 @@ class Pending:
     generation: GenerationEngine | None
     """None on a rank that does not sample."""
     call: BackgroundCall[tuple[Samples, SamplingCost]]
+
+
+def _by_prompt(sampled: Sequence[Sampled]) -> list[Sampled]:
+    """In the order of the prompts; the samples of a prompt keep theirs."""
+    return sorted(sampled, key=lambda each: each.place)
 
 
 def cancel(rollouts: Sequence[Pending]) -> None:
@@ -228,24 +233,24 @@ class RolloutSampler:
     def _gathered(self, rank_prompts: _RankPrompts, samples: Samples, cost: SamplingCost) -> Rollout:
         """Completions of all ranks as a rollout, those of a prompt adjacent."""
         world, sampler = self._world, self.sampler
+        self.cost = world.broadcast_object(cost, source=sampler.world.members[0])
         mine: list[Any] = []
         if sampler.generation_world.is_main:
-            ids = [list(row["input_ids"]) for row in rank_prompts.rows]
-            mine = list(zip(rank_prompts.places, ids, samples, strict=True))
-        of_ranks = world.all_gather_objects((mine, cost if sampler.world.is_main else None))
-        self.cost = next(known for _, known in of_ranks if known is not None)
-        by_prompt: dict[int, list[tuple[list[int], Any]]] = defaultdict(list)
-        for place, prompt, of_prompt in (entry for part, _ in of_ranks for entry in part):
-            by_prompt[place] += [(prompt, sample) for sample in of_prompt]
-        whole = [pair for place in range(rank_prompts.total) for pair in by_prompt[place]]
-        prompts, gathered = [prompt for prompt, _ in whole], [sample for _, sample in whole]
+            each: Sequence[list[Any]] = samples
+            for place, row, of_prompt in zip(rank_prompts.places, rank_prompts.rows, each, strict=True):
+                mine += [Sampled(place, list(row["input_ids"]), sample) for sample in of_prompt]
         if self._environments is None:
+            whole = _by_prompt(gather_completions(mine, world))
             # a later epoch may sample a prompt on another rank; a rank keeps its own completions when they are sampled
             if sampler.drafter is not None and sampler.world.size > 1:
-                sampler.drafter.remember([(prompt, sample.token_ids) for prompt, sample in whole])
-            return Rollout.of_completions(prompts, gathered, world.device)
-        self._environments.check_failures(gathered, world)
-        return as_rollout(gathered, world.device)
+                sampler.drafter.remember([(each.prompt, each.completion.token_ids) for each in whole])
+            return Rollout.of_completions(
+                [each.prompt for each in whole], [each.completion for each in whole], world.device
+            )
+        told = _by_prompt([each for of_rank in world.all_gather_objects(mine) for each in of_rank])
+        episodes: list[Any] = [each.completion for each in told]
+        self._environments.check_failures(episodes, world)
+        return as_rollout(episodes, world.device)
 
     def _stream_position(self) -> torch.cuda.Event | None:
         """Event after which the copy of the weights is complete; none on a CPU."""

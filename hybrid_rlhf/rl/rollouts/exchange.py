@@ -1,0 +1,122 @@
+"""Completions of the ranks that sample, sent to all ranks: first their lengths, then flat tokens without padding.
+
+Why not as objects: a rollout of a million tokens would be pickled and read again on every rank, number by number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from hybrid_rlhf.generation.sampling import Completion, FinishReason
+from hybrid_rlhf.runtime.world import World
+
+
+class Sampled(NamedTuple):
+    """A completion with its prompt."""
+
+    place: int
+    """Position of the prompt in the rollout."""
+    prompt: list[int]
+    completion: Completion
+
+
+@dataclass(frozen=True)
+class _Heading:
+    """What a rank tells of a completion before its tokens."""
+
+    place: int
+    prompt_tokens: int
+    tokens: int
+    finish_reason: FinishReason
+    weight_version: int
+    truncates: bool
+    """Whether there are log-probs of the truncated distribution."""
+    routes: tuple[tuple[int, ...], str] | None
+    """Shape and dtype of the recorded experts."""
+
+
+def gather_completions(mine: Sequence[Sampled], world: World) -> list[Sampled]:
+    """The completions of all ranks, in the order of ranks. Every rank calls.
+
+    Log-probs arrive as float32.
+    """
+    if world.size == 1:
+        return list(mine)
+    headings = world.all_gather_objects([_heading(each) for each in mine])
+    found = []
+    for source, of_rank in enumerate(headings):
+        if not of_rank:
+            continue
+        own = [each.completion for each in mine] if source == world.rank else []
+        prompts = [each.prompt for each in mine] if source == world.rank else []
+        ids = [prompt + each.token_ids for prompt, each in zip(prompts, own, strict=True)]
+        floats = [each.logprobs + each.sampling_logprobs for each in own]
+        experts = [each.routes.reshape(-1).view(np.uint8) for each in own if each.routes is not None]
+        counts = (
+            sum(heading.prompt_tokens + heading.tokens for heading in of_rank),
+            sum(heading.tokens * (1 + heading.truncates) for heading in of_rank),
+            sum(map(_bytes, of_rank)),
+        )
+        found += _read(
+            of_rank,
+            _sent(ids, counts[0], np.dtype(np.int32), source, world),
+            _sent(floats, counts[1], np.dtype(np.float32), source, world),
+            _sent(experts, counts[2], np.dtype(np.uint8), source, world),
+        )
+    return found
+
+
+def _heading(sampled: Sampled) -> _Heading:
+    completion = sampled.completion
+    routes = None if completion.routes is None else (completion.routes.shape, completion.routes.dtype.str)
+    return _Heading(
+        sampled.place,
+        len(sampled.prompt),
+        len(completion.token_ids),
+        completion.finish_reason,
+        completion.weight_version,
+        bool(completion.sampling_logprobs),
+        routes,
+    )
+
+
+def _bytes(heading: _Heading) -> int:
+    return 0 if heading.routes is None else int(np.prod(heading.routes[0])) * np.dtype(heading.routes[1]).itemsize
+
+
+def _sent(values: Sequence[Any], count: int, dtype: np.dtype[Any], source: int, world: World) -> np.ndarray:
+    """The numbers that a rank sends, on every rank."""
+    if not count:
+        return np.empty(0, dtype)
+    flat = np.concatenate([np.asarray(part, dtype) for part in values]) if values else np.empty(count, dtype)
+    return world.broadcast(torch.from_numpy(flat).to(world.device), source=source).cpu().numpy()
+
+
+def _read(headings: Sequence[_Heading], ids: np.ndarray, floats: np.ndarray, experts: np.ndarray) -> list[Sampled]:
+    """The completions that headings and flat numbers describe."""
+    found = []
+    token, number, byte = 0, 0, 0
+    for heading in headings:
+        prompt = ids[token : token + heading.prompt_tokens].tolist()
+        token += heading.prompt_tokens
+        token_ids = ids[token : token + heading.tokens].tolist()
+        token += heading.tokens
+        logprobs = floats[number : number + heading.tokens].tolist()
+        number += heading.tokens
+        drawn: list[float] = []
+        if heading.truncates:
+            drawn = floats[number : number + heading.tokens].tolist()
+            number += heading.tokens
+        routes = None
+        if heading.routes is not None:
+            shape, dtype = heading.routes
+            routes = experts[byte : byte + _bytes(heading)].view(dtype).reshape(shape)
+            byte += _bytes(heading)
+        completion = Completion(token_ids, logprobs, heading.finish_reason, drawn, heading.weight_version, routes)
+        found.append(Sampled(heading.place, prompt, completion))
+    return found
