@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from hybrid_rlhf.configs.sections.placement import Placement, RolePlacement, ZeroStage
+from hybrid_rlhf.configs.sections.placement import Placement, RolePlacement, ZeroStage, in_words
 
 LEARNERS = ("actor", "critic")
 SAMPLER = "sampler"
@@ -63,9 +64,19 @@ class StepPlan:
         ranks, size = self.sampling.ranks, self.sampling.tensor_parallel
         return [ranks[start : start + size] for start in range(0, len(ranks), size)]
 
+    def placement_setting(self) -> dict[str, dict[str, Any]]:
+        """The ranks as the key `placement` of the RL config takes them."""
+        return {
+            name: {"ranks": in_words(role.ranks)}
+            | ({"tensor_parallel": role.tensor_parallel} if name == SAMPLER else {"zero": role.zero})
+            for name, role in self.roles.items()
+        }
+
     def settings(self) -> dict[str, object]:
         """What besides the ranks differs from the defaults, as keys of the RL config."""
         found: dict[str, object] = {}
+        if not self.separate and self.sampling.tensor_parallel > 1:
+            found["rollout.tensor_parallel"] = self.sampling.tensor_parallel
         if self.policy_lag:
             found["rollout.async_sampling.policy_lag"] = self.policy_lag
         for key in ("offload_frozen", "offload_states"):

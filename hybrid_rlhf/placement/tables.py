@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
+
+import yaml
 
 from hybrid_rlhf.configs.sections.placement import in_words
 from hybrid_rlhf.placement.costs import Costs
@@ -49,6 +52,10 @@ class PlacementAnswer:
             lines += [_line(candidate), f"  {self.why(candidate)}"]
         if self.best is not None:
             lines += ["", f"best plan: {self.best.plan.placement.style}", *_roles(self.best)]
+            if self.cluster.ranks > 1:
+                setting = self.best.plan.placement_setting()
+                given = yaml.safe_dump(setting, default_flow_style=True, sort_keys=False, width=math.inf).strip()
+                lines.append("  set it with --rl.placement '" + given.replace("'", '"') + "'")
         return lines
 
     def why(self, candidate: Candidate) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from hybrid_rlhf.cli import plan
 from hybrid_rlhf.cli.main import main
+from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RewardSumConfig, RLConfig
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.placement import Placement, RolePlacement
@@ -53,6 +55,10 @@ def test_a_plan_for_another_machine_needs_a_config_alone(shape: str, capsys: pyt
     for style in ("flattening", "interleaving", "separation", "hybrid"):
         assert f"\n{style} " in text
     assert "is the fastest of" in text and "slower" in text and "best plan: " in text
+    option = shlex.split(text.partition("set it with ")[2].splitlines()[0])
+    given = parse_config(RLConfig, ["--placement", option[1]]).placement
+    assert option[0] == "--rl.placement" and isinstance(given, dict)
+    assert {"actor", "critic"} <= {*given} and all("ranks" in keys for keys in given.values())
 
 
 def test_json_has_plans_with_phases_memory_and_reasons(shape: str, capsys: pytest.CaptureFixture[str]) -> None:

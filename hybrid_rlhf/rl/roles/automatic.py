@@ -24,7 +24,7 @@ from hybrid_rlhf.memory.shapes import Shapes
 from hybrid_rlhf.placement.curves import MachineCurves
 from hybrid_rlhf.placement.job import JobReader, RLJob, default_lengths
 from hybrid_rlhf.placement.machines.stored import load_curves
-from hybrid_rlhf.placement.plans import SAMPLER, Cluster, StepPlan
+from hybrid_rlhf.placement.plans import Cluster, StepPlan
 from hybrid_rlhf.placement.report import STEP, PredictionReport
 from hybrid_rlhf.placement.tables import PlacementAnswer, plan_placement
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
@@ -157,7 +157,7 @@ class PlacementWatch:
                 best.plan.placement.style,
                 best.seconds,
                 medians[STEP],
-                _as_mapping(best.plan),
+                best.plan.placement_setting(),
             )
 
 
@@ -165,13 +165,6 @@ def _choice(plan: StepPlan) -> _PlannedSettings:
     """A plan as settings of a config."""
     rollout: dict[str, Any] = {"tensor_parallel": 1 if plan.separate else plan.sampling.tensor_parallel}
     rollout |= {key: True for key in ("offload_frozen", "offload_states") if getattr(plan, key)}
-    return _PlannedSettings(_as_mapping(plan), rollout, {"offload_optimizer": True} if plan.offload_optimizer else {})
-
-
-def _as_mapping(plan: StepPlan) -> dict[str, dict[str, Any]]:
-    """The ranks of a plan as the config writes them."""
-    return {
-        name: {"ranks": [*role.ranks]}
-        | ({"tensor_parallel": role.tensor_parallel} if name == SAMPLER else {"zero": role.zero})
-        for name, role in plan.roles.items()
-    }
+    return _PlannedSettings(
+        plan.placement_setting(), rollout, {"offload_optimizer": True} if plan.offload_optimizer else {}
+    )
