@@ -70,6 +70,17 @@ def machine(*, bandwidth: float = 1e9, latency: float = 1e-5, device: str = "cud
     return replace(found, device=device, **changes)  # type: ignore[arg-type]
 
 
+def cpu_machine() -> MachineCurves:
+    """The same for float32 on a CPU."""
+    found = machine()
+    return replace(
+        found,
+        device="cpu",
+        products={"float32": found.products["bfloat16"]},
+        decode_products={"float32": found.decode_products["bfloat16"]},
+    )
+
+
 def small_job(
     *,
     roles: Mapping[str, float] | None = None,

@@ -1,0 +1,55 @@
+"""`placement: auto` logs its plan, its errors, and what the measurements would choose."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.parsing.command_line import parse_config
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.placement.machines.stored import save_curves
+from hybrid_rlhf.rl.roles import PlacementWatch, choose_placement
+from hybrid_rlhf.rl.roles.automatic import _PlanRequest
+from hybrid_rlhf.runtime.world import World, solo_world
+from tests.support.placement import cpu_machine
+
+CPU = torch.device("cpu")
+
+
+def config_of(model: Path, cache: Path) -> RLConfig:
+    line = f"--model.path {model} --reward.components {model} --data.cache_dir {cache} --placement auto"
+    return parse_config(RLConfig, line.split())
+
+
+def test_errors_are_told_and_correct_the_curves(model_folder: Path, tmp_path: Path, log_lines: list[str]) -> None:
+    save_curves(cpu_machine(), 2, str(tmp_path))
+    request = _PlanRequest.of(config_of(model_folder, tmp_path), World(0, 2, 0, 2, CPU))
+    watch = PlacementWatch(request)
+    assert watch.answer.best is not None and watch.answer.best.time is not None
+    predicted = {**watch.answer.best.time.phases, "step": watch.answer.best.time.step_seconds}
+    for step in range(1, 6):
+        told = watch.metrics({phase: 2.0 * seconds for phase, seconds in predicted.items()})
+        assert told["placement/step_seconds_error"] == pytest.approx(-0.5)
+        assert told["placement/predicted_training_seconds"] == predicted["training"]
+        assert any("predicted and measured seconds of steps 2 to 4" in line for line in log_lines) == (step >= 4)
+    corrected = request.answer({"decode": 100.0}).best
+    assert corrected is not None and corrected.seconds > watch.answer.best.seconds
+    assert watch.metrics({}) == {}
+
+
+def test_the_plan_becomes_the_placement(
+    model_folder: Path, tmp_path: Path, log_lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    config = config_of(model_folder, tmp_path)
+    with pytest.raises(UserError, match="run hybrid-rlhf calibrate, or name a placement"):
+        choose_placement(config, solo_world(CPU))
+    save_curves(cpu_machine(), 1, str(tmp_path))
+    chosen, watch = choose_placement(config, solo_world(CPU))
+    assert isinstance(chosen.placement, dict) and watch is not None
+    assert {keys["ranks"] for keys in chosen.placement.values()} == {"0"}
+    assert any("placement plan in seconds of an RL step: 1 x synthetic" in line for line in log_lines)
+    assert choose_placement(chosen, solo_world(CPU)) == (chosen, None)
