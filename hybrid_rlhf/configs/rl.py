@@ -201,12 +201,6 @@ class RLConfig(StepConfig):
             "faults.check_weights compares weights that a sampler with ranks of its own receives, got placement "
             f"{self.placement}: leave it out, or give --placement separation",
         )
-        alone = has_separate_sampler(self.placement)
-        require(
-            not self.faults.check_weights or alone,
-            "faults.check_weights compares weights that a sampler with ranks of its own receives, got placement "
-            f"{self.placement}: leave it out, or give --placement separation",
-        )
         if self.rollout.policy_lag:
             self._check_ahead(alone)
         require(

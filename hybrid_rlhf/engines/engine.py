@@ -28,9 +28,10 @@ from hybrid_rlhf.engines.deepspeed_internals import (
     skip_model_step,
 )
 from hybrid_rlhf.engines.offload import OffloadedWeights
+from hybrid_rlhf.engines.partition import base_parameters
 from hybrid_rlhf.functional.losses import LossSum
 from hybrid_rlhf.models.activation_offload import ActivationOffload
-from hybrid_rlhf.models.lora import adapters_off, has_lora, plain_name
+from hybrid_rlhf.models.lora import adapters_off, has_lora
 from hybrid_rlhf.models.packing import packs
 from hybrid_rlhf.runtime.world import World
 
@@ -49,7 +50,7 @@ class UpdateStats:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What ranks without a model know of it."""
+    """Properties of a model that ranks without it need."""
 
     parameters: int
     """See ModelEngine."""
@@ -150,11 +151,9 @@ class ModelEngine:
 
     @property
     def facts(self) -> EngineFacts:
-        """What other ranks need to know."""
+        """Properties for the ranks without this model."""
         settings = self.lm.generation_config if self.lm.can_generate() else None
-        weights = {
-            plain_name(name): full_shape(weight) for name, weight in self.lm.named_parameters() if ".lora_" not in name
-        }
+        weights = {name: full_shape(weight) for name, weight in base_parameters(self.lm)}
         return EngineFacts(self.parameters, self.packs, None if settings is None else settings.eos_token_id, weights)
 
     @property
@@ -218,7 +217,7 @@ class ModelEngine:
 
 
 class AbsentEngine:
-    """A role's model on a rank that does not have it: what the other ranks tell of it, and nothing to compute with."""
+    """Placeholder for a role's model on a rank that does not have it; it has the model's facts and cannot compute."""
 
     def __init__(self, role: Role, world: World, facts: EngineFacts) -> None:
         self.role: Role = role
@@ -226,4 +225,4 @@ class AbsentEngine:
         self.facts = facts
         self.parameters, self.packs = facts.parameters, facts.packs
         self.weight_version = 0
-        """Optimizer updates of the current weights, as far as the trainer has told."""
+        """Optimizer updates of the current weights, as of the last synchronization."""

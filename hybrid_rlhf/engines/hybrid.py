@@ -26,12 +26,13 @@ from hybrid_rlhf.engines.deepspeed_internals import zero3_hooks_removed
 from hybrid_rlhf.engines.engine import AbsentEngine, EngineFacts, EngineOptions, ModelEngine, Role
 from hybrid_rlhf.engines.offload import OffloadedStates
 from hybrid_rlhf.engines.partition import GatheredWeight, base_parameters, full_weights, gathered, has_partitions
+from hybrid_rlhf.engines.sampling_engine import rollout_backend, rollout_drafter
 from hybrid_rlhf.engines.weight_check import TrainingProbe, WeightCheck, logprob_limit
 from hybrid_rlhf.generation.backends.backend import GenerationBackend
 from hybrid_rlhf.generation.backends.module import ModuleBackend, ModuleSupport
 from hybrid_rlhf.generation.backends.native import NativeBackend
 from hybrid_rlhf.generation.batching.requests import DecodeWork
-from hybrid_rlhf.generation.drafting.drafter import Drafter, check_can_draft
+from hybrid_rlhf.generation.drafting.drafter import Drafter
 from hybrid_rlhf.generation.engine import GenerationEngine, default_stop_token_ids
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.weights.conversion import InferenceWeights, architecture_of, plan_inference_weights
@@ -133,9 +134,7 @@ class HybridEngine(ModelEngine):
                 "--rollout.async_sampling null"
             )
         architecture = None if self._inference_weights is None else self._inference_weights.architecture
-        if rollout.draft is not None:
-            check_can_draft(architecture, setting=f"rollout.draft {rollout.draft}")
-            self.drafter = Drafter(rollout.draft, draft_tokens=rollout.draft_tokens)
+        self.drafter = rollout_drafter(rollout, architecture)
         return architecture
 
     def _follow_routes(self, architecture: ModelDescription | None) -> None:
@@ -226,7 +225,7 @@ class HybridEngine(ModelEngine):
         decoder = self._build_decoder(can_view=lambda weight: weight.is_copy)
         self.weight_sync_seconds += time.perf_counter() - start
         return GenerationEngine(
-            self._native_backend(decoder, cuda_graphs=False),
+            rollout_backend(decoder, self._rollout, cuda_graphs=False),
             stop_token_ids=stop_token_ids,
             tokenizer=tokenizer,
             weight_version=self.weight_version,
@@ -252,21 +251,13 @@ class HybridEngine(ModelEngine):
         self._kept = None
         decoder = self._build_decoder(can_view=lambda weight: weight.is_persistent)
         if kept is None:
-            backend = self._native_backend(decoder)
+            backend = rollout_backend(decoder, self._rollout)
         else:
             backend = kept.backend
             backend.sync_weights(decoder)
         if self._keeps:
             self._kept = _KeptBackend(self.weight_version, backend)
         return backend
-
-    def _native_backend(self, decoder: Decoder, *, cuda_graphs: bool = True) -> NativeBackend:
-        return NativeBackend(
-            decoder,
-            max_batch_rows=self._rollout.max_decode_rows,
-            kv_cache_gib=self._rollout.kv_cache_gib,
-            cuda_graphs=cuda_graphs,
-        )
 
     def _build_decoder(self, *, can_view: Callable[[GatheredWeight], bool]) -> Decoder:
         """The decoder of the current weights, checked; weights that `can_view` are not copied."""

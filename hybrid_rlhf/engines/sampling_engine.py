@@ -8,10 +8,36 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.generation.backends.native import NativeBackend
 from hybrid_rlhf.generation.batching.requests import DecodeWork
-from hybrid_rlhf.generation.drafting.drafter import Drafter
+from hybrid_rlhf.generation.drafting.drafter import Drafter, check_can_draft
 from hybrid_rlhf.generation.engine import GenerationEngine
+from hybrid_rlhf.generation.model.decoder import Decoder
+from hybrid_rlhf.generation.weights.description import ModelDescription
 from hybrid_rlhf.runtime.world import World
+
+
+def rollout_backend(decoder: Decoder, rollout: RolloutConfig, *, cuda_graphs: bool = True) -> NativeBackend:
+    """The backend of a decoder with the memory settings of rollouts."""
+    return NativeBackend(
+        decoder,
+        max_batch_rows=rollout.max_decode_rows,
+        kv_cache_gib=rollout.kv_cache_gib,
+        cuda_graphs=cuda_graphs,
+    )
+
+
+def rollout_drafter(rollout: RolloutConfig, architecture: ModelDescription | None) -> Drafter | None:
+    """The drafter of `rollout.draft`; none without the setting.
+
+    Raises:
+        UserError: when drafts of the model cannot be verified.
+    """
+    if rollout.draft is None:
+        return None
+    check_can_draft(architecture, setting=f"rollout.draft {rollout.draft}")
+    return Drafter(rollout.draft, draft_tokens=rollout.draft_tokens)
 
 
 class SamplingEngine(Protocol):

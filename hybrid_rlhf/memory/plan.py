@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+import psutil
 import torch
 
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
@@ -43,6 +44,15 @@ class Device:
     """Memory of the rank's device; on a CPU its share of the free memory."""
     host_bytes: float | None = None
     """The rank's share of the host's free memory, where the host is not the device; none: not known."""
+
+
+def own_device(ranks: int, *, local: int) -> Device:
+    """This machine, as one of so many ranks sees it, `local` of which share its host."""
+    free = psutil.virtual_memory().available / local
+    if not torch.cuda.is_available():
+        return Device(torch.device("cpu"), ranks, free)
+    total = torch.cuda.get_device_properties(0).total_memory
+    return Device(torch.device("cuda"), ranks, total - GPU_RESERVE_GIB * 2**30, free)
 
 
 @dataclass(frozen=True)

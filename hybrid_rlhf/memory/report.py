@@ -6,11 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import psutil
 import torch
 
 from hybrid_rlhf.configs.pipeline import PipelineConfig, has_model, start_of
-from hybrid_rlhf.memory.plan import GPU_RESERVE_GIB, AnyStep, Device, PhaseMemory, Planner
+from hybrid_rlhf.memory.plan import GPU_RESERVE_GIB, AnyStep, Device, PhaseMemory, Planner, own_device
 from hybrid_rlhf.memory.remedies import remedy
 
 _COLUMNS = ("weights", "gradients", "optimizer", "activations", "inference", "cache", "buffers")
@@ -72,12 +71,7 @@ def this_machine(config: PipelineConfig) -> Device:
     ranks = config.plan_ranks or _ranks(config) or max(gpus, 1)
     if config.plan_device_gib is not None:
         return Device(torch.device("cuda"), ranks, (config.plan_device_gib - GPU_RESERVE_GIB) * 2**30)
-    local = ranks if config.launcher.hostfile is None else max(gpus, 1)
-    free = psutil.virtual_memory().available / local
-    if not gpus:
-        return Device(torch.device("cpu"), ranks, free)
-    total = torch.cuda.get_device_properties(0).total_memory
-    return Device(torch.device("cuda"), ranks, total - GPU_RESERVE_GIB * 2**30, free)
+    return own_device(ranks, local=ranks if config.launcher.hostfile is None else max(gpus, 1))
 
 
 def _ranks(config: PipelineConfig) -> int | None:

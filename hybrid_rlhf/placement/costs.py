@@ -3,7 +3,7 @@
 Work is compute (slowed where ranks share a host's cores) and wire (collectives, links). Follows what the library runs:
 DeepSpeed's ZeRO (arXiv 1910.02054, section 7: stages 0 and 1 reduce gradients once per update, 2 and 3 after each
 backward; stage 3 gathers each layer's weights in every forward and backward), and continuous batching, where rows leave
-as they finish. All ranks of a role compute equal shares, since rows are dealt by length.
+as they finish. All ranks of a role compute equal shares, since rows are sharded by length.
 """
 
 from __future__ import annotations

@@ -51,18 +51,17 @@ class StepPlan:
     @property
     def sampling(self) -> RolePlacement:
         """The ranks that sample: the sampler's, or the actor's."""
-        return self.roles.get(SAMPLER, self.roles["actor"])
+        return self.placement.sampler
 
     @property
     def separate(self) -> bool:
         """Whether a sampler lives apart from the actor."""
-        return SAMPLER in self.roles
+        return self.placement.separate_sampler
 
     @property
     def sampling_groups(self) -> list[tuple[int, ...]]:
         """The tensor-parallel groups that sample; prompt i goes to group i mod their number."""
-        ranks, size = self.sampling.ranks, self.sampling.tensor_parallel
-        return [ranks[start : start + size] for start in range(0, len(ranks), size)]
+        return self.placement.sampling_groups
 
     def placement_setting(self) -> dict[str, dict[str, Any]]:
         """The ranks as the key `placement` of the RL config takes them."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from hybrid_rlhf.configs.sections.placement import STYLES as NAMED_STYLES
 from hybrid_rlhf.configs.sections.placement import ZeroStage
 from hybrid_rlhf.placement.candidates import (
     EXACT_RANKS,
@@ -34,7 +35,7 @@ from hybrid_rlhf.placement.memory import MemoryModel, PlanMemory
 from hybrid_rlhf.placement.plans import LEARNERS, SAMPLER, StepPlan
 from hybrid_rlhf.placement.schedule import StepTime, step_time
 
-STYLES = ("flattening", "interleaving", "separation", "hybrid")
+STYLES = (*NAMED_STYLES, "hybrid")
 _ANNEALING_MOVES, _ANNEALING_STARTS = 700, 3
 """Of each style."""
 _FIRST_TEMPERATURE, _LAST_TEMPERATURE = 0.3, 0.005

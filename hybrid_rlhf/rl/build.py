@@ -64,7 +64,7 @@ class RLSession:
     """The order of the prompts over all epochs."""
     total_steps: int
     average: WeightAverage | None
-    """None too on a rank without the actor."""
+    """Also none on ranks without the actor."""
     placement_watch: PlacementWatch | None = None
     """Compares times with the planner's, on the first rank with `placement: auto`."""
 

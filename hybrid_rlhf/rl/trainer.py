@@ -230,7 +230,7 @@ class RLTrainer(Trainer):
             "skipped": self._skipped.state_dict(),
             "ahead": self._ahead.state_dict(),
         }
-        if self._rl.ptx is not None:  # told by a rank with the actor
+        if self._rl.ptx is not None:  # only ranks with the actor have the position
             own = None if self._updater.ptx is None else self._updater.ptx.state_dict()
             content["ptx"] = next(state for state in self._world.all_gather_objects(own) if state is not None)
         return LoopState(step, content, tensors=self._ahead.tensors())

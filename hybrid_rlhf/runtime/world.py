@@ -116,6 +116,10 @@ class World:
         dist.all_gather_object(gathered, item, group=self.group)
         return gathered
 
+    def merge_dicts(self, item: dict[str, T]) -> dict[str, T]:
+        """The entries of all ranks in one dict, picklable and small; of equal keys the last rank's."""
+        return {name: value for of_rank in self.all_gather_objects(item) for name, value in of_rank.items()}
+
     def broadcast_object(self, item: T, *, source: int = 0) -> T:
         """The picklable item of one rank, by default the first."""
         self._require_reachable()

@@ -87,14 +87,17 @@ class Placement:
         """Where completions are sampled."""
         return self.roles.get("sampler", self.roles["actor"])
 
+    @property
+    def sampling_groups(self) -> list[tuple[int, ...]]:
+        """The tensor-parallel groups that sample."""
+        ranks, together = self.sampler.ranks, self.sampler.tensor_parallel
+        return [ranks[first : first + together] for first in range(0, len(ranks), together)]
+
     def groups(self) -> list[tuple[int, ...]]:
         """Ranks of all process groups that a run of this placement needs."""
-        sampler = self.sampler
-        together = sampler.tensor_parallel
-        groups = [role.ranks for role in self.roles.values()]
-        groups += [sampler.ranks[first : first + together] for first in range(0, len(sampler.ranks), together)]
+        groups = [*(role.ranks for role in self.roles.values()), *self.sampling_groups]
         if self.separate_sampler:
-            groups.append(tuple(sorted({*self["actor"].ranks, *sampler.ranks})))
+            groups.append(tuple(sorted({*self["actor"].ranks, *self.sampler.ranks})))
         return sorted(set(groups))
 
     def table(self) -> list[str]:

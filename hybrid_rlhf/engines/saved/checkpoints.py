@@ -157,12 +157,11 @@ class CheckpointWriter:
             raise failure
 
     def _numbers(self) -> dict[str, Any]:
-        """The numbers of each role, told by its first rank."""
-        mine = {role: state.numbers() for role, state in self._states.items() if state.world.is_main}
-        known: dict[str, Any] = {}
-        for of_rank in self._world.all_gather_objects(mine):
-            known |= of_rank
-        return {role: known[role] for role in self._states}
+        """The numbers of each role, from its first rank."""
+        numbers = self._world.merge_dicts(
+            {role: state.numbers() for role, state in self._states.items() if state.world.is_main}
+        )
+        return {role: numbers[role] for role in self._states}
 
     def _tensors(self, role: str, state: AnyState) -> dict[str, Tensor]:
         """This rank's tensors of a role on the host; copies where training continues during the write."""

@@ -114,5 +114,5 @@ class AbsentState:
 
 
 def state_of(engine: ModelEngine | AbsentEngine, average: WeightAverage | None = None) -> TrainingState | AbsentState:
-    """The state of an engine, or its stand-in."""
+    """The state of an engine, or its placeholder on a rank without the engine."""
     return AbsentState(engine) if isinstance(engine, AbsentEngine) else TrainingState(engine, average)

@@ -26,6 +26,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.engines.hybrid import BUCKET_ELEMENTS, HybridEngine
+from hybrid_rlhf.engines.sampling_engine import rollout_backend, rollout_drafter
 from hybrid_rlhf.engines.separate.layout import HeldWeights, Interval, NeededWeights, TrainedModel
 from hybrid_rlhf.engines.separate.received import ReceivedWeights
 from hybrid_rlhf.engines.separate.routes import RoutePlan
@@ -33,7 +34,7 @@ from hybrid_rlhf.engines.separate.transfer import WeightTransfer, compare_checks
 from hybrid_rlhf.engines.weight_check import WeightCheck, logprob_limit
 from hybrid_rlhf.generation.backends.native import NativeBackend
 from hybrid_rlhf.generation.batching.requests import DecodeWork
-from hybrid_rlhf.generation.drafting.drafter import Drafter, check_can_draft
+from hybrid_rlhf.generation.drafting.drafter import Drafter
 from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.weights.conversion import InferenceWeights
@@ -48,7 +49,7 @@ _CHECKED_SYNCS = 2
 
 @dataclass(frozen=True)
 class _Introduction:
-    """What each rank tells the others at the start."""
+    """Exchanged by all ranks at the start."""
 
     host: str
     held: Mapping[str, Interval] | None
@@ -59,7 +60,7 @@ class _Introduction:
 
 @dataclass(frozen=True)
 class _State:
-    """What each rank tells the others before a sync."""
+    """Exchanged by all ranks before a sync."""
 
     version: int
     """Of the actor's weights, or of those that this rank would sample with; -1: it has none."""
@@ -128,20 +129,20 @@ class SeparateSampler:
         each = union.all_gather_objects(
             _Introduction(socket.gethostname(), None if self._held is None else self._held.intervals, model)
         )
-        self._actor_ranks = [rank for rank, told in enumerate(each) if told.held is not None]
-        (self._model,) = (told.model for told in each if told.model is not None)
+        self._actor_ranks = [rank for rank, of_rank in enumerate(each) if of_rank.held is not None]
+        (self._model,) = (of_rank.model for of_rank in each if of_rank.model is not None)
         dtype = DTYPES.get(rollout.dtype, self._model.dtype)
         quantised = rollout.quantization is not None
         self.max_logprob_diff = logprob_limit(max_logprob_diff, self._model.dtype, dtype, quantised=quantised)
         self._check = WeightCheck(union, max_logprob_diff, quantised=quantised, remedy="leave placement.sampler out")
         with shared_user_errors(union):
             needs = self._plan_inference_weights(dtype) if self.world.is_member else None
-        needed = {rank: told for rank, told in enumerate(union.all_gather_objects(needs)) if told is not None}
+        needed = {rank: need for rank, need in enumerate(union.all_gather_objects(needs)) if need is not None}
         dtypes = next(iter(needed.values())).dtypes
         plan = RoutePlan(
-            {rank: told.held for rank, told in enumerate(each) if told.held is not None},
-            {rank: told.runs for rank, told in needed.items()},
-            [told.host for told in each],
+            {rank: of_rank.held for rank, of_rank in enumerate(each) if of_rank.held is not None},
+            {rank: need.runs for rank, need in needed.items()},
+            [of_rank.host for of_rank in each],
         )
         self._transfers = {
             everything: WeightTransfer(
@@ -159,7 +160,7 @@ class SeparateSampler:
             self._received = ReceivedWeights(dtypes, self.device, in_place=self._inference.in_place)
 
     def _plan_inference_weights(self, dtype: torch.dtype) -> NeededWeights:
-        rollout, architecture = self._rollout, self._model.described.architecture
+        rollout = self._rollout
         try:
             self._inference = InferenceWeights(
                 self._model.described,
@@ -170,9 +171,7 @@ class SeparateSampler:
             )
         except NotDescribed as error:
             raise _without_inference_weights(error) from error
-        if rollout.draft is not None:
-            check_can_draft(architecture, setting=f"rollout.draft {rollout.draft}")
-            self.drafter = Drafter(rollout.draft, draft_tokens=rollout.draft_tokens)
+        self.drafter = rollout_drafter(rollout, self._model.described.architecture)
         return NeededWeights.of(self._model, self._inference, dtype)
 
     @property
@@ -201,7 +200,7 @@ class SeparateSampler:
             yield None
             return
         if self._backend is None:
-            self._backend = self._native_backend(decoder, cuda_graphs=True)
+            self._backend = rollout_backend(decoder, self._rollout)
         generation = self._generation(self._backend, stop_token_ids, tokenizer)
         del decoder
         try:
@@ -228,7 +227,7 @@ class SeparateSampler:
         decoder = self._synced_decoder()
         if decoder is None:
             return None
-        return self._generation(self._native_backend(decoder, cuda_graphs=False), stop_token_ids, tokenizer)
+        return self._generation(rollout_backend(decoder, self._rollout, cuda_graphs=False), stop_token_ids, tokenizer)
 
     @contextlib.contextmanager
     def other_weights(self) -> Iterator[None]:
@@ -251,14 +250,6 @@ class SeparateSampler:
             tokenizer=tokenizer,
             weight_version=self._version,
             drafter=self.drafter,
-        )
-
-    def _native_backend(self, decoder: Decoder, *, cuda_graphs: bool) -> NativeBackend:
-        return NativeBackend(
-            decoder,
-            max_batch_rows=self._rollout.max_decode_rows,
-            kv_cache_gib=self._rollout.kv_cache_gib,
-            cuda_graphs=cuda_graphs,
         )
 
     def _synced_decoder(self) -> Decoder | None:

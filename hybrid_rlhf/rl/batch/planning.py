@@ -1,7 +1,7 @@
 """The mini-batches of a rollout, and the micro-batches of each rank.
 
 Lengths decide which rows a rank computes, so that all ranks have the same work; every rank computes the same plan. The
-ranks that share the rows are those of the role that computes, so a plan deals them when it is asked.
+rows are sharded over the ranks of the role that computes, so a plan serves every role.
 """
 
 from __future__ import annotations
@@ -37,19 +37,21 @@ class MiniBatchPlan:
         """The rows of a mini-batch, over all ranks."""
         return [unit * self.together + place for unit in self.rows[mini_batch] for place in range(self.together)]
 
+    def mini_batch(self, number: int, world: World) -> list[list[int | None]]:
+        """[micro-batch][row] of a mini-batch for this rank, one of those that share the rows; None is an empty row."""
+        units = self.rows[number]
+        micro_batches = shard_batch(
+            units,
+            [self.unit_lengths[unit] for unit in units],
+            rank=world.rank,
+            ranks=world.size,
+            micro_batches=self.size,
+        )
+        return [_neighbours(micro_batch, self.together) for micro_batch in micro_batches]
+
     def mini_batches(self, world: World) -> list[list[list[int | None]]]:
-        """[mini-batch][micro-batch][row] of this rank, one of those that share the rows; None is an empty row."""
-        dealt = [
-            shard_batch(
-                units,
-                [self.unit_lengths[unit] for unit in units],
-                rank=world.rank,
-                ranks=world.size,
-                micro_batches=self.size,
-            )
-            for units in self.rows
-        ]
-        return [[_neighbours(units, self.together) for units in micro_batches] for micro_batches in dealt]
+        """[mini-batch][micro-batch][row], see `mini_batch`."""
+        return [self.mini_batch(number, world) for number in range(len(self.rows))]
 
     def micro_batches(self, world: World) -> list[list[int | None]]:
         """This rank's micro-batches of all mini-batches; none on a rank that is none of those that share the rows."""
@@ -59,7 +61,7 @@ class MiniBatchPlan:
 
 
 class MiniBatchPlanner:
-    """Deals rows into mini-batches; computes the same plan on every rank."""
+    """Divides rows into mini-batches; computes the same plan on every rank."""
 
     def __init__(self, micro_batches: MicroBatches, *, seed: int) -> None:
         """Take the size of a micro-batch and the seed of the shuffles."""

@@ -26,7 +26,7 @@ from hybrid_rlhf.runtime.world import World, shared_user_errors
 logger = logging.getLogger(LOGGER_NAME)
 COUNTS = ("/failures", "/dropped")
 """Suffixes of the metrics that are counts; the others are means."""
-Dealt = Callable[[World], list[list[int | None]]]
+MicroBatchesOn = Callable[[World], list[list[int | None]]]
 _NO_TEXT = CompletionTexts([], [], {})
 
 
@@ -60,7 +60,7 @@ class Reward:
     def __call__(
         self,
         rollout: Rollout,
-        micro_batches: Dealt,
+        micro_batches: MicroBatchesOn,
         read_texts: Callable[[], CompletionTexts],
         *,
         may_drop_all: bool = False,
@@ -97,19 +97,19 @@ class Reward:
         )
 
     def _batches(
-        self, rollout: Rollout, micro_batches: Dealt, read_texts: Callable[[], CompletionTexts]
+        self, rollout: Rollout, micro_batches: MicroBatchesOn, read_texts: Callable[[], CompletionTexts]
     ) -> list[RewardBatch]:
         """This rank's rows for each component."""
         reads_text = any(component.reads_text for component in self._components)
         texts = read_texts() if reads_text else _NO_TEXT
-        dealt: dict[tuple[int, ...], RewardBatch] = {}
+        by_ranks: dict[tuple[int, ...], RewardBatch] = {}
         batches = []
         for component in self._components:
             world = component.world or self._world
-            if world.members not in dealt:
+            if world.members not in by_ranks:
                 batch = RewardBatch(rollout, micro_batches(world), _NO_TEXT)
-                dealt[world.members] = replace(batch, texts=texts.select(batch.rows)) if reads_text else batch
-            batches.append(dealt[world.members])
+                by_ranks[world.members] = replace(batch, texts=texts.select(batch.rows)) if reads_text else batch
+            batches.append(by_ranks[world.members])
         return batches
 
     def _of_all_ranks(

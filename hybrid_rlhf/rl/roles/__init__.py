@@ -5,8 +5,8 @@ Read `roles.py` (what the other parts see), `placing.py` (which ranks), `automat
 """
 
 from hybrid_rlhf.rl.roles.automatic import PlacementWatch, choose_placement
-from hybrid_rlhf.rl.roles.building import build_roles, frozen_spec
+from hybrid_rlhf.rl.roles.building import build_roles
 from hybrid_rlhf.rl.roles.placing import place_roles
-from hybrid_rlhf.rl.roles.roles import Engine, Roles
+from hybrid_rlhf.rl.roles.roles import Roles
 
-__all__ = ["Engine", "PlacementWatch", "Roles", "build_roles", "choose_placement", "frozen_spec", "place_roles"]
+__all__ = ["PlacementWatch", "Roles", "build_roles", "choose_placement", "place_roles"]

@@ -13,13 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import psutil
-import torch
-
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.placement import AUTO
 from hybrid_rlhf.engines.ds_config import read_overrides
-from hybrid_rlhf.memory.plan import GPU_RESERVE_GIB
+from hybrid_rlhf.memory.plan import Device, own_device
 from hybrid_rlhf.memory.shapes import Shapes
 from hybrid_rlhf.placement.curves import MachineCurves
 from hybrid_rlhf.placement.job import JobReader, RLJob, default_lengths
@@ -37,7 +35,7 @@ _MEASURED_STEPS = 4
 
 @dataclass(frozen=True)
 class _PlannedSettings:
-    """What the first rank tells the others."""
+    """The plan as settings of the config, from the first rank to all."""
 
     placement: dict[str, dict[str, Any]]
     rollout: dict[str, Any]
@@ -53,7 +51,7 @@ def choose_placement(config: RLConfig, world: World) -> tuple[RLConfig, Placemen
     Raises:
         UserError: on every rank, when this machine has no curves, or no placement fits.
     """
-    if config.placement != "auto":
+    if config.placement != AUTO:
         return config, None
     watch, choice = None, None
     with shared_user_errors(world):
@@ -71,17 +69,16 @@ def choose_placement(config: RLConfig, world: World) -> tuple[RLConfig, Placemen
 
 @dataclass(frozen=True)
 class _PlanRequest:
-    """What the planner is asked."""
+    """Input of the planner."""
 
     job: RLJob
     curves: MachineCurves
     cluster: Cluster
-    device_bytes: float
-    host_bytes: float | None
+    machine: Device
 
     @classmethod
     def of(cls, config: RLConfig, world: World) -> _PlanRequest:
-        """That of a run.
+        """The request of a run.
 
         Raises:
             UserError: when this machine has no curves.
@@ -94,18 +91,17 @@ class _PlanRequest:
             )
         lengths = default_lengths(config, prompt_tokens=None, mean_tokens=None)
         job = JobReader(world.device, Shapes())(config, lengths, overrides=read_overrides(config.deepspeed_config))
-        free = psutil.virtual_memory().available / world.local_size
-        cluster = Cluster(world.size, world.local_size)
-        if world.device.type == "cpu":
-            return cls(job, curves, cluster, free, None)
-        total = torch.cuda.get_device_properties(world.device).total_memory
-        return cls(job, curves, cluster, total - GPU_RESERVE_GIB * 2**30, free)
+        return cls(job, curves, Cluster(world.size, world.local_size), own_device(world.size, local=world.local_size))
 
     def answer(self, ratios: Mapping[str, float]) -> PlacementAnswer:
         """The planner's, with predictions corrected by measured / predicted of some kinds of work."""
         curves = self.curves.corrected(ratios)
         return plan_placement(
-            self.job, curves, self.cluster, device_bytes=self.device_bytes, host_bytes=self.host_bytes
+            self.job,
+            curves,
+            self.cluster,
+            device_bytes=self.machine.device_bytes,
+            host_bytes=self.machine.host_bytes,
         )
 
 

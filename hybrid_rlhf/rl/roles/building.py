@@ -83,7 +83,7 @@ def build_roles(
 
 
 class _Builder:
-    """Builds the engine of each role on its ranks, and its stand-in on the others."""
+    """Builds the engine of each role on its ranks, and an AbsentEngine on the others."""
 
     def __init__(self, config: RLConfig, run: Run, placement: Placement, updates: int) -> None:
         self._config, self._run, self._placement, self._updates = config, run, placement, updates
@@ -92,13 +92,13 @@ class _Builder:
     def actor(self, path: str) -> HybridEngine | AbsentActor:
         config, part = self._config, self._part("actor")
         spec = self._trained("actor", path, config.actor.zero, config.actor.optimizer, config.actor.lora)
-        actor, rollout = None, self._rollout
+        actor = None
         with shared_user_errors(self._run.world):
             if part.is_member:
                 actor = build_actor(
                     spec,
                     part,
-                    rollout=rollout,
+                    rollout=self._rollout,
                     max_logprob_diff=config.faults.max_logprob_diff,
                     samples=not self._placement.separate_sampler,
                 )
@@ -135,7 +135,7 @@ class _Builder:
         return self._engine(replace(spec, base=base, fresh_head=fresh_head, head_lr=section.head_lr), "critic")
 
     def frozen(self, role: Role, name: str, path: str) -> Engine:
-        return self._engine(frozen_spec(self._config, role, path, stage=self._placement[name].zero), name)
+        return self._engine(_frozen_spec(self._config, role, path, stage=self._placement[name].zero), name)
 
     def _trained(
         self, role: Role, path: str, zero: ZeroConfig, optimizer: OptimizerConfig, lora: LoraConfig | None
@@ -156,13 +156,13 @@ class _Builder:
         return self._run.world.part(self._placement[name].ranks)
 
     def _facts(self, engine: ModelEngine | None, part: World) -> EngineFacts:
-        """What the first rank with a model tells all."""
+        """Facts of a model, broadcast from the first rank that has it."""
         facts = self._run.world.broadcast_object(None if engine is None else engine.facts, source=part.members[0])
         assert facts is not None
         return facts
 
 
-def frozen_spec(config: RLConfig, role: Role, path: str, *, stage: ZeroStage) -> EngineSpec:
+def _frozen_spec(config: RLConfig, role: Role, path: str, *, stage: ZeroStage) -> EngineSpec:
     """A frozen model; the sections of its trained sibling and of the rollout decide where its weights lie.
 
     Args:

@@ -6,9 +6,7 @@ import logging
 
 from hybrid_rlhf.configs.rl import RLConfig, frozen_zero
 from hybrid_rlhf.configs.sections.placement import PlacedRoles, Placement, resolve_placement
-from hybrid_rlhf.loop.setup import (
-    resolve,
-)
+from hybrid_rlhf.loop.setup import resolve
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.run import Run
 from hybrid_rlhf.runtime.world import create_groups

@@ -74,11 +74,12 @@ class Roles:
             pass
 
     def synchronize_versions(self) -> None:
-        """Tell every rank how often each learner's weights were updated; every rank calls."""
+        """Broadcast the number of updates of each learner to the ranks without it; every rank calls."""
         if all(role.world.size == self.world.size for role in self.learners.values()):
             return
-        mine = {name: role.weight_version for name, role in self.learners.items() if role.world.is_member}
-        known = {name: count for of_rank in self.world.all_gather_objects(mine) for name, count in of_rank.items()}
+        versions = self.world.merge_dicts(
+            {name: role.weight_version for name, role in self.learners.items() if role.world.is_member}
+        )
         for name, role in self.learners.items():
             if isinstance(role, AbsentEngine):
-                role.weight_version = known[name]
+                role.weight_version = versions[name]

@@ -27,7 +27,7 @@ class Sampled(NamedTuple):
 
 @dataclass(frozen=True)
 class _Heading:
-    """What a rank tells of a completion before its tokens."""
+    """Metadata of a completion, sent before its tokens."""
 
     place: int
     prompt_tokens: int

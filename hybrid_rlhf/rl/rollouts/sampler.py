@@ -236,8 +236,8 @@ class RolloutSampler:
         self.cost = world.broadcast_object(cost, source=sampler.world.members[0])
         mine: list[Any] = []
         if sampler.generation_world.is_main:
-            each: Sequence[list[Any]] = samples
-            for place, row, of_prompt in zip(rank_prompts.places, rank_prompts.rows, each, strict=True):
+            by_prompt: Sequence[list[Any]] = samples
+            for place, row, of_prompt in zip(rank_prompts.places, rank_prompts.rows, by_prompt, strict=True):
                 mine += [Sampled(place, list(row["input_ids"]), sample) for sample in of_prompt]
         if self._environments is None:
             whole = _by_prompt(gather_completions(mine, world))
@@ -247,8 +247,8 @@ class RolloutSampler:
             return Rollout.of_completions(
                 [each.prompt for each in whole], [each.completion for each in whole], world.device
             )
-        told = _by_prompt([each for of_rank in world.all_gather_objects(mine) for each in of_rank])
-        episodes: list[Any] = [each.completion for each in told]
+        whole = _by_prompt([each for of_rank in world.all_gather_objects(mine) for each in of_rank])
+        episodes: list[Any] = [each.completion for each in whole]
         self._environments.check_failures(episodes, world)
         return as_rollout(episodes, world.device)
 

@@ -6,6 +6,7 @@ mini-batch has a ratio of exactly 1. With a single update they are that update's
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,10 @@ from hybrid_rlhf.rl.rewards import CompletionTexts
 from hybrid_rlhf.rl.roles import Roles
 from hybrid_rlhf.rl.rollouts.score_scaling import ScoreScaling
 from hybrid_rlhf.runtime.observability.timers import Timers
+from hybrid_rlhf.runtime.world import World
+
+_Batches = Callable[[World], list[tuple[list[int | None], Rollout]]]
+"""A rank's micro-batches for a role on some ranks: rows of the rollout, and these rows."""
 
 
 class RolloutScorer:
@@ -77,7 +82,7 @@ class RolloutScorer:
                 plan.micro_batches,
                 lambda: CompletionTexts.read(prompts, rollout, self._tokenizer),
                 may_drop_all=refill,
-                beside=lambda: None if ref is None else self._read_reference(rollout, plan, ref),
+                beside=lambda: None if ref is None else self._read_reference(_batches(rollout, plan), ref),
             )
             if ref is not None:
                 self._world.all_reduce(ref)
@@ -130,16 +135,16 @@ class RolloutScorer:
             self._reads_reference and bool(rollout.stale_updates(roles.actor.weight_version))
         )
         wanted = [reads_ref, reads_old, roles.critic is not None]
-        agreement = RouterAgreement(self._world.device)
+        batches, agreement = _batches(rollout, plan), RouterAgreement(self._world.device)
         # Roles on disjoint ranks read at the same time, so no rank waits for another before it has read all.
         found = torch.zeros(3, *rollout.input_ids.shape, device=self._world.device)
         with self._timers("scoring"):
             if reads_ref:
-                self._read_reference(rollout, plan, found[0])
+                self._read_reference(batches, found[0])
             if reads_old:
-                self._read_actor(rollout, plan, found[1], agreement)
+                self._read_actor(batches, found[1], agreement)
             if roles.critic is not None:
-                self._read_critic(rollout, plan, found[2])
+                self._read_critic(batches, found[2])
             # each row of each is filled by one rank and zero on the others
             ref, old, values = _unstacked(self._world.all_reduce(found[wanted]) if any(wanted) else found[:0], wanted)
             if reads_old and rollout.routes is not None:
@@ -153,17 +158,17 @@ class RolloutScorer:
             metrics=metrics,
         )
 
-    def _read_reference(self, rollout: Rollout, plan: MiniBatchPlan, found: Tensor) -> None:
+    def _read_reference(self, batches: _Batches, found: Tensor) -> None:
         """Fill this rank's rows of the reference's log-probs [N, T]; nothing on a rank without the reference."""
         actor, reference = self._roles.actor, self._roles.reference
         if reference is None and isinstance(actor, ModelEngine):
             with actor.reference() as base:
-                self._read(base, rollout, plan, found, self._logprobs_of(base))
+                _read(batches(base.world), found, self._logprobs_of(base))
         if isinstance(reference, ModelEngine):
             with reference.on_device():
-                self._read(reference, rollout, plan, found, self._logprobs_of(reference))
+                _read(batches(reference.world), found, self._logprobs_of(reference))
 
-    def _read_actor(self, rollout: Rollout, plan: MiniBatchPlan, found: Tensor, agreement: RouterAgreement) -> None:
+    def _read_actor(self, batches: _Batches, found: Tensor, agreement: RouterAgreement) -> None:
         actor = self._roles.actor
         if not isinstance(actor, ModelEngine):
             return
@@ -173,14 +178,12 @@ class RolloutScorer:
             agreement.add(actor)
             return logprobs
 
-        self._read(actor, rollout, plan, found, read)
+        _read(batches(actor.world), found, read)
 
-    def _read_critic(self, rollout: Rollout, plan: MiniBatchPlan, found: Tensor) -> None:
+    def _read_critic(self, batches: _Batches, found: Tensor) -> None:
         if isinstance(critic := self._roles.critic, ModelEngine):
-            self._read(
-                critic,
-                rollout,
-                plan,
+            _read(
+                batches(critic.world),
                 found,
                 lambda batch: values_before(critic(batch.input_ids, batch.attention_mask)),
             )
@@ -188,17 +191,23 @@ class RolloutScorer:
     def _logprobs_of(self, engine: ModelEngine) -> Callable[[Rollout], Tensor]:
         return lambda batch: _logprobs(engine, batch, self._config.sampling.temperature)
 
-    def _read(
-        self,
-        engine: ModelEngine,
-        rollout: Rollout,
-        plan: MiniBatchPlan,
-        found: Tensor,
-        read: Callable[[Rollout], Tensor],
-    ) -> None:
-        """Fill this rank's rows with what is read of them."""
-        for indices in plan.micro_batches(engine.world):
-            scatter_rows(found, indices, read(rollout.rows(indices)))
+
+def _batches(rollout: Rollout, plan: MiniBatchPlan) -> _Batches:
+    """This rank's micro-batches for a role, cut once for all roles on the same ranks."""
+
+    @functools.cache
+    def on(world: World) -> list[tuple[list[int | None], Rollout]]:
+        return [(indices, rollout.rows(indices)) for indices in plan.micro_batches(world)]
+
+    return on
+
+
+def _read(
+    batches: Sequence[tuple[list[int | None], Rollout]], found: Tensor, read: Callable[[Rollout], Tensor]
+) -> None:
+    """Fill this rank's rows of [N, T] with what is read of them."""
+    for indices, batch in batches:
+        scatter_rows(found, indices, read(batch))
 
 
 def _unstacked(found: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -68,9 +69,6 @@ class Progress:
         """State for a checkpoint; every rank calls, and gets the same."""
         world = roles.world
         sums = {name: part.state_dict() for name, part in vars(self.sums).items()}
-        stats: dict[str, Any] = {}
-        for of_rank in world.all_gather_objects({role: asdict(last) for role, last in self.stats.items()}):
-            stats |= of_rank
         skipped = world.all_gather_objects(self.skipped)
         return {
             "updates": self.updates,
@@ -79,7 +77,7 @@ class Progress:
             },
             "sums": world.all_gather_objects(sums),
             "ranks": {role: [*learner.world.members] for role, learner in roles.learners.items()},
-            "stats": stats,
+            "stats": world.merge_dicts({role: asdict(last) for role, last in self.stats.items()}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], roles: Roles) -> None:
@@ -105,17 +103,6 @@ class Progress:
                 part.load_state_dict(
                     {key: share * sum(values[name].get(key, 0.0) for values in by_rank) for key in names}
                 )
-
-
-@dataclass(frozen=True)
-class _PlannedMiniBatch:
-    plan: MiniBatchPlan
-    number: int
-    scale: MiniBatch
-
-    def micro_batches(self, world: World) -> list[list[int | None]]:
-        """This rank's micro-batches, of a role on the ranks of `world`."""
-        return self.plan.mini_batches(world)[self.number]
 
 
 class Updater:
@@ -176,19 +163,19 @@ class Updater:
         assert rollout.old_logprobs is not None
         computes_old = train_actor and not self._config.reads_old_logprobs
         logprobs = torch.zeros_like(rollout.old_logprobs) if computes_old else None
-        for number, mini_batch in enumerate(self._mini_batches(rollout, plans, kl_coef)):
+        for number, (micro_batches_on, mini_batch) in enumerate(self._mini_batches(rollout, plans, kl_coef)):
             if number < progress.updates:
                 continue
             between(progress)
             seen = sums.policy.total("approxkl")
             if train_actor and isinstance(actor, ModelEngine):
-                micro_batches = mini_batch.micro_batches(actor.world)
-                stats["actor"] = self._update_actor(actor, batch, micro_batches, mini_batch.scale, progress, logprobs)
+                micro_batches = micro_batches_on(actor.world)
+                stats["actor"] = self._update_actor(actor, batch, micro_batches, mini_batch, progress, logprobs)
             if isinstance(critic, ModelEngine):
-                micro_batches = mini_batch.micro_batches(critic.world)
-                stats["critic"] = self._update_critic(critic, batch, micro_batches, mini_batch.scale.tokens, progress)
+                micro_batches = micro_batches_on(critic.world)
+                stats["critic"] = self._update_critic(critic, batch, micro_batches, mini_batch.tokens, progress)
             progress.updates += 1
-            if train_actor and self._exceeds_target(sums.policy.total("approxkl") - seen, mini_batch.scale.tokens):
+            if train_actor and self._exceeds_target(sums.policy.total("approxkl") - seen, mini_batch.tokens):
                 break
         self._roles.synchronize_versions()
         if logprobs is not None:
@@ -210,14 +197,15 @@ class Updater:
 
     def _mini_batches(
         self, rollout: Rollout, plans: Sequence[MiniBatchPlan], kl_coef: float
-    ) -> Iterator[_PlannedMiniBatch]:
+    ) -> Iterator[tuple[Callable[[World], list[list[int | None]]], MiniBatch]]:
+        """This rank's micro-batches of each mini-batch, by the ranks that share it, and what their losses need."""
         correction = self._config.correction
         counted = correction is None or correction.count_masked
         kept = None if counted else self.policy_loss.kept(rollout).sum(dim=1)
         for plan in plans:
             for number, (tokens, sequences) in enumerate(zip(plan.tokens, plan.sequences, strict=True)):
                 kept_tokens = None if kept is None else float(kept[plan.rows_of(number)].sum())
-                yield _PlannedMiniBatch(plan, number, MiniBatch(tokens, sequences, kl_coef, kept_tokens))
+                yield partial(plan.mini_batch, number), MiniBatch(tokens, sequences, kl_coef, kept_tokens)
 
     def _exceeds_target(self, approxkl: torch.Tensor, tokens: float) -> bool:
         """Whether approxkl of the mini-batch ends the passes over the rollout; the same on every rank."""
@@ -277,19 +265,16 @@ class Updater:
         return stats
 
     def _skipped(self, progress: Progress) -> dict[str, list[int]]:
-        """What was skipped on any rank, with the rows of this one."""
-        roles = {role for of_rank in self._world.all_gather_objects([*progress.skipped]) for role in of_rank}
-        return {role: progress.skipped.get(role, []) for role in sorted(roles)}
+        """The roles with a skipped update on any rank, with the rows of this rank."""
+        skipped = self._world.merge_dicts(dict.fromkeys(progress.skipped))
+        return {role: progress.skipped.get(role, []) for role in sorted(skipped)}
 
     def _metrics(self, progress: Progress) -> dict[str, float]:
-        """The same on every rank; those of a role are told by its first."""
-        metrics: dict[str, float] = {"rollout/updates": float(progress.updates)}
-        for of_rank in self._world.all_gather_objects(self._own_metrics(progress)):
-            metrics |= of_rank
-        return metrics
+        """Metrics of the updates, the same on every rank."""
+        return {"rollout/updates": float(progress.updates)} | self._world.merge_dicts(self._own_metrics(progress))
 
     def _own_metrics(self, progress: Progress) -> dict[str, float]:
-        """Of the roles that this rank has; {} for those of which it is not the first rank."""
+        """Metrics of the roles whose first rank this is; every rank of a role calls."""
         sums, metrics = progress.sums, dict[str, float]()
         for role, last in progress.stats.items():
             world = self._roles.learners[role].world
