@@ -1,9 +1,13 @@
-"""Steps of flattening on this machine, measured next to what the planner predicts from its calibrated curves.
+"""Steps of PPO on this machine, measured next to what the planner predicts from its calibrated curves.
 
-    hybrid-rlhf calibrate && python -m benchmarks.placement.prediction [--ranks 1,2] [--steps 5] [--json FILE]
+    hybrid-rlhf calibrate && python -m benchmarks.placement.prediction [--cases held_out] [--steps 5] [--json FILE]
 
-Random Llamas of several sizes run PPO; the first two steps of each run warm up, and medians of the others count. Run it
-on an idle machine: ranks share its cores.
+Random Llamas of several sizes, with completions of several lengths, on 1 to 8 ranks under several placements. Nothing
+is fitted to these runs; the cases of HELD_OUT were chosen after the form of the curves was final. The first two steps
+of a run warm up, and medians of the others count. The planner takes the mean length of the completions from the run.
+Beside its prediction: RLinf's linear rule, from the measured phases of the same step under flattening ("linear"), and
+the prediction with communication at no cost, as in ReaL's search ("silent"; rules.py). Run it on an idle machine:
+ranks share its cores.
 """
 
 from __future__ import annotations
@@ -15,27 +19,31 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
+from benchmarks.placement.rules import linear_rule, without_communication
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.placement import PlacedRoles, resolve_placement
 from hybrid_rlhf.memory.shapes import Shapes
 from hybrid_rlhf.placement.costs import Costs
 from hybrid_rlhf.placement.curves import MachineCurves
 from hybrid_rlhf.placement.job import JobReader, StepLengths
 from hybrid_rlhf.placement.machines.stored import load_curves
-from hybrid_rlhf.placement.plans import Cluster, StepPlan, flattening
+from hybrid_rlhf.placement.plans import Cluster, StepPlan
 from hybrid_rlhf.placement.report import STEP, PredictionReport, summary
 from hybrid_rlhf.placement.schedule import step_time
 from tests.support.tiny import VOCABULARY, tiny_tokenizer
 
 PHASES = ("weight_sync", "generation", "scoring", "training")
+_ALL_ROWS = 10**6
+"""Memory lets all rows be decoded at once."""
 
 
 @dataclass(frozen=True)
@@ -46,45 +54,87 @@ class Case:
     layers: int
     prompts: int
     new_tokens: int
+    ranks: int = 1
+    placement: str = "flattening"
+    """As on the command line."""
     zero: int = 0
     mini_batches: int = 2
 
+    @property
+    def cluster(self) -> Cluster:
+        """One host."""
+        return Cluster(self.ranks, self.ranks)
 
+
+_TENSOR_PARALLEL = "{sampler: {ranks: 2-3, tensor_parallel: 2}}"
+_UNEQUAL = "{actor: {ranks: 0-2}, critic: {ranks: 3}, reference: {ranks: 3}, reward: {ranks: 0-1}}"
 CASES = (
     Case(64, 2, 16, 16),
     Case(64, 4, 32, 32),
     Case(128, 4, 32, 32),
     Case(256, 2, 32, 32),
     Case(256, 4, 32, 64),
-    Case(128, 4, 32, 32, zero=2),
-    Case(128, 4, 32, 32, zero=3),
+    Case(64, 4, 32, 32, ranks=2),
+    Case(128, 4, 32, 32, ranks=2),
+    Case(256, 2, 32, 32, ranks=2),
+    Case(128, 4, 32, 32, ranks=2, zero=2),
+    Case(128, 4, 32, 32, ranks=2, zero=3),
+    Case(128, 4, 32, 32, ranks=2, placement="interleaving"),
+    Case(128, 4, 32, 32, ranks=2, placement="separation"),
+    Case(256, 2, 32, 32, ranks=2, placement="separation"),
+    Case(128, 4, 32, 32, ranks=4),
+    Case(256, 2, 32, 32, ranks=4),
+    Case(128, 4, 32, 32, ranks=4, zero=3),
+    Case(128, 4, 32, 32, ranks=4, placement="interleaving"),
+    Case(128, 4, 32, 32, ranks=4, placement="separation"),
+    Case(256, 2, 32, 32, ranks=4, placement=_TENSOR_PARALLEL),
+    Case(128, 4, 32, 32, ranks=4, placement=_UNEQUAL),
+)
+HELD_OUT = (
+    Case(192, 3, 24, 48),
+    Case(128, 6, 16, 64),
+    Case(384, 2, 16, 32),
+    Case(128, 4, 32, 32, mini_batches=4),
+    Case(192, 3, 24, 48, ranks=2),
+    Case(192, 3, 24, 48, ranks=2, placement="separation"),
+    Case(256, 3, 48, 24, ranks=2, placement="interleaving"),
+    Case(192, 3, 24, 48, ranks=4),
+    Case(192, 3, 24, 48, ranks=4, placement="separation"),
+    Case(128, 2, 64, 24, ranks=8),
 )
 
 
 def main() -> None:
     """Run all cases and print errors."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", default="1,2")
+    parser.add_argument("--cases", choices=("all", "known", "held_out"), default="all")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     curves = load_curves()
     if curves is None:
         raise UserError("predictions need curves of this machine, got none: run hybrid-rlhf calibrate")
-    reports, records = [], []
-    for ranks in map(int, options.ranks.split(",")):
-        for case in CASES:
-            with tempfile.TemporaryDirectory() as name:
-                line = prepare(Path(name), case)
-                measured = run(Path(name), line, ranks=ranks, steps=options.steps)
-                report = PredictionReport.of(predict(line, curves, case, ranks, measured), measured)
-            print(f"\n{case} on {ranks} ranks", *report.lines(), sep="\n", flush=True)
-            reports.append(report)
-            records.append({**asdict(case), "ranks": ranks, "metrics": report.metrics()})
-    print("\nstep:", summary(reports))
-    for phase in PHASES:
-        print(f"{phase}:", summary(reports, phase))
+    cases = {"known": CASES, "held_out": HELD_OUT, "all": CASES + HELD_OUT}[options.cases]
+    measured: dict[Case, dict[str, float]] = {}
+    reports: dict[Case, PredictionReport] = {}
+    for case in cases:
+        with tempfile.TemporaryDirectory() as name:
+            line = prepare(Path(name), case)
+            measured[case] = run(Path(name), line, ranks=case.ranks, steps=options.steps)
+            predicted = predict(line, curves, case, measured[case])
+            flattened = measured.get(replace(case, placement="flattening"))
+            if flattened is not None and case.placement != "flattening":
+                plan = plan_of(parse_config(RLConfig, line), case)
+                predicted["linear"] = linear_rule(flattened, plan, ranks=case.ranks)
+                measured[case]["linear"] = measured[case][STEP]
+            reports[case] = PredictionReport.of(predicted, measured[case])
+        print(f"\n{case}", *reports[case].lines(), sep="\n", flush=True)
+    for kind in (STEP, *PHASES, "silent", "linear"):
+        chosen = [report for report in reports.values() if kind in report.seconds]
+        if chosen:
+            print(f"{kind} ({len(chosen)} runs):", summary(chosen, kind))
     if options.json:
+        records = [{**asdict(case), "metrics": report.metrics()} for case, report in reports.items()]
         options.json.write_text(json.dumps(records, indent=1))
 
 
@@ -117,6 +167,7 @@ def prepare(folder: Path, case: Case) -> list[str]:
         "rollout.max_prompt_tokens": 64,
         "rollout.sampling.max_new_tokens": case.new_tokens,
         "rollout.kv_cache_gib": 0.25,
+        "placement": case.placement,
     }
     return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
 
@@ -135,20 +186,26 @@ def run(folder: Path, line: list[str], *, ranks: int, steps: int) -> dict[str, f
     rows = [row for row in rows if "time/step_seconds" in row][2:]
     found = {phase: statistics.median(row[f"time/{phase}_seconds"] for row in rows) for phase in (STEP, *PHASES)}
     found["weight_sync"] += statistics.median(row.get("time/weight_check_seconds", 0.0) for row in rows)
+    found["silent"] = found[STEP]
     return found | {"tokens": statistics.fmean(row["completions/mean_length"] for row in rows)}
 
 
-def predict(
-    line: list[str], curves: MachineCurves, case: Case, ranks: int, measured: dict[str, float]
-) -> dict[str, float]:
-    """Predicted seconds of the phases."""
+def predict(line: list[str], curves: MachineCurves, case: Case, measured: dict[str, float]) -> dict[str, float]:
+    """Predicted seconds of the phases, and of the step without communication as "silent"."""
     config = parse_config(RLConfig, line)
     lengths = StepLengths(45.0, (round(measured["tokens"]),) * case.prompts)  # prompts with the chat template
-    job = JobReader(torch.device("cpu"), Shapes())(config, lengths, overrides={})
-    zero = {role.name: case.zero if role.is_trained or case.zero == 3 else 0 for role in job.roles.values()}
-    plan = StepPlan(flattening(list(job.roles), ranks, zero=zero))
-    time = step_time(Costs(job, curves, Cluster(ranks, ranks)), plan, rows_at_once=10**6)
-    return {**time.phases, STEP: time.step_seconds}
+    costs = Costs(JobReader(torch.device("cpu"), Shapes())(config, lengths, overrides={}), curves, case.cluster)
+    plan = plan_of(config, case)
+    time = step_time(costs, plan, rows_at_once=_ALL_ROWS)
+    silent = without_communication(costs, plan, rows_at_once=_ALL_ROWS)
+    return {**time.phases, STEP: time.step_seconds, "silent": silent}
+
+
+def plan_of(config: RLConfig, case: Case) -> StepPlan:
+    """The plan of a run."""
+    frozen = 3 if case.zero == 3 else 0
+    zero = {"actor": case.zero, "critic": case.zero, "reference": frozen, config.reward.named[0].label: frozen}
+    return StepPlan(resolve_placement(config.placement, PlacedRoles(zero), ranks=case.ranks))
 
 
 if __name__ == "__main__":

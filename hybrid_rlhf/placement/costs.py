@@ -27,7 +27,7 @@ ATTENTION_BACKWARD = 2.5
 """Operations of an attention's backward over its forward's: five products instead of two (FlashAttention-2)."""
 DECODE_PRODUCTS = 4
 """Products of a layer of inference weights: queries with keys and values, output, gate with up, down."""
-_CHECKED_TOKENS = 16
+CHECKED_TOKENS = 16
 """Tokens that pass through both models in the check after a weight sync."""
 _MOST_BUNDLES = 256
 """Rows of a group that decoding is simulated with; more are bundled."""
@@ -207,7 +207,7 @@ class Costs:
                 work += Work(wire=self._bucketed("all_gather", actor.ranks, self._bytes * sizes.parameters))
             if plan.separate:
                 work += Work(wire=self._transfer(plan, size))
-            check = _Batches(1, _CHECKED_TOKENS, _CHECKED_TOKENS, _CHECKED_TOKENS**2)
+            check = _Batches(1, CHECKED_TOKENS, CHECKED_TOKENS, CHECKED_TOKENS**2)
             work += self._forward(sizes, check, actor.ranks, actor.zero) * 2
             if plan.offload_states:
                 states = 12 * sizes.trained / (len(actor.ranks) if actor.zero else 1)
@@ -270,7 +270,8 @@ class Costs:
         layer += c.attention(self._attention_operations(sizes, tokens * lengths.prompt_tokens) / together)
         layer += c.layer(tokens * sizes.hidden)
         wire = 2 * self._over(together, hosts, tokens * sizes.hidden)
-        return Work(layer * c.factor("prefill"), wire) * (batches * sizes.layers)
+        call = c.calls.get("prefill", 0.0) / sizes.layers
+        return Work(call + layer * c.factor("prefill"), wire) * (batches * sizes.layers)
 
     def _decode_steps(
         self, s: _Segments, together: int, hosts: int

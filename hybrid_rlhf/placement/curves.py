@@ -57,6 +57,10 @@ class Curve:
         """A curve of work that costs nothing."""
         return cls(())
 
+    def scaled(self, factor: float) -> Curve:
+        """A curve with its seconds multiplied by a factor."""
+        return Curve(tuple((size, seconds * factor) for size, seconds in self.points))
+
     def __call__(self, size: float) -> float:
         """Seconds of one size; 0 for nothing."""
         if size <= 0 or not self.points:
@@ -88,6 +92,10 @@ class Surface:
 
     curves: tuple[tuple[float, Curve], ...]
     """(first size, curve over the second size), first sizes ascending."""
+
+    def scaled(self, factor: float) -> Surface:
+        """A surface with its seconds multiplied by a factor."""
+        return Surface(tuple((first, curve.scaled(factor)) for first, curve in self.curves))
 
     def __call__(self, first: float, second: float) -> float:
         """Seconds of one pair of sizes."""
@@ -154,7 +162,7 @@ class MachineCurves:
     """The same where the ranks are on several hosts."""
     calls: Mapping[str, float] = field(default_factory=dict)
     """Fixed seconds: of a `forward`, a `backward`, an optimizer `step` of an engine; of a layer that ZeRO-3 gathers
-    (`gathered_layer`); of entering and leaving generation (`generation`) and of each completion (`completion`)."""
+    (`gathered_layer`); of entering and leaving generation (`generation`), of a `prefill` and of each `completion`."""
     slowdown: Curve = field(default_factory=Curve.zero)
     """By ranks of a host that compute at once: seconds of what one rank alone does in a second; without points 1. On a
     CPU, ranks share cores and memory bandwidth."""

@@ -6,7 +6,7 @@ completions are never ended, so that sizes alone decide the time.
 
 from __future__ import annotations
 
-import statistics
+import itertools
 import tempfile
 import time
 from dataclasses import dataclass
@@ -29,12 +29,14 @@ from hybrid_rlhf.placement.job import ModelDimensions
 from hybrid_rlhf.placement.machines.ranks import median_seconds
 from hybrid_rlhf.runtime.world import World
 
-SHORT_CONTEXT, LONG_CONTEXT = 16, 384
+SHORT_CONTEXT, LONG_CONTEXT = 16, 128
 """Tokens of prompts that decoding starts from."""
 _FEW_STEPS, _MORE_STEPS = 6, 26
 """New tokens of two rollouts, whose difference is that of decoding steps alone."""
+_COLD_BYTES, _MOST_COPIES = 2**26, 64
+"""Bytes of weights, and their number, that decoding products take turns with."""
 _PASSES = 3
-"""Backwards and optimizer steps after a first one; of backwards the least counts, as what interferes adds time."""
+"""Passes after a first one, of which the least time counts, as what interferes adds time."""
 
 
 @dataclass(frozen=True)
@@ -103,13 +105,13 @@ class ModelTimes:
 
     @property
     def short_steps(self) -> int:
-        """Decoding steps of a rollout in `whole`."""
-        return _FEW_STEPS
+        """Decoding steps of a rollout in `whole`, whose first tokens come from the prefill."""
+        return _FEW_STEPS - 1
 
-
-def time_models(world: World, models: list[TimedModel], batches: list[TimedBatch], rows: list[int]) -> list[ModelTimes]:
-    """Times of models; one rank calls."""
-    return [time_model(world, model, batches, rows) for model in models]
+    @property
+    def mean_new_tokens(self) -> float:
+        """New tokens of a row in the mean decoding step of `decode`."""
+        return (_FEW_STEPS + _MORE_STEPS) / 2
 
 
 def time_model(world: World, model: TimedModel, batches: list[TimedBatch], rows: list[int]) -> ModelTimes:
@@ -159,15 +161,19 @@ def time_products(world: World, weights: list[int], rows: list[int], dtype: str)
 def time_decode_products(
     world: World, weights: list[int], rows: list[int], dtype: str
 ) -> list[tuple[float, float, float]]:
-    """The same with inference weights."""
+    """The same with inference weights, several of a size by turns: in a decoding step no weight is in a cache."""
     found = []
     with torch.no_grad():
         for side in weights:
             weight = torch.randn(side, side, device=world.device, dtype=getattr(torch, dtype))
-            product = InferenceLinear(weight, None, pack=can_pack(world.device, weight.dtype))
+            copies = max(1, min(_MOST_COPIES, _COLD_BYTES // weight.nbytes))
+            products = [
+                InferenceLinear(weight.clone(), None, pack=can_pack(world.device, weight.dtype)) for _ in range(copies)
+            ]
+            turns = itertools.cycle(products)
             for count in rows:
                 x = torch.randn(count, side, device=world.device, dtype=weight.dtype)
-                seconds = median_seconds(lambda x=x, product=product: product(x), least_seconds=0.01)  # type: ignore[misc]
+                seconds = median_seconds(lambda x=x, turns=turns: next(turns)(x), least_seconds=0.02)  # type: ignore[misc]
                 found.append((float(side**2), float(count), seconds))
     return found
 
@@ -219,18 +225,27 @@ def _passes(engine: HybridEngine, batch: TimedBatch, vocabulary: int) -> tuple[f
     """Seconds of a forward without gradients, of a backward, and of an optimizer step."""
     ids = torch.randint(3, vocabulary, (batch.rows, batch.length), device=engine.device)
     mask = torch.ones_like(ids, dtype=torch.bool)
-    with torch.no_grad():
-        forward = median_seconds(lambda: engine(ids, mask, mask), least_seconds=0.1)
-    both, steps = [], []
+    forward, both, steps = [], [], []
     for _ in range(_PASSES + 1):
+        start = time.perf_counter()
+        with torch.no_grad():
+            engine(ids, mask, mask)
+        forward.append(_seconds_since(start))
         start = time.perf_counter()
         logprobs, _ = engine(ids, mask, mask)
         engine.backward(logprobs.sum(), count=float(ids.numel()))
-        both.append(time.perf_counter() - start)
+        both.append(_seconds_since(start))
         start = time.perf_counter()
         engine.step()
-        steps.append(time.perf_counter() - start)
-    return forward, max(1e-9, min(both[1:]) - forward), statistics.median(steps[1:])
+        steps.append(_seconds_since(start))
+    ahead = min(forward[1:])
+    return ahead, max(1e-9, min(both[1:]) - ahead), min(steps[1:])
+
+
+def _seconds_since(start: float) -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
 def _decoded(engine: HybridEngine, rows: int, context: int, new_tokens: int) -> tuple[float, float]:

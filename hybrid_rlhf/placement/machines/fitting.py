@@ -1,0 +1,219 @@
+"""What models take beyond the primitives of their layers, fitted to the times of all timed models together.
+
+The time of a pass is a sum of terms (the call, layers, elements, products, ...), each with a cost that is not below
+nothing. The costs of a kind of work come from one regression over all models, by least absolute relative errors
+(iteratively reweighted least squares, Holland and Welsch 1977): differences of single times would carry the noise of
+both, and a time that other work on the machine lengthened changes little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+import numpy.typing as npt
+
+from hybrid_rlhf.placement.costs import ATTENTION_BACKWARD, CHECKED_TOKENS, DECODE_PRODUCTS
+from hybrid_rlhf.placement.curves import Curve, MachineCurves
+from hybrid_rlhf.placement.machines.layers import ModelTimes, TimedBatch
+
+_LEAST = 1e-12
+"""Seconds of a term of size 1 that costs nothing; curves are above 0."""
+_REWEIGHTED = 8
+_SCALES = (0.5, 2.0)
+"""Of primitives within models, at least and at most."""
+_SMALLEST_ERROR = 0.01
+"""Relative error below which an error counts by its square."""
+
+
+def with_models(curves: MachineCurves, models: Sequence[ModelTimes]) -> MachineCurves:
+    """The curves of primitives, scaled to what models reach, with what models take beyond them."""
+    curves = _with_passes(curves, models)
+    # an optimizer step of an engine takes more than its AdamW: what it takes at each size
+    steps = [(times.model.sizes.parameters, times.step) for times in models if not times.model.zero]
+    return _with_decoding(replace(curves, optimizer=_largest(steps, curves.optimizer)), models)
+
+
+def fit(
+    terms: Sequence[Mapping[str, float]], seconds: Sequence[float], *, known: Sequence[float] | None = None
+) -> dict[str, float]:
+    """Costs of terms, none below 0, whose sums, beside the `known` seconds, have the least absolute relative errors."""
+    names = list(terms[0])
+    whole = np.asarray(seconds, dtype=np.float64)
+    target = 1 - np.asarray(known or [0.0] * len(whole)) / whole
+    sizes = np.asarray([[each[name] for name in names] for each in terms], dtype=np.float64)
+    largest = np.maximum(sizes.max(axis=0), 1e-300)
+    sizes = sizes / largest / whole[:, None]
+    weights = np.ones_like(target)
+    for _ in range(_REWEIGHTED):
+        costs = _nonnegative_least_squares(sizes * weights[:, None], target * weights)
+        weights = 1 / np.sqrt(np.maximum(abs(sizes @ costs - target), _SMALLEST_ERROR))
+    return {name: float(cost) for name, cost in zip(names, costs / largest, strict=True)}
+
+
+def _nonnegative_least_squares(
+    sizes: npt.NDArray[np.float64], target: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
+    """The best of the least-squares solutions of all subsets of columns that are not below 0; for few columns."""
+    count = sizes.shape[1]
+    best, least = np.zeros(count), float(target @ target)
+    for chosen in (subset for size in range(1, count + 1) for subset in combinations(range(count), size)):
+        part = sizes[:, chosen]
+        found = np.linalg.lstsq(part, target, rcond=None)[0]
+        error = float(((part @ found - target) ** 2).sum())
+        if (found >= 0).all() and error < least:
+            best, least = np.zeros(count), error
+            best[list(chosen)] = found
+    return best
+
+
+def _with_passes(curves: MachineCurves, models: Sequence[ModelTimes]) -> MachineCurves:
+    """With products and attention scaled, the rest of a layer, the head, ZeRO-3's gathers, and calls."""
+    name = next(iter(curves.products))
+    passes = [(times, batch) for times in models for batch in times.forward]
+    forward = [times.forward[batch] for times, batch in passes]
+    reached = fit([_primitives(curves, *each) | _rests(*each) for each in passes], forward)
+    curves = replace(
+        curves,
+        products={**curves.products, name: curves.products[name].scaled(_scale(reached["products"]))},
+        attention=curves.attention.scaled(_scale(reached["attention"])),
+    )
+    primitives, rests = [_primitives(curves, *each) for each in passes], [_rests(*each) for each in passes]
+    ahead = fit(rests, forward, known=[each["products"] + each["attention"] for each in primitives])
+    back = fit(
+        rests,
+        [times.backward[batch] for times, batch in passes],
+        known=[2 * each["products"] + ATTENTION_BACKWARD * each["attention"] for each in primitives],
+    )
+    calls = {"forward": ahead["call"], "backward": back["call"]}
+    calls["gathered_layer"] = (ahead["gathered_layers"] + back["gathered_layers"]) / 2
+    return replace(
+        curves,
+        layer=_line(ahead["layers"], ahead["elements"]),
+        layer_backward=_line(back["layers"], back["elements"]),
+        head=_line(0.0, ahead["logits"] + back["logits"]),
+        calls={**curves.calls, **calls},
+    )
+
+
+def _primitives(curves: MachineCurves, times: ModelTimes, batch: TimedBatch) -> dict[str, float]:
+    """Seconds of a forward's products and attention."""
+    sizes, tokens, product = times.model.sizes, batch.rows * batch.length, next(iter(curves.products.values()))
+    layer = sizes.products * product(sizes.layer_weights / sizes.products, tokens)
+    operations = 2.0 * sizes.attention_width * batch.rows * batch.length**2
+    return {
+        "products": sizes.layers * layer + product(sizes.vocabulary * sizes.hidden, tokens),
+        "attention": sizes.layers * curves.attention(operations),
+    }
+
+
+def _rests(times: ModelTimes, batch: TimedBatch) -> dict[str, float]:
+    """Sizes of what else a pass takes."""
+    sizes, tokens = times.model.sizes, batch.rows * batch.length
+    return {
+        "call": 1.0,
+        "layers": sizes.layers,
+        "elements": sizes.layers * tokens * sizes.hidden,
+        "logits": tokens * sizes.vocabulary,
+        "gathered_layers": sizes.layers * bool(times.model.zero),
+    }
+
+
+def _with_decoding(curves: MachineCurves, models: Sequence[ModelTimes]) -> MachineCurves:
+    """With decoding steps, prefills, weight syncs, and calls of generation."""
+    name = next(iter(curves.decode_products))
+    rollouts = [(times, rows, context) for times in models for rows, context in times.decode]
+    steps = [times.decode[rows, context] for times, rows, context in rollouts]
+    reached = fit([{"products": _decode_products(curves, *each)} | _decode_rests(*each) for each in rollouts], steps)
+    scaled = curves.decode_products[name].scaled(_scale(reached["products"]))
+    curves = replace(curves, decode_products={**curves.decode_products, name: scaled})
+    products = [_decode_products(curves, *each) for each in rollouts]
+    rest = fit([_decode_rests(*each) for each in rollouts], steps, known=products)
+    curves = replace(
+        curves,
+        cache_reads=_line(0.0, rest["cache"]),
+        decode_layer=_line(rest["layers"], rest["elements"]),
+        decode_step=_line(rest["step"], rest["rows"]),
+    )
+    calls = fit(
+        [
+            {"call": 1.0, "completions": rows, "prefill": _prefill(curves, *each)}
+            for each in rollouts
+            for rows in each[1:2]
+        ],
+        [times.whole[rows, context] for times, rows, context in rollouts],
+        known=[times.short_steps * seconds for (times, _, _), seconds in zip(rollouts, steps, strict=True)],
+    )
+    synced = [times for times in models if times.decode]
+    sync = fit(
+        [{"call": 1.0, "bytes": 4 * times.model.sizes.parameters} for times in synced],
+        [times.sync for times in synced],
+        known=[2 * _check_forward(curves, times) for times in synced],
+    )
+    return replace(
+        curves,
+        copies=_line(0.0, sync["bytes"]),
+        calls={
+            **curves.calls,
+            "generation": sync["call"],
+            "prefill": calls["call"],
+            "completion": calls["completions"],
+        },
+        corrections={**curves.corrections, "prefill": max(_LEAST, calls["prefill"])},
+    )
+
+
+def _decode_products(curves: MachineCurves, times: ModelTimes, rows: int, context: int) -> float:
+    sizes, product = times.model.sizes, next(iter(curves.decode_products.values()))
+    layer = DECODE_PRODUCTS * product(sizes.layer_weights / DECODE_PRODUCTS, rows)
+    return float(sizes.layers * layer + product(sizes.vocabulary * sizes.hidden, rows))
+
+
+def _decode_rests(times: ModelTimes, rows: int, context: int) -> dict[str, float]:
+    """Sizes of what else a decoding step takes."""
+    sizes = times.model.sizes
+    tokens = context + times.mean_new_tokens
+    return {
+        "step": 1.0,
+        "rows": rows,
+        "layers": sizes.layers,
+        "elements": sizes.layers * rows * sizes.hidden,
+        "cache": 4.0 * sizes.layers * rows * tokens * sizes.cache_width,
+    }
+
+
+def _prefill(curves: MachineCurves, times: ModelTimes, rows: int, context: int) -> float:
+    """Seconds of the layers of a prefill, as costs.py prices them."""
+    sizes, tokens, product = times.model.sizes, rows * context, next(iter(curves.products.values()))
+    layer = DECODE_PRODUCTS * product(sizes.layer_weights / DECODE_PRODUCTS, tokens)
+    layer += curves.attention(2.0 * sizes.attention_width * tokens * context) + curves.layer(tokens * sizes.hidden)
+    return float(sizes.layers * layer)
+
+
+def _check_forward(curves: MachineCurves, times: ModelTimes) -> float:
+    """Seconds of the forward that checks a weight sync."""
+    batch = TimedBatch(1, CHECKED_TOKENS)
+    sizes, primitives = times.model.sizes, _primitives(curves, times, batch)
+    layers = sizes.layers * curves.layer(CHECKED_TOKENS * sizes.hidden)
+    return curves.calls["forward"] + layers + primitives["products"] + primitives["attention"]
+
+
+def _scale(reached: float) -> float:
+    """A primitive's time within models over its time alone: caches differ, sizes do not."""
+    low, high = _SCALES
+    return min(high, max(low, reached))
+
+
+def _line(constant: float, slope: float) -> Curve:
+    return Curve.of((2.0**power, max(_LEAST, constant + slope * 2.0**power)) for power in range(0, 61))
+
+
+def _largest(steps: Iterable[tuple[float, float]], primitive: Curve) -> Curve:
+    """Steps of engines, and beyond the largest those of the primitive with the same distance."""
+    rest = Curve.of(steps)
+    last, seconds = rest.points[-1]
+    more = max(0.0, seconds - primitive(last))
+    beyond = [(size, taken + more) for size, taken in primitive.points if size > last]
+    return Curve.of([*rest.points, *beyond])
