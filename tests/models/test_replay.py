@@ -69,12 +69,17 @@ def weights_by_hand(kind: Experts, logits: Tensor, index: Tensor) -> Tensor:
     if kind.router == "sigmoid_of_chosen":
         return logits.gather(1, index).sigmoid() * kind.scale
     scores = logits.softmax(dim=1) if kind.router == "softmax" else logits.sigmoid()
+    if kind.beside_mlp:  # Gemma 4's router returns probabilities in place of logits
+        scores = logits
     weights = scores.gather(1, index)
     return (weights / weights.sum(dim=1, keepdim=True) if kind.normalise else weights) * kind.scale
 
 
-def decision(output: tuple[Tensor, ...], kind: Experts) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits [N, experts], weights and indices [N, k] of what a router returns."""
+def decision(router: nn.Module, output: tuple[Tensor, ...], kind: Experts) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits [N, experts], weights and indices [N, k] of what a router returns, without the scale of each expert."""
+    if kind.beside_mlp:
+        probabilities, weights, index = output
+        return probabilities, weights / router.per_expert_scale[index], index
     if kind.router != "sigmoid_of_chosen":
         logits, weights, index = output
         return logits, weights, index
@@ -94,7 +99,7 @@ def test_routers_weigh_the_recorded_experts_by_their_own_logits(name: str) -> No
     policy, kind = replayed(model), kind_of(model)
     outputs: list[tuple[Tensor, Tensor, Tensor]] = []
     for router in router_modules(model):
-        router.register_forward_hook(lambda _module, _inputs, output: outputs.append(decision(output, kind)))
+        router.register_forward_hook(lambda own, _inputs, output: outputs.append(decision(own, output, kind)))
     ids, mask = padded_rows([8])
     routes = random_routes(model, mask)
     policy(ids, mask, mask, routes=routes)

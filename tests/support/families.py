@@ -143,6 +143,23 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
             "use_bidirectional_attention": "vision",
         },
     ),
+    "gemma4 with experts": (
+        "gemma4_text",
+        {
+            **GEMMA4,
+            **EXPERTS,
+            "enable_moe_block": True,
+            "top_k_experts": 2,
+            "num_key_value_heads": 4,
+            "num_global_key_value_heads": 2,
+            "attention_k_eq_v": True,
+            "vocab_size_per_layer_input": VOCABULARY + 8,
+        },
+    ),
+    "gemma4 unified": (
+        "gemma4_unified_text",
+        {key: value for key, value in GEMMA4.items() if "per_layer_input" not in key},
+    ),
     "phi3": ("phi3", {**GQA, "sliding_window": 7}),
     "phi3 partial rotary": (
         "phi3",
@@ -387,8 +404,10 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
 
 EXPERT_VARIANTS = [
     name
-    for name, (family, _) in VARIANTS.items()
-    if FAMILIES[family].experts is not None and name != "granite 4 without experts or positions"
+    for name, (family, settings) in VARIANTS.items()
+    if FAMILIES[family].experts is not None
+    and settings.get("num_local_experts") != 0
+    and (FAMILIES[family] is not FAMILIES["gemma4_text"] or settings.get("enable_moe_block"))
 ]
 """Those with a mixture of experts."""
 

@@ -27,7 +27,9 @@ from hybrid_rlhf.generation.weights.split import Split
 from hybrid_rlhf.runtime.world import World
 
 Sublayer = Callable[[Tensor], Tensor]
-"""Attention or MLP of a layer, [T, H] of [T, H]."""
+"""Attention of a layer, [T, H] of [T, H]."""
+MLP = Callable[[Tensor, Tensor], Tensor]
+"""MLP and experts of a layer, [T, H] of the normed residual stream [T, H] and the stream itself."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ class Decoder:
                 x,
                 layer,
                 lambda h, i=index, w=layer, p=place: self._mixed(h, i, w, p, attend, states),
-                lambda h, w=layer: self._mlp(h, w, routes),
+                lambda h, stream, w=layer: self._mlp(h, stream, w, routes),
             )
             if inputs is not None:
                 x = self._with_input(x, inputs[:, index], layer)
@@ -195,24 +197,24 @@ class Decoder:
 
     # -- the orders of norm, attention and MLP
 
-    def _sequential(self, x: Tensor, w: LayerWeights, attention: Sublayer, mlp: Sublayer) -> Tensor:
+    def _sequential(self, x: Tensor, w: LayerWeights, attention: Sublayer, mlp: MLP) -> Tensor:
         mixed = self._scaled(_normed(w.attention_out_norm, attention(_normed(w.attention_norm, x))))
         x, normed = (x + mixed,) * 2 if w.mlp_norm is None else w.mlp_norm.after_adding(x, mixed)
-        return x + self._scaled(_normed(w.mlp_out_norm, mlp(normed)))
+        return x + self._scaled(_normed(w.mlp_out_norm, mlp(normed, x)))
 
-    def _parallel(self, x: Tensor, w: LayerWeights, attention: Sublayer, mlp: Sublayer) -> Tensor:
+    def _parallel(self, x: Tensor, w: LayerWeights, attention: Sublayer, mlp: MLP) -> Tensor:
         normed = _normed(w.attention_norm, x)
-        return x + attention(normed) + mlp(normed if w.mlp_norm is None else w.mlp_norm(x))
+        return x + attention(normed) + mlp(normed if w.mlp_norm is None else w.mlp_norm(x), x)
 
-    def _post_norm(self, x: Tensor, w: LayerWeights, attention: Sublayer, mlp: Sublayer) -> Tensor:
+    def _post_norm(self, x: Tensor, w: LayerWeights, attention: Sublayer, mlp: MLP) -> Tensor:
         x = _normed(w.attention_norm, x + attention(x))
-        return _normed(w.mlp_norm, x + mlp(x))
+        return _normed(w.mlp_norm, x + mlp(x, x))
 
-    def _normed(self, x: Tensor, w: LayerWeights, attention: Sublayer, mlp: Sublayer) -> Tensor:
+    def _normed(self, x: Tensor, w: LayerWeights, attention: Sublayer, mlp: MLP) -> Tensor:
         attended, recurrent, carried = self.architecture.carried
         x = _normed(w.attention_norm, x)
         x = _normed(w.mlp_norm, x * (attended if w.recurrent is None else recurrent) + attention(x))
-        return x * carried + mlp(x)
+        return x * carried + mlp(x, x)
 
     def _mixed(
         self,
@@ -257,7 +259,8 @@ class Decoder:
         scale = self.architecture.residual_scale
         return added if scale == 1.0 else added * scale
 
-    def _mlp(self, x: Tensor, w: LayerWeights, routes: list[Tensor] | None) -> Tensor:
+    def _mlp(self, x: Tensor, stream: Tensor, w: LayerWeights, routes: list[Tensor] | None) -> Tensor:
+        """MLP and experts of the normed residual stream; experts beside an MLP read the stream itself."""
         parts = []
         if w.up is not None and w.down is not None:
             up = w.up(x)
@@ -266,8 +269,13 @@ class Decoder:
                 dense = dense * functional.linear(x, w.shared_router).sigmoid()
             parts.append(dense)
         if w.experts is not None:
-            parts.append(w.experts(x, self._gate, routes=routes))
-        return self.world.all_reduce(sum(parts[1:], parts[0]))
+            routed = None if w.router_norm is None else w.router_norm(stream)
+            given = x if w.experts_norm is None else w.experts_norm(stream)
+            parts.append(w.experts(given, self._gate, routed=routed, routes=routes))
+        if w.experts_norm is None:
+            return self.world.all_reduce(sum(parts[1:], parts[0]))
+        dense, chosen = map(self.world.all_reduce, parts)
+        return _normed(w.dense_out_norm, dense) + _normed(w.experts_out_norm, chosen)
 
     def _gate(self, both: Tensor) -> Tensor:
         """activation(gate) * up of [T, 2 I]."""

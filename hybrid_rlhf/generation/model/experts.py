@@ -9,7 +9,7 @@ Source: Shazeer et al. 2017 (arXiv 1701.06538); softmax of all or of the chosen 
 sigmoid with a correction of the choice, and groups (DeepSeek-V3, arXiv 2412.19437, section 2.1.2); SparseMixer-v2 as
 used after training (arXiv 2409.12136, as in transformers' phimoe); biases and clamped SwiGLU (gpt-oss, arXiv
 2508.10925, section 2.2, as in transformers' gpt_oss); sigmoids of the chosen that weigh the inputs of experts (as in
-transformers' llama4).
+transformers' llama4); weights that are multiplied by a learned scale of each expert (as in transformers' gemma4).
 
 Shapes: T tokens, H hidden, E experts, X experts of this rank, k experts per token, I inner units.
 """
@@ -40,6 +40,7 @@ class RoutedExperts:
         mine: range,
         correction: Tensor | None,
         product: MakeLinear | None,
+        scale: Tensor | None = None,
         router_bias: Tensor | None = None,
         up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
@@ -54,11 +55,12 @@ class RoutedExperts:
             mine: the experts of this rank.
             correction: [E], added to the scores by which experts are chosen; or none.
             product: makes the products of each expert, packed or quantised; none: grouped products compute all.
+            scale: [E], by which the weights of chosen experts are multiplied; or none.
             router_bias: [E], or none.
             up_bias: [X, 2 I], or none.
             down_bias: [X, H], or none.
         """
-        self._kind, self._mine, self._correction = kind, mine, correction
+        self._kind, self._mine, self._correction, self._scale = kind, mine, correction, scale
         self.router, self.router_bias = router, router_bias
         self.up, self.up_bias, self.down, self.down_bias = up, up_bias, down, down_bias
         self._of_each: list[tuple[Linear, Linear]] | None = None
@@ -101,6 +103,8 @@ class RoutedExperts:
         weights = scores.gather(1, index)
         if kind.normalise:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + (1e-20 if kind.router == "sigmoid" else 0.0))
+        if self._scale is not None:
+            weights = weights * self._scale.float()[index]
         return weights * kind.scale, index
 
     def _sparsemixer(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,18 +126,24 @@ class RoutedExperts:
         return mask[:, :, None].expand_as(grouped).flatten(1)
 
     def __call__(
-        self, x: Tensor, activate: Callable[[Tensor], Tensor], *, routes: list[Tensor] | None = None
+        self,
+        x: Tensor,
+        activate: Callable[[Tensor], Tensor],
+        *,
+        routed: Tensor | None = None,
+        routes: list[Tensor] | None = None,
     ) -> Tensor:
         """This rank's part of the sum over experts, [T, H] of [T, H].
 
         Args:
             x: tokens.
             activate: activation(gate) * up of [n, 2 I].
+            routed: [T, H], what the router reads; none: x.
             routes: receives the indices [T, k] of the experts, in the smallest type; none: they are not recorded.
         """
         if self._kind.clamp is not None:
             activate = partial(clamped_swiglu, limit=self._kind.clamp)
-        weights, index = self.route(x)
+        weights, index = self.route(x if routed is None else routed)
         if routes is not None:
             routes.append(index.to(self._kind.index_dtype))
         # this rank's experts come first, as 0 to X - 1

@@ -15,7 +15,10 @@ from hybrid_rlhf.generation.model.layers import HeadNorm, InferenceLinear, Norm,
 from hybrid_rlhf.generation.model.quantised import Linear
 from hybrid_rlhf.generation.model.recurrent.mixers import Mixer
 
-LAYER_NORMS = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm", "input_out_norm")
+LAYER_NORMS = (
+    *("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm", "input_out_norm"),
+    *("dense_out_norm", "experts_norm", "experts_out_norm", "router_norm"),
+)
 HEAD_NORMS = ("q_norm", "k_norm")
 
 
@@ -27,6 +30,11 @@ class LayerWeights:
     attention_out_norm: Norm | None
     mlp_norm: Norm | None
     mlp_out_norm: Norm | None
+    dense_out_norm: Norm | None
+    experts_norm: Norm | None
+    experts_out_norm: Norm | None
+    router_norm: Norm | None
+    """What the MLP gives, what experts beside it read and give, and what their router reads (Experts.beside_mlp)."""
     q_norm: Norm | HeadNorm | SplitNorm | None
     k_norm: Norm | HeadNorm | SplitNorm | None
     v_norm: Norm | None

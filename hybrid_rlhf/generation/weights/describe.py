@@ -58,8 +58,7 @@ def describe(lm: PreTrainedModel) -> tuple[ModelDescription, Mapping[str, str]]:
         "final_softcap": head.softcap,
         "logit_scale": head.scale,
     }
-    if family.experts is not None:
-        settings |= _experts(lm, family)
+    settings |= _experts(lm, family)
     if "latent" in settings:
         settings["latent"] = Latent(**settings["latent"])
     own = {"scale": head_dim**-0.5} | {name: settings.pop(name) for name in _KIND_SETTINGS & settings.keys()}
@@ -86,10 +85,11 @@ def attention_sizes(config: PreTrainedConfig, settings: Mapping[str, Any]) -> tu
 
 
 def _experts(lm: PreTrainedModel, family: Family) -> dict[str, Any]:
-    assert family.experts is not None
+    if family.experts is None or not (layers := layers_with(lm, family, "router")):
+        return {}
     return {
         "experts": Experts(**family.experts(lm.config)),
-        "expert_layers": layers_with(lm, family, "router"),
+        "expert_layers": layers,
         "router_corrections": _buffers(lm, family, "router_correction"),
     }
 

@@ -98,6 +98,9 @@ class Experts:
     """A group is as good as the sum of so many of its best scores."""
     shared_size: int = 0
     """Inner units of the experts that every token uses; 0: none."""
+    beside_mlp: bool = False
+    """The layer has its MLP too: both read the residual stream, each through a norm of its own, and are normed before
+    they are added (Gemma 4)."""
     clamp: float | None = None
     """Gate and up are clamped to it, and the activation is (up + 1) gate sigmoid(1.702 gate) (gpt-oss)."""
     transposed: bool = False

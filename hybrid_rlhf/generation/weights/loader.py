@@ -25,7 +25,7 @@ from hybrid_rlhf.generation.model.quantised import Linear, Quantization, product
 from hybrid_rlhf.generation.model.recurrent.mixers import Mixer, MixerWeights, mixer
 from hybrid_rlhf.generation.weights.decoder_weights import LAYER_NORMS, DecoderWeights, LayerInputs, LayerWeights
 from hybrid_rlhf.generation.weights.describe import NotDescribed
-from hybrid_rlhf.generation.weights.description import Latent, ModelDescription
+from hybrid_rlhf.generation.weights.description import Experts, Latent, ModelDescription
 from hybrid_rlhf.generation.weights.picks import (
     Pick,
     Scaled,
@@ -214,20 +214,20 @@ class WeightLoader:
         return None if weight is None else self._product(weight, self._take(f"{key}.bias"))
 
     def _experts(self, layer: int) -> RoutedExperts:
-        kind, corrections = self.architecture.experts, self.architecture.router_corrections
+        kind, correction = self.architecture.experts, self.architecture.router_corrections.get(layer)
         roles = ("router", "experts_up", "experts_down")
         router, up, down = (self._take(f"{layer}.{name}.weight") for name in roles)
         router_bias, up_bias, down_bias = (self._take(f"{layer}.{name}.bias") for name in roles)
         assert kind is not None and router is not None and up is not None and down is not None
-        correction = corrections[layer].to(self._world.device) if layer in corrections else None
         return RoutedExperts(
             kind,
             router=router,
             up=up,
             down=down,
             mine=self.split.experts,
-            correction=correction,
+            correction=None if correction is None else correction.to(self._world.device),
             product=self._product if self._own_products else None,
+            scale=self._take(f"{layer}.experts_scale.weight"),
             router_bias=router_bias,
             up_bias=up_bias,
             down_bias=down_bias,
@@ -343,12 +343,16 @@ class WeightLoader:
         return reordered(pick, torch.cat([*parts, torch.arange(end, size)]))
 
     def _plan_mlp(self, layer: int) -> None:
-        if layer not in self.architecture.expert_layers:
+        kind = self.architecture.experts if layer in self.architecture.expert_layers else None
+        if kind is None or kind.beside_mlp:
             size = self.architecture.mlp_sizes.get(layer, self.architecture.mlp_size)
-            return self._plan_dense(layer, "", share(size, self._world.rank, self._world.size), size)
-        self._place(f"{layer}.router", "router", all_of, layer)
-        kind = self.architecture.experts
-        assert kind is not None
+            self._plan_dense(layer, "", share(size, self._world.rank, self._world.size), size)
+        if kind is not None:
+            self._plan_experts(layer, kind)
+
+    def _plan_experts(self, layer: int, kind: Experts) -> None:
+        for role in ("router", "experts_scale"):
+            self._place(f"{layer}.{role}", role, all_of, layer)
         for role, alternating in (("experts_up", kind.alternating), ("experts_down", False)):
             for part, transposed in (("weight", kind.transposed), ("bias", False)):
                 pick = experts_of(self.split.experts, transposed=transposed, alternating=alternating)

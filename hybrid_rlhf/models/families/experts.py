@@ -121,6 +121,11 @@ def lfm2_experts(config: PreTrainedConfig) -> dict[str, Any]:
     )
 
 
+def gemma4_experts(config: PreTrainedConfig) -> dict[str, Any]:
+    """Gemma 4."""
+    return {"count": config.num_experts, "per_token": config.top_k_experts, "normalise": True, "beside_mlp": True}
+
+
 def jamba_experts(config: PreTrainedConfig) -> dict[str, Any]:
     """Jamba."""
     return _experts(config, count=config.num_experts)

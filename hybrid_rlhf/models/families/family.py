@@ -18,7 +18,8 @@ ROLES = frozenset(
     attention_norm attention_out_norm mlp_norm mlp_out_norm layer_scale
     inputs_embed inputs_project inputs_norm input_gate input_out input_out_norm
     q k v qkv o q_norm k_norm sinks q_down q_down_norm latent_q kv_down kv_down_norm kv_up
-    gate up gate_up down router router_correction experts_up experts_down
+    gate up gate_up down router router_norm router_correction experts_up experts_down experts_scale
+    dense_out_norm experts_norm experts_out_norm
     shared_gate shared_up shared_gate_up shared_down shared_router
     """.split()
 )

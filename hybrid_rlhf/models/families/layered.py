@@ -2,7 +2,7 @@
 
 Source: Gemma 4 (google/gemma-4-E2B-it and larger), as in transformers' gemma4: heads of full and sliding attention have
 their own sizes, the last layers attend to the keys and values of the last one of their type that has some, and each
-layer may take an embedding of the token besides the residual stream.
+layer may take an embedding of the token besides the residual stream, and may have a mixture of experts beside its MLP.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from hybrid_rlhf.models.families.experts import gemma4_experts
 from hybrid_rlhf.models.families.family import Family
 from hybrid_rlhf.models.families.table import FAMILIES as ATTENTION_FAMILIES
 
@@ -27,6 +28,14 @@ _GEMMA4 = {
     "input_out": f"{_LAYER}per_layer_projection",
     "input_out_norm": f"{_LAYER}post_per_layer_input_norm",
     "layer_scale": f"{_LAYER}layer_scalar",
+    "router": f"{_LAYER}router.proj",
+    "router_norm": f"{_LAYER}router.scale",
+    "experts_up": f"{_LAYER}experts.gate_up_proj",
+    "experts_down": f"{_LAYER}experts.down_proj",
+    "experts_scale": f"{_LAYER}router.per_expert_scale",
+    "dense_out_norm": f"{_LAYER}post_feedforward_layernorm_1",
+    "experts_norm": f"{_LAYER}pre_feedforward_layernorm_2",
+    "experts_out_norm": f"{_LAYER}post_feedforward_layernorm_2",
 }
 
 
@@ -52,7 +61,8 @@ def _gemma4(config: PreTrainedConfig) -> dict[str, Any]:
         "kv_sources": {layer: last[types[layer]] for layer in shared},
         "normed_values": True,
         "mlp_sizes": dict.fromkeys(shared, 2 * config.intermediate_size) if config.use_double_wide_mlp else {},
-        "layer_input_size": config.hidden_size_per_layer_input or 0,
+        "layer_input_size": getattr(config, "hidden_size_per_layer_input", 0) or 0,
+        "weight_scales": {"router": config.hidden_size**-0.5},
     }
 
 
@@ -64,17 +74,16 @@ def _keys_do_not_fill_the_cache(config: PreTrainedConfig) -> bool:
     )
 
 
-LAYERED_FAMILIES: dict[str, Family] = {
-    "gemma4_text": Family(
-        _GEMMA4,
-        _gemma4,
-        {
-            "attention in both directions": lambda c: c.use_bidirectional_attention == "all",
-            "experts beside the MLP": lambda c: c.enable_moe_block,
-            "keys of layers that differ by no whole factor": _keys_do_not_fill_the_cache,
-            "a vocabulary of its own for the inputs of layers": lambda c: bool(
-                c.hidden_size_per_layer_input and c.vocab_size_per_layer_input != c.vocab_size
-            ),
-        },
-    )
-}
+_GEMMA4_FAMILY = Family(
+    _GEMMA4,
+    _gemma4,
+    {
+        "attention in both directions": lambda c: c.use_bidirectional_attention == "all",
+        "keys of layers that differ by no whole factor": _keys_do_not_fill_the_cache,
+        "tokens without inputs of layers": lambda c: (
+            getattr(c, "vocab_size_per_layer_input", c.vocab_size) < c.vocab_size
+        ),
+    },
+    experts=gemma4_experts,
+)
+LAYERED_FAMILIES: dict[str, Family] = {"gemma4_text": _GEMMA4_FAMILY, "gemma4_unified_text": _GEMMA4_FAMILY}
