@@ -24,7 +24,7 @@ from hybrid_rlhf.generation.batching.capacity import (
 from hybrid_rlhf.generation.model.recurrent.states import state_bytes
 from hybrid_rlhf.generation.weights.describe import attention_sizes, layers_with, recurrent_fields
 from hybrid_rlhf.memory.shapes import ParameterCounts, ShapedModel
-from hybrid_rlhf.models.families import FAMILIES
+from hybrid_rlhf.models.families import family_of
 
 _FLOAT32 = 4
 
@@ -55,7 +55,7 @@ def inference_weight_bytes(
     e: ParameterCounts = model.elements
     whole = stage == 3 or in_use
     base = e.all - (e.trained if e.adapted else 0)
-    size, family = dtype.itemsize, FAMILIES.get(model.config.model_type)
+    size, family = dtype.itemsize, family_of(model.lm)
     if rollout.backend == "module" or family is None:
         return size * float(base if whole else 0) + size * e.adapted
     head = model.config.vocab_size * model.config.hidden_size
@@ -83,7 +83,7 @@ def _fused(model: ShapedModel, names: Any) -> int:
 
 
 def _recurrence(model: ShapedModel) -> dict[str, Any]:
-    family = FAMILIES.get(model.config.model_type)
+    family = family_of(model.lm)
     return {} if family is None else recurrent_fields(model.lm, family)
 
 
@@ -115,7 +115,7 @@ class _Sizes:
 def _sizes(model: ShapedModel, tensor_parallel: int) -> _Sizes:
     c: Any = model.config.get_text_config()
     mlp = getattr(c, "intermediate_size", None) or getattr(c, "ffn_dim", None) or 4 * c.hidden_size
-    family, layers = FAMILIES.get(model.config.model_type), c.num_hidden_layers
+    family, layers = family_of(model.lm), c.num_hidden_layers
     own = {} if family is None else family.settings(c)
     if family is not None and family.recurrence is not None:
         layers = len(layers_with(model.lm, family, "o"))

@@ -15,10 +15,26 @@ def backbone_of(lm: PreTrainedModel) -> PreTrainedModel:
     return next((part for part in parts if isinstance(part, PreTrainedModel)), lm)
 
 
+def language_model_of(lm: PreTrainedModel) -> tuple[str, PreTrainedModel] | None:
+    """The part that reads text of a model that has others beside it, such as towers for images and sound, and its name;
+    none for a model that is all text."""
+    text = lm.config.get_text_config()
+    if text is lm.config:
+        return None
+    parts = ((name, part) for name, part in lm.named_modules() if isinstance(part, PreTrainedModel) and part is not lm)
+    return next(((name, part) for name, part in parts if part.config.model_type == text.model_type), None)
+
+
+def text_model_of(lm: PreTrainedModel) -> PreTrainedModel:
+    """The model below the head, without what a model for images and sound has beside it."""
+    language = language_model_of(lm)
+    return backbone_of(lm) if language is None else language[1]
+
+
 def layer_list(lm: PreTrainedModel) -> nn.ModuleList | None:
     """The list of a model's layers; none where there is no list of that length."""
     layers: int = lm.config.get_text_config().num_hidden_layers
-    lists = (module for module in backbone_of(lm).modules() if isinstance(module, nn.ModuleList))
+    lists = (module for module in text_model_of(lm).modules() if isinstance(module, nn.ModuleList))
     return next((module for module in lists if len(module) == layers), None)
 
 

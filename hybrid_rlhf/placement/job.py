@@ -20,7 +20,7 @@ from hybrid_rlhf.configs.sections.model import LoraConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
 from hybrid_rlhf.generation.weights.describe import attention_sizes
 from hybrid_rlhf.memory.shapes import ShapedModel, Shapes
-from hybrid_rlhf.models.families import FAMILIES
+from hybrid_rlhf.models.families import family_of
 from hybrid_rlhf.models.pretrained.loading import DTYPES, Architecture, training_dtype
 
 TAIL_SIGMA = 0.6
@@ -69,7 +69,7 @@ class ModelDimensions:
 def dimensions(model: ShapedModel) -> ModelDimensions:
     """The dimensions of a model on the meta device."""
     config: Any = model.config.get_text_config()
-    family = FAMILIES.get(model.config.model_type)
+    family = family_of(model.lm)
     own = {} if family is None else family.settings(config)
     heads, kv_heads, head_dim = attention_sizes(config, own)
     names = [name for name, _ in model.lm.named_parameters()]

@@ -77,7 +77,7 @@ class TrainedModel:
             NotDescribed: when the family table does not cover it.
         """
         described = DescribedModel.of(lm, [name for name, _ in base_parameters(lm)])
-        weights = tuple(weight for weight, _ in _sent_weights(lm))
+        weights = tuple(weight for weight, _ in _sent_weights(lm) if weight.base.name not in described.unread)
         return cls(described, weights, next(lm.parameters()).dtype, default_stop_token_ids(lm))
 
 

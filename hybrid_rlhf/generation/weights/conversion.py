@@ -25,7 +25,7 @@ from hybrid_rlhf.generation.weights.describe import NotDescribed, describe
 from hybrid_rlhf.generation.weights.description import ModelDescription
 from hybrid_rlhf.generation.weights.loader import WeightLoader
 from hybrid_rlhf.generation.weights.picks import Pick
-from hybrid_rlhf.models.families import has_float32_logits
+from hybrid_rlhf.models.families import has_float32_logits, unread_weights
 from hybrid_rlhf.models.head_check import LogitAgreement, agreement, probe_tokens
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.world import World
@@ -48,6 +48,8 @@ class DescribedModel:
     """The family's names for its modules."""
     parameters: tuple[str, ...]
     """Names of the weights, tied ones once."""
+    unread: tuple[str, ...]
+    """Those that have no part in reading text: of towers for images and sound."""
     float32_logits: bool
 
     @classmethod
@@ -57,7 +59,8 @@ class DescribedModel:
         Raises:
             NotDescribed: when the family table does not cover the model.
         """
-        return cls(*describe(lm), tuple(parameters), has_float32_logits(lm))
+        named = tuple(parameters)
+        return cls(*describe(lm), named, unread_weights(lm, named), has_float32_logits(lm))
 
 
 class InferenceWeights:
@@ -90,6 +93,7 @@ class InferenceWeights:
             model.architecture,
             model.names,
             model.parameters,
+            unread=model.unread,
             world=world,
             dtype=dtype,
             in_place=in_place,

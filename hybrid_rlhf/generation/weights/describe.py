@@ -20,9 +20,9 @@ from hybrid_rlhf.generation.weights.description import (
     Rotary,
 )
 from hybrid_rlhf.generation.weights.recurrence import KINDS
-from hybrid_rlhf.models.families import FAMILIES, Family, head_convention
+from hybrid_rlhf.models.families import Family, family_of, head_convention
 from hybrid_rlhf.models.lora import plain_name
-from hybrid_rlhf.models.structure import backbone_of
+from hybrid_rlhf.models.structure import text_model_of
 
 
 class NotDescribed(Exception):
@@ -35,8 +35,7 @@ def describe(lm: PreTrainedModel) -> tuple[ModelDescription, Mapping[str, str]]:
     Raises:
         NotDescribed: when no row of the table covers it.
     """
-    config = lm.config
-    family = FAMILIES.get(config.model_type)
+    config, family = lm.config.get_text_config(), family_of(lm)
     if family is None:
         raise NotDescribed(f"no row for model type {config.model_type}")
     for reason, holds in family.unsupported.items():
@@ -88,7 +87,7 @@ def _experts(lm: PreTrainedModel, family: Family) -> dict[str, Any]:
     if family.experts is None or not (layers := layers_with(lm, family, "router")):
         return {}
     return {
-        "experts": Experts(**family.experts(lm.config)),
+        "experts": Experts(**family.experts(lm.config.get_text_config())),
         "expert_layers": layers,
         "router_corrections": _buffers(lm, family, "router_correction"),
     }
@@ -96,7 +95,7 @@ def _experts(lm: PreTrainedModel, family: Family) -> dict[str, Any]:
 
 def _buffers(lm: PreTrainedModel, family: Family, role: str) -> dict[int, Tensor]:
     """By layer, what a role names where it is a buffer; flat, in float32, on the host."""
-    own, layers = family.names.get(role, ""), range(lm.config.num_hidden_layers)
+    own, layers = family.names.get(role, ""), range(lm.config.get_text_config().num_hidden_layers)
     buffers = {plain_name(name): buffer for name, buffer in lm.named_buffers()}
     return {i: buffers[name].detach().float().flatten().cpu() for i in layers if (name := own.format(i)) in buffers}
 
@@ -105,14 +104,14 @@ def recurrent_fields(lm: PreTrainedModel, family: Family) -> dict[str, Any]:
     """The fields of ModelDescription for a family with recurrent layers."""
     if family.recurrence is None:
         return {}
-    kind, fields = family.recurrence(lm.config)
+    kind, fields = family.recurrence(lm.config.get_text_config())
     return {"recurrence": KINDS[kind](**fields), "recurrent_layers": layers_with(lm, family, "recurrent_out")}
 
 
 def layers_with(lm: PreTrainedModel, family: Family, role: str) -> frozenset[int]:
     """Layers that have a module."""
     weights = {plain_name(name) for name, _ in lm.named_parameters()}
-    layers = range(lm.config.num_hidden_layers)
+    layers = range(lm.config.get_text_config().num_hidden_layers)
     return frozenset(layer for layer in layers if f"{family.names[role].format(layer)}.weight" in weights)
 
 
@@ -157,7 +156,8 @@ def _kinds(
 
     `own` are settings of kinds; layers that are not in `attended` have no attention.
     """
-    config, layers, scale = lm.config, lm.config.num_hidden_layers, own["scale"]
+    config, scale = lm.config.get_text_config(), own["scale"]
+    layers = config.num_hidden_layers
     unrotated = own.get("layers_without_rotary", ())
     if isinstance(scale, list):
         return tuple(AttentionKind(one) for one in scale), tuple(range(layers))
@@ -186,7 +186,7 @@ _STATIC_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
 
 def _rotary(lm: PreTrainedModel, layer_type: str) -> Rotary | None:
     """The table that the model itself computed; tables that change with the sequence length are not supported."""
-    module: Any = _first(backbone_of(lm), "rotary_emb", "pos_emb")
+    module: Any = _first(text_model_of(lm), "rotary_emb", "pos_emb")
     if module is None:
         return None
     kind, prefix = module.rope_type, ""

@@ -58,6 +58,7 @@ class WeightLoader:
         names: Mapping[str, str],
         parameters: Iterable[str],
         *,
+        unread: Iterable[str] = (),
         world: World,
         dtype: torch.dtype,
         in_place: bool = False,
@@ -70,6 +71,7 @@ class WeightLoader:
             architecture: of the model.
             names: the family's names for its modules.
             parameters: names of the training weights, tied ones once.
+            unread: those that have no part in reading text, which are left out.
             world: the tensor-parallel ranks, and the device of this one.
             dtype: of the inference weights.
             in_place: weights loaded after `assemble` are written into the assembled ones, unless packed or quantised.
@@ -89,7 +91,7 @@ class WeightLoader:
         self.in_place = in_place and not self._own_products
         self._assembled: dict[str, Sequence[Tensor]] = {}
         self._parts: dict[str, list[Tensor | None]] = {}
-        self.targets: dict[str, list[tuple[str, int, Pick]]] = {}
+        self.targets: dict[str, list[tuple[str, int, Pick]]] = {name: [] for name in unread}
         """Where parts of each training weight go, and what picks them."""
         self._plan()
         if unknown := sorted(self._parameters - set(self.targets)):

@@ -6,12 +6,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hybrid_rlhf.models.structure import backbone_of
+from hybrid_rlhf.models.structure import text_model_of
 
 
 def router_modules(lm: PreTrainedModel) -> list[nn.Module]:
     """The modules whose logits transformers records as those of routers, by layer; none without experts."""
-    backbone = backbone_of(lm)
+    backbone = text_model_of(lm)
     recorded = backbone.can_record_outputs.get("router_logits", [])
     kinds = tuple(one.target_class for one in (recorded if isinstance(recorded, list) else [recorded]))
     return [module for module in backbone.modules() if isinstance(module, kinds)]

@@ -1,0 +1,45 @@
+"""Finds the row of a model.
+
+A model for images and sound that transformers loads as a causal LM (Gemma 3, Gemma 4) is a language model with towers
+beside it. Its row is that of the language model, and the towers have no part in reading text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from transformers import PreTrainedModel
+
+from hybrid_rlhf.models.families.family import Family
+from hybrid_rlhf.models.families.layered import LAYERED_FAMILIES
+from hybrid_rlhf.models.families.recurrent import RECURRENT_FAMILIES
+from hybrid_rlhf.models.families.table import FAMILIES as ATTENTION_FAMILIES
+from hybrid_rlhf.models.structure import language_model_of
+
+FAMILIES: dict[str, Family] = {**ATTENTION_FAMILIES, **RECURRENT_FAMILIES, **LAYERED_FAMILIES}
+
+
+def family_of(lm: PreTrainedModel) -> Family | None:
+    """The row of a causal LM, with the names that its modules have in it; none: it has none."""
+    family, language = FAMILIES.get(lm.config.get_text_config().model_type), language_model_of(lm)
+    if family is None or language is None:
+        return family
+    own, name = f"{family.names['embed'].partition('.')[0]}.", f"{language[0]}."
+    places = {role: module.split("|") for role, module in family.names.items()}
+    renamed = {
+        role: "|".join(name + one.removeprefix(own) if one.startswith(own) else one for one in modules)
+        for role, modules in places.items()
+    }
+    return replace(family, names=renamed)
+
+
+def unread_weights(lm: PreTrainedModel, names: Iterable[str]) -> tuple[str, ...]:
+    """Of a causal LM's weights, those of the towers beside its language model."""
+    language = language_model_of(lm)
+    if language is None:
+        return ()
+    owner = language[0].rpartition(".")[0]
+    return tuple(
+        name for name in names if owner and name.startswith(f"{owner}.") and not name.startswith(f"{language[0]}.")
+    )
