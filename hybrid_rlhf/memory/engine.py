@@ -32,11 +32,11 @@ class MemoryUse:
     inference: float = 0.0
     """Inference weights that are copies; views take no memory."""
     cache: float = 0.0
-    """Keys and values."""
+    """Keys and values, and the experts recorded with them."""
     buffers: float = 0.0
     """Largest temporaries: chunks of logits, ZeRO's buckets and gathered weights, copies in the optimizer step."""
     host: float = 0.0
-    """Host memory of what is offloaded."""
+    """Host memory of what is offloaded, and of recorded experts."""
 
     def __add__(self, other: MemoryUse) -> MemoryUse:
         return MemoryUse(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})

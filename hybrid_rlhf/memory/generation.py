@@ -1,6 +1,6 @@
-"""Memory of generation besides the training weights: inference weights, KV cache, temporaries. Bytes on one rank.
+"""Memory of generation besides the weights: KV cache, states, recorded experts, temporaries. Bytes on one rank.
 
-Follows the rules of generation/weights/loader.py and generation/batching/capacity.py, from shapes alone.
+Follows the rules of generation/batching/capacity.py, from shapes alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.generation.backends.native import PREFILL_TOKENS
-from hybrid_rlhf.generation.batching.cache import CacheLayout, page_bytes
+from hybrid_rlhf.generation.batching.cache import CacheLayout, RouteSize, page_bytes
 from hybrid_rlhf.generation.batching.capacity import (
     FREE_SHARE,
     Sequences,
@@ -23,63 +23,11 @@ from hybrid_rlhf.generation.batching.capacity import (
 )
 from hybrid_rlhf.generation.model.recurrent.states import state_bytes
 from hybrid_rlhf.generation.weights.describe import attention_sizes, layers_with, recurrent_fields
-from hybrid_rlhf.memory.shapes import ParameterCounts, ShapedModel
+from hybrid_rlhf.generation.weights.description import Experts
+from hybrid_rlhf.memory.shapes import ShapedModel
 from hybrid_rlhf.models.families import family_of
 
 _FLOAT32 = 4
-
-
-def inference_weight_bytes(
-    model: ShapedModel,
-    rollout: RolloutConfig,
-    *,
-    stage: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    in_use: bool = False,
-) -> float:
-    """Inference weights that are copies of the training weights (generation/weights/loader.py).
-
-    A CPU packs the weight of every matrix product. A GPU uses views, except for weights that ZeRO-3 gathers, that
-    adapters are merged into, or that are fused and not adjacent in memory. Quantised products take a byte per weight;
-    the head stays as it is.
-
-    Args:
-        model: the actor.
-        rollout: settings of generation.
-        stage: ZeRO stage of the actor.
-        dtype: data type of the inference weights.
-        device: device of the rank.
-        in_use: whether training changes the weights meanwhile, which rules out views.
-    """
-    e: ParameterCounts = model.elements
-    whole = stage == 3 or in_use
-    base = e.all - (e.trained if e.adapted else 0)
-    size, family = dtype.itemsize, family_of(model.lm)
-    if rollout.backend == "module" or family is None:
-        return size * float(base if whole else 0) + size * e.adapted
-    head = model.config.vocab_size * model.config.hidden_size
-    quantised = 0 if rollout.quantization is None else e.products - head
-    if device.type == "cpu":
-        tied = head if model.config.tie_word_embeddings else 0
-        return size * float((base + tied if whole else e.products) - quantised) + quantised
-    if whole or dtype != model.lm.dtype:
-        return (size * (base - quantised) + quantised) / rollout.tensor_parallel
-    if quantised:
-        return quantised / rollout.tensor_parallel
-    apart = 0 if stage in (1, 2) and rollout.tensor_parallel == 1 and not e.adapted else _fused(model, family.names)
-    return size * float(max(apart, e.adapted)) / rollout.tensor_parallel
-
-
-def _fused(model: ShapedModel, names: Any) -> int:
-    """Elements of the matrices that inference weights fuse."""
-    roles = ("q", "k", "v", "gate", "up") if "gate" in names else ("q", "k", "v")
-    kind = _recurrence(model).get("recurrence")
-    if kind is not None and len(inputs := kind.inputs(range(kind.units))) > 1:
-        roles += tuple(inputs)
-    modules = [module for role in roles if role in names for module in names[role].split("|")]
-    ends = tuple(f"{module.rpartition('.')[2]}.weight" for module in modules)
-    return sum(p.numel() for name, p in model.lm.named_parameters() if name.replace(".base_layer", "").endswith(ends))
 
 
 def _recurrence(model: ShapedModel) -> dict[str, Any]:
@@ -94,6 +42,29 @@ def _state_bytes(model: ShapedModel, rollout: RolloutConfig, dtype: torch.dtype)
         return 0
     kind, layers = fields["recurrence"], len(fields["recurrent_layers"])
     return state_bytes(kind, layers=layers, units=math.ceil(kind.units / rollout.tensor_parallel), dtype=dtype)
+
+
+def route_size(model: ShapedModel, rollout: RolloutConfig) -> RouteSize | None:
+    """The recorded experts of a token; none for a model without inference weights or without a mixture of experts."""
+    family = family_of(model.lm)
+    if rollout.backend == "module" or family is None or family.experts is None:
+        return None
+    mixtures = layers_with(model.lm, family, "router")
+    if not mixtures:
+        return None
+    kind = Experts(**family.experts(model.config.get_text_config()))
+    return RouteSize(len(mixtures), kind.per_token, kind.index_dtype)
+
+
+def route_bytes(model: ShapedModel, rollout: RolloutConfig) -> tuple[int, int]:
+    """Memory of the recorded experts: of a rollout, on the host of every rank; and of a token on the device of the
+    actor, where it replays them."""
+    size = route_size(model, rollout)
+    if size is None:
+        return 0, 0
+    longest = rollout.max_prompt_tokens + rollout.sampling.max_new_tokens
+    completions = rollout.recorded_prompts(rollout.prompts_per_step) * rollout.sampling.n
+    return completions * longest * size.nbytes, size.nbytes if rollout.routing_replay else 0
 
 
 @dataclass(frozen=True)
@@ -157,13 +128,16 @@ def cache_plan(
     room_bytes: float,
     dtype: torch.dtype,
     device: torch.device,
+    records_routes: bool = True,
 ) -> CachePlan:
-    """How generation divides memory: all rows at the maximum length if there is room, else as much as fits."""
+    """How generation divides memory: all rows at the maximum length if there is room, else as much as fits. RL records
+    the experts of a mixture in the cache."""
     groups = max(1, ranks // rollout.tensor_parallel)
     wanted = -(-rollout.prompts_per_step // groups) * rollout.sampling.n
     if rollout.max_decode_rows is not None:
         wanted = min(wanted, rollout.max_decode_rows)
-    sequences = _sequences(model, rollout, rows=wanted, dtype=dtype, device=device)
+    routes = route_size(model, rollout) if records_routes else None
+    sequences = _sequences(model, rollout, rows=wanted, dtype=dtype, device=device, routes=routes)
     if rollout.kv_cache_gib is not None:
         budget, working = rollout.kv_cache_gib * 2**30, WorkingMemory()
     else:
@@ -177,11 +151,17 @@ def cache_plan(
 
 
 def _sequences(
-    model: ShapedModel, rollout: RolloutConfig, *, rows: int, dtype: torch.dtype, device: torch.device
+    model: ShapedModel,
+    rollout: RolloutConfig,
+    *,
+    rows: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    routes: RouteSize | None,
 ) -> Sequences:
     """Sequences of the maximum length; windows, which need less, are left out."""
     s = _sizes(model, rollout.tensor_parallel)
-    layout = CacheLayout((None,), (1,), s.layers, tuple((0, layer) for layer in range(s.layers)), s.stores)
+    layout = CacheLayout((None,), (1,), s.layers, tuple((0, layer) for layer in range(s.layers)), s.stores, routes)
     return Sequences(
         layout,
         page_bytes(layout, kv_heads=int(s.kv_heads), head_dim=s.head_dim, dtype=dtype),

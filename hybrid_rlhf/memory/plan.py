@@ -24,7 +24,8 @@ from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.engines.ds_config import deepspeed_config, read_overrides
 from hybrid_rlhf.engines.hybrid import BUCKET_ELEMENTS
 from hybrid_rlhf.memory.engine import FLOAT32, EngineMemory, MemoryUse, engine_memory
-from hybrid_rlhf.memory.generation import cache_plan, decode_buffer_bytes, inference_weight_bytes
+from hybrid_rlhf.memory.generation import cache_plan, decode_buffer_bytes, route_bytes
+from hybrid_rlhf.memory.inference_weights import inference_weight_bytes
 from hybrid_rlhf.memory.shapes import BatchShape, Shapes
 from hybrid_rlhf.models.distillation import CHUNK_LOGITS, CHUNK_TOKENS
 from hybrid_rlhf.models.pretrained.loading import DTYPES, Architecture, training_dtype
@@ -144,6 +145,8 @@ class Planner:
         if config.actor.ema_decay:
             shards = ranks if config.actor.zero.stage == 3 else 1
             base += MemoryUse(host=FLOAT32 * actor.model.elements.trained / shards)
+        routes, replayed_routes = route_bytes(actor.model, rollout)
+        base += MemoryUse(host=routes)
         generation, kept = self._generation(rollout, config, config.actor.zero, actor, base)
         if rollout.keep_weights is True or rollout.policy_lag:
             base += kept
@@ -156,7 +159,8 @@ class Planner:
         reads = [e.forward(batch) for e in (*readers, *learners[1:], *([actor] if reads_actor else []))]
         yield generation
         yield PhaseMemory("scoring", base + max(reads, key=lambda n: n.device, default=MemoryUse()), self.machine)
-        yield PhaseMemory("actor training", base + actor.training(batch), self.machine)
+        given = MemoryUse(buffers=replayed_routes * batch.rows * batch.length)
+        yield PhaseMemory("actor training", base + given + actor.training(batch), self.machine)
         if critic is not None:
             yield PhaseMemory("critic training", base + critic.training(batch), self.machine)
 
@@ -207,7 +211,15 @@ class Planner:
         if rollout.offload_states:
             base += MemoryUse(optimizer=-actor.movable, host=actor.movable)
         room = self.machine.device_bytes - (base + MemoryUse(inference=weights)).device
-        plan = cache_plan(actor.model, rollout, ranks=self.machine.ranks, room_bytes=room, dtype=dtype, device=device)
+        plan = cache_plan(
+            actor.model,
+            rollout,
+            ranks=self.machine.ranks,
+            room_bytes=room,
+            dtype=dtype,
+            device=device,
+            records_routes=isinstance(config, RLConfig),
+        )
         cache = MemoryUse(cache=plan.cache_bytes)
         run = decode_buffer_bytes(actor.model, rollout, rows=plan.rows, dtype=dtype, device=device)
         note = ""

@@ -24,6 +24,7 @@ from hybrid_rlhf.configs.files.reading import regular_file
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.memory.live_bytes import LiveBytes
 from hybrid_rlhf.models.activation_offload import ActivationOffload
+from hybrid_rlhf.models.families import keep_float32_logits
 from hybrid_rlhf.models.lora import base_weight, choose_trained, lora_layers
 from hybrid_rlhf.models.packing import packs, places
 from hybrid_rlhf.models.policy import HeadLogprobs
@@ -45,8 +46,6 @@ class ParameterCounts:
     frozen: int
     largest: int
     """Elements of the largest tensor."""
-    products: int
-    """In matrices of matrix products, including the head, also where it is tied."""
     adapted: int
     """In matrices that have adapters."""
 
@@ -220,6 +219,7 @@ def _build(
             trust_remote_code=config.trust_remote_code,
         )
         adapt_model(lm, config)
+        keep_float32_logits(lm, config.head_dtype == "float32")
         choose_trained(lm, lora, architecture, learns=learns, seed=0)
     lm.train(learns)
     return lm  # type: ignore[no-any-return]
@@ -227,20 +227,10 @@ def _build(
 
 def _count(lm: PreTrainedModel, architecture: Architecture) -> ParameterCounts:
     parameters = list(lm.parameters())
-    products = sum(
-        module.weight.numel()
-        for name, module in lm.named_modules()
-        if getattr(module, "weight", None) is not None
-        and module.weight.dim() == 2
-        and not isinstance(module, nn.Embedding)
-        and ".lora_" not in name
-        and not hasattr(module, "base_layer")
-    )
     return ParameterCounts(
         trained=sum(p.numel() for p in parameters if p.requires_grad),
         frozen=sum(p.numel() for p in parameters if not p.requires_grad),
         largest=max(p.numel() for p in parameters),
-        products=products,
         adapted=sum(base_weight(layer).numel() for _, layer in lora_layers(lm)),
     )
 

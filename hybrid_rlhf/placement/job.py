@@ -76,8 +76,9 @@ def dimensions(model: ShapedModel) -> ModelDimensions:
     embedded = sum(
         each.numel() for name, each in model.lm.named_parameters() if "embed" in name or name.startswith("lm_head")
     )
-    chosen = getattr(config, "num_experts_per_tok", None)
-    experts = next((getattr(config, key) for key in _EXPERTS if getattr(config, key, None)), None)
+    experts, chosen = (
+        next((value for key in keys if (value := getattr(config, key, None))), None) for keys in (_EXPERTS, _CHOSEN)
+    )
     routed = sum(each.numel() for name, each in model.lm.named_parameters() if ".experts." in name)
     layers = config.num_hidden_layers
     in_layers = float(model.elements.all - embedded)
@@ -98,6 +99,7 @@ def dimensions(model: ShapedModel) -> ModelDimensions:
 
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_CHOSEN = ("num_experts_per_tok", "top_k_experts")
 
 
 @dataclass(frozen=True)

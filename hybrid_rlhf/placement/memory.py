@@ -15,7 +15,8 @@ from hybrid_rlhf.configs.sections.training import ZeroConfig
 from hybrid_rlhf.engines.ds_config import deepspeed_config
 from hybrid_rlhf.engines.hybrid import BUCKET_ELEMENTS
 from hybrid_rlhf.memory.engine import FLOAT32, EngineMemory, MemoryUse, engine_memory
-from hybrid_rlhf.memory.generation import cache_plan, decode_buffer_bytes, inference_weight_bytes
+from hybrid_rlhf.memory.generation import cache_plan, decode_buffer_bytes, route_bytes
+from hybrid_rlhf.memory.inference_weights import inference_weight_bytes
 from hybrid_rlhf.memory.plan import Device, PhaseMemory, micro_batch
 from hybrid_rlhf.memory.shapes import BatchShape, ShapedModel
 from hybrid_rlhf.placement.job import RLJob, RoleJob
@@ -98,6 +99,7 @@ class MemoryModel:
         if "actor" in names and job.config.actor.ema_decay:
             actor = plan.roles["actor"]
             base += MemoryUse(host=FLOAT32 * job.actor.sizes.trained / (len(actor.ranks) if actor.zero == 3 else 1))
+        base += MemoryUse(host=route_bytes(_shapes(job.actor), job.config.rollout)[0])
         found: list[PhaseMemory] = []
         rows = None
         if ("sampler" if plan.separate else "actor") in names:
@@ -176,7 +178,9 @@ class MemoryModel:
     def _training(self, role: RoleJob, plan: StepPlan) -> MemoryUse:
         engine, batch = self._engine(role, plan), self._batch(role, plan)
         one, most = self._both()
-        return _between(engine.training(one), engine.training(most), batch.rows, most.rows)
+        each = route_bytes(_shapes(role), self._job.config.rollout)[1] if role.name == "actor" else 0
+        routes = MemoryUse(buffers=each * batch.rows * batch.length)
+        return routes + _between(engine.training(one), engine.training(most), batch.rows, most.rows)
 
     def _reading(self, role: RoleJob, plan: StepPlan) -> MemoryUse:
         engine, batch = self._engine(role, plan), self._batch(role, plan)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from hybrid_rlhf.cli.train import main as train_main
 from hybrid_rlhf.configs.algorithms import PPOConfig
@@ -28,12 +27,9 @@ from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
 from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.functional.distillation import DistillationRule
 from hybrid_rlhf.functional.losses import sft_loss
-from hybrid_rlhf.generation.weights.conversion import decoder_of
-from hybrid_rlhf.memory.generation import inference_weight_bytes
 from hybrid_rlhf.memory.live_bytes import LiveBytes
 from hybrid_rlhf.memory.plan import Device, PhaseMemory, Planner
 from hybrid_rlhf.memory.remedies import remedy, with_settings
-from hybrid_rlhf.memory.shapes import ShapedModel
 from hybrid_rlhf.models.distillation import TeacherTargets
 from hybrid_rlhf.rl.algorithms.ppo import PPO
 from hybrid_rlhf.rl.parts import RLParts
@@ -41,7 +37,7 @@ from hybrid_rlhf.rl.rewards import Reward
 from hybrid_rlhf.rl.rewards.models import ModelReward
 from hybrid_rlhf.rl.roles import Roles
 from hybrid_rlhf.runtime.observability.timers import Timers
-from hybrid_rlhf.runtime.world import World, solo_world
+from hybrid_rlhf.runtime.world import World
 from hybrid_rlhf.supervised.objectives.distillation import DistillObjective
 from tests.support.model_types import tiny_of_type
 from tests.support.tiny import tiny_model, tiny_tokenizer
@@ -211,16 +207,6 @@ def test_answers_for_distillation_hold_what_was_planned(model: str, world: World
         (answered,) = objective.resample(student, [batch], step=1)
     assert answered.on_policy
     near(generation, counter.peak)
-
-
-def test_quantised_products_take_a_byte_per_weight(model: str) -> None:
-    shaped = ShapedModel(model, "causal_lm", config=ModelConfig(), dtype=torch.float32, lora=None, learns=True)
-    planned = inference_weight_bytes(
-        shaped, RolloutConfig(quantization="int8"), stage=0, dtype=torch.float32, device=torch.device("cpu")
-    )
-    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    decoder = decoder_of(lm, world=solo_world(torch.device("cpu")), dtype=torch.float32, quantization="int8")
-    assert decoder is not None and planned == decoder.product_bytes
 
 
 @pytest.mark.parametrize("name", PPO_CASES)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -13,10 +15,14 @@ from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.generation import GenerationEngine
-from hybrid_rlhf.memory.generation import cache_plan
+from hybrid_rlhf.memory.generation import cache_plan, route_bytes
 from hybrid_rlhf.memory.shapes import ShapedModel
+from hybrid_rlhf.rl.batch import RolloutRoutes
 from tests.support.families import variant
 from tests.support.generation import random_tokens
+
+SAMPLING = SamplingParams(max_new_tokens=10, n=2)
+ROLLOUT = RolloutConfig(prompts_per_step=3, max_prompt_tokens=20, sampling=SAMPLING, kv_cache_gib=1.0)
 
 
 @pytest.mark.parametrize(
@@ -38,16 +44,59 @@ def test_the_cache_of_layers_that_differ_is_as_large_as_planned(name: str, tmp_p
     assert rows == 6 and planned == workspace.cache.keys.nbytes + workspace.cache.values.nbytes
 
 
-def planned_and_held(lm: PreTrainedModel, tmp_path: Path) -> tuple[int, float, Any]:
+@pytest.mark.parametrize("name", ["qwen2_moe", "gpt_oss", "gemma4 with experts", "jamba", "granite 4"])
+def test_recorded_experts_take_what_was_planned(name: str, tmp_path: Path) -> None:
+    """In the cache, and in the rollout of each rank."""
+    lm = variant(name)
+    lm.config.sliding_window = 100
+    rows, planned, workspace = planned_and_held(lm, tmp_path, records_routes=True)
+    held = [workspace.cache.keys, workspace.cache.values, workspace.cache.routes]
+    if workspace.states is not None:
+        held += [workspace.states.conv, workspace.states.memory]
+    assert rows == 6 and planned == sum(store.nbytes for store in held)
+    results = GenerationEngine.from_model(lm, stop_token_ids=()).generate(
+        [random_tokens(20) for _ in range(3)], SAMPLING, record_routes=True
+    )
+    routes = RolloutRoutes.of([sample.routes for samples in results for sample in samples])
+    assert routes is not None
+    rollout = replace(ROLLOUT, routing_replay=True)
+    model = shaped(tmp_path)
+    assert route_bytes(model, rollout) == (routes.experts.nbytes, routes.experts[0].nbytes)
+    assert route_bytes(model, replace(rollout, prompts_per_step=500)) == (500 * routes.experts.nbytes // 3, ANY)
+    compared = route_bytes(model, replace(ROLLOUT, prompts_per_step=500))
+    assert compared == (16 * 30 * routes.experts[0].nbytes, 0), "30 tokens of 16 completions"
+
+
+@pytest.mark.parametrize("name", ["llama", "granite 4 without experts or positions"])
+def test_models_without_experts_record_none(name: str, tmp_path: Path) -> None:
+    variant(name).save_pretrained(tmp_path)
+    assert route_bytes(shaped(tmp_path), ROLLOUT) == (0, 0)
+
+
+def test_a_module_records_none(tmp_path: Path) -> None:
+    variant("qwen3_moe").save_pretrained(tmp_path)
+    assert route_bytes(shaped(tmp_path), replace(ROLLOUT, backend="module")) == (0, 0)
+
+
+def shaped(folder: Path) -> ShapedModel:
+    config = ModelConfig(path="")
+    return ShapedModel(str(folder), "causal_lm", config=config, dtype=torch.float32, lora=None, learns=True)
+
+
+def planned_and_held(lm: PreTrainedModel, tmp_path: Path, *, records_routes: bool = False) -> tuple[int, float, Any]:
     """Rows and bytes of the plan, and the memory of a rollout."""
-    sampling = SamplingParams(max_new_tokens=10, n=2)
     lm.save_pretrained(tmp_path)
     engine = GenerationEngine.from_model(lm, stop_token_ids=(), kv_cache_gib=1.0)
-    engine.generate([random_tokens(20) for _ in range(3)], sampling)
+    engine.generate([random_tokens(20) for _ in range(3)], SAMPLING, record_routes=records_routes)
     workspace = engine.backend.workspace
-    model = ShapedModel(
-        str(tmp_path), "causal_lm", config=ModelConfig(path=""), dtype=torch.float32, lora=None, learns=True
+    model = shaped(tmp_path)
+    plan = cache_plan(
+        model,
+        ROLLOUT,
+        ranks=1,
+        room_bytes=2.0**30,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        records_routes=records_routes,
     )
-    rollout = RolloutConfig(prompts_per_step=3, max_prompt_tokens=20, sampling=sampling, kv_cache_gib=1.0)
-    plan = cache_plan(model, rollout, ranks=1, room_bytes=2.0**30, dtype=torch.float32, device=torch.device("cpu"))
     return plan.rows, plan.cache_bytes, workspace

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections import rollout as rollout_section
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.builder import build_actor
 from hybrid_rlhf.models.routers.modules import router_modules
 from hybrid_rlhf.rl.batch import ROUTER_AGREEMENT, Batch, Rollout, RolloutRoutes
 from hybrid_rlhf.rl.parts import RLParts
-from hybrid_rlhf.rl.rollouts import sampler
 from hybrid_rlhf.rl.updates.policy_loss import MiniBatch
 from hybrid_rlhf.runtime.world import World
 from tests.support.engines import actor_spec
@@ -117,7 +117,7 @@ def test_an_actor_that_is_its_own_reference_routes_for_itself_as_such(
 def test_without_replay_a_few_completions_are_recorded(
     world: World, paths: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sampler, "_COMPARED_COMPLETIONS", 3)
+    monkeypatch.setattr(rollout_section, "_COMPARED_COMPLETIONS", 3)
     parts = parts_of("qwen3_moe", world, paths, tmp_path)
     rollout = parts.sampler.sample(PROMPTS, step=1)
     assert rollout.routes is not None

@@ -229,6 +229,17 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
             "first_k_dense_replace": 1,
         },
     ),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        {
+            **GQA,
+            "moe_num_experts": 6,
+            "moe_k": 2,
+            "moe_intermediate_size": 24,
+            "moe_num_shared_experts": 2,
+            "use_bias": True,
+        },
+    ),
     "solar_open": (
         "solar_open",
         {

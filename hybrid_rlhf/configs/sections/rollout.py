@@ -14,6 +14,10 @@ does not recompute; the seed follows the run's.
 """
 
 
+_COMPARED_COMPLETIONS = 16
+"""Completions of a rollout, at least, whose experts are compared with those of training."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class AsyncSamplingConfig:
     """Sampling runs in parallel with training, on a copy of older weights (docs/async.md)."""
@@ -108,6 +112,11 @@ class RolloutConfig:
     def policy_lag(self) -> int:
         """Steps by which the weights that sample are behind; 0: sampling and training alternate."""
         return 0 if self.async_sampling is None else self.async_sampling.policy_lag
+
+    def recorded_prompts(self, prompts: int) -> int:
+        """Of so many prompts, those whose completions have their experts recorded: all of them where training replays
+        them, else as many as are compared (`rollout/router_agreement`)."""
+        return prompts if self.routing_replay else min(prompts, -(-_COMPARED_COMPLETIONS // self.sampling.n))
 
     def _check_draft(self) -> None:
         require(

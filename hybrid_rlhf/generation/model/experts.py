@@ -53,7 +53,7 @@ class RoutedExperts:
             up: [X, 2 I, H], gate and up.
             down: [X, H, I].
             mine: the experts of this rank.
-            correction: [E], added to the scores by which experts are chosen; or none.
+            correction: [E] or [1, E], added to the scores by which experts are chosen; or none.
             product: makes the products of each expert, packed or quantised; none: grouped products compute all.
             scale: [E], by which the weights of chosen experts are multiplied; or none.
             router_bias: [E], or none.

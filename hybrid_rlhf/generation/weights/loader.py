@@ -120,9 +120,8 @@ class WeightLoader:
         """Fuse and pack what was loaded. The loader is empty afterwards and can be filled again."""
         if missing := sorted(key for key, parts in self._parts.items() if any(part is None for part in parts)):
             raise ValueError(f"inference weights need all weights of the model, {missing[0]} was not loaded: load it")
-        embed = self._take("embed.weight")
+        embed, head = self._take("embed.weight"), self._take("head.weight")
         assert embed is not None
-        head = self._take("head.weight")
         return DecoderWeights(
             embed=embed,
             positions=self._take("positions.weight"),
@@ -216,10 +215,11 @@ class WeightLoader:
         return None if weight is None else self._product(weight, self._take(f"{key}.bias"))
 
     def _experts(self, layer: int) -> RoutedExperts:
-        kind, correction = self.architecture.experts, self.architecture.router_corrections.get(layer)
-        roles = ("router", "experts_up", "experts_down")
-        router, up, down = (self._take(f"{layer}.{name}.weight") for name in roles)
-        router_bias, up_bias, down_bias = (self._take(f"{layer}.{name}.bias") for name in roles)
+        a, roles = self.architecture, {"router": "router", "up": "experts_up", "down": "experts_down"}
+        router, up, down = (self._take(f"{layer}.{role}.weight") for role in roles.values())
+        kind, correction = a.experts, self._take(f"{layer}.router_correction.weight")
+        if correction is None and layer in a.router_corrections:
+            correction = a.router_corrections[layer].to(self._world.device)
         assert kind is not None and router is not None and up is not None and down is not None
         return RoutedExperts(
             kind,
@@ -227,12 +227,10 @@ class WeightLoader:
             up=up,
             down=down,
             mine=self.split.experts,
-            correction=None if correction is None else correction.to(self._world.device),
+            correction=correction,
             product=self._product if self._own_products else None,
             scale=self._take(f"{layer}.experts_scale.weight"),
-            router_bias=router_bias,
-            up_bias=up_bias,
-            down_bias=down_bias,
+            **{f"{name}_bias": self._take(f"{layer}.{role}.bias") for name, role in roles.items()},
         )
 
     def _norm(self, key: str, *, eps: float | None = None) -> Norm | None:
@@ -252,10 +250,8 @@ class WeightLoader:
         return SplitNorm(weight, a, size=heads * a.head_dim, world=self._world)
 
     def _plan(self) -> None:
-        vocabulary = rows_of(self.split.vocabulary)
-        self._place("embed", "embed", vocabulary)
-        self._place("head", "head", vocabulary)
-        self._place("inputs_embed", "inputs_embed", vocabulary)
+        for role in ("embed", "head", "inputs_embed"):
+            self._place(role, role, rows_of(self.split.vocabulary))
         for role in ("positions", "embed_norm", "embed_in", "embed_out", "inputs_project", "inputs_norm", "final_norm"):
             self._place(role, role, all_of)
         for layer in range(self.architecture.layers):
@@ -353,7 +349,7 @@ class WeightLoader:
             self._plan_experts(layer, kind)
 
     def _plan_experts(self, layer: int, kind: Experts) -> None:
-        for role in ("router", "experts_scale"):
+        for role in ("router", "router_correction", "experts_scale"):
             self._place(f"{layer}.{role}", role, all_of, layer)
         for role, alternating in (("experts_up", kind.alternating), ("experts_down", False)):
             for part, transposed in (("weight", kind.transposed), ("bias", False)):
@@ -368,10 +364,8 @@ class WeightLoader:
         key, gate, up, fused = f"{layer}.up", f"{prefix}gate", f"{prefix}up", f"{prefix}gate_up"
         if fused in self._names:
             second = range(size + mine.start, size + mine.stop)
-            whole = len(mine) == size
-            self._place(
-                key, fused, all_of if whole else lambda t: torch.cat([rows_of(mine)(t), rows_of(second)(t)]), layer
-            )
+            halves: Pick = lambda t: torch.cat([rows_of(mine)(t), rows_of(second)(t)])  # noqa: E731
+            self._place(key, fused, all_of if len(mine) == size else halves, layer)
         elif gate in self._names:
             self._place(key, gate, rows_of(mine), layer, part=0, parts=2)
             self._place(key, up, rows_of(mine), layer, part=1, parts=2)

@@ -89,6 +89,16 @@ def glm4_experts(config: PreTrainedConfig) -> dict[str, Any]:
     )
 
 
+def ernie_experts(config: PreTrainedConfig) -> dict[str, Any]:
+    """ERNIE 4.5, whose correction of the choice is a weight that training leaves."""
+    return _experts(
+        config,
+        count=config.moe_num_experts,
+        normalise=True,
+        shared_size=config.moe_intermediate_size * config.moe_num_shared_experts,
+    )
+
+
 def deepseek_v2_experts(config: PreTrainedConfig) -> dict[str, Any]:
     """DeepSeek-V2: a group is as good as its best expert."""
     in_groups = config.topk_method == "group_limited_greedy"

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 
 from hybrid_rlhf.models.families.experts import (
     deepseek_v2_experts,
+    ernie_experts,
     glm4_experts,
     gpt_oss_experts,
     granite_experts,
@@ -297,6 +298,7 @@ def _with_latents(names: dict[str, str]) -> dict[str, str]:
 
 _QWEN2_MOE = _moe_like(**_shared("mlp.shared_expert"), shared_router="mlp.shared_expert_gate")
 _GLM4_MOE = _moe_like(**_shared("mlp.shared_experts"))
+_ERNIE_MOE = {**_GLM4_MOE, "router_correction": "model.layers.{}.mlp.gate.moe_statics.e_score_correction_bias"}
 _LLAMA4 = _moe_like(
     "feed_forward",
     "router",
@@ -368,6 +370,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "mellum": Family(_moe_like(), experts=qwen_experts),
     "flex_olmo": Family(_FLEX_OLMO, _olmo2, experts=olmoe_experts),
+    "ernie4_5_moe": Family(_ERNIE_MOE, _glm, experts=ernie_experts),
     "solar_open": Family(_GLM4_MOE, experts=glm4_experts),
     "glm4_moe": Family(_GLM4_MOE, experts=glm4_experts),
     "deepseek_v3": Family(_with_latents(_GLM4_MOE), _latent, experts=glm4_experts),

@@ -32,8 +32,6 @@ from hybrid_rlhf.runtime.observability.progress import ProgressLog
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World, shared_user_errors
 
-_COMPARED_COMPLETIONS = 16
-"""Completions of a rollout, at least, for which experts are recorded if they are not replayed."""
 Samples = list[list[Completion]] | list[list[Episode]]
 """Samples of each prompt."""
 _CLOSING_SECONDS = 10.0
@@ -195,7 +193,7 @@ class RolloutSampler:
         sampled = [replace(config.sampling, seed=derive_seed(self._seed, step, first + index)) for index in mine]
         greedy_params = [replace(params, n=1, temperature=0.0) for params in sampled] if greedy else []
         places = mine * (2 if greedy else 1)
-        recorded = len(prompts) if config.routing_replay else -(-_COMPARED_COMPLETIONS // config.sampling.n)
+        recorded = config.recorded_prompts(len(prompts))
         return _RankPrompts(
             len(prompts),
             places,
