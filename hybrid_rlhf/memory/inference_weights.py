@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,10 +74,19 @@ def inference_weight_bytes(
     rest = read - products.unique
     if on_cpu:
         head, tied = _head(model)
-        project = sum(weight.numel() for _, _, weight in _named(model, family, ["inputs_project"], layers=1))
+        project = sum(one.weight.numel() for one in _named(model, family, ["inputs_project"], layers=1))
         stored += (max(size, _FLOAT32) if has_float32_logits(model.lm) else size) * head / ranks + size * project
         rest -= project + (0 if tied else head)
     return stored + (size * rest / ranks if copied else 0.0)
+
+
+class _Named(NamedTuple):
+    """A weight of a model."""
+
+    role: str
+    layer: int
+    name: str
+    weight: Tensor
 
 
 @dataclass(frozen=True)
@@ -100,13 +109,14 @@ def _products(model: ShapedModel, family: Family, ranks: int) -> _Products:
     inputs = [] if kind is None else list(kind.inputs(range(kind.units)))
     elements, outputs, seen = 0.0, 0.0, dict[str, int]()
     for roles, share in ((_PRODUCTS + inputs, 1 / ranks), (_REPLICATED, 1.0)):
-        for role, (layer, name, weight) in ((role, one) for role in roles for one in _named(model, family, [role])):
-            if name in seen and role != "v":  # shared experts may be the MLP of other layers (Granite 4)
+        for one in _named(model, family, roles):
+            if one.name in seen and one.role != "v":  # shared experts may be the MLP of other layers (Granite 4)
                 continue
-            count = weight.numel() * share * (copies[layer] if role in ("k", "v") else 1)
+            count = one.weight.numel() * share * (copies[one.layer] if one.role in ("k", "v") else 1)
+            swapped = transposed_experts if one.weight.dim() == 3 else transposed
             elements += count
-            outputs += count / weight.shape[-2 if (transposed_experts if weight.dim() == 3 else transposed) else -1]
-            seen[name] = weight.numel()
+            outputs += count / one.weight.shape[-2 if swapped else -1]
+            seen[one.name] = one.weight.numel()
     return _Products(elements, outputs, sum(seen.values()))
 
 
@@ -130,7 +140,7 @@ def _made(model: ShapedModel, family: Family) -> int:
     kind = recurrent_fields(model.lm, family).get("recurrence")
     if kind is not None and len(inputs := kind.inputs(range(kind.units))) > 1:
         roles |= set(inputs)
-    return sum({name: weight.numel() for _, name, weight in _named(model, family, roles)}.values())
+    return sum({one.name: one.weight.numel() for one in _named(model, family, roles)}.values())
 
 
 def _expert_fields(model: ShapedModel, family: Family) -> dict[str, Any]:
@@ -140,10 +150,8 @@ def _expert_fields(model: ShapedModel, family: Family) -> dict[str, Any]:
     return family.experts(model.config.get_text_config())
 
 
-def _named(
-    model: ShapedModel, family: Family, roles: Iterable[str], *, layers: int | None = None
-) -> Iterator[tuple[int, str, Tensor]]:
-    """Weights of some roles, in each layer that has them, with the layer and their names."""
+def _named(model: ShapedModel, family: Family, roles: Iterable[str], *, layers: int | None = None) -> Iterator[_Named]:
+    """Weights of some roles, in each layer that has them."""
     weights = {plain_name(name): weight for name, weight in model.lm.named_parameters()}
     count = model.config.get_text_config().num_hidden_layers if layers is None else layers
     for role in roles:
@@ -152,7 +160,7 @@ def _named(
             names = (name for module in modules for name in (f"{module}.weight", module))
             found = next((name for name in names if name in weights), None)
             if found is not None:
-                yield layer, found, weights[found]
+                yield _Named(role, layer, found, weights[found])
 
 
 def _unread(model: ShapedModel) -> int:

@@ -186,7 +186,7 @@ def in_place(world: World, path: Path) -> list[dict[str, Any]]:
     return results
 
 
-@pytest.mark.parametrize("variety", ["llama", "gemma2", "gemma4 whose keys are values", "falcon_h1"])
+@pytest.mark.parametrize("variety", ["llama", "gemma2", "gemma4 with experts", "falcon_h1"])
 def test_inference_weights_that_are_kept_follow_the_training_in_place(variety: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     model = tiny_model(pad_token_id=0) if variety == "llama" else variant(variety)
@@ -344,7 +344,7 @@ def test_families_split_over_ranks_sample_what_one_process_does(ranks: int, tmp_
             "llama4",
         ]
         names += ["qwen3_5", "qwen3_next", "granite 4", "falcon_h1 with a norm after the gate"]
-        names += ["gemma4", "gemma4 that shares keys", "gemma4 whose keys are values"]
+        names += ["gemma4", "gemma4 that shares keys", "gemma4 whose keys are values", "gemma4 with experts"]
     else:
         names = ["llama with biases", "gpt2", "falcon 7b", "olmo2"]
     for name in names:

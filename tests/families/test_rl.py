@@ -18,8 +18,9 @@ from tests.support.steps import brevity
 from tests.support.tiny import VOCABULARY, tiny_tokenizer
 
 FAMILIES = ["qwen3_moe", "gpt_oss", "qwen3_5_text", "jamba"]
-WITHOUT_CRITIC = ["llama4_text"]
+WITHOUT_CRITIC = ["llama4_text", "gemma4_text"]
 """Types that transformers has no sequence classifier for."""
+SIZES = ("vocab_size", "vocab_size_per_layer_input")
 WAYS = {
     "ppo with adapters": (1, ["--actor.lora.rank", "4"]),
     "grpo with zero 3": (2, ["--algorithm", "grpo", "--rollout.sampling.n", "4", "--actor.zero.stage", "3"]),
@@ -41,7 +42,7 @@ def train(
     model_type: str, way: tuple[int, list[str]], rows: Path, folder: Path, *more: str
 ) -> tuple[PreTrainedModel, list[dict[str, float]]]:
     """A tiny model as it began, and the metrics of each step of its run."""
-    model = tiny_of_type(model_type, vocab_size=VOCABULARY, pad_token_id=2)
+    model = tiny_of_type(model_type, **dict.fromkeys(SIZES, VOCABULARY), pad_token_id=2)
     model.save_pretrained(folder / "model")
     tiny_tokenizer().save_pretrained(folder / "model")
     ranks, settings = way
@@ -68,8 +69,10 @@ def test_a_family_learns_by_reinforcement(model_type: str, way: str, pair_rows: 
     assert any(not one.equal(other) for one, other in zip(model.parameters(), trained.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("way", REPLAY)
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("model_type", "way"),
+    [*itertools.product(["qwen3_moe", "gpt_oss"], REPLAY), ("gemma4_text", "grpo with one update")],
+)
 def test_training_routes_as_sampling_did(model_type: str, way: str, pair_rows: Path, tmp_path: Path) -> None:
     _, lines = train(model_type, REPLAY[way], pair_rows, tmp_path, "--rollout.routing_replay", "true")
     assert lines[-1]["step"] == 2

@@ -15,6 +15,7 @@ IN_USE = {
     "gpt_oss": ("inference weights", "packed"),
     "llama4_text": ("inference weights", "padded"),
     "gemma4_text": ("inference weights", "packed"),
+    "gemma4": ("inference weights", "packed"),
     "deepseek_v3": ("inference weights", "packed"),
     "qwen3_5_text": ("inference weights", "padded"),
     "falcon_h1": ("inference weights", "padded"),

@@ -110,7 +110,8 @@ def test_fp8_codes_are_within_their_rounding() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "name", ["llama with biases", "gemma2", "gemma4", "gpt2", "qwen3_moe", "gpt_oss", "qwen2_moe", "llama4"]
+    "name",
+    ["llama with biases", "gemma2", "gemma4 with experts", "gpt2", "qwen3_moe", "gpt_oss", "qwen2_moe", "llama4"],
 )
 def test_logprobs_are_near_those_without(name: str, dtype: torch.dtype) -> None:
     model = variant(name)

@@ -381,6 +381,22 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
             "mamba_proj_bias": False,
         },
     ),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            **{name: size for name, size in GQA.items() if name != "num_hidden_layers"},
+            **GROUPED_EXPERTS,
+            "layers_block_type": ["mamba", "moe", "attention", "mlp", "mamba"],
+            "head_dim": 8,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+            "n_groups": 2,
+            "ssm_state_size": 6,
+            "chunk_size": 4,
+            "moe_shared_expert_intermediate_size": 40,
+            "time_step_min": 0.5,
+        },
+    ),
     "lfm2": ("lfm2", {**GQA, "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8}),
     "lfm2 of a given width": (
         "lfm2",

@@ -216,6 +216,10 @@ class Decoder:
         x = _normed(w.mlp_norm, x * (attended if w.recurrent is None else recurrent) + attention(x))
         return x * carried + mlp(x, x)
 
+    def _single(self, x: Tensor, w: LayerWeights, attention: Sublayer, mlp: MLP) -> Tensor:
+        normed = _normed(w.attention_norm, x)
+        return x + (mlp(normed, x) if w.o is None and w.recurrent is None else attention(normed))
+
     def _mixed(
         self,
         x: Tensor,
@@ -261,17 +265,16 @@ class Decoder:
 
     def _mlp(self, x: Tensor, stream: Tensor, w: LayerWeights, routes: list[Tensor] | None) -> Tensor:
         """MLP and experts of the normed residual stream; experts beside an MLP read the stream itself."""
-        parts = []
+        parts, activate = [], self._gate if self.architecture.gated_mlp else self._activation
         if w.up is not None and w.down is not None:
-            up = w.up(x)
-            dense = w.down(self._gate(up) if self.architecture.gated_mlp else self._activation(up))
+            dense = w.down(activate(w.up(x)))
             if w.shared_router is not None:
                 dense = dense * functional.linear(x, w.shared_router).sigmoid()
             parts.append(dense)
         if w.experts is not None:
             routed = None if w.router_norm is None else w.router_norm(stream)
             given = x if w.experts_norm is None else w.experts_norm(stream)
-            parts.append(w.experts(given, self._gate, routed=routed, routes=routes))
+            parts.append(w.experts(given, activate, routed=routed, routes=routes))
         if w.experts_norm is None:
             return self.world.all_reduce(sum(parts[1:], parts[0]))
         dense, chosen = map(self.world.all_reduce, parts)

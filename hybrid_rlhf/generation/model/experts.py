@@ -50,7 +50,7 @@ class RoutedExperts:
         Args:
             kind: sizes and routing.
             router: [E, H].
-            up: [X, 2 I, H], gate and up.
+            up: [X, 2 I, H], gate and up, or up alone [X, I, H].
             down: [X, H, I].
             mine: the experts of this rank.
             correction: [E] or [1, E], added to the scores by which experts are chosen; or none.
@@ -137,7 +137,7 @@ class RoutedExperts:
 
         Args:
             x: tokens.
-            activate: activation(gate) * up of [n, 2 I].
+            activate: activation(gate) * up of [n, 2 I], or of experts without a gate activation(up) of [n, I].
             routed: [T, H], what the router reads; none: x.
             routes: receives the indices [T, k] of the experts, in the smallest type; none: they are not recorded.
         """

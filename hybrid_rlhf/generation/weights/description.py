@@ -17,8 +17,9 @@ from hybrid_rlhf.generation.weights.recurrence import Recurrence
 
 NormKind = Literal["rms", "layer"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
-Block = Literal["sequential", "parallel", "post_norm", "normed"]
-"""Order of norms, attention and MLP; normed: what is added to is the norm of the residual stream (MiniMax)."""
+Block = Literal["sequential", "parallel", "post_norm", "normed", "single"]
+"""Order of norms, attention and MLP; normed: what is added to is the norm of the residual stream (MiniMax); single: a
+layer has one of attention, recurrence and MLP (Nemotron-H)."""
 QKVOrder = Literal["stacked", "grouped"]
 """Rows of a fused QKV weight: stacked, all of Q, then K, then V; grouped, per KV head its queries, key and value."""
 
@@ -139,6 +140,8 @@ class ModelDescription:
     recurrence: Recurrence | None = None
     recurrent_layers: frozenset[int] = frozenset()
     """Layers with a recurrence, in place of attention or beside it."""
+    recurrent_activation: Activation | None = None
+    """Of recurrent layers; none: that of the MLP."""
     norm: NormKind
     norm_eps: float
     norm_offset: float = 0.0

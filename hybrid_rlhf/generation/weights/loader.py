@@ -194,7 +194,8 @@ class WeightLoader:
                 tensor = self._take(f"{layer}.{role}.{part}")
                 if tensor is not None:
                     others[role.removeprefix("recurrent_") + ending] = tensor
-        return mixer(a.recurrence, MixerWeights(project, out, others), ACTIVATIONS[a.activation], a.norm_eps)
+        activation = ACTIVATIONS[a.recurrent_activation or a.activation]
+        return mixer(a.recurrence, MixerWeights(project, out, others), activation, a.norm_eps)
 
     def _take(self, key: str) -> Tensor | None:
         """One inference weight: its parts fused, and released."""

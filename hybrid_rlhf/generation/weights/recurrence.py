@@ -107,6 +107,8 @@ class Mamba2:
     """Tokens that the convolution sees."""
     norm: Literal["gated", "before_gate", "none"] = "gated"
     """The norm of each group follows the gate, precedes it, or is left out."""
+    least_step: float = 0.0
+    """Time steps are at least that."""
 
     @property
     def units(self) -> int:

@@ -120,6 +120,11 @@ def qwen3_5_experts(config: PreTrainedConfig) -> dict[str, Any]:
     )
 
 
+def nemotron_h_experts(config: PreTrainedConfig) -> dict[str, Any]:
+    """Nemotron-H, as GLM-4-MoE with a size of its own for the shared experts."""
+    return {**glm4_experts(config), "shared_size": config.moe_shared_expert_intermediate_size}
+
+
 def lfm2_experts(config: PreTrainedConfig) -> dict[str, Any]:
     """LFM2-MoE."""
     return _experts(

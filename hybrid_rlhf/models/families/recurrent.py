@@ -11,7 +11,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from hybrid_rlhf.models.families.experts import jamba_experts, lfm2_experts, qwen3_5_experts
+from hybrid_rlhf.models.families.experts import (
+    jamba_experts,
+    lfm2_experts,
+    nemotron_h_experts,
+    qwen3_5_experts,
+)
 from hybrid_rlhf.models.families.family import Family
 from hybrid_rlhf.models.families.table import FAMILIES as ATTENTION_FAMILIES
 
@@ -160,6 +165,41 @@ def _falcon_h1_mixer(config: PreTrainedConfig) -> tuple[str, dict[str, Any]]:
     return "mamba2", {**_mamba2(config)[1], "norm": norm}
 
 
+def _nemotron_h(config: PreTrainedConfig) -> dict[str, Any]:
+    return {
+        "block": "single",
+        "norm": "rms",
+        "norm_in_float32": True,
+        "activation": config.mlp_hidden_act,
+        "recurrent_activation": config.mamba_hidden_act,
+    }
+
+
+def _nemotron_h_mixer(config: PreTrainedConfig) -> tuple[str, dict[str, Any]]:
+    return "mamba2", {
+        "heads": config.mamba_num_heads,
+        "head_dim": config.mamba_head_dim,
+        "groups": config.n_groups,
+        "state_dim": config.ssm_state_size,
+        "width": config.conv_kernel,
+        "least_step": config.time_step_min,
+    }
+
+
+_NEMOTRON_H = {
+    "embed": "model.embeddings",
+    "final_norm": "model.norm_f",
+    "head": "lm_head",
+    "attention_norm": f"{_LAYER}norm",
+    **{role: f"{_LAYER}mixer.{role}_proj" for role in ("q", "k", "v", "o", "up", "down")},
+    **{role: f"{_LAYER}mixer.{module}" for role, module in _MAMBA2.items()},
+    "router": f"{_LAYER}mixer.gate",
+    "router_correction": f"{_LAYER}mixer.gate.e_score_correction_bias",
+    "experts_up": f"{_LAYER}mixer.experts.up_proj",
+    "experts_down": f"{_LAYER}mixer.experts.down_proj",
+    "shared_up": f"{_LAYER}mixer.shared_experts.up_proj",
+    "shared_down": f"{_LAYER}mixer.shared_experts.down_proj",
+}
 _QWEN_NEXT_FAMILY = Family(
     _named("qwen2_moe", "linear_attn", **_QWEN_NEXT),
     _qwen,
@@ -234,6 +274,13 @@ RECURRENT_FAMILIES: dict[str, Family] = {
         | {"final_norm": "model.final_layernorm"},
         experts=jamba_experts,
         recurrence=_mamba,
+    ),
+    "nemotron_h": Family(
+        _NEMOTRON_H,
+        _nemotron_h,
+        {"experts of a latent": lambda c: c.moe_latent_size is not None},
+        experts=nemotron_h_experts,
+        recurrence=_nemotron_h_mixer,
     ),
     "lfm2": _LFM2_FAMILY,
     "lfm2_moe": replace(

@@ -92,7 +92,7 @@ class Mamba2Mixer:
         inputs, b, c = mixed.split([inner, shared, shared], dim=-1)
         b, c = (part.unflatten(-1, (-1, kind.state_dim)) for part in (b, c))
         inputs = inputs.unflatten(-1, (-1, kind.shared, kind.head_dim))
-        dt = functional.softplus(dt.float() + w["dt"].float())
+        dt = functional.softplus(dt.float() + w["dt"].float()).clamp(min=kind.least_step)
         g, dt, skip = (
             part.unflatten(-1, (-1, kind.shared)) for part in (-w["decay"].float().exp() * dt, dt, w["skip"])
         )
