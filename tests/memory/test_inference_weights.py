@@ -43,7 +43,7 @@ def shaped(lm: Any, folder: Path, *, lora: LoraConfig | None = None) -> ShapedMo
 
 @pytest.mark.parametrize(
     "name",
-    ["llama", "gpt2", "deepseek_v3", "qwen2_moe", "jamba", "granite 4", "minimax"]
+    ["llama", "gpt2", "deepseek_v3", "qwen2_moe", "jamba", "granite 4", "minimax", "nemotron_h"]
     + ["gemma4 with experts", "gemma4 that shares keys", "gemma4 whose keys are values"],
 )
 def test_packed_products_take_what_was_planned(name: str, tmp_path: Path) -> None:
