@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
@@ -25,7 +25,7 @@ from hybrid_rlhf.generation.weights import conversion
 from hybrid_rlhf.generation.weights.loader import WeightLoader
 from hybrid_rlhf.runtime.world import World
 from tests.support.engines import actor_spec, state_of, token_rows, train_step
-from tests.support.families import variant
+from tests.support.families import COMMON, GEMMA4, SMALL, variant
 from tests.support.generation import token_ids_of
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_model, tiny_tokenizer
@@ -123,6 +123,20 @@ def test_both_backends_generate_the_same(
     ranks: int, settings: dict[str, Any], model_folder: Path, tmp_path: Path
 ) -> None:
     for native, module in run_ranks(both_backends, ranks, tmp_path, model_folder, settings):
+        assert native == module
+
+
+def test_a_language_model_beside_towers_generates_as_its_module_does(tmp_path: Path) -> None:
+    tower = {**SMALL, "intermediate_size": 48, "num_key_value_heads": 4, "head_dim": 8, "num_hidden_layers": 3}
+    config = AutoConfig.for_model("gemma4", text_config={**COMMON, **GEMMA4}, vision_config=tower, audio_config=None)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.model.language_model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    assert any("vision_tower" in name for name, _ in model.named_parameters())
+    model.save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    for native, module in run_ranks(both_backends, 2, tmp_path, tmp_path / "model", {"stage": 3, "lora": 4}):
         assert native == module
 
 
