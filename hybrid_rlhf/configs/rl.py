@@ -109,11 +109,11 @@ class ReferenceModelConfig:
         )
 
 
-def frozen_zero(sibling: ZeroConfig, *, offload: bool) -> ZeroConfig:
+def frozen_zero(sibling: ZeroConfig) -> ZeroConfig:
     """How a frozen model shards: not at all, or like the model beside it under ZeRO-3."""
     if sibling.stage < 3:
         return ZeroConfig()
-    return ZeroConfig(stage=3, offload_parameters=sibling.offload_parameters or offload)
+    return ZeroConfig(stage=3, offload_parameters=sibling.offload_parameters)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hybrid_rlhf.engines.deepspeed_internals import (
     disable_gradient_allreduce,
@@ -33,6 +33,7 @@ from hybrid_rlhf.functional.losses import LossSum
 from hybrid_rlhf.models.activation_offload import ActivationOffload
 from hybrid_rlhf.models.lora import adapters_off, has_lora
 from hybrid_rlhf.models.packing import packs
+from hybrid_rlhf.models.structure import layer_list
 from hybrid_rlhf.runtime.world import World
 
 Role = Literal["actor", "critic", "reference", "reward", "student", "teacher"]
@@ -79,12 +80,17 @@ class EngineOptions:
 class ModelEngine:
     """A role's model: call it to compute, `backward` and `step` to train it."""
 
+    tensor_parallel = 1
+    """Ranks that compute the same rows together."""
+    reports_rows = True
+    """Whether this rank is the one of them whose results count."""
+
     def __init__(self, role: Role, engine: DeepSpeedEngine, world: World, options: EngineOptions | None = None) -> None:
         self.role: Role = role
         self.world = world
         self._engine = engine
         self._options = options or EngineOptions()
-        self._host_weights = OffloadedWeights(engine.module, world.device) if self._options.offload_weights else None
+        self._host_weights = self._offloaded_weights() if self._options.offload_weights else None
         if self.is_trained and isinstance(engine.optimizer, torch.optim.Optimizer):
             # Clip here too, so that the norm is known; DeepSpeed's own optimizers report theirs.
             replace_model_step(engine, self._step_if_finite)
@@ -96,6 +102,9 @@ class ModelEngine:
         offloads = self._options.offload_activations and torch.is_grad_enabled()
         with engine_ranks(self.world), ActivationOffload() if offloads else contextlib.nullcontext():
             return self._engine(*args, **kwargs)
+
+    def _offloaded_weights(self) -> OffloadedWeights:
+        return OffloadedWeights(self.module, self.world.device, layers=layer_list(self.lm) or ())
 
     def on_device(self) -> contextlib.AbstractContextManager[None]:
         """Around the computation of a frozen model, whose weights may be offloaded outside."""
@@ -126,7 +135,7 @@ class ModelEngine:
 
     @property
     def deepspeed_engine(self) -> DeepSpeedEngine:
-        """For use inside this folder."""
+        """With all its states where they train, for use inside this folder."""
         return self._engine
 
     @property
@@ -138,6 +147,11 @@ class ModelEngine:
     def lm(self) -> PreTrainedModel:
         """The Hugging Face model inside."""
         return self.module.lm  # type: ignore[return-value]
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """Of the Hugging Face model."""
+        return self.lm.config
 
     @property
     def parameters(self) -> int:
@@ -175,7 +189,7 @@ class ModelEngine:
         """
         # DeepSpeed averages over ranks; multiplied by their number, that is a sum.
         with engine_ranks(self.world):
-            self._engine.backward(total * (self.world.size / max(count, 1.0)), scale_wrt_gas=False)
+            self.deepspeed_engine.backward(total * (self.world.size / max(count, 1.0)), scale_wrt_gas=False)
 
     def with_router_losses(self, loss: LossSum, weights: Tensor) -> LossSum:
         """A loss with those of the routers in the last forward, if the model has them (models/routers/losses.py).
@@ -198,7 +212,7 @@ class ModelEngine:
         """Apply the accumulated gradient, step the schedule, clear the gradient."""
         lr = float(self._engine.get_lr()[0])
         with engine_ranks(self.world):
-            self._engine.step()
+            self.deepspeed_engine.step()
         norm = self._engine.get_global_grad_norm()
         skipped = not self._engine.was_step_applied()
         return UpdateStats(lr=lr, grad_norm=None if norm is None else float(norm), skipped=skipped)

@@ -20,6 +20,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.residency import ResidencyRules, RoleResidency
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.engines.deepspeed_internals import zero3_hooks_removed
@@ -68,6 +69,7 @@ class HybridEngine(ModelEngine):
         rollout: RolloutConfig | None = None,
         max_logprob_diff: float | None = None,
         samples: bool = True,
+        residency: RoleResidency | None = None,
     ) -> None:
         """Wrap an engine; every rank must call.
 
@@ -80,6 +82,7 @@ class HybridEngine(ModelEngine):
             max_logprob_diff: see faults.max_logprob_diff.
             samples: whether it generates; false: a sampler on other ranks does (engines/separate/), and this one has no
                 inference weights.
+            residency: where its memory lies in each phase; none: as the rollout says.
 
         Raises:
             UserError: when tensor_parallel, quantization, routing_replay, draft or async_sampling needs inference
@@ -87,7 +90,12 @@ class HybridEngine(ModelEngine):
         """
         super().__init__(role, engine, world, options)
         self._rollout = rollout or RolloutConfig()
-        self._keeps = self._rollout.keep_weights is True  # auto is decided by memory/kept_weights.py
+        if residency is None:
+            rules = ResidencyRules.of_rollout(self._rollout, cuda=world.device.type == "cuda")
+            residency = rules.actor(int(engine.zero_optimization_stage()), samples=samples)
+        self._offloads_states = residency.visits("optimizer") or residency.visits("gradients")
+        # with a policy lag every snapshot has weights of its own
+        self._keeps = residency.stays("inference weights") and not self._rollout.policy_lag
         self.generation_world = world.split(self._rollout.tensor_parallel if samples else 1)
         """The ranks that generate together, from the same prompts."""
         self.weight_sync_seconds = 0.0
@@ -157,6 +165,12 @@ class HybridEngine(ModelEngine):
         module.replay = RouterReplay(self.lm, experts=kind.count, replays=replays)
 
     @property
+    def deepspeed_engine(self) -> DeepSpeedEngine:
+        """See ModelEngine."""
+        self._host_states.wait()
+        return self._engine
+
+    @property
     def facts(self) -> EngineFacts:
         """See ModelEngine."""
         return replace(super().facts, max_logprob_diff=self.max_logprob_diff)
@@ -182,7 +196,7 @@ class HybridEngine(ModelEngine):
         self.weight_sync_seconds = self.weight_check_seconds = 0.0
         start = time.perf_counter()
         with contextlib.ExitStack() as stack:
-            if self._rollout.offload_states:
+            if self._offloads_states:
                 stack.enter_context(self._host_states.on_host())
             backend: GenerationBackend
             if self._inference_weights is not None:

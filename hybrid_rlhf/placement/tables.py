@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from hybrid_rlhf.configs.residency import residency_table
 from hybrid_rlhf.configs.sections.placement import in_words
 from hybrid_rlhf.placement.costs import Costs
 from hybrid_rlhf.placement.curves import MachineCurves
@@ -51,7 +52,7 @@ class PlacementAnswer:
         for candidate in self.result.ranked:
             lines += [_line(candidate), f"  {self.why(candidate)}"]
         if self.best is not None:
-            lines += ["", f"best plan: {self.best.plan.placement.style}", *_roles(self.best)]
+            lines += ["", f"best plan: {self.best.plan.placement.style}", *_roles(self.best, self.job)]
             if self.cluster.ranks > 1:
                 setting = self.best.plan.placement_setting()
                 given = yaml.safe_dump(setting, default_flow_style=True, sort_keys=False, width=math.inf).strip()
@@ -126,7 +127,7 @@ def _line(candidate: Candidate) -> str:
     return f"{style:14}{seconds}{candidate.time.idle_part:>13.0%}{memory:>13}"
 
 
-def _roles(candidate: Candidate) -> list[str]:
+def _roles(candidate: Candidate, job: RLJob) -> list[str]:
     lines = [f"  {'role':20}{'ranks':>12}{'zero':>6}{'tensor parallel':>17}"]
     for name, role in candidate.plan.roles.items():
         lines.append(f"  {name:20}{in_words(role.ranks):>12}{role.zero:>6}{role.tensor_parallel:>17}")
@@ -136,7 +137,7 @@ def _roles(candidate: Candidate) -> list[str]:
     for each in candidate.memory.phases:
         where = f"{each.phase.name} on {in_words(each.ranks)}"
         lines.append(f"  {where:28}{each.phase.total / _GIB:>12.2f}  {each.phase.note}".rstrip())
-    return lines
+    return lines + residency_table(candidate.plan.residency(job))
 
 
 def _as_dict(candidate: Candidate) -> dict[str, Any]:

@@ -36,7 +36,15 @@ from hybrid_rlhf.memory.kept_weights import resolve_keep_weights
 from hybrid_rlhf.rl.algorithms import ALGORITHMS, Algorithm
 from hybrid_rlhf.rl.environments import Environment, EnvironmentRunner, load_environment
 from hybrid_rlhf.rl.parts import RLParts
-from hybrid_rlhf.rl.roles import PlacementWatch, Roles, build_roles, choose_placement, place_roles
+from hybrid_rlhf.rl.roles import (
+    PlacementWatch,
+    Roles,
+    build_roles,
+    choose_placement,
+    log_placement,
+    place_roles,
+    require_room,
+)
 from hybrid_rlhf.rl.samples import SampleTexts
 from hybrid_rlhf.rl.trainer import RLTrainer
 from hybrid_rlhf.rl.updates.ptx import PtxBatches
@@ -160,6 +168,8 @@ def rl_session(
         placement = place_roles(config, run, actor_path)
         plan = plan_step(config, run, placement)
         config = resolve_keep_weights(config, run.world)
+        log_placement(config, placement, run.world)
+        require_room(config, placement, run.world)
         data = load_prompt_data(
             config.data,
             tokenizer=tokenizer,

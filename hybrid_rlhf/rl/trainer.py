@@ -15,6 +15,7 @@ from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.data.loaders import RowStream
 from hybrid_rlhf.engines.averaging import WeightAverage
+from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
 from hybrid_rlhf.engines.saved.checkpoints import LoopState
 from hybrid_rlhf.loop.checkpointing import CheckpointManager, due
 from hybrid_rlhf.loop.non_finite import NonFiniteError, SkippedUpdates, non_finite_rows
@@ -65,7 +66,7 @@ class RLTrainer(Trainer):
         placement_watch: PlacementWatch | None = None,
     ) -> None:
         changing = dict(parts.roles.learners)
-        if config.reference.refresh_every and parts.roles.reference is not None:
+        if config.reference.refresh_every and isinstance(parts.roles.reference, ModelEngine | AbsentEngine):
             changing["reference"] = parts.roles.reference
         checkpoints = CheckpointManager(run, config.train, changing, average)
         super().__init__(

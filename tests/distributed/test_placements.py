@@ -78,6 +78,15 @@ CASES: list[Case] = [
     ("ppo", 4, "{actor: {ranks: 2-3}, critic: {ranks: 0-1}, reference: {ranks: 0}, reward: {ranks: 1}}", (*REFRESHED,)),
     ("grpo", 3, "{actor: {ranks: '0,2'}, reference: {ranks: 1, zero: 3}, judge: {ranks: 0-2}}", (*REFRESHED,)),
     ("online_dpo", 3, "{actor: {ranks: 1-2}, reference: {ranks: 0}, judge: {ranks: 1}}", (*ZERO_3,)),
+    ("ppo", 4, "{judge: {ranks: 0-3, tensor_parallel: 2}, reference: {ranks: '1,3', tensor_parallel: 2}}", (*ZERO_3,)),
+    ("grpo", 3, "{style: separation, actor: {ranks: 0}, reference: {ranks: 1-2, tensor_parallel: 2}}", ()),
+    (
+        "ppo",
+        3,
+        "{sampler: {ranks: 0-1, tensor_parallel: 2}, actor: {ranks: 2}, reward: {ranks: 0-1, tensor_parallel: 2}}",
+        (*AHEAD,),
+    ),
+    ("online_dpo", 4, "{reference: {ranks: 0-1, tensor_parallel: 2}, reward: {ranks: 0-3, tensor_parallel: 4}}", ()),
 ]
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.residency import ResidencyRules
 from hybrid_rlhf.configs.sections.rollout import AsyncSamplingConfig, RolloutConfig
 from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.engines.partition import full_weights
@@ -417,7 +418,8 @@ def beside_others(world: World, path: Path) -> list[tuple[bool, int, list[Any]]]
     """By whether others compute on its ranks: whether a sampler keeps its cache, its syncs, and what it samples."""
     told = []
     for shares_ranks in (False, True):
-        _, sampler = build_separate(world, path, trains=1, shares_ranks=shares_ranks)
+        residency = ResidencyRules().sampler(shares_ranks=shares_ranks)
+        _, sampler = build_separate(world, path, trains=1, residency=residency)
         sampled = []
         for _ in range(2):
             with sampler.inference(stop_token_ids=()) as generation:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, Literal, cast
 
@@ -35,6 +35,12 @@ class RolePlacement:
     """Ranks that share one model's inference weights."""
 
     @property
+    def groups(self) -> list[tuple[int, ...]]:
+        """Its tensor-parallel groups."""
+        size = self.tensor_parallel
+        return [self.ranks[first : first + size] for first in range(0, len(self.ranks), size)]
+
+    @property
     def parallelism(self) -> str:
         """In words."""
         parts = [f"ZeRO-{self.zero}"] * bool(self.zero)
@@ -54,6 +60,10 @@ class PlacedRoles:
     policy_lag: int = 0
     shares_base: bool = False
     """Whether the critic has its adapters on the actor's weights."""
+    reads_actor: bool = False
+    """Whether the reference is the actor without its adapters."""
+    refreshes_reference: bool = False
+    """Whether the reference takes the actor's weights now and then."""
 
     @property
     def rewards(self) -> tuple[str, ...]:
@@ -88,14 +98,27 @@ class Placement:
         return self.roles.get("sampler", self.roles["actor"])
 
     @property
+    def sampler_shares_ranks(self) -> bool:
+        """Whether other roles compute on a rank of the sampler's own."""
+        others = (role.ranks for name, role in self.roles.items() if name != "sampler")
+        return any(not {*self.sampler.ranks}.isdisjoint(ranks) for ranks in others)
+
+    @property
+    def reference_beside_rewards(self) -> bool:
+        """Whether the reference and reward models have no rank in common, and so read at the same time."""
+        others = ("actor", "critic", "reference", "sampler")
+        rewards = {rank for name, role in self.roles.items() if name not in others for rank in role.ranks}
+        return "reference" in self.roles and bool(rewards) and rewards.isdisjoint(self["reference"].ranks)
+
+    @property
     def sampling_groups(self) -> list[tuple[int, ...]]:
         """The tensor-parallel groups that sample."""
-        ranks, together = self.sampler.ranks, self.sampler.tensor_parallel
-        return [ranks[first : first + together] for first in range(0, len(ranks), together)]
+        return self.sampler.groups
 
     def groups(self) -> list[tuple[int, ...]]:
         """Ranks of all process groups that a run of this placement needs."""
-        groups = [*(role.ranks for role in self.roles.values()), *self.sampling_groups]
+        groups = [*(role.ranks for role in self.roles.values())]
+        groups += [group for role in self.roles.values() if role.tensor_parallel > 1 for group in role.groups]
         if self.separate_sampler:
             groups.append(tuple(sorted({*self["actor"].ranks, *self.sampler.ranks})))
         return sorted(set(groups))
@@ -117,7 +140,7 @@ class Placement:
             )
             sampling, scoring, training = (", ".join(part) or "-" for part in mine)
             phases.append((in_words(ranks), sampling, scoring, training, training))
-        return [f"placement: {self.style}", *_aligned(rows), *_aligned(phases)]
+        return [f"placement: {self.style}", *aligned(rows), *aligned(phases)]
 
 
 def in_words(ranks: Sequence[int]) -> str:
@@ -221,6 +244,11 @@ def resolve_placement(given: str | Mapping[str, Any] | None, placed: PlacedRoles
         roles = {name: shared for name in placed.rewards} | roles
         require(bool(placed.rewards), "placement.reward places reward models, the step has none: leave it out")
     names = (*placed.zero, "sampler")
+    require(
+        not placed.reads_actor or "reference" not in roles,
+        "with LoRA the reference is the actor without its adapters, on the actor's ranks, got placement.reference: "
+        "leave it out, or set reference.path",
+    )
     for name in roles:
         require(
             name in names,
@@ -236,20 +264,22 @@ def resolve_placement(given: str | Mapping[str, Any] | None, placed: PlacedRoles
         )
     together = int(roles.get("sampler", {}).get("tensor_parallel", placed.tensor_parallel))
     filled = _filled(style, placed, own, ranks, together) | own
+    _check_keys(roles, placed)
     placement = Placement(
-        {
-            name: RolePlacement(
-                filled[name],
-                cast(ZeroStage, roles.get(name, {}).get("zero", placed.zero.get(name, 0))),
-                together if name == "sampler" or (name == "actor" and "sampler" not in filled) else 1,
-            )
-            for name in names
-            if name in filled
-        },
+        {name: _role(roles.get(name, {}), filled[name], placed.zero.get(name, 0)) for name in names if name in filled},
         "hybrid" if own else style,
     )
-    _check(placement, placed, roles)
+    sampler = "sampler" if placement.separate_sampler else "actor"
+    own_size = replace(placement[sampler], tensor_parallel=together)
+    placement = replace(placement, roles={**placement.roles, sampler: own_size})
+    _check(placement, placed)
     return placement
+
+
+def _role(keys: Mapping[str, Any], ranks: tuple[int, ...], zero: int) -> RolePlacement:
+    """A role by what is given of it; `zero` is the stage of its config, which tensor parallelism takes the place of."""
+    together = int(keys.get("tensor_parallel", 1))
+    return RolePlacement(ranks, cast(ZeroStage, keys.get("zero", zero if together == 1 else 0)), together)
 
 
 def _filled(
@@ -285,18 +315,34 @@ def _filled(
     return found
 
 
-def _check(placement: Placement, placed: PlacedRoles, given: Mapping[str, Mapping[str, Any]]) -> None:
-    sampler, actor = placement.sampler, placement["actor"]
-    require(
-        len(sampler.ranks) % sampler.tensor_parallel == 0,
-        f"tensor parallelism must divide the sampler's {len(sampler.ranks)} ranks, got {sampler.tensor_parallel}: use "
-        f"one of {', '.join(str(n) for n in range(1, len(sampler.ranks) + 1) if len(sampler.ranks) % n == 0)}",
-    )
+def _check_keys(given: Mapping[str, Mapping[str, Any]], placed: PlacedRoles) -> None:
     for name, keys in given.items():
+        together = keys.get("tensor_parallel", 1)
         require(
-            "tensor_parallel" not in keys or name == "sampler",
-            f"placement.{name} trains or scores without tensor parallelism, got tensor_parallel: leave it out, or give "
-            "it to sampler",
+            "tensor_parallel" not in keys or name not in ("actor", "critic"),
+            f"placement.{name} trains without tensor parallelism, got tensor_parallel {together}: leave it out, or "
+            "give it to sampler or a frozen role",
+        )
+        require(
+            together == 1 or not keys.get("zero"),
+            f"placement.{name} is shared by tensor parallelism or by ZeRO, got tensor_parallel {together} and zero "
+            f"{keys.get('zero')}: leave one out",
+        )
+        require(
+            together == 1 or name != "reference" or not placed.refreshes_reference,
+            f"reference.refresh_every writes to whole or ZeRO-sharded weights, got placement.reference.tensor_parallel "
+            f"{together}: leave one out",
+        )
+
+
+def _check(placement: Placement, placed: PlacedRoles) -> None:
+    sampler, actor = placement.sampler, placement["actor"]
+    for name, role in placement.roles.items():
+        count, who = len(role.ranks), "sampler" if role is sampler else name
+        require(
+            count % role.tensor_parallel == 0,
+            f"tensor parallelism must divide the {count} ranks of the {who}, got {role.tensor_parallel}: use one of "
+            f"{', '.join(str(n) for n in range(1, count + 1) if count % n == 0)}",
         )
     for name in placed.frozen:
         require(
@@ -330,7 +376,8 @@ def _nearest(name: str, known: Sequence[str]) -> str:
     return get_close_matches(name, known, n=1, cutoff=0.0)[0]
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of a table as lines."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

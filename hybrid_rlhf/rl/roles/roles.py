@@ -10,11 +10,13 @@ from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
 from hybrid_rlhf.engines.hybrid import AbsentActor, HybridEngine
 from hybrid_rlhf.engines.partition import copy_weights, full_tensors, set_weights
 from hybrid_rlhf.engines.sampling_engine import SamplingEngine
+from hybrid_rlhf.engines.separate.reader import InferenceReader
 from hybrid_rlhf.engines.separate.sampler import SeparateSampler
 from hybrid_rlhf.rl.rewards import Reward
 from hybrid_rlhf.runtime.world import World
 
 Engine = ModelEngine | AbsentEngine
+FrozenRole = ModelEngine | InferenceReader | AbsentEngine
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Roles:
     actor: HybridEngine | AbsentActor
     reward: Reward
     critic: Engine | None = None
-    reference: Engine | None = None
+    reference: FrozenRole | None = None
     """None also where the reference is the actor without its adapters."""
     separate_sampler: SeparateSampler | None = None
     """A sampler on ranks of its own; none: the actor samples."""
