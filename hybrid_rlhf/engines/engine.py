@@ -27,8 +27,8 @@ from hybrid_rlhf.engines.deepspeed_internals import (
     set_grad_norm,
     skip_model_step,
 )
-from hybrid_rlhf.engines.offload import OffloadedWeights
 from hybrid_rlhf.engines.partition import base_parameters
+from hybrid_rlhf.engines.residency.offload import OffloadedWeights
 from hybrid_rlhf.functional.losses import LossSum
 from hybrid_rlhf.models.activation_offload import ActivationOffload
 from hybrid_rlhf.models.lora import adapters_off, has_lora

@@ -20,13 +20,13 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.residency import ResidencyRules, RoleResidency
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.engines.deepspeed_internals import zero3_hooks_removed
 from hybrid_rlhf.engines.engine import AbsentEngine, EngineFacts, EngineOptions, ModelEngine, Role
-from hybrid_rlhf.engines.offload import OffloadedStates
 from hybrid_rlhf.engines.partition import GatheredWeight, base_parameters, full_weights, gathered, has_partitions
+from hybrid_rlhf.engines.residency.offload import OffloadedStates
+from hybrid_rlhf.engines.residency.rules import ResidencyRules, RoleResidency
 from hybrid_rlhf.engines.sampling_engine import rollout_backend, rollout_drafter
 from hybrid_rlhf.engines.weight_check import TrainingProbe, WeightCheck, logprob_limit
 from hybrid_rlhf.generation.backends.backend import GenerationBackend

@@ -14,7 +14,6 @@ import psutil
 import torch
 
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
-from hybrid_rlhf.configs.residency import ResidencyRules, RoleResidency
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.rl import RLConfig, frozen_zero
 from hybrid_rlhf.configs.sections.model import LoraConfig
@@ -25,6 +24,7 @@ from hybrid_rlhf.configs.sections.training import LoopConfig, OptimizerConfig, Z
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.engines.ds_config import deepspeed_config, read_overrides
 from hybrid_rlhf.engines.hybrid import BUCKET_ELEMENTS
+from hybrid_rlhf.engines.residency.rules import ResidencyRules, RoleResidency
 from hybrid_rlhf.memory.engine import FLOAT32, EngineMemory, MemoryUse, engine_memory
 from hybrid_rlhf.memory.generation import cache_plan, decode_buffer_bytes, route_bytes
 from hybrid_rlhf.memory.inference_weights import inference_weight_bytes

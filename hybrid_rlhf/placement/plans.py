@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hybrid_rlhf.configs.residency import ResidencyRules, RoleResidency
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.placement import Placement, RolePlacement, ZeroStage, in_words
 from hybrid_rlhf.configs.sections.training import ZeroConfig
+from hybrid_rlhf.engines.residency.rules import ResidencyRules, RoleResidency
 from hybrid_rlhf.placement.job import RLJob
 
 LEARNERS = ("actor", "critic")

@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from hybrid_rlhf.configs.residency import residency_table
 from hybrid_rlhf.configs.sections.placement import in_words
+from hybrid_rlhf.engines.residency.rules import residency_table
 from hybrid_rlhf.placement.costs import Costs
 from hybrid_rlhf.placement.curves import MachineCurves
 from hybrid_rlhf.placement.job import RLJob

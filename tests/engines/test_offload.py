@@ -12,9 +12,9 @@ import torch
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
-from hybrid_rlhf.engines import offload
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
 from hybrid_rlhf.engines.partition import base_parameters, copy_weights
+from hybrid_rlhf.engines.residency import offload
 from hybrid_rlhf.engines.saved.training_state import TrainingState
 from hybrid_rlhf.functional.losses import sft_loss
 from hybrid_rlhf.generation import SamplingParams

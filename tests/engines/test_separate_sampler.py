@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.residency import ResidencyRules
 from hybrid_rlhf.configs.sections.rollout import AsyncSamplingConfig, RolloutConfig
 from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.engines.partition import full_weights
+from hybrid_rlhf.engines.residency.rules import ResidencyRules
 from hybrid_rlhf.engines.separate.received import ReceivedWeights
 from hybrid_rlhf.engines.separate.sampler import SeparateSampler
 from hybrid_rlhf.engines.separate.transfer import WeightTransfer

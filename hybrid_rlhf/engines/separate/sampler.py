@@ -23,10 +23,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.residency import ResidencyRules, RoleResidency
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.engines.hybrid import BUCKET_ELEMENTS, HybridEngine
+from hybrid_rlhf.engines.residency.rules import ResidencyRules, RoleResidency
 from hybrid_rlhf.engines.sampling_engine import rollout_backend, rollout_drafter
 from hybrid_rlhf.engines.separate.layout import HeldWeights, Interval, NeededWeights, TrainedModel
 from hybrid_rlhf.engines.separate.received import ReceivedWeights

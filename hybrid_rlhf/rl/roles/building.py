@@ -7,7 +7,6 @@ from dataclasses import replace
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.residency import RoleResidency
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.model import LoraConfig
 from hybrid_rlhf.configs.sections.placement import Placement, ZeroStage
@@ -16,6 +15,7 @@ from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine, b
 from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.engines.engine import AbsentEngine, EngineFacts, ModelEngine, Role
 from hybrid_rlhf.engines.hybrid import AbsentActor, HybridEngine
+from hybrid_rlhf.engines.residency.rules import RoleResidency
 from hybrid_rlhf.engines.separate.reader import InferenceReader
 from hybrid_rlhf.engines.separate.sampler import SeparateSampler
 from hybrid_rlhf.loop.setup import (

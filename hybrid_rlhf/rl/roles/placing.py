@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from hybrid_rlhf.configs.residency import ResidencyRules, RoleResidency, residency_table
 from hybrid_rlhf.configs.rl import RLConfig, frozen_zero
 from hybrid_rlhf.configs.sections.placement import PlacedRoles, Placement, resolve_placement
+from hybrid_rlhf.engines.residency.rules import ResidencyRules, RoleResidency, residency_table
 from hybrid_rlhf.loop.setup import resolve
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.run import Run

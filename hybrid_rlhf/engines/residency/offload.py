@@ -6,7 +6,7 @@ by DeepSpeed, which knows the views of them.
 
 OffloadedWeights is for frozen models that are not partitioned; ZeRO-3 has its own offload (zero.offload_parameters).
 
-When something moves is decided by configs/residency.py. A GPU computes meanwhile: states come back while the roles
+When something moves is decided by rules.py. A GPU computes meanwhile: states come back while the roles
 score, and of a frozen model one layer computes while the weights of the next ones arrive.
 """
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from hybrid_rlhf.configs.residency import PHASES, Part, ResidencyRules, RoleResidency, residency_table
 from hybrid_rlhf.configs.rl import ActorConfig, RLConfig
 from hybrid_rlhf.configs.sections.placement import Placement, RolePlacement
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.training import ZeroConfig
+from hybrid_rlhf.engines.residency.rules import PHASES, Part, ResidencyRules, RoleResidency, residency_table
 
 D, H, F = "device", "host", "freed"
 STAY, AWAY, ONCE, IN_USE = (D, D, D, D), (H, D, D, D), (D, F, F, F), (H, D, H, H)
