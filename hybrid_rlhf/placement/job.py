@@ -125,7 +125,7 @@ class RoleJob:
     @property
     def can_split(self) -> bool:
         """Whether it is frozen and has inference weights, which tensor parallelism splits."""
-        return not self.is_trained and (self.model is None or self.model.config.model_type in FAMILIES)
+        return not self.is_trained and (self.model is None or family_of(self.model.lm) is not None)
 
 
 @dataclass(frozen=True)
