@@ -4,9 +4,7 @@ Full weights arrive one by one, in any order; `load(name, tensor)` keeps this ra
 on disk or has adapters can therefore be streamed through in buckets. Columns of attention and MLP are split over heads
 and intermediate units, rows of the vocabulary over tokens (Megatron-LM, arXiv 1909.08053). A weight that needs no
 change stays a view of the tensor it came from. Q, K, V and gate, up are fused, without a copy where they are adjacent
-in memory.
-
-Shapes: N outputs, K inputs of a product; H hidden.
+in memory. Shapes: N outputs, K inputs of a product; H hidden.
 """
 
 from __future__ import annotations
