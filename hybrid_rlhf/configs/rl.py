@@ -203,6 +203,8 @@ class RLConfig(StepConfig):
         )
         if self.rollout.policy_lag:
             self._check_ahead(alone)
+        if self.rollout.partial is not None:
+            self._check_partial()
         require(
             self.rollout.quantization is None or self.algorithm.allows_other_sampler,
             f"rollout.quantization {self.rollout.quantization} samples from rounded weights, got algorithm.correction "
@@ -257,6 +259,17 @@ class RLConfig(StepConfig):
             self.algorithm.allows_other_sampler,
             f"rollout.async_sampling.policy_lag {lag} trains on samples of older weights, got algorithm.correction "
             "null: give --algorithm.correction.method truncate or mask",
+        )
+
+    def _check_partial(self) -> None:
+        require(
+            self.environment is None,
+            "rollout.partial carries completions of one turn, got the section environment: leave one out",
+        )
+        require(
+            self.algorithm.allows_other_sampler,
+            "rollout.partial trains on tokens of older weights, got algorithm.correction null: give "
+            "--algorithm.correction.method truncate or mask",
         )
 
     def _check_samples(self, name: str) -> None:

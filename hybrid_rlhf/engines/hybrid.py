@@ -82,8 +82,8 @@ class HybridEngine(ModelEngine):
                 inference weights.
 
         Raises:
-            UserError: when tensor_parallel, quantization, routing_replay, draft or async_sampling needs inference
-                weights and the model has none, its experts cannot be replayed, or drafts cannot be verified.
+            UserError: when tensor_parallel, quantization, routing_replay, draft, async_sampling or partial needs
+                inference weights and the model has none, its experts cannot be replayed, or drafts cannot be verified.
         """
         super().__init__(role, engine, world, options)
         self._rollout = rollout or RolloutConfig()
@@ -133,6 +133,11 @@ class HybridEngine(ModelEngine):
                 f"rollout.async_sampling copies the inference weights, {type(self.lm).__name__} has none: set "
                 "--rollout.async_sampling null"
             )
+        require(
+            self._inference_weights is not None or rollout.partial is None,
+            "rollout.partial continues completions with inference weights, "
+            f"{type(self.lm).__name__} has none: leave it out",
+        )
         architecture = None if self._inference_weights is None else self._inference_weights.architecture
         self.drafter = rollout_drafter(rollout, architecture)
         return architecture

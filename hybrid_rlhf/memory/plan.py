@@ -154,7 +154,7 @@ class Planner:
         length = rollout.max_prompt_tokens + rollout.sampling.max_new_tokens
         batch = micro_batch(config.train, rows, length, head_tokens=rollout.sampling.max_new_tokens)
         reads_actor = (
-            config.uses_reference and (own_reference or rollout.policy_lag) or config.algorithm.reads_old_logprobs
+            config.uses_reference and (own_reference or rollout.samples_older) or config.algorithm.reads_old_logprobs
         )
         reads = [e.forward(batch) for e in (*readers, *learners[1:], *([actor] if reads_actor else []))]
         yield generation

@@ -205,7 +205,9 @@ class RLJob:
 
     def actor_reads(self, *, lag: int) -> int:
         """How many times the actor reads a rollout before its updates."""
-        old = self.config.algorithm.reads_old_logprobs or (self.config.uses_reference and lag > 0)
+        old = self.config.algorithm.reads_old_logprobs or (
+            self.config.uses_reference and (lag > 0 or self.config.rollout.samples_older)
+        )
         return int(old) + int(self.reads_own_reference)
 
     def at(self, *, lengths: StepLengths) -> RLJob:

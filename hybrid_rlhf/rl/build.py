@@ -18,6 +18,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.batch_plan import BatchPlan, plan_rollout
 from hybrid_rlhf.configs.sections.placement import Placement
+from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.data.chat.conversation import stop_token_ids
 from hybrid_rlhf.data.loaders import RowStream
 from hybrid_rlhf.data.tokenized import load_prompt_data, load_ptx_data
@@ -177,6 +178,11 @@ def rl_session(
         environments = build_environments(config, run, tokenizer)
         value_lam = 1.0 if config.critic is None else config.critic.gae_lambda
         algorithm = (algorithm_class or ALGORITHMS[config.algorithm.name])(config.algorithm, value_lam=value_lam)
+        require(
+            config.rollout.partial is None or not algorithm.wants_greedy,
+            "rollout.partial carries sampled completions, got the greedy baseline of algorithm "
+            f"{config.algorithm.name}: leave it out",
+        )
         updates = steps * config.algorithm.epochs * config.algorithm.mini_batches
         roles = build_roles(config, run, placement, actor_path, tokenizer, updates=updates)
         actor, average, ptx_batches = roles.actor, None, None

@@ -24,6 +24,7 @@ from hybrid_rlhf.rl.metrics import Diagnostics, evaluation_metrics, rollout_metr
 from hybrid_rlhf.rl.parts import RLParts
 from hybrid_rlhf.rl.roles import PlacementWatch
 from hybrid_rlhf.rl.rollouts.collector import Collector, NothingToLearn
+from hybrid_rlhf.rl.rollouts.partial import PartialRollouts
 from hybrid_rlhf.rl.samples import SampleTexts
 from hybrid_rlhf.rl.updates.kl_controller import KLController
 from hybrid_rlhf.rl.updates.updater import Progress, UpdateReport
@@ -79,18 +80,24 @@ class RLTrainer(Trainer):
         self._parts, self._roles, self._rl = parts, parts.roles, config
         self._scorer, self._updater = parts.scorer, parts.updater
         self._prompts, self._held_out, self._stream = prompts, held_out, stream
+        sampler, rollout, partial = parts.roles.sampler, config.rollout, None
+        if rollout.partial is not None:
+            groups, group = parts.sampler.groups
+            groups = run.world.broadcast_object(groups, source=sampler.world.members[0])
+            partial = PartialRollouts(rollout, groups=groups, group=group, total_steps=total_steps)
         self._collector = Collector(
             parts.sampler,
             parts.scorer,
             parts.algorithm,
             prompts=prompts,
             stream=stream,
-            per_step=config.rollout.prompts_per_step,
+            per_step=rollout.prompts_per_step,
             total_steps=total_steps,
-            policy_lag=config.rollout.policy_lag,
+            policy_lag=rollout.policy_lag,
+            extra_prompts=rollout.extra_prompts,
+            partial=partial,
         )
         self._ahead = self._collector.ahead
-        sampler = parts.roles.sampler
         self._max_logprob_diff = run.world.broadcast_object(sampler.max_logprob_diff, source=sampler.world.members[0])
         self._kl, self._average, self._texts = KLController(config.algorithm.kl), average, texts
         self._placement_watch = placement_watch
@@ -230,6 +237,8 @@ class RLTrainer(Trainer):
             "skipped": self._skipped.state_dict(),
             "ahead": self._ahead.state_dict(),
         }
+        if (carried := self._ahead.carried_state(self._world)) is not None:
+            content["carried"] = carried
         if self._rl.ptx is not None:  # only ranks with the actor have the position
             own = None if self._updater.ptx is None else self._updater.ptx.state_dict()
             content["ptx"] = next(state for state in self._world.all_gather_objects(own) if state is not None)
@@ -276,7 +285,7 @@ class RLTrainer(Trainer):
         self._kl.load_state_dict(content["kl"])
         self._parts.scaling.load_state_dict(content["scaling"])
         self._skipped.load_state_dict(content["skipped"])
-        self._ahead.load_state_dict(content.get("ahead", ()), state.tensors, self._world)
+        self._ahead.load_state_dict(content.get("ahead", ()), state.tensors, self._world, content.get("carried"))
         if self._updater.ptx is not None and "ptx" in content:
             self._updater.ptx.load_state_dict(content["ptx"])
         if state.update is not None:

@@ -16,6 +16,7 @@ from transformers import AutoModelForSequenceClassification
 
 from hybrid_rlhf.cli import rl
 from hybrid_rlhf.placement.machines.stored import save_curves
+from tests.support.ahead import save_stopping_model
 from tests.support.placement import cpu_machine
 from tests.support.ranks import run_main
 from tests.support.tiny import tiny_config, tiny_tokenizer
@@ -51,6 +52,8 @@ AHEAD = (
 )
 REFILLED = "--algorithm.dynamic_sampling.max_refills 2 --rollout.prompts_per_step 4".split()
 MIXED = "--actor.ema_decay 0.9 --ptx.coef 0.5 --ptx.max_length 32 --ptx.sources texts.jsonl".split()
+PARTIAL = "--rollout.partial.extra_prompts 0.5 --algorithm.correction.method truncate --model.path stopping".split()
+"""Completions end early by themselves, so that some are carried."""
 EPISODES = f"--environment.path {__file__}:Questions --rollout.sampling.max_new_tokens 40".split()
 Case = tuple[str, int, str, tuple[str, ...]]
 CASES: list[Case] = [
@@ -66,6 +69,8 @@ CASES: list[Case] = [
     ("ppo", 4, "{sampler: {ranks: 0}, actor: {ranks: 1-3}, critic: {ranks: 0-1}, reference: {ranks: 2}}", ()),
     ("ppo", 2, "separation", (*AHEAD,)),
     ("ppo", 3, "{sampler: {ranks: 0-1, tensor_parallel: 2}, actor: {ranks: 2}}", (*AHEAD,)),
+    ("ppo", 2, "separation", (*PARTIAL,)),
+    ("grpo", 3, "{sampler: {ranks: 0-1, tensor_parallel: 2}, actor: {ranks: 2}}", (*PARTIAL, *AHEAD)),
     ("grpo", 2, "separation", (*REFILLED,)),
     ("remax", 3, "separation", ()),
     ("ppo", 3, "{sampler: {ranks: 0}, actor: {ranks: 1-2}}", (*MIXED,)),
@@ -88,6 +93,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> P
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": f"{i} is {i}"}) + "\n" for i in range(40)))
     (folder / "model").symlink_to(model_folder)
+    save_stopping_model(folder / "stopping")
     torch.manual_seed(5)
     judge = AutoModelForSequenceClassification.from_config(tiny_config(num_labels=1))
     with torch.no_grad():
@@ -114,7 +120,7 @@ def launch(
         *ALGORITHMS[algorithm],
         "--reward.components",
         f"[{{model: {workspace}/judge, name: judge}}, {{function: 'tests.support.steps:brevity', weight: 0.1}}]",
-        *(str(workspace / word) if word == "texts.jsonl" else word for word in extra),
+        *(str(workspace / word) if word in ("texts.jsonl", "stopping") else word for word in extra),
     ]
     if not (output / "finished.json").exists():
         run_main("hybrid_rlhf.cli.rl", ranks, [*line, "--placement", placement])
