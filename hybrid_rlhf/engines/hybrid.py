@@ -26,7 +26,7 @@ from hybrid_rlhf.engines.deepspeed_internals import zero3_hooks_removed
 from hybrid_rlhf.engines.engine import AbsentEngine, EngineFacts, EngineOptions, ModelEngine, Role
 from hybrid_rlhf.engines.offload import OffloadedStates
 from hybrid_rlhf.engines.partition import GatheredWeight, base_parameters, full_weights, gathered, has_partitions
-from hybrid_rlhf.engines.sampling_engine import rollout_backend, rollout_drafter
+from hybrid_rlhf.engines.sampling_engine import groups_of, rollout_backend, rollout_drafter
 from hybrid_rlhf.engines.weight_check import TrainingProbe, WeightCheck, logprob_limit
 from hybrid_rlhf.generation.backends.backend import GenerationBackend
 from hybrid_rlhf.generation.backends.module import ModuleBackend, ModuleSupport
@@ -78,8 +78,8 @@ class HybridEngine(ModelEngine):
             options: see EngineOptions.
             rollout: how it generates; none: the defaults.
             max_logprob_diff: see faults.max_logprob_diff.
-            samples: whether it generates; false: a sampler on other ranks does (engines/separate/), and this one has no
-                inference weights.
+            samples: whether it generates; false: only a sampler on other ranks does (engines/separate/), and this one
+                has no inference weights.
 
         Raises:
             UserError: when tensor_parallel, quantization, routing_replay, draft, async_sampling or partial needs
@@ -160,6 +160,11 @@ class HybridEngine(ModelEngine):
         )
         module: Any = self.module
         module.replay = RouterReplay(self.lm, experts=kind.count, replays=replays)
+
+    @property
+    def groups(self) -> tuple[int, int | None]:
+        """See SamplingEngine."""
+        return groups_of(self.world, self.generation_world)
 
     @property
     def facts(self) -> EngineFacts:
@@ -301,9 +306,10 @@ class HybridEngine(ModelEngine):
 class AbsentActor(AbsentEngine):
     """An actor on a rank that does not have it, and so does not sample."""
 
-    def __init__(self, role: Role, world: World, facts: EngineFacts) -> None:
+    def __init__(self, role: Role, world: World, facts: EngineFacts, *, tensor_parallel: int = 1) -> None:
+        """Take the ranks of the actor, its facts, and how many ranks generate together."""
         super().__init__(role, world, facts)
-        self.generation_world = world
+        self.generation_world = world.split(tensor_parallel)
         self.drafter: Drafter | None = None
         self.work = DecodeWork()
         self.weight_sync_seconds = self.weight_check_seconds = 0.0
@@ -313,6 +319,11 @@ class AbsentActor(AbsentEngine):
     def device(self) -> torch.device:
         """The device of this rank."""
         return self.world.device
+
+    @property
+    def groups(self) -> tuple[int, int | None]:
+        """See SamplingEngine."""
+        return groups_of(self.world, self.generation_world)
 
     @contextlib.contextmanager
     def inference(

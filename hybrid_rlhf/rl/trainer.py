@@ -82,8 +82,7 @@ class RLTrainer(Trainer):
         self._prompts, self._held_out, self._stream = prompts, held_out, stream
         sampler, rollout, partial = parts.roles.sampler, config.rollout, None
         if rollout.partial is not None:
-            groups, group = parts.sampler.groups
-            groups = run.world.broadcast_object(groups, source=sampler.world.members[0])
+            groups, group = sampler.groups
             partial = PartialRollouts(rollout, groups=groups, group=group, total_steps=total_steps)
         self._collector = Collector(
             parts.sampler,

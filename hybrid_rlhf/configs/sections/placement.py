@@ -18,7 +18,7 @@ STYLES = ("flattening", "interleaving", "separation")
 AUTO = "auto"
 """The planner chooses (rl/roles/automatic.py)."""
 _RANGE = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
-_KEYS = ("ranks", "zero", "tensor_parallel")
+_KEYS = ("ranks", "zero", "tensor_parallel", "with_actor")
 _MOST_RANKS = 2**16
 ZeroStage = Literal[0, 1, 2, 3]
 
@@ -73,6 +73,8 @@ class Placement:
     roles: Mapping[str, RolePlacement]
     style: str
     """flattening, interleaving, separation, or hybrid where the user names ranks."""
+    with_actor: bool = False
+    """Whether the actor's ranks sample part of each rollout beside a sampler on ranks of its own."""
 
     def __getitem__(self, role: str) -> RolePlacement:
         return self.roles[role]
@@ -90,8 +92,9 @@ class Placement:
     @property
     def sampling_groups(self) -> list[tuple[int, ...]]:
         """The tensor-parallel groups that sample."""
-        ranks, together = self.sampler.ranks, self.sampler.tensor_parallel
-        return [ranks[first : first + together] for first in range(0, len(ranks), together)]
+        together = self.sampler.tensor_parallel
+        parts = [self.sampler.ranks] + [self["actor"].ranks] * self.with_actor
+        return [ranks[first : first + together] for ranks in parts for first in range(0, len(ranks), together)]
 
     def groups(self) -> list[tuple[int, ...]]:
         """Ranks of all process groups that a run of this placement needs."""
@@ -107,11 +110,12 @@ class Placement:
         held: dict[tuple[str, ...], list[int]] = {}
         for rank in sorted({rank for role in self.roles.values() for rank in role.ranks}):
             held.setdefault(tuple(name for name, role in self.roles.items() if rank in role.ranks), []).append(rank)
-        sampler, trained = "sampler" if self.separate_sampler else "actor", ("actor", "critic")
+        samplers = ("sampler",) + ("actor",) * self.with_actor if self.separate_sampler else ("actor",)
+        trained = ("actor", "critic")
         phases = [("ranks", "sampling", "scoring", "log-probs and values", "updates")]
         for names, ranks in held.items():
             mine = (
-                [name for name in names if name == sampler],
+                [name for name in names if name in samplers],
                 [name for name in names if name not in (*trained, "sampler")],
                 [name for name in names if name in trained],
             )
@@ -158,6 +162,12 @@ def check_placement(given: str | Mapping[str, Any] | None) -> None:
             require(key in _KEYS, f"unknown key placement.{role}.{key}: the nearest is {_nearest(str(key), _KEYS)}")
             if key == "ranks":
                 read_ranks(value, role)
+            elif key == "with_actor":
+                require(
+                    role == "sampler" and isinstance(value, bool),
+                    f"placement.sampler.with_actor must be true or false, got placement.{role}.with_actor {value}: "
+                    "give one to sampler, or leave it out",
+                )
             else:
                 most = 3 if key == "zero" else _MOST_RANKS
                 require(
@@ -235,18 +245,20 @@ def resolve_placement(given: str | Mapping[str, Any] | None, placed: PlacedRoles
             "name others",
         )
     together = int(roles.get("sampler", {}).get("tensor_parallel", placed.tensor_parallel))
+    with_actor = bool(roles.get("sampler", {}).get("with_actor"))
     filled = _filled(style, placed, own, ranks, together) | own
     placement = Placement(
         {
             name: RolePlacement(
                 filled[name],
                 cast(ZeroStage, roles.get(name, {}).get("zero", placed.zero.get(name, 0))),
-                together if name == "sampler" or (name == "actor" and "sampler" not in filled) else 1,
+                together if name == "sampler" or (name == "actor" and (with_actor or "sampler" not in filled)) else 1,
             )
             for name in names
             if name in filled
         },
         "hybrid" if own else style,
+        with_actor,
     )
     _check(placement, placed, roles)
     return placement
@@ -309,6 +321,8 @@ def _check(placement: Placement, placed: PlacedRoles, given: Mapping[str, Mappin
         "critic.share_base needs the critic on the actor's ranks, got others in placement: leave share_base or "
         "placement.critic out",
     )
+    if placement.with_actor:
+        _check_with_actor(placement, placed)
     if not placement.separate_sampler:
         return
     shared = sorted({*sampler.ranks} & {*actor.ranks})
@@ -324,6 +338,25 @@ def _check(placement: Placement, placed: PlacedRoles, given: Mapping[str, Mappin
             "rollout.async_sampling samples while the critic trains, got both on ranks "
             f"{in_words(shared)} in placement: name others for placement.critic",
         )
+
+
+def _check_with_actor(placement: Placement, placed: PlacedRoles) -> None:
+    together, trains = placement.sampler.tensor_parallel, len(placement["actor"].ranks)
+    require(
+        placement.separate_sampler,
+        "placement.sampler.with_actor shares rollouts between the actor's ranks and a sampler's, got no ranks of its "
+        "own for the sampler: name placement.sampler.ranks",
+    )
+    require(
+        not placed.policy_lag,
+        "placement.sampler.with_actor samples on the actor's ranks while they do not train, got "
+        f"rollout.async_sampling.policy_lag {placed.policy_lag}: leave one out",
+    )
+    require(
+        trains % together == 0,
+        f"placement.sampler.with_actor samples in groups of {together} on the actor's ranks too, got {trains} of them: "
+        "give another tensor_parallel, or leave with_actor out",
+    )
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:

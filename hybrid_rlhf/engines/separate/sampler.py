@@ -26,7 +26,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.engines.hybrid import BUCKET_ELEMENTS, HybridEngine
-from hybrid_rlhf.engines.sampling_engine import rollout_backend, rollout_drafter
+from hybrid_rlhf.engines.sampling_engine import groups_of, rollout_backend, rollout_drafter
 from hybrid_rlhf.engines.separate.layout import HeldWeights, Interval, NeededWeights, TrainedModel
 from hybrid_rlhf.engines.separate.received import ReceivedWeights
 from hybrid_rlhf.engines.separate.routes import RoutePlan
@@ -86,7 +86,7 @@ class SeparateSampler:
         """Plan the transfer; every rank of the run calls, after `create_groups`.
 
         Args:
-            actor: built with `samples=False`; none on ranks that do not train it.
+            actor: none on ranks that do not train it.
             world: the ranks that sample, none of which trains the actor.
             union: those and the actor's.
             rollout: how it generates; none: the defaults.
@@ -178,6 +178,11 @@ class SeparateSampler:
     def device(self) -> torch.device:
         """See SamplingEngine."""
         return self.world.device
+
+    @property
+    def groups(self) -> tuple[int, int | None]:
+        """See SamplingEngine."""
+        return groups_of(self.world, self.generation_world)
 
     @property
     def weight_version(self) -> int:

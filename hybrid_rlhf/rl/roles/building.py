@@ -15,6 +15,7 @@ from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
 from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.engines.engine import AbsentEngine, EngineFacts, ModelEngine, Role
 from hybrid_rlhf.engines.hybrid import AbsentActor, HybridEngine
+from hybrid_rlhf.engines.separate.joint import JointSampler
 from hybrid_rlhf.engines.separate.sampler import SeparateSampler
 from hybrid_rlhf.loop.setup import (
     require_positions,
@@ -92,7 +93,7 @@ class _Builder:
     def actor(self, path: str) -> HybridEngine | AbsentActor:
         config, part = self._config, self._part("actor")
         spec = self._trained("actor", path, config.actor.zero, config.actor.optimizer, config.actor.lora)
-        actor = None
+        actor, samples = None, self._placement.with_actor or not self._placement.separate_sampler
         with shared_user_errors(self._run.world):
             if part.is_member:
                 actor = build_actor(
@@ -100,30 +101,33 @@ class _Builder:
                     part,
                     rollout=self._rollout,
                     max_logprob_diff=config.faults.max_logprob_diff,
-                    samples=not self._placement.separate_sampler,
+                    samples=samples,
                 )
                 if config.ptx is not None:
                     require_positions(actor, config.ptx.max_length, key="ptx.max_length")
         facts = self._facts(actor, part)
-        return AbsentActor("actor", part, facts) if actor is None else actor
+        together = self._rollout.tensor_parallel if samples else 1
+        return AbsentActor("actor", part, facts, tensor_parallel=together) if actor is None else actor
 
-    def sampler(self, actor: HybridEngine | AbsentActor) -> SeparateSampler | None:
+    def sampler(self, actor: HybridEngine | AbsentActor) -> SeparateSampler | JointSampler | None:
         placement, faults = self._placement, self._config.faults
         if not placement.separate_sampler:
             return None
         mine = {*placement.sampler.ranks}
         both = sorted({*placement["actor"].ranks, *mine})
         others = (role.ranks for name, role in placement.roles.items() if name != "sampler")
+        union, trained = self._run.world.part(both), actor if isinstance(actor, HybridEngine) else None
         with shared_user_errors(self._run.world):
-            return SeparateSampler(
-                actor if isinstance(actor, HybridEngine) else None,
+            separate = SeparateSampler(
+                trained,
                 world=self._part("sampler"),
-                union=self._run.world.part(both),
+                union=union,
                 rollout=self._rollout,
                 max_logprob_diff=faults.max_logprob_diff,
                 check_weights=faults.check_weights,
                 shares_ranks=any(not mine.isdisjoint(ranks) for ranks in others),
             )
+        return JointSampler(separate, trained, world=union) if placement.with_actor else separate
 
     def critic(self, path: str, actor: HybridEngine | AbsentActor) -> Engine:
         config, section = self._config, self._config.critic

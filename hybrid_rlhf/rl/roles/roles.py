@@ -10,6 +10,7 @@ from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
 from hybrid_rlhf.engines.hybrid import AbsentActor, HybridEngine
 from hybrid_rlhf.engines.partition import copy_weights, full_tensors, set_weights
 from hybrid_rlhf.engines.sampling_engine import SamplingEngine
+from hybrid_rlhf.engines.separate.joint import JointSampler
 from hybrid_rlhf.engines.separate.sampler import SeparateSampler
 from hybrid_rlhf.rl.rewards import Reward
 from hybrid_rlhf.runtime.world import World
@@ -28,8 +29,8 @@ class Roles:
     critic: Engine | None = None
     reference: Engine | None = None
     """None also where the reference is the actor without its adapters."""
-    separate_sampler: SeparateSampler | None = None
-    """A sampler on ranks of its own; none: the actor samples."""
+    separate_sampler: SeparateSampler | JointSampler | None = None
+    """A sampler on ranks of its own, alone or with the actor; none: the actor samples."""
 
     @property
     def sampler(self) -> SamplingEngine:

@@ -111,12 +111,6 @@ class RolloutSampler:
         """Set when the rollout of the last `begin` has been sampled."""
         self._last_ended.set()
 
-    @property
-    def groups(self) -> tuple[int, int | None]:
-        """The number of tensor-parallel groups that sample, and that of this rank's; none: it does not sample."""
-        world, together = self.sampler.world, self.sampler.generation_world.size
-        return world.size // together, world.rank // together if world.is_member else None
-
     def sample(
         self,
         prompts: Sequence[Mapping[str, Any]],
@@ -222,7 +216,7 @@ class RolloutSampler:
         self, prompts: Sequence[Mapping[str, Any]], step: int, first: int, greedy: bool, part: RolloutPart | None
     ) -> list[AssignedPrompt]:
         """The prompts that this rank samples, those of a part among those that begin in it."""
-        groups, group = self.groups
+        groups, group = self.sampler.groups
         if part is not None:
             return [
                 self.assign(prompts[index], step=step, index=index, place=part.first + index) for index in part.begins
