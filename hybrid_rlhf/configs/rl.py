@@ -180,8 +180,8 @@ class RLConfig(StepConfig):
     placement: str | dict[str, Any] | None = setting(None, mutable=True)
     """Where each role lives (docs/placement.md): flattening (all roles on all ranks), interleaving (reference and
     reward models on disjoint ranks), separation (sampler and frozen models on ranks of their own), ranks by role, as
-    {sampler: {ranks: 4-7, tensor_parallel: 2}}, or auto (the planner's, after hybrid-rlhf calibrate). null:
-    flattening."""
+    {sampler: {ranks: 4-7, tensor_parallel: 2}}, or auto (the planner's, after hybrid-rlhf calibrate), as
+    {style: auto, adapt: true} with moves during the run. null: flattening."""
     train: LoopConfig = field(default_factory=LoopConfig)
     faults: RLFaultsConfig = setting(default_factory=RLFaultsConfig, mutable=True)
 

@@ -103,6 +103,8 @@ def zero_stages(job: RLJob, name: str, ranks: int) -> tuple[ZeroStage, ...]:
 def tensor_parallels(job: RLJob, layout: Layout, cluster: Cluster) -> list[int]:
     """Sizes of tensor-parallel groups that divide the ranks that sample, within a host."""
     names = dict(layout.ranks)
+    if job.config.rollout.policy_lag and SAMPLER not in names:
+        return [1]  # beside training on the same ranks, sampling runs no collectives
     ranks = names.get(SAMPLER, names["actor"])
     most = min(len(ranks), cluster.ranks_per_host, job.actor.sizes.heads)
     return [

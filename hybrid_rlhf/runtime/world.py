@@ -204,6 +204,15 @@ def create_groups(parts: Iterable[Sequence[int]]) -> None:
             _group_of(ranks)
 
 
+def keep_groups(parts: Iterable[Sequence[int]]) -> None:
+    """Destroy all groups of parts of the ranks besides these. Every rank of the run calls, with the same."""
+    kept = {tuple(part) for part in parts}
+    for ranks in sorted(_GROUPS.keys() - kept):
+        group = _GROUPS.pop(ranks)
+        if group is not None:
+            dist.destroy_process_group(group)
+
+
 def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
     if ranks not in _GROUPS:
         group = dist.new_group(list(ranks))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,8 @@ AHEAD = (
 REFILLED = "--algorithm.dynamic_sampling.max_refills 2 --rollout.prompts_per_step 4".split()
 MIXED = "--actor.ema_decay 0.9 --ptx.coef 0.5 --ptx.max_length 32 --ptx.sources texts.jsonl".split()
 EPISODES = f"--environment.path {__file__}:Questions --rollout.sampling.max_new_tokens 40".split()
+MEASURED = ("time/", "perf/", "placement/")
+ADAPTS = "{style: auto, adapt: true}"
 Case = tuple[str, int, str, tuple[str, ...]]
 CASES: list[Case] = [
     ("ppo", 2, "flattening", ()),
@@ -98,9 +102,16 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> P
 
 
 def launch(
-    workspace: Path, algorithm: str, ranks: int, placement: str, extra: tuple[str, ...], *, output: Path | None = None
+    workspace: Path,
+    algorithm: str,
+    ranks: int,
+    placement: str,
+    extra: tuple[str, ...],
+    *,
+    output: Path | None = None,
+    module: str = "hybrid_rlhf.cli.rl",
 ) -> Path:
-    """Two rollouts; the folder of the run."""
+    """Two rollouts; the folder of the run. `module` has the main of a rank."""
     words = [algorithm, str(ranks), placement, *extra]
     output = output or workspace / hashlib.sha256(json.dumps(words).encode()).hexdigest()[:12]
     line = [
@@ -117,7 +128,7 @@ def launch(
         *(str(workspace / word) if word == "texts.jsonl" else word for word in extra),
     ]
     if not (output / "finished.json").exists():
-        run_main("hybrid_rlhf.cli.rl", ranks, [*line, "--placement", placement])
+        run_main(module, ranks, [*line, "--placement", placement])
     return output
 
 
@@ -147,8 +158,8 @@ def assert_same_run(found: Path, expected: Path) -> None:
     """Metrics, samples and weights of two runs agree."""
     compared = 0
     for want, got in zip(metrics_of(expected), metrics_of(found), strict=True):
-        assert {key for key in want if not key.startswith(("time/", "perf/"))} == {
-            key for key in got if not key.startswith(("time/", "perf/"))
+        assert {key for key in want if not key.startswith(MEASURED)} == {
+            key for key in got if not key.startswith(MEASURED)
         }
         for key in {*COMPARED} & {*want}:
             assert got[key] == pytest.approx(want[key], abs=TOLERANCE, rel=TOLERANCE), (want["step"], key)
@@ -246,6 +257,39 @@ def test_the_planner_places_and_tells_how_wrong_it_was(workspace: Path, tmp_path
     alone = launch(workspace, "ppo", 1, "flattening", ("--train.max_steps", "5"))
     for name, weight in weights_of(alone).items():
         torch.testing.assert_close(weights_of(run)[name], weight, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "ranks", "extra"),
+    [("ppo", 2, ()), pytest.param("grpo", 4, (*LORA, *AHEAD), marks=pytest.mark.faults)],
+)
+def test_a_run_moves_where_it_gains_and_resumes(
+    algorithm: str, ranks: int, extra: tuple[str, ...], workspace: Path, tmp_path: Path
+) -> None:
+    save_curves(cpu_machine(), ranks, str(tmp_path / "cache"))
+    lasts = ("--train.max_steps", "5", *extra)
+    settings = (
+        "--data.cache_dir",
+        str(tmp_path / "cache"),
+        "--train.save_every",
+        "1",
+        "--train.keep_last",
+        "9",
+        *lasts,
+    )
+    run = launch(workspace, algorithm, ranks, ADAPTS, settings, output=tmp_path / "run", module="tests.support.moving")
+    whole = launch(workspace, algorithm, 1, "flattening", lasts)
+    assert_same_run(run, whole)
+    marked = [line["step"] for line in metrics_of(run) if "placement/move_seconds" in line]
+    assert marked == [3]
+    log = (run / "log.txt").read_text()
+    assert len(re.findall(r"moved to \w+ after step 2 in [0-9.]+ s, [0-9.]+ s were predicted; expected gain", log)) == 1
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [f"step_{step}" for step in range(1, 6)]
+    (run / "finished.json").unlink()
+    for step in (4, 5):
+        shutil.rmtree(run / "checkpoints" / f"step_{step}")
+    launch(workspace, algorithm, ranks, "flattening", (*settings, "--resume", "auto"), output=run)
+    assert_same_run(run, whole)
 
 
 def test_the_planner_needs_curves_of_this_machine(

@@ -35,8 +35,8 @@ def test_errors_are_told_and_correct_the_curves(model_folder: Path, tmp_path: Pa
         assert told["placement/step_seconds_error"] == pytest.approx(-0.5)
         assert told["placement/predicted_training_seconds"] == predicted["training"]
         assert any("predicted and measured seconds of steps 2 to 4" in line for line in log_lines) == (step >= 4)
-    corrected = request.answer({"decode": 100.0}).best
-    assert corrected is not None and corrected.seconds > watch.answer.best.seconds
+    corrected = request.corrected({"decode": 100.0}).answer().best
+    assert corrected is not None and corrected.seconds > request.answer().best.seconds  # type: ignore[union-attr]
     assert watch.metrics({}) == {}
 
 

@@ -145,9 +145,13 @@ def check_placement(given: str | Mapping[str, Any] | None) -> None:
             f"{_nearest(given, styles)}",
         )
         return
+    if is_automatic(given) or "adapt" in (given or {}):
+        _check_automatic(given or {})
+        return
     for role, keys in (given or {}).items():
         if role == "style":
-            require(keys in STYLES, f"placement.style must be one of {', '.join(STYLES)}, got {keys}: give one of them")
+            styles = (*STYLES, AUTO)
+            require(keys in styles, f"placement.style must be one of {', '.join(styles)}, got {keys}: give one of them")
             continue
         require(
             isinstance(keys, Mapping) and bool(keys),
@@ -165,6 +169,30 @@ def check_placement(given: str | Mapping[str, Any] | None) -> None:
                     f"placement.{role}.{key} must be a whole number of {0 if key == 'zero' else 1} or more, at most "
                     f"{most}, got {value}: give one",
                 )
+
+
+def is_automatic(given: str | Mapping[str, Any] | None) -> bool:
+    """Whether the planner places the roles."""
+    return AUTO in (given, given.get("style") if isinstance(given, Mapping) else None)
+
+
+def adapts(given: str | Mapping[str, Any] | None) -> bool:
+    """Whether a run moves to another placement where the planner expects to gain by it."""
+    return isinstance(given, Mapping) and bool(given.get("adapt"))
+
+
+def _check_automatic(given: Mapping[str, Any]) -> None:
+    other = next((key for key in given if key not in ("style", "adapt")), None)
+    adapt = given.get("adapt", False)
+    require(
+        given.get("style") == AUTO,
+        f"placement.adapt needs the planner, got style {given.get('style')}: write {{style: auto, adapt: true}}",
+    )
+    require(isinstance(adapt, bool), f"placement.adapt must be true or false, got {adapt}: give one of them")
+    require(
+        other is None,
+        f"placement.style auto chooses the ranks of all roles, got placement.{other}: leave it or the style out",
+    )
 
 
 def has_separate_sampler(given: str | Mapping[str, Any] | None) -> bool:
@@ -195,6 +223,16 @@ def read_ranks(value: Any, role: str) -> tuple[int, ...]:
         len(set(ranks)) == len(ranks), f"placement.{role}.ranks must name each rank once, got {value}: leave one out"
     )
     return tuple(sorted(ranks))
+
+
+def last_ranks(given: str | Mapping[str, Any] | None) -> dict[str, int]:
+    """The highest rank that is named for each role."""
+    roles = given if isinstance(given, Mapping) else {}
+    return {
+        name: read_ranks(keys["ranks"], name)[-1]
+        for name, keys in roles.items()
+        if isinstance(keys, Mapping) and "ranks" in keys
+    }
 
 
 def resolve_placement(given: str | Mapping[str, Any] | None, placed: PlacedRoles, *, ranks: int) -> Placement:
@@ -231,8 +269,8 @@ def resolve_placement(given: str | Mapping[str, Any] | None, placed: PlacedRoles
     for name, mine in own.items():
         require(
             mine[-1] < ranks,
-            f"placement.{name}.ranks must be below the number of ranks, {ranks}, got {mine[-1]}: start more ranks, or "
-            "name others",
+            f"placement.{name}.ranks must be below the number of ranks, {ranks}, got {mine[-1]}: start more ranks or "
+            "the missing hosts, or name others",
         )
     together = int(roles.get("sampler", {}).get("tensor_parallel", placed.tensor_parallel))
     filled = _filled(style, placed, own, ranks, together) | own

@@ -325,6 +325,10 @@ class SeparateSampler:
         """The value of the actor's first rank, on every rank."""
         return self._union.broadcast_object(value, source=self._actor_ranks[0])
 
+    def close(self) -> None:
+        """Free inference weights, KV cache and CUDA graphs; no collective runs."""
+        self._release()
+
     def _release(self) -> None:
         """Free inference weights, KV cache and CUDA graphs; a snapshot keeps its own."""
         self._release_cache()

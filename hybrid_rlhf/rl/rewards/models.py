@@ -79,6 +79,10 @@ class ModelReward(RewardComponent):
         """See RewardComponent: the forwards run when the scores are requested."""
         return lambda: self._score(batch)
 
+    def close(self) -> None:
+        """See RewardComponent."""
+        self._engine.close()
+
     def _score(self, batch: RewardBatch) -> ComponentScores:
         with self._engine.on_device():
             scores = [
@@ -125,6 +129,10 @@ class RetokenizingModelReward(RewardComponent):
     def begin(self, batch: RewardBatch) -> Callable[[], ComponentScores]:
         """See RewardComponent: the forwards run when the scores are requested."""
         return lambda: self._score(batch)
+
+    def close(self) -> None:
+        """See RewardComponent."""
+        self._engine.close()
 
     def _score(self, batch: RewardBatch) -> ComponentScores:
         """Score all micro-batches; rows that cannot be tokenized are replaced, as a forward may run collectives."""

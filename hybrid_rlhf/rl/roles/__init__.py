@@ -4,9 +4,9 @@ Read `roles.py` (what the other parts see), `placing.py` (which ranks), `automat
 `building.py` (their engines).
 """
 
-from hybrid_rlhf.rl.roles.automatic import PlacementWatch, choose_placement
+from hybrid_rlhf.rl.roles.automatic import Move, PlacementWatch, choose_placement
 from hybrid_rlhf.rl.roles.building import build_roles
 from hybrid_rlhf.rl.roles.placing import place_roles
 from hybrid_rlhf.rl.roles.roles import Roles
 
-__all__ = ["PlacementWatch", "Roles", "build_roles", "choose_placement", "place_roles"]
+__all__ = ["Move", "PlacementWatch", "Roles", "build_roles", "choose_placement", "place_roles"]

@@ -9,13 +9,14 @@ from hybrid_rlhf.configs.sections.placement import PlacedRoles, Placement, resol
 from hybrid_rlhf.loop.setup import resolve
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.run import Run
-from hybrid_rlhf.runtime.world import create_groups
+from hybrid_rlhf.runtime.world import create_groups, keep_groups
 
 logger = logging.getLogger(LOGGER_NAME)
 
 
 def place_roles(config: RLConfig, run: Run, actor_path: str) -> Placement:
-    """The ranks of each role, logged if the user places them; creates their process groups. Every rank calls.
+    """The ranks of each role, logged if the user places them; creates their process groups, and destroys those of an
+    earlier placement. Every rank calls.
 
     Raises:
         UserError: for a placement that the run's ranks do not have, or that its roles do not fit.
@@ -34,6 +35,7 @@ def place_roles(config: RLConfig, run: Run, actor_path: str) -> Placement:
     )
     placement = resolve_placement(config.placement, placed, ranks=run.world.size)
     create_groups(placement.groups())
+    keep_groups(placement.groups())
     if config.placement is not None and run.world.is_main:
         for line in placement.table():
             logger.info("%s", line)

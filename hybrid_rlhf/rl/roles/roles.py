@@ -53,6 +53,12 @@ class Roles:
         reference = set() if self.reference is None else {*self.reference.world.members}
         return bool(reference and reward_ranks) and not reference & reward_ranks
 
+    def close(self) -> None:
+        """Free the memory of all models, which cannot be used afterwards; no collective runs."""
+        for role in (self.separate_sampler, self.actor, self.reward, self.critic, self.reference):
+            if role is not None:
+                role.close()
+
     def refresh_reference(self) -> None:
         """Copy the actor's weights to the reference; every rank calls."""
         actor, reference = self.actor, self.reference
