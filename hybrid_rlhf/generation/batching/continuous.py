@@ -155,7 +155,7 @@ class ContinuousBatch:
         if self._workspace.states is not None:
             self._workspace.states.copy([(row.slot, one.slot) for row in finished for one in row.samples])
         for row, start, length in chunks:
-            row.table.set_ready(start, start + length)
+            row.table.set_ready(start, start + length, of=row.request.tokens)
         for row in finished:
             row.table.index(row.request.all_token_ids)
         self._entering = [row for row in self._entering if row not in finished]
@@ -377,7 +377,7 @@ class ContinuousBatch:
             if place < len(rows):
                 rows[place] = last
             self._workspace.move(len(rows), place)
-            row.table.set_ready(0, row.request.tokens - 1)
+            row.table.set_ready(0, row.request.tokens - 1, of=row.request.tokens - 1)
             row.table.index(row.request.all_token_ids[:-1])
             row.table.release()
             self._slots.append(row.slot)
