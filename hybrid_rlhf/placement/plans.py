@@ -42,6 +42,8 @@ class StepPlan:
     """rollout.offload_states; not with a separate sampler, whose ranks hold no states of the actor."""
     offload_optimizer: bool = False
     """zero.offload_optimizer of the learners under ZeRO 1 to 3."""
+    micro_batch_tokens: int | None = None
+    """train.micro_batch_tokens; none: as configured."""
 
     @property
     def roles(self) -> Mapping[str, RolePlacement]:
@@ -63,6 +65,11 @@ class StepPlan:
         """The tensor-parallel groups that sample; prompt i goes to group i mod their number."""
         return self.placement.sampling_groups
 
+    @property
+    def offloads(self) -> bool:
+        """Whether it makes room by offloading."""
+        return self.offload_frozen or self.offload_states or self.offload_optimizer
+
     def placement_setting(self) -> dict[str, dict[str, Any]]:
         """The ranks as the key `placement` of the RL config takes them."""
         return {
@@ -83,6 +90,8 @@ class StepPlan:
                 found[f"rollout.{key}"] = True
         if self.offload_optimizer:
             found["zero.offload_optimizer"] = True
+        if self.micro_batch_tokens is not None:
+            found["train.micro_batch_tokens"] = self.micro_batch_tokens
         return found
 
 

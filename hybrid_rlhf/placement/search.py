@@ -73,6 +73,23 @@ class SearchResult:
         """The fastest plan; none if no plan fits."""
         return self.ranked[0] if self.ranked and self.ranked[0].time is not None else None
 
+    def with_micro_batches(self, tokens: int | None) -> SearchResult:
+        """The result as one of plans with this train.micro_batch_tokens."""
+        ranked = [replace(each, plan=replace(each.plan, micro_batch_tokens=tokens)) for each in self.ranked]
+        return replace(self, ranked=tuple(ranked))
+
+    def merged(self, other: SearchResult) -> SearchResult:
+        """The better plan of each style of two results."""
+        best: dict[str, Candidate] = {}
+        for each in sorted((*self.ranked, *other.ranked), key=_order):
+            best.setdefault(each.plan.placement.style, each)
+        return SearchResult(tuple(best.values()), self.evaluated + other.evaluated, self.simulated + other.simulated)
+
+
+def _order(candidate: Candidate) -> tuple[float, float]:
+    """Fastest first, then what is nearest to fitting."""
+    return candidate.seconds, candidate.memory.peak_bytes
+
 
 class Search:
     """Looks for the plan with the shortest step that fits into memory."""
@@ -92,8 +109,7 @@ class Search:
                 by_style[layout.style].append(layout)
         look = self._exact if self._cluster.ranks <= EXACT_RANKS else self._annealed
         found = [best for style in STYLES if by_style[style] and (best := look(by_style[style])) is not None]
-        nearest = sorted(found, key=lambda each: (each.seconds, each.memory.peak_bytes))
-        return SearchResult(tuple(nearest), self._evaluated, self._simulated)
+        return SearchResult(tuple(sorted(found, key=_order)), self._evaluated, self._simulated)
 
     def evaluate(self, plan: StepPlan) -> Candidate:
         """Memory and time of one plan."""

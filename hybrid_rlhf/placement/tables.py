@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
@@ -15,9 +15,11 @@ from hybrid_rlhf.placement.job import RLJob
 from hybrid_rlhf.placement.memory import MemoryModel
 from hybrid_rlhf.placement.plans import Cluster
 from hybrid_rlhf.placement.schedule import PHASES
-from hybrid_rlhf.placement.search import Candidate, Search, SearchResult
+from hybrid_rlhf.placement.search import STYLES, Candidate, Search, SearchResult
 
 _GIB = 2**30
+_HALVINGS = 2
+"""Of train.micro_batch_tokens that a plan may make."""
 _NOTED_IDLE = 0.15
 """Idle part of a phase from which it is named as a reason."""
 
@@ -112,8 +114,35 @@ def plan_placement(
         device_bytes: memory of a rank's device that a run may use.
         host_bytes: a rank's share of its host's memory; none: not known.
     """
-    memory = MemoryModel(job, device_bytes=device_bytes, host_bytes=host_bytes)
-    return PlacementAnswer(job, curves, cluster, Search(Costs(job, curves, cluster), memory).run())
+    found, styles = None, list(STYLES)
+    for tokens in _micro_batches(job):
+        smaller = with_micro_batches(job, tokens)
+        memory = MemoryModel(smaller, device_bytes=device_bytes, host_bytes=host_bytes)
+        result = Search(Costs(smaller, curves, cluster), memory).run(styles).with_micro_batches(tokens)
+        found = result if found is None else found.merged(result)
+        # smaller micro-batches only add time, unless they make room for what is offloaded or does not fit
+        if found.best is not None and not found.best.plan.offloads:
+            break
+        styles = [each.plan.placement.style for each in found.ranked if each.time is None or each.plan.offloads]
+    assert found is not None
+    return PlacementAnswer(job, curves, cluster, found)
+
+
+def with_micro_batches(job: RLJob, tokens: int | None) -> RLJob:
+    """The job with another train.micro_batch_tokens; none: as configured."""
+    if tokens is None:
+        return job
+    return replace(job, config=replace(job.config, train=replace(job.config.train, micro_batch_tokens=tokens)))
+
+
+def _micro_batches(job: RLJob) -> tuple[int | None, ...]:
+    """Values of train.micro_batch_tokens to look at, none being the configured one; a number of rows is kept."""
+    train = job.config.train
+    if train.micro_batch_size is not None:
+        return (None,)
+    longest = job.config.rollout.max_prompt_tokens + job.config.rollout.sampling.max_new_tokens
+    halves = [train.micro_batch_tokens // 2**power for power in range(1, _HALVINGS + 1)]
+    return (None, *(tokens for tokens in halves if tokens >= longest))
 
 
 def _line(candidate: Candidate) -> str:

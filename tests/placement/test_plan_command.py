@@ -93,6 +93,17 @@ def test_what_does_not_fit_says_where_and_by_how_much(shape: str, capsys: pytest
     assert code == 1 and "does not fit: rank 0, " in text and " of 21.6 GiB" in text
 
 
+def test_smaller_micro_batches_make_room(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--steps rl --machine 4090 --ranks 1 --json true --rl.train.micro_batch_tokens".split()
+    found = {}
+    for tokens in ("65536", "16384"):
+        text, _ = printed(["--base_model", shape, *words, tokens], capsys)
+        found[tokens] = json.loads(text)["rl"]["plans"][0]
+    assert found["65536"]["fits"], found["65536"]["why"]
+    assert found["65536"]["settings"]["train.micro_batch_tokens"] in (16384, 32768)
+    assert "train.micro_batch_tokens" not in found["16384"]["settings"]
+
+
 def test_without_curves_the_memory_is_planned_alone(
     shape: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

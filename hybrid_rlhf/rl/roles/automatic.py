@@ -29,7 +29,7 @@ from hybrid_rlhf.placement.plans import Cluster, StepPlan
 from hybrid_rlhf.placement.report import STEP, PredictionReport
 from hybrid_rlhf.placement.schedule import step_time
 from hybrid_rlhf.placement.search import Candidate
-from hybrid_rlhf.placement.tables import PlacementAnswer, plan_placement
+from hybrid_rlhf.placement.tables import PlacementAnswer, plan_placement, with_micro_batches
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.world import World, shared_user_errors
 
@@ -47,18 +47,27 @@ class PlannedSettings:
     """Settings of the section rollout."""
     zero: dict[str, Any]
     """Of the section actor.zero."""
+    train: dict[str, Any]
+    """Of the section train."""
 
     @classmethod
     def of(cls, plan: StepPlan) -> PlannedSettings:
         """A plan as settings of a config."""
         rollout: dict[str, Any] = {"tensor_parallel": 1 if plan.separate else plan.sampling.tensor_parallel}
         rollout |= {key: True for key in ("offload_frozen", "offload_states") if getattr(plan, key)}
-        return cls(plan.placement_setting(), rollout, {"offload_optimizer": True} if plan.offload_optimizer else {})
+        tokens = plan.micro_batch_tokens
+        return cls(
+            plan.placement_setting(),
+            rollout,
+            {"offload_optimizer": True} if plan.offload_optimizer else {},
+            {} if tokens is None else {"micro_batch_tokens": tokens},
+        )
 
     def applied(self, config: RLConfig) -> RLConfig:
         """A config with `placement: auto`, under the plan."""
-        rollout, zero = replace(config.rollout, **self.rollout), replace(config.actor.zero, **self.zero)
-        return replace(config, placement=self.placement, rollout=rollout, actor=replace(config.actor, zero=zero))
+        actor = replace(config.actor, zero=replace(config.actor.zero, **self.zero))
+        rollout, train = replace(config.rollout, **self.rollout), replace(config.train, **self.train)
+        return replace(config, placement=self.placement, rollout=rollout, actor=actor, train=train)
 
 
 @dataclass(frozen=True)
@@ -125,10 +134,9 @@ class _PlanRequest:
         """The request with predictions corrected by measured / predicted of some kinds of work."""
         return replace(self, curves=self.curves.corrected(ratios))
 
-    @property
-    def costs(self) -> Costs:
-        """Of the job on the machine."""
-        return Costs(self.job, self.curves, self.cluster)
+    def costs(self, plan: StepPlan) -> Costs:
+        """Of the job on the machine, with the micro-batches of a plan."""
+        return Costs(with_micro_batches(self.job, plan.micro_batch_tokens), self.curves, self.cluster)
 
     def answer(self) -> PlacementAnswer:
         """The planner's."""
@@ -204,9 +212,8 @@ class PlacementWatch:
         best = self.answer.best
         if best is None or best.plan.placement.roles == self.plan.placement.roles:
             return
-        costs = self._question.costs
-        now = step_time(costs, self.plan, rows_at_once=self._rows_at_once).step_seconds
-        cost = move_seconds(costs, best.plan, build_seconds=self.build_seconds)
+        now = step_time(self._question.costs(self.plan), self.plan, rows_at_once=self._rows_at_once).step_seconds
+        cost = move_seconds(self._question.costs(best.plan), best.plan, build_seconds=self.build_seconds)
         price = MovePrice(cost, now - best.seconds)
         moves = self._adapts and price.pays(steps_left=steps_left)
         if moves:
