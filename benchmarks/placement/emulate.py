@@ -52,7 +52,7 @@ CASES = {
     ),
     "ahead": EmulatedCase(
         "long-tailed completions, sampled one step ahead where the sampler is separate",
-        Setting("a100", 4, "llama-1b", "llama-1b", 128, 512, 2048, 300.0, policy_lag=1),
+        Setting("a100", 4, "llama-1b", "llama-1b", 64, 512, 2048, 300.0, policy_lag=1),
     ),
     "heavy_reward": EmulatedCase(
         "a reward model of 34B beside an actor of 1B, two hosts of two ranks, 3 GiB/s between them",
@@ -86,7 +86,11 @@ def main() -> None:
     parser.add_argument("--styles", default=",".join(STYLES))
     parser.add_argument("--steps", type=int, default=4, help=f"the first {WARM_STEPS} are not counted")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--read", type=Path, nargs="*", help="only print the table of these files")
     options = parser.parse_args()
+    if options.read:
+        print(*table([each for file in options.read for each in json.loads(file.read_text())]), sep="\n")
+        return
     records: list[dict[str, Any]] = []
     for name in options.cases.split(","):
         with tempfile.TemporaryDirectory() as folder:
@@ -101,7 +105,10 @@ def main() -> None:
 def emulated(case: EmulatedCase, folder: Path, styles: Sequence[str], *, steps: int) -> Iterator[dict[str, Any]]:
     """The best plan of each of some styles, predicted and emulated."""
     search = case.setting.search(folder)
-    found = {each.plan.placement.style: each for each in _candidates(case, search)}
+    # without a lag a plan that samples on the actor's ranks may use tensor parallelism
+    at_once = search if not case.setting.policy_lag else replace(case.setting, policy_lag=0).search(folder)
+    found = {each.plan.placement.style: each for each in _candidates(case, at_once)}
+    found |= {each.plan.placement.style: each for each in _candidates(case, search) if each.plan.policy_lag}
     wanted = [found[style] for style in STYLES if style in found and style in styles]
     yield from emulate_plans(search, wanted, folder, steps=steps, flattening_seconds=found["flattening"].seconds)
 
@@ -168,6 +175,21 @@ def _line(record: dict[str, Any]) -> str:
         f"{record['plan']:14} predicted {predicted:7.2f} s  emulated {found:7.2f} s  {predicted / found - 1:+7.1%}  "
         f"(processor {record['processor_part']:.0%} of a step)  {shown_placement(record)}"
     )
+
+
+def table(records: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """In Markdown, with gains over flattening."""
+    yield "| case | style | predicted | emulated | error | predicted gain | emulated gain | placement |"
+    yield "|---|---|---|---|---|---|---|---|"
+    flattened = {each["case"]: each for each in records if each["plan"] == "flattening"}
+    for each in sorted(records, key=lambda each: ([*CASES].index(each["case"]), STYLES.index(each["plan"]))):
+        predicted, found = each["predicted_seconds"], each["emulated_seconds"]
+        base = flattened[each["case"]]
+        gains = f"{base['predicted_seconds'] / predicted:.2f}x | {base['emulated_seconds'] / found:.2f}x"
+        yield (
+            f"| {each['case']} | {each['plan']} | {predicted:.1f} s | {found:.1f} s | {predicted / found - 1:+.0%} "
+            f"| {gains} | {shown_placement(each)} |"
+        )
 
 
 def shown_placement(record: dict[str, Any]) -> str:

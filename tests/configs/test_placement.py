@@ -14,7 +14,11 @@ from hybrid_rlhf.configs.sections.placement import PlacedRoles, adapts, is_autom
 
 PPO = {"actor": 0, "critic": 0, "reference": 0, "judge": 0}
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
-    ("separated", {}, "one of flattening, interleaving, separation, auto or a mapping of roles, got separated: the nea"),
+    (
+        "separated",
+        {},
+        "one of flattening, interleaving, separation, auto or a mapping of roles, got separated: the nea",
+    ),
     ({"sampler": {"ranks": "6-7"}}, {}, "below the number of ranks, 4, got 7: start more ranks or the missing hosts"),
     ({"actor": {"ranks": []}}, {}, "placement.actor.ranks must name a rank, got none"),
     ({"actor": {"ranks": "3-1"}}, {}, "must be a list of ranks or ranges, got 3-1: write for example 0-3"),
@@ -24,10 +28,18 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ({"actr": {"ranks": 1}}, {}, "placement.actr must be a role of the step, .* the nearest is actor"),
     ({"sampler": {"ranks": "0-3"}}, {}, "placement.actor needs ranks, placement.sampler takes all 4: leave it some"),
     ({"sampler": {"ranks": "1-2"}, "actor": {"ranks": "0-1"}}, {}, "got 1 of the actor's too: name others"),
-    ({"sampler": {"ranks": "1-3", "tensor_parallel": 2}}, {}, "must divide the sampler's 3 ranks, got 2: use one of 1, 3"),
+    (
+        {"sampler": {"ranks": "1-3", "tensor_parallel": 2}},
+        {},
+        "must divide the sampler's 3 ranks, got 2: use one of 1, 3",
+    ),
     ({"actor": {"ranks": 1, "tensor_parallel": 2}}, {}, "placement.actor trains or scores without tensor parallelism"),
     ({"judge": {"ranks": 1, "zero": 2}}, {}, r"ZeRO shards its weights \(3\) or nothing \(0\), got 2"),
-    ({"actor": {"ranks": 1, "zero": 4}}, {}, "placement.actor.zero must be a whole number of 0 or more, at most 3, got 4"),
+    (
+        {"actor": {"ranks": 1, "zero": 4}},
+        {},
+        "placement.actor.zero must be a whole number of 0 or more, at most 3, got 4",
+    ),
     (
         {"sampler": {"ranks": 3}, "critic": {"ranks": "2-3"}},
         {"policy_lag": 1},
@@ -57,7 +69,9 @@ def test_a_missing_host_is_found_before_the_first_step(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("first slots=4\n# second slots=4\n")
     line = f"--launcher.hostfile {tmp_path}/hosts --rl.placement".split()
     parse_config(PipelineConfig, [*line, "{sampler: {ranks: 2-3}}"])
-    with pytest.raises(UserError, match="rl.placement.sampler.ranks must be below the 4 ranks of .* 1 host, got 7: add"):
+    with pytest.raises(
+        UserError, match="rl.placement.sampler.ranks must be below the 4 ranks of .* 1 host, got 7: add"
+    ):
         parse_config(PipelineConfig, [*line, "{sampler: {ranks: 4-7}}"])
     with pytest.raises(UserError, match="below the 2 ranks of launcher.num_processes 2, got 2"):
         parse_config(PipelineConfig, "--launcher.num_processes 2 --rl.placement".split() + ["{critic: {ranks: 2}}"])
