@@ -18,7 +18,7 @@ from hybrid_rlhf.rl.roles import automatic
 from hybrid_rlhf.runtime import world
 
 
-def main(line: Sequence[str]) -> None:
+def run_and_move(line: Sequence[str]) -> None:
     """The step, moved after its second rollout; fails where the engines or groups of the first placement are left."""
     save = RLSession.save
 
@@ -38,3 +38,6 @@ def main(line: Sequence[str]) -> None:
         mock.patch.object(RLSession, "save", checked_save),
     ):
         rl.main(line)
+
+
+main = run_and_move

@@ -3,7 +3,8 @@
 The plan is made on the first rank, from the curves that `hybrid-rlhf calibrate` measured on this machine. After a few
 steps the measured phases correct the curves, and the log says whether another placement would now be faster. With
 `placement.adapt` the run then moves to it, if the steps that are left gain more than the move costs (rl/build.py);
-otherwise it keeps its placement, and a checkpoint resumes under any other.
+otherwise it keeps its placement, and a checkpoint resumes under any other. A move writes the states of the learners to
+a checkpoint, builds all engines anew, taken to last as long as at the start, and reads the states.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from hybrid_rlhf.placement.costs import Costs
 from hybrid_rlhf.placement.curves import MachineCurves
 from hybrid_rlhf.placement.job import JobReader, RLJob, default_lengths
 from hybrid_rlhf.placement.machines.stored import load_curves
-from hybrid_rlhf.placement.moving import MovePrice, move_seconds
 from hybrid_rlhf.placement.plans import Cluster, StepPlan
 from hybrid_rlhf.placement.report import STEP, PredictionReport
 from hybrid_rlhf.placement.schedule import step_time
@@ -36,6 +36,22 @@ from hybrid_rlhf.runtime.world import World, shared_user_errors
 logger = logging.getLogger(LOGGER_NAME)
 _MEASURED_STEPS = 4
 """First steps that are compared; the first of them is left out, as caches are cold."""
+_STATE_BYTES = 12
+"""Of each trained parameter in a checkpoint: float32 weight and AdamW's two moments."""
+_DISK_BYTES_PER_SECOND = 2.0**29
+"""At which a checkpoint is taken to be written, and read again; a local NVMe disk reaches more."""
+
+
+@dataclass(frozen=True)
+class MovePrice:
+    """What a move costs once and gains in every step, in predicted seconds."""
+
+    cost_seconds: float
+    gain_seconds: float
+
+    def pays(self, *, steps_left: int) -> bool:
+        """Whether the steps that are left gain more than the move costs."""
+        return self.gain_seconds * steps_left > self.cost_seconds
 
 
 @dataclass(frozen=True)
@@ -228,3 +244,20 @@ class PlacementWatch:
             steps_left,
             "the run moves" if moves else f"set placement to {best.plan.placement_setting()} and resume, or leave it",
         )
+
+
+def move_seconds(costs: Costs, plan: StepPlan, *, build_seconds: float) -> float:
+    """Predicted seconds of a move to a plan.
+
+    Args:
+        costs: of the job.
+        plan: to move to; its first weight sync is part of the cost.
+        build_seconds: which building the engines has taken.
+    """
+    checkpoint = 2 * state_bytes(costs.job) / _DISK_BYTES_PER_SECOND
+    return checkpoint + build_seconds + costs.weight_sync(plan).seconds
+
+
+def state_bytes(job: RLJob) -> float:
+    """Size of the checkpoint that a move writes and reads."""
+    return _STATE_BYTES * sum(role.sizes.trained for role in job.roles.values() if role.is_trained)
