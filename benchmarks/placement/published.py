@@ -221,6 +221,7 @@ are modelled from data sheets (`hybrid_rlhf/placement/machines/datasheets.py`: t
 are assumptions, the same in all tables and not fitted to any of them); nothing here was run. The predictions are of
 this library's own loop and engine on that hardware, not of the published systems: a ratio below 1 says that the
 planner expects this loop to take less time than the system published.
+Steps that really ran, on emulated machines: [placement_emulated.md](placement_emulated.md).
 """
 DS_CHAT_TEXT = """
 ## DeepSpeed-Chat, table 1

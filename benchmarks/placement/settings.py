@@ -11,8 +11,9 @@ from transformers import LlamaConfig, OPTConfig, PreTrainedConfig
 
 from hybrid_rlhf.configs.algorithms import PPOConfig
 from hybrid_rlhf.configs.rl import CriticConfig, RewardSumConfig, RLConfig
+from hybrid_rlhf.configs.sections.algorithm import CorrectionConfig
 from hybrid_rlhf.configs.sections.model import ModelConfig
-from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.configs.sections.rollout import AsyncSamplingConfig, RolloutConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.memory.plan import GPU_RESERVE_GIB
 from hybrid_rlhf.memory.shapes import Shapes
@@ -25,6 +26,8 @@ from hybrid_rlhf.placement.search import Search
 
 GIB = 2.0**30
 _SHAPES = Shapes()
+_CACHE_GIB = 16.0
+"""Of a sampler that runs ahead: 32,768 tokens of a model of 7B."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ class Setting:
     ranks: int
     actor: str
     critic: str
-    """Critic and reward model."""
+    """Critic, and reward model unless another is named."""
     rows: int
     """Completions of a step."""
     prompt_tokens: int
@@ -104,6 +107,9 @@ class Setting:
     link_gib_per_second: float | None = None
     ranks_per_host: int = 8
     micro_batch_tokens: int = 8192
+    reward: str | None = None
+    policy_lag: int = 0
+    """Of plans with a separate sampler."""
 
     def search(self, folder: Path) -> Search:
         """The planner of the setting; configs of the models are written to a folder."""
@@ -114,16 +120,20 @@ class Setting:
 
     def job(self, folder: Path) -> RLJob:
         """What a step computes."""
-        actor, critic = (shape_folder(name, folder) for name in (self.actor, self.critic))
+        names = (self.actor, self.critic, self.reward or self.critic)
+        actor, critic, reward = (shape_folder(name, folder) for name in names)
+        correction = CorrectionConfig() if self.policy_lag else None
         config = RLConfig(
             model=ModelConfig(path=actor, gradient_checkpointing=True),
-            algorithm=PPOConfig(mini_batches=self.mini_batches, epochs=1),
+            algorithm=PPOConfig(mini_batches=self.mini_batches, epochs=1, correction=correction),
             critic=CriticConfig(path=critic),
-            reward=RewardSumConfig(components=[critic]),
+            reward=RewardSumConfig(components=[reward]),
             rollout=RolloutConfig(
                 prompts_per_step=self.rows,
                 max_prompt_tokens=self.prompt_tokens,
                 sampling=SamplingParams(max_new_tokens=self.new_tokens),
+                async_sampling=AsyncSamplingConfig(policy_lag=self.policy_lag) if self.policy_lag else None,
+                kv_cache_gib=_CACHE_GIB if self.policy_lag else None,
             ),
         )
         lengths = modelled_lengths(

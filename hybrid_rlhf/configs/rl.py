@@ -109,11 +109,11 @@ class ReferenceModelConfig:
         )
 
 
-def frozen_zero(sibling: ZeroConfig, *, offload: bool) -> ZeroConfig:
+def frozen_zero(sibling: ZeroConfig) -> ZeroConfig:
     """How a frozen model shards: not at all, or like the model beside it under ZeRO-3."""
     if sibling.stage < 3:
         return ZeroConfig()
-    return ZeroConfig(stage=3, offload_parameters=sibling.offload_parameters or offload)
+    return ZeroConfig(stage=3, offload_parameters=sibling.offload_parameters)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,8 +180,8 @@ class RLConfig(StepConfig):
     placement: str | dict[str, Any] | None = setting(None, mutable=True)
     """Where each role lives (docs/placement.md): flattening (all roles on all ranks), interleaving (reference and
     reward models on disjoint ranks), separation (sampler and frozen models on ranks of their own), ranks by role, as
-    {sampler: {ranks: 4-7, tensor_parallel: 2}}, or auto (the planner's, after hybrid-rlhf calibrate). null:
-    flattening."""
+    {sampler: {ranks: 4-7, tensor_parallel: 2}}, or auto (the planner's, after hybrid-rlhf calibrate), as
+    {style: auto, adapt: true} with moves during the run. null: flattening."""
     train: LoopConfig = field(default_factory=LoopConfig)
     faults: RLFaultsConfig = setting(default_factory=RLFaultsConfig, mutable=True)
 
@@ -203,6 +203,8 @@ class RLConfig(StepConfig):
         )
         if self.rollout.policy_lag:
             self._check_ahead(alone)
+        if self.rollout.partial is not None:
+            self._check_partial()
         require(
             self.rollout.quantization is None or self.algorithm.allows_other_sampler,
             f"rollout.quantization {self.rollout.quantization} samples from rounded weights, got algorithm.correction "
@@ -257,6 +259,17 @@ class RLConfig(StepConfig):
             self.algorithm.allows_other_sampler,
             f"rollout.async_sampling.policy_lag {lag} trains on samples of older weights, got algorithm.correction "
             "null: give --algorithm.correction.method truncate or mask",
+        )
+
+    def _check_partial(self) -> None:
+        require(
+            self.environment is None,
+            "rollout.partial carries completions of one turn, got the section environment: leave one out",
+        )
+        require(
+            self.algorithm.allows_other_sampler,
+            "rollout.partial trains on tokens of older weights, got algorithm.correction null: give "
+            "--algorithm.correction.method truncate or mask",
         )
 
     def _check_samples(self, name: str) -> None:

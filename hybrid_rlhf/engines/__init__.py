@@ -2,6 +2,7 @@
 
 Read `engine.py` (train one model), `hybrid.py` (the actor, which also generates), `builder.py` and `ds_config.py`
 (config sections to engines), `partition.py` (full weights from ZeRO-3), `saved/` (what a resumed run needs),
-`averaging.py` and `offload.py`; `separate/` (a sampler on ranks of its own) and `sampling_engine.py` (what it has in
-common with the actor). Private members of DeepSpeed are used in `deepspeed_internals.py` only.
+`averaging.py` and `residency/` (what is on the device when); `separate/` (inference weights on ranks without a training
+model) and `sampling_engine.py` (what a sampler there has in common with the actor). Private members of DeepSpeed are
+used in `deepspeed_internals.py` only.
 """

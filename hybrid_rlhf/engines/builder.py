@@ -32,6 +32,8 @@ from hybrid_rlhf.engines.ds_config import deepspeed_config
 from hybrid_rlhf.engines.engine import EngineOptions, ModelEngine, Role
 from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.engines.partition import set_weights, share_weights
+from hybrid_rlhf.engines.residency.rules import RoleResidency
+from hybrid_rlhf.engines.separate.reader import InferenceReader
 from hybrid_rlhf.models.distillation import Student, Teacher
 from hybrid_rlhf.models.head_check import require_own_logits
 from hybrid_rlhf.models.lora import choose_trained
@@ -39,7 +41,7 @@ from hybrid_rlhf.models.policy import Policy, Scorer
 from hybrid_rlhf.models.pretrained.loading import Architecture, load_model, training_dtype
 from hybrid_rlhf.models.routers.losses import router_loss
 from hybrid_rlhf.models.structure import listed_mixtures
-from hybrid_rlhf.runtime.world import World
+from hybrid_rlhf.runtime.world import World, shared_user_errors
 
 ARCHITECTURE: dict[Role, Architecture] = {
     "actor": "causal_lm",
@@ -108,15 +110,35 @@ def build_actor(
     rollout: RolloutConfig | None = None,
     max_logprob_diff: float | None = None,
     samples: bool = True,
+    residency: RoleResidency | None = None,
 ) -> HybridEngine:
     """Build an actor's engine, which also generates, as the rollout section says, unless a sampler on other ranks does
-    (`samples` false).
+    (`samples` false). See HybridEngine.
 
     Raises:
         UserError: as `build_engine`, or when the rollout needs inference weights and the model has none.
     """
-    hybrid = partial(HybridEngine, rollout=rollout, max_logprob_diff=max_logprob_diff, samples=samples)
+    hybrid = partial(
+        HybridEngine, rollout=rollout, max_logprob_diff=max_logprob_diff, samples=samples, residency=residency
+    )
     return _build(hybrid, spec, world)
+
+
+def build_reader(spec: EngineSpec, world: World, *, tensor_parallel: int) -> InferenceReader:
+    """Load a frozen model into inference weights, of which each rank of a tensor-parallel group keeps a part. Every
+    rank calls, after `create_groups`.
+
+    Raises:
+        UserError: on every rank of a group, when the model cannot be loaded, or has no inference weights for so many
+            ranks.
+    """
+    group = world.split(tensor_parallel)
+    with shared_user_errors(group):
+        dtype = training_dtype(spec.model, world.device)
+        lm, fresh = load_model(spec.path, ARCHITECTURE[spec.role], config=spec.model, dtype=dtype, heads=spec.heads)
+        if fresh:
+            _init_head(lm, role=spec.role, seed=spec.seed)
+    return InferenceReader(spec.role, lm.eval(), world=world, group=group)
 
 
 def _build(engine_type: Callable[..., EngineT], spec: EngineSpec, world: World) -> EngineT:

@@ -14,9 +14,10 @@ from typing import Any, Literal
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hybrid_rlhf.engines.deepspeed_internals import (
+    destroy_engine,
     disable_gradient_allreduce,
     engine_ranks,
     free_weights,
@@ -27,12 +28,13 @@ from hybrid_rlhf.engines.deepspeed_internals import (
     set_grad_norm,
     skip_model_step,
 )
-from hybrid_rlhf.engines.offload import OffloadedWeights
 from hybrid_rlhf.engines.partition import base_parameters
+from hybrid_rlhf.engines.residency.offload import OffloadedWeights
 from hybrid_rlhf.functional.losses import LossSum
 from hybrid_rlhf.models.activation_offload import ActivationOffload
 from hybrid_rlhf.models.lora import adapters_off, has_lora
 from hybrid_rlhf.models.packing import packs
+from hybrid_rlhf.models.structure import layer_list
 from hybrid_rlhf.runtime.world import World
 
 Role = Literal["actor", "critic", "reference", "reward", "student", "teacher"]
@@ -79,12 +81,17 @@ class EngineOptions:
 class ModelEngine:
     """A role's model: call it to compute, `backward` and `step` to train it."""
 
+    tensor_parallel = 1
+    """Ranks that compute the same rows together."""
+    reports_rows = True
+    """Whether this rank is the one of them whose results count."""
+
     def __init__(self, role: Role, engine: DeepSpeedEngine, world: World, options: EngineOptions | None = None) -> None:
         self.role: Role = role
         self.world = world
         self._engine = engine
         self._options = options or EngineOptions()
-        self._host_weights = OffloadedWeights(engine.module, world.device) if self._options.offload_weights else None
+        self._host_weights = self._offloaded_weights() if self._options.offload_weights else None
         if self.is_trained and isinstance(engine.optimizer, torch.optim.Optimizer):
             # Clip here too, so that the norm is known; DeepSpeed's own optimizers report theirs.
             replace_model_step(engine, self._step_if_finite)
@@ -97,6 +104,9 @@ class ModelEngine:
         with engine_ranks(self.world), ActivationOffload() if offloads else contextlib.nullcontext():
             return self._engine(*args, **kwargs)
 
+    def _offloaded_weights(self) -> OffloadedWeights:
+        return OffloadedWeights(self.module, self.world.device, layers=layer_list(self.lm) or ())
+
     def on_device(self) -> contextlib.AbstractContextManager[None]:
         """Around the computation of a frozen model, whose weights may be offloaded outside."""
         return contextlib.nullcontext() if self._host_weights is None else self._host_weights.on_device()
@@ -104,6 +114,10 @@ class ModelEngine:
     def drop_weights(self) -> None:
         """Free the memory of a frozen model, which cannot be used afterwards; DeepSpeed keeps references to it."""
         free_weights(self.module)
+
+    def close(self) -> None:
+        """Free all memory of the engine, which cannot be used afterwards; no collective runs."""
+        destroy_engine(self._engine)
 
     @contextlib.contextmanager
     def reference(self) -> Iterator[ModelEngine]:
@@ -126,7 +140,7 @@ class ModelEngine:
 
     @property
     def deepspeed_engine(self) -> DeepSpeedEngine:
-        """For use inside this folder."""
+        """With all its states where they train, for use inside this folder."""
         return self._engine
 
     @property
@@ -138,6 +152,11 @@ class ModelEngine:
     def lm(self) -> PreTrainedModel:
         """The Hugging Face model inside."""
         return self.module.lm  # type: ignore[return-value]
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """Of the Hugging Face model."""
+        return self.lm.config
 
     @property
     def parameters(self) -> int:
@@ -175,7 +194,7 @@ class ModelEngine:
         """
         # DeepSpeed averages over ranks; multiplied by their number, that is a sum.
         with engine_ranks(self.world):
-            self._engine.backward(total * (self.world.size / max(count, 1.0)), scale_wrt_gas=False)
+            self.deepspeed_engine.backward(total * (self.world.size / max(count, 1.0)), scale_wrt_gas=False)
 
     def with_router_losses(self, loss: LossSum, weights: Tensor) -> LossSum:
         """A loss with those of the routers in the last forward, if the model has them (models/routers/losses.py).
@@ -198,7 +217,7 @@ class ModelEngine:
         """Apply the accumulated gradient, step the schedule, clear the gradient."""
         lr = float(self._engine.get_lr()[0])
         with engine_ranks(self.world):
-            self._engine.step()
+            self.deepspeed_engine.step()
         norm = self._engine.get_global_grad_norm()
         skipped = not self._engine.was_step_applied()
         return UpdateStats(lr=lr, grad_norm=None if norm is None else float(norm), skipped=skipped)
@@ -226,3 +245,6 @@ class AbsentEngine:
         self.parameters, self.packs = facts.parameters, facts.packs
         self.weight_version = 0
         """Optimizer updates of the current weights, as of the last synchronization."""
+
+    def close(self) -> None:
+        """See ModelEngine: there is nothing to free."""

@@ -24,9 +24,10 @@ from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.engines.deepspeed_internals import zero3_hooks_removed
 from hybrid_rlhf.engines.engine import AbsentEngine, EngineFacts, EngineOptions, ModelEngine, Role
-from hybrid_rlhf.engines.offload import OffloadedStates
 from hybrid_rlhf.engines.partition import GatheredWeight, base_parameters, full_weights, gathered, has_partitions
-from hybrid_rlhf.engines.sampling_engine import rollout_backend, rollout_drafter
+from hybrid_rlhf.engines.residency.offload import OffloadedStates
+from hybrid_rlhf.engines.residency.rules import ResidencyRules, RoleResidency
+from hybrid_rlhf.engines.sampling_engine import groups_of, rollout_backend, rollout_drafter
 from hybrid_rlhf.engines.weight_check import TrainingProbe, WeightCheck, logprob_limit
 from hybrid_rlhf.generation.backends.backend import GenerationBackend
 from hybrid_rlhf.generation.backends.module import ModuleBackend, ModuleSupport
@@ -68,6 +69,7 @@ class HybridEngine(ModelEngine):
         rollout: RolloutConfig | None = None,
         max_logprob_diff: float | None = None,
         samples: bool = True,
+        residency: RoleResidency | None = None,
     ) -> None:
         """Wrap an engine; every rank must call.
 
@@ -78,16 +80,22 @@ class HybridEngine(ModelEngine):
             options: see EngineOptions.
             rollout: how it generates; none: the defaults.
             max_logprob_diff: see faults.max_logprob_diff.
-            samples: whether it generates; false: a sampler on other ranks does (engines/separate/), and this one has no
-                inference weights.
+            samples: whether it generates; false: only a sampler on other ranks does (engines/separate/), and this one
+                has no inference weights.
+            residency: where its memory lies in each phase; none: as the rollout says.
 
         Raises:
-            UserError: when tensor_parallel, quantization, routing_replay, draft or async_sampling needs inference
-                weights and the model has none, its experts cannot be replayed, or drafts cannot be verified.
+            UserError: when tensor_parallel, quantization, routing_replay, draft, async_sampling or partial needs
+                inference weights and the model has none, its experts cannot be replayed, or drafts cannot be verified.
         """
         super().__init__(role, engine, world, options)
         self._rollout = rollout or RolloutConfig()
-        self._keeps = self._rollout.keep_weights is True  # auto is decided by memory/kept_weights.py
+        if residency is None:
+            rules = ResidencyRules.of_rollout(self._rollout, cuda=world.device.type == "cuda")
+            residency = rules.actor(int(engine.zero_optimization_stage()), samples=samples)
+        self._offloads_states = residency.visits("optimizer") or residency.visits("gradients")
+        # with a policy lag every snapshot has weights of its own
+        self._keeps = residency.stays("inference weights") and not self._rollout.policy_lag
         self.generation_world = world.split(self._rollout.tensor_parallel if samples else 1)
         """The ranks that generate together, from the same prompts."""
         self.weight_sync_seconds = 0.0
@@ -133,6 +141,11 @@ class HybridEngine(ModelEngine):
                 f"rollout.async_sampling copies the inference weights, {type(self.lm).__name__} has none: set "
                 "--rollout.async_sampling null"
             )
+        require(
+            self._inference_weights is not None or rollout.partial is None,
+            "rollout.partial continues completions with inference weights, "
+            f"{type(self.lm).__name__} has none: leave it out",
+        )
         architecture = None if self._inference_weights is None else self._inference_weights.architecture
         self.drafter = rollout_drafter(rollout, architecture)
         return architecture
@@ -155,6 +168,24 @@ class HybridEngine(ModelEngine):
         )
         module: Any = self.module
         module.replay = RouterReplay(self.lm, experts=kind.count, replays=replays)
+
+    def close(self) -> None:
+        """See ModelEngine; kept inference weights, KV cache and CUDA graphs too."""
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            kept.backend.close()
+        super().close()
+
+    @property
+    def deepspeed_engine(self) -> DeepSpeedEngine:
+        """See ModelEngine."""
+        self._host_states.wait()
+        return self._engine
+
+    @property
+    def groups(self) -> tuple[int, int | None]:
+        """See SamplingEngine."""
+        return groups_of(self.world, self.generation_world)
 
     @property
     def facts(self) -> EngineFacts:
@@ -182,7 +213,7 @@ class HybridEngine(ModelEngine):
         self.weight_sync_seconds = self.weight_check_seconds = 0.0
         start = time.perf_counter()
         with contextlib.ExitStack() as stack:
-            if self._rollout.offload_states:
+            if self._offloads_states:
                 stack.enter_context(self._host_states.on_host())
             backend: GenerationBackend
             if self._inference_weights is not None:
@@ -296,9 +327,10 @@ class HybridEngine(ModelEngine):
 class AbsentActor(AbsentEngine):
     """An actor on a rank that does not have it, and so does not sample."""
 
-    def __init__(self, role: Role, world: World, facts: EngineFacts) -> None:
+    def __init__(self, role: Role, world: World, facts: EngineFacts, *, tensor_parallel: int = 1) -> None:
+        """Take the ranks of the actor, its facts, and how many ranks generate together."""
         super().__init__(role, world, facts)
-        self.generation_world = world
+        self.generation_world = world.split(tensor_parallel)
         self.drafter: Drafter | None = None
         self.work = DecodeWork()
         self.weight_sync_seconds = self.weight_check_seconds = 0.0
@@ -308,6 +340,11 @@ class AbsentActor(AbsentEngine):
     def device(self) -> torch.device:
         """The device of this rank."""
         return self.world.device
+
+    @property
+    def groups(self) -> tuple[int, int | None]:
+        """See SamplingEngine."""
+        return groups_of(self.world, self.generation_world)
 
     @contextlib.contextmanager
     def inference(

@@ -40,6 +40,12 @@ def rollout_drafter(rollout: RolloutConfig, architecture: ModelDescription | Non
     return Drafter(rollout.draft, draft_tokens=rollout.draft_tokens)
 
 
+def groups_of(world: World, generation_world: World) -> tuple[int, int | None]:
+    """How many tensor-parallel groups `world` has, and the number of this rank's; none: it has none."""
+    together = generation_world.size
+    return world.size // together, world.rank // together if world.is_member else None
+
+
 class SamplingEngine(Protocol):
     """Generates with the actor's current weights, or with a copy of them."""
 
@@ -57,6 +63,10 @@ class SamplingEngine(Protocol):
     """Time of the check after it."""
     max_logprob_diff: float
     """Largest mean difference of log-probs between sampler and trainer, in nats, beyond which a run stops."""
+
+    @property
+    def groups(self) -> tuple[int, int | None]:
+        """How many `generation_world`s there are, and the number of this rank's; none: it does not sample."""
 
     @property
     def device(self) -> torch.device:

@@ -19,11 +19,11 @@ from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.generation.backends.backend import BackendName, GenerationBackend
 from hybrid_rlhf.generation.backends.module import ModuleBackend
 from hybrid_rlhf.generation.backends.native import NativeBackend
-from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Request
+from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Request, TokenLimit
 from hybrid_rlhf.generation.drafting.drafter import Drafter
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.model.quantised import Quantization
-from hybrid_rlhf.generation.sampling import Completion, SamplingParams, per_request, uniform_stream
+from hybrid_rlhf.generation.sampling import Completion, FinishedShare, SamplingParams, per_request, uniform_stream
 from hybrid_rlhf.generation.weights.conversion import check_inference_weights, decoder_of
 from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens
 from hybrid_rlhf.models.pretrained.loading import load_model
@@ -53,7 +53,7 @@ class GenerationEngine:
             backend: computes, and is closed with the engine.
             stop_token_ids: tokens that end every completion.
             tokenizer: for stop strings.
-            weight_version: recorded in every completion.
+            weight_version: recorded for every token.
             drafter: speculative decoding of all completions; none: only where `generate` is given one.
         """
         self._backend: GenerationBackend | None = backend
@@ -182,6 +182,8 @@ class GenerationEngine:
         record_routes: bool | Sequence[bool] = False,
         on_completed: Callable[[int], None] | None = None,
         drafter: Drafter | None = None,
+        begun: Sequence[Sequence[Completion]] = (),
+        until: FinishedShare | None = None,
     ) -> list[list[Completion]]:
         """Complete each prompt. Tensor-parallel ranks must all call, with the same prompts and seeds.
 
@@ -193,6 +195,11 @@ class GenerationEngine:
             drafter: speculative decoding: `Drafter("ngram")`, or `Drafter("previous")`, which must be the same in each
                 call. Tokens are the same as without, up to rounding. Native backend, models without recurrent layers;
                 none: the engine's.
+            begun: completions of an earlier call, with the same seeds: all samples of a prompt, or none; shorter than
+                `prompts` where the last ones have none. Finished ones are returned as they are, others continue, also
+                with other weights; their prompt and tokens are computed again. Native backend.
+            until: return when enough prompts are finished, and the other completions so far. Native backend; none: all
+                are finished.
 
         Returns:
             completions[i][j]: sample j of prompt i. The result of a prompt depends on its own seed alone.
@@ -200,10 +207,17 @@ class GenerationEngine:
         Raises:
             UserError: when a prompt is empty or too long for the model, stop strings are given without a tokenizer, or
                 routes are recorded of a model without inference weights or mixtures of experts, or drafts cannot be
-                verified.
+                verified, or completions continue without inference weights.
             RuntimeError: when the engine is closed, also by another thread during the call.
         """
         requests = self._requests(prompts, sampling)
+        if (until is not None or any(begun)) and not self.backend.continues:
+            raise UserError("begun and until need inference weights, got the model's own module: leave them out")
+        _continue(requests, begun)
+        if until is not None:
+            limit = TokenLimit(until, requests)
+            for request in requests:
+                request.limit = limit
         recorded = [record_routes] * len(prompts) if isinstance(record_routes, bool) else record_routes
         if any(recorded) and not self.records_routes:
             raise UserError(
@@ -211,7 +225,7 @@ class GenerationEngine:
             )
         for request in requests:
             request.records_routes = recorded[request.prompt_index]
-        for new in self._run(requests, drafter):
+        for new in self._run([request for request in requests if not request.ended], drafter):
             if self._backend is None:
                 raise RuntimeError("the generation engine was closed while it generated")
             if on_completed is not None:
@@ -274,6 +288,16 @@ class GenerationEngine:
                 f"the model has {limit} positions, prompt {index} has {len(prompt)} tokens: shorten the prompt"
             )
         return min(params.max_new_tokens, limit - len(prompt))
+
+
+def _continue(requests: Sequence[Request], begun: Sequence[Sequence[Completion]]) -> None:
+    """Have requests continue the completions that an earlier call began."""
+    by_prompt: dict[int, list[Request]] = {}
+    for request in requests:
+        by_prompt.setdefault(request.prompt_index, []).append(request)
+    for index, completions in enumerate(begun):
+        for request, completion in zip(by_prompt[index], completions, strict=False):
+            request.continue_from(completion)
 
 
 def _decoder(

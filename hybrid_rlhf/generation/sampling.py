@@ -26,15 +26,31 @@ class Completion:
     """The stop token included."""
     logprobs: list[float]
     """Per token, under the full distribution at the sampling temperature, as training computes them."""
-    finish_reason: FinishReason
+    finish_reason: FinishReason | None
+    """None: it is not finished, and `GenerationEngine.generate` may continue it."""
     sampling_logprobs: list[float] = field(default_factory=list)
     """Per token, under the distribution that was sampled from: penalised, truncated by top_k, top_p and min_p, and
     renormalised. Equal to `logprobs` without truncation and penalties."""
-    weight_version: int = 0
-    """Version of the weights that sampled it: optimizer updates, for a training engine."""
+    weight_versions: list[int] = field(default_factory=list)
+    """Per token, version of the weights that sampled it: optimizer updates, for a training engine."""
     routes: np.ndarray | None = field(default=None, compare=False)
     """[tokens of prompt and completion, mixtures, experts per token] int8 or int16: the experts that computed each
     token, where they are recorded; -1 for the last token, which no layer has read."""
+
+
+@dataclass(frozen=True)
+class FinishedShare:
+    """Ends a call of the engine when enough of its prompts are finished, which a prompt is with all its samples.
+
+    The end is a number of tokens: the smallest by which enough prompts finish if every completion grows by one token at
+    a time. A completion that needs more is returned unfinished after exactly so many new tokens. Which ones these are
+    depends on tokens alone, not on memory, batching or time.
+    """
+
+    prompts: int
+    """How many are enough."""
+    required: frozenset[int] = frozenset()
+    """Indices of prompts that must be finished too."""
 
 
 def per_request(sampling: SamplingParams | Sequence[SamplingParams], requests: int) -> list[SamplingParams]:

@@ -110,7 +110,7 @@ def build_frozen_engine(config: SFTConfig | PreferenceStepConfig, run: Run, role
     Raises:
         UserError: when it cannot be loaded.
     """
-    zero = frozen_zero(config.zero, offload=False)
+    zero = frozen_zero(config.zero)
     overrides = read_overrides(config.deepspeed_config)
     return build_engine(
         EngineSpec(role, path, config.model, zero, config.seed, deepspeed_overrides=overrides), run.world

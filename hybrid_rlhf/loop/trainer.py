@@ -54,12 +54,16 @@ class Trainer(ABC):
         """Whether there is data for another step."""
         return True
 
+    def leaves_after(self, step: int) -> bool:
+        """Whether to end after this step with a checkpoint, though steps are left. Every rank calls."""
+        return False
+
     def running(self) -> contextlib.AbstractContextManager[None]:
         """Context around all steps."""
         return contextlib.nullcontext()
 
     def train(self) -> None:
-        """Run all remaining steps."""
+        """Run all remaining steps, or those until `leaves_after`."""
         run, done = self._run, self.resume()
         run.open_metrics(done)
         if done is None:
@@ -80,3 +84,6 @@ class Trainer(ABC):
                 shown = {name: value for name, value in metrics.items() if name.startswith(self._shown_metrics)}
                 display.show(step, shown)
                 self._checkpoints.after_step(step, partial(self.state, step), metrics)
+                if not is_last and self.leaves_after(step):
+                    self._checkpoints.save(self.state(step), metrics)
+                    return

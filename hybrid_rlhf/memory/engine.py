@@ -85,6 +85,12 @@ class EngineMemory:
         )
 
 
+def split_memory(model: ShapedModel, *, dtype: torch.dtype, ranks: int) -> EngineMemory:
+    """Memory of a frozen model in inference weights, of which each of so many ranks has a part (engines/separate/)."""
+    held = MemoryUse(inference=dtype.itemsize * model.elements.all / ranks)
+    return EngineMemory(model, held, MemoryUse(), 0.0, 0.0, 0.0, 0.0)
+
+
 def engine_memory(model: ShapedModel, zero: dict[str, Any], *, dtype: torch.dtype, ranks: int) -> EngineMemory:
     """Memory of an engine under DeepSpeed 0.19. Tests compare it with measurements on a CPU.
 

@@ -133,7 +133,7 @@ def cache_plan(
     """How generation divides memory: all rows at the maximum length if there is room, else as much as fits. RL records
     the experts of a mixture in the cache."""
     groups = max(1, ranks // rollout.tensor_parallel)
-    wanted = -(-rollout.prompts_per_step // groups) * rollout.sampling.n
+    wanted = -(-(rollout.prompts_per_step + rollout.extra_prompts) // groups) * rollout.sampling.n
     if rollout.max_decode_rows is not None:
         wanted = min(wanted, rollout.max_decode_rows)
     routes = route_size(model, rollout) if records_routes else None

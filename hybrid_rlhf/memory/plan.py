@@ -17,12 +17,14 @@ from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.rl import RLConfig, frozen_zero
 from hybrid_rlhf.configs.sections.model import LoraConfig
+from hybrid_rlhf.configs.sections.placement import RolePlacement
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.configs.sections.training import LoopConfig, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.engines.ds_config import deepspeed_config, read_overrides
 from hybrid_rlhf.engines.hybrid import BUCKET_ELEMENTS
+from hybrid_rlhf.engines.residency.rules import ResidencyRules, RoleResidency
 from hybrid_rlhf.memory.engine import FLOAT32, EngineMemory, MemoryUse, engine_memory
 from hybrid_rlhf.memory.generation import cache_plan, decode_buffer_bytes, route_bytes
 from hybrid_rlhf.memory.inference_weights import inference_weight_bytes
@@ -119,7 +121,7 @@ class Planner:
 
     def _frozen(self, config: SFTConfig | PreferenceStepConfig, path: str | None) -> MemoryUse:
         """The teacher of a distillation, or the reference of a preference run where it is a model of its own."""
-        zero = frozen_zero(config.zero, offload=False)
+        zero = frozen_zero(config.zero)
         return self._engine(config, path, "causal_lm", zero, None, None).held
 
     def _on_policy(self, config: RLConfig) -> Iterator[PhaseMemory]:
@@ -130,17 +132,13 @@ class Planner:
         )
         critic = self._critic(config, actor_path)
         learners = [actor] + ([] if critic is None else [critic])
-        zero = frozen_zero(config.critic_zero, offload=rollout.offload_frozen)
         readers = [
-            self._engine(config, part.model, "scorer", zero, None, None) for part in config.reward.named if part.model
+            self._reader(config, part.model, "scorer", config.critic_zero) for part in config.reward.named if part.model
         ]
         reference_path = config.reference.path or actor_path
         own_reference = config.reads_without_adapters(reference_path, actor_path)
         if config.uses_reference and not own_reference:
-            zero = frozen_zero(config.actor.zero, offload=rollout.offload_frozen)
-            readers.append(self._engine(config, reference_path, "causal_lm", zero, None, None))
-        if rollout.offload_frozen:
-            readers = [reader.with_weights_on_host() for reader in readers]
+            readers.append(self._reader(config, reference_path, "causal_lm", config.actor.zero))
         base = sum((engine.held for engine in (*learners, *readers)), MemoryUse())
         if config.actor.ema_decay:
             shards = ranks if config.actor.zero.stage == 3 else 1
@@ -148,13 +146,13 @@ class Planner:
         routes, replayed_routes = route_bytes(actor.model, rollout)
         base += MemoryUse(host=routes)
         generation, kept = self._generation(rollout, config, config.actor.zero, actor, base)
-        if rollout.keep_weights is True or rollout.policy_lag:
+        if self._sampler(rollout, config.actor.zero.stage).stays("inference weights"):
             base += kept
         rows = -(-rollout.prompts_per_step * config.learned_per_prompt // (config.algorithm.mini_batches * ranks))
         length = rollout.max_prompt_tokens + rollout.sampling.max_new_tokens
         batch = micro_batch(config.train, rows, length, head_tokens=rollout.sampling.max_new_tokens)
         reads_actor = (
-            config.uses_reference and (own_reference or rollout.policy_lag) or config.algorithm.reads_old_logprobs
+            config.uses_reference and (own_reference or rollout.samples_older) or config.algorithm.reads_old_logprobs
         )
         reads = [e.forward(batch) for e in (*readers, *learners[1:], *([actor] if reads_actor else []))]
         yield generation
@@ -163,6 +161,20 @@ class Planner:
         yield PhaseMemory("actor training", base + given + actor.training(batch), self.machine)
         if critic is not None:
             yield PhaseMemory("critic training", base + critic.training(batch), self.machine)
+
+    def _sampler(self, rollout: RolloutConfig, stage: int) -> RoleResidency:
+        """Of an actor that samples."""
+        return ResidencyRules.of_rollout(rollout, cuda=self.machine.device.type == "cuda").actor(stage)
+
+    def _reader(
+        self, config: RLConfig, path: str | None, architecture: Architecture, sibling: ZeroConfig
+    ) -> EngineMemory:
+        """A frozen model that shards like a trained one."""
+        rules = ResidencyRules.of(config, cuda=self.machine.device.type == "cuda")
+        place = RolePlacement((0,), frozen_zero(sibling).stage)
+        residency = rules.frozen(place, sharded_on_host=sibling.offload_parameters)
+        engine = self._engine(config, path, architecture, residency.frozen_zero(place.zero), None, None)
+        return engine.with_weights_on_host() if residency.visits("weights") else engine
 
     def _critic(self, config: RLConfig, actor_path: str | None) -> EngineMemory | None:
         section = config.critic
@@ -208,7 +220,7 @@ class Planner:
         if rollout.quantization is not None:  # all are there in their own dtype before the first is quantised
             whole = replace(rollout, quantization=None)
             build += inference_weight_bytes(actor.model, whole, stage=stage, dtype=dtype, device=device) - weights
-        if rollout.offload_states:
+        if self._sampler(rollout, stage).visits("optimizer"):
             base += MemoryUse(optimizer=-actor.movable, host=actor.movable)
         room = self.machine.device_bytes - (base + MemoryUse(inference=weights)).device
         plan = cache_plan(

@@ -8,20 +8,32 @@ from __future__ import annotations
 import typing
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.schema import section_type
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.model import LoraConfig
 from hybrid_rlhf.configs.sections.training import ZeroConfig
-from hybrid_rlhf.memory.plan import AnyStep, Planner
+from hybrid_rlhf.memory.plan import AnyStep, Device, PhaseMemory
 
+StepT = TypeVar("StepT", bound=AnyStep, contravariant=True)
 Settings = dict[str, Any]
 """Dotted keys of a step and their values."""
 
 
-def remedy(planner: Planner, config: AnyStep) -> Settings | None:
+class PhasePlanner(Protocol[StepT]):
+    """Estimates the phases of steps on a machine."""
+
+    @property
+    def machine(self) -> Device:
+        """The machine."""
+
+    def phases(self, config: StepT) -> list[PhaseMemory]:
+        """See Planner."""
+
+
+def remedy(planner: PhasePlanner[StepT], config: StepT) -> Settings | None:
     """Settings with which a step fits: the first candidate that suffices alone, else a minimal set; none if none do."""
     known = list(candidates(config, planner.machine.ranks))
     for option in known:
@@ -112,9 +124,8 @@ def _merged(options: list[Settings]) -> Settings:
     return {key: value for option in options for key, value in option.items()}
 
 
-def _fits(planner: Planner, config: AnyStep, settings: Settings) -> bool:
+def _fits(planner: PhasePlanner[StepT], config: StepT, settings: Settings) -> bool:
     try:
-        changed = with_settings(config, settings)
+        return all(phase.fits for phase in planner.phases(with_settings(config, settings)))
     except UserError:  # violates a rule together with the other settings
         return False
-    return all(phase.fits for phase in planner.phases(changed))

@@ -123,7 +123,7 @@ class Policy(nn.Module):
         """
         hidden, wanted = self.hidden(input_ids, attention_mask, token_mask, routes)
         logprobs, entropy = self.head(hidden, input_ids[wanted], temperature)
-        return _scatter(logprobs, wanted), _scatter(entropy, wanted)
+        return scatter_tokens(logprobs, wanted), scatter_tokens(entropy, wanted)
 
 
 class Scorer(nn.Module):
@@ -136,7 +136,7 @@ class Scorer(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """The head's output after each real token, [B, T] float32, 0 elsewhere; with several heads [B, T, heads]."""
         real = attention_mask.bool()
-        return _scatter(self.lm.score(backbone_hidden(self.lm, input_ids, real)).squeeze(-1).float(), real)
+        return scatter_tokens(self.lm.score(backbone_hidden(self.lm, input_ids, real)).squeeze(-1).float(), real)
 
 
 @contextlib.contextmanager
@@ -191,9 +191,16 @@ def hidden_before(
     """Last hidden states [N, H] before the tokens of a mask, row by row, and the mask [B, T] without first tokens."""
     real = attention_mask.bool()
     hidden = backbone_hidden(lm, input_ids, real, router_logits=router_logits, replay=replay, routes=routes)
+    places, wanted = places_before(real, token_mask)
+    return hidden[places], wanted
+
+
+def places_before(real: Tensor, token_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the tokens before those of a mask are among the real tokens [B, T], row by row: [n]; and the mask without
+    first tokens."""
     place = real.flatten().cumsum(dim=0).view(real.shape) - 1
     wanted = token_mask.bool() & real & (position_ids(real) > 0)
-    return hidden[place[wanted] - 1], wanted
+    return place[wanted] - 1, wanted
 
 
 def backbone_hidden(
@@ -235,7 +242,7 @@ def backbone_hidden(
     return hidden
 
 
-def _scatter(flat: Tensor, where: Tensor) -> Tensor:
+def scatter_tokens(flat: Tensor, where: Tensor) -> Tensor:
     """Values [N] or [N, K] at the true entries of `where` [B, T], 0 elsewhere."""
     rest = flat.shape[1:]
     places = where[(..., *(None for _ in rest))]

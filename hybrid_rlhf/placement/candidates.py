@@ -2,8 +2,8 @@
 
 Roles are divided into those on all ranks and groups on disjoint ranges of consecutive ranks, the largest range first,
 so that ranges begin at hosts where sizes allow; a separate sampler is in another group than the actor. With this come
-ZeRO stages, tensor parallelism of the sampler, and settings that offload. HybridFlow (arXiv 2409.19256, algorithm 1)
-enumerates the same set partitions, without roles on all ranks.
+ZeRO stages, tensor parallelism of the sampler and of frozen roles, and settings that offload. HybridFlow (arXiv
+2409.19256, algorithm 1) enumerates the same set partitions, without roles on all ranks.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from hybrid_rlhf.configs.sections.placement import Placement, RolePlacement, ZeroStage
-from hybrid_rlhf.placement.job import RLJob
+from hybrid_rlhf.placement.job import RLJob, RoleJob
 from hybrid_rlhf.placement.plans import SAMPLER, Cluster, StepPlan, style_of
 
 EXACT_RANKS = 16
@@ -33,13 +34,22 @@ class Layout:
         return dict(self.ranks)[name]
 
 
+class Sharding(NamedTuple):
+    """How the ranks of a role share its weights."""
+
+    zero: ZeroStage
+    tensor_parallel: int = 1
+    """Of a frozen role."""
+
+
 @dataclass(frozen=True)
 class Options:
     """What besides the ranks a plan chooses; each field is one choice."""
 
-    zero: tuple[tuple[str, ZeroStage], ...]
-    """ZeRO stage of each role."""
+    shardings: tuple[tuple[str, Sharding], ...]
+    """Of each role."""
     tensor_parallel: int
+    """Of the sampler."""
     policy_lag: int
     offload_frozen: bool = False
     offload_states: bool = False
@@ -89,27 +99,47 @@ def layouts(job: RLJob, cluster: Cluster) -> Iterator[Layout]:
                         yield placed(job, everywhere, sized, cluster.ranks)
 
 
-def zero_stages(job: RLJob, name: str, ranks: int) -> tuple[ZeroStage, ...]:
-    """ZeRO stages that a role may have on so many ranks; a stage that shards nothing serves offloading alone."""
-    if name == SAMPLER or (not job.roles[name].is_trained and ranks == 1):
-        return (0,)
-    if not job.roles[name].is_trained:
-        return (0, 3)
-    if job.roles[name].bound_to is not None or any(role.bound_to == name for role in job.roles.values()):
-        return (0, 2)  # a shared base needs whole weights, and both the same ranks
-    return (0, 2) if ranks == 1 else (0, 1, 2, 3)
+def shardings(job: RLJob, cluster: Cluster, name: str, ranks: tuple[int, ...]) -> list[Sharding]:
+    """How a role may be shared by its ranks, from the fastest compute to the least memory; a stage that shards nothing
+    serves offloading alone."""
+    stages: tuple[ZeroStage, ...]
+    if name == SAMPLER:
+        return [Sharding(0)]
+    role = job.roles[name]
+    if not role.is_trained:
+        together = _largest_split(job, cluster, role, ranks)
+        split = [Sharding(0, together)] if together > 1 else []
+        return [Sharding(0), *split, *([Sharding(3)] if len(ranks) > 1 else [])]
+    if role.bound_to is not None or any(other.bound_to == name for other in job.roles.values()):
+        stages = (0, 2)  # a shared base needs whole weights, and both the same ranks
+    else:
+        stages = (0, 2) if len(ranks) == 1 else (0, 1, 2, 3)
+    return [Sharding(stage) for stage in stages]
+
+
+def _largest_split(job: RLJob, cluster: Cluster, role: RoleJob, ranks: tuple[int, ...]) -> int:
+    """The one size of a frozen role's tensor-parallel groups that is tried: the largest within a host."""
+    if not role.can_split or (role.name == "reference" and job.config.reference.refresh_every):
+        return 1
+    return max(_group_sizes(ranks, cluster, role.sizes.heads))
+
+
+def _group_sizes(ranks: tuple[int, ...], cluster: Cluster, heads: int) -> list[int]:
+    """Sizes of groups that divide the ranks and do not cross hosts."""
+    each = cluster.ranks_per_host
+    return [
+        size
+        for size in range(1, min(len(ranks), each, heads) + 1)
+        if len(ranks) % size == 0 and each % size == 0 and ranks[0] % size == 0
+    ]
 
 
 def tensor_parallels(job: RLJob, layout: Layout, cluster: Cluster) -> list[int]:
     """Sizes of tensor-parallel groups that divide the ranks that sample, within a host."""
     names = dict(layout.ranks)
-    ranks = names.get(SAMPLER, names["actor"])
-    most = min(len(ranks), cluster.ranks_per_host, job.actor.sizes.heads)
-    return [
-        size
-        for size in range(1, most + 1)
-        if len(ranks) % size == 0 and cluster.ranks_per_host % size == 0 and ranks[0] % size == 0
-    ]
+    if job.config.rollout.policy_lag and SAMPLER not in names:
+        return [1]  # beside training on the same ranks, sampling runs no collectives
+    return _group_sizes(names.get(SAMPLER, names["actor"]), cluster, job.actor.sizes.heads)
 
 
 def lags(job: RLJob, layout: Layout) -> tuple[int, ...]:
@@ -128,12 +158,10 @@ def offloads(job: RLJob, layout: Layout) -> list[tuple[bool, bool, bool]]:
 
 def plan_of(layout: Layout, options: Options) -> StepPlan:
     """The plan of a layout and options."""
-    zero = dict(options.zero)
+    shared = dict(options.shardings)
     sampling = SAMPLER if SAMPLER in dict(layout.ranks) else "actor"
-    roles = {
-        name: RolePlacement(ranks, zero.get(name, 0), options.tensor_parallel if name == sampling else 1)
-        for name, ranks in layout.ranks
-    }
+    roles = {name: RolePlacement(ranks, *shared.get(name, Sharding(0))) for name, ranks in layout.ranks}
+    roles[sampling] = replace(roles[sampling], tensor_parallel=options.tensor_parallel)
     return StepPlan(
         Placement(roles, layout.style),
         options.policy_lag,
@@ -145,11 +173,11 @@ def plan_of(layout: Layout, options: Options) -> StepPlan:
 
 def all_options(job: RLJob, layout: Layout, cluster: Cluster) -> Iterator[Options]:
     """Every choice for a layout: the brute force of the search's tests."""
-    stages = [[(name, stage) for stage in zero_stages(job, name, len(ranks))] for name, ranks in layout.ranks]
-    for zero, together, lag, offload in itertools.product(
-        itertools.product(*stages), tensor_parallels(job, layout, cluster), lags(job, layout), offloads(job, layout)
+    each = [[(name, way) for way in shardings(job, cluster, name, ranks)] for name, ranks in layout.ranks]
+    for shared, together, lag, offload in itertools.product(
+        itertools.product(*each), tensor_parallels(job, layout, cluster), lags(job, layout), offloads(job, layout)
     ):
-        yield Options(tuple(zero), together, lag, *offload)
+        yield Options(tuple(shared), together, lag, *offload)
 
 
 def _partitions(names: Sequence[str]) -> Iterator[list[list[str]]]:

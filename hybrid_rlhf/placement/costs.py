@@ -17,6 +17,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from hybrid_rlhf.configs.sections.placement import RolePlacement
 from hybrid_rlhf.engines.hybrid import BUCKET_ELEMENTS
 from hybrid_rlhf.generation.backends.native import PREFILL_TOKENS
 from hybrid_rlhf.placement.curves import Collective, MachineCurves
@@ -97,6 +98,8 @@ class Costs:
         offloaded = plan.offload_frozen and not role.is_trained
 
         def price() -> Work:
+            if not role.is_trained and place.tensor_parallel > 1:
+                return self._split_read(role.sizes, place)
             batches = self._batches(len(self.job.lengths.completions), len(place.ranks))
             work = self._forward(role.sizes, batches, place.ranks, place.zero) * batches.count
             if offloaded:  # weights travel to the device for each read
@@ -104,11 +107,33 @@ class Costs:
                 work += Work(wire=self.curves.host_link(self._bytes * role.sizes.parameters / shards))
             return work
 
-        return self._once((role.name, place.ranks, place.zero, offloaded, "read"), price) * times
+        split = 1 if role.is_trained else place.tensor_parallel
+        return self._once((role.name, place.ranks, place.zero, split, offloaded, "read"), price) * times
+
+    def _split_read(self, sizes: ModelDimensions, place: RolePlacement) -> Work:
+        """A frozen role's forward in inference weights; each tensor-parallel group reads its part of the rows."""
+        together, hosts = place.tensor_parallel, max(self.cluster.hosts_of(group) for group in place.groups)
+        batches = self._batches(len(self.job.lengths.completions), len(place.groups))
+        layer = self._split_layer(sizes, batches.tokens, batches.squares, together, hosts, self._dtype)
+        work = Work(self.curves.calls.get("prefill", 0.0)) + layer * sizes.layers
+        if sizes.vocabulary:
+            head = self._product(sizes.vocabulary * sizes.hidden / together, batches.head_tokens)
+            work += Work(head + self.curves.head(batches.head_tokens * sizes.vocabulary / together) / 2)
+        return Work(work.compute * self.curves.factor("forward"), work.wire) * batches.count
+
+    def _split_layer(
+        self, sizes: ModelDimensions, tokens: float, squares: float, together: int, hosts: int, dtype: str
+    ) -> Work:
+        """A layer of inference weights over so many tokens: a part of its products, and two all-reduces."""
+        c, part = self.curves, sizes.layer_weights * sizes.active / DECODE_PRODUCTS / together
+        layer = DECODE_PRODUCTS * float(c.products[dtype](part, tokens))
+        layer += c.attention(self._attention_operations(sizes, squares) / together)
+        layer += c.layer(tokens * sizes.hidden)
+        return Work(layer, 2 * self._over(together, hosts, tokens * sizes.hidden))
 
     def updates(self, role: RoleJob, plan: StepPlan) -> Work:
         """All updates of a learner from one rollout, on each of its ranks."""
-        place, offloads = plan.roles[role.name], plan.offload_optimizer and plan.roles[role.name].zero > 0
+        place, offloads = plan.roles[role.name], plan.offloads_optimizer(role.name, role.zero)
         algorithm = self.job.config.algorithm
         made = algorithm.epochs * algorithm.mini_batches
 
@@ -257,7 +282,7 @@ class Costs:
 
     def _prefill(self, rows: int, together: int, hosts: int) -> Work:
         """The prompts of so many completions, once for all completions of a prompt."""
-        sizes, lengths, c = self.job.actor.sizes, self.job.lengths, self.curves
+        sizes, lengths = self.job.actor.sizes, self.job.lengths
         per_prompt = self.job.config.rollout.sampling.n
         prompts = math.ceil(rows / per_prompt)
         if not prompts:  # more groups than prompts
@@ -265,13 +290,9 @@ class Costs:
         at_once = max(1, int(PREFILL_TOKENS[self.job.device.type] // max(1.0, lengths.prompt_tokens)))
         batches = math.ceil(prompts / at_once)
         tokens = prompts / batches * lengths.prompt_tokens
-        part = sizes.layer_weights * sizes.active / DECODE_PRODUCTS / together
-        layer = DECODE_PRODUCTS * float(c.products[self._inference_dtype](part, tokens))
-        layer += c.attention(self._attention_operations(sizes, tokens * lengths.prompt_tokens) / together)
-        layer += c.layer(tokens * sizes.hidden)
-        wire = 2 * self._over(together, hosts, tokens * sizes.hidden)
-        call = c.calls.get("prefill", 0.0) / sizes.layers
-        return Work(call + layer * c.factor("prefill"), wire) * (batches * sizes.layers)
+        layer = self._split_layer(sizes, tokens, tokens * lengths.prompt_tokens, together, hosts, self._inference_dtype)
+        call = self.curves.calls.get("prefill", 0.0) / sizes.layers
+        return Work(call + layer.compute * self.curves.factor("prefill"), layer.wire) * (batches * sizes.layers)
 
     def _decode_steps(
         self, s: _Segments, together: int, hosts: int

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.rl import RLConfig, frozen_zero
 from hybrid_rlhf.configs.sections.model import LoraConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
 from hybrid_rlhf.generation.weights.describe import attention_sizes
@@ -111,7 +111,7 @@ class RoleJob:
     model: ShapedModel | None
     """For its memory; none: memory is not planned."""
     zero: ZeroConfig
-    """As configured."""
+    """As configured; plans have stages of their own."""
     optimizer: OptimizerConfig | None = None
     """None: frozen."""
     bound_to: str | None = None
@@ -121,6 +121,11 @@ class RoleJob:
     def is_trained(self) -> bool:
         """Whether it learns."""
         return self.optimizer is not None
+
+    @property
+    def can_split(self) -> bool:
+        """Whether it is frozen and has inference weights, which tensor parallelism splits."""
+        return not self.is_trained and (self.model is None or family_of(self.model.lm) is not None)
 
 
 @dataclass(frozen=True)
@@ -205,7 +210,9 @@ class RLJob:
 
     def actor_reads(self, *, lag: int) -> int:
         """How many times the actor reads a rollout before its updates."""
-        old = self.config.algorithm.reads_old_logprobs or (self.config.uses_reference and lag > 0)
+        old = self.config.algorithm.reads_old_logprobs or (
+            self.config.uses_reference and (lag > 0 or self.config.rollout.samples_older)
+        )
         return int(old) + int(self.reads_own_reference)
 
     def at(self, *, lengths: StepLengths) -> RLJob:
@@ -232,7 +239,7 @@ class JobReader:
         actor_path = config.model.path
         reference_path = config.reference.path or actor_path
         own = config.reads_without_adapters(reference_path, actor_path)
-        section, frozen = config.actor, ZeroConfig()
+        section = config.actor
         found = [self._role(config, "actor", actor_path, "causal_lm", section.zero, section.optimizer, section.lora)]
         if (critic := config.critic) is not None:
             path = config.critic_start or actor_path
@@ -240,11 +247,12 @@ class JobReader:
                 config, "critic", path, "scorer", config.critic_zero, critic.optimizer, config.critic_lora
             )
             found.append(replace(role, bound_to="actor" if critic.share_base else None))
+        like_actor, like_critic = (frozen_zero(zero) for zero in (section.zero, config.critic_zero))
         if config.uses_reference and not own:
-            found.append(self._role(config, "reference", reference_path, "causal_lm", frozen, None, None))
+            found.append(self._role(config, "reference", reference_path, "causal_lm", like_actor, None, None))
         for part in config.reward.named:
             if part.model:
-                found.append(self._role(config, part.label, part.model, "scorer", frozen, None, None))
+                found.append(self._role(config, part.label, part.model, "scorer", like_critic, None, None))
         dtype = training_dtype(config.model, self.device)
         return RLJob(
             config,

@@ -10,11 +10,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from hybrid_rlhf.configs.rl import frozen_zero
+from hybrid_rlhf.configs.sections.placement import RolePlacement
 from hybrid_rlhf.configs.sections.training import ZeroConfig
 from hybrid_rlhf.engines.ds_config import deepspeed_config
 from hybrid_rlhf.engines.hybrid import BUCKET_ELEMENTS
-from hybrid_rlhf.memory.engine import FLOAT32, EngineMemory, MemoryUse, engine_memory
+from hybrid_rlhf.engines.residency.rules import RoleResidency
+from hybrid_rlhf.memory.engine import FLOAT32, EngineMemory, MemoryUse, engine_memory, split_memory
 from hybrid_rlhf.memory.generation import cache_plan, decode_buffer_bytes, route_bytes
 from hybrid_rlhf.memory.inference_weights import inference_weight_bytes
 from hybrid_rlhf.memory.plan import Device, PhaseMemory, micro_batch
@@ -132,7 +133,8 @@ class MemoryModel:
         )
         build = 2.0 * model.elements.largest * dtype.itemsize
         build += BUCKET_ELEMENTS * dtype.itemsize if stage == 3 or plan.separate else 0
-        if plan.offload_states:
+        residency = plan.residency(job)["sampler" if plan.separate else "actor"]
+        if residency.visits("optimizer"):
             movable = self._engine(job.actor, plan).movable
             base += MemoryUse(optimizer=-movable, host=movable)
         room = self._device.device_bytes - (base + MemoryUse(inference=weights)).device
@@ -144,9 +146,9 @@ class MemoryModel:
         if cache.full_length_rows < cache.wanted_rows:
             note = f"{cache.full_length_rows} of {cache.wanted_rows} completions at once at full length"
         kept = MemoryUse()
-        if plan.separate or rollout.keep_weights is True:
+        if residency.stays("inference weights"):
             kept += MemoryUse(inference=weights)
-        if plan.policy_lag or rollout.keep_weights is True:
+        if residency.stays("KV cache"):
             kept += MemoryUse(cache=cache.cache_bytes, buffers=run if plan.policy_lag else 0.0)
         # rows take pages as they grow, so more rows of mean length than of full length have room
         longest = rollout.max_prompt_tokens + rollout.sampling.max_new_tokens
@@ -155,25 +157,30 @@ class MemoryModel:
 
     def _engine(self, role: RoleJob, plan: StepPlan) -> EngineMemory:
         place = plan.roles[role.name]
-        offloads = plan.offload_optimizer if role.is_trained else plan.offload_frozen
-        key = (role.name, len(place.ranks), place.zero, offloads)
+        settings = (plan.offloads_optimizer(role.name, role.zero), plan.offload_frozen)
+        key = (role.name, len(place.ranks), place.zero, place.tensor_parallel, *settings)
         if key not in self._engines:
-            self._engines[key] = self._built(role, zero=place.zero, ranks=len(place.ranks), offloads=offloads)
+            self._engines[key] = self._built(role, place, plan.residency(self._job)[role.name])
         return self._engines[key]
 
-    def _built(self, role: RoleJob, *, zero: int, ranks: int, offloads: bool) -> EngineMemory:
-        stage = ZeroConfig(stage=zero)  # type: ignore[arg-type]
-        config = frozen_zero(stage, offload=offloads)
+    def _built(self, role: RoleJob, place: RolePlacement, residency: RoleResidency) -> EngineMemory:
+        if not role.is_trained and place.tensor_parallel > 1:
+            return split_memory(_shapes(role), dtype=self._job.dtype, ranks=place.tensor_parallel)
+        config = residency.frozen_zero(place.zero)
         if role.is_trained:
-            config = replace(stage, offload_optimizer=offloads and zero > 0, offload_parameters=False)
+            config = ZeroConfig(
+                stage=place.zero,
+                offload_optimizer=residency.at("optimizer", "updates") == "host",
+                offload_parameters=residency.at("weights", "updates") == "host",
+            )
         json = deepspeed_config(
             zero=config, dtype=self._job.dtype, optimizer=role.optimizer, overrides=self._job.overrides
         )
-        engine = engine_memory(_shapes(role), json["zero_optimization"], dtype=self._job.dtype, ranks=ranks)
+        engine = engine_memory(_shapes(role), json["zero_optimization"], dtype=self._job.dtype, ranks=len(place.ranks))
         if role.bound_to is not None:
             own = engine.held.weights * role.sizes.trained / role.sizes.parameters
             engine = replace(engine, held=replace(engine.held, weights=own))
-        return engine.with_weights_on_host() if offloads and not role.is_trained and zero < 3 else engine
+        return engine.with_weights_on_host() if residency.visits("weights") else engine
 
     def _training(self, role: RoleJob, plan: StepPlan) -> MemoryUse:
         engine, batch = self._engine(role, plan), self._batch(role, plan)
@@ -188,8 +195,9 @@ class MemoryModel:
         return _between(engine.forward(one), engine.forward(most), batch.rows, most.rows)
 
     def _batch(self, role: RoleJob, plan: StepPlan) -> BatchShape:
-        job = self._job
-        parts = job.config.algorithm.mini_batches * len(plan.roles[role.name].ranks)
+        job, place = self._job, plan.roles[role.name]
+        readers = len(place.ranks) if role.is_trained else len(place.groups)
+        parts = job.config.algorithm.mini_batches * readers
         return self._micro_batch(-(-job.learned_rows // parts))
 
     def _both(self) -> tuple[BatchShape, BatchShape]:

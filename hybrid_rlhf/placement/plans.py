@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.placement import Placement, RolePlacement, ZeroStage, in_words
+from hybrid_rlhf.configs.sections.training import ZeroConfig
+from hybrid_rlhf.engines.residency.rules import ResidencyRules, RoleResidency
+from hybrid_rlhf.placement.job import RLJob
 
 LEARNERS = ("actor", "critic")
 SAMPLER = "sampler"
@@ -42,6 +46,14 @@ class StepPlan:
     """rollout.offload_states; not with a separate sampler, whose ranks hold no states of the actor."""
     offload_optimizer: bool = False
     """zero.offload_optimizer of the learners under ZeRO 1 to 3."""
+    micro_batch_tokens: int | None = None
+    """train.micro_batch_tokens; none: as configured."""
+
+    @classmethod
+    def of(cls, config: RLConfig, placement: Placement) -> StepPlan:
+        """The plan that a config with its resolved placement is."""
+        rollout = config.rollout
+        return cls(placement, rollout.policy_lag, rollout.offload_frozen, rollout.offload_states)
 
     @property
     def roles(self) -> Mapping[str, RolePlacement]:
@@ -63,11 +75,36 @@ class StepPlan:
         """The tensor-parallel groups that sample; prompt i goes to group i mod their number."""
         return self.placement.sampling_groups
 
+    def offloads_optimizer(self, role: str, zero: ZeroConfig) -> bool:
+        """Whether the optimizer states of a learner are on the host, by the plan or by its own section."""
+        return (self.offload_optimizer or zero.offload_optimizer) and self.roles[role].zero > 0
+
+    def residency(self, job: RLJob) -> dict[str, RoleResidency]:
+        """Where the memory of each role is in each phase."""
+        learners = [job.roles[name] for name in LEARNERS if name in job.roles]
+        rules = replace(
+            ResidencyRules.of(job.config, cuda=job.device.type == "cuda" and not self.policy_lag),
+            offload_frozen=self.offload_frozen,
+            offload_states=self.offload_states,
+            policy_lag=self.policy_lag,
+            optimizers_on_host=[role.name for role in learners if self.offloads_optimizer(role.name, role.zero)],
+        )
+        return rules.roles(self.placement)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether it makes room by offloading."""
+        return self.offload_frozen or self.offload_states or self.offload_optimizer
+
     def placement_setting(self) -> dict[str, dict[str, Any]]:
         """The ranks as the key `placement` of the RL config takes them."""
         return {
             name: {"ranks": in_words(role.ranks)}
-            | ({"tensor_parallel": role.tensor_parallel} if name == SAMPLER else {"zero": role.zero})
+            | (
+                {"tensor_parallel": role.tensor_parallel}
+                if name == SAMPLER or (name != "actor" and role.tensor_parallel > 1)
+                else {"zero": role.zero}
+            )
             for name, role in self.roles.items()
         }
 
@@ -83,6 +120,8 @@ class StepPlan:
                 found[f"rollout.{key}"] = True
         if self.offload_optimizer:
             found["zero.offload_optimizer"] = True
+        if self.micro_batch_tokens is not None:
+            found["train.micro_batch_tokens"] = self.micro_batch_tokens
         return found
 
 

@@ -18,17 +18,17 @@ from typing import Any
 import numpy as np
 
 from hybrid_rlhf.configs.sections.placement import STYLES as NAMED_STYLES
-from hybrid_rlhf.configs.sections.placement import ZeroStage
 from hybrid_rlhf.placement.candidates import (
     EXACT_RANKS,
     Layout,
     Options,
+    Sharding,
     lags,
     layouts,
     offloads,
     plan_of,
+    shardings,
     tensor_parallels,
-    zero_stages,
 )
 from hybrid_rlhf.placement.costs import Costs
 from hybrid_rlhf.placement.memory import MemoryModel, PlanMemory
@@ -73,6 +73,23 @@ class SearchResult:
         """The fastest plan; none if no plan fits."""
         return self.ranked[0] if self.ranked and self.ranked[0].time is not None else None
 
+    def with_micro_batches(self, tokens: int | None) -> SearchResult:
+        """The result as one of plans with this train.micro_batch_tokens."""
+        ranked = [replace(each, plan=replace(each.plan, micro_batch_tokens=tokens)) for each in self.ranked]
+        return replace(self, ranked=tuple(ranked))
+
+    def merged(self, other: SearchResult) -> SearchResult:
+        """The better plan of each style of two results."""
+        best: dict[str, Candidate] = {}
+        for each in sorted((*self.ranked, *other.ranked), key=_order):
+            best.setdefault(each.plan.placement.style, each)
+        return SearchResult(tuple(best.values()), self.evaluated + other.evaluated, self.simulated + other.simulated)
+
+
+def _order(candidate: Candidate) -> tuple[float, float]:
+    """Fastest first, then what is nearest to fitting."""
+    return candidate.seconds, candidate.memory.peak_bytes
+
 
 class Search:
     """Looks for the plan with the shortest step that fits into memory."""
@@ -92,8 +109,7 @@ class Search:
                 by_style[layout.style].append(layout)
         look = self._exact if self._cluster.ranks <= EXACT_RANKS else self._annealed
         found = [best for style in STYLES if by_style[style] and (best := look(by_style[style])) is not None]
-        nearest = sorted(found, key=lambda each: (each.seconds, each.memory.peak_bytes))
-        return SearchResult(tuple(nearest), self._evaluated, self._simulated)
+        return SearchResult(tuple(sorted(found, key=_order)), self._evaluated, self._simulated)
 
     def evaluate(self, plan: StepPlan) -> Candidate:
         """Memory and time of one plan."""
@@ -170,13 +186,13 @@ class Search:
         return best or nearest
 
     def _layout_bound(self, layout: Layout, offload: tuple[bool, bool, bool]) -> float:
-        """The least bound of any options: each role with its cheapest stage, and no weight sync."""
+        """The least bound of any options: each role with its cheapest sharding, and no weight sync."""
         reads: dict[str, float] = {}
         updates: dict[str, float] = {}
         for name in self._job.roles:
             plans = [
-                plan_of(layout, Options(((name, stage),), 1, lag, *offload))
-                for stage in zero_stages(self._job, name, len(layout.of(name)))
+                plan_of(layout, Options(((name, way),), 1, lag, *offload))
+                for way in shardings(self._job, self._cluster, name, layout.of(name))
                 for lag in lags(self._job, layout)
             ]
             reads[name] = min(self._read(plan, name) for plan in plans)
@@ -193,10 +209,16 @@ class Search:
         return any(self.memory(plan_of(layout, each)).misfit is None for each in self._smallest(layout, offload))
 
     def _smallest(self, layout: Layout, offload: tuple[bool, bool, bool]) -> Iterator[Options]:
-        zero = tuple((name, zero_stages(self._job, name, len(ranks))[-1]) for name, ranks in layout.ranks)
+        """Options of which one takes the least memory: frozen roles under ZeRO-3, or under tensor parallelism."""
+        ways = {name: shardings(self._job, self._cluster, name, ranks) for name, ranks in layout.ranks}
+        split = {
+            name: next((way for way in known if way.tensor_parallel > 1), known[-1]) for name, known in ways.items()
+        }
+        last = {name: known[-1] for name, known in ways.items()}
         for together in tensor_parallels(self._job, layout, self._cluster)[::-1]:
             for lag in lags(self._job, layout):
-                yield Options(zero, together, lag, *offload)
+                for shared in (last, split) if split != last else (last,):
+                    yield Options(tuple(shared.items()), together, lag, *offload)
 
     def _nearer(self, nearest: Candidate | None, layout: Layout, offload: tuple[bool, bool, bool]) -> Candidate:
         for options in self._smallest(layout, offload):
@@ -208,38 +230,38 @@ class Search:
         return nearest
 
     def _undominated(self, layout: Layout, offload: tuple[bool, bool, bool]) -> Iterator[Options]:
-        """Options of a layout, without stages of a role that another stage beats in time and memory."""
-        kept = [self._stages(layout, name, len(ranks), offload) for name, ranks in layout.ranks]
-        for zero in itertools.product(*kept):
+        """Options of a layout, without shardings of a role that another one beats in time and memory."""
+        kept = [self._kept(layout, name, ranks, offload) for name, ranks in layout.ranks]
+        for shared in itertools.product(*kept):
             for together in tensor_parallels(self._job, layout, self._cluster):
                 for lag in lags(self._job, layout):
-                    yield Options(tuple(zero), together, lag, *offload)
+                    yield Options(tuple(shared), together, lag, *offload)
 
-    def _stages(
-        self, layout: Layout, name: str, ranks: int, offload: tuple[bool, bool, bool]
-    ) -> list[tuple[str, ZeroStage]]:
-        stages = zero_stages(self._job, name, ranks)
+    def _kept(
+        self, layout: Layout, name: str, ranks: tuple[int, ...], offload: tuple[bool, bool, bool]
+    ) -> list[tuple[str, Sharding]]:
+        ways = shardings(self._job, self._cluster, name, ranks)
         if name in (SAMPLER, "actor"):  # the actor's stage decides the weight sync too
-            return [(name, stage) for stage in stages]
+            return [(name, way) for way in ways]
         marks = {}
         role, lag = self._job.roles[name], lags(self._job, layout)[0]
-        for stage in stages:
-            plan = plan_of(layout, Options(((name, stage),), 1, lag, *offload))
+        for way in ways:
+            plan = plan_of(layout, Options(((name, way),), 1, lag, *offload))
             work = [self.costs.read(role, plan)] + ([self.costs.updates(role, plan)] if role.is_trained else [])
             # compute apart from wire: only compute is slowed by others
             seconds = [part for each in work for part in (each.compute, each.wire)]
-            marks[stage] = (*seconds, *self.memory.shares(plan, name))
+            marks[way] = (*seconds, *self.memory.shares(plan, name))
 
-        def dominated(stage: ZeroStage) -> bool:
-            mine = marks[stage]
+        def dominated(way: Sharding) -> bool:
+            mine = marks[way]
             return any(
-                other != stage
+                other != way
                 and all(a <= b for a, b in zip(marks[other], mine, strict=True))
-                and (marks[other] != mine or other < stage)
-                for other in stages
+                and (marks[other] != mine or other < way)
+                for other in ways
             )
 
-        return [(name, stage) for stage in stages if not dominated(stage)]
+        return [(name, way) for way in ways if not dominated(way)]
 
     # Annealing
 
@@ -280,11 +302,11 @@ class Search:
         if kind == 0 and len(found) > 1:
             layout = self._near(layout, found)
         elif kind == 1:
-            zero = dict(options.zero)
+            shared = dict(options.shardings)
             name, ranks = layout.ranks[int(rng.integers(len(layout.ranks)))]
-            stages = zero_stages(self._job, name, len(ranks))
-            zero[name] = stages[int(rng.integers(len(stages)))]
-            options = replace(options, zero=tuple(zero.items()))
+            ways = shardings(self._job, self._cluster, name, ranks)
+            shared[name] = ways[int(rng.integers(len(ways)))]
+            options = replace(options, shardings=tuple(shared.items()))
         elif kind == 2:
             chosen = int(rng.choice(tensor_parallels(self._job, layout, self._cluster)))
             options = replace(options, tensor_parallel=chosen)
@@ -305,15 +327,15 @@ class Search:
 
     def _valid(self, layout: Layout, options: Options) -> Options:
         """The options, with what the layout does not allow replaced."""
-        zero = dict(options.zero)
-        stages = {name: zero_stages(self._job, name, len(ranks)) for name, ranks in layout.ranks}
-        kept = {name: zero[name] if zero.get(name) in allowed else allowed[-1] for name, allowed in stages.items()}
+        shared = dict(options.shardings)
+        ways = {name: shardings(self._job, self._cluster, name, ranks) for name, ranks in layout.ranks}
+        kept = {name: shared[name] if shared.get(name) in known else known[-1] for name, known in ways.items()}
         together = tensor_parallels(self._job, layout, self._cluster)
         size = options.tensor_parallel if options.tensor_parallel in together else together[-1]
         states = options.offload_states and SAMPLER not in dict(layout.ranks)
         return replace(
             options,
-            zero=tuple(kept.items()),
+            shardings=tuple(kept.items()),
             tensor_parallel=size,
             policy_lag=lags(self._job, layout)[0],
             offload_states=states,

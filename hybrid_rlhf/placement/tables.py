@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
 
 from hybrid_rlhf.configs.sections.placement import in_words
+from hybrid_rlhf.engines.residency.rules import residency_table
 from hybrid_rlhf.placement.costs import Costs
 from hybrid_rlhf.placement.curves import MachineCurves
 from hybrid_rlhf.placement.job import RLJob
 from hybrid_rlhf.placement.memory import MemoryModel
 from hybrid_rlhf.placement.plans import Cluster
 from hybrid_rlhf.placement.schedule import PHASES
-from hybrid_rlhf.placement.search import Candidate, Search, SearchResult
+from hybrid_rlhf.placement.search import STYLES, Candidate, Search, SearchResult
 
 _GIB = 2**30
+_HALVINGS = 2
+"""Of train.micro_batch_tokens that a plan may make."""
 _NOTED_IDLE = 0.15
 """Idle part of a phase from which it is named as a reason."""
 
@@ -51,7 +54,7 @@ class PlacementAnswer:
         for candidate in self.result.ranked:
             lines += [_line(candidate), f"  {self.why(candidate)}"]
         if self.best is not None:
-            lines += ["", f"best plan: {self.best.plan.placement.style}", *_roles(self.best)]
+            lines += ["", f"best plan: {self.best.plan.placement.style}", *_roles(self.best, self.job)]
             if self.cluster.ranks > 1:
                 setting = self.best.plan.placement_setting()
                 given = yaml.safe_dump(setting, default_flow_style=True, sort_keys=False, width=math.inf).strip()
@@ -112,8 +115,35 @@ def plan_placement(
         device_bytes: memory of a rank's device that a run may use.
         host_bytes: a rank's share of its host's memory; none: not known.
     """
-    memory = MemoryModel(job, device_bytes=device_bytes, host_bytes=host_bytes)
-    return PlacementAnswer(job, curves, cluster, Search(Costs(job, curves, cluster), memory).run())
+    found, styles = None, list(STYLES)
+    for tokens in _micro_batches(job):
+        smaller = with_micro_batches(job, tokens)
+        memory = MemoryModel(smaller, device_bytes=device_bytes, host_bytes=host_bytes)
+        result = Search(Costs(smaller, curves, cluster), memory).run(styles).with_micro_batches(tokens)
+        found = result if found is None else found.merged(result)
+        # smaller micro-batches only add time, unless they make room for what is offloaded or does not fit
+        if found.best is not None and not found.best.plan.offloads:
+            break
+        styles = [each.plan.placement.style for each in found.ranked if each.time is None or each.plan.offloads]
+    assert found is not None
+    return PlacementAnswer(job, curves, cluster, found)
+
+
+def with_micro_batches(job: RLJob, tokens: int | None) -> RLJob:
+    """The job with another train.micro_batch_tokens; none: as configured."""
+    if tokens is None:
+        return job
+    return replace(job, config=replace(job.config, train=replace(job.config.train, micro_batch_tokens=tokens)))
+
+
+def _micro_batches(job: RLJob) -> tuple[int | None, ...]:
+    """Values of train.micro_batch_tokens to look at, none being the configured one; a number of rows is kept."""
+    train = job.config.train
+    if train.micro_batch_size is not None:
+        return (None,)
+    longest = job.config.rollout.max_prompt_tokens + job.config.rollout.sampling.max_new_tokens
+    halves = [train.micro_batch_tokens // 2**power for power in range(1, _HALVINGS + 1)]
+    return (None, *(tokens for tokens in halves if tokens >= longest))
 
 
 def _line(candidate: Candidate) -> str:
@@ -126,7 +156,7 @@ def _line(candidate: Candidate) -> str:
     return f"{style:14}{seconds}{candidate.time.idle_part:>13.0%}{memory:>13}"
 
 
-def _roles(candidate: Candidate) -> list[str]:
+def _roles(candidate: Candidate, job: RLJob) -> list[str]:
     lines = [f"  {'role':20}{'ranks':>12}{'zero':>6}{'tensor parallel':>17}"]
     for name, role in candidate.plan.roles.items():
         lines.append(f"  {name:20}{in_words(role.ranks):>12}{role.zero:>6}{role.tensor_parallel:>17}")
@@ -136,7 +166,7 @@ def _roles(candidate: Candidate) -> list[str]:
     for each in candidate.memory.phases:
         where = f"{each.phase.name} on {in_words(each.ranks)}"
         lines.append(f"  {where:28}{each.phase.total / _GIB:>12.2f}  {each.phase.note}".rstrip())
-    return lines
+    return lines + residency_table(candidate.plan.residency(job))
 
 
 def _as_dict(candidate: Candidate) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.loop.non_finite import json_number
 from hybrid_rlhf.rl.batch import Rollout
+from hybrid_rlhf.rl.rollouts.exchange import run_lengths
 
 
 class SampleTexts:
@@ -21,7 +22,10 @@ class SampleTexts:
         self._prompts, self._tokenizer = prompts, tokenizer
 
     def __call__(self, rollout: Rollout, rows: Sequence[int] | None = None) -> list[dict[str, Any]]:
-        """Prompt, completion, score and KL of some rows of a scored rollout; none: of all."""
+        """Prompt, completion, score, KL and weight versions of some rows of a scored rollout; none: of all.
+
+        Weight versions are written with the number of tokens that each sampled.
+        """
         assert rollout.prompt_rows is not None
         prompts, scores, kl = rollout.prompt_rows.tolist(), rollout.penalized_scores, rollout.kl
         return [
@@ -30,6 +34,7 @@ class SampleTexts:
                 "completion": self._text(rollout, row),
                 "score": json_number(scores[row]),
                 "kl": None if kl is None else json_number(kl[row]),
+                "weight_versions": run_lengths(rollout.weight_versions[row][rollout.response_mask[row]].tolist()),
             }
             for row in (range(len(scores)) if rows is None else rows)
         ]

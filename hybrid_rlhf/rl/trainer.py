@@ -6,6 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.data.loaders import RowStream
 from hybrid_rlhf.engines.averaging import WeightAverage
+from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
 from hybrid_rlhf.engines.saved.checkpoints import LoopState
 from hybrid_rlhf.loop.checkpointing import CheckpointManager, due
 from hybrid_rlhf.loop.non_finite import NonFiniteError, SkippedUpdates, non_finite_rows
@@ -22,8 +24,9 @@ from hybrid_rlhf.loop.trainer import Trainer
 from hybrid_rlhf.rl.batch import Batch, Rollout, with_prefix, without_prefix
 from hybrid_rlhf.rl.metrics import Diagnostics, evaluation_metrics, rollout_metrics, speed_metrics
 from hybrid_rlhf.rl.parts import RLParts
-from hybrid_rlhf.rl.roles import PlacementWatch
+from hybrid_rlhf.rl.roles import Move, PlacementWatch
 from hybrid_rlhf.rl.rollouts.collector import Collector, NothingToLearn
+from hybrid_rlhf.rl.rollouts.partial import PartialRollouts
 from hybrid_rlhf.rl.samples import SampleTexts
 from hybrid_rlhf.rl.updates.kl_controller import KLController
 from hybrid_rlhf.rl.updates.updater import Progress, UpdateReport
@@ -63,9 +66,12 @@ class RLTrainer(Trainer):
         texts: SampleTexts,
         average: WeightAverage | None,
         placement_watch: PlacementWatch | None = None,
+        adapts: bool = False,
+        moved: Move | None = None,
     ) -> None:
+        """Take the parts, data and settings of a session, whether it may move, and the move that led to it."""
         changing = dict(parts.roles.learners)
-        if config.reference.refresh_every and parts.roles.reference is not None:
+        if config.reference.refresh_every and isinstance(parts.roles.reference, ModelEngine | AbsentEngine):
             changing["reference"] = parts.roles.reference
         checkpoints = CheckpointManager(run, config.train, changing, average)
         super().__init__(
@@ -79,21 +85,30 @@ class RLTrainer(Trainer):
         self._parts, self._roles, self._rl = parts, parts.roles, config
         self._scorer, self._updater = parts.scorer, parts.updater
         self._prompts, self._held_out, self._stream = prompts, held_out, stream
+        sampler, rollout, partial = parts.roles.sampler, config.rollout, None
+        if rollout.partial is not None:
+            groups, group = sampler.groups
+            partial = PartialRollouts(rollout, groups=groups, group=group, total_steps=total_steps)
         self._collector = Collector(
             parts.sampler,
             parts.scorer,
             parts.algorithm,
             prompts=prompts,
             stream=stream,
-            per_step=config.rollout.prompts_per_step,
+            per_step=rollout.prompts_per_step,
             total_steps=total_steps,
-            policy_lag=config.rollout.policy_lag,
+            policy_lag=rollout.policy_lag,
+            extra_prompts=rollout.extra_prompts,
+            partial=partial,
         )
         self._ahead = self._collector.ahead
-        sampler = parts.roles.sampler
         self._max_logprob_diff = run.world.broadcast_object(sampler.max_logprob_diff, source=sampler.world.members[0])
         self._kl, self._average, self._texts = KLController(config.algorithm.kl), average, texts
-        self._placement_watch = placement_watch
+        self._placement_watch, self._adapts, self._moved = placement_watch, adapts, moved
+        self._moved_metrics: dict[str, float] = {}
+        """Of the first step after a move."""
+        self.move: Move | None = None
+        """To another placement, after which the run goes on; the same on every rank."""
         self._diagnostics = Diagnostics(enabled=run.world.is_main)
         self._skipped = SkippedUpdates(run, limit=config.faults.max_skipped_steps)
         self._samples = SampleLog(run.folder, every=config.logging.samples_every, enabled=run.world.is_main)
@@ -126,7 +141,9 @@ class RLTrainer(Trainer):
                 progress=progress,
                 between=self._checkpoint_within(step, batch),
             )
-        metrics = {**rollout_metrics(report.batch), **batch.metrics, **report.metrics, **self._speed(report, start)}
+        metrics = {**rollout_metrics(report.batch), **batch.metrics, **report.metrics}
+        metrics |= self._speed(step, report, start) | self._moved_metrics
+        self._moved_metrics = {}
         self._require_own_samples(step, metrics)
         if "objective/kl" in metrics:
             self._kl.update(metrics["objective/kl"], completions=len(batch))
@@ -179,7 +196,7 @@ class RLTrainer(Trainer):
         rows = {row for skipped in report.skipped.values() for row in skipped}
         self._skipped.keep(step, self._texts(rollout, sorted(rows)))
 
-    def _speed(self, report: UpdateReport, start: float | None) -> dict[str, float]:
+    def _speed(self, step: int, report: UpdateReport, start: float | None) -> dict[str, float]:
         """Speed and time of a step; {} for a resumed one, whose beginning was not timed."""
         cost = self._parts.sampler.cost
         synced = {"weight_sync": cost.weight_sync_seconds, "weight_check": cost.weight_check_seconds}
@@ -189,7 +206,9 @@ class RLTrainer(Trainer):
         seconds["step"] = time.perf_counter() - start
         sampled, hidden = self._collector.sampled_tokens, self._ahead.hidden_seconds
         metrics = speed_metrics(self._roles, sampled, report.trained_tokens, seconds, work=cost.work, hidden=hidden)
-        return metrics if self._placement_watch is None else metrics | self._placement_watch.metrics(seconds)
+        if self._placement_watch is None:
+            return metrics
+        return metrics | self._placement_watch.metrics(seconds, steps_left=self.total_steps - step)
 
     def evaluate(self) -> dict[str, float]:
         """Scores and KL of completions of the held-out prompts, of the averaged actor too; {} without prompts."""
@@ -215,6 +234,14 @@ class RLTrainer(Trainer):
         """See Trainer."""
         return self._interrupted is not None or self._ahead.has_next
 
+    def leaves_after(self, step: int) -> bool:
+        """See Trainer: the run moves to another placement."""
+        if self._adapts:
+            watch = self._placement_watch
+            move = self._world.broadcast_object(None if watch is None else watch.move)
+            self.move = move and replace(move, step=step, began=time.perf_counter())
+        return self.move is not None
+
     def running(self) -> contextlib.AbstractContextManager[None]:
         """See Trainer."""
         return self._ahead.running()
@@ -230,6 +257,8 @@ class RLTrainer(Trainer):
             "skipped": self._skipped.state_dict(),
             "ahead": self._ahead.state_dict(),
         }
+        if (carried := self._ahead.carried_state(self._world)) is not None:
+            content["carried"] = carried
         if self._rl.ptx is not None:  # only ranks with the actor have the position
             own = None if self._updater.ptx is None else self._updater.ptx.state_dict()
             content["ptx"] = next(state for state in self._world.all_gather_objects(own) if state is not None)
@@ -250,6 +279,8 @@ class RLTrainer(Trainer):
         state = self._checkpoints.resume()
         if state is not None:
             self._restore(state)
+        if self._moved is not None:
+            self._report_move(self._moved)
         self._samples.resume(0 if state is None else state.step)
         if self._parts.scaling.needs_initial_scores:
             first = range(min(len(self._prompts), self._rl.rollout.prompts_per_step))
@@ -257,6 +288,24 @@ class RLTrainer(Trainer):
             assert scores is not None
             self._parts.scaling.observe(scores)
         return None if state is None else state.step
+
+    def _report_move(self, moved: Move) -> None:
+        """Log a move that has ended, and mark the next step."""
+        seconds, price = time.perf_counter() - moved.began, moved.price
+        self._moved_metrics = {
+            "placement/move_seconds": seconds,
+            "placement/predicted_move_seconds": price.cost_seconds,
+            "placement/predicted_gain_seconds": price.gain_seconds,
+        }
+        if self._world.is_main:
+            logger.info(
+                "placement: moved to %s after step %d in %.1f s, %.1f s were predicted; expected gain %.2f s a step",
+                moved.style,
+                moved.step,
+                seconds,
+                price.cost_seconds,
+                price.gain_seconds,
+            )
 
     def _restore(self, state: LoopState) -> None:
         content, mine = state.content, self._rl.algorithm.name
@@ -276,7 +325,7 @@ class RLTrainer(Trainer):
         self._kl.load_state_dict(content["kl"])
         self._parts.scaling.load_state_dict(content["scaling"])
         self._skipped.load_state_dict(content["skipped"])
-        self._ahead.load_state_dict(content.get("ahead", ()), state.tensors, self._world)
+        self._ahead.load_state_dict(content.get("ahead", ()), state.tensors, self._world, content.get("carried"))
         if self._updater.ptx is not None and "ptx" in content:
             self._updater.ptx.load_state_dict(content["ptx"])
         if state.update is not None:

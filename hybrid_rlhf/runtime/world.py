@@ -129,9 +129,13 @@ class World:
         dist.broadcast_object_list(box, group=self.group, group_src=source)
         return box[0]
 
-    def split(self, size: int) -> World:
+    def split(self, size: int, *, own: bool = False) -> World:
         """The group of `size` consecutive ranks that contains this rank; every rank of the run calls, unless
         `create_groups` has created the groups.
+
+        Args:
+            size: of each group.
+            own: groups that nothing else uses, for the collectives of a thread beside the main one.
 
         Raises:
             ValueError: if the number of ranks is not a multiple of `size`.
@@ -140,7 +144,7 @@ class World:
         if size == 1 < self.size:  # without a group
             return replace(mine, rank=0, ranks=(self.members[self.rank],)) if self.is_member else mine
         for ranks in self.consecutive(size):
-            part = self.part(ranks)
+            part = self.part(ranks, own=own)
             mine = part if part.is_member else mine
         return mine
 
@@ -155,13 +159,13 @@ class World:
         ranks = self.members
         return [ranks[first : first + size] for first in range(0, self.size, size)]
 
-    def part(self, ranks: Sequence[int]) -> World:
+    def part(self, ranks: Sequence[int], *, own: bool = False) -> World:
         """Some of the ranks, by their numbers in the run; every rank of the run calls, unless `create_groups` has
-        created the group."""
+        created the group. See `split` for `own`."""
         chosen = tuple(ranks)
-        if chosen == self.members:
+        if chosen == self.members and not own:
             return self
-        group = _group_of(chosen)
+        group = _group_of(chosen, own=own)
         mine = chosen.index(dist.get_rank()) if group is not None else -1
         return replace(self, rank=mine, size=len(chosen), group=group, ranks=chosen)
 
@@ -193,8 +197,8 @@ class World:
 
 _inside = threading.local()
 """The World whose `as_default` this thread is in."""
-_GROUPS: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-"""Groups by their ranks; none: this process is none of them."""
+_GROUPS: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup | None] = {}
+"""Groups by their ranks, and whether they are those of another thread; none: this process is none of them."""
 
 
 def create_groups(parts: Iterable[Sequence[int]]) -> None:
@@ -204,11 +208,21 @@ def create_groups(parts: Iterable[Sequence[int]]) -> None:
             _group_of(ranks)
 
 
-def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-    if ranks not in _GROUPS:
+def keep_groups(parts: Iterable[Sequence[int]]) -> None:
+    """Destroy all groups of parts of the ranks besides these, and those of other threads. Every rank of the run calls,
+    with the same."""
+    kept = {tuple(part) for part in parts}
+    for ranks, own in sorted(key for key in _GROUPS if key[1] or key[0] not in kept):
+        group = _GROUPS.pop((ranks, own))
+        if group is not None:
+            dist.destroy_process_group(group)
+
+
+def _group_of(ranks: tuple[int, ...], *, own: bool = False) -> dist.ProcessGroup | None:
+    if (ranks, own) not in _GROUPS:
         group = dist.new_group(list(ranks))
-        _GROUPS[ranks] = None if group is dist.GroupMember.NON_GROUP_MEMBER else group
-    return _GROUPS[ranks]
+        _GROUPS[ranks, own] = None if group is dist.GroupMember.NON_GROUP_MEMBER else group
+    return _GROUPS[ranks, own]
 
 
 @contextlib.contextmanager

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from transformers import AutoModelForSequenceClassification
 
 from hybrid_rlhf.cli import rl
 from hybrid_rlhf.placement.machines.stored import save_curves
+from tests.support.ahead import save_stopping_model
 from tests.support.placement import cpu_machine
 from tests.support.ranks import run_main
 from tests.support.tiny import tiny_config, tiny_tokenizer
@@ -51,7 +54,11 @@ AHEAD = (
 )
 REFILLED = "--algorithm.dynamic_sampling.max_refills 2 --rollout.prompts_per_step 4".split()
 MIXED = "--actor.ema_decay 0.9 --ptx.coef 0.5 --ptx.max_length 32 --ptx.sources texts.jsonl".split()
+PARTIAL = "--rollout.partial.extra_prompts 0.5 --algorithm.correction.method truncate --model.path stopping".split()
+"""Completions end early by themselves, so that some are carried."""
 EPISODES = f"--environment.path {__file__}:Questions --rollout.sampling.max_new_tokens 40".split()
+MEASURED = ("time/", "perf/", "placement/")
+ADAPTS = "{style: auto, adapt: true}"
 Case = tuple[str, int, str, tuple[str, ...]]
 CASES: list[Case] = [
     ("ppo", 2, "flattening", ()),
@@ -66,6 +73,10 @@ CASES: list[Case] = [
     ("ppo", 4, "{sampler: {ranks: 0}, actor: {ranks: 1-3}, critic: {ranks: 0-1}, reference: {ranks: 2}}", ()),
     ("ppo", 2, "separation", (*AHEAD,)),
     ("ppo", 3, "{sampler: {ranks: 0-1, tensor_parallel: 2}, actor: {ranks: 2}}", (*AHEAD,)),
+    ("ppo", 2, "separation", (*PARTIAL,)),
+    ("grpo", 3, "{sampler: {ranks: 0-1, tensor_parallel: 2}, actor: {ranks: 2}}", (*PARTIAL, *AHEAD)),
+    ("ppo", 2, "{style: separation, sampler: {with_actor: true}}", (*ZERO_3,)),
+    ("grpo", 4, "{sampler: {ranks: 2-3, tensor_parallel: 2, with_actor: true}, reference: {ranks: 0}}", (*LORA,)),
     ("grpo", 2, "separation", (*REFILLED,)),
     ("remax", 3, "separation", ()),
     ("ppo", 3, "{sampler: {ranks: 0}, actor: {ranks: 1-2}}", (*MIXED,)),
@@ -78,6 +89,15 @@ CASES: list[Case] = [
     ("ppo", 4, "{actor: {ranks: 2-3}, critic: {ranks: 0-1}, reference: {ranks: 0}, reward: {ranks: 1}}", (*REFRESHED,)),
     ("grpo", 3, "{actor: {ranks: '0,2'}, reference: {ranks: 1, zero: 3}, judge: {ranks: 0-2}}", (*REFRESHED,)),
     ("online_dpo", 3, "{actor: {ranks: 1-2}, reference: {ranks: 0}, judge: {ranks: 1}}", (*ZERO_3,)),
+    ("ppo", 4, "{judge: {ranks: 0-3, tensor_parallel: 2}, reference: {ranks: '1,3', tensor_parallel: 2}}", (*ZERO_3,)),
+    ("grpo", 3, "{style: separation, actor: {ranks: 0}, reference: {ranks: 1-2, tensor_parallel: 2}}", ()),
+    (
+        "ppo",
+        3,
+        "{sampler: {ranks: 0-1, tensor_parallel: 2}, actor: {ranks: 2}, reward: {ranks: 0-1, tensor_parallel: 2}}",
+        (*AHEAD,),
+    ),
+    ("online_dpo", 4, "{reference: {ranks: 0-1, tensor_parallel: 2}, reward: {ranks: 0-3, tensor_parallel: 4}}", ()),
 ]
 
 
@@ -88,6 +108,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> P
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": f"{i} is {i}"}) + "\n" for i in range(40)))
     (folder / "model").symlink_to(model_folder)
+    save_stopping_model(folder / "stopping")
     torch.manual_seed(5)
     judge = AutoModelForSequenceClassification.from_config(tiny_config(num_labels=1))
     with torch.no_grad():
@@ -98,9 +119,16 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> P
 
 
 def launch(
-    workspace: Path, algorithm: str, ranks: int, placement: str, extra: tuple[str, ...], *, output: Path | None = None
+    workspace: Path,
+    algorithm: str,
+    ranks: int,
+    placement: str,
+    extra: tuple[str, ...],
+    *,
+    output: Path | None = None,
+    module: str = "hybrid_rlhf.cli.rl",
 ) -> Path:
-    """Two rollouts; the folder of the run."""
+    """Two rollouts; the folder of the run. `module` has the main of a rank."""
     words = [algorithm, str(ranks), placement, *extra]
     output = output or workspace / hashlib.sha256(json.dumps(words).encode()).hexdigest()[:12]
     line = [
@@ -114,10 +142,10 @@ def launch(
         *ALGORITHMS[algorithm],
         "--reward.components",
         f"[{{model: {workspace}/judge, name: judge}}, {{function: 'tests.support.steps:brevity', weight: 0.1}}]",
-        *(str(workspace / word) if word == "texts.jsonl" else word for word in extra),
+        *(str(workspace / word) if word in ("texts.jsonl", "stopping") else word for word in extra),
     ]
     if not (output / "finished.json").exists():
-        run_main("hybrid_rlhf.cli.rl", ranks, [*line, "--placement", placement])
+        run_main(module, ranks, [*line, "--placement", placement])
     return output
 
 
@@ -147,8 +175,8 @@ def assert_same_run(found: Path, expected: Path) -> None:
     """Metrics, samples and weights of two runs agree."""
     compared = 0
     for want, got in zip(metrics_of(expected), metrics_of(found), strict=True):
-        assert {key for key in want if not key.startswith(("time/", "perf/"))} == {
-            key for key in got if not key.startswith(("time/", "perf/"))
+        assert {key for key in want if not key.startswith(MEASURED)} == {
+            key for key in got if not key.startswith(MEASURED)
         }
         for key in {*COMPARED} & {*want}:
             assert got[key] == pytest.approx(want[key], abs=TOLERANCE, rel=TOLERANCE), (want["step"], key)
@@ -246,6 +274,40 @@ def test_the_planner_places_and_tells_how_wrong_it_was(workspace: Path, tmp_path
     alone = launch(workspace, "ppo", 1, "flattening", ("--train.max_steps", "5"))
     for name, weight in weights_of(alone).items():
         torch.testing.assert_close(weights_of(run)[name], weight, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "ranks", "extra"),
+    [("ppo", 2, ()), pytest.param("grpo", 4, (*LORA, *AHEAD), marks=pytest.mark.faults)],
+)
+def test_a_run_moves_where_it_gains_and_resumes(
+    algorithm: str, ranks: int, extra: tuple[str, ...], workspace: Path, tmp_path: Path
+) -> None:
+    save_curves(cpu_machine(), ranks, str(tmp_path / "cache"))
+    lasts = ("--train.max_steps", "5", *extra)
+    settings = (
+        "--data.cache_dir",
+        str(tmp_path / "cache"),
+        "--train.save_every",
+        "1",
+        "--train.keep_last",
+        "9",
+        *lasts,
+    )
+    moving = "tests.distributed.moving"
+    run = launch(workspace, algorithm, ranks, ADAPTS, settings, output=tmp_path / "run", module=moving)
+    whole = launch(workspace, algorithm, 1, "flattening", lasts)
+    assert_same_run(run, whole)
+    marked = [line["step"] for line in metrics_of(run) if "placement/move_seconds" in line]
+    assert marked == [3]
+    log = (run / "log.txt").read_text()
+    assert len(re.findall(r"moved to \w+ after step 2 in [0-9.]+ s, [0-9.]+ s were predicted; expected gain", log)) == 1
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [f"step_{step}" for step in range(1, 6)]
+    (run / "finished.json").unlink()
+    for step in (4, 5):
+        shutil.rmtree(run / "checkpoints" / f"step_{step}")
+    launch(workspace, algorithm, ranks, "flattening", (*settings, "--resume", "auto"), output=run)
+    assert_same_run(run, whole)
 
 
 def test_the_planner_needs_curves_of_this_machine(

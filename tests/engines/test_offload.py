@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
+from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
 from hybrid_rlhf.engines.partition import base_parameters, copy_weights
+from hybrid_rlhf.engines.residency import offload
+from hybrid_rlhf.engines.saved.training_state import TrainingState
 from hybrid_rlhf.functional.losses import sft_loss
 from hybrid_rlhf.generation import SamplingParams
 from hybrid_rlhf.models import activation_offload
@@ -42,8 +45,8 @@ def offloaded_activations(world: World, path: Path) -> dict[str, Any]:
         ("partitioned, checkpointing", 3, 4, True),
     ):
         losses, moved, weights = [], 0, 0
-        for offload in (False, True):
-            config = ModelConfig(dtype="float32", gradient_checkpointing=checkpointing, activation_offload=offload)
+        for offloads in (False, True):
+            config = ModelConfig(dtype="float32", gradient_checkpointing=checkpointing, activation_offload=offloads)
             engine = build_engine(replace(actor_spec(path, stage=stage, lora=lora), model=config), world)
             parts = {p.data_ptr() for p in engine.module.parameters()}
             pack = ActivationOffload._to_host
@@ -93,6 +96,60 @@ def frozen_on_the_host(world: World, path: Path, other: Path) -> bool:
 def test_frozen_weights_are_on_the_device_only_in_use(model_folder: Path, tmp_path: Path) -> None:
     tiny_model(seed=5).save_pretrained(tmp_path / "other")
     assert run_ranks(frozen_on_the_host, 1, tmp_path, model_folder, tmp_path / "other") == [True]
+
+
+class LateCopies:
+    """Copies as a busy GPU makes them: only when something waits for them. Until then the target is not a number."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._started: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._made = 0
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._started.append((target.fill_(torch.nan), source))
+
+    def mark(self) -> int:
+        return len(self._started)
+
+    def wait(self, mark: int | None) -> None:
+        for target, source in self._started[self._made : mark or 0]:
+            target.copy_(source)
+        self._made = max(self._made, mark or 0)
+
+
+def late(world: World, path: Path) -> dict[str, bool]:
+    """What is computed with copies that arrive late is what is computed without any."""
+    config = EngineSpec("reference", str(path), ModelConfig(dtype="float32"), ZeroConfig(), 0)
+    results = {}
+    plain = {stage: build_actor(actor_spec(path, stage=stage), world) for stage in (0, 2, 3)}
+    expected = read(build_engine(config, world))
+    offload.CopyStream = LateCopies  # type: ignore[misc, assignment]
+    reference = build_engine(replace(config, offload_weights=True), world)
+    with reference.on_device():
+        results["no layer has arrived"] = all(
+            bool(p.isnan().all()) for layer in reference.lm.model.layers for p in layer.parameters()
+        )
+        results["reference"] = torch.equal(read(reference), expected)
+    for stage, other in plain.items():
+        actor = build_actor(actor_spec(path, stage=stage), world, rollout=RolloutConfig(offload_states=True))
+        losses = []
+        for engine in (other, actor):
+            losses.append([train_step(engine, world)])
+            for _ in range(2):
+                with engine.inference():
+                    pass
+                losses[-1].append(train_step(engine, world))
+        results[f"stage {stage}"] = losses[0] == losses[1]
+        with actor.inference():
+            pass
+        tensors = TrainingState(actor).tensors()
+        results[f"checkpoint {stage}"] = all(bool(tensor.isfinite().all()) for _, tensor in tensors)
+    return results
+
+
+def test_nothing_reads_what_has_not_arrived(model_folder: Path, tmp_path: Path) -> None:
+    (results,) = run_ranks(late, 1, tmp_path, model_folder)
+    assert len(results) == 8 and all(results.values()), results
 
 
 def critics(world: World, path: Path) -> bool:

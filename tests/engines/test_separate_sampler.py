@@ -19,12 +19,16 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rollout import AsyncSamplingConfig, RolloutConfig
 from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.engines.partition import full_weights
+from hybrid_rlhf.engines.residency.rules import ResidencyRules
+from hybrid_rlhf.engines.separate.joint import JointSampler
 from hybrid_rlhf.engines.separate.received import ReceivedWeights
 from hybrid_rlhf.engines.separate.sampler import SeparateSampler
 from hybrid_rlhf.engines.separate.transfer import WeightTransfer
 from hybrid_rlhf.functional.losses import sft_loss
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.weights.conversion import InferenceWeights
+from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
+from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World
 from tests.support.engines import PROMPTS, token_rows
 from tests.support.families import variant
@@ -122,6 +126,42 @@ def compare(world: World, root: Path, cases: list[Case]) -> list[Any]:
                 learn(actor)
             told.append(rounds)
     return told
+
+
+def shared_rollouts(world: World, path: Path) -> list[tuple[int, int, list[Any], list[Any]]]:
+    """Before an update and after it: prompts that this rank samples, groups, and completions of both and of one."""
+    rollout = RolloutConfig(sampling=SamplingParams(n=2, max_new_tokens=6))
+    actor, separate = build_separate(world, path, trains=1, rollout=rollout, samples=True)
+    joint, found = JointSampler(separate, actor, world=world), []
+    rows = [{"input_ids": prompt} for prompt in PROMPTS]
+    both, one = (
+        RolloutSampler(engine, rollout, world=world, stop_token_ids=(), seed=0, timers=Timers(world.device))
+        for engine in (joint, separate)
+    )
+    generate, counts = GenerationEngine.generate, list[int]()
+
+    def counted(self: GenerationEngine, prompts: Any, *arguments: Any, **more: Any) -> Any:
+        counts.append(len(prompts))
+        return generate(self, prompts, *arguments, **more)
+
+    for _ in range(2):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(GenerationEngine, "generate", counted)
+            shared = both.sample(rows, step=1)
+        alone = one.sample(rows, step=1)
+        found.append((counts.pop(), joint.groups[0], shared.input_ids.tolist(), alone.input_ids.tolist()))
+        torch.testing.assert_close(shared.sampled_logprobs, alone.sampled_logprobs, atol=1e-5, rtol=0)
+        learn(actor)
+    return found
+
+
+def test_actor_and_sampler_share_a_rollout(model_folder: Path, tmp_path: Path) -> None:
+    each = run_ranks(shared_rollouts, 3, tmp_path, model_folder)
+    for before_and_after in zip(*each, strict=True):
+        counts, groups, shared, alone = zip(*before_and_after, strict=True)
+        assert set(groups) == {3} and sum(counts) == len(PROMPTS) and max(counts) - min(counts) <= 1
+        assert all(tokens == alone[0] for tokens in (*shared, *alone))
+    assert each[0][0][2] != each[0][1][2], "the update has changed what is sampled"
 
 
 INT8 = RolloutConfig(quantization="int8")
@@ -417,7 +457,8 @@ def beside_others(world: World, path: Path) -> list[tuple[bool, int, list[Any]]]
     """By whether others compute on its ranks: whether a sampler keeps its cache, its syncs, and what it samples."""
     told = []
     for shares_ranks in (False, True):
-        _, sampler = build_separate(world, path, trains=1, shares_ranks=shares_ranks)
+        residency = ResidencyRules().sampler(shares_ranks=shares_ranks)
+        _, sampler = build_separate(world, path, trains=1, residency=residency)
         sampled = []
         for _ in range(2):
             with sampler.inference(stop_token_ids=()) as generation:

@@ -48,7 +48,7 @@ def four_rows() -> Rollout:
 def score_completions(
     *parts: RewardComponent, world: World | None = None, micro: list[list[int | None]] | None = None
 ) -> RewardReport:
-    return Reward(parts, world or solo_world(CPU))(four_rows(), lambda _: micro or [[0, 1], [2, 3]], lambda: ANSWERS)
+    return Reward(parts, world or solo_world(CPU))(four_rows(), lambda *_: micro or [[0, 1], [2, 3]], lambda: ANSWERS)
 
 
 def function(folder: Path, body: str, *, prefix: str = "", **settings: Any) -> FunctionReward:

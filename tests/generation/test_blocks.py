@@ -33,7 +33,7 @@ class Memory:
             for page in table.page_table()[block]:
                 content = self.pages.setdefault(page, [()] * BLOCK_TOKENS)
                 content[offset] = tuple(tokens[: place + 1])
-        table.set_ready(start, len(tokens))
+        table.set_ready(start, len(tokens), of=len(tokens))
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         for source, target in pairs:
@@ -111,13 +111,24 @@ def test_sequences_that_share_blocks_find_their_own_tokens(
     assert len(pool._free) == len(set(pool._free)) == pool.pages and not pool._root.children
 
 
+def test_a_block_is_copied_only_when_all_of_it_is_computed() -> None:
+    pool, tokens, other = BlockPool(PLAIN, 1 + 8), [1] * 23, [1] * 8 + [2] * 15
+    table = BlockTable(pool)
+    table.extend(23)
+    table.set_ready(0, 1, of=23)  # a step had room for one token of the prompt
+    table.index(tokens[:BLOCK_TOKENS])  # the next step computes the rest
+    assert pool.match(other).tail is None
+    table.set_ready(1, 23, of=23)
+    assert pool.match(other).tail_tokens == 8
+
+
 def test_the_least_recently_used_prefix_is_evicted_first_and_its_end_before_its_beginning() -> None:
     pool = BlockPool(PLAIN, 1 + 6)
     texts = [[text] * 33 for text in range(2)]
     for tokens in texts:
         table = BlockTable(pool)
         table.extend(33)
-        table.set_ready(0, 33)
+        table.set_ready(0, 33, of=33)
         table.index(tokens)
         table.release()
     found = BlockTable(pool)

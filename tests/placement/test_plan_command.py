@@ -93,6 +93,17 @@ def test_what_does_not_fit_says_where_and_by_how_much(shape: str, capsys: pytest
     assert code == 1 and "does not fit: rank 0, " in text and " of 21.6 GiB" in text
 
 
+def test_smaller_micro_batches_make_room(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--steps rl --machine 4090 --ranks 1 --json true --rl.train.micro_batch_tokens".split()
+    found = {}
+    for tokens in ("65536", "16384"):
+        text, _ = printed(["--base_model", shape, *words, tokens], capsys)
+        found[tokens] = json.loads(text)["rl"]["plans"][0]
+    assert found["65536"]["fits"], found["65536"]["why"]
+    assert found["65536"]["settings"]["train.micro_batch_tokens"] in (16384, 32768)
+    assert "train.micro_batch_tokens" not in found["16384"]["settings"]
+
+
 def test_without_curves_the_memory_is_planned_alone(
     shape: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -150,7 +161,7 @@ def test_a_separate_sampler_holds_inference_weights_and_no_states(shape: str) ->
     lengths = default_lengths(config, prompt_tokens=None, mean_tokens=None)
     job = JobReader(torch.device("cuda"), Shapes())(config, lengths, overrides={})
     roles = {name: RolePlacement((0, 1), 2) for name in ("actor", "critic")}
-    roles |= {"reference": RolePlacement((2,)), "model": RolePlacement((3,))}
+    roles |= {"reference": RolePlacement((2,)), "model": RolePlacement((2, 3), tensor_parallel=2)}
     roles["sampler"] = RolePlacement((2, 3), tensor_parallel=2)
     found = MemoryModel(job, device_bytes=80 * gib)(StepPlan(Placement(roles, "separation")))
     by_rank: dict[int, dict[str, Any]] = {}
@@ -159,8 +170,9 @@ def test_a_separate_sampler_holds_inference_weights_and_no_states(shape: str) ->
             by_rank.setdefault(rank, {})[each.phase.name] = each.phase.need
     assert set(by_rank[0]) == {"scoring", "actor training", "critic training"}
     assert set(by_rank[2]) == set(by_rank[3]) == {"generation", "scoring"}
-    half = job.actor.sizes.parameters * 2 / 2
-    assert by_rank[2]["generation"].inference == pytest.approx(half, rel=0.01)
+    halves = (job.actor.sizes.parameters + job.roles["model"].sizes.parameters) * 2 / 2
+    assert by_rank[3]["generation"].inference == pytest.approx(halves, rel=0.01), "of sampler and reward model"
+    assert by_rank[3]["generation"].weights == 0 < by_rank[2]["generation"].weights
     assert by_rank[2]["scoring"].inference == by_rank[2]["generation"].inference, "they stay for the next rollout"
     assert by_rank[2]["generation"].optimizer == 0 < by_rank[0]["actor training"].optimizer
 

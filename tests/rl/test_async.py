@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import shlex
 import shutil
@@ -19,39 +18,28 @@ from datasets import Dataset
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
-from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
 from hybrid_rlhf.data.loaders import RowStream
-from hybrid_rlhf.engines.builder import EngineSpec, build_actor
 from hybrid_rlhf.engines.hybrid import HybridEngine
-from hybrid_rlhf.engines.partition import set_weights
-from hybrid_rlhf.rl.batch import Rollout
 from hybrid_rlhf.rl.rollouts.async_sampler import AsyncSampler
 from hybrid_rlhf.rl.rollouts.sampler import Pending, RolloutSampler
 from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World, solo_world
+from tests.support.ahead import (
+    PROMPTS,
+    build_sampling_actor,
+    change_weights,
+    metrics_without_times,
+    rollout_line,
+    trained_logprobs,
+)
 from tests.support.faults import Point, run_step
 from tests.support.ranks import run_main, run_ranks
-from tests.support.steps import CLOCK, write_rows
+from tests.support.steps import write_rows
 
-STEPS, PER_STEP, PROMPTS = 6, 2, 20
-
-
-def build(world: World, path: str, *, stage: int = 0, rank: int = 0, **rollout: Any) -> tuple[HybridEngine, RowStream]:
-    config = RolloutConfig(sampling=SamplingParams(n=2, max_new_tokens=8), kv_cache_gib=0.1, **rollout)
-    spec = EngineSpec(
-        "actor",
-        path,
-        ModelConfig(dtype="float32"),
-        ZeroConfig(stage=stage),
-        0,
-        OptimizerConfig(),
-        LoraConfig(rank=rank) if rank else None,
-    )  # type: ignore[arg-type]
-    return build_actor(spec, world, rollout=config), RowStream(PROMPTS, epochs=1, seed=0)
+STEPS, PER_STEP = 6, 2
 
 
 def ahead_of(actor: HybridEngine, stream: RowStream, staleness: int, *, max_new_tokens: int = 8) -> AsyncSampler:
@@ -63,42 +51,26 @@ def ahead_of(actor: HybridEngine, stream: RowStream, staleness: int, *, max_new_
     )
 
 
-def change(actor: HybridEngine, step: int) -> None:
-    """What an update does: other values in the same memory."""
-    generator = torch.Generator().manual_seed(step)
-    for parameter in actor.lm.parameters():
-        shape = getattr(parameter, "ds_shape", parameter.shape)
-        set_weights(parameter, 0.3 * torch.randn(shape, generator=generator))
-    actor._engine.global_steps += 1
-
-
-def told(actor: HybridEngine, rollout: Rollout) -> torch.Tensor:
-    """What the current weights say of sampled tokens, [N, T]."""
-    with torch.no_grad():
-        logprobs = actor(rollout.input_ids, rollout.attention_mask, rollout.response_mask)[0]
-        return torch.where(rollout.response_mask, logprobs, 0.0)
-
-
 def whose(world: World, path: str, staleness: int, stage: int, rank: int) -> list[tuple[int, float, float]]:
     """Of each step how many updates made the weights that sampled, how far its log-probs are from theirs, and from the
     current ones; a rollout ahead samples only after the weights have changed."""
-    actor, stream = build(world, path, stage=stage, rank=rank)
+    actor, stream = build_sampling_actor(world, path, stage=stage, rank=rank)
     ahead = ahead_of(actor, stream, staleness)
     taken = []
     for step in range(1, STEPS + 1):
         with ahead._sampler._one_at_a_time:  # the threads wait until the weights have changed
             taken.append(ahead.take(step)[1])
             ahead.begin(step)
-            change(actor, step)
+            change_weights(actor, step)
         for later in ahead._ahead.values():
             if isinstance(later.completions, Pending):
                 later.completions.call.result()
     assert not ahead._ahead and stream.taken == STEPS * PER_STEP
-    fresh, _ = build(world, path, stage=stage, rank=rank)
+    fresh, _ = build_sampling_actor(world, path, stage=stage, rank=rank)
     off: dict[int, list[torch.Tensor]] = {}
     for version in range(STEPS + 1):
-        off[version] = [(told(fresh, one) - one.sampled_logprobs).abs().max() for one in taken]
-        change(fresh, version + 1)
+        off[version] = [(trained_logprobs(fresh, one) - one.sampled_logprobs).abs().max() for one in taken]
+        change_weights(fresh, version + 1)
     found = []
     for place, one in enumerate(taken):
         (version,) = one.weight_versions[one.response_mask].unique().tolist()
@@ -122,7 +94,7 @@ def test_tokens_are_of_the_weights_that_they_say(
 
 def unchanged(world: World, path: str, staleness: int) -> list[dict[str, torch.Tensor]]:
     """All that is sampled while the weights stay as they are."""
-    actor, stream = build(world, path)
+    actor, stream = build_sampling_actor(world, path)
     ahead = ahead_of(actor, stream, staleness)
     found = []
     for step in range(1, STEPS + 1):
@@ -142,7 +114,7 @@ def test_sampling_ahead_gives_what_sampling_at_the_time_gives(model_folder: Path
 
 def stopped_early(world: World, path: str) -> str:
     """Why the rollout ahead of a loop that fails ends."""
-    actor, stream = build(world, path)
+    actor, stream = build_sampling_actor(world, path)
     ahead = ahead_of(actor, stream, 1, max_new_tokens=400)
     with contextlib.suppress(KeyError), ahead.running():
         ahead.take(1)
@@ -161,56 +133,6 @@ def test_a_rollout_that_nobody_waits_for_ends(model_folder: Path, tmp_path: Path
     assert "closed" in run_ranks(stopped_early, 1, tmp_path, str(model_folder))[0]
 
 
-def favours_short(completions: Sequence[str], **columns: Any) -> list[float]:
-    """A reward."""
-    return [-float(len(text)) for text in completions]
-
-
-def line(folder: Path, model: Path, rows: Path, *more: str) -> list[str]:
-    return [
-        "--model.path",
-        str(model),
-        "--data.sources",
-        str(rows),
-        "--data.max_eval_rows",
-        "2",
-        "--output_dir",
-        str(folder),
-        "--reward.components",
-        json.dumps([{"function": f"{__file__}:favours_short"}]),
-        "--rollout.prompts_per_step",
-        "2",
-        "--rollout.sampling.max_new_tokens",
-        "8",
-        "--rollout.kv_cache_gib",
-        "0.1",
-        "--algorithm.correction.method",
-        "truncate",
-        "--algorithm.mini_batches",
-        "1",
-        "--train.max_steps",
-        "4",
-        "--train.save_every",
-        "1",
-        "--train.keep_last",
-        "9",
-        "--actor.optimizer.lr",
-        "1e-3",
-        "--logging.tensorboard",
-        "false",
-        "--data.cache_dir",
-        str(rows.parent / "cache"),
-        "--train.eval_every",
-        "1",
-        *more,
-    ]
-
-
-def results(folder: Path) -> list[dict[str, float]]:
-    lines = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in told.items() if not key.startswith(CLOCK)} for told in lines]
-
-
 class TwoTurns:
     """An environment."""
 
@@ -225,13 +147,13 @@ class TwoTurns:
 @pytest.mark.parametrize("name", ["ppo", "dapo", "rloo"])
 def test_a_run_goes_on_with_the_rollouts_that_were_ahead(name: str, model_folder: Path, tmp_path: Path) -> None:
     rows, folder = write_rows(tmp_path / "rows.jsonl"), tmp_path / "run"
-    start = line(folder, model_folder, rows, "--algorithm", name, "--rollout.async_sampling.policy_lag", "2")
+    start = rollout_line(folder, model_folder, rows, "--algorithm", name, "--rollout.async_sampling.policy_lag", "2")
     if name == "dapo":
         start += ["--rollout.sampling.n", "3"]
     if name == "rloo":
         start += ["--environment.path", f"{__file__}:TwoTurns", "--rollout.sampling.max_new_tokens", "60"]
     run_main("hybrid_rlhf.cli.rl", 1, start)
-    whole, weights = results(folder), (folder / "actor" / "model.safetensors").read_bytes()
+    whole, weights = metrics_without_times(folder), (folder / "actor" / "model.safetensors").read_bytes()
     stale = [told["rollout/stale_updates"] for told in whole[1:]]
     if name != "dapo":
         assert stale == [0.0, 1.0, 2.0, 2.0]
@@ -246,7 +168,7 @@ def test_a_run_goes_on_with_the_rollouts_that_were_ahead(name: str, model_folder
         assert run_step("hybrid_rlhf.cli.rl", 1, uncorrected, errors=tmp_path / "errors.txt") == [2]
         assert "older weights sampled" in (tmp_path / "errors.txt").read_text()
     run_main("hybrid_rlhf.cli.rl", 1, [*start, "--resume", "auto"])
-    assert results(folder) == whole
+    assert metrics_without_times(folder) == whole
     assert (folder / "actor" / "model.safetensors").read_bytes() == weights
 
 
@@ -254,17 +176,17 @@ def test_a_run_goes_on_with_the_rollouts_that_were_ahead(name: str, model_folder
 def test_a_run_that_is_stopped_in_mid_step_goes_on(name: str, model_folder: Path, tmp_path: Path) -> None:
     """One update a rollout, before which old log-probs are the sampler's own; raft learns from some rows only."""
     rows, folder = write_rows(tmp_path / "rows.jsonl"), tmp_path / "run"
-    start = line(folder, model_folder, rows, "--algorithm", name, "--rollout.async_sampling.policy_lag", "1")
+    start = rollout_line(folder, model_folder, rows, "--algorithm", name, "--rollout.async_sampling.policy_lag", "1")
     start += ["--rollout.sampling.n", "2"]
     run_main("hybrid_rlhf.cli.rl", 1, start)
-    whole, weights = results(folder), (folder / "actor" / "model.safetensors").read_bytes()
+    whole, weights = metrics_without_times(folder), (folder / "actor" / "model.safetensors").read_bytes()
     shutil.rmtree(folder)
     scoring = "hybrid_rlhf.rl.rollouts.scoring:RolloutScorer.compute_logprobs"
     point = Point(scoring, 4, 0, signal=signal.SIGTERM)  # the third step's
     assert run_step("hybrid_rlhf.cli.rl", 1, start, point) == [STOPPED_EXIT_CODE]
     assert any("_update_" in path.name for path in (folder / "checkpoints").iterdir())
     run_main("hybrid_rlhf.cli.rl", 1, [*start, "--resume", "auto"])
-    assert results(folder) == whole
+    assert metrics_without_times(folder) == whole
     assert (folder / "actor" / "model.safetensors").read_bytes() == weights
 
 
@@ -274,11 +196,11 @@ class Failing:
     def __init__(self) -> None:
         self.sampled: list[tuple[int, list[Any]]] = []
 
-    def sample(self, prompts: Sequence[Any], *, step: int, greedy: bool) -> str:
+    def sample(self, prompts: Sequence[Any], *, step: int, greedy: bool, part: None) -> str:
         self.sampled.append((step, [prompt["input_ids"][0] for prompt in prompts]))
         return "completions"
 
-    def begin(self, prompts: Sequence[Any], *, step: int, greedy: bool) -> Pending:
+    def begin(self, prompts: Sequence[Any], *, step: int, greedy: bool, part: None) -> Pending:
         return Pending(None, None, None)  # type: ignore[arg-type]
 
     def await_in_step(self, pending: Pending) -> None:
@@ -316,8 +238,8 @@ def test_the_correction_is_that_of_the_weights_that_sampled(model_folder: Path, 
         folder = tmp_path / str(staleness)
         lag = ["--rollout.async_sampling.policy_lag", "1"] if staleness else []
         own = [*lag, "--algorithm", "rloo", "--rollout.sampling.n", "2"]
-        run_main("hybrid_rlhf.cli.rl", 1, line(folder, model_folder, rows, *own))
-        found[staleness] = results(folder)[1:]
+        run_main("hybrid_rlhf.cli.rl", 1, rollout_line(folder, model_folder, rows, *own))
+        found[staleness] = metrics_without_times(folder)[1:]
     assert all(told["rollout/correction_mean"] == pytest.approx(1.0, abs=1e-4) for told in found[0])
     assert all(abs(told["rollout/correction_mean"] - 1) > 1e-3 for told in found[1][1:])
     assert all(told["rollout/logprob_abs_diff_max"] < 1e-3 for told in found[0])
@@ -329,13 +251,13 @@ def test_the_command_of_the_page_runs(model_folder: Path, tmp_path: Path) -> Non
     (command,) = re.findall(r"^    python (training/.*?[^\\])$", page, re.MULTILINE | re.DOTALL)
     words = shlex.split(command.replace("\\\n", " "))
     assert words[:3] == ["training/step3_ppo/main.py", "--algorithm", "rloo"] and "--reward.components" in words
-    ours = line(tmp_path / "run", model_folder, write_rows(tmp_path / "rows.jsonl"))
+    ours = rollout_line(tmp_path / "run", model_folder, write_rows(tmp_path / "rows.jsonl"))
     words = [str(model_folder) if word.startswith("output/") else word for word in words[1:]]
     del words[
         words.index("--reward.components") : words.index("--reward.components") + 2
     ]  # a function stands for the model
     run_main("hybrid_rlhf.cli.rl", 1, [*words, *ours])
-    assert results(tmp_path / "run")[2]["rollout/stale_updates"] == 1
+    assert metrics_without_times(tmp_path / "run")[2]["rollout/stale_updates"] == 1
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,16 @@ from tests.support.placement import cpu_machine
 CPU = torch.device("cpu")
 
 
-def config_of(model: Path, cache: Path) -> RLConfig:
+SHORT = (
+    "--rollout.prompts_per_step 6 --rollout.sampling.n 2 --rollout.sampling.max_new_tokens 8 "
+    "--rollout.max_prompt_tokens 64 --train.micro_batch_tokens 100 --algorithm.mini_batches 2"
+)
+"""So little work that actor and critic are on ranks of their own."""
+
+
+def config_of(model: Path, cache: Path, more: str = "") -> RLConfig:
     line = f"--model.path {model} --reward.components {model} --data.cache_dir {cache} --placement auto"
-    return parse_config(RLConfig, line.split())
+    return parse_config(RLConfig, f"{line} {more}".split())
 
 
 def test_errors_are_told_and_correct_the_curves(model_folder: Path, tmp_path: Path, log_lines: list[str]) -> None:
@@ -35,9 +42,32 @@ def test_errors_are_told_and_correct_the_curves(model_folder: Path, tmp_path: Pa
         assert told["placement/step_seconds_error"] == pytest.approx(-0.5)
         assert told["placement/predicted_training_seconds"] == predicted["training"]
         assert any("predicted and measured seconds of steps 2 to 4" in line for line in log_lines) == (step >= 4)
-    corrected = request.answer({"decode": 100.0}).best
-    assert corrected is not None and corrected.seconds > watch.answer.best.seconds
+    corrected = request.corrected({"decode": 100.0}).answer().best
+    assert corrected is not None and corrected.seconds > request.answer().best.seconds  # type: ignore[union-attr]
     assert watch.metrics({}) == {}
+
+
+@pytest.mark.parametrize(("adapts", "steps_left", "moves"), [(True, 10, True), (True, 0, False), (False, 10, False)])
+def test_a_run_moves_only_if_the_steps_left_pay_for_it(
+    adapts: bool, steps_left: int, moves: bool, model_folder: Path, tmp_path: Path, log_lines: list[str]
+) -> None:
+    save_curves(cpu_machine(), 2, str(tmp_path))
+    request = _PlanRequest.of(config_of(model_folder, tmp_path, SHORT), World(0, 2, 0, 2, CPU))
+    watch = PlacementWatch(request, adapts=adapts)
+    watch.build_seconds = 1.0
+    best, before = watch.answer.best, watch.plan
+    assert best is not None and best.time is not None and len(before.sampling.ranks) == 1
+    measured = {**best.time.phases, "generation": 1e6 * best.time.phases["generation"], "step": 1e3}
+    for _ in range(4):
+        assert watch.move is None
+        watch.metrics(measured, steps_left=steps_left)
+    assert (watch.move is not None) == moves
+    assert any("moving is expected to take" in line for line in log_lines)
+    if watch.move is not None:
+        price = watch.move.price
+        assert price.gain_seconds * steps_left > price.cost_seconds > 1.0
+        watch.moved()
+        assert watch.move is None and watch.plan != before and len(watch.plan.sampling.ranks) == 2
 
 
 def test_the_plan_becomes_the_placement(

@@ -45,7 +45,7 @@ class Scripted:
         self.sampled: list[tuple[int, int, list[int]]] = []
         self.weight_version = 0
 
-    def sample(self, prompts: Any, *, step: int, first: int = 0, greedy: bool) -> Rollout:
+    def sample(self, prompts: Any, *, step: int, first: int = 0, greedy: bool, part: None = None) -> Rollout:
         marks = [prompt["input_ids"][0] for prompt in prompts]
         self.sampled.append((step, first, marks))
         each = SAMPLES + greedy

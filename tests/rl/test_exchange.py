@@ -29,7 +29,7 @@ def completions_on(rank: int) -> list[Sampled]:
             floats[0],
             ("stop", "length")[place % 2],  # type: ignore[arg-type]
             floats[1] if place % 2 else [],
-            weight_version=chance.randint(0, 9),
+            weight_versions=[chance.randint(0, 2) for _ in range(tokens)],
             routes=routes if place > 2 else None,
         )
         found.append(Sampled(10 * rank + place, [chance.randint(0, 99) for _ in range(3)], completion))

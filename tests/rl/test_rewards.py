@@ -52,7 +52,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def score_completions(
     *parts: Any, world: World | None = None, micro: list[list[int | None]] = MICRO_BATCH_ROWS
 ) -> RewardReport:
-    return Reward(parts, world or solo_world(CPU))(rollout_of_rows(), lambda _: micro, lambda: COMPLETIONS)
+    return Reward(parts, world or solo_world(CPU))(rollout_of_rows(), lambda *_: micro, lambda: COMPLETIONS)
 
 
 @pytest.fixture
@@ -284,7 +284,7 @@ def test_columns_that_json_cannot_represent_are_logged(serve: Callable[..., Serv
     odd = CompletionTexts(COMPLETIONS.prompts, COMPLETIONS.completions, {"x": [float("nan")] * 5})
     with pytest.raises(UserError, match="does not fit JSON"):
         Reward([remote(serve(lengths).url)], solo_world(CPU))(
-            rollout_of_rows(), lambda _: MICRO_BATCH_ROWS, lambda: odd
+            rollout_of_rows(), lambda *_: MICRO_BATCH_ROWS, lambda: odd
         )
 
 
@@ -367,7 +367,7 @@ def test_models_score_their_own_reading_of_a_conversation(world: World, judges: 
     )
     assert [type(part) for part in reward._components] == [ModelReward, RetokenizingModelReward]
     rows = [[5, 6, 7], [9, 8], [4, 4, 4, 4], [11], [3, 200, 7]]
-    report = reward(rollout_of_rows(rows), lambda _: [*MICRO_BATCH_ROWS, [None]], lambda: COMPLETIONS)
+    report = reward(rollout_of_rows(rows), lambda *_: [*MICRO_BATCH_ROWS, [None]], lambda: COMPLETIONS)
     own, other, tokenizer = load(judges["own"]), load(judges["other"]), other_tokenizer()
     for row, ids in enumerate(rows):
         messages = [*COMPLETIONS.prompts[row], {"role": "assistant", "content": COMPLETIONS.completions[row]}]
@@ -381,14 +381,14 @@ def test_one_model_on_the_actors_tokens_needs_no_text_and_logs_nothing(world: Wo
     engine = frozen_engine(judges["own"], world)
     part = ModelReward(RewardComponentConfig(model=judges["own"]), engine)
     report = Reward([part], world)(
-        rollout_of_rows([[5, 6], [9, 8, 7], [4]]), lambda _: [[1, 0], [2, None]], pytest.fail
+        rollout_of_rows([[5, 6], [9, 8, 7], [4]]), lambda *_: [[1, 0], [2, None]], pytest.fail
     )
     assert report.metrics == {}
     assert float(report.scores[1]) == pytest.approx(by_hand(load(judges["own"]), [9, 8, 7]), abs=1e-5)
     with torch.no_grad():
         engine.lm.score.weight.fill_(math.nan)
     with pytest.raises(UserError, match="for 3 of 3 completions: got nan"):
-        Reward([part], world)(rollout_of_rows([[5, 6], [9, 8, 7], [4]]), lambda _: [[1, 0], [2, None]], pytest.fail)
+        Reward([part], world)(rollout_of_rows([[5, 6], [9, 8, 7], [4]]), lambda *_: [[1, 0], [2, None]], pytest.fail)
 
 
 def test_a_model_on_the_actors_tokens_reads_what_its_template_has_behind_an_answer_that_ended(
@@ -398,7 +398,7 @@ def test_a_model_on_the_actors_tokens_reads_what_its_template_has_behind_an_answ
     part = ModelReward(RewardComponentConfig(model=judges["own"]), engine, end=(6, [12, 13]))
     longest = [6] * (engine.lm.config.max_position_embeddings - 1)  # there is no room behind it
     rollout = rollout_of_rows([[5, 6], [9, 8, 7], [6], longest])
-    report = Reward([part], world)(rollout, lambda _: [[1, 0], [2, None], [3]], pytest.fail)
+    report = Reward([part], world)(rollout, lambda *_: [[1, 0], [2, None], [3]], pytest.fail)
     for score, ids in zip(report.scores, ([5, 6, 12, 13], [9, 8, 7], [6, 12, 13], longest), strict=True):
         assert float(score) == pytest.approx(by_hand(load(judges["own"]), ids), abs=1e-5)
 
@@ -411,7 +411,7 @@ def test_a_conversation_that_a_model_cannot_read_fails_like_any_other(world: Wor
         part = RetokenizingModelReward(
             RewardComponentConfig(model=judges["other"], **settings), engine, other_tokenizer()
         )
-        return Reward([part], world)(rollout_of_rows(), lambda _: MICRO_BATCH_ROWS, lambda: odd)
+        return Reward([part], world)(rollout_of_rows(), lambda *_: MICRO_BATCH_ROWS, lambda: odd)
 
     with pytest.raises(UserError, match="for 2 of 5 completions: .*(tokens and the model reads|template must accept)"):
         run()
@@ -430,7 +430,7 @@ def on_two_ranks(world: World, folder: Path, judge: str) -> dict[str, Any]:
         file.write_text(f"def f(prompts, completions, **columns):\n    {body}\n")
         config = RewardComponentConfig(function=f"{file}:f", **settings)
         return Reward([FunctionReward(config, device=world.device)], world)(
-            rollout_of_rows(), lambda _: micro, lambda: COMPLETIONS
+            rollout_of_rows(), lambda *_: micro, lambda: COMPLETIONS
         )
 
     result: dict[str, Any] = {}
@@ -447,7 +447,7 @@ def on_two_ranks(world: World, folder: Path, judge: str) -> dict[str, Any]:
         part = RetokenizingModelReward(config, engine, other_tokenizer())
         try:
             result["judged"] = Reward([part], world)(
-                rollout_of_rows(), lambda _: micro, lambda: forbidden
+                rollout_of_rows(), lambda *_: micro, lambda: forbidden
             ).scores.tolist()
         except UserError as error:
             result["unread"] = str(error)

@@ -42,13 +42,18 @@ def shown_keys(tree: Section, *, everything: bool = False) -> list[str]:
     for section in tree.walk(off=everything):
         found += [f"{section.name}.name"] if section.variants else []
         found += [key.name for key in section.keys.values() if everything or not key.advanced]
-        found += [] if everything else [inner.name for inner in section.sections.values() if not inner.is_on]
+        found += [] if everything else [inner.name for inner in _unused(section)]
     return found
+
+
+def _unused(section: Section) -> list[Section]:
+    """The sections in it that are off, without rarely needed ones."""
+    return [inner for inner in section.sections.values() if not (inner.is_on or inner.advanced)]
 
 
 def _section_lines(section: Section, chosen: Mapping[str, Any], *, everything: bool) -> list[str]:
     keys = [key for key in section.keys.values() if everything or not key.advanced]
-    unused = [] if everything else [inner for inner in section.sections.values() if not inner.is_on]
+    unused = [] if everything else _unused(section)
     if not (keys or unused or section.variants):
         return []
     lines = ["", f"{section.name}: {_text(inspect.getdoc(section.kind) or '')}"] if section.name else []

@@ -34,6 +34,26 @@ class AsyncSamplingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PartialRolloutConfig:
+    """A rollout ends when prompts_per_step prompts are finished; the completions of the others continue in the next
+    rollout, with its weights (docs/async.md#partial-rollouts).
+    """
+
+    extra_prompts: float = 0.25
+    """Prompts in flight beyond prompts_per_step, as a fraction of it."""
+    max_lag: int = 4
+    """Steps through which a prompt may be carried; a rollout waits for those that have been."""
+
+    def __post_init__(self) -> None:
+        require(
+            0 < self.extra_prompts <= 1,
+            f"rollout.partial.extra_prompts must be above 0 and at most 1, got {self.extra_prompts}: give for example "
+            "0.25, or --rollout.partial null for rollouts that finish all completions",
+        )
+        require(self.max_lag >= 1, f"rollout.partial.max_lag must be 1 step or more, got {self.max_lag}: raise it")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """How completions are sampled."""
 
@@ -76,6 +96,7 @@ class RolloutConfig:
     """Inference weights, KV cache and CUDA graphs stay in memory between rollouts and are updated in place; auto: on a
     GPU if the memory plan has room for them in every phase."""
     async_sampling: AsyncSamplingConfig | None = None
+    partial: PartialRolloutConfig | None = setting(None, advanced=True)
 
     def __post_init__(self) -> None:
         for name in ("prompts_per_step", "max_prompt_tokens", "tensor_parallel"):
@@ -104,6 +125,10 @@ class RolloutConfig:
             f"rollout.routing_replay needs experts that inference weights record, got rollout.backend {self.backend}: "
             "give auto",
         )
+        require(
+            self.partial is None or self.backend == "auto",
+            "rollout.partial continues completions with inference weights, got rollout.backend module: give auto",
+        )
         self._check_draft()
         if self.async_sampling is not None:
             self._check_async()
@@ -117,6 +142,16 @@ class RolloutConfig:
         """Of so many prompts, those whose completions have their experts recorded: all of them where training replays
         them, else as many as are compared (`rollout/router_agreement`)."""
         return prompts if self.routing_replay else min(prompts, -(-_COMPARED_COMPLETIONS // self.sampling.n))
+
+    @property
+    def extra_prompts(self) -> int:
+        """Prompts in flight beyond those of a step."""
+        return 0 if self.partial is None else max(1, round(self.partial.extra_prompts * self.prompts_per_step))
+
+    @property
+    def samples_older(self) -> bool:
+        """Whether weights of earlier steps sample some of the tokens that a step trains on."""
+        return self.policy_lag > 0 or self.partial is not None
 
     def _check_draft(self) -> None:
         require(

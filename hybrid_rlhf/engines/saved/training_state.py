@@ -40,8 +40,12 @@ class TrainingState:
     def __init__(self, engine: ModelEngine, average: WeightAverage | None = None) -> None:
         """Take an engine, and the moving average of its weights if there is one."""
         self.world, self._average = engine.world, average
-        self._module, self._engine = engine.module, engine.deepspeed_engine
+        self._module, self._model = engine.module, engine
         self._is_trained = engine.is_trained
+
+    @property
+    def _engine(self) -> DeepSpeedEngine:
+        return self._model.deepspeed_engine
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """What this rank writes, by name, as views of memory that training changes."""

@@ -1,6 +1,8 @@
-"""A sampler on ranks of its own, and the weight transfer from the actor's ranks to it.
+"""Inference weights without a training model: a sampler on ranks of its own, which receives the actor's weights, and
+frozen roles under tensor parallelism.
 
 Read `intervals.py` (parts of a flattened weight), `layout.py` (what the actor's ranks hold and the sampler's need),
 `routes.py` (which rank sends which part to which), `transfer.py` (buckets and checksums), `received.py` (parts to full
-weights, adapters merged), then `sampler.py` (the sampler itself).
+weights, adapters merged), then `sampler.py` (the sampler itself). `reader.py` is a frozen
+role.
 """

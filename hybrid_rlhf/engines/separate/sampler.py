@@ -26,7 +26,8 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.engines.hybrid import BUCKET_ELEMENTS, HybridEngine
-from hybrid_rlhf.engines.sampling_engine import rollout_backend, rollout_drafter
+from hybrid_rlhf.engines.residency.rules import ResidencyRules, RoleResidency
+from hybrid_rlhf.engines.sampling_engine import groups_of, rollout_backend, rollout_drafter
 from hybrid_rlhf.engines.separate.layout import HeldWeights, Interval, NeededWeights, TrainedModel
 from hybrid_rlhf.engines.separate.received import ReceivedWeights
 from hybrid_rlhf.engines.separate.routes import RoutePlan
@@ -81,19 +82,18 @@ class SeparateSampler:
         rollout: RolloutConfig | None = None,
         max_logprob_diff: float | None = None,
         check_weights: bool = False,
-        shares_ranks: bool = False,
+        residency: RoleResidency | None = None,
     ) -> None:
         """Plan the transfer; every rank of the run calls, after `create_groups`.
 
         Args:
-            actor: built with `samples=False`; none on ranks that do not train it.
+            actor: none on ranks that do not train it.
             world: the ranks that sample, none of which trains the actor.
             union: those and the actor's.
             rollout: how it generates; none: the defaults.
             max_logprob_diff: see faults.max_logprob_diff.
             check_weights: see faults.check_weights.
-            shares_ranks: whether other roles compute on the ranks that sample. They need the memory of the KV cache,
-                which is then kept only if `rollout.keep_weights` is true.
+            residency: where its memory lies in each phase; none: as the rollout says, on ranks without other roles.
 
         Raises:
             UserError: on every rank of `union`, when the model has no inference weights, or the rollout needs what a
@@ -101,7 +101,8 @@ class SeparateSampler:
         """
         self.world, self._union, self._actor = world, union, actor
         self._rollout = rollout or RolloutConfig()
-        self.generation_world = world.split(self._rollout.tensor_parallel)
+        # with a policy lag it samples while frozen roles read, perhaps in groups of the same ranks
+        self.generation_world = world.split(self._rollout.tensor_parallel, own=self._rollout.policy_lag > 0)
         self.drafter: Drafter | None = None
         self.work = DecodeWork()
         self.weight_sync_seconds = self.weight_check_seconds = 0.0
@@ -109,8 +110,12 @@ class SeparateSampler:
         self.sent_bytes = 0
         """By this rank in the last sync."""
         self._check_weights, self._syncs, self._version = check_weights, 0, -1
-        self._keeps = self._rollout.keep_weights is not False
-        self._keeps_cache = self._rollout.keep_weights is True or (self._keeps and not shares_ranks)
+        if residency is None:
+            rules = ResidencyRules.of_rollout(self._rollout, cuda=world.device.type == "cuda")
+            residency = rules.sampler(shares_ranks=False)
+        self._keeps = residency.stays("inference weights")
+        # with a policy lag every snapshot has a cache of its own
+        self._keeps_cache = residency.stays("KV cache") and not self._rollout.policy_lag
         self._held_version, self._forces = -1, False
         self._inference: InferenceWeights | None = None
         self._received: ReceivedWeights | None = None
@@ -178,6 +183,11 @@ class SeparateSampler:
     def device(self) -> torch.device:
         """See SamplingEngine."""
         return self.world.device
+
+    @property
+    def groups(self) -> tuple[int, int | None]:
+        """See SamplingEngine."""
+        return groups_of(self.world, self.generation_world)
 
     @property
     def weight_version(self) -> int:
@@ -324,6 +334,10 @@ class SeparateSampler:
     def _of_actor(self, value: T | None) -> T | None:
         """The value of the actor's first rank, on every rank."""
         return self._union.broadcast_object(value, source=self._actor_ranks[0])
+
+    def close(self) -> None:
+        """Free inference weights, KV cache and CUDA graphs; no collective runs."""
+        self._release()
 
     def _release(self) -> None:
         """Free inference weights, KV cache and CUDA graphs; a snapshot keeps its own."""

@@ -26,6 +26,8 @@ class GenerationBackend(Protocol):
 
     records_routes: bool
     """Whether it can record the experts of each token."""
+    continues: bool
+    """Whether requests may begin with tokens of an earlier call, and end before they are finished."""
 
     def run(self, requests: Sequence[Request], drafter: Drafter | None = None) -> Iterator[NewTokens]:
         """Decode all requests, which tensor-parallel ranks must pass in the same order; yields after each step.

@@ -69,7 +69,7 @@ class ModuleBackend:
         self._max_rows = max_batch_rows or _DEFAULT_ROWS
         self.max_positions = position_limit(lm)
         self.work = DecodeWork()
-        self.records_routes = False
+        self.records_routes = self.continues = False
 
     @property
     def support(self) -> ModuleSupport:

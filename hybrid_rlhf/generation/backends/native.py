@@ -81,7 +81,7 @@ class NativeBackend:
         self._cuda_graphs = cuda_graphs
         self.max_positions = decoder.architecture.max_positions
         self.work = DecodeWork()
-        self.records_routes = bool(decoder.architecture.expert_layers)
+        self.records_routes, self.continues = bool(decoder.architecture.expert_layers), True
         self.preemptions = 0
         """Requests that were computed again because blocks ran out."""
         self._written = decoder.written
@@ -134,10 +134,11 @@ class NativeBackend:
         cached = bytes_per_token(decoder.architecture, len(decoder.split.kv_heads), decoder.dtype)
         read = batch.work.steps * decoder.product_bytes
         read += cached * sum(request.attended_tokens for request in requests)
-        read += decoder.state_bytes * sum(max(0, len(request.token_ids) - 1) for request in requests)
+        read += decoder.state_bytes * sum(request.decoded_tokens for request in requests)
         self.work += replace(batch.work, bytes=read)
         if drafter is not None:
-            drafter.remember([(request.prompt, request.token_ids) for request in requests])
+            finished = [request for request in requests if request.finish_reason is not None]
+            drafter.remember([(request.prompt, request.token_ids) for request in finished])
 
     def close(self) -> None:
         """See GenerationBackend."""

@@ -255,9 +255,10 @@ class BlockTable:
         """Let later sequences find the blocks of these tokens, the first of this one."""
         self._pool.index(tokens, self.blocks[: blocks_of(len(tokens))])
 
-    def set_ready(self, start: int, end: int) -> None:
-        """Note that the step that computes tokens start to end - 1 was launched."""
-        for held in self.blocks[start // BLOCK_TOKENS : blocks_of(end)]:
+    def set_ready(self, start: int, end: int, *, of: int) -> None:
+        """Note that the step that computes tokens start to end - 1 was launched, of so many that are found as a prefix:
+        a block that a later step completes cannot be copied yet."""
+        for held in self.blocks[start // BLOCK_TOKENS : blocks_of(end) if end == of else end // BLOCK_TOKENS]:
             for block in held:
                 if block is not None:
                     block.ready = True

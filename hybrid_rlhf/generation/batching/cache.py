@@ -91,6 +91,17 @@ class CacheLayout:
             windows[0] = None
         return cls(tuple(windows), tuple(pages), together, tuple(places), _stores(architecture), routes)
 
+    @classmethod
+    def of_one_pass(cls, architecture: ModelDescription) -> CacheLayout:
+        """The layout for sequences that pass through the layers once, as a whole: layers write to the same pages one
+        after the other, except those whose keys later layers read."""
+        sources = sorted({*architecture.kv_sources.values()})
+        places: list[tuple[int, int] | None] = []
+        for layer, kind in enumerate(architecture.layer_kinds):
+            source = architecture.kv_sources.get(layer, layer)
+            places.append(None if kind is None else (0, 1 + sources.index(source) if source in sources else 0))
+        return cls((None,), (1,), 1 + len(sources), tuple(places), _stores(architecture))
+
     @property
     def tables(self) -> int:
         """Page tables of a sequence: pages of its blocks in all layer groups."""

@@ -155,7 +155,7 @@ class ContinuousBatch:
         if self._workspace.states is not None:
             self._workspace.states.copy([(row.slot, one.slot) for row in finished for one in row.samples])
         for row, start, length in chunks:
-            row.table.set_ready(start, start + length)
+            row.table.set_ready(start, start + length, of=row.request.tokens)
         for row in finished:
             row.table.index(row.request.all_token_ids)
         self._entering = [row for row in self._entering if row not in finished]
@@ -318,12 +318,12 @@ class ContinuousBatch:
     def _collect(self) -> NewTokens:
         """Wait for the oldest step in flight; append its tokens, except those of rows that had finished before."""
         step = self._in_flight.popleft()
-        results, new, finished = zip(*step.fetch(), strict=True), NewTokens(), set[LiveRow]()
+        results, new = zip(*step.fetch(), strict=True), NewTokens()
         decoded: list[tuple[int, int]] = []
         """Tokens kept of each row that decoded, and those of its draft."""
         for place, (row, width) in enumerate(zip(step.rows, step.places, strict=True)):
             sampled = list(itertools.islice(results, width))
-            if row.request.finish_reason is not None:
+            if row.request.ended:
                 continue
             kept = self._append(row, sampled, new)
             row.computed += kept - 1
@@ -331,21 +331,22 @@ class ContinuousBatch:
                 decoded.append((kept, width - 1))
             if row.request.finish_reason is not None:
                 self._expected.finished += 1
-                finished.add(row)
                 if row.request.records_routes:
                     now = self._decoding.index(row)
                     row.request.fetch_routes = self._workspace.routes_of(now, row.request.tokens - 1)
         self._count(step, decoded)
-        if finished:
+        ended = {row for row in self._decoding if row.request.ended}
+        if ended:
             self._preempted = False
-            self._remove(finished)
+            self._remove(ended)
+            self._waiting = deque(each for each in self._waiting if not each[1].ended)
         return new
 
     def _append(self, row: LiveRow, sampled: Sequence[tuple[float, ...]], new: NewTokens) -> int:
         """Append the tokens of a row that are kept, up to the one that ends it; returns their number."""
         request, before = row.request, len(row.request.token_ids)
         for token, *logprobs in sampled:
-            if token < 0 or request.finish_reason is not None:
+            if token < 0 or request.ended:
                 break
             request.append(int(token), *logprobs)
             new.append((request, int(token)))
@@ -377,7 +378,7 @@ class ContinuousBatch:
             if place < len(rows):
                 rows[place] = last
             self._workspace.move(len(rows), place)
-            row.table.set_ready(0, row.request.tokens - 1)
+            row.table.set_ready(0, row.request.tokens - 1, of=row.request.tokens - 1)
             row.table.index(row.request.all_token_ids[:-1])
             row.table.release()
             self._slots.append(row.slot)

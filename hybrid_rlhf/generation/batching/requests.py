@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
 
-from hybrid_rlhf.generation.sampling import Completion, FinishReason, SamplingParams
+from hybrid_rlhf.generation.sampling import Completion, FinishedShare, FinishReason, SamplingParams
 
 Detokenize = Callable[[Sequence[int]], str]
 _CHARACTER_TOKENS = 4
@@ -35,6 +37,31 @@ class Request:
     """Whether the completion reports the experts of its tokens."""
     fetch_routes: Callable[[], Tensor] | None = None
     """Of a finished request that does: returns them, for all tokens but the last, which no layer has read."""
+    begun: Completion | None = None
+    """What an earlier call sampled of it."""
+    limit: TokenLimit | None = None
+    """Of all requests of the call; none: each runs to its end."""
+
+    def continue_from(self, completion: Completion) -> None:
+        """Take the tokens of a completion that an earlier call began."""
+        self.begun, self.finish_reason = completion, completion.finish_reason
+        self.token_ids, self.logprobs = list(completion.token_ids), list(completion.logprobs)
+        self.sampling_logprobs = list(completion.sampling_logprobs)
+
+    @property
+    def begun_tokens(self) -> int:
+        """Tokens of the completion that an earlier call sampled."""
+        return 0 if self.begun is None else len(self.begun.token_ids)
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens of the completion that this call has sampled."""
+        return len(self.token_ids) - self.begun_tokens
+
+    @property
+    def ended(self) -> bool:
+        """Whether this call samples no more tokens of it."""
+        return self.finish_reason is not None or (self.limit is not None and self.new_tokens >= self.limit.tokens)
 
     @property
     def tokens(self) -> int:
@@ -48,9 +75,14 @@ class Request:
 
     @property
     def attended_tokens(self) -> int:
-        """Tokens whose keys and values decoding has read: for each token except the first, all before it."""
-        decoded = max(0, len(self.token_ids) - 1)
-        return decoded * len(self.prompt) + decoded * (decoded + 1) // 2
+        """Tokens whose keys and values decoding has read: for each new token except the first, all before it."""
+        decoded = self.decoded_tokens
+        return decoded * (len(self.prompt) + self.begun_tokens) + decoded * (decoded + 1) // 2
+
+    @property
+    def decoded_tokens(self) -> int:
+        """New tokens except the first, which the prefill samples."""
+        return max(0, self.new_tokens - 1)
 
     def append(self, token: int, logprob: float, sampling_logprob: float) -> None:
         """Add a token, and set the finish reason if it is the last."""
@@ -61,6 +93,8 @@ class Request:
             self.finish_reason = "stop"
         elif len(self.token_ids) == len(self.uniforms):
             self.finish_reason = "length"
+        if self.finish_reason is not None and self.limit is not None:
+            self.limit.observe(self)
 
     def _ends_with_stop_string(self) -> bool:
         if not self.params.stop or self.detokenize is None:
@@ -76,14 +110,49 @@ class Request:
         return any(text.count(stop) > before.count(stop) for stop in self.params.stop)
 
     def completion(self, weight_version: int) -> Completion:
-        """The result of a finished request."""
-        assert self.finish_reason is not None
+        """The result of the call, without tokens beyond its limit."""
+        if self.begun is not None and self.begun.finish_reason is not None:
+            return self.begun
+        reason, fetch_routes, kept = self.finish_reason, self.fetch_routes, len(self.token_ids)
+        if self.limit is not None and self.new_tokens > self.limit.tokens:
+            kept, reason, fetch_routes = self.begun_tokens + int(self.limit.tokens), None, None
         routes = None
-        if self.fetch_routes is not None:
-            routes = np.pad(self.fetch_routes().numpy(), ((0, 1), (0, 0), (0, 0)), constant_values=-1)
+        if fetch_routes is not None:
+            routes = np.pad(fetch_routes().numpy(), ((0, 1), (0, 0), (0, 0)), constant_values=-1)
+        versions = [] if self.begun is None else self.begun.weight_versions
+        versions = versions + [weight_version] * (kept - len(versions))
         return Completion(
-            self.token_ids, self.logprobs, self.finish_reason, self.sampling_logprobs, weight_version, routes
+            self.token_ids[:kept], self.logprobs[:kept], reason, self.sampling_logprobs[:kept], versions, routes
         )
+
+
+class TokenLimit:
+    """Most new tokens of any completion of a call with a FinishedShare: it falls as prompts finish.
+
+    Requests may be beyond it when it falls, as they do not all begin in the same step: those tokens are discarded.
+    """
+
+    def __init__(self, share: FinishedShare, requests: Sequence[Request]) -> None:
+        """Take all requests of the call, in which some may be finished already."""
+        self.tokens = math.inf
+        self._share, self._added = share, dict.fromkeys((request.prompt_index for request in requests), 0)
+        self._running = Counter(request.prompt_index for request in requests if request.finish_reason is None)
+        self._lower()
+
+    def observe(self, request: Request) -> None:
+        """Note that a request has finished."""
+        index = request.prompt_index
+        self._running[index] -= 1
+        self._added[index] = max(self._added[index], request.new_tokens)
+        if not self._running[index]:
+            self._lower()
+
+    def _lower(self) -> None:
+        finished = sorted(added for index, added in self._added.items() if not self._running[index])
+        if len(finished) < self._share.prompts or any(self._running[index] for index in self._share.required):
+            return
+        enough = finished[self._share.prompts - 1] if self._share.prompts else 0
+        self.tokens = max([enough, *(self._added[index] for index in self._share.required)])
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,9 @@ from hybrid_rlhf.models.families import Family, family_of, head_convention
 from hybrid_rlhf.models.lora import plain_name
 from hybrid_rlhf.models.structure import text_model_of
 
+SCORE_HEAD = "score"
+"""Role of a scorer's head, which each rank has whole; no family names it."""
+
 
 class NotDescribed(Exception):
     """A model that the decoder cannot compute; the message gives the reason."""

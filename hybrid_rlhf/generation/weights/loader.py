@@ -4,9 +4,7 @@ Full weights arrive one by one, in any order; `load(name, tensor)` keeps this ra
 on disk or has adapters can therefore be streamed through in buckets. Columns of attention and MLP are split over heads
 and intermediate units, rows of the vocabulary over tokens (Megatron-LM, arXiv 1909.08053). A weight that needs no
 change stays a view of the tensor it came from. Q, K, V and gate, up are fused, without a copy where they are adjacent
-in memory.
-
-Shapes: N outputs, K inputs of a product; H hidden.
+in memory. Shapes: N outputs, K inputs of a product; H hidden.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from hybrid_rlhf.generation.model.layers import ACTIVATIONS, HeadNorm, Inference
 from hybrid_rlhf.generation.model.quantised import Linear, Quantization, product_maker
 from hybrid_rlhf.generation.model.recurrent.mixers import Mixer, MixerWeights, mixer
 from hybrid_rlhf.generation.weights.decoder_weights import LAYER_NORMS, DecoderWeights, LayerInputs, LayerWeights
-from hybrid_rlhf.generation.weights.describe import NotDescribed
+from hybrid_rlhf.generation.weights.describe import SCORE_HEAD, NotDescribed
 from hybrid_rlhf.generation.weights.description import Experts, Latent, ModelDescription
 from hybrid_rlhf.generation.weights.picks import (
     Pick,
@@ -253,6 +251,7 @@ class WeightLoader:
     def _plan(self) -> None:
         for role in ("embed", "head", "inputs_embed"):
             self._place(role, role, rows_of(self.split.vocabulary))
+        self._place("head", SCORE_HEAD, all_of)
         for role in ("positions", "embed_norm", "embed_in", "embed_out", "inputs_project", "inputs_norm", "final_norm"):
             self._place(role, role, all_of)
         for layer in range(self.architecture.layers):

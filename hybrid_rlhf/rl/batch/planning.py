@@ -53,11 +53,15 @@ class MiniBatchPlan:
         """[mini-batch][micro-batch][row], see `mini_batch`."""
         return [self.mini_batch(number, world) for number in range(len(self.rows))]
 
-    def micro_batches(self, world: World) -> list[list[int | None]]:
-        """This rank's micro-batches of all mini-batches; none on a rank that is none of those that share the rows."""
+    def micro_batches(self, world: World, tensor_parallel: int = 1) -> list[list[int | None]]:
+        """This rank's micro-batches of all mini-batches; none on a rank that is none of those that share the rows.
+
+        Tensor-parallel groups of consecutive ranks share the rows: the ranks of a group have the same.
+        """
         if not world.is_member:
             return []
-        return [micro_batch for mini_batch in self.mini_batches(world) for micro_batch in mini_batch]
+        shared = replace(world, rank=world.rank // tensor_parallel, size=world.size // tensor_parallel)
+        return [micro_batch for mini_batch in self.mini_batches(shared) for micro_batch in mini_batch]
 
 
 class MiniBatchPlanner:

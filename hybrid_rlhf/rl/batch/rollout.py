@@ -84,7 +84,7 @@ class Rollout:
             sampled=[[True] * len(completion.token_ids) for completion in completions],
             logprobs=[completion.logprobs for completion in completions],
             drawn_logprobs=[completion.sampling_logprobs for completion in completions],
-            weight_versions=[[completion.weight_version] * len(completion.token_ids) for completion in completions],
+            weight_versions=[completion.weight_versions for completion in completions],
             stopped=[completion.finish_reason == "stop" for completion in completions],
             routes=[completion.routes for completion in completions],
             device=device,
@@ -165,6 +165,19 @@ class Rollout:
     def stale_updates(self, weight_version: int) -> float:
         """Updates between the weights that sampled a token and a version of the weights, mean over tokens."""
         return float(masked_mean((weight_version - self.weight_versions).float(), mask=self.response_mask))
+
+    def staleness(self, weight_version: int) -> dict[str, float]:
+        """How much older than a version of the weights the tokens are, for metrics."""
+        mask = self.response_mask
+        updates = torch.where(mask, weight_version - self.weight_versions, 0)
+        newest = torch.where(mask, self.weight_versions, -1).amax(dim=1, keepdim=True)
+        carried = (mask & (self.weight_versions < newest)).any(dim=1)
+        return {
+            "rollout/stale_updates": self.stale_updates(weight_version),
+            "rollout/stale_updates_max": float(updates.max()),
+            "rollout/stale_tokens_ratio": float((updates > 0).sum() / mask.sum().clamp(min=1)),
+            "rollout/carried_ratio": float(carried.float().mean()),
+        }
 
     def rows(self, indices: Sequence[int | None]) -> Rollout:
         """Some rows, cut to the longest of them; None gives a row of one token that counts nowhere."""

@@ -44,7 +44,7 @@ class Episode:
 
     def add_turn(self, completion: Completion) -> None:
         """Append a turn of the actor."""
-        self.weight_versions += [completion.weight_version] * len(completion.token_ids)
+        self.weight_versions += completion.weight_versions
         self.routes = completion.routes
         self._add(completion.token_ids, completion.logprobs, completion.sampling_logprobs, sampled=True)
 

@@ -115,6 +115,10 @@ class RewardComponent(ABC):
     """Whether its micro-batches, if any, have no padding."""
     world: World | None = None
     """The ranks that share the rows; none: all."""
+    tensor_parallel: int = 1
+    """Ranks that compute the same rows together."""
+    reports_rows: bool = True
+    """Whether this rank is the one of them whose scores count."""
     logged_alone = True
     """Whether its scores are logged where it is the only component, and they are the scores of the rollout."""
 
@@ -126,6 +130,9 @@ class RewardComponent(ABC):
     @abstractmethod
     def begin(self, batch: RewardBatch) -> Callable[[], ComponentScores]:
         """Start on this rank's rows; the returned function waits for their scores."""
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to free
+        """Free the memory of its model, if it has one; it cannot be used afterwards."""
 
 
 def _is_score(value: object) -> bool:

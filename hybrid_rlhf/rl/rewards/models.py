@@ -21,10 +21,13 @@ from hybrid_rlhf.data.chat.conversation import encode_completion
 from hybrid_rlhf.data.chat.messages import Message, Tools
 from hybrid_rlhf.data.rows.stepwise import SEPARATOR_KEY, StepwiseTokens, encode_steps
 from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
+from hybrid_rlhf.engines.separate.reader import InferenceReader
 from hybrid_rlhf.models.policy import scores_at_end
 from hybrid_rlhf.models.pretrained.loading import stored_heads
 from hybrid_rlhf.rl.batch import Rollout
 from hybrid_rlhf.rl.rewards.components import ComponentScores, RewardBatch, RewardComponent
+
+RewardModel = ModelEngine | InferenceReader
 
 
 class ScoreTransform:
@@ -58,26 +61,39 @@ class ScoreTransform:
         return scores if scores.dim() == 1 else scores @ torch.tensor(self._weights, device=scores.device)
 
 
-class ModelReward(RewardComponent):
+class _PresentModel(RewardComponent):
+    """A reward model on a rank that has it."""
+
+    in_background = False
+
+    def __init__(self, config: RewardComponentConfig, engine: RewardModel) -> None:
+        super().__init__(config)
+        self._engine, self._transform = engine, ScoreTransform(config, engine.config)
+        self.packs, self.world = engine.packs, engine.world
+        self.tensor_parallel, self.reports_rows = engine.tensor_parallel, engine.reports_rows
+
+
+class ModelReward(_PresentModel):
     """A reward model that reads the actor's tokens."""
 
     reads_text = False
-    in_background = False
     logged_alone = False
 
     def __init__(
-        self, config: RewardComponentConfig, engine: ModelEngine, *, end: tuple[int, Sequence[int]] | None = None
+        self, config: RewardComponentConfig, engine: RewardModel, *, end: tuple[int, Sequence[int]] | None = None
     ) -> None:
         """Take the model, and the end of a turn with the tokens after it, where the model was trained to score
         (data/chat/conversation.py, turn_end)."""
-        super().__init__(config)
-        self._engine, self._end = engine, end
-        self._transform = ScoreTransform(config, engine.lm.config)
-        self.packs, self.world = engine.packs, engine.world
+        super().__init__(config, engine)
+        self._end = end
 
     def begin(self, batch: RewardBatch) -> Callable[[], ComponentScores]:
         """See RewardComponent: the forwards run when the scores are requested."""
         return lambda: self._score(batch)
+
+    def close(self) -> None:
+        """See RewardComponent."""
+        self._engine.close()
 
     def _score(self, batch: RewardBatch) -> ComponentScores:
         with self._engine.on_device():
@@ -103,28 +119,28 @@ class AbsentReward(RewardComponent):
         return lambda: ComponentScores([])
 
 
-class RetokenizingModelReward(RewardComponent):
+class RetokenizingModelReward(_PresentModel):
     """A reward model that reads the text with its own chat template and tokenizer."""
 
-    in_background = False
-
-    def __init__(self, config: RewardComponentConfig, engine: ModelEngine, tokenizer: PreTrainedTokenizerBase) -> None:
-        super().__init__(config)
-        self._engine, self._tokenizer = engine, tokenizer
-        self._transform = ScoreTransform(config, engine.lm.config)
-        self.packs, self.world = engine.packs, engine.world
+    def __init__(self, config: RewardComponentConfig, engine: RewardModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__(config, engine)
+        self._tokenizer = tokenizer
         self._steps = config.steps
-        self._separator = str(getattr(engine.lm.config, SEPARATOR_KEY, ""))
+        self._separator = str(getattr(engine.config, SEPARATOR_KEY, ""))
         if config.steps != "last" and not self._separator:
             raise UserError(
                 f"reward.components: steps {config.steps} needs a process reward model, {config.model} is not one: "
                 "train it with objective.loss steps, or leave steps out"
             )
-        self._limit: int | None = getattr(engine.lm.config, "max_position_embeddings", None)
+        self._limit: int | None = getattr(engine.config, "max_position_embeddings", None)
 
     def begin(self, batch: RewardBatch) -> Callable[[], ComponentScores]:
         """See RewardComponent: the forwards run when the scores are requested."""
         return lambda: self._score(batch)
+
+    def close(self) -> None:
+        """See RewardComponent."""
+        self._engine.close()
 
     def _score(self, batch: RewardBatch) -> ComponentScores:
         """Score all micro-batches; rows that cannot be tokenized are replaced, as a forward may run collectives."""
@@ -178,7 +194,7 @@ def _calibrated(component: RewardComponentConfig, config: PreTrainedConfig, name
 
 
 def score_tokens(
-    engine: ModelEngine,
+    engine: RewardModel,
     rollout: Rollout,
     indices: Sequence[int | None],
     end: tuple[int, Sequence[int]] | None = None,
@@ -194,7 +210,7 @@ def score_tokens(
     batch = rollout.rows(indices)
     last, tail = end or (-1, ())
     ids, mask = (pad(tokens, (0, len(tail))) for tokens in (batch.input_ids, batch.attention_mask))
-    lengths, limit = batch.lengths[:, None], getattr(engine.lm.config, "max_position_embeddings", None)
+    lengths, limit = batch.lengths[:, None], getattr(engine.config, "max_position_embeddings", None)
     ended = ids.gather(1, lengths - 1) == last
     if limit is not None:
         ended &= lengths + len(tail) <= limit
@@ -205,7 +221,7 @@ def score_tokens(
     return scores_at_end(engine(ids, mask), mask)
 
 
-def score_text(engine: ModelEngine, rows: Sequence[StepwiseTokens], steps: str = "last") -> Tensor:
+def score_text(engine: RewardModel, rows: Sequence[StepwiseTokens], steps: str = "last") -> Tensor:
     """Scores of conversations in the model's own tokens: float32 [n], or [n, heads] of several heads.
 
     Args:

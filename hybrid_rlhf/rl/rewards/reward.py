@@ -14,6 +14,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig, require_distinct_names
 from hybrid_rlhf.data.chat.conversation import turn_end
 from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
+from hybrid_rlhf.engines.separate.reader import InferenceReader
 from hybrid_rlhf.rl.batch import Rollout
 from hybrid_rlhf.rl.rewards.completion_texts import CompletionTexts
 from hybrid_rlhf.rl.rewards.components import ComponentScores, RewardBatch, RewardComponent
@@ -26,7 +27,7 @@ from hybrid_rlhf.runtime.world import World, shared_user_errors
 logger = logging.getLogger(LOGGER_NAME)
 COUNTS = ("/failures", "/dropped")
 """Suffixes of the metrics that are counts; the others are means."""
-MicroBatchesOn = Callable[[World], list[list[int | None]]]
+MicroBatchesOn = Callable[[World, int], list[list[int | None]]]
 _NO_TEXT = CompletionTexts([], [], {})
 
 
@@ -70,8 +71,9 @@ class Reward:
 
         Args:
             rollout: the rollout, complete on every rank.
-            micro_batches: returns this rank's rows, as one of some ranks that share them; None is an empty row. Each
-                row is on exactly one rank, and all have the same number of micro-batches.
+            micro_batches: returns this rank's rows, as one of some ranks whose tensor-parallel groups of a size share
+                them; None is an empty row. Each row is on exactly one group, and all have the same number of
+                micro-batches.
             read_texts: returns the rollout as text; called once, and only if a component of this rank reads text.
             may_drop_all: whether all rows may be dropped.
             beside: called after functions and endpoints have started, before any rank waits for another.
@@ -96,20 +98,26 @@ class Reward:
             self._metrics(values, scored.bool() & ~dropped, failed),
         )
 
+    def close(self) -> None:
+        """Free the memory of all models; the reward cannot be used afterwards."""
+        for component in self._components:
+            component.close()
+
     def _batches(
         self, rollout: Rollout, micro_batches: MicroBatchesOn, read_texts: Callable[[], CompletionTexts]
     ) -> list[RewardBatch]:
         """This rank's rows for each component."""
         reads_text = any(component.reads_text for component in self._components)
         texts = read_texts() if reads_text else _NO_TEXT
-        by_ranks: dict[tuple[int, ...], RewardBatch] = {}
+        shared: dict[tuple[tuple[int, ...], int], RewardBatch] = {}
         batches = []
         for component in self._components:
             world = component.world or self._world
-            if world.members not in by_ranks:
-                batch = RewardBatch(rollout, micro_batches(world), _NO_TEXT)
-                by_ranks[world.members] = replace(batch, texts=texts.select(batch.rows)) if reads_text else batch
-            batches.append(by_ranks[world.members])
+            key = (world.members, component.tensor_parallel)
+            if key not in shared:
+                batch = RewardBatch(rollout, micro_batches(world, component.tensor_parallel), _NO_TEXT)
+                shared[key] = replace(batch, texts=texts.select(batch.rows)) if reads_text else batch
+            batches.append(shared[key])
         return batches
 
     def _of_all_ranks(
@@ -117,7 +125,9 @@ class Reward:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Scores, whether there is one, and failures, of all ranks: [components, N] float32 each."""
         table = torch.zeros(3, len(scores), count)
-        for place, (batch, found) in enumerate(zip(batches, scores, strict=True)):
+        for place, (component, batch, found) in enumerate(zip(self._components, batches, scores, strict=True)):
+            if not component.reports_rows:
+                continue
             rows = torch.tensor(batch.rows, dtype=torch.long)
             table[0, place, rows] = torch.tensor([value or 0.0 for value in found.values])
             table[1, place, rows] = torch.tensor([float(value is not None) for value in found.values])
@@ -178,7 +188,7 @@ def build_reward(
     tokenizer: PreTrainedTokenizerBase,
     resolve: Callable[[str], str],
     load_tokenizer: Callable[[str], PreTrainedTokenizerBase],
-    build_engine: Callable[[str, str], ModelEngine | AbsentEngine],
+    build_engine: Callable[[str, str], ModelEngine | InferenceReader | AbsentEngine],
 ) -> Reward:
     """A reward from its config. Every rank calls.
 

@@ -1,8 +1,9 @@
 """`placement: auto`: the planner's fastest placement that fits, and how wrong its prediction turns out to be.
 
-The plan is made once, on the first rank, from the curves that `hybrid-rlhf calibrate` measured on this machine. After a
-few steps the measured phases correct the curves, and the log says whether another placement would now be faster. The
-run keeps its placement: a checkpoint resumes under any other.
+The plan is made on the first rank, from the curves that `hybrid-rlhf calibrate` measured on this machine. After a few
+steps the measured phases correct the curves, and the log says whether another placement would now be faster. With
+`placement.adapt` the run then moves to it, if the steps that are left gain more than the move costs (rl/build.py);
+otherwise it keeps its placement, and a checkpoint resumes under any other.
 """
 
 from __future__ import annotations
@@ -15,16 +16,20 @@ from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.placement import AUTO
+from hybrid_rlhf.configs.sections.placement import adapts, is_automatic
 from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.memory.plan import Device, own_device
 from hybrid_rlhf.memory.shapes import Shapes
+from hybrid_rlhf.placement.costs import Costs
 from hybrid_rlhf.placement.curves import MachineCurves
 from hybrid_rlhf.placement.job import JobReader, RLJob, default_lengths
 from hybrid_rlhf.placement.machines.stored import load_curves
 from hybrid_rlhf.placement.plans import Cluster, StepPlan
 from hybrid_rlhf.placement.report import STEP, PredictionReport
-from hybrid_rlhf.placement.tables import PlacementAnswer, plan_placement
+from hybrid_rlhf.placement.schedule import step_time
+from hybrid_rlhf.placement.search import Candidate
+from hybrid_rlhf.placement.tables import PlacementAnswer, plan_placement, with_micro_batches
+from hybrid_rlhf.rl.roles.moving import MovePrice, move_seconds
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.world import World, shared_user_errors
 
@@ -34,7 +39,7 @@ _MEASURED_STEPS = 4
 
 
 @dataclass(frozen=True)
-class _PlannedSettings:
+class PlannedSettings:
     """The plan as settings of the config, from the first rank to all."""
 
     placement: dict[str, dict[str, Any]]
@@ -42,6 +47,40 @@ class _PlannedSettings:
     """Settings of the section rollout."""
     zero: dict[str, Any]
     """Of the section actor.zero."""
+    train: dict[str, Any]
+    """Of the section train."""
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> PlannedSettings:
+        """A plan as settings of a config."""
+        rollout: dict[str, Any] = {"tensor_parallel": 1 if plan.separate else plan.sampling.tensor_parallel}
+        rollout |= {key: True for key in ("offload_frozen", "offload_states") if getattr(plan, key)}
+        tokens = plan.micro_batch_tokens
+        return cls(
+            plan.placement_setting(),
+            rollout,
+            {"offload_optimizer": True} if plan.offload_optimizer else {},
+            {} if tokens is None else {"micro_batch_tokens": tokens},
+        )
+
+    def applied(self, config: RLConfig) -> RLConfig:
+        """A config with `placement: auto`, under the plan."""
+        actor = replace(config.actor, zero=replace(config.actor.zero, **self.zero))
+        rollout, train = replace(config.rollout, **self.rollout), replace(config.train, **self.train)
+        return replace(config, placement=self.placement, rollout=rollout, actor=actor, train=train)
+
+
+@dataclass(frozen=True)
+class Move:
+    """A move of the run to another placement between two steps; the same on every rank."""
+
+    settings: PlannedSettings
+    style: str
+    price: MovePrice
+    step: int = 0
+    """After which the run moves."""
+    began: float = 0.0
+    """On this rank's clock."""
 
 
 def choose_placement(config: RLConfig, world: World) -> tuple[RLConfig, PlacementWatch | None]:
@@ -51,20 +90,18 @@ def choose_placement(config: RLConfig, world: World) -> tuple[RLConfig, Placemen
     Raises:
         UserError: on every rank, when this machine has no curves, or no placement fits.
     """
-    if config.placement != AUTO:
+    if not is_automatic(config.placement):
         return config, None
     watch, choice = None, None
     with shared_user_errors(world):
         if world.is_main:
-            watch = PlacementWatch(_PlanRequest.of(config, world))
-            choice = _choice(watch.plan)
+            watch = PlacementWatch(_PlanRequest.of(config, world), adapts=adapts(config.placement))
+            choice = PlannedSettings.of(watch.plan)
             for line in watch.answer.lines():
                 logger.info("%s", line)
     choice = world.broadcast_object(choice)
     assert choice is not None
-    rollout = replace(config.rollout, **choice.rollout)
-    zero = replace(config.actor.zero, **choice.zero)
-    return replace(config, placement=choice.placement, rollout=rollout, actor=replace(config.actor, zero=zero)), watch
+    return choice.applied(config), watch
 
 
 @dataclass(frozen=True)
@@ -93,74 +130,101 @@ class _PlanRequest:
         job = JobReader(world.device, Shapes())(config, lengths, overrides=read_overrides(config.deepspeed_config))
         return cls(job, curves, Cluster(world.size, world.local_size), own_device(world.size, local=world.local_size))
 
-    def answer(self, ratios: Mapping[str, float]) -> PlacementAnswer:
-        """The planner's, with predictions corrected by measured / predicted of some kinds of work."""
-        curves = self.curves.corrected(ratios)
+    def corrected(self, ratios: Mapping[str, float]) -> _PlanRequest:
+        """The request with predictions corrected by measured / predicted of some kinds of work."""
+        return replace(self, curves=self.curves.corrected(ratios))
+
+    def costs(self, plan: StepPlan) -> Costs:
+        """Of the job on the machine, with the micro-batches of a plan."""
+        return Costs(with_micro_batches(self.job, plan.micro_batch_tokens), self.curves, self.cluster)
+
+    def answer(self) -> PlacementAnswer:
+        """The planner's."""
+        machine = self.machine
         return plan_placement(
-            self.job,
-            curves,
-            self.cluster,
-            device_bytes=self.machine.device_bytes,
-            host_bytes=self.machine.host_bytes,
+            self.job, self.curves, self.cluster, device_bytes=machine.device_bytes, host_bytes=machine.host_bytes
         )
 
 
 class PlacementWatch:
-    """Compares the times of steps with the planner's."""
+    """Compares the times of steps with the planner's, and finds whether a run should move."""
 
-    def __init__(self, question: _PlanRequest) -> None:
+    def __init__(self, question: _PlanRequest, *, adapts: bool = False) -> None:
         """Ask the planner; its best plan runs.
+
+        Args:
+            question: job and machine.
+            adapts: whether the run moves where it gains by it.
 
         Raises:
             UserError: when no placement fits.
         """
-        self._question, self.answer = question, question.answer({})
+        self._question, self._adapts = question, adapts
+        self.answer = question.answer()
         best = self.answer.best
-        if best is None or best.time is None:
+        if best is None:
             why = self.answer.why(self.answer.result.ranked[0])
             raise UserError(
                 f"placement auto needs a placement that fits, the nearest {why}: use more ranks, or a smaller model"
             )
-        self.plan = best.plan
-        self._predicted = {**best.time.phases, STEP: best.time.step_seconds}
+        self.build_seconds = 0.0
+        """Which building the engines has taken; the run sets it."""
+        self._follow(best)
+
+    def _follow(self, candidate: Candidate) -> None:
+        """Compare with another plan from now on."""
+        assert candidate.time is not None
+        self.plan, self._rows_at_once = candidate.plan, candidate.memory.rows_at_once
+        self.move: Move | None = None
+        """Where the run should go; none: it stays."""
+        self._predicted = {**candidate.time.phases, STEP: candidate.time.step_seconds}
         self._measured: list[dict[str, float]] = []
 
-    def metrics(self, seconds: Mapping[str, float]) -> dict[str, float]:
+    def metrics(self, seconds: Mapping[str, float], *, steps_left: int = 0) -> dict[str, float]:
         """Predictions and their errors for a step.
 
         Args:
             seconds: measured, by phase and of the whole step; {} for a step that was not timed.
+            steps_left: of the run, after this one.
         """
         report = PredictionReport.of(self._predicted, seconds)
         if seconds:
             self._measured.append({**seconds})
             if len(self._measured) == _MEASURED_STEPS:
-                self._conclude()
+                self._conclude(steps_left)
         return report.metrics()
 
-    def _conclude(self) -> None:
+    def moved(self) -> None:
+        """The run has moved: compare with the other plan, on the corrected curves."""
+        best = self.answer.best
+        assert best is not None
+        self._follow(best)
+
+    def _conclude(self, steps_left: int) -> None:
         """Log the errors, and what the corrected curves say."""
         kept = self._measured[1:]
         medians = {name: statistics.median(each.get(name, 0.0) for each in kept) for name in kept[0]}
         report = PredictionReport.of(self._predicted, medians)
         for line in (f"placement: predicted and measured seconds of steps 2 to {_MEASURED_STEPS}", *report.lines()):
             logger.info("%s", line)
-        best = self._question.answer(report.ratios()).best
-        if best is not None and best.plan.placement.roles != self.plan.placement.roles:
-            logger.info(
-                "placement: with these measurements %s is expected to take %.2f s a step, this one %.2f s; set "
-                "placement to %s and resume",
-                best.plan.placement.style,
-                best.seconds,
-                medians[STEP],
-                best.plan.placement_setting(),
-            )
-
-
-def _choice(plan: StepPlan) -> _PlannedSettings:
-    """A plan as settings of a config."""
-    rollout: dict[str, Any] = {"tensor_parallel": 1 if plan.separate else plan.sampling.tensor_parallel}
-    rollout |= {key: True for key in ("offload_frozen", "offload_states") if getattr(plan, key)}
-    return _PlannedSettings(
-        plan.placement_setting(), rollout, {"offload_optimizer": True} if plan.offload_optimizer else {}
-    )
+        self._question = self._question.corrected(report.ratios())
+        self.answer = self._question.answer()
+        best = self.answer.best
+        if best is None or best.plan.placement.roles == self.plan.placement.roles:
+            return
+        now = step_time(self._question.costs(self.plan), self.plan, rows_at_once=self._rows_at_once).step_seconds
+        cost = move_seconds(self._question.costs(best.plan), best.plan, build_seconds=self.build_seconds)
+        price = MovePrice(cost, now - best.seconds)
+        moves = self._adapts and price.pays(steps_left=steps_left)
+        if moves:
+            self.move = Move(PlannedSettings.of(best.plan), best.plan.placement.style, price)
+        logger.info(
+            "placement: with these measurements %s is expected to take %.2f s a step, this one %.2f s; moving is "
+            "expected to take %.1f s, and %d steps are left: %s",
+            best.plan.placement.style,
+            best.seconds,
+            now,
+            cost,
+            steps_left,
+            "the run moves" if moves else f"set placement to {best.plan.placement_setting()} and resume, or leave it",
+        )

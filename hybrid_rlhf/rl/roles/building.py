@@ -7,14 +7,17 @@ from dataclasses import replace
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.rl import RLConfig, frozen_zero
+from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.model import LoraConfig
 from hybrid_rlhf.configs.sections.placement import Placement, ZeroStage
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
-from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
+from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine, build_reader
 from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.engines.engine import AbsentEngine, EngineFacts, ModelEngine, Role
 from hybrid_rlhf.engines.hybrid import AbsentActor, HybridEngine
+from hybrid_rlhf.engines.residency.rules import RoleResidency
+from hybrid_rlhf.engines.separate.joint import JointSampler
+from hybrid_rlhf.engines.separate.reader import InferenceReader
 from hybrid_rlhf.engines.separate.sampler import SeparateSampler
 from hybrid_rlhf.loop.setup import (
     require_positions,
@@ -24,8 +27,8 @@ from hybrid_rlhf.loop.setup import (
 )
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.rl.rewards import build_reward
-from hybrid_rlhf.rl.roles.placing import reference_path_of
-from hybrid_rlhf.rl.roles.roles import Engine, Roles
+from hybrid_rlhf.rl.roles.placing import reference_path_of, residency_of
+from hybrid_rlhf.rl.roles.roles import Engine, FrozenRole, Roles
 from hybrid_rlhf.runtime.run import Run
 from hybrid_rlhf.runtime.world import World, shared_user_errors
 
@@ -88,11 +91,12 @@ class _Builder:
     def __init__(self, config: RLConfig, run: Run, placement: Placement, updates: int) -> None:
         self._config, self._run, self._placement, self._updates = config, run, placement, updates
         self._rollout = replace(config.rollout, tensor_parallel=placement.sampler.tensor_parallel)
+        self._residency = residency_of(config, placement, run.world)
 
     def actor(self, path: str) -> HybridEngine | AbsentActor:
         config, part = self._config, self._part("actor")
         spec = self._trained("actor", path, config.actor.zero, config.actor.optimizer, config.actor.lora)
-        actor = None
+        actor, samples = None, self._placement.with_actor or not self._placement.separate_sampler
         with shared_user_errors(self._run.world):
             if part.is_member:
                 actor = build_actor(
@@ -100,30 +104,32 @@ class _Builder:
                     part,
                     rollout=self._rollout,
                     max_logprob_diff=config.faults.max_logprob_diff,
-                    samples=not self._placement.separate_sampler,
+                    samples=samples,
+                    residency=self._residency["actor"],
                 )
                 if config.ptx is not None:
                     require_positions(actor, config.ptx.max_length, key="ptx.max_length")
         facts = self._facts(actor, part)
-        return AbsentActor("actor", part, facts) if actor is None else actor
+        together = self._rollout.tensor_parallel if samples else 1
+        return AbsentActor("actor", part, facts, tensor_parallel=together) if actor is None else actor
 
-    def sampler(self, actor: HybridEngine | AbsentActor) -> SeparateSampler | None:
+    def sampler(self, actor: HybridEngine | AbsentActor) -> SeparateSampler | JointSampler | None:
         placement, faults = self._placement, self._config.faults
         if not placement.separate_sampler:
             return None
-        mine = {*placement.sampler.ranks}
-        both = sorted({*placement["actor"].ranks, *mine})
-        others = (role.ranks for name, role in placement.roles.items() if name != "sampler")
+        both = sorted({*placement["actor"].ranks, *placement.sampler.ranks})
+        union, trained = self._run.world.part(both), actor if isinstance(actor, HybridEngine) else None
         with shared_user_errors(self._run.world):
-            return SeparateSampler(
-                actor if isinstance(actor, HybridEngine) else None,
+            separate = SeparateSampler(
+                trained,
                 world=self._part("sampler"),
-                union=self._run.world.part(both),
+                union=union,
                 rollout=self._rollout,
                 max_logprob_diff=faults.max_logprob_diff,
                 check_weights=faults.check_weights,
-                shares_ranks=any(not mine.isdisjoint(ranks) for ranks in others),
+                residency=self._residency["sampler"],
             )
+        return JointSampler(separate, trained, world=union) if placement.with_actor else separate
 
     def critic(self, path: str, actor: HybridEngine | AbsentActor) -> Engine:
         config, section = self._config, self._config.critic
@@ -134,8 +140,16 @@ class _Builder:
         base = actor.lm if section.share_base and isinstance(actor, HybridEngine) else None
         return self._engine(replace(spec, base=base, fresh_head=fresh_head, head_lr=section.head_lr), "critic")
 
-    def frozen(self, role: Role, name: str, path: str) -> Engine:
-        return self._engine(_frozen_spec(self._config, role, path, stage=self._placement[name].zero), name)
+    def frozen(self, role: Role, name: str, path: str) -> FrozenRole:
+        place = self._placement[name]
+        spec = _frozen_spec(self._config, role, path, stage=place.zero, residency=self._residency[name])
+        if place.tensor_parallel == 1:
+            return self._engine(spec, name)
+        part = self._part(name)
+        with shared_user_errors(self._run.world):
+            reader = build_reader(spec, part, tensor_parallel=place.tensor_parallel) if part.is_member else None
+        facts = self._facts(reader, part)
+        return AbsentEngine(role, part, facts) if reader is None else reader
 
     def _trained(
         self, role: Role, path: str, zero: ZeroConfig, optimizer: OptimizerConfig, lora: LoraConfig | None
@@ -155,28 +169,27 @@ class _Builder:
     def _part(self, name: str) -> World:
         return self._run.world.part(self._placement[name].ranks)
 
-    def _facts(self, engine: ModelEngine | None, part: World) -> EngineFacts:
+    def _facts(self, engine: ModelEngine | InferenceReader | None, part: World) -> EngineFacts:
         """Facts of a model, broadcast from the first rank that has it."""
         facts = self._run.world.broadcast_object(None if engine is None else engine.facts, source=part.members[0])
         assert facts is not None
         return facts
 
 
-def _frozen_spec(config: RLConfig, role: Role, path: str, *, stage: ZeroStage) -> EngineSpec:
-    """A frozen model; the sections of its trained sibling and of the rollout decide where its weights lie.
+def _frozen_spec(config: RLConfig, role: Role, path: str, *, stage: ZeroStage, residency: RoleResidency) -> EngineSpec:
+    """A frozen model.
 
     Args:
         config: the step.
         role: reward or critic for a scorer, reference or actor for a language model.
         path: resolved path of the model.
         stage: its ZeRO stage, 0 or 3.
+        residency: where its weights are.
     """
-    sibling = config.actor.zero if role in ("actor", "reference") else config.critic_zero
-    offload = config.rollout.offload_frozen
-    zero = frozen_zero(replace(sibling, stage=stage), offload=offload)
+    zero = residency.frozen_zero(stage)
     overrides = read_overrides(config.deepspeed_config)
     spec = EngineSpec(role, path, config.model, zero, config.seed, deepspeed_overrides=overrides, heads=None)
-    return replace(spec, offload_weights=offload and zero.stage < 3)
+    return replace(spec, offload_weights=residency.visits("weights"))
 
 
 def _critic_path(config: RLConfig, run: Run, actor_path: str) -> str | None:

@@ -6,38 +6,57 @@ import logging
 
 from hybrid_rlhf.configs.rl import RLConfig, frozen_zero
 from hybrid_rlhf.configs.sections.placement import PlacedRoles, Placement, resolve_placement
+from hybrid_rlhf.engines.residency.rules import ResidencyRules, RoleResidency, residency_table
 from hybrid_rlhf.loop.setup import resolve
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.run import Run
-from hybrid_rlhf.runtime.world import create_groups
+from hybrid_rlhf.runtime.world import World, create_groups, keep_groups
 
 logger = logging.getLogger(LOGGER_NAME)
 
 
 def place_roles(config: RLConfig, run: Run, actor_path: str) -> Placement:
-    """The ranks of each role, logged if the user places them; creates their process groups. Every rank calls.
+    """The ranks of each role; creates their process groups, and destroys those of an earlier placement. Every rank
+    calls.
 
     Raises:
         UserError: for a placement that the run's ranks do not have, or that its roles do not fit.
     """
-    critic, reference = config.critic is not None, reference_path_of(config, run, actor_path) is not None
+    placed = placed_roles(config, has_reference=reference_path_of(config, run, actor_path) is not None)
+    placement = resolve_placement(config.placement, placed, ranks=run.world.size)
+    create_groups(placement.groups())
+    keep_groups(placement.groups())
+    return placement
+
+
+def log_placement(config: RLConfig, placement: Placement, world: World) -> None:
+    """Log where the roles are, and where their memory is in each phase, if the user places them."""
+    if config.placement is None or not world.is_main:
+        return
+    for line in (*placement.table(), *residency_table(residency_of(config, placement, world))):
+        logger.info("%s", line)
+
+
+def residency_of(config: RLConfig, placement: Placement, world: World) -> dict[str, RoleResidency]:
+    """Where the memory of each role is."""
+    return ResidencyRules.of(config, cuda=world.device.type == "cuda").roles(placement)
+
+
+def placed_roles(config: RLConfig, *, has_reference: bool) -> PlacedRoles:
+    """What a step has to place; `has_reference`: the reference is a model of its own."""
     zero = {"actor": config.actor.zero.stage}
-    zero |= {"critic": config.critic_zero.stage} if critic else {}
-    zero |= {"reference": frozen_zero(config.actor.zero, offload=False).stage} if reference else {}
+    zero |= {"critic": config.critic_zero.stage} if config.critic is not None else {}
+    zero |= {"reference": frozen_zero(config.actor.zero).stage} if has_reference else {}
     models = [component.label for component in config.reward.named if component.model is not None]
-    zero |= dict.fromkeys(models, frozen_zero(config.critic_zero, offload=False).stage)
-    placed = PlacedRoles(
+    zero |= dict.fromkeys(models, frozen_zero(config.critic_zero).stage)
+    return PlacedRoles(
         zero,
         tensor_parallel=config.rollout.tensor_parallel,
         policy_lag=config.rollout.policy_lag,
         shares_base=config.critic is not None and config.critic.share_base,
+        reads_actor=config.uses_reference and not has_reference,
+        refreshes_reference=has_reference and bool(config.reference.refresh_every),
     )
-    placement = resolve_placement(config.placement, placed, ranks=run.world.size)
-    create_groups(placement.groups())
-    if config.placement is not None and run.world.is_main:
-        for line in placement.table():
-            logger.info("%s", line)
-    return placement
 
 
 def reference_path_of(config: RLConfig, run: Run, actor_path: str) -> str | None:

@@ -10,11 +10,14 @@ from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
 from hybrid_rlhf.engines.hybrid import AbsentActor, HybridEngine
 from hybrid_rlhf.engines.partition import copy_weights, full_tensors, set_weights
 from hybrid_rlhf.engines.sampling_engine import SamplingEngine
+from hybrid_rlhf.engines.separate.joint import JointSampler
+from hybrid_rlhf.engines.separate.reader import InferenceReader
 from hybrid_rlhf.engines.separate.sampler import SeparateSampler
 from hybrid_rlhf.rl.rewards import Reward
 from hybrid_rlhf.runtime.world import World
 
 Engine = ModelEngine | AbsentEngine
+FrozenRole = ModelEngine | InferenceReader | AbsentEngine
 
 
 @dataclass(frozen=True)
@@ -26,10 +29,10 @@ class Roles:
     actor: HybridEngine | AbsentActor
     reward: Reward
     critic: Engine | None = None
-    reference: Engine | None = None
+    reference: FrozenRole | None = None
     """None also where the reference is the actor without its adapters."""
-    separate_sampler: SeparateSampler | None = None
-    """A sampler on ranks of its own; none: the actor samples."""
+    separate_sampler: SeparateSampler | JointSampler | None = None
+    """A sampler on ranks of its own, alone or with the actor; none: the actor samples."""
 
     @property
     def sampler(self) -> SamplingEngine:
@@ -52,6 +55,12 @@ class Roles:
         reward_ranks = {rank for ranks in self.reward.model_ranks for rank in ranks}
         reference = set() if self.reference is None else {*self.reference.world.members}
         return bool(reference and reward_ranks) and not reference & reward_ranks
+
+    def close(self) -> None:
+        """Free the memory of all models, which cannot be used afterwards; no collective runs."""
+        for role in (self.separate_sampler, self.actor, self.reward, self.critic, self.reference):
+            if role is not None:
+                role.close()
 
     def refresh_reference(self) -> None:
         """Copy the actor's weights to the reference; every rank calls."""

@@ -20,8 +20,10 @@ from datasets import Dataset
 from torch import Tensor
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.data.loaders import RowStream
 from hybrid_rlhf.rl.batch import Rollout, with_prefix, without_prefix
+from hybrid_rlhf.rl.rollouts.partial import PartialRollouts, RolloutPart
 from hybrid_rlhf.rl.rollouts.sampler import Pending, RolloutSampler, SamplingCost, cancel
 from hybrid_rlhf.runtime.world import World
 
@@ -35,6 +37,9 @@ class _SampledStep:
     completions: Pending | Rollout | UserError | None
     """None if a checkpoint has no completions of the step; an error is raised at the step."""
     measured: SamplingCost = SamplingCost()
+    part: RolloutPart | None = None
+    """Of a partial rollout. Its rows are then those of the prompts that begin in it, and once it is sampled those of
+    the prompts that it has finished."""
 
 
 class AsyncSampler:
@@ -50,6 +55,7 @@ class AsyncSampler:
         total_steps: int,
         policy_lag: int = 0,
         greedy: bool = False,
+        partial: PartialRollouts | None = None,
     ) -> None:
         """Take the sampler and the prompts.
 
@@ -61,7 +67,9 @@ class AsyncSampler:
             total_steps: steps of the run.
             policy_lag: policy lag in steps; 0: sample at the step.
             greedy: see RolloutSampler.sample.
+            partial: carries prompts from rollout to rollout; none: each finishes its own.
         """
+        self._partial = partial
         self._sampler, self._prompts, self._stream, self._per_step = sampler, prompts, stream, per_step
         self._total_steps, self._policy_lag, self._greedy = total_steps, policy_lag, greedy
         self._ahead: dict[int, _SampledStep] = {}
@@ -71,7 +79,11 @@ class AsyncSampler:
     @property
     def has_next(self) -> bool:
         """Whether there are prompts for another step."""
-        return bool(self._ahead or self._stream.left)
+        return bool(self._ahead) or self._prompts_left
+
+    @property
+    def _prompts_left(self) -> bool:
+        return self._stream.left > 0 or (self._partial is not None and self._partial.any_in_flight)
 
     def take(self, step: int) -> tuple[list[int], Rollout]:
         """Numbers of the prompts of a step, and their completions. Every rank calls, in the order of steps.
@@ -79,10 +91,12 @@ class AsyncSampler:
         Raises:
             UserError: on every rank, when an environment fails on any.
         """
-        ahead = self._ahead.pop(step, None) or _SampledStep(self._stream.take(self._per_step), None)
+        ahead = self._ahead.pop(step, None) or self._next(step)
         self.hidden_seconds = 0.0
         if ahead.completions is None:
-            return ahead.rows, self._sampler.sample(self.prompts(ahead.rows), step=step, greedy=self._greedy)
+            prompts = self.prompts(ahead.rows)
+            sampled = self._sampler.sample(prompts, step=step, greedy=self._greedy, part=ahead.part)
+            return ahead.rows if self._partial is None else self._partial.end(sampled), sampled
         start = time.perf_counter()
         if isinstance(ahead.completions, Pending):
             self._sampler.await_in_step(ahead.completions)
@@ -97,10 +111,18 @@ class AsyncSampler:
     def begin(self, step: int) -> None:
         """Start sampling steps after this one, up to the policy lag, with the current weights. Every rank calls."""
         for number in range(step + 1, min(step + self._policy_lag, self._total_steps) + 1):
-            if number not in self._ahead and self._stream.left:
-                rows = self._stream.take(self._per_step)
-                pending = self._sampler.begin(self.prompts(rows), step=number, greedy=self._greedy)
-                self._ahead[number] = _SampledStep(rows, pending)
+            if number not in self._ahead and self._prompts_left:
+                ahead = self._ahead[number] = self._next(number)
+                prompts = self.prompts(ahead.rows)
+                ahead.completions = self._sampler.begin(prompts, step=number, greedy=self._greedy, part=ahead.part)
+
+    def _next(self, step: int) -> _SampledStep:
+        """A step with the next prompts."""
+        if self._partial is None:
+            return _SampledStep(self._stream.take(self._per_step), None)
+        first = self._stream.taken
+        rows = self._stream.take(self._partial.wanted(step))
+        return _SampledStep(rows, None, part=self._partial.begin(step, rows, first=first))
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -116,20 +138,52 @@ class AsyncSampler:
             self._finish(ahead)
         return [{"step": step, "rows": ahead.rows} for step, ahead in self._ahead.items()]
 
+    def carried_state(self, world: World) -> dict[str, Any] | None:
+        """The prompts that partial rollouts carry, for a checkpoint; call on every rank after `state_dict`."""
+        sampler = self._sampler.sampler
+        sends = sampler.world.is_member and sampler.generation_world.is_main
+        return None if self._partial is None else self._partial.state_dict(world, sends=sends)
+
     def tensors(self) -> dict[str, Tensor]:
-        """Tensors of the steps sampled ahead, by name; call after `state_dict`."""
-        named: dict[str, Tensor] = {}
+        """Tensors of the steps sampled ahead and of carried completions, by name; call after the states."""
+        named = {} if self._partial is None else dict(self._partial.tensors())
         for step, ahead in self._ahead.items():
             if isinstance(ahead.completions, Rollout):
                 named |= with_prefix(_prefix(step), ahead.completions.tensors())
         return named
 
-    def load_state_dict(self, state: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor], world: World) -> None:
-        """Restore the state of a checkpoint."""
+    def load_state_dict(
+        self,
+        state: Sequence[Mapping[str, Any]],
+        tensors: Mapping[str, Tensor],
+        world: World,
+        carried: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Restore the state of a checkpoint.
+
+        Raises:
+            UserError: on every rank, when prompts are carried and this run has no partial rollouts.
+        """
+        require(
+            self._partial is not None or not (carried and carried["prompts"]),
+            "the checkpoint holds prompts that partial rollouts have begun, got rollout.partial null: give "
+            "--rollout.partial.extra_prompts",
+        )
+        if self._partial is not None and carried is not None:
+            self._partial.load_state_dict(
+                carried,
+                tensors,
+                lambda place, prompt: self._sampler.assign(
+                    self._prompts[prompt.row], step=prompt.step, index=prompt.place, place=place
+                ),
+            )
         for entry in state:
-            named = without_prefix(_prefix(entry["step"]), tensors)
-            completions = Rollout.from_tensors(named, world.device) if named else None
-            self._ahead[entry["step"]] = _SampledStep(entry["rows"], completions)
+            named, step = without_prefix(_prefix(entry["step"]), tensors), entry["step"]
+            ahead = self._ahead[step] = _SampledStep(entry["rows"], None)
+            if named:
+                ahead.completions = Rollout.from_tensors(named, world.device)
+            elif self._partial is not None:
+                ahead.part = self._partial.begin(step, [], first=self._stream.taken)
 
     def _finish(self, ahead: _SampledStep) -> None:
         """Wait for completions. An error, the same on all ranks, is stored, so that a checkpoint can be written."""
@@ -137,8 +191,12 @@ class AsyncSampler:
             return
         try:
             ahead.completions, ahead.measured = self._sampler.finish(ahead.completions)
+            if self._partial is not None:
+                ahead.rows = self._partial.end(ahead.completions)
         except UserError as error:
             ahead.completions = error
+            if self._partial is not None:
+                ahead.rows = []  # they are among the prompts in flight
 
     def prompts(self, rows: Sequence[int]) -> list[Mapping[str, Any]]:
         """Prompts of the data by number."""

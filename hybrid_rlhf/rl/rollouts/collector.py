@@ -19,6 +19,7 @@ from hybrid_rlhf.rl.algorithms import Algorithm
 from hybrid_rlhf.rl.batch import Rollout
 from hybrid_rlhf.rl.rewards.reward import COUNTS
 from hybrid_rlhf.rl.rollouts.async_sampler import AsyncSampler
+from hybrid_rlhf.rl.rollouts.partial import PartialRollouts
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
 from hybrid_rlhf.rl.rollouts.scoring import RolloutScorer
 
@@ -45,10 +46,15 @@ class Collector:
         per_step: int,
         total_steps: int,
         policy_lag: int = 0,
+        extra_prompts: int = 0,
+        partial: PartialRollouts | None = None,
     ) -> None:
-        """Take the sampler, the scorer, the algorithm that selects, and what AsyncSampler takes."""
+        """Take the sampler, the scorer, the algorithm that selects, what AsyncSampler takes, and with partial rollouts
+        the number of prompts in flight beyond those of a step.
+        """
         self._sampler, self._scorer, self._algorithm = sampler, scorer, algorithm
         self._stream, self._per_step, self._policy_lag = stream, per_step, policy_lag
+        self._extra_prompts = extra_prompts
         self.ahead = AsyncSampler(
             sampler,
             prompts=prompts,
@@ -57,6 +63,7 @@ class Collector:
             total_steps=total_steps,
             policy_lag=policy_lag,
             greedy=algorithm.wants_greedy,
+            partial=partial,
         )
         self.sampled_tokens = (0.0, 0.0)
         """Tokens of all completions of the last step, selected or not, and of these with their prompts."""
@@ -89,7 +96,9 @@ class Collector:
             rows = self._stream.take(wanted)
             if not rows:
                 break
-            sampled = self._sampler.sample(self.ahead.prompts(rows), step=step, first=len(taken), greedy=greedy)
+            # of the prompts that began in this step some may not be among the taken ones, but have their keys
+            first = len(taken) + self._extra_prompts
+            sampled = self._sampler.sample(self.ahead.prompts(rows), step=step, first=first, greedy=greedy)
         self.ahead.begin(step)
         return self._selected(_joined(parts), torch.cat(masks), taken)
 
@@ -107,8 +116,11 @@ class Collector:
             )
         rows = torch.tensor(taken, dtype=torch.long, device=whole.groups.device)
         selected = replace(whole, prompt_rows=rows[whole.groups]).select(mask)
-        stale = selected.stale_updates(self._scorer.weight_version)
-        if stale or self._policy_lag:
+        version = self._scorer.weight_version
+        stale = selected.stale_updates(version)
+        if self._extra_prompts:
+            metrics |= selected.staleness(version)
+        elif stale or self._policy_lag:
             metrics["rollout/stale_updates"] = stale
         return replace(selected, metrics=metrics)
 

@@ -5,7 +5,8 @@ Why not as objects: a rollout of a million tokens would be pickled and read agai
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,12 +33,18 @@ class _Heading:
     place: int
     prompt_tokens: int
     tokens: int
-    finish_reason: FinishReason
-    weight_version: int
+    finish_reason: FinishReason | None
+    weight_versions: list[tuple[int, int]]
+    """Each with its number of tokens."""
     truncates: bool
     """Whether there are log-probs of the truncated distribution."""
     routes: tuple[tuple[int, ...], str] | None
     """Shape and dtype of the recorded experts."""
+
+
+def run_lengths(values: Iterable[int]) -> list[tuple[int, int]]:
+    """Equal neighbours as (value, count)."""
+    return [(value, len(list(equal))) for value, equal in itertools.groupby(values)]
 
 
 def gather_completions(mine: Sequence[Sampled], world: World) -> list[Sampled]:
@@ -79,7 +86,7 @@ def _heading(sampled: Sampled) -> _Heading:
         len(sampled.prompt),
         len(completion.token_ids),
         completion.finish_reason,
-        completion.weight_version,
+        run_lengths(completion.weight_versions),
         bool(completion.sampling_logprobs),
         routes,
     )
@@ -117,6 +124,7 @@ def _read(headings: Sequence[_Heading], ids: np.ndarray, floats: np.ndarray, exp
             shape, dtype = heading.routes
             routes = experts[byte : byte + _bytes(heading)].view(dtype).reshape(shape)
             byte += _bytes(heading)
-        completion = Completion(token_ids, logprobs, heading.finish_reason, drawn, heading.weight_version, routes)
+        versions = [version for version, count in heading.weight_versions for _ in range(count)]
+        completion = Completion(token_ids, logprobs, heading.finish_reason, drawn, versions, routes)
         found.append(Sampled(heading.place, prompt, completion))
     return found

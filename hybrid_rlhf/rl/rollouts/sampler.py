@@ -27,6 +27,7 @@ from hybrid_rlhf.rl.batch import Rollout
 from hybrid_rlhf.rl.environments import EnvironmentRunner
 from hybrid_rlhf.rl.environments.episodes import Episode, as_rollout
 from hybrid_rlhf.rl.rollouts.exchange import Sampled, gather_completions
+from hybrid_rlhf.rl.rollouts.partial import AssignedPrompt, RolloutPart
 from hybrid_rlhf.runtime.background import BackgroundCall
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 from hybrid_rlhf.runtime.observability.timers import Timers
@@ -34,22 +35,10 @@ from hybrid_rlhf.runtime.world import World, shared_user_errors
 
 Samples = list[list[Completion]] | list[list[Episode]]
 """Samples of each prompt."""
+_Sampled = tuple[Sequence[AssignedPrompt], Samples]
+"""Prompts with their samples."""
 _CLOSING_SECONDS = 10.0
 """Longer than a decoding step takes."""
-
-
-@dataclass(frozen=True)
-class _RankPrompts:
-    """Prompts that this rank samples."""
-
-    total: int
-    """Number of prompts of all ranks."""
-    places: list[int]
-    """Positions of this rank's prompts among all."""
-    rows: list[Mapping[str, Any]]
-    requests: list[SamplingParams]
-    recorded: list[bool]
-    """Whether the experts of its completions are recorded, if the model has any."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +59,11 @@ class SamplingCost:
 class Pending:
     """A rollout that a thread is sampling."""
 
-    prompts: _RankPrompts
     generation: GenerationEngine | None
     """None on a rank that does not sample."""
-    call: BackgroundCall[tuple[Samples, SamplingCost]]
+    call: BackgroundCall[tuple[_Sampled, SamplingCost]]
+    partial: bool = False
+    """Whether it may leave completions to the next rollout."""
 
 
 def _by_prompt(sampled: Sequence[Sampled]) -> list[Sampled]:
@@ -117,6 +107,9 @@ class RolloutSampler:
         self._timers, self._environments = timers, environments
         self._one_at_a_time = threading.RLock()
         self._stream: torch.cuda.Stream | None = None
+        self._last_ended = threading.Event()
+        """Set when the rollout of the last `begin` has been sampled."""
+        self._last_ended.set()
 
     def sample(
         self,
@@ -126,6 +119,7 @@ class RolloutSampler:
         first: int = 0,
         greedy: bool = False,
         shown_as: str | None = None,
+        part: RolloutPart | None = None,
     ) -> Rollout:
         """Completions of all prompts, by the current weights. Every rank calls.
 
@@ -135,16 +129,24 @@ class RolloutSampler:
             first: position of the first prompt in the step.
             greedy: whether to add one greedy completion after the samples of each prompt.
             shown_as: name in the progress log; none: no log.
+            part: of a partial rollout: its prompts are those in flight that it finishes, by their places in `groups`.
         """
-        rank_prompts = self._rank_prompts(prompts, step, first, greedy)
+        mine = self._assigned(prompts, step, first, greedy, part)
         with self._one_at_a_time, self.sampler.inference(**self._stop) as generation:
-            samples = self._sample(generation, rank_prompts, self._timers, shown_as)
+            sampled = self._sample(generation, mine, self._timers, shown_as, part)
         sampler = self.sampler
         cost = SamplingCost(0.0, sampler.work, sampler.weight_sync_seconds, sampler.weight_check_seconds)
         with contextlib.nullcontext() if sampler.world.is_member else self._timers("generation"):
-            return self._gathered(rank_prompts, samples, cost)
+            return self._gathered(sampled, cost, partial=part is not None)
 
-    def begin(self, prompts: Sequence[Mapping[str, Any]], *, step: int, greedy: bool = False) -> Pending:
+    def begin(
+        self,
+        prompts: Sequence[Mapping[str, Any]],
+        *,
+        step: int,
+        greedy: bool = False,
+        part: RolloutPart | None = None,
+    ) -> Pending:
         """Start sampling what `sample` would return now, in a thread, with a copy of the weights. Every rank calls."""
         sampler = self.sampler
         generation = sampler.snapshot(**self._stop)
@@ -155,20 +157,26 @@ class RolloutSampler:
             weight_sync_seconds=self.cost.weight_sync_seconds + sync,
             weight_check_seconds=self.cost.weight_check_seconds + check,
         )
-        rank_prompts, copied = self._rank_prompts(prompts, step, 0, greedy), self._stream_position()
+        mine, copied = self._assigned(prompts, step, 0, greedy, part), self._stream_position()
+        earlier_ended, ended = self._last_ended, threading.Event()
+        self._last_ended = ended
 
-        def in_thread() -> tuple[Samples, SamplingCost]:
-            if generation is None:
-                return [], SamplingCost()
-            with self._one_at_a_time, self._own_stream(copied):
-                start = time.perf_counter()
-                timers = Timers(torch.device("cpu"))  # without synchronization with training
-                samples = self._sample(generation, rank_prompts, timers)
-                cost = SamplingCost(time.perf_counter() - start, generation.work)
+        def in_thread() -> tuple[_Sampled, SamplingCost]:
+            try:
+                earlier_ended.wait()
+                if generation is None:
+                    return ([], []), SamplingCost()
+                with self._one_at_a_time, self._own_stream(copied):
+                    start = time.perf_counter()
+                    timers = Timers(torch.device("cpu"))  # without synchronization with training
+                    sampled = self._sample(generation, mine, timers, part=part)
+                    cost = SamplingCost(time.perf_counter() - start, generation.work)
+            finally:
+                ended.set()
             generation.close()
-            return samples, cost
+            return sampled, cost
 
-        return Pending(rank_prompts, generation, BackgroundCall(in_thread, device=self.sampler.device))
+        return Pending(generation, BackgroundCall(in_thread, device=self.sampler.device), part is not None)
 
     def finish(self, pending: Pending) -> tuple[Rollout, SamplingCost]:
         """Wait for a pending rollout. Every rank calls, in the order of `begin`.
@@ -177,8 +185,8 @@ class RolloutSampler:
             UserError: on every rank, when generation or an environment fails on any.
         """
         with shared_user_errors(self._world):
-            samples, cost = pending.call.result()
-        return self._gathered(pending.prompts, samples, cost), self.cost
+            sampled, cost = pending.call.result()
+        return self._gathered(sampled, cost, partial=pending.partial), self.cost
 
     def await_in_step(self, pending: Pending) -> None:
         """Wait for a pending rollout on every rank, timed as generation of the step."""
@@ -186,65 +194,93 @@ class RolloutSampler:
             pending.call.has_ended(None)
             self._world.barrier()
 
-    def _rank_prompts(self, prompts: Sequence[Mapping[str, Any]], step: int, first: int, greedy: bool) -> _RankPrompts:
-        world, config, together = self.sampler.world, self._config, self.sampler.generation_world
-        groups = world.size // together.size
-        mine = list(range(world.rank // together.size, len(prompts), groups)) if world.is_member else []
-        sampled = [replace(config.sampling, seed=derive_seed(self._seed, step, first + index)) for index in mine]
-        greedy_params = [replace(params, n=1, temperature=0.0) for params in sampled] if greedy else []
-        places = mine * (2 if greedy else 1)
-        recorded = config.recorded_prompts(len(prompts))
-        return _RankPrompts(
-            len(prompts),
-            places,
-            [prompts[place] for place in places],
-            sampled + greedy_params,
-            [place < recorded for place in places],
-        )
+    def assign(self, row: Mapping[str, Any], *, step: int, index: int, place: int) -> AssignedPrompt:
+        """A prompt in flight, as a group samples it.
+
+        Args:
+            row: with `input_ids`.
+            step: key of its random streams.
+            index: the other key: its number among the prompts of the step.
+            place: in `Rollout.groups`.
+        """
+        return AssignedPrompt(place, row, self._params(step, index), self._records(index))
+
+    def _params(self, step: int, index: int) -> SamplingParams:
+        return replace(self._config.sampling, seed=derive_seed(self._seed, step, index))
+
+    def _records(self, index: int) -> bool:
+        """Whether the experts of a prompt's completions are recorded, by its number in a rollout."""
+        return index < self._config.recorded_prompts(index + 1)
+
+    def _assigned(
+        self, prompts: Sequence[Mapping[str, Any]], step: int, first: int, greedy: bool, part: RolloutPart | None
+    ) -> list[AssignedPrompt]:
+        """The prompts that this rank samples, those of a part among those that begin in it."""
+        groups, group = self.sampler.groups
+        if part is not None:
+            return [
+                self.assign(prompts[index], step=step, index=index, place=part.first + index) for index in part.begins
+            ]
+        mine = [
+            AssignedPrompt(place, prompts[place], self._params(step, first + place), self._records(place))
+            for place in range(len(prompts))
+            if place % groups == group
+        ]
+        if greedy:
+            mine += [replace(prompt, params=replace(prompt.params, n=1, temperature=0.0)) for prompt in mine]
+        return mine
 
     def _sample(
         self,
         generation: GenerationEngine | None,
-        rank_prompts: _RankPrompts,
+        mine: Sequence[AssignedPrompt],
         timers: Timers,
         shown_as: str | None = None,
-    ) -> Samples:
-        """Completions of this rank's prompts, or episodes with an environment."""
+        part: RolloutPart | None = None,
+    ) -> _Sampled:
+        """Completions of this rank's prompts, or episodes with an environment; of a part those that it finishes."""
         if generation is None:
-            return []
-        recorded = [place and generation.records_routes for place in rank_prompts.recorded]
+            return [], []
+        until = None
+        if part is not None:
+            mine, until = part.join(mine)
+        requests = [prompt.params for prompt in mine]
+        recorded = [prompt.recorded and generation.records_routes for prompt in mine]
         if self._environments is not None:
-            together = self.sampler.generation_world
-            return self._environments.run(
-                generation, rank_prompts.rows, rank_prompts.requests, together, timers, record_routes=recorded
-            )
+            together, rows = self.sampler.generation_world, [prompt.row for prompt in mine]
+            return mine, self._environments.run(generation, rows, requests, together, timers, record_routes=recorded)
         unit = "completions" if self.sampler.world.size == 1 else f"completions on rank {self._world.rank}"
-        progress = ProgressLog(shown_as or "", total=sum(params.n for params in rank_prompts.requests), unit=unit)
+        progress = ProgressLog(shown_as or "", total=sum(params.n for params in requests), unit=unit)
         with timers("generation"):
-            return generation.generate(
-                [prompt["input_ids"] for prompt in rank_prompts.rows],
-                rank_prompts.requests,
+            samples = generation.generate(
+                [prompt.row["input_ids"] for prompt in mine],
+                requests,
                 record_routes=recorded,
                 on_completed=None if shown_as is None else progress.advance,
+                begun=[prompt.begun for prompt in mine],
+                until=until,
             )
+        return (mine, samples) if part is None else part.hand_over(mine, samples)
 
-    def _gathered(self, rank_prompts: _RankPrompts, samples: Samples, cost: SamplingCost) -> Rollout:
+    def _gathered(self, sampled: _Sampled, cost: SamplingCost, *, partial: bool = False) -> Rollout:
         """Completions of all ranks as a rollout, those of a prompt adjacent."""
         world, sampler = self._world, self.sampler
         self.cost = world.broadcast_object(cost, source=sampler.world.members[0])
         mine: list[Any] = []
         if sampler.generation_world.is_main:
-            by_prompt: Sequence[list[Any]] = samples
-            for place, row, of_prompt in zip(rank_prompts.places, rank_prompts.rows, by_prompt, strict=True):
-                mine += [Sampled(place, list(row["input_ids"]), sample) for sample in of_prompt]
+            by_prompt: Sequence[list[Any]] = sampled[1]
+            for prompt, of_prompt in zip(sampled[0], by_prompt, strict=True):
+                mine += [Sampled(prompt.place, list(prompt.row["input_ids"]), sample) for sample in of_prompt]
         if self._environments is None:
             whole = _by_prompt(gather_completions(mine, world))
             # a later epoch may sample a prompt on another rank; a rank keeps its own completions when they are sampled
             if sampler.drafter is not None and sampler.world.size > 1:
                 sampler.drafter.remember([(each.prompt, each.completion.token_ids) for each in whole])
-            return Rollout.of_completions(
+            rollout = Rollout.of_completions(
                 [each.prompt for each in whole], [each.completion for each in whole], world.device
             )
+            places = torch.tensor([each.place for each in whole], device=world.device)
+            return replace(rollout, groups=places) if partial else rollout
         whole = _by_prompt([each for of_rank in world.all_gather_objects(mine) for each in of_rank])
         episodes: list[Any] = [each.completion for each in whole]
         self._environments.check_failures(episodes, world)

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_rlhf.configs.sections.algorithm import AlgorithmConfig, PenaltiesConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.engine import ModelEngine
+from hybrid_rlhf.engines.separate.reader import InferenceReader
 from hybrid_rlhf.models.policy import values_before
 from hybrid_rlhf.rl.batch import MiniBatchPlan, MiniBatchPlanner, Rollout, RouterAgreement, scatter_rows
 from hybrid_rlhf.rl.environments.episodes import episode_metrics
@@ -27,8 +28,9 @@ from hybrid_rlhf.rl.rollouts.score_scaling import ScoreScaling
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World
 
-_Batches = Callable[[World], list[tuple[list[int | None], Rollout]]]
-"""A rank's micro-batches for a role on some ranks: rows of the rollout, and these rows."""
+_Reader = ModelEngine | InferenceReader
+_Batches = Callable[[_Reader], list[tuple[list[int | None], Rollout]]]
+"""A rank's micro-batches for a role: rows of the rollout, and these rows."""
 
 
 class RolloutScorer:
@@ -163,10 +165,10 @@ class RolloutScorer:
         actor, reference = self._roles.actor, self._roles.reference
         if reference is None and isinstance(actor, ModelEngine):
             with actor.reference() as base:
-                _read(batches(base.world), found, self._logprobs_of(base))
-        if isinstance(reference, ModelEngine):
+                _read(base, batches, found, self._logprobs_of(base))
+        if isinstance(reference, _Reader):
             with reference.on_device():
-                _read(batches(reference.world), found, self._logprobs_of(reference))
+                _read(reference, batches, found, self._logprobs_of(reference))
 
     def _read_actor(self, batches: _Batches, found: Tensor, agreement: RouterAgreement) -> None:
         actor = self._roles.actor
@@ -178,17 +180,13 @@ class RolloutScorer:
             agreement.add(actor)
             return logprobs
 
-        _read(batches(actor.world), found, read)
+        _read(actor, batches, found, read)
 
     def _read_critic(self, batches: _Batches, found: Tensor) -> None:
         if isinstance(critic := self._roles.critic, ModelEngine):
-            _read(
-                batches(critic.world),
-                found,
-                lambda batch: values_before(critic(batch.input_ids, batch.attention_mask)),
-            )
+            _read(critic, batches, found, lambda batch: values_before(critic(batch.input_ids, batch.attention_mask)))
 
-    def _logprobs_of(self, engine: ModelEngine) -> Callable[[Rollout], Tensor]:
+    def _logprobs_of(self, engine: _Reader) -> Callable[[Rollout], Tensor]:
         return lambda batch: _logprobs(engine, batch, self._config.sampling.temperature)
 
 
@@ -196,18 +194,18 @@ def _batches(rollout: Rollout, plan: MiniBatchPlan) -> _Batches:
     """This rank's micro-batches for a role, cut once for all roles on the same ranks."""
 
     @functools.cache
-    def on(world: World) -> list[tuple[list[int | None], Rollout]]:
-        return [(indices, rollout.rows(indices)) for indices in plan.micro_batches(world)]
+    def on(world: World, tensor_parallel: int) -> list[tuple[list[int | None], Rollout]]:
+        return [(indices, rollout.rows(indices)) for indices in plan.micro_batches(world, tensor_parallel)]
 
-    return on
+    return lambda engine: on(engine.world, engine.tensor_parallel)
 
 
-def _read(
-    batches: Sequence[tuple[list[int | None], Rollout]], found: Tensor, read: Callable[[Rollout], Tensor]
-) -> None:
-    """Fill this rank's rows of [N, T] with what is read of them."""
-    for indices, batch in batches:
-        scatter_rows(found, indices, read(batch))
+def _read(engine: _Reader, batches: _Batches, found: Tensor, read: Callable[[Rollout], Tensor]) -> None:
+    """Fill the rows of [N, T] that this rank reports with what the engine reads of them."""
+    for indices, batch in batches(engine):
+        values = read(batch)
+        if engine.reports_rows:
+            scatter_rows(found, indices, values)
 
 
 def _unstacked(found: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
@@ -216,8 +214,8 @@ def _unstacked(found: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
     return [next(rows) if each else None for each in wanted]
 
 
-def _logprobs(engine: ModelEngine, batch: Rollout, temperature: float, *, routes: Tensor | None = None) -> Tensor:
-    logprobs: Tensor = engine(batch.input_ids, batch.attention_mask, batch.response_mask, temperature, routes=routes)[0]
+def _logprobs(engine: _Reader, batch: Rollout, temperature: float, **routes: Tensor | None) -> Tensor:
+    logprobs: Tensor = engine(batch.input_ids, batch.attention_mask, batch.response_mask, temperature, **routes)[0]
     return logprobs
 
 

@@ -1,0 +1,163 @@
+"""Offload to host memory: an engine's training states while the actor generates, a frozen model's weights while idle.
+
+Why not DeepSpeed for the optimizer's states: it moves only those of its FusedAdam (under ZeRO-3), and leaves copies in
+the optimizer's state, where a checkpoint would save them. Master weights of ZeRO 1 and 2 and gradient buffers are moved
+by DeepSpeed, which knows the views of them.
+
+OffloadedWeights is for frozen models that are not partitioned; ZeRO-3 has its own offload (zero.offload_parameters).
+
+When something moves is decided by rules.py. A GPU computes meanwhile: states come back while the roles
+score, and of a frozen model one layer computes while the weights of the next ones arrive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from torch import Tensor, nn
+
+from hybrid_rlhf.engines.deepspeed_internals import wrapped_optimizer, zero3_master_weights
+
+_GRADIENTS = (OffloadStateTypeEnum.lp_grads, OffloadStateTypeEnum.contiguous_grad_buffer)
+
+
+class CopyStream:
+    """Copies from the host to a GPU beside what it computes; to a CPU at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Start a copy into memory that was just allocated; the target is not read before `wait`."""
+        if self._stream is None:
+            target.copy_(source)
+            return
+        # the allocator may have given memory that earlier work of the GPU still reads
+        self._stream.wait_stream(torch.cuda.current_stream(target.device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+
+    def mark(self) -> torch.cuda.Event | None:
+        """A mark after the copies that were started so far."""
+        return None if self._stream is None else self._stream.record_event()
+
+    def wait(self, mark: torch.cuda.Event | None) -> None:
+        """Let the GPU compute what follows after the copies before a mark."""
+        if mark is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(mark)  # type: ignore[union-attr]
+
+
+class OffloadedStates:
+    """Moves an engine's training states to host memory and back; the host buffers are kept for reuse."""
+
+    def __init__(self, engine: DeepSpeedEngine, device: torch.device) -> None:
+        self._engine, self._device = engine, device
+        self._copies: CopyStream | None = None
+        self._mark: torch.cuda.Event | None = None
+        self._stage = int(engine.zero_optimization_stage())
+        self._buffers: dict[int, Tensor] = {}
+
+    @contextlib.contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Between two updates: the states are on the host inside. At the end they start to return, bit for bit, and
+        are there after `wait`."""
+        self.wait()
+        tensors = [tensor for tensor in self._tensors() if tensor.device.type == self._device.type]
+        for tensor in tensors:
+            buffer = self._buffer(tensor)
+            buffer.copy_(tensor)
+            tensor.data = buffer
+        through_deepspeed = self._through_deepspeed()
+        if through_deepspeed:
+            self._engine.offload_states(include=through_deepspeed, pin_memory=self._device.type == "cuda")
+        try:
+            yield
+        finally:
+            copies = self._copies = self._copies or CopyStream(self._device)
+            for tensor in tensors:
+                target, host = torch.empty_like(tensor, device=self._device), tensor.data
+                copies.copy(target, host)
+                tensor.data = target
+            self._mark = copies.mark()
+            if through_deepspeed:
+                self._engine.reload_states()
+
+    def wait(self) -> None:
+        """Called before anything reads or writes the states."""
+        if self._copies is not None:
+            self._copies.wait(self._mark)
+
+    def _tensors(self) -> Iterator[Tensor]:
+        for states in wrapped_optimizer(self._engine).state.values():
+            yield from (value for value in states.values() if isinstance(value, Tensor) and value.dim())
+        if self._stage == 3:
+            yield from zero3_master_weights(self._engine)
+
+    def _through_deepspeed(self) -> tuple[OffloadStateTypeEnum, ...]:
+        if self._stage == 0:
+            return ()
+        return _GRADIENTS if self._stage == 3 else (OffloadStateTypeEnum.hp_params, *_GRADIENTS)
+
+    def _buffer(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self._buffers:
+            self._buffers[id(tensor)] = torch.empty_like(tensor, device="cpu", pin_memory=self._device.type == "cuda")
+        return self._buffers[id(tensor)]
+
+
+class OffloadedWeights:
+    """Keeps a frozen module's weights on the host, except where it computes."""
+
+    def __init__(self, module: nn.Module, device: torch.device, *, layers: Iterable[nn.Module] = ()) -> None:
+        """Move the weights.
+
+        Args:
+            module: frozen and not partitioned; later changes of its weights must be in place.
+            device: where it computes.
+            layers: modules of it that are called in this order; the weights of the others are needed from the
+                beginning.
+        """
+        self._device, self._copies = device, CopyStream(device)
+        self._layers = [(layer, list(layer.parameters())) for layer in layers]
+        in_layers = {id(parameter) for _, own in self._layers for parameter in own}
+        self._outside = [parameter for parameter in module.parameters() if id(parameter) not in in_layers]
+        self._parameters = [*self._outside, *(parameter for _, own in self._layers for parameter in own)]
+        for parameter in self._parameters:
+            host = torch.empty_like(parameter, device="cpu", pin_memory=device.type == "cuda", requires_grad=False)
+            parameter.data = host.copy_(parameter.data)
+
+    @contextlib.contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Hold the weights on the device, so that the module can compute: a layer waits for its own."""
+        kept = [parameter.data for parameter in self._parameters]
+        self._fetch(self._outside)
+        outside = self._copies.mark()
+        handles = []
+        for layer, own in self._layers:
+            self._fetch(own)
+            handles.append(layer.register_forward_pre_hook(partial(self._arrived, self._copies.mark())))
+        last = self._copies.mark()
+        self._copies.wait(outside)
+        try:
+            yield
+        finally:
+            self._copies.wait(last)  # of layers that were not called: their memory is given back
+            for handle in handles:
+                handle.remove()
+            for parameter, host in zip(self._parameters, kept, strict=True):
+                parameter.data = host
+
+    def _fetch(self, parameters: Sequence[nn.Parameter]) -> None:
+        for parameter in parameters:
+            target = torch.empty_like(parameter, device=self._device, requires_grad=False)
+            self._copies.copy(target, parameter.data)
+            parameter.data = target
+
+    def _arrived(self, mark: torch.cuda.Event | None, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Before a layer computes."""
+        self._copies.wait(mark)

@@ -1,0 +1,195 @@
+"""Where the memory of each role lies in each phase of an RL step: on the device, on the host, or freed.
+
+Why one place: `rollout.offload_frozen`, `rollout.offload_states`, `rollout.keep_weights`, `zero.offload_*` and the
+placement each decide a part of it. They are rules here; engines move what this says, the memory plans count it, and one
+table shows it. It reads settings alone, so a plan and a run decide alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Literal, Self
+
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.placement import Placement, RolePlacement, ZeroStage, aligned
+from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.configs.sections.training import ZeroConfig
+
+Phase = Literal["sampling", "scoring", "log-probs and values", "updates"]
+Part = Literal["weights", "gradients", "optimizer", "inference weights", "KV cache", "CUDA graphs"]
+Place = Literal["device", "host", "freed"]
+PHASES: tuple[Phase, ...] = ("sampling", "scoring", "log-probs and values", "updates")
+_ON_DEVICE: tuple[Place, ...] = ("device", "device", "device", "device")
+_ON_HOST: tuple[Place, ...] = ("host", "host", "host", "host")
+
+
+@dataclass(frozen=True)
+class RoleResidency:
+    """Of a role on each of its ranks."""
+
+    places: Mapping[Part, tuple[Place, ...]]
+    """By phase; a part that the role does not have is not there."""
+
+    def at(self, part: Part, phase: Phase) -> Place:
+        """Where a part is in a phase; freed where the role does not have it."""
+        places = self.places.get(part)
+        return "freed" if places is None else places[PHASES.index(phase)]
+
+    def stays(self, part: Part) -> bool:
+        """Whether a part is on the device in all phases."""
+        return self.places.get(part) == _ON_DEVICE
+
+    def frozen_zero(self, stage: ZeroStage) -> ZeroConfig:
+        """The ZeRO section of a frozen role: ZeRO-3 offloads its own parameters."""
+        return ZeroConfig(stage=stage, offload_parameters=stage == 3 and self.at("weights", "scoring") == "host")
+
+    def visits(self, part: Part) -> bool:
+        """Whether a part is on the host in some phases, and on the device in others."""
+        return {"device", "host"} <= {*self.places.get(part, ())}
+
+    @property
+    def moves(self) -> list[tuple[Phase, Part, Place]]:
+        """What moves between host and device at the beginning of a phase; the first follows the last."""
+        found: list[tuple[Phase, Part, Place]] = []
+        for number, phase in enumerate(PHASES):
+            for part, places in self.places.items():
+                if {places[number - 1], places[number]} == {"device", "host"}:
+                    found.append((phase, part, places[number]))
+        return found
+
+
+@dataclass(frozen=True)
+class ResidencyRules:
+    """The settings that decide."""
+
+    offload_frozen: bool = False
+    """See RolloutConfig."""
+    offload_states: bool = False
+    keep_weights: bool | Literal["auto"] = "auto"
+    """auto: as false on the actor's ranks, as true on ranks of the sampler's own."""
+    policy_lag: int = 0
+    optimizers_on_host: Collection[str] = ()
+    """Roles with `zero.offload_optimizer`."""
+    parameters_on_host: Collection[str] = ()
+    """Roles with `zero.offload_parameters`."""
+    cuda_graphs: bool = False
+    """Whether the device has them."""
+
+    @classmethod
+    def of(cls, config: RLConfig, *, cuda: bool) -> Self:
+        """The rules of a config, on GPUs or on CPUs."""
+        zero = {"actor": config.actor.zero, "critic": config.critic_zero}
+        return cls.of_rollout(
+            config.rollout,
+            optimizers_on_host=[role for role, section in zero.items() if section.offload_optimizer],
+            parameters_on_host=[role for role, section in zero.items() if section.offload_parameters],
+            cuda=cuda,
+        )
+
+    @classmethod
+    def of_rollout(
+        cls,
+        rollout: RolloutConfig,
+        *,
+        cuda: bool,
+        optimizers_on_host: Collection[str] = (),
+        parameters_on_host: Collection[str] = (),
+    ) -> Self:
+        """Those of the section rollout, and the roles whose ZeRO section offloads."""
+        return cls(
+            rollout.offload_frozen,
+            rollout.offload_states,
+            rollout.keep_weights,
+            rollout.policy_lag,
+            optimizers_on_host,
+            parameters_on_host,
+            cuda and not rollout.policy_lag,
+        )
+
+    def actor(self, zero: int = 0, *, samples: bool = True) -> RoleResidency:
+        """The actor under a ZeRO stage; `samples`: on the ranks that train it."""
+        parts = {**self.learner("actor", zero).places}
+        if samples:
+            if self.offload_states:
+                parts |= {"gradients": _away(parts["gradients"]), "optimizer": _away(parts["optimizer"])}
+            parts |= self._sampling(keeps=self.keep_weights is True, keeps_cache=self.keep_weights is True)
+        return RoleResidency(parts)
+
+    def learner(self, name: str, zero: int) -> RoleResidency:
+        """Actor or critic in training, under a ZeRO stage."""
+        on_host = name in self.optimizers_on_host and zero > 0
+        training: tuple[Place, ...] = ("freed", "freed", "freed", "device")
+        gradients = _ON_DEVICE if zero == 3 else training  # ZeRO-3 keeps its gradient buffer
+        if on_host and zero >= 2:
+            gradients = _ON_HOST
+        return RoleResidency(
+            {
+                "weights": _ON_HOST if name in self.parameters_on_host and zero == 3 else _ON_DEVICE,
+                "gradients": gradients,
+                "optimizer": _ON_HOST if on_host else _ON_DEVICE,
+            }
+        )
+
+    def sampler(self, *, shares_ranks: bool) -> RoleResidency:
+        """A sampler with ranks of its own; `shares_ranks`: frozen roles or the critic compute there too, and need the
+        memory of the KV cache."""
+        keeps = self.keep_weights is not False
+        keeps_cache = self.keep_weights is True or (keeps and not shares_ranks)
+        return RoleResidency(self._sampling(keeps=keeps, keeps_cache=keeps_cache))
+
+    def frozen(
+        self, place: RolePlacement, *, sharded_on_host: bool = False, reads_in: Phase = "scoring"
+    ) -> RoleResidency:
+        """A reward model or the reference; under tensor parallelism its inference weights stay on the device.
+        `sharded_on_host`: its trained sibling has `zero.offload_parameters`."""
+        if place.tensor_parallel > 1:
+            return RoleResidency({"inference weights": _ON_DEVICE})
+        if place.zero == 3:
+            return RoleResidency({"weights": _ON_HOST if self.offload_frozen or sharded_on_host else _ON_DEVICE})
+        visit: tuple[Place, ...] = tuple("device" if phase == reads_in else "host" for phase in PHASES)
+        return RoleResidency({"weights": visit if self.offload_frozen else _ON_DEVICE})
+
+    def roles(self, placement: Placement) -> dict[str, RoleResidency]:
+        """All roles of a placement."""
+        return {name: self._role(name, placement) for name in placement.roles}
+
+    def _role(self, name: str, placement: Placement) -> RoleResidency:
+        place = placement[name]
+        if name == "actor":
+            return self.actor(place.zero, samples=not placement.separate_sampler)
+        if name == "critic":
+            return self.learner(name, place.zero)
+        if name == "sampler":
+            return self.sampler(shares_ranks=placement.sampler_shares_ranks)
+        if name != "reference":
+            return self.frozen(place, sharded_on_host="critic" in self.parameters_on_host)
+        # it reads while the reward models do where they are on other ranks, else after them
+        reads_in: Phase = "scoring" if placement.reference_beside_rewards else "log-probs and values"
+        return self.frozen(place, sharded_on_host="actor" in self.parameters_on_host, reads_in=reads_in)
+
+    def _sampling(self, *, keeps: bool, keeps_cache: bool) -> dict[Part, tuple[Place, ...]]:
+        """What sampling needs. With a policy lag it runs in all phases, on weights and a cache of its own."""
+        once: tuple[Place, ...] = ("device", "freed", "freed", "freed")
+        cache = _ON_DEVICE if keeps_cache or self.policy_lag else once
+        parts: dict[Part, tuple[Place, ...]] = {
+            "inference weights": _ON_DEVICE if keeps or self.policy_lag else once,
+            "KV cache": cache,
+        }
+        return parts | ({"CUDA graphs": cache} if self.cuda_graphs else {})
+
+
+def residency_table(roles: Mapping[str, RoleResidency]) -> list[str]:
+    """Lines that show where the parts of each role are; parts that are alike share a line."""
+    rows: list[tuple[str, ...]] = [("role", "memory", *PHASES)]
+    for name, residency in roles.items():
+        alike: dict[tuple[Place, ...], list[str]] = {}
+        for part, places in residency.places.items():
+            alike.setdefault(places, []).append(part)
+        rows += [(name, ", ".join(parts), *places) for places, parts in alike.items()]
+    return aligned(rows)
+
+
+def _away(places: tuple[Place, ...]) -> tuple[Place, ...]:
+    """The same, but on the host while sampling."""
+    return ("host", *places[1:]) if places[0] == "device" else places

@@ -1,0 +1,250 @@
+"""Partial rollouts: a rollout ends when enough prompts are finished, and the others continue in the next one.
+
+A long tail of completions then costs no idle time, and no token is sampled twice. A step trains on a constant number of
+prompts. Each tensor-parallel group that samples finishes its share of them, and keeps as many in flight as it would
+sample otherwise, and its share of the extra ones. Which prompts finish depends on tokens alone (`FinishedShare`), never
+on time or memory, so a run is reproducible and resumes bit for bit. It does depend on the number of groups.
+
+Tokens keep their log-probs and weight versions; keys and values of a carried completion are computed again with the
+weights that continue it. A prompt keeps the random streams of the step in which it began.
+
+Source: partial rollouts of Kimi k1.5 (arXiv 2501.12599, section 2.6), APRIL (arXiv 2509.18521), and AReaL's
+interruptible generation (arXiv 2505.24298, section 4.1), whose correction of the loss is `algorithm.correction`.
+Deviations: the end is a number of tokens, not of seconds; a prompt is carried through `max_lag` steps at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.generation.sampling import Completion, FinishedShare, SamplingParams
+from hybrid_rlhf.rl.batch import Rollout, with_prefix, without_prefix
+from hybrid_rlhf.rl.rollouts.exchange import Sampled, gather_completions
+from hybrid_rlhf.runtime.world import World
+
+_CARRIED = "carried."
+"""Prefix of the names of their tensors."""
+
+
+@dataclass(frozen=True)
+class AssignedPrompt:
+    """A prompt that this rank samples."""
+
+    place: int
+    """Orders the prompts of a rollout, over all ranks."""
+    row: Mapping[str, Any]
+    params: SamplingParams
+    recorded: bool
+    """Whether the experts of its completions are recorded, if the model has any."""
+    begun: Sequence[Completion] = ()
+    """Its completions so far; none before its first rollout."""
+
+
+@dataclass(frozen=True)
+class PromptInFlight:
+    """A prompt that has begun and that no step has trained on, as every rank knows it."""
+
+    row: int
+    """In the data set."""
+    step: int
+    """In which it began, key of its random streams with its place."""
+    place: int
+    """Among the prompts that began in that step."""
+    group: int
+    """Number of the tensor-parallel group that samples it."""
+
+
+class CarriedPrompts:
+    """The prompts in flight of this rank's group. One rollout at a time uses them, in the order of steps."""
+
+    def __init__(self) -> None:
+        self.prompts: list[AssignedPrompt] = []
+
+
+@dataclass(frozen=True)
+class RolloutPart:
+    """What this rank's group contributes to a rollout."""
+
+    carried: CarriedPrompts
+    first: int
+    """Place of the first prompt that begins in it."""
+    begins: Sequence[int]
+    """Indices, among the prompts that begin in it, of those of the group."""
+    prompts: int
+    """Prompts that it finishes and hands over."""
+    overdue: frozenset[int]
+    """Places of prompts that it must finish."""
+
+    def join(self, new: Sequence[AssignedPrompt]) -> tuple[list[AssignedPrompt], FinishedShare]:
+        """All that the group samples, carried prompts first, and where that ends."""
+        self.carried.prompts = joined = [*self.carried.prompts, *new]
+        required = [index for index, prompt in enumerate(joined) if prompt.place in self.overdue]
+        return joined, FinishedShare(self.prompts, frozenset(required))
+
+    def hand_over(
+        self, prompts: Sequence[AssignedPrompt], samples: Sequence[list[Completion]]
+    ) -> tuple[list[AssignedPrompt], list[list[Completion]]]:
+        """The finished prompts of this rollout with their completions; the others stay in flight.
+
+        If more are finished than the part takes, those that must be come first, then those that needed fewer tokens.
+        """
+        finished = [
+            (prompt.place not in self.overdue, _added_tokens(prompt, of_prompt), prompt.place, index)
+            for index, (prompt, of_prompt) in enumerate(zip(prompts, samples, strict=True))
+            if all(completion.finish_reason is not None for completion in of_prompt)
+        ]
+        taken = sorted(index for *_, index in sorted(finished)[: self.prompts])
+        self.carried.prompts = [
+            replace(prompt, begun=samples[index]) for index, prompt in enumerate(prompts) if index not in taken
+        ]
+        return [prompts[index] for index in taken], [samples[index] for index in taken]
+
+
+class PartialRollouts:
+    """Which prompts are in flight, and what each group contributes to a rollout; the same on every rank."""
+
+    def __init__(self, config: RolloutConfig, *, groups: int, group: int | None, total_steps: int) -> None:
+        """Take the settings.
+
+        Args:
+            config: with `partial`.
+            groups: number of tensor-parallel groups that sample.
+            group: number of this rank's; none: it samples in none.
+            total_steps: steps of the run.
+        """
+        assert config.partial is not None
+        self._per_step, self._extra = config.prompts_per_step, config.extra_prompts
+        self._max_lag = config.partial.max_lag
+        self._groups, self._group, self._total_steps = groups, group, total_steps
+        self._carried = CarriedPrompts()
+        self._in_flight: dict[int, PromptInFlight] = {}
+        """By place, of which prompts have different ones over the whole run."""
+        self._loads = [0] * groups
+        """Prompts of each group in flight after all rollouts that have begun."""
+        self._tensors: dict[str, Tensor] = {}
+
+    @property
+    def any_in_flight(self) -> bool:
+        """Whether prompts are left for another step."""
+        return any(self._loads)
+
+    def wanted(self, step: int) -> int:
+        """Prompts that begin in the rollout of a step; none that no step would train on."""
+        left = (self._total_steps - step + 1) * self._per_step
+        return max(0, min(self._per_step + self._extra, left) - sum(self._loads))
+
+    def begin(self, step: int, rows: Sequence[int], *, first: int) -> RolloutPart:
+        """Count a rollout in; every rank calls, in the order of steps.
+
+        Args:
+            step: its step.
+            rows: of the prompts that begin in it.
+            first: their first place, beyond those of all earlier prompts.
+        """
+        for index, row in enumerate(rows):
+            group = index % self._per_step % self._groups
+            self._in_flight[first + index] = PromptInFlight(row, step, index, group)
+            self._loads[group] += 1
+        last = sum(self._loads) <= self._per_step
+        shares = [len(range(group, self._per_step, self._groups)) for group in range(self._groups)]
+        finished = [load if last else min(load, share) for load, share in zip(self._loads, shares, strict=True)]
+        self._loads = [load - done for load, done in zip(self._loads, finished, strict=True)]
+        own = {place: prompt for place, prompt in self._in_flight.items() if prompt.group == self._group}
+        return RolloutPart(
+            self._carried,
+            first,
+            [place - first for place in own if place >= first],
+            0 if self._group is None else finished[self._group],
+            frozenset(place for place, prompt in own.items() if prompt.step <= step - self._max_lag),
+        )
+
+    def end(self, rollout: Rollout) -> list[int]:
+        """Count the prompts of a rollout out; their rows in the data set."""
+        assert rollout.groups is not None
+        return [self._in_flight.pop(place).row for place in dict.fromkeys(rollout.groups.tolist())]
+
+    def state_dict(self, world: World, *, sends: bool) -> dict[str, Any]:
+        """The prompts in flight, for a checkpoint, after all rollouts that have begun. Every rank calls.
+
+        Args:
+            world: all ranks.
+            sends: whether this rank is the first of a group that samples.
+        """
+        mine = [
+            Sampled(prompt.place, list(prompt.row["input_ids"]), completion)
+            for prompt in self._carried.prompts * sends
+            for completion in prompt.begun
+        ]
+        whole = sorted(gather_completions(mine, world), key=lambda each: each.place)
+        completions = [each.completion for each in whole]
+        self._tensors = {}
+        if whole:
+            rollout = Rollout.of_completions([each.prompt for each in whole], completions, torch.device("cpu"))
+            self._tensors = with_prefix(_CARRIED, rollout.tensors())
+        return {
+            "groups": self._groups,
+            "prompts": [{"number": place, **asdict(prompt)} for place, prompt in self._in_flight.items()],
+            "completions": [[each.place, each.completion.finish_reason] for each in whole],
+        }
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Tensors of the carried completions, by name; call after `state_dict`."""
+        return self._tensors
+
+    def load_state_dict(
+        self,
+        state: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+        assigned: Callable[[int, PromptInFlight], AssignedPrompt],
+    ) -> None:
+        """Restore the state of a checkpoint; prompts are distributed anew if the number of groups has changed.
+
+        Args:
+            state: of `state_dict`.
+            tensors: of the checkpoint.
+            assigned: what samples a prompt, by its place.
+        """
+        for index, entry in enumerate(state["prompts"]):
+            prompt = PromptInFlight(**{name: value for name, value in entry.items() if name != "number"})
+            if state["groups"] != self._groups:
+                prompt = replace(prompt, group=index % self._groups)
+            self._in_flight[entry["number"]] = prompt
+            self._loads[prompt.group] += 1
+        begun: dict[int, list[Completion]] = {place: [] for place in self._in_flight}
+        named = without_prefix(_CARRIED, tensors)
+        if named:
+            rollout = Rollout.from_tensors(named, torch.device("cpu"))
+            for row, (place, reason) in enumerate(state["completions"]):
+                begun[place].append(replace(_completion(rollout, row), finish_reason=reason))
+        self._carried.prompts = [
+            replace(assigned(place, prompt), begun=begun[place])
+            for place, prompt in self._in_flight.items()
+            if prompt.group == self._group
+        ]
+
+
+def _added_tokens(prompt: AssignedPrompt, completions: Sequence[Completion]) -> int:
+    """Most tokens that a rollout has added to a completion of a prompt."""
+    begun = [len(completion.token_ids) for completion in prompt.begun] or [0] * len(completions)
+    return max(len(now.token_ids) - before for now, before in zip(completions, begun, strict=True))
+
+
+def _completion(rollout: Rollout, row: int) -> Completion:
+    """One row of a rollout on the CPU."""
+    mask, routes = rollout.response_mask[row], None
+    if rollout.routes is not None and rollout.routes.lengths[row]:
+        routes = rollout.routes.rows([row]).experts.numpy()
+    return Completion(
+        rollout.input_ids[row][mask].tolist(),
+        rollout.sampled_logprobs[row][mask].tolist(),
+        None,
+        rollout.drawn_logprobs[row][mask].tolist(),
+        rollout.weight_versions[row][mask].tolist(),
+        routes,
+    )

@@ -1,0 +1,127 @@
+"""What a placement means, and what it may not say: each error is one line with the rule, the value and the fix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.parsing.command_line import parse_config
+from hybrid_rlhf.configs.pipeline import PipelineConfig
+from hybrid_rlhf.configs.sections.placement import PlacedRoles, Placement, adapts, is_automatic, resolve_placement
+
+PPO = {"actor": 0, "critic": 0, "reference": 0, "judge": 0}
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    (
+        "separated",
+        {},
+        "one of flattening, interleaving, separation, auto or a mapping of roles, got separated: the nea",
+    ),
+    ({"sampler": {"ranks": "6-7"}}, {}, "below the number of ranks, 4, got 7: start more ranks or the missing hosts"),
+    ({"actor": {"ranks": []}}, {}, "placement.actor.ranks must name a rank, got none"),
+    ({"actor": {"ranks": "3-1"}}, {}, "must be a list of ranks or ranges, got 3-1: write for example 0-3"),
+    ({"actor": {"ranks": [1, 1]}}, {}, r"must name each rank once, got \[1, 1\]"),
+    ({"actor": {}}, {}, "placement.actor must be a mapping with ranks, zero, tensor_parallel, got {}"),
+    ({"actor": {"rank": 1}}, {}, "unknown key placement.actor.rank: the nearest is ranks"),
+    ({"actr": {"ranks": 1}}, {}, "placement.actr must be a role of the step, .* the nearest is actor"),
+    ({"sampler": {"ranks": "0-3"}}, {}, "placement.actor needs ranks, placement.sampler takes all 4: leave it some"),
+    ({"sampler": {"ranks": "1-2"}, "actor": {"ranks": "0-1"}}, {}, "got 1 of the actor's too: name others"),
+    (
+        {"sampler": {"ranks": "1-3", "tensor_parallel": 2}},
+        {},
+        "must divide the 3 ranks of the sampler, got 2: use one of 1, 3",
+    ),
+    ({"actor": {"ranks": 1, "tensor_parallel": 2}}, {}, "placement.actor trains without tensor parallelism"),
+    ({"judge": {"ranks": 1, "zero": 2}}, {}, r"ZeRO shards its weights \(3\) or nothing \(0\), got 2"),
+    (
+        {"actor": {"ranks": 1, "zero": 4}},
+        {},
+        "placement.actor.zero must be a whole number of 0 or more, at most 3, got 4",
+    ),
+    (
+        {"sampler": {"ranks": 3}, "critic": {"ranks": "2-3"}},
+        {"policy_lag": 1},
+        "samples while the critic trains, got both on ranks 3 in placement",
+    ),
+    ({"critic": {"ranks": 1}}, {"shares_base": True}, "critic.share_base needs the critic on the actor's ranks"),
+    ("separation", {"tensor_parallel": 3}, "placement separation needs 3 ranks for a tensor-parallel sampler .* got 4"),
+    ({"adapt": True}, {}, "placement.adapt needs the planner, got style None: write {style: auto, adapt: true}"),
+    ({"style": "auto", "adapt": 1}, {}, "placement.adapt must be true or false, got 1"),
+    ({"style": "auto", "actor": {"ranks": 0}}, {}, "auto chooses the ranks of all roles, got placement.actor: leave"),
+]
+
+
+@pytest.mark.parametrize(("given", "more", "message"), REFUSED)
+def test_a_wrong_placement_is_one_line(given: Any, more: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as raised:
+        resolve_placement(given, PlacedRoles(PPO, **more), ranks=4)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_style_needs_two_ranks() -> None:
+    with pytest.raises(UserError, match="placement interleaving needs 2 ranks or more, got 1: start more, or give"):
+        resolve_placement("interleaving", PlacedRoles(PPO), ranks=1)
+
+
+def test_a_missing_host_is_found_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("first slots=4\n# second slots=4\n")
+    line = f"--launcher.hostfile {tmp_path}/hosts --rl.placement".split()
+    parse_config(PipelineConfig, [*line, "{sampler: {ranks: 2-3}}"])
+    with pytest.raises(
+        UserError, match="rl.placement.sampler.ranks must be below the 4 ranks of .* 1 host, got 7: add"
+    ):
+        parse_config(PipelineConfig, [*line, "{sampler: {ranks: 4-7}}"])
+    with pytest.raises(UserError, match="below the 2 ranks of launcher.num_processes 2, got 2"):
+        parse_config(PipelineConfig, "--launcher.num_processes 2 --rl.placement".split() + ["{critic: {ranks: 2}}"])
+    parse_config(PipelineConfig, [*line, "{sampler: {ranks: 4-7}}", "--steps", "sft"])
+
+
+def test_the_planner_is_named_with_or_without_adaptation() -> None:
+    assert is_automatic("auto") and is_automatic({"style": "auto"}) and not is_automatic({"style": "separation"})
+    assert not is_automatic(None) and not adapts("auto") and adapts({"style": "auto", "adapt": True})
+
+
+ZERO = {"actor": 3, "critic": 3, "reference": 3, "judge": 3}
+
+
+def resolved(given: dict[str, Any] | str, ranks: int = 8, **placed: Any) -> Placement:
+    return resolve_placement(given, PlacedRoles(**{"zero": ZERO, **placed}), ranks=ranks)
+
+
+def test_tensor_parallelism_takes_the_place_of_the_stage_of_the_config() -> None:
+    found = resolved({"reward": {"ranks": "4-7", "tensor_parallel": 4}, "reference": {"tensor_parallel": 2}})
+    assert (found["judge"].ranks, found["judge"].zero, found["judge"].tensor_parallel) == ((4, 5, 6, 7), 0, 4)
+    assert found["reference"].groups == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert found["actor"].zero == found["critic"].zero == 3
+    assert {(4, 5, 6, 7), (0, 1), (6, 7)} < set(found.groups()) and (0,) not in found.groups()
+    assert "  judge      4-7    tensor parallel 4" in found.table()
+
+
+def test_a_sampler_on_the_actors_ranks_leaves_the_actor_its_stage() -> None:
+    found = resolved("flattening", tensor_parallel=2)
+    assert (found["actor"].zero, found["actor"].tensor_parallel, found["judge"].tensor_parallel) == (3, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "placed", "rule"),
+    [
+        ({"critic": {"tensor_parallel": 2}}, {}, "placement.critic trains without tensor parallelism"),
+        ({"judge": {"ranks": "0-2", "tensor_parallel": 2}}, {}, "must divide the 3 ranks of the judge, got 2: use"),
+        ({"judge": {"tensor_parallel": 2, "zero": 3}}, {}, "by tensor parallelism or by ZeRO, got tensor_parallel 2"),
+        (
+            {"reference": {"tensor_parallel": 2}},
+            {"refreshes_reference": True},
+            "refresh_every writes to whole or ZeRO-sharded weights",
+        ),
+        (
+            {"reference": {"tensor_parallel": 2}},
+            {"zero": {"actor": 0}, "reads_actor": True},
+            "the reference is the actor without its adapters",
+        ),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(given: dict[str, Any], placed: dict[str, Any], rule: str) -> None:
+    with pytest.raises(UserError, match=rule):
+        resolved(given, **placed)

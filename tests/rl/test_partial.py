@@ -1,0 +1,298 @@
+"""Partial rollouts: no completion is lost, every token is of the weights that it says, and runs resume."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.parsing.command_line import parse_config
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.rollout import PartialRolloutConfig, RolloutConfig
+from hybrid_rlhf.configs.sections.sampling import SamplingParams
+from hybrid_rlhf.data.loaders import RowStream
+from hybrid_rlhf.engines.hybrid import HybridEngine
+from hybrid_rlhf.rl.batch import Rollout
+from hybrid_rlhf.rl.rollouts.async_sampler import AsyncSampler
+from hybrid_rlhf.rl.rollouts.partial import PartialRollouts
+from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
+from hybrid_rlhf.runtime.observability.timers import Timers
+from hybrid_rlhf.runtime.world import World
+from tests.support.ahead import (
+    PROMPTS,
+    STOP_TOKEN_IDS,
+    build_sampling_actor,
+    change_weights,
+    metrics_without_times,
+    rollout_line,
+    save_stopping_model,
+    trained_logprobs,
+)
+from tests.support.faults import run_step
+from tests.support.ranks import run_main, run_ranks
+from tests.support.steps import write_rows
+
+STEPS, PER_STEP, EXTRA, LONGEST = 4, 4, 2, 24
+Step = tuple[list[int], Rollout]
+
+
+class State(NamedTuple):
+    """Of a checkpoint."""
+
+    taken: dict[str, int]
+    ahead: list[dict[str, Any]]
+    carried: dict[str, Any] | None
+    tensors: dict[str, Tensor]
+
+
+def partial_of(actor: HybridEngine, stream: RowStream, lag: int, *, max_lag: int = 4) -> AsyncSampler:
+    config = RolloutConfig(
+        prompts_per_step=PER_STEP,
+        sampling=SamplingParams(n=2, max_new_tokens=LONGEST),
+        partial=PartialRolloutConfig(extra_prompts=EXTRA / PER_STEP, max_lag=max_lag),
+    )
+    sampler = RolloutSampler(
+        actor, config, world=actor.world, stop_token_ids=STOP_TOKEN_IDS, seed=0, timers=Timers(actor.device)
+    )
+    groups, group = actor.groups
+    return AsyncSampler(
+        sampler,
+        prompts=Dataset.from_list([{"input_ids": [5 + row, 7, 9]} for row in range(PROMPTS)]),
+        stream=stream,
+        per_step=PER_STEP,
+        total_steps=STEPS,
+        policy_lag=lag,
+        partial=PartialRollouts(config, groups=groups, group=group, total_steps=STEPS),
+    )
+
+
+def steps_of(
+    world: World, path: str, lag: int, changes: bool, actor_settings: dict[str, Any], max_lag: int = 4
+) -> list[Step]:
+    """What each step trains on, while the weights change after each step or stay."""
+    actor, stream = build_sampling_actor(world, path, **actor_settings)
+    ahead, taken = partial_of(actor, stream, lag, max_lag=max_lag), []
+    for step in range(1, STEPS + 1):
+        taken.append(ahead.take(step))
+        ahead.begin(step)
+        if changes:
+            change_weights(actor, step)
+    assert not ahead.has_next or stream.left == PROMPTS - STEPS * PER_STEP
+    return taken
+
+
+def versions_of(rollout: Rollout) -> list[list[int]]:
+    """Of the tokens of each completion."""
+    return [row[mask].tolist() for row, mask in zip(rollout.weight_versions, rollout.response_mask, strict=True)]
+
+
+def assert_each_prompt_once(steps: list[Step]) -> None:
+    for rows, rollout in steps:
+        assert len(rows) == PER_STEP and len(rollout) == 2 * PER_STEP
+        for place, row in enumerate(rows):
+            for sample in (2 * place, 2 * place + 1):
+                ids = rollout.input_ids[sample][~rollout.response_mask[sample] & rollout.attention_mask[sample]]
+                assert ids.tolist() == [5 + row, 7, 9], "completions belong to their prompts"
+        ends = [ids[mask][-1] for ids, mask in zip(rollout.input_ids, rollout.response_mask, strict=True)]
+        lengths = rollout.response_mask.sum(dim=1)
+        for end, length, stopped in zip(ends, lengths, rollout.stopped, strict=True):
+            assert bool(stopped) == (int(end) in STOP_TOKEN_IDS) and (bool(stopped) or length == LONGEST)
+    trained = sorted(row for rows, _ in steps for row in rows)
+    assert trained == sorted(RowStream(PROMPTS, epochs=1, seed=0).take(STEPS * PER_STEP))
+
+
+def checked_steps(
+    world: World, path: str, lag: int, actor_settings: dict[str, Any], max_lag: int
+) -> tuple[list[Step], float, float]:
+    """The steps, and how far their tokens are from the log-probs of their own weights (most) and of others (mean)."""
+    steps = steps_of(world, path, lag, True, actor_settings, max_lag)
+    fresh, _ = build_sampling_actor(world, path, **actor_settings)
+    own, others = 0.0, list[Tensor]()
+    for version in range(STEPS):
+        for _, rollout in steps:
+            difference = (trained_logprobs(fresh, rollout) - rollout.sampled_logprobs).abs()
+            mine = rollout.response_mask & (rollout.weight_versions == version)
+            own = max(own, float(torch.where(mine, difference, 0).max()))
+            others.append(difference[rollout.response_mask & ~mine])
+        change_weights(fresh, version + 1)
+    return steps, own, float(torch.cat(others).mean())
+
+
+@pytest.mark.parametrize(
+    ("lag", "ranks", "settings", "max_lag"),
+    [
+        (0, 1, {}, 4),
+        (1, 1, {"rank": 4}, 4),
+        (2, 2, {"stage": 3}, 4),
+        (0, 2, {"tensor_parallel": 2}, 1),
+    ],
+)
+def test_every_prompt_is_trained_on_once_by_tokens_of_the_weights_that_they_say(
+    lag: int, ranks: int, settings: dict[str, Any], max_lag: int, model_folder: Path, tmp_path: Path
+) -> None:
+    found = run_ranks(checked_steps, ranks, tmp_path, str(model_folder), lag, settings, max_lag)
+    for steps, own, others in found:
+        assert own < 1e-4 < 1e-1 < others
+        assert_each_prompt_once(steps)
+        spans = []
+        for number, (_, rollout) in enumerate(steps):
+            newest = max(0, number - lag)
+            for versions in versions_of(rollout):
+                assert versions == sorted(versions) and versions[-1] <= newest
+                assert versions[0] >= newest - max_lag
+                spans.append(len(set(versions)))
+            assert 0 <= rollout.staleness(number)["rollout/stale_updates"] <= lag + max_lag
+        assert max(spans) > 1, "some are carried"
+        if max_lag == 1:
+            assert max(spans) == 2
+    tokens = [[rollout.input_ids.tolist() for _, rollout in steps] for steps, _, _ in found]
+    assert all(each == tokens[0] for each in tokens)
+
+
+def whole_steps(world: World, path: str) -> dict[int, list[list[int]]]:
+    """The completions of each prompt, sampled to their ends with the random streams of the step in which it begins."""
+    actor, stream = build_sampling_actor(world, path)
+    ahead, found = partial_of(actor, stream, 0), {}
+    for step, begins in enumerate((PER_STEP + EXTRA, PER_STEP, PER_STEP, PER_STEP - EXTRA), start=1):
+        rows = stream.take(begins)
+        found |= tokens_by_row(rows, ahead._sampler.sample(ahead.prompts(rows), step=step))
+    return found
+
+
+def tokens_by_row(rows: list[int], rollout: Rollout) -> dict[int, list[list[int]]]:
+    tokens = [ids[mask].tolist() for ids, mask in zip(rollout.input_ids, rollout.response_mask, strict=True)]
+    return {row: tokens[2 * place : 2 * place + 2] for place, row in enumerate(rows)}
+
+
+def test_carried_completions_are_those_of_whole_rollouts(model_folder: Path, tmp_path: Path) -> None:
+    """While the weights stay; whatever the number of groups, how many rows are decoded together, and the lag."""
+    whole = run_ranks(whole_steps, 1, tmp_path / "whole", str(model_folder))[0]
+    by_groups: dict[int, list[list[int]]] = {}
+    cases: list[tuple[int, int, dict[str, Any]]] = [
+        (1, 0, {}),
+        (1, 2, {"max_decode_rows": 3}),
+        (2, 0, {}),
+        (2, 1, {"max_decode_rows": 1}),
+    ]
+    for number, (ranks, lag, settings) in enumerate(cases):
+        steps = run_ranks(steps_of, ranks, tmp_path / str(number), str(model_folder), lag, False, settings)[0]
+        assert_each_prompt_once(steps)
+        for rows, rollout in steps:
+            for row, tokens in tokens_by_row(rows, rollout).items():
+                assert tokens == whole[row]
+        assert by_groups.setdefault(ranks, [rows for rows, _ in steps]) == [rows for rows, _ in steps]
+
+
+def begun(world: World, path: str, lag: int) -> tuple[list[Step], State]:
+    """Two steps, and the checkpoint after them."""
+    actor, stream = build_sampling_actor(world, path)
+    ahead, taken = partial_of(actor, stream, lag), []
+    for step in (1, 2):
+        taken.append(ahead.take(step))
+        ahead.begin(step)
+        change_weights(actor, step)
+    later, carried = ahead.state_dict(), ahead.carried_state(world)
+    return taken, json.loads(json.dumps([stream.state_dict(), later, carried])) + [ahead.tensors()]
+
+
+def continued(world: World, path: str, lag: int, state: list[Any]) -> list[Step]:
+    """The steps after a checkpoint."""
+    actor, stream = build_sampling_actor(world, path)
+    for step in (1, 2):
+        change_weights(actor, step)
+    ahead, (taken, later, carried, tensors) = partial_of(actor, stream, lag), state
+    stream.load_state_dict(taken)
+    ahead.load_state_dict(later, tensors, world, carried)
+    found = []
+    for step in (3, 4):
+        found.append(ahead.take(step))
+        ahead.begin(step)
+        change_weights(actor, step)
+    return found
+
+
+@pytest.mark.parametrize(("lag", "ranks"), [(0, 1), (1, 2)])
+def test_carried_completions_resume(lag: int, ranks: int, model_folder: Path, tmp_path: Path) -> None:
+    path = str(model_folder)
+    whole = run_ranks(steps_of, ranks, tmp_path / "whole", path, lag, True, {})[0]
+    (before, state), *_ = run_ranks(begun, ranks, tmp_path / "begun", path, lag)
+    assert state[2]["completions"] and any(reason is None for _, reason in state[2]["completions"])
+    after = run_ranks(continued, ranks, tmp_path / "continued", path, lag, state)[0]
+    for (rows, rollout), (other_rows, other) in zip(whole, [*before, *after], strict=True):
+        assert rows == other_rows
+        one, two = rollout.tensors(), other.tensors()
+        assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    elsewhere = run_ranks(continued, 3 - ranks, tmp_path / "elsewhere", path, lag, state)[0]
+    assert_each_prompt_once([*before, *elsewhere])
+
+
+@pytest.fixture(scope="module")
+def stopping_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_stopping_model(tmp_path_factory.mktemp("stopping"))
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("ppo", []),
+        ("grpo", ["--rollout.async_sampling.policy_lag", "2", "--rollout.sampling.n", "2"]),
+        ("dapo", ["--rollout.sampling.n", "3"]),
+    ],
+)
+def test_a_run_resumes_with_carried_completions(
+    name: str, more: list[str], stopping_model: Path, tmp_path: Path
+) -> None:
+    rows, folder = write_rows(tmp_path / "rows.jsonl"), tmp_path / "run"
+    start = rollout_line(folder, stopping_model, rows, "--algorithm", name, "--rollout.partial.extra_prompts", "1")
+    start += ["--rollout.sampling.max_new_tokens", "24", "--logging.samples_every", "1", *more]
+    run_main("hybrid_rlhf.cli.rl", 1, start)
+    whole, weights = metrics_without_times(folder), (folder / "actor" / "model.safetensors").read_bytes()
+    steps = [line for line in whole if "rollout/stale_updates" in line]
+    assert any(line["rollout/carried_ratio"] > 0 for line in steps)
+    assert all(line["rollout/stale_updates"] <= line["rollout/stale_updates_max"] for line in steps)
+    samples = (folder / "samples.jsonl").read_text()
+    versions = [json.loads(line)["weight_versions"] for line in samples.splitlines()]
+    assert any(len(of_completion) > 1 for of_completion in versions)
+    (folder / "finished.json").unlink()
+    for step in (3, 4):
+        shutil.rmtree(folder / "checkpoints" / f"step_{step}", ignore_errors=True)
+    if name == "ppo":
+        off = [*start, "--resume", "auto", "--rollout.partial", "null"]
+        assert run_step("hybrid_rlhf.cli.rl", 1, off, errors=tmp_path / "errors.txt") == [2]
+        assert "partial rollouts have begun, got rollout.partial null" in (tmp_path / "errors.txt").read_text()
+    run_main("hybrid_rlhf.cli.rl", 1, [*start, "--resume", "auto"])
+    assert metrics_without_times(folder) == whole
+    assert (folder / "samples.jsonl").read_text() == samples
+    assert (folder / "actor" / "model.safetensors").read_bytes() == weights
+
+
+def test_a_greedy_baseline_is_refused(model_folder: Path, tmp_path: Path) -> None:
+    start = rollout_line(tmp_path / "run", model_folder, write_rows(tmp_path / "rows.jsonl"), "--algorithm", "remax")
+    start += ["--rollout.partial.max_lag", "2"]
+    assert run_step("hybrid_rlhf.cli.rl", 1, start, errors=tmp_path / "errors.txt") == [2]
+    assert "greedy baseline of algorithm remax: leave it out" in (tmp_path / "errors.txt").read_text()
+
+
+CORRECTED = ["--algorithm.correction.method", "truncate"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--rollout.partial.extra_prompts", "0", *CORRECTED], "above 0 and at most 1, got 0"),
+        (["--rollout.partial.max_lag", "0", *CORRECTED], "max_lag must be 1 step or more, got 0"),
+        (["--rollout.partial.max_lag", "1"], "algorithm.correction null: give"),
+        (["--rollout.partial.max_lag", "1", "--rollout.backend", "module"], "backend module: give auto"),
+        (["--rollout.partial.max_lag", "1", "--environment.path", "x.py:X", *CORRECTED], "got the section environment"),
+    ],
+)
+def test_what_cannot_be_carried_is_refused(given: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        parse_config(RLConfig, given)

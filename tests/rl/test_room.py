@@ -1,0 +1,111 @@
+"""A placement that does not fit is refused before models are loaded, with what would fit."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.parsing.command_line import parse_config
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.placement import Placement, resolve_placement
+from hybrid_rlhf.memory.plan import GPU_RESERVE_GIB, Device
+from hybrid_rlhf.memory.remedies import with_settings
+from hybrid_rlhf.rl.roles.placing import placed_roles
+from hybrid_rlhf.rl.roles.room import PlacedPlanner, misfit, require_room
+from hybrid_rlhf.runtime.world import World
+
+GPU = torch.device("cuda", 0)
+PLENTY = 2.0**50
+
+
+def config_of(model: Path, placement: str | None, *more: str) -> RLConfig:
+    line = (
+        f"--model.path {model} --reward.components {model} --rollout.max_prompt_tokens 32 --rollout.kv_cache_gib 0.01"
+    )
+    sizes = "--rollout.prompts_per_step 16 --rollout.sampling.max_new_tokens 32 --train.micro_batch_tokens 4096"
+    return parse_config(
+        RLConfig, [*line.split(), *sizes.split(), *(("--placement", placement) if placement else ()), *more]
+    )
+
+
+def placed(config: RLConfig, ranks: int) -> Placement:
+    return resolve_placement(config.placement, placed_roles(config, has_reference=True), ranks=ranks)
+
+
+def needed(config: RLConfig, ranks: int) -> dict[str, float]:
+    """The most that each rank needs, had memory no end."""
+    found: dict[str, float] = {}
+    planner = PlacedPlanner(Device(GPU, ranks, PLENTY), has_reference=True)
+    for each in planner.memory(config, placed(config, ranks)):
+        for rank in each.ranks:
+            found[str(rank)] = max(found.get(str(rank), 0.0), each.phase.total)
+    return found
+
+
+@pytest.mark.parametrize(
+    "placement", ["interleaving", "{sampler: {ranks: 1}, actor: {ranks: 0}}", "{reference: {tensor_parallel: 2}}"]
+)
+def test_one_line_says_where_it_does_not_fit_and_by_how_much(placement: str, model_folder: Path) -> None:
+    config = config_of(model_folder, placement)
+    most = needed(config, 2)
+    rank = max(most, key=lambda name: most[name])
+    assert misfit(config, placed(config, 2), Device(GPU, 2, most[rank])) is None
+    fault = misfit(config, placed(config, 2), Device(GPU, 2, 0.9 * most[rank]))
+    assert fault is not None and "\n" not in fault
+    rule, _, advice = fault.partition(" more than its GPU has: ")
+    assert rule.startswith(f"placement {placed(config, 2).style} must fit into memory, ") and advice
+    found = re.search(r" on ranks? ([\d-]+) needs ([\d.]+) GiB, ([\d.]+)$", rule)
+    assert found is not None and rank in found[1]
+    assert float(found[2]) == pytest.approx(most[rank] / 2**30, abs=0.01)
+    assert float(found[3]) == pytest.approx(0.1 * most[rank] / 2**30, abs=0.01)
+
+
+def test_the_settings_of_the_advice_fit(model_folder: Path) -> None:
+    config = config_of(model_folder, "interleaving")
+    machine = Device(GPU, 2, 0.95 * max(needed(config, 2).values()))
+    fault = misfit(config, placed(config, 2), machine)
+    assert fault is not None and ": set --" in fault
+    words = fault.partition(": set ")[2].split()
+    settings = {
+        key.removeprefix("--"): yaml.safe_load(value) for key, value in zip(words[::2], words[1::2], strict=True)
+    }
+    changed = with_settings(config, settings)
+    assert misfit(changed, placed(changed, 2), machine) is None
+
+
+def test_what_nothing_makes_fit_needs_another_machine(model_folder: Path) -> None:
+    config = config_of(model_folder, "interleaving")
+    fault = misfit(config, placed(config, 2), Device(GPU, 2, 1e4))
+    assert fault is not None and fault.endswith("use more ranks, or a smaller model")
+
+
+def test_tensor_parallelism_of_a_frozen_role_takes_its_part_of_the_memory(model_folder: Path) -> None:
+    whole = needed(config_of(model_folder, "{critic: {ranks: 0}, actor: {ranks: 0}, reward: {ranks: 1}}"), 2)
+    split = needed(config_of(model_folder, "{critic: {ranks: 0}, actor: {ranks: 0}, reward: {tensor_parallel: 2}}"), 2)
+    assert split["1"] < whole["1"] and split["0"] > whole["0"]
+
+
+def test_a_named_placement_is_refused_at_start_and_a_run_without_one_is_warned(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
+) -> None:
+    named, plain = config_of(model_folder, "flattening"), config_of(model_folder, None)
+    total = [PLENTY]
+    properties: Any = lambda device: SimpleNamespace(total_memory=total[0])  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    gpu, cpu = (World(0, 1, 0, 1, torch.device(kind)) for kind in ("cuda", "cpu"))
+    require_room(named, placed(named, 1), gpu)
+    total[0] = 0.9 * max(needed(named, 1).values()) + GPU_RESERVE_GIB * 2**30
+    with pytest.raises(UserError, match="placement flattening must fit into memory"):
+        require_room(named, placed(named, 1), gpu)
+    require_room(named, placed(named, 1), cpu)
+    assert not log_lines
+    require_room(plain, placed(plain, 1), gpu)
+    assert any("must fit into memory" in line for line in log_lines)
