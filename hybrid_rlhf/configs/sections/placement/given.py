@@ -39,9 +39,10 @@ def check_placement(given: str | Mapping[str, Any] | None) -> None:
             styles = (*STYLES, AUTO)
             require(keys in styles, f"placement.style must be one of {', '.join(styles)}, got {keys}: give one of them")
             continue
+        known = ", ".join(_KEYS if role == "sampler" else _KEYS[:-1])
         require(
             isinstance(keys, Mapping) and bool(keys),
-            f"placement.{role} must be a mapping with {', '.join(_KEYS[: 3 + (role == 'sampler')])}, got {keys}: write for example "
+            f"placement.{role} must be a mapping with {known}, got {keys}: write for example "
             f"{{{role}: {{ranks: 0-3}}}}",
         )
         for key, value in keys.items():
