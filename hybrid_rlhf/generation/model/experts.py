@@ -3,7 +3,7 @@
 Tensor-parallel ranks hold different experts (expert parallelism): each computes the tokens of its own, and the sum over
 ranks that every MLP ends with adds the rest. Tokens are sorted by expert; on a GPU one grouped product per projection
 computes all experts, with shapes that do not depend on the routing, as a CUDA graph requires; on a CPU each selected
-expert is one product with weights in oneDNN's format. The router computes in float32.
+expert is one product with packed weights. The router computes in float32.
 
 Source: Shazeer et al. 2017 (arXiv 1701.06538); softmax of all or of the chosen (Mixtral, arXiv 2401.04088; Granite);
 sigmoid with a correction of the choice, and groups (DeepSeek-V3, arXiv 2412.19437, section 2.1.2); SparseMixer-v2 as
