@@ -238,7 +238,7 @@ def test_products_equal_those_in_float64(outputs: int, inputs: int) -> None:
     packed, expected = cpu_kernels.pack(weight), x.double() @ weight.double().t() + bias
     whole = cpu_kernels.linear(x, packed, outputs, bias)
     torch.testing.assert_close(whole.double(), expected, rtol=1e-5, atol=1e-5 * inputs**0.5)
-    for rows in (0, 1, 11, 12, 13, 32):
+    for rows in (0, 1, 7, 8, 9, 32):
         part = cpu_kernels.linear(x[205 - rows :], packed, outputs, bias)
         torch.testing.assert_close(part, whole[205 - rows :], rtol=0, atol=0)
     by_columns = x.t().contiguous().t()
@@ -251,7 +251,7 @@ def test_products_of_other_sizes_and_dtypes_are_refused() -> None:
     packed, x = cpu_kernels.pack(torch.randn(40, 8)), torch.zeros(2, 8)
     for given, weight, outputs in (
         (torch.zeros(2, 9), packed, 40),
-        (x, packed, 65),
+        (x, packed, 97),
         (x.bfloat16(), packed, 40),
         (x, packed.double(), 40),
     ):

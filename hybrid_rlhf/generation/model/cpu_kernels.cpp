@@ -689,23 +689,21 @@ int gated(int64_t activation, const T* both, T* out, int64_t rows, int64_t width
 
 // -- products: a tile is some rows of x and TILE_OUTPUTS outputs, whose sums are in registers
 
-constexpr int TILE_OUTPUTS = 32;             // cpu_kernels.py packs weights by it
-constexpr int VECTORS = TILE_OUTPUTS / L;    // of a tile's outputs
-constexpr int TILE_ROWS = L == 16 ? 12 : 3;  // as many rows of x as have their sums in registers
-constexpr int BLOCK_TILES = 16;              // tiles of rows that pass over the same weights before others are read
-constexpr int64_t MANY_PRODUCTS = 1 << 18;   // as MANY; in int8 four times as many
+constexpr int TILE_OUTPUTS = 48;            // cpu_kernels.py knows it
+constexpr int VECTORS = TILE_OUTPUTS / L;   // of a tile's outputs
+constexpr int TILE_ROWS = L == 16 ? 8 : 2;  // as many rows of x as have their sums in registers
+constexpr int BLOCK_TILES = 16;             // tiles of rows that pass over the same weights before others are read
+constexpr int64_t MANY_PRODUCTS = 1 << 18;  // as MANY; in int8 four times as many
 
 // The tiles of rows have sizes that differ by 1 at most.
 struct Tiles {
     int64_t rows, count;
-    explicit Tiles(int64_t rows) : rows(rows), count((rows + TILE_ROWS - 1) / TILE_ROWS) {}
+    Tiles(int64_t rows, int64_t most) : rows(rows), count((rows + most - 1) / most) {}
     int64_t first(int64_t tile) const { return rows * tile / count; }
 };
 
-int64_t output_tiles(int64_t outputs) { return (outputs + TILE_OUTPUTS - 1) / TILE_OUTPUTS; }
-
 // Calls body with a number of rows of a tile as a constant.
-template <int ROWS = TILE_ROWS, class F>
+template <int ROWS, class F>
 void with_rows(int64_t rows, const F& body) {
     if (rows == ROWS) return body(std::integral_constant<int, ROWS>{});
     if constexpr (ROWS > 1) with_rows<ROWS - 1>(rows, body);
@@ -750,7 +748,8 @@ struct Packing {
 
 int pack(const Packing& a, Threads threads) {
     constexpr int64_t PART = 64;  // inputs at a time, so that lines are read and written once
-    deal(threads, a.inputs * a.outputs >= MANY, output_tiles(a.outputs), 1, [&](int64_t tile, int64_t end) {
+    int64_t tiles = Tiles(a.outputs, TILE_OUTPUTS).count;
+    deal(threads, a.inputs * a.outputs >= MANY, tiles, 1, [&](int64_t tile, int64_t end) {
         for (; tile < end; ++tile)
             for (int64_t begin = 0; begin < a.inputs; begin += PART)
                 for (int64_t i = 0, n = tile * TILE_OUTPUTS; i < TILE_OUTPUTS; ++i, ++n)
@@ -762,15 +761,15 @@ int pack(const Packing& a, Threads threads) {
 }
 
 int product(const Product& a, Threads threads) {
-    Tiles tiles(a.rows);
-    int64_t of_outputs = output_tiles(a.outputs), blocks = (tiles.count + BLOCK_TILES - 1) / BLOCK_TILES;
+    Tiles tiles(a.rows, TILE_ROWS);
+    int64_t of_outputs = Tiles(a.outputs, TILE_OUTPUTS).count, blocks = (tiles.count + BLOCK_TILES - 1) / BLOCK_TILES;
     deal(threads, a.rows * a.inputs * a.outputs >= MANY_PRODUCTS, blocks * of_outputs, 1, [&](int64_t i, int64_t end) {
         for (; i < end; ++i) {
             int64_t tile = i / of_outputs * BLOCK_TILES, last = tile + BLOCK_TILES;
             for (; tile < last && tile < tiles.count; ++tile) {
                 int64_t first = tiles.first(tile);
-                with_rows(tiles.first(tile + 1) - first,
-                          [&](auto rows) { product_tile<rows.value>(a, first, i % of_outputs); });
+                with_rows<TILE_ROWS>(tiles.first(tile + 1) - first,
+                                     [&](auto rows) { product_tile<rows.value>(a, first, i % of_outputs); });
             }
         }
     });
@@ -779,10 +778,14 @@ int product(const Product& a, Threads threads) {
 
 // -- products in int8
 
+constexpr int INT8_OUTPUTS = 32;  // as TILE_OUTPUTS, and what follows
+constexpr int INT8_VECTORS = INT8_OUTPUTS / L;
+constexpr int INT8_ROWS = L == 16 ? 12 : 3;
+
 template <class T>
 struct Int8Product {
     const T* x;
-    const int8_t* weight;   // [tiles of outputs, inputs / 4, TILE_OUTPUTS, 4], filled up with zeros
+    const int8_t* weight;   // [tiles of outputs, inputs / 4, INT8_OUTPUTS, 4], filled up with zeros
     const int32_t* offset;  // [outputs], 128 times the sum of an output's weights
     const float *scale, *bias;
     T* out;
@@ -836,24 +839,25 @@ INLINE vi dot(vi sum, vi codes, vi weights) {
 
 template <int ROWS, class T>
 void int8_tile(const Int8Product<T>& a, const uint8_t* codes, const float* scales, int64_t row, int64_t tile) {
-    const int8_t* weight = a.weight + tile * a.quads() * TILE_OUTPUTS * 4;
-    vi sums[ROWS][VECTORS] = {};  // in registers: all that reads it is unrolled
-    for (int64_t q = 0, quads = a.quads(); q < quads; ++q, codes += 4 * ROWS, weight += 4 * TILE_OUTPUTS) {
+    const int8_t* weight = a.weight + tile * a.quads() * INT8_OUTPUTS * 4;
+    vi sums[ROWS][INT8_VECTORS] = {};  // in registers: all that reads it is unrolled
+    for (int64_t q = 0, quads = a.quads(); q < quads; ++q, codes += 4 * ROWS, weight += 4 * INT8_OUTPUTS) {
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; ++r) {
             int32_t quad;
             memcpy(&quad, codes + 4 * r, sizeof quad);
 #pragma GCC unroll 16
-            for (int v = 0; v < VECTORS; ++v) sums[r][v] = dot(sums[r][v], quad - vi{}, load_codes(weight + 4 * L * v));
+            for (int v = 0; v < INT8_VECTORS; ++v)
+                sums[r][v] = dot(sums[r][v], quad - vi{}, load_codes(weight + 4 * L * v));
         }
     }
-    vi done[ROWS][VECTORS];
+    vi done[ROWS][INT8_VECTORS];
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 16
-        for (int v = 0; v < VECTORS; ++v) done[r][v] = sums[r][v];
-    for (int v = 0; v < VECTORS; ++v) {
-        int64_t n = tile * TILE_OUTPUTS + v * L, left = a.outputs - n;
+        for (int v = 0; v < INT8_VECTORS; ++v) done[r][v] = sums[r][v];
+    for (int v = 0; v < INT8_VECTORS; ++v) {
+        int64_t n = tile * INT8_OUTPUTS + v * L, left = a.outputs - n;
         if (left <= 0) return;
         vf scale = load(a.scale + n, left), bias = a.bias == nullptr ? vf{} : load(a.bias + n, left);
         vi offset = (vi)load((const float*)a.offset + n, left);
@@ -867,8 +871,9 @@ void int8_tile(const Int8Product<T>& a, const uint8_t* codes, const float* scale
 template <class T>
 int int8_product(const Int8Product<T>& a, Threads threads) {
     if (a.rows == 0) return OK;
-    Tiles tiles(a.rows);
-    int64_t width = 4 * a.quads(), outputs = output_tiles(a.outputs);  // inputs of a tile: [quads, rows of the tile, 4]
+    Tiles tiles(a.rows, INT8_ROWS);
+    int64_t outputs = Tiles(a.outputs, INT8_OUTPUTS).count;
+    int64_t width = 4 * a.quads();  // inputs of a tile: [quads, rows of the tile, 4]
     char* memory = static_cast<char*>(malloc(a.rows * (width + sizeof(float))));
     if (memory == nullptr) return NO_MEMORY;
     float* scales = reinterpret_cast<float*>(memory);
@@ -886,7 +891,7 @@ int int8_product(const Int8Product<T>& a, Threads threads) {
         for (; part < end; ++part) {
             for (int64_t tile = 0; tile < tiles.count; ++tile) {
                 int64_t first = tiles.first(tile);
-                with_rows(tiles.first(tile + 1) - first, [&](auto rows) {
+                with_rows<INT8_ROWS>(tiles.first(tile + 1) - first, [&](auto rows) {
                     int8_tile<rows.value>(a, codes + first * width, scales + first, first, part);
                 });
             }

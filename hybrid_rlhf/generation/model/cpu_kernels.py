@@ -33,8 +33,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 """Of weights, KV cache and activations."""
 _SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 _ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
-_TILE_OUTPUTS = 32
-"""Outputs of a product that are computed together."""
+_TILE_OUTPUTS, _INT8_OUTPUTS = 48, 32
+"""Outputs of a product that are computed together, in float32 and in int8."""
 _MOST_TOKENS = 1 << 21
 """Largest vocabulary whose weights sampling can add up as integers."""
 _NO_MEMORY, _OUTSIDE = 1, 2
@@ -312,8 +312,8 @@ def linear(x: Tensor, weight: Tensor, outputs: int, bias: Tensor | None) -> Tens
 def pack_int8(codes: Tensor) -> tuple[Tensor, Tensor]:
     """Weights [N, K] int8 in the order in which `int8_linear` reads them, and 128 times the sum of each row."""
     outputs, inputs = codes.shape
-    whole = functional.pad(codes, (0, -inputs % 4, 0, -outputs % _TILE_OUTPUTS))
-    packed = whole.view(-1, _TILE_OUTPUTS, whole.shape[1] // 4, 4).transpose(1, 2).contiguous()
+    whole = functional.pad(codes, (0, -inputs % 4, 0, -outputs % _INT8_OUTPUTS))
+    packed = whole.view(-1, _INT8_OUTPUTS, whole.shape[1] // 4, 4).transpose(1, 2).contiguous()
     return packed, 128 * codes.sum(dim=1, dtype=torch.int32)
 
 
@@ -329,7 +329,7 @@ def int8_linear(x: Tensor, weight: Tensor, offset: Tensor, scale: Tensor, bias: 
     """
     x, outputs = x.contiguous(), len(scale)
     rows, inputs = x.shape
-    _check(weight, torch.int8, (-(-outputs // _TILE_OUTPUTS), -(-inputs // 4), _TILE_OUTPUTS, 4))
+    _check(weight, torch.int8, (-(-outputs // _INT8_OUTPUTS), -(-inputs // 4), _INT8_OUTPUTS, 4))
     _check(offset, torch.int32, (outputs,))
     _check(scale, torch.float32, (outputs,))
     if bias is not None:

@@ -81,8 +81,8 @@ class RoutedExperts:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all experts of this rank; a step with few tokens reads fewer."""
-        products = [self.up, self.down, *(product.weight for product in self.products.values())]
-        return sum(weight.numel() * weight.element_size() for weight in products)
+        grouped = sum(weight.numel() * weight.element_size() for weight in (self.up, self.down))
+        return grouped + sum(p.outputs * p.inputs * p.weight.element_size() for p in self.products.values())
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights [T, k] float32 and indices [T, k] of the experts of tokens [T, H]."""
