@@ -6,7 +6,8 @@ One layer of SmolLM2-135M's shape, float32, 32 rows: between 64 and 160 tokens, 
 mean of 112. torch attends over slots as long as the longest row (as `DecodeAttention` does), the kernel over blocks of
 16 tokens in random places. Each operation runs for one layer after the other, as in a model, so that no cache holds
 what the next layer needs; matrix products in between keep torch's threads busy. The two take turns; medians in
-microseconds per layer are printed. Sampling runs once per step, over a vocabulary of 49,152 tokens.
+microseconds per layer are printed. The products of a layer are compared with oneDNN's. Sampling runs once per step,
+over a vocabulary of 49,152 tokens.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from unittest import mock
 
 import numpy as np
 import torch
@@ -24,7 +26,7 @@ from hybrid_rlhf.generation import SamplingParams
 from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, SamplingMode
 from hybrid_rlhf.generation.batching.requests import Request
 from hybrid_rlhf.generation.model import cpu_kernels
-from hybrid_rlhf.generation.model.layers import rotate
+from hybrid_rlhf.generation.model.layers import InferenceLinear, rotate
 from hybrid_rlhf.generation.sampler import Sampler
 from hybrid_rlhf.runtime.world import solo_world
 
@@ -100,6 +102,20 @@ def row_operations() -> dict[str, tuple[Operation, Operation]]:
     }
 
 
+def products(rows: int) -> dict[str, tuple[Operation, Operation]]:
+    """By oneDNN and by the kernel: the products of a layer with packed weights, each layer with its own."""
+    shapes = ((HIDDEN, (HEADS + 2 * KV_HEADS) * D), (HEADS * D, HIDDEN), (HIDDEN, 2 * MLP), (MLP, HIDDEN))
+    weights = [[torch.randn(outputs, inputs) for inputs, outputs in shapes] for _ in range(LAYERS)]
+    inputs = {width: torch.randn(rows, width) for width, _ in shapes}
+
+    def operation(by_kernel: bool) -> Operation:
+        with mock.patch.object(cpu_kernels, "multiplies_float32", lambda: by_kernel):
+            layers = [[InferenceLinear(weight, None, pack=True) for weight in layer] for layer in weights]
+        return lambda layer: [product(inputs[product.inputs]) for product in layers[layer]]
+
+    return {f"{rows} rows": (operation(False), operation(True))}
+
+
 def microseconds(operation: Operation, calls: int) -> float:
     """Of one call, between matrix products that are not counted."""
     x, weight = torch.randn(ROWS, HIDDEN), torch.randn(HIDDEN, HIDDEN)
@@ -154,6 +170,8 @@ def main() -> None:
     for title, lengths in (("64 to 160 tokens", uniform), (f"ragged, to {int(ragged.max())} tokens", ragged)):
         compare(title, attention_operations(lengths))
     compare("any length", row_operations())
+    for rows in (1, 4, 8, 16, 32, 64):
+        compare("products, oneDNN", products(rows))
     compare("one step", sampling_operations(), calls=1)
 
 

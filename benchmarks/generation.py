@@ -5,6 +5,7 @@
     python -m benchmarks.generation --requests 16 --n 8 --prompt_tokens 128 --new_tokens 1   # what samples cost to read
     python -m benchmarks.generation --scenario memory --requests 64 --new_tokens 256 --peers   # little cache memory
     python -m benchmarks.generation --quantization int8 --peers
+    python -m benchmarks.generation --onednn --peers      # also with the products of oneDNN
     python -m benchmarks.generation --vllm_python ENV/bin/python --json result.json
 
 In `memory`, requests have the same limit and end at random, after an eighth of it on average; the engine with memory
@@ -34,6 +35,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -44,6 +46,7 @@ from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.backends.native import NativeBackend
 from hybrid_rlhf.generation.batching.cache import bytes_per_token
 from hybrid_rlhf.generation.batching.requests import Request
+from hybrid_rlhf.generation.model import cpu_kernels
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.model.quantised import Linear
 from hybrid_rlhf.generation.sampling import derive_seed
@@ -367,6 +370,11 @@ def in_process(
 ) -> dict[str, Callable[[], None]]:
     """What runs in this process, by name."""
     peers = {"matrix products": matrix_products(decoder, work), "this engine": ours(decoder, work)}
+    if options.onednn:
+        with mock.patch.object(cpu_kernels, "multiplies_float32", lambda: False):
+            by_onednn = decoder_of(lm, world=solo_world(DEVICE), dtype=DTYPE)
+        peers["oneDNN's products"] = matrix_products(by_onednn, work)
+        peers["this engine, oneDNN"] = ours(by_onednn, work)
     if options.quantization:
         quantised = decoder_of(lm, world=solo_world(DEVICE), dtype=DTYPE, quantization=options.quantization)
         peers[f"{options.quantization} products"] = matrix_products(quantised, work)
@@ -459,6 +467,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--peers", nargs="*", default=["generate"], choices=["generate", "generate_batch"])
     parser.add_argument("--cached", action="store_true", help="also with prompts that are cached")
     parser.add_argument("--quantization", choices=["int8", "fp8"], help="also with quantised weights")
+    parser.add_argument("--onednn", action="store_true", help="also with all products by oneDNN")
     parser.add_argument("--vllm_python", help="python of an environment with vLLM")
     parser.add_argument("--json", help="file for the raw times")
     return parser.parse_args()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.generation.model import compiled, cpu_kernels
-from hybrid_rlhf.generation.model.layers import ACTIVATIONS, rotate
+from hybrid_rlhf.generation.model.layers import ACTIVATIONS, InferenceLinear, rotate
 
 needs_compiler = pytest.mark.usefixtures("compiled_kernels")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -228,6 +228,45 @@ def test_gates(activation: Any, dtype: torch.dtype) -> None:
     special = torch.tensor([[torch.nan, 90.0, -90.0, 1e20, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0]], dtype=dtype)
     out = cpu_kernels.gated(special, activation)[0].float()
     assert out[0].isnan() and out[1:].isfinite().logical_or(out[1:] > 1e38).all() and abs(out[2]) < 1e-30
+
+
+@needs_compiler
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (33, 7), (100, 64), (576, 1536)])
+def test_products_equal_those_in_float64(outputs: int, inputs: int) -> None:
+    """For full and partial tiles, and more rows than pass over the same weights; rows do not depend on each other."""
+    weight, bias, x = torch.randn(outputs, inputs), torch.randn(outputs), torch.randn(205, inputs)
+    packed, expected = cpu_kernels.pack(weight), x.double() @ weight.double().t() + bias
+    whole = cpu_kernels.linear(x, packed, outputs, bias)
+    torch.testing.assert_close(whole.double(), expected, rtol=1e-5, atol=1e-5 * inputs**0.5)
+    for rows in (0, 1, 7, 8, 9, 32):
+        part = cpu_kernels.linear(x[205 - rows :], packed, outputs, bias)
+        torch.testing.assert_close(part, whole[205 - rows :], rtol=0, atol=0)
+    by_columns = x.t().contiguous().t()
+    without = cpu_kernels.linear(by_columns, packed, outputs, None)
+    torch.testing.assert_close(without, (expected - bias).float(), rtol=1e-5, atol=1e-5 * inputs**0.5)
+
+
+@needs_compiler
+def test_products_of_other_sizes_and_dtypes_are_refused() -> None:
+    packed, x = cpu_kernels.pack(torch.randn(40, 8)), torch.zeros(2, 8)
+    for given, weight, outputs in (
+        (torch.zeros(2, 9), packed, 40),
+        (x, packed, 97),
+        (x.bfloat16(), packed, 40),
+        (x, packed.double(), 40),
+    ):
+        with pytest.raises(ValueError, match="contiguous"):
+            cpu_kernels.linear(given, weight, outputs, None)
+
+
+@needs_compiler
+@pytest.mark.parametrize("by_kernel", [False, True])
+def test_packed_products_by_kernel_and_by_onednn(by_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_kernels, "multiplies_float32", lambda: by_kernel)
+    weight, bias, x = torch.randn(70, 48), torch.randn(70), torch.randn(5, 48)
+    product = InferenceLinear(weight, bias, pack=True)
+    assert product.weight.is_mkldnn != by_kernel
+    torch.testing.assert_close(product(x), torch.nn.functional.linear(x, weight, bias), rtol=1e-5, atol=1e-5)
 
 
 @needs_compiler

@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 #include <immintrin.h>
 #endif
@@ -686,29 +687,110 @@ int gated(int64_t activation, const T* both, T* out, int64_t rows, int64_t width
     }
 }
 
+// -- products: a tile is some rows of x and TILE_OUTPUTS outputs, whose sums are in registers
+
+constexpr int TILE_OUTPUTS = 48;            // cpu_kernels.py knows it
+constexpr int VECTORS = TILE_OUTPUTS / L;   // of a tile's outputs
+constexpr int TILE_ROWS = L == 16 ? 8 : 2;  // as many rows of x as have their sums in registers
+constexpr int BLOCK_TILES = 16;             // tiles of rows that pass over the same weights before others are read
+constexpr int64_t MANY_PRODUCTS = 1 << 18;  // as MANY; in int8 four times as many
+
+// The tiles of rows have sizes that differ by 1 at most.
+struct Tiles {
+    int64_t rows, count;
+    Tiles(int64_t rows, int64_t most) : rows(rows), count((rows + most - 1) / most) {}
+    int64_t first(int64_t tile) const { return rows * tile / count; }
+};
+
+// Calls body with a number of rows of a tile as a constant.
+template <int ROWS, class F>
+void with_rows(int64_t rows, const F& body) {
+    if (rows == ROWS) return body(std::integral_constant<int, ROWS>{});
+    if constexpr (ROWS > 1) with_rows<ROWS - 1>(rows, body);
+}
+
+struct Product {
+    const float *x, *weight;  // weight: [tiles of outputs, inputs, TILE_OUTPUTS], filled up with zeros
+    const float* bias;        // null: none
+    float* out;
+    int64_t rows, inputs, outputs;
+};
+
+template <int ROWS>
+void product_tile(const Product& a, int64_t row, int64_t tile) {
+    constexpr int WEIGHTS_AHEAD = 40 * TILE_OUTPUTS;  // memory answers within about 40 inputs
+    const float *x = a.x + row * a.inputs, *weight = a.weight + tile * a.inputs * TILE_OUTPUTS;
+    vf sums[ROWS][VECTORS] = {};
+    for (int64_t k = 0; k < a.inputs; ++k, weight += TILE_OUTPUTS) {
+        vf own[VECTORS];
+        for (int v = 0; v < VECTORS; ++v) own[v] = load(weight + v * L);
+        for (int i = 0; i < TILE_OUTPUTS; i += 16) __builtin_prefetch(weight + WEIGHTS_AHEAD + i);
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 16
+            for (int v = 0; v < VECTORS; ++v) sums[r][v] += x[r * a.inputs + k] * own[v];
+    }
+    for (int v = 0; v < VECTORS; ++v) {
+        int64_t n = tile * TILE_OUTPUTS + v * L, left = a.outputs - n;
+        if (left <= 0) return;
+        vf bias = a.bias == nullptr ? vf{} : load(a.bias + n, left);
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; ++r) store(a.out + (row + r) * a.outputs + n, sums[r][v] + bias, left);
+    }
+}
+
+// Weights [outputs, inputs] in the order of a product.
+struct Packing {
+    const float* weight;
+    float* packed;
+    int64_t inputs, outputs;
+};
+
+int pack(const Packing& a, Threads threads) {
+    constexpr int64_t PART = 64;  // inputs at a time, so that lines are read and written once
+    int64_t tiles = Tiles(a.outputs, TILE_OUTPUTS).count;
+    deal(threads, a.inputs * a.outputs >= MANY, tiles, 1, [&](int64_t tile, int64_t end) {
+        for (; tile < end; ++tile)
+            for (int64_t begin = 0; begin < a.inputs; begin += PART)
+                for (int64_t i = 0, n = tile * TILE_OUTPUTS; i < TILE_OUTPUTS; ++i, ++n)
+                    for (int64_t k = begin; k < begin + PART && k < a.inputs; ++k)
+                        a.packed[(tile * a.inputs + k) * TILE_OUTPUTS + i] =
+                            n < a.outputs ? a.weight[n * a.inputs + k] : 0.0f;
+    });
+    return OK;
+}
+
+int product(const Product& a, Threads threads) {
+    Tiles tiles(a.rows, TILE_ROWS);
+    int64_t of_outputs = Tiles(a.outputs, TILE_OUTPUTS).count, blocks = (tiles.count + BLOCK_TILES - 1) / BLOCK_TILES;
+    deal(threads, a.rows * a.inputs * a.outputs >= MANY_PRODUCTS, blocks * of_outputs, 1, [&](int64_t i, int64_t end) {
+        for (; i < end; ++i) {
+            int64_t tile = i / of_outputs * BLOCK_TILES, last = tile + BLOCK_TILES;
+            for (; tile < last && tile < tiles.count; ++tile) {
+                int64_t first = tiles.first(tile);
+                with_rows<TILE_ROWS>(tiles.first(tile + 1) - first,
+                                     [&](auto rows) { product_tile<rows.value>(a, first, i % of_outputs); });
+            }
+        }
+    });
+    return OK;
+}
+
 // -- products in int8
 
-constexpr int TILE_OUTPUTS = 32;             // cpu_kernels.py packs weights by it
-constexpr int VECTORS = TILE_OUTPUTS / L;    // of a tile's outputs
-constexpr int TILE_ROWS = L == 16 ? 12 : 3;  // as many rows of x as have their sums in registers
-constexpr int64_t MANY_PRODUCTS = 1 << 20;   // as MANY
+constexpr int INT8_OUTPUTS = 32;  // as TILE_OUTPUTS, and what follows
+constexpr int INT8_VECTORS = INT8_OUTPUTS / L;
+constexpr int INT8_ROWS = L == 16 ? 12 : 3;
 
 template <class T>
 struct Int8Product {
     const T* x;
-    const int8_t* weight;   // [tiles of outputs, inputs / 4, TILE_OUTPUTS, 4], filled up with zeros
+    const int8_t* weight;   // [tiles of outputs, inputs / 4, INT8_OUTPUTS, 4], filled up with zeros
     const int32_t* offset;  // [outputs], 128 times the sum of an output's weights
     const float *scale, *bias;
     T* out;
     int64_t rows, inputs, outputs;
     int64_t quads() const { return (inputs + 3) / 4; }
-};
-
-// The tiles of rows have sizes that differ by 1 at most. Inputs of a tile lie as [quads, rows of the tile, 4].
-struct Tiles {
-    int64_t rows, count;
-    explicit Tiles(int64_t rows) : rows(rows), count((rows + TILE_ROWS - 1) / TILE_ROWS) {}
-    int64_t first(int64_t tile) const { return rows * tile / count; }
 };
 
 // Codes of a row, 128 more than those in int8, which makes them positive as the processor's instruction requires.
@@ -757,24 +839,25 @@ INLINE vi dot(vi sum, vi codes, vi weights) {
 
 template <int ROWS, class T>
 void int8_tile(const Int8Product<T>& a, const uint8_t* codes, const float* scales, int64_t row, int64_t tile) {
-    const int8_t* weight = a.weight + tile * a.quads() * TILE_OUTPUTS * 4;
-    vi sums[ROWS][VECTORS] = {};  // in registers: all that reads it is unrolled
-    for (int64_t q = 0, quads = a.quads(); q < quads; ++q, codes += 4 * ROWS, weight += 4 * TILE_OUTPUTS) {
+    const int8_t* weight = a.weight + tile * a.quads() * INT8_OUTPUTS * 4;
+    vi sums[ROWS][INT8_VECTORS] = {};  // in registers: all that reads it is unrolled
+    for (int64_t q = 0, quads = a.quads(); q < quads; ++q, codes += 4 * ROWS, weight += 4 * INT8_OUTPUTS) {
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; ++r) {
             int32_t quad;
             memcpy(&quad, codes + 4 * r, sizeof quad);
 #pragma GCC unroll 16
-            for (int v = 0; v < VECTORS; ++v) sums[r][v] = dot(sums[r][v], quad - vi{}, load_codes(weight + 4 * L * v));
+            for (int v = 0; v < INT8_VECTORS; ++v)
+                sums[r][v] = dot(sums[r][v], quad - vi{}, load_codes(weight + 4 * L * v));
         }
     }
-    vi done[ROWS][VECTORS];
+    vi done[ROWS][INT8_VECTORS];
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 16
-        for (int v = 0; v < VECTORS; ++v) done[r][v] = sums[r][v];
-    for (int v = 0; v < VECTORS; ++v) {
-        int64_t n = tile * TILE_OUTPUTS + v * L, left = a.outputs - n;
+        for (int v = 0; v < INT8_VECTORS; ++v) done[r][v] = sums[r][v];
+    for (int v = 0; v < INT8_VECTORS; ++v) {
+        int64_t n = tile * INT8_OUTPUTS + v * L, left = a.outputs - n;
         if (left <= 0) return;
         vf scale = load(a.scale + n, left), bias = a.bias == nullptr ? vf{} : load(a.bias + n, left);
         vi offset = (vi)load((const float*)a.offset + n, left);
@@ -785,18 +868,12 @@ void int8_tile(const Int8Product<T>& a, const uint8_t* codes, const float* scale
     }
 }
 
-template <int ROWS, class T>
-void int8_tile_of(int64_t rows, const Int8Product<T>& a, const uint8_t* codes, const float* scales, int64_t row,
-                  int64_t tile) {
-    if (rows == ROWS) return int8_tile<ROWS>(a, codes, scales, row, tile);
-    if constexpr (ROWS > 1) int8_tile_of<ROWS - 1>(rows, a, codes, scales, row, tile);
-}
-
 template <class T>
 int int8_product(const Int8Product<T>& a, Threads threads) {
     if (a.rows == 0) return OK;
-    Tiles tiles(a.rows);
-    int64_t width = 4 * a.quads(), outputs = (a.outputs + TILE_OUTPUTS - 1) / TILE_OUTPUTS;
+    Tiles tiles(a.rows, INT8_ROWS);
+    int64_t outputs = Tiles(a.outputs, INT8_OUTPUTS).count;
+    int64_t width = 4 * a.quads();  // inputs of a tile: [quads, rows of the tile, 4]
     char* memory = static_cast<char*>(malloc(a.rows * (width + sizeof(float))));
     if (memory == nullptr) return NO_MEMORY;
     float* scales = reinterpret_cast<float*>(memory);
@@ -809,13 +886,14 @@ int int8_product(const Int8Product<T>& a, Threads threads) {
                     quantise_row(a.x + (first + r) * a.inputs, a.inputs, codes + first * width + 4 * r, 4 * rows);
         }
     });
-    bool many = a.rows * a.inputs * a.outputs >= MANY_PRODUCTS;
-    deal(threads, many, outputs, grain_of(threads, outputs), [&](int64_t part, int64_t end) {
+    bool many = a.rows * a.inputs * a.outputs >= 4 * MANY_PRODUCTS;
+    deal(threads, many, outputs, 1, [&](int64_t part, int64_t end) {
         for (; part < end; ++part) {
             for (int64_t tile = 0; tile < tiles.count; ++tile) {
                 int64_t first = tiles.first(tile);
-                int8_tile_of<TILE_ROWS>(tiles.first(tile + 1) - first, a, codes + first * width, scales + first, first,
-                                        part);
+                with_rows<INT8_ROWS>(tiles.first(tile + 1) - first, [&](auto rows) {
+                    int8_tile<rows.value>(a, codes + first * width, scales + first, first, part);
+                });
             }
         }
     });
@@ -1139,6 +1217,28 @@ int hybrid_gated(const Gated* a) {
         return gated(a->activation, (const T*)a->both, (T*)a->out, a->rows, a->width, a->context.team());
     };
     return a->context.half ? call(bfloat16{}) : call(float{});
+}
+
+struct PackWeight {
+    Context context;
+    const float* weight;
+    float* packed;
+    int64_t inputs, outputs;
+};
+
+int hybrid_pack(const PackWeight* a) {
+    return pack(Packing{a->weight, a->packed, a->inputs, a->outputs}, a->context.team());
+}
+
+struct Linear {
+    Context context;
+    const float *x, *weight, *bias;
+    float* out;
+    int64_t rows, inputs, outputs;
+};
+
+int hybrid_linear(const Linear* a) {
+    return product(Product{a->x, a->weight, a->bias, a->out, a->rows, a->inputs, a->outputs}, a->context.team());
 }
 
 struct Int8Linear {

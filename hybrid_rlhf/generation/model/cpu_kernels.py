@@ -33,8 +33,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 """Of weights, KV cache and activations."""
 _SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 _ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
-_TILE_OUTPUTS = 32
-"""Outputs of a product in int8 that are computed together."""
+_TILE_OUTPUTS, _INT8_OUTPUTS = 48, 32
+"""Outputs of a product that are computed together, in float32 and in int8."""
 _MOST_TOKENS = 1 << 21
 """Largest vocabulary whose weights sampling can add up as integers."""
 _NO_MEMORY, _OUTSIDE = 1, 2
@@ -46,6 +46,8 @@ _STRUCTS = {
         ("hybrid_paged_attention", "3q8q9q2d"),
         ("hybrid_norm", "3q5q7qd"),
         ("hybrid_gated", "3q2q3q"),
+        ("hybrid_pack", "3q2q2q"),
+        ("hybrid_linear", "3q4q3q"),
         ("hybrid_int8_linear", "3q6q3q"),
         ("hybrid_sample", "3q7q4q"),
     )
@@ -280,11 +282,38 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     return out
 
 
+def multiplies_float32() -> bool:
+    """Whether `linear` is faster here than oneDNN: with AVX-512 it is for few rows, with AVX2 it is not."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX512" and available()
+
+
+def pack(weight: Tensor) -> Tensor:
+    """Weights [N, K] float32 in the order in which `linear` reads them."""
+    weight, (outputs, inputs) = weight.contiguous(), weight.shape
+    _check(weight, torch.float32, (outputs, inputs))
+    packed = weight.new_empty(-(-outputs // _TILE_OUTPUTS), inputs, _TILE_OUTPUTS)
+    _library().call("hybrid_pack", weight.dtype, weight.data_ptr(), packed.data_ptr(), inputs, outputs)
+    return packed
+
+
+def linear(x: Tensor, weight: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+    """x W^T + b [T, N], of x [T, K] float32, a weight of `pack` with N outputs, and a bias [N] float32 or none."""
+    x, (rows, inputs) = x.contiguous(), x.shape
+    _check(x, torch.float32, (rows, inputs))
+    _check(weight, torch.float32, (-(-outputs // _TILE_OUTPUTS), inputs, _TILE_OUTPUTS))
+    if bias is not None:
+        _check(bias, torch.float32, (outputs,))
+    out = x.new_empty(rows, outputs)
+    addresses = (x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr())
+    _library().call("hybrid_linear", x.dtype, *addresses, rows, inputs, outputs)
+    return out
+
+
 def pack_int8(codes: Tensor) -> tuple[Tensor, Tensor]:
     """Weights [N, K] int8 in the order in which `int8_linear` reads them, and 128 times the sum of each row."""
     outputs, inputs = codes.shape
-    whole = functional.pad(codes, (0, -inputs % 4, 0, -outputs % _TILE_OUTPUTS))
-    packed = whole.view(-1, _TILE_OUTPUTS, whole.shape[1] // 4, 4).transpose(1, 2).contiguous()
+    whole = functional.pad(codes, (0, -inputs % 4, 0, -outputs % _INT8_OUTPUTS))
+    packed = whole.view(-1, _INT8_OUTPUTS, whole.shape[1] // 4, 4).transpose(1, 2).contiguous()
     return packed, 128 * codes.sum(dim=1, dtype=torch.int32)
 
 
@@ -300,7 +329,7 @@ def int8_linear(x: Tensor, weight: Tensor, offset: Tensor, scale: Tensor, bias: 
     """
     x, outputs = x.contiguous(), len(scale)
     rows, inputs = x.shape
-    _check(weight, torch.int8, (-(-outputs // _TILE_OUTPUTS), -(-inputs // 4), _TILE_OUTPUTS, 4))
+    _check(weight, torch.int8, (-(-outputs // _INT8_OUTPUTS), -(-inputs // 4), _INT8_OUTPUTS, 4))
     _check(offset, torch.int32, (outputs,))
     _check(scale, torch.float32, (outputs,))
     if bias is not None:

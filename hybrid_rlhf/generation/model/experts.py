@@ -3,7 +3,7 @@
 Tensor-parallel ranks hold different experts (expert parallelism): each computes the tokens of its own, and the sum over
 ranks that every MLP ends with adds the rest. Tokens are sorted by expert; on a GPU one grouped product per projection
 computes all experts, with shapes that do not depend on the routing, as a CUDA graph requires; on a CPU each selected
-expert is one product with weights in oneDNN's format. The router computes in float32.
+expert is one product with packed weights. The router computes in float32.
 
 Source: Shazeer et al. 2017 (arXiv 1701.06538); softmax of all or of the chosen (Mixtral, arXiv 2401.04088; Granite);
 sigmoid with a correction of the choice, and groups (DeepSeek-V3, arXiv 2412.19437, section 2.1.2); SparseMixer-v2 as
@@ -81,8 +81,8 @@ class RoutedExperts:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all experts of this rank; a step with few tokens reads fewer."""
-        products = [self.up, self.down, *(product.weight for product in self.products.values())]
-        return sum(weight.numel() * weight.element_size() for weight in products)
+        grouped = sum(weight.numel() * weight.element_size() for weight in (self.up, self.down))
+        return grouped + sum(p.outputs * p.inputs * p.weight.element_size() for p in self.products.values())
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights [T, k] float32 and indices [T, k] of the experts of tokens [T, H]."""

@@ -1,7 +1,8 @@
 """Linear layers, norms and activations of the decoder, each in the form that is fastest on its device.
 
-On a CPU weights are packed once into oneDNN's blocked format, which is about twice as fast at the small batches of
-decoding, and norms are compiled kernels (cpu_kernels.py). On a GPU a weight may be a view of the training weight.
+On a CPU weights are packed once into the format of a compiled product (cpu_kernels.py) or of oneDNN, which is about
+twice as fast at the small batches of decoding, and norms are compiled kernels. On a GPU a weight may be a view of the
+training weight.
 
 Shapes: T tokens, N outputs, K inputs.
 """
@@ -29,7 +30,7 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
 }
 PACKED_ROWS = 32
-"""Batch size that packed weights are optimised for; others give the same result, slightly slower."""
+"""Batch size that oneDNN's packed weights are optimised for; others give the same result, slightly slower."""
 
 
 class InferenceLinear:
@@ -41,7 +42,7 @@ class InferenceLinear:
         Args:
             weight: used as it is, unless packed.
             bias: or none.
-            pack: copy the weight into oneDNN's blocked format.
+            pack: copy the weight into the format of the fastest product for few rows.
             wide: accumulate and return float32 for weights in bfloat16 or float16; packed, these are a float32 copy.
         """
         self._wide = wide and weight.dtype in (torch.bfloat16, torch.float16)
@@ -50,10 +51,16 @@ class InferenceLinear:
         self.bias = bias
         self.outputs, self.inputs = weight.shape
         self.packed = pack
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS) if pack else weight
+        self._by_kernel = pack and weight.dtype == torch.float32 and cpu_kernels.multiplies_float32()
+        if self._by_kernel:
+            self.weight = cpu_kernels.pack(weight)
+        else:
+            self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS) if pack else weight
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, K] to [T, N], float32 if wide."""
+        if self._by_kernel:
+            return cpu_kernels.linear(x.float() if self._wide else x, self.weight, self.outputs, self.bias)
         if self.packed:
             return onednn_linear(x.float() if self._wide else x, self.weight, self.bias)
         if self._wide:
@@ -109,7 +116,7 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether oneDNN supports packed weights for a device and dtype."""
+    """Whether there are products with packed weights for a device and dtype."""
     if device.type != "cpu" or not torch.backends.mkldnn.enabled:
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -50,7 +50,7 @@ _PROBE_ROWS = 4
 def product_maker(
     kind: Quantization | None, architecture: ModelDescription, device: torch.device, dtype: torch.dtype
 ) -> MakeLinear:
-    """What makes the products of a model's layers: quantised, or in oneDNN's format where that is supported.
+    """What makes the products of a model's layers: quantised, or packed where that is supported.
 
     Raises:
         UserError: when they cannot be quantised.

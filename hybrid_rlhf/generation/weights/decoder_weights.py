@@ -99,11 +99,12 @@ class DecoderWeights:
     @property
     def product_bytes(self) -> int:
         """Bytes of the matrices that a decoding step reads: all experts, as a step of many tokens does."""
-        weights = [product.weight for layer in self.layers for product in layer.products.values()]
-        weights += [layer.latent.kv_up for layer in self.layers if layer.latent is not None]
-        weights += [] if self.layer_inputs is None else [self.layer_inputs.project.weight]
+        products = [product for layer in self.layers for product in layer.products.values()]
+        products += [self.head, *([] if self.layer_inputs is None else [self.layer_inputs.project])]
+        latents = sum(layer.latent.kv_up.nbytes for layer in self.layers if layer.latent is not None)
         experts = sum(layer.experts.weight_bytes for layer in self.layers if layer.experts is not None)
-        return experts + sum(weight.numel() * weight.element_size() for weight in (*weights, self.head.weight))
+        # without what packing fills up
+        return experts + latents + sum(p.outputs * p.inputs * p.weight.element_size() for p in products)
 
     def refresh(self) -> None:
         """Recompute what is derived from weights, after these were updated in place."""
