@@ -76,7 +76,7 @@ CASES: list[Case] = [
     ("ppo", 2, "separation", (*PARTIAL,)),
     ("grpo", 3, "{sampler: {ranks: 0-1, tensor_parallel: 2}, actor: {ranks: 2}}", (*PARTIAL, *AHEAD)),
     ("ppo", 2, "{style: separation, sampler: {with_actor: true}}", (*ZERO_3,)),
-    ("grpo", 4, "{sampler: {ranks: 2-3, tensor_parallel: 2, with_actor: true}, reference: {ranks: 0}}", (*LORA,)),
+    ("grpo", 4, "{sampler: {ranks: 2-3, tensor_parallel: 2, with_actor: true}}", (*LORA,)),
     ("grpo", 2, "separation", (*REFILLED,)),
     ("remax", 3, "separation", ()),
     ("ppo", 3, "{sampler: {ranks: 0}, actor: {ranks: 1-2}}", (*MIXED,)),

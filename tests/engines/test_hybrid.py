@@ -97,7 +97,7 @@ def test_any_sharding_samples_the_same_and_training_continues_bit_for_bit(
             assert token_ids_of(result[name]) == token_ids_of(plain[name]), case
             for found, wanted in zip(sum(result[name], []), sum(plain[name], []), strict=True):
                 assert found.logprobs == pytest.approx(wanted.logprobs, abs=1e-4)
-                assert found.weight_version == 1
+                assert found.weight_versions == [1] * len(found.token_ids)
         assert result["same"], f"{case}: weights, gradients and optimizer states are bit for bit what they were"
         assert result["training"]
         for generated, without in (result["losses"], result["ends"]):

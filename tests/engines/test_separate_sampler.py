@@ -205,7 +205,7 @@ def test_separate_ranks_sample_what_the_actor_would(ranks: int, tmp_path: Path) 
                 assert not differ, (case, rank)
                 assert version == round_index
                 for mine, theirs in zip(found, wanted, strict=True):
-                    assert mine.weight_version == round_index
+                    assert mine.weight_versions == [round_index] * len(mine.token_ids)
                     if not reduced:
                         assert mine.token_ids == theirs.token_ids, (case, rank)
                         assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)

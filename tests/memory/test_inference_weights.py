@@ -30,9 +30,13 @@ def product_bytes(decoder: Decoder) -> int:
     products: list[Any] = [weights.head, *([] if weights.layer_inputs is None else [weights.layer_inputs.project])]
     for layer in weights.layers:
         products += [*layer.products.values(), *(layer.experts.products.values() if layer.experts else ())]
-    tensors = [
-        vars(product)[name] for product in products for name in ("weight", "scale", "_offset") if name in vars(product)
-    ]
+    return sum(_stored_bytes(product) for product in products)
+
+
+def _stored_bytes(product: Any) -> int:
+    if vars(product).get("_by_kernel"):  # without what fills up the last tile
+        return int(product.outputs * product.inputs * product.weight.element_size())
+    tensors = [vars(product)[name] for name in ("weight", "scale", "_offset") if name in vars(product)]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors if isinstance(tensor, Tensor))
 
 
