@@ -42,9 +42,9 @@ def inference_weight_bytes(
 ) -> float:
     """Inference weights that are copies of the training weights.
 
-    A CPU packs the weight of every matrix product; what fills up the last tile of outputs is not counted. A GPU uses views, except for weights that ZeRO-3 gathers, that
-    adapters are merged into, or that are fused and not adjacent in memory. Quantised products take a byte per weight;
-    the head, routers and embeddings keep their dtype.
+    A CPU packs the weight of every matrix product; what fills up the last tile of outputs is not counted. A GPU uses
+    views, except for weights that ZeRO-3 gathers, that adapters are merged into, or that are fused and not adjacent in
+    memory. Quantised products take a byte per weight; the head, routers and embeddings keep their dtype.
 
     Args:
         model: the actor.

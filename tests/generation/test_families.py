@@ -262,5 +262,5 @@ def test_a_row_with_a_mistake_says_so() -> None:
     with pytest.raises(ValueError, match="roles .*, got atention_norm"):
         replace(row, names={**row.names, "atention_norm": "model.layers.{}.input_layernorm"})
     described = describe(tiny_model())[0]
-    with pytest.raises(ValueError, match="block is one of sequential, parallel, post_norm, normed, single, got paralel"):
+    with pytest.raises(ValueError, match="parallel, post_norm, normed, single, got paralel"):
         replace(described, block="paralel")
