@@ -237,7 +237,9 @@ class GenerationEngine:
         return results
 
     def open(self, *, rows: int, max_tokens: int) -> OpenBatch:
-        """Decode requests of other threads as they arrive, until the batch is closed; `generate` waits for that.
+        """Decode requests of other threads as they arrive, until the batch is closed.
+
+        Nothing else generates with the engine meanwhile. Drafts are not used.
 
         Args:
             rows: most completions that are decoded together.

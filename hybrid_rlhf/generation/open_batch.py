@@ -8,6 +8,7 @@ tokens: those of a request depend on its own seed alone.
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -21,12 +22,14 @@ from hybrid_rlhf.generation.batching.arrivals import Arrivals
 from hybrid_rlhf.generation.batching.requests import NewTokens, Request
 from hybrid_rlhf.generation.batching.rows import BatchLoad
 from hybrid_rlhf.generation.sampling import FinishReason, SamplingParams
+from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 
 if TYPE_CHECKING:
     from typing import Self
 
     from hybrid_rlhf.generation.engine import GenerationEngine
 
+logger = logging.getLogger(LOGGER_NAME)
 ResultT = TypeVar("ResultT")
 
 
@@ -106,7 +109,8 @@ class OpenBatch:
             deliver: called on the thread of the batch after each step that has tokens of these prompts.
 
         Raises:
-            UserError: for what `generate` refuses, and for prompts and completions that are longer than `max_tokens`.
+            UserError: for what `generate` refuses, prompts and completions that are longer than `max_tokens`, and token
+                ids that the model does not have.
             RuntimeError: when the batch has ended.
         """
         for index, prompt in enumerate(prompts):
@@ -115,6 +119,10 @@ class OpenBatch:
                     f"prompt and completion must have at most {self.max_tokens} tokens together, prompt {index} has "
                     f"{len(prompt)} and max_new_tokens is {sampling.max_new_tokens}: shorten one of them"
                 )
+            most = self._backend.vocab_size - 1
+            unknown = [token for token in (*prompt, *sampling.stop_token_ids) if not 0 <= token <= most]
+            if unknown:
+                raise UserError(f"token ids must be in 0..{most}, prompt {index} has {unknown[0]}: remove it")
         requests = self._engine.requests(prompts, sampling)
         places = [(request.prompt_index, place % sampling.n) for place, request in enumerate(requests)]
         submission = Submission(dict(zip(requests, places, strict=True)), deliver)
@@ -133,7 +141,7 @@ class OpenBatch:
         with self._lock:
             unfinished, submission.samples = list(submission.samples), {}
             for request in unfinished:
-                del self._owners[request]
+                self._owners.pop(request, None)
         self._arrivals.cancel(unfinished)
 
     def call(self, function: Callable[[], ResultT]) -> Future[ResultT]:
@@ -171,7 +179,9 @@ class OpenBatch:
                 self._deliver(new)
         except BaseException as error:  # noqa: BLE001 - reported by `failure`, or by the constructor
             self.failure = error
-            if not started.done():
+            if started.done():
+                logger.error("an open batch has failed, its requests end without an answer", exc_info=error)
+            else:
                 started.set_exception(error)
         with self._lock:
             self._arrivals.close()

@@ -164,6 +164,8 @@ def test_what_is_too_long_or_does_not_fit_is_refused() -> None:
     with tiny_engine().open(rows=2, max_tokens=256) as batch:
         with pytest.raises(UserError, match="at most 256 tokens together, prompt 1 has 200"):
             batch.submit([[1], [1] * 200], SamplingParams(max_new_tokens=57), lambda tokens: None)
+        with pytest.raises(UserError, match=r"token ids must be in 0\.\.258, prompt 0 has 259"):
+            batch.submit([[1, 259]], SamplingParams(max_new_tokens=5), lambda tokens: None)
         with pytest.raises(UserError, match="prompt 0 has none"):
             batch.submit([[]], SamplingParams(), lambda tokens: None)
     with pytest.raises(UserError, match="the KV cache must hold one completion of 200 tokens"):

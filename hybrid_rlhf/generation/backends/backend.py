@@ -23,6 +23,7 @@ class GenerationBackend(Protocol):
 
     max_positions: int | None
     """Longest sequence that the model has positions for; none: no limit."""
+    vocab_size: int
     work: DecodeWork
     """Of all calls so far; zeros where the backend does not count."""
 

@@ -67,9 +67,11 @@ class ModuleBackend:
             max_batch_rows: most completions to decode together; none: 256.
             support: what an earlier `probe_module` of this model returned; none: probe.
         """
-        self._module: ModuleForward | None = ModuleForward(lm, support or probe_module(lm))
+        module = ModuleForward(lm, support or probe_module(lm))
+        self._module: ModuleForward | None = module
         self._max_rows = max_batch_rows or _DEFAULT_ROWS
         self.max_positions = position_limit(lm)
+        self.vocab_size = module.vocab_size
         self.work = DecodeWork()
         self.records_routes = self.continues = False
         self._load = BatchLoad()

@@ -35,7 +35,7 @@ from hybrid_rlhf.generation.batching.workspace import Workspace
 from hybrid_rlhf.generation.drafting.drafter import Drafter, check_can_draft
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.sampling import SamplingParams
-from hybrid_rlhf.generation.weights.conversion import prefill_logprobs
+from hybrid_rlhf.generation.scoring import InferencePolicy
 
 PREFILL_TOKENS = {"cpu": 2048, "cuda": 16384}
 """Prompt tokens of one prefill, by device."""
@@ -85,6 +85,7 @@ class NativeBackend:
         self._prefill_tokens = prefill_tokens or PREFILL_TOKENS[decoder.world.device.type]
         self._cuda_graphs = cuda_graphs
         self.max_positions = decoder.architecture.max_positions
+        self.vocab_size = decoder.architecture.vocab_size
         self.work = DecodeWork()
         self.records_routes, self.continues = bool(decoder.architecture.expert_layers), True
         self.preemptions = 0
@@ -181,7 +182,10 @@ class NativeBackend:
 
     def prompt_logprobs(self, tokens: Sequence[int]) -> list[float]:
         """See GenerationBackend."""
-        return prefill_logprobs(self.decoder, tokens).tolist()
+        ids = torch.tensor([tokens], device=self.decoder.world.device)
+        places = torch.arange(len(tokens), device=ids.device)[None]
+        logprobs, _ = InferencePolicy(self.decoder)(ids, torch.ones_like(ids), places > 0)
+        return logprobs[0, 1:].tolist()  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """See GenerationBackend."""

@@ -37,8 +37,6 @@ QUANTISED_TOLERANCE = 1.0
 """The same with quantised products. SmolLM2-135M in int8 differs by 0.37 on the probe, after some training by 0.5."""
 _DECODED = 3
 """Tokens of the probe that pass one by one: each reads all weights, as the rest does at once."""
-_LOGIT_ROWS = 256
-"""Rows whose logits are in memory at once in `prefill_logprobs`."""
 
 
 @dataclass(frozen=True)
@@ -199,20 +197,6 @@ def probe_logits(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
     probe, places = _Probe(decoder, tokens), range(len(tokens) - 1 - _DECODED, len(tokens) - 1)
     hidden = [probe.prefill(places.start), *map(probe.decode, places)]
     return gather_vocabulary(decoder.logits(torch.cat(hidden)), decoder.architecture.vocab_size, decoder.world)
-
-
-@torch.inference_mode()
-def prefill_logprobs(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
-    """Log-probs [P - 1] float32 of all tokens except the first, by one prefill with a cache of its own."""
-    if len(tokens) == 1:
-        return torch.zeros(0)
-    hidden = _Probe(decoder, tokens).prefill(len(tokens))[:-1]
-    labels = torch.tensor(tokens[1:], device=hidden.device)
-    parts = []
-    for some, wanted in zip(hidden.split(_LOGIT_ROWS), labels.split(_LOGIT_ROWS), strict=True):
-        logits = gather_vocabulary(decoder.logits(some), decoder.architecture.vocab_size, decoder.world)
-        parts.append(token_logprobs(logits, labels=wanted))
-    return torch.cat(parts)
 
 
 @torch.inference_mode()
