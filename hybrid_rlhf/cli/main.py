@@ -24,6 +24,7 @@ COMMANDS = {
     "rl": "Train by reinforcement learning: PPO, GRPO, RLOO, ...",
     "chat": "Chat with a saved model in the terminal",
     "generate": "Complete the prompts of a file",
+    "serve": "Serve a saved model over HTTP with OpenAI's API",
     "plan": "Print the memory that each phase of `train` needs and the fastest placement, without loading weights",
     "calibrate": "Measure how fast this machine is, for the times of `plan`",
 }

@@ -1,13 +1,16 @@
-"""Settings of the inference commands, chat and generate."""
+"""Settings of the inference commands, chat, generate and serve."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from hybrid_rlhf.configs.files.credentials import fill_placeholders, placeholders
 from hybrid_rlhf.configs.sections.rules import require, require_template_variables, setting
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 
+_SERVE_KEYS = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _CHAT_KEYS = tuple(name for name in vars(SamplingParams()) if name != "n")
 
 
@@ -64,3 +67,55 @@ class GenerateConfig(InferenceConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(bool(self.input) and bool(self.output), "--input and --output must name files: give both")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(InferenceConfig):
+    """Serve a model over HTTP with OpenAI's API."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0: all interfaces, which needs an api_key unless the network is private."""
+    port: int = 8000
+    """Port to listen on; 0: any that is free."""
+    api_key: str | None = None
+    """What requests must send as a bearer token, usually ${NAME} of an environment variable; null: nothing."""
+    model_name: str | None = None
+    """Name of the model in requests; null: its path."""
+    max_queue: int = 256
+    """Most completions that wait; a request beyond is refused with status 429."""
+    max_batch_rows: int = 64
+    """Most completions that are decoded together."""
+    max_sequence_tokens: int = 4096
+    """Most tokens of a prompt and its completion together."""
+    kv_cache_gib: float | None = setting(None, advanced=True)
+    """Memory for keys and values, in GiB; null: what is free on the device, up to all rows at their full length."""
+    shutdown_seconds: int = setting(30, advanced=True)
+    """Time in which requests may finish after SIGTERM or SIGINT."""
+    sampling: SamplingParams = setting(default_factory=lambda: SamplingParams(max_new_tokens=512), keys=_SERVE_KEYS)
+    """For what a request does not name."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(0 <= self.port < 65536, f"port must be in 0..65535, got {self.port}: choose another")
+        for name, least in (
+            ("max_queue", 0),
+            ("max_batch_rows", 1),
+            ("max_sequence_tokens", 2),
+            ("shutdown_seconds", 1),
+        ):
+            value = getattr(self, name)
+            require(value >= least, f"{name} must be {least} or more, got {value}: raise it")
+        require(
+            self.kv_cache_gib is None or self.kv_cache_gib > 0,
+            f"kv_cache_gib must be above 0, got {self.kv_cache_gib}: raise it, or leave it out",
+        )
+        require(self.api_key is None or bool(self.api_key), "api_key must not be empty: give a key, or leave it out")
+
+    def expanded_api_key(self) -> str | None:
+        """The API key with the values of its environment variables; never log it."""
+        if self.api_key is None:
+            return None
+        values = {name: os.environ.get(name, "") for name in placeholders(self.api_key)}
+        for name, value in values.items():
+            require(bool(value), f"api_key: ${{NAME}} must be a set variable, {name} is not set: export {name}=...")
+        return fill_placeholders(self.api_key, values)

@@ -23,6 +23,7 @@ from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Requ
 from hybrid_rlhf.generation.drafting.drafter import Drafter
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.model.quantised import Quantization
+from hybrid_rlhf.generation.open_batch import OpenBatch
 from hybrid_rlhf.generation.sampling import Completion, FinishedShare, SamplingParams, per_request, uniform_stream
 from hybrid_rlhf.generation.weights.conversion import check_inference_weights, decoder_of
 from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens
@@ -210,7 +211,7 @@ class GenerationEngine:
                 verified, or completions continue without inference weights.
             RuntimeError: when the engine is closed, also by another thread during the call.
         """
-        requests = self._requests(prompts, sampling)
+        requests = self.requests(prompts, sampling)
         if (until is not None or any(begun)) and not self.backend.continues:
             raise UserError("begun and until need inference weights, got the model's own module: leave them out")
         _continue(requests, begun)
@@ -235,9 +236,23 @@ class GenerationEngine:
             results[request.prompt_index].append(request.completion(self._weight_version))
         return results
 
+    def open(self, *, rows: int, max_tokens: int) -> OpenBatch:
+        """Decode requests of other threads as they arrive, until the batch is closed.
+
+        Nothing else generates with the engine meanwhile. Drafts are not used.
+
+        Args:
+            rows: most completions that are decoded together.
+            max_tokens: of prompt and completion of any request; keys and values of one such request must fit in memory.
+
+        Raises:
+            UserError: when they do not.
+        """
+        return OpenBatch(self, rows=rows, max_tokens=max_tokens)
+
     def stream(self, prompt: Sequence[int], sampling: SamplingParams) -> Iterator[int]:
         """Complete one prompt, token by token, the stop token included."""
-        for new in self._run(self._requests([prompt], replace(sampling, n=1))):
+        for new in self._run(self.requests([prompt], replace(sampling, n=1))):
             yield from (token for _, token in new)
 
     def close(self) -> None:
@@ -255,9 +270,10 @@ class GenerationEngine:
         if requests:
             yield from self.backend.run(requests, drafter or self._drafter)
 
-    def _requests(
+    def requests(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams]
     ) -> list[Request]:
+        """One request per sample of each prompt, before its first token; see `generate`."""
         for index, prompt in enumerate(prompts):
             if not len(prompt):
                 raise UserError(f"a prompt has at least one token, prompt {index} has none: drop it")

@@ -15,7 +15,8 @@ import torch
 
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "cancelled"]
+"""cancelled: in an open batch only (open_batch.py)."""
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ def test_the_memory_of_a_prefill_and_of_a_step_is_measured_by_running_them(monke
     generation = GenerationEngine.from_model(tiny_model(), stop_token_ids=STOP_TOKEN_IDS)
     decoder = generation.backend.decoder
     assert decoder is not None
-    requests = generation._requests(PROMPTS, SAMPLED)
+    requests = generation.requests(PROMPTS, SAMPLED)
     read: list[int] = []
     hidden = decoder.hidden
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Loading of a model and its tokenizer for `chat` and `generate`."""
+"""Loading of a model and its tokenizer for `chat`, `generate` and `serve`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.runtime.world import default_device, solo_world
 
 
-def load_engine(config: InferenceConfig) -> tuple[GenerationEngine, PreTrainedTokenizerBase]:
-    """The generation engine and the tokenizer of a config.
+def load_engine(
+    config: InferenceConfig, *, kv_cache_gib: float | None = None
+) -> tuple[GenerationEngine, PreTrainedTokenizerBase]:
+    """The generation engine and the tokenizer of a config; `kv_cache_gib`: see `GenerationEngine.from_model`.
 
     Raises:
         UserError: if there is no such model or device, or the device does not support the dtype.
@@ -39,7 +41,11 @@ def load_engine(config: InferenceConfig) -> tuple[GenerationEngine, PreTrainedTo
     )
     dtype = training_dtype(ModelConfig(dtype=config.dtype), device)
     engine = GenerationEngine.from_pretrained(
-        path, dtype=dtype, device=device, trust_remote_code=config.trust_remote_code
+        path,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=config.trust_remote_code,
+        kv_cache_gib=kv_cache_gib,
     )
     engine.stop_token_ids |= {*stop_token_ids(tokenizer, None)}
     return engine, tokenizer

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal, Protocol
 
+from hybrid_rlhf.generation.batching.arrivals import Arrivals
 from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Request
+from hybrid_rlhf.generation.batching.rows import BatchLoad
 from hybrid_rlhf.generation.drafting.drafter import Drafter
 
 BackendName = Literal["auto", "module"]
@@ -21,6 +23,7 @@ class GenerationBackend(Protocol):
 
     max_positions: int | None
     """Longest sequence that the model has positions for; none: no limit."""
+    vocab_size: int
     work: DecodeWork
     """Of all calls so far; zeros where the backend does not count."""
 
@@ -35,6 +38,22 @@ class GenerationBackend(Protocol):
         Raises:
             UserError: for a drafter, where the backend cannot verify drafts.
         """
+
+    def run_open(self, arrivals: Arrivals) -> Iterator[NewTokens]:
+        """Decode requests as they arrive, until `arrivals` is closed; yields after each step. On one rank only.
+
+        The backend allocates its memory before it takes the first request, and runs nothing else meanwhile.
+
+        Raises:
+            UserError: when memory has no room for one request of the longest kind.
+        """
+
+    @property
+    def load(self) -> BatchLoad:
+        """What runs and waits in `run_open`; zeros otherwise."""
+
+    def prompt_logprobs(self, tokens: Sequence[int]) -> list[float]:
+        """Log-probs of all tokens but the first, at temperature 1."""
 
     def close(self) -> None:
         """Release weights, KV cache and CUDA graphs. A backend is not used afterwards."""

@@ -22,12 +22,14 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from hybrid_rlhf.generation.batching.arrivals import Arrivals
 from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, SamplingMode
 from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Request
+from hybrid_rlhf.generation.batching.rows import BatchLoad
 from hybrid_rlhf.generation.drafting.drafter import Drafter, check_can_draft
 from hybrid_rlhf.generation.sampler import Sampler
 from hybrid_rlhf.generation.weights.conversion import LOW_PRECISION_TOLERANCE
-from hybrid_rlhf.models.head_check import agreement, probe_tokens
+from hybrid_rlhf.models.head_check import agreement, module_logprobs, probe_tokens
 from hybrid_rlhf.models.policy import wide_logits
 from hybrid_rlhf.models.pretrained.loading import position_limit
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
@@ -65,11 +67,14 @@ class ModuleBackend:
             max_batch_rows: most completions to decode together; none: 256.
             support: what an earlier `probe_module` of this model returned; none: probe.
         """
-        self._module: ModuleForward | None = ModuleForward(lm, support or probe_module(lm))
+        module = ModuleForward(lm, support or probe_module(lm))
+        self._module: ModuleForward | None = module
         self._max_rows = max_batch_rows or _DEFAULT_ROWS
         self.max_positions = position_limit(lm)
+        self.vocab_size = module.vocab_size
         self.work = DecodeWork()
         self.records_routes = self.continues = False
+        self._load = BatchLoad()
 
     @property
     def support(self) -> ModuleSupport:
@@ -85,6 +90,36 @@ class ModuleBackend:
             raise RuntimeError("a backend must be open to generate, this one was closed")
         for batch in _batches(requests, max_rows=self._max_rows, same_length=not self._module.support.padding):
             yield from _ModuleBatch(self._module, batch).steps()
+
+    def run_open(self, arrivals: Arrivals) -> Iterator[NewTokens]:
+        """See GenerationBackend: requests that arrive wait until those before them have finished."""
+        if self._module is None:
+            raise RuntimeError("a backend must be open to generate, this one was closed")
+        later: list[Request] = []
+        while requests := later or arrivals.take(wait=True):
+            later = []
+            for batch in _batches(requests, max_rows=arrivals.rows, same_length=not self._module.support.padding):
+                for new in _ModuleBatch(self._module, batch).steps():
+                    yield new
+                    later += arrivals.take()
+                    for request in arrivals.take_cancelled():
+                        request.finish_reason = request.finish_reason or "cancelled"
+                    if arrivals.closed:
+                        return
+                    live = sum(request.finish_reason is None for request in batch)
+                    self._load = BatchLoad(rows=live, waiting=len(requests) - len(batch) + len(later))
+            later = [request for request in later if request.finish_reason is None]
+            self._load = BatchLoad()
+
+    @property
+    def load(self) -> BatchLoad:
+        """See GenerationBackend; the cache has no pages."""
+        return self._load
+
+    def prompt_logprobs(self, tokens: Sequence[int]) -> list[float]:
+        """See GenerationBackend."""
+        assert self._module is not None
+        return module_logprobs(self._module.lm, tokens).tolist()  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """See GenerationBackend."""

@@ -12,10 +12,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.generation.batching.arrivals import Arrivals
 from hybrid_rlhf.generation.batching.blocks import BlockPool
 from hybrid_rlhf.generation.batching.cache import CacheLayout, KVCache, bytes_per_token, page_bytes
 from hybrid_rlhf.generation.batching.capacity import (
@@ -28,9 +30,12 @@ from hybrid_rlhf.generation.batching.capacity import (
 )
 from hybrid_rlhf.generation.batching.continuous import ContinuousBatch
 from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Request
+from hybrid_rlhf.generation.batching.rows import BatchLoad
 from hybrid_rlhf.generation.batching.workspace import Workspace
 from hybrid_rlhf.generation.drafting.drafter import Drafter, check_can_draft
 from hybrid_rlhf.generation.model.decoder import Decoder
+from hybrid_rlhf.generation.sampling import SamplingParams
+from hybrid_rlhf.generation.scoring import InferencePolicy
 
 PREFILL_TOKENS = {"cpu": 2048, "cuda": 16384}
 """Prompt tokens of one prefill, by device."""
@@ -80,6 +85,7 @@ class NativeBackend:
         self._prefill_tokens = prefill_tokens or PREFILL_TOKENS[decoder.world.device.type]
         self._cuda_graphs = cuda_graphs
         self.max_positions = decoder.architecture.max_positions
+        self.vocab_size = decoder.architecture.vocab_size
         self.work = DecodeWork()
         self.records_routes, self.continues = bool(decoder.architecture.expert_layers), True
         self.preemptions = 0
@@ -89,6 +95,7 @@ class NativeBackend:
         """KV cache of the last call."""
         self.workspace: Workspace | None = None
         """Tables and CUDA graphs of the last call."""
+        self._open: ContinuousBatch | None = None
 
     @property
     def decoder(self) -> Decoder:
@@ -117,14 +124,10 @@ class NativeBackend:
         if drafter is not None:
             check_can_draft(decoder.architecture, setting="a drafter")
         places = 1 if drafter is None else 1 + drafter.draft_tokens
-        self.workspace = workspace = self._workspace_for(decoder, requests, places)
-        assert self.held is not None
-        if self._written != decoder.written:
-            self.held.pool.forget_prefixes()
-            self._written = decoder.written
+        workspace, pool = self._prepared(decoder, requests, places=places, rows=len(requests))
         batch = ContinuousBatch(
             workspace,
-            self.held.pool,
+            pool,
             requests,
             prefill_tokens=self._prefill_tokens,
             drafts=None if drafter is None else drafter.begin(requests, decoder.world),
@@ -140,6 +143,50 @@ class NativeBackend:
             finished = [request for request in requests if request.finish_reason is not None]
             drafter.remember([(request.prompt, request.token_ids) for request in finished])
 
+    def run_open(self, arrivals: Arrivals) -> Iterator[NewTokens]:
+        """See GenerationBackend.
+
+        A request that needs another part of sampling, or more stop tokens, than any before ends the present batch. The
+        next one continues its requests in wider tables; they are computed again, except prefixes that are cached.
+        """
+        decoder, shapes = self.decoder, _shapes(arrivals.max_tokens)
+        requests: list[Request] = []
+        while not arrivals.closed:
+            shapes += [request for request in requests if not self._accepts(request)]
+            workspace, pool = self._prepared(decoder, shapes, places=1, rows=arrivals.rows)
+            if not requests:
+                requests = arrivals.take(wait=True)
+                continue
+            batch = self._open = ContinuousBatch(workspace, pool, requests, prefill_tokens=self._prefill_tokens)
+            steps, live = batch.steps(), set(requests)
+            for new in steps:
+                yield new
+                arrived = arrivals.take()
+                batch.add(arrived)
+                batch.cancel(arrivals.take_cancelled())
+                live = {request for request in (*live, *arrived) if request.finish_reason is None}
+                if arrivals.closed or not all(map(workspace.accepts, arrived)):
+                    break
+            steps.close()
+            self._open, self.preemptions = None, self.preemptions + batch.preemptions
+            requests = sorted(live, key=lambda request: request.prompt_index)
+
+    def _accepts(self, request: Request) -> bool:
+        return self.workspace is not None and self.workspace.accepts(request)
+
+    @property
+    def load(self) -> BatchLoad:
+        """See GenerationBackend."""
+        batch = self._open
+        return BatchLoad() if batch is None else batch.load
+
+    def prompt_logprobs(self, tokens: Sequence[int]) -> list[float]:
+        """See GenerationBackend."""
+        ids = torch.tensor([tokens], device=self.decoder.world.device)
+        places = torch.arange(len(tokens), device=ids.device)[None]
+        logprobs, _ = InferencePolicy(self.decoder)(ids, torch.ones_like(ids), places > 0)
+        return logprobs[0, 1:].tolist()  # type: ignore[no-any-return]
+
     def close(self) -> None:
         """See GenerationBackend."""
         self._release_workspace()
@@ -151,9 +198,20 @@ class NativeBackend:
         if workspace is not None:
             workspace.close()
 
-    def _workspace_for(self, decoder: Decoder, requests: Sequence[Request], places: int) -> Workspace:
+    def _prepared(
+        self, decoder: Decoder, requests: Sequence[Request], *, places: int, rows: int
+    ) -> tuple[Workspace, BlockPool]:
+        """Workspace and blocks for requests, of which up to `rows` run together."""
+        self.workspace = workspace = self._workspace_for(decoder, requests, places, rows)
+        assert self.held is not None
+        if self._written != decoder.written:
+            self.held.pool.forget_prefixes()
+            self._written = decoder.written
+        return workspace, self.held.pool
+
+    def _workspace_for(self, decoder: Decoder, requests: Sequence[Request], places: int, rows: int) -> Workspace:
         """The last call's workspace if it serves these requests too, else a new one."""
-        sequences = self._sequences(decoder, requests, places)
+        sequences = self._sequences(decoder, requests, places, rows)
         if self.held is None or not self.held.serves(sequences):
             self.held = self._cache_for(decoder, requests, sequences)
         held, longest = self.held, sequences.longest_tokens
@@ -174,7 +232,7 @@ class NativeBackend:
         )
         return self.workspace
 
-    def _sequences(self, decoder: Decoder, requests: Sequence[Request], places: int) -> Sequences:
+    def _sequences(self, decoder: Decoder, requests: Sequence[Request], places: int, rows: int) -> Sequences:
         longest = max(len(request.prompt) + len(request.uniforms) for request in requests)
         layout = CacheLayout.of(
             decoder.architecture,
@@ -189,7 +247,7 @@ class NativeBackend:
             page_bytes(layout, kv_heads=len(split.kv_heads), head_dim=a.head_dim, dtype=decoder.dtype),
             longest_tokens=longest,
             prompt_tokens=max(len(request.prompt) for request in requests),
-            rows=min(len(requests), self._max_batch_rows or sys.maxsize),
+            rows=min(rows, self._max_batch_rows or sys.maxsize),
             prefill_tokens=self._prefill_tokens,
             state_bytes=decoder.state_bytes,
             places=places,
@@ -245,3 +303,10 @@ class NativeBackend:
         working = replace(working, row=working.row * sequences.places)
         states = 0 if self.workspace is None else (1 + self.workspace.most_rows) * decoder.state_bytes
         return available_bytes(decoder.world) + own + states, working
+
+
+def _shapes(max_tokens: int) -> list[Request]:
+    """Requests of the widest tables that an open batch begins with: greedy and sampled, of up to so many tokens."""
+    uniforms = np.zeros(max_tokens - 1)
+    kinds = (SamplingParams(temperature=0.0), SamplingParams(temperature=0.5))
+    return [Request([0], 0, params, frozenset({0}), uniforms) for params in kinds]

@@ -21,18 +21,17 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Generator, Sequence
 
 import torch
 
 from hybrid_rlhf.generation.batching.blocks import BlockPool, BlockTable
 from hybrid_rlhf.generation.batching.cache import BLOCK_TOKENS, blocks_of
 from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Request
-from hybrid_rlhf.generation.batching.rows import ExpectedLength, LaunchedStep, LiveRow
-from hybrid_rlhf.generation.batching.workspace import Prompts, Workspace
+from hybrid_rlhf.generation.batching.rows import BatchLoad, ExpectedLength, LaunchedStep, LiveRow, prompts_of
+from hybrid_rlhf.generation.batching.workspace import Workspace
 from hybrid_rlhf.generation.drafting.drafter import CallDrafts
 from hybrid_rlhf.generation.drafting.places import DraftPlaces
-from hybrid_rlhf.generation.model.attention import Chunks
 
 
 class ContinuousBatch:
@@ -57,7 +56,8 @@ class ContinuousBatch:
             drafts: of the requests; none: every row computes one token in a step.
         """
         self._workspace, self._pool, self._drafts = workspace, pool, drafts
-        self._waiting = deque(enumerate(requests))
+        self._waiting: deque[tuple[int, Request]] = deque()
+        self._ages = itertools.count()
         self._decoding: list[LiveRow] = []
         self._entering: list[LiveRow] = []
         """Rows whose prompts are not computed yet, by age; samples after the first are with it."""
@@ -73,9 +73,41 @@ class ContinuousBatch:
         """So far; bytes are not counted here."""
         self.preemptions = 0
         """Requests that were computed again."""
+        self.add(requests)
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Let further requests wait, while `steps` is suspended. Workspace and pool must have room for any of them."""
+        self._waiting.extend(zip(self._ages, requests, strict=False))
+
+    def cancel(self, requests: Collection[Request]) -> None:
+        """End requests early and release their blocks, while `steps` is suspended."""
+        gone = {request for request in requests if request.finish_reason is None}
+        if not gone:
+            return
+        for request in gone:
+            request.finish_reason = "cancelled"
+        self._waiting = deque(entry for entry in self._waiting if entry[1] not in gone)
+        self._remove({row for row in self._decoding if row.request in gone})
+        for row in self._entering:
+            self._slots += [one.slot for one in row.samples if one.request in gone]
+            row.samples = [one for one in row.samples if one.request not in gone]
+            if row.request in gone and row.samples:  # a further sample of the prompt continues with its blocks
+                one = row.samples.pop(0)
+                row.request, row.age = one.request, one.age
+                self._slots.append(one.slot)
+            elif row.request in gone:
+                row.table.release()
+                self._slots.append(row.slot)
+        self._entering = [row for row in self._entering if row.request not in gone]
+        self._preempted = False
+
+    @property
+    def load(self) -> BatchLoad:
+        """What runs and waits."""
+        return BatchLoad(len(self._live), len(self._waiting), self._pool.used_pages, self._pool.pages)
 
     @torch.inference_mode()
-    def steps(self) -> Iterator[NewTokens]:
+    def steps(self) -> Generator[NewTokens, None, None]:
         """Decode to the end; yields the new tokens of each step."""
         try:
             while self._waiting or self._decoding or self._entering:
@@ -146,7 +178,7 @@ class ContinuousBatch:
         each = [*(drafts or [[]] * batch), *([] for _ in entered)]
         places = None if drafts is None else DraftPlaces.of(each, self._device)
         if chunks:
-            prompts = self._prompts(chunks, finished)
+            prompts = prompts_of(chunks, finished, tables=self._pool.layout.tables, device=self._device)
             requests, slots = [row.request for row in entered], [row.slot for row in entered]
             fetch = self._workspace.prefill(batch, prompts, requests, slots, longest=longest, drafts=places)
         else:
@@ -212,34 +244,6 @@ class ContinuousBatch:
     def _fork(self, row: LiveRow, sample: LiveRow) -> list[tuple[int, int]]:
         sample.computed = row.computed
         return sample.table.fork(row.table, row.computed)
-
-    def _prompts(self, chunks: Sequence[tuple[LiveRow, int, int]], finished: Sequence[LiveRow]) -> Prompts:
-        device, tokens, positions, last = self._device, list[int](), list[int](), list[int]()
-        for row, start, length in chunks:
-            tokens += row.request.all_token_ids[start : start + length]
-            positions += range(start, start + length)
-            if start + length == row.request.tokens:
-                last.append(len(tokens) - 1)
-        tables = [row.table.page_table() for row, _, _ in chunks]
-        pages = torch.zeros(self._pool.layout.tables, len(chunks), max(map(len, tables)), dtype=torch.int32)
-        for place, table in enumerate(tables):
-            pages[:, place, : len(table)] = torch.tensor(table, dtype=torch.int32).t()
-        return Prompts(
-            Chunks(
-                pages.to(device),
-                [start for _, start, _ in chunks],
-                [length for _, _, length in chunks],
-                torch.tensor([row.slot for row, _, _ in chunks], device=device),
-            ),
-            torch.tensor(tokens, device=device),
-            torch.tensor(positions, device=device),
-            torch.tensor(last, dtype=torch.long, device=device),
-            torch.tensor(
-                [place for place, row in enumerate(finished) for _ in (row, *row.samples)],
-                dtype=torch.long,
-                device=device,
-            ),
-        )
 
     # -- who enters, and who has to wait
 

@@ -9,7 +9,7 @@ Shapes: S rows, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 import torch
@@ -45,6 +45,10 @@ class SamplingMode:
             repetition_penalty=any(p.repetition_penalty != 1 for p in each),
             min_new_tokens=any(p.min_new_tokens > 0 for p in each),
         )
+
+    def covers(self, other: SamplingMode) -> bool:
+        """Whether requests that need the other mode can be sampled in this one."""
+        return all(has or not needs for has, needs in zip(astuple(self), astuple(other), strict=True))
 
     @property
     def draws_from_all(self) -> bool:

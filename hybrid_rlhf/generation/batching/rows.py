@@ -1,12 +1,16 @@
-"""What continuous batching keeps of a running request, of a launched step, and of the lengths of completions."""
+"""What continuous batching keeps of running requests and launched steps, and the tensors of the prompts of a step."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import torch
 
 from hybrid_rlhf.generation.batching.blocks import BlockTable
 from hybrid_rlhf.generation.batching.requests import Request
-from hybrid_rlhf.generation.batching.workspace import Fetch
+from hybrid_rlhf.generation.batching.workspace import Fetch, Prompts
+from hybrid_rlhf.generation.model.attention import Chunks
 
 
 @dataclass(eq=False)
@@ -56,3 +60,56 @@ class ExpectedLength:
     def of(self, limit: int) -> float:
         """The mean for a completion of at most `limit` tokens."""
         return min(limit, (self.tokens + limit / 2) / (self.finished + 1))
+
+
+@dataclass(frozen=True)
+class BatchLoad:
+    """How much runs and waits."""
+
+    rows: int = 0
+    """Requests that run."""
+    waiting: int = 0
+    """Requests that wait for rows or memory."""
+    used_pages: int = 0
+    """Pages of the KV cache that running requests hold."""
+    pages: int = 0
+    """Pages of the KV cache."""
+
+
+def prompts_of(
+    chunks: Sequence[tuple[LiveRow, int, int]], finished: Sequence[LiveRow], *, tables: int, device: torch.device
+) -> Prompts:
+    """The prompts of a step as tensors.
+
+    Args:
+        chunks: rows, each with the first token and the number of tokens that the step computes of it.
+        finished: the rows whose prompts end in this step.
+        tables: page tables of the cache.
+        device: of the tensors.
+    """
+    tokens, positions, last = list[int](), list[int](), list[int]()
+    for row, start, length in chunks:
+        tokens += row.request.all_token_ids[start : start + length]
+        positions += range(start, start + length)
+        if start + length == row.request.tokens:
+            last.append(len(tokens) - 1)
+    lists = [row.table.page_table() for row, _, _ in chunks]
+    pages = torch.zeros(tables, len(chunks), max(map(len, lists)), dtype=torch.int32)
+    for place, listed in enumerate(lists):
+        pages[:, place, : len(listed)] = torch.tensor(listed, dtype=torch.int32).t()
+    return Prompts(
+        Chunks(
+            pages.to(device),
+            [start for _, start, _ in chunks],
+            [length for _, _, length in chunks],
+            torch.tensor([row.slot for row, _, _ in chunks], device=device),
+        ),
+        torch.tensor(tokens, device=device),
+        torch.tensor(positions, device=device),
+        torch.tensor(last, dtype=torch.long, device=device),
+        torch.tensor(
+            [place for place, row in enumerate(finished) for _ in (row, *row.samples)],
+            dtype=torch.long,
+            device=device,
+        ),
+    )

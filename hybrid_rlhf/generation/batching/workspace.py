@@ -107,6 +107,10 @@ class Workspace:
             and self.rows.has_room_for(requests)
         )
 
+    def accepts(self, request: Request) -> bool:
+        """Whether a request can join those that the workspace was allocated for."""
+        return self.rows.has_room_for([request]) and self._mode.covers(SamplingMode.of([request]))
+
     def set_pages(self, entries: Sequence[tuple[int, int, Sequence[int]]]) -> None:
         """Write page tables: row, block, and its page in each table."""
         if entries:

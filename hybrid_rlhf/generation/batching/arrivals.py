@@ -1,0 +1,81 @@
+"""Requests that other threads hand to a batch that runs.
+
+The thread of the batch is the only one that touches requests, the KV cache and the device. Others put requests,
+cancellations and calls here, and the batch takes them between two steps, or when it waits because there is nothing to
+decode.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Sequence
+
+from hybrid_rlhf.generation.batching.requests import Request
+
+
+class Arrivals:
+    """What the thread of an open batch has not taken yet. Its own methods are `take` and `take_cancelled`."""
+
+    def __init__(self, *, rows: int, max_tokens: int) -> None:
+        """Nothing has arrived.
+
+        Args:
+            rows: most requests that are decoded together.
+            max_tokens: of prompt and completion of any request.
+        """
+        self.rows, self.max_tokens = rows, max_tokens
+        self._changed = threading.Condition()
+        self._requests: list[Request] = []
+        self._cancelled: list[Request] = []
+        self._calls: list[Callable[[], object]] = []
+        self.closed = False
+        """Whether the batch ends after the present step."""
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Hand over requests; samples of one prompt are adjacent and have a prompt index that no other prompt has."""
+        with self._changed:
+            self._requests += requests
+            self._changed.notify()
+
+    def cancel(self, requests: Collection[Request]) -> None:
+        """End requests that have not finished."""
+        with self._changed:
+            for request in self._requests:
+                if request in requests:
+                    request.finish_reason = "cancelled"
+            self._requests = [request for request in self._requests if request.finish_reason is None]
+            self._cancelled += requests
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Have the thread of the batch call a function, which must not raise."""
+        with self._changed:
+            self._calls.append(function)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """End the batch after the present step; what has not finished is abandoned."""
+        with self._changed:
+            self.closed = True
+            self._changed.notify()
+
+    def take(self, *, wait: bool = False) -> list[Request]:
+        """Make the calls that others have asked for and return the new requests, in order of arrival.
+
+        Args:
+            wait: block until there is a request; the result is then empty only if the batch was closed.
+        """
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: not wait or self._requests or self._calls or self.closed)
+                calls, self._calls = self._calls, []
+                if not calls:
+                    requests, self._requests = self._requests, []
+                    return [] if self.closed else requests
+            for call in calls:
+                call()
+
+    def take_cancelled(self) -> list[Request]:
+        """Requests that were cancelled since the last call; some may have finished."""
+        with self._changed:
+            cancelled, self._cancelled = self._cancelled, []
+            return cancelled

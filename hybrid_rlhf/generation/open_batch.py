@@ -1,0 +1,207 @@
+"""A batch that takes requests of other threads while it decodes.
+
+`GenerationEngine.generate` decodes a list of prompts to their ends. A server needs requests that enter and leave at any
+step, tokens as they are sampled, and cancellation. The scheduler is the same (batching/continuous.py), and so are the
+tokens: those of a request depend on its own seed alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.generation.batching.arrivals import Arrivals
+from hybrid_rlhf.generation.batching.requests import NewTokens, Request
+from hybrid_rlhf.generation.batching.rows import BatchLoad
+from hybrid_rlhf.generation.sampling import FinishReason, SamplingParams
+from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from hybrid_rlhf.generation.engine import GenerationEngine
+
+logger = logging.getLogger(LOGGER_NAME)
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True)
+class StreamedToken:
+    """One token of a sample."""
+
+    prompt: int
+    """Index of the prompt in its submission."""
+    sample: int
+    token_id: int
+    logprob: float
+    """As in Completion."""
+    finish_reason: FinishReason | None
+    """Of the sample's last token."""
+
+
+Deliver = Callable[[list[StreamedToken]], None]
+"""Takes the new tokens of a step; empty: the batch has ended and no more will come. It must not block or raise."""
+
+
+@dataclass(eq=False)
+class Submission:
+    """The requests of one `submit`."""
+
+    samples: dict[Request, tuple[int, int]]
+    """Unfinished requests, with the indices of their prompt and sample."""
+    deliver: Deliver
+
+
+class OpenBatch:
+    """Decodes on a thread of its own until it is closed. All methods may be called from any thread."""
+
+    def __init__(self, engine: GenerationEngine, *, rows: int, max_tokens: int) -> None:
+        """Start; see `GenerationEngine.open`."""
+        self._engine, self._backend = engine, engine.backend
+        limit = engine.max_positions
+        self.rows, self.max_tokens = rows, max_tokens if limit is None else min(max_tokens, limit)
+        self._arrivals = Arrivals(rows=rows, max_tokens=self.max_tokens)
+        self._lock = threading.Lock()
+        self._owners: dict[Request, Submission] = {}
+        self._prompts = itertools.count()
+        self.failure: BaseException | None = None
+        """What ended the batch before it was closed."""
+        started: Future[None] = Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(started, torch.get_num_threads()), name="open-batch", daemon=True
+        )
+        self._arrivals.call(lambda: None if started.done() else started.set_result(None))
+        self._thread.start()
+        started.result()
+
+    def __enter__(self) -> Self:
+        """The batch."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    @property
+    def load(self) -> BatchLoad:
+        """What runs and waits in the scheduler; requests of the present step are not counted yet."""
+        return self._backend.load
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that have not finished, each sample counted."""
+        return len(self._owners)
+
+    def submit(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, deliver: Deliver) -> Submission:
+        """Complete prompts, with the tokens of `GenerationEngine.generate`.
+
+        Args:
+            prompts: token ids.
+            sampling: of all prompts.
+            deliver: called on the thread of the batch after each step that has tokens of these prompts.
+
+        Raises:
+            UserError: for what `generate` refuses, prompts and completions that are longer than `max_tokens`, and token
+                ids that the model does not have.
+            RuntimeError: when the batch has ended.
+        """
+        for index, prompt in enumerate(prompts):
+            if len(prompt) + sampling.max_new_tokens > self.max_tokens:
+                raise UserError(
+                    f"prompt and completion must have at most {self.max_tokens} tokens together, prompt {index} has "
+                    f"{len(prompt)} and max_new_tokens is {sampling.max_new_tokens}: shorten one of them"
+                )
+            most = self._backend.vocab_size - 1
+            unknown = [token for token in (*prompt, *sampling.stop_token_ids) if not 0 <= token <= most]
+            if unknown:
+                raise UserError(f"token ids must be in 0..{most}, prompt {index} has {unknown[0]}: remove it")
+        requests = self._engine.requests(prompts, sampling)
+        places = [(request.prompt_index, place % sampling.n) for place, request in enumerate(requests)]
+        submission = Submission(dict(zip(requests, places, strict=True)), deliver)
+        with self._lock:
+            if self._arrivals.closed:
+                raise RuntimeError("an open batch takes requests until it is closed, this one was closed")
+            numbers = [next(self._prompts) for _ in prompts]
+            for request in requests:
+                request.prompt_index = numbers[request.prompt_index]
+                self._owners[request] = submission
+            self._arrivals.add(requests)
+        return submission
+
+    def cancel(self, submission: Submission) -> None:
+        """End requests at the next step; nothing is delivered for them afterwards."""
+        with self._lock:
+            unfinished, submission.samples = list(submission.samples), {}
+            for request in unfinished:
+                self._owners.pop(request, None)
+        self._arrivals.cancel(unfinished)
+
+    def call(self, function: Callable[[], ResultT]) -> Future[ResultT]:
+        """Call a function between two steps on the thread of the batch, the only one that may use the device."""
+        result: Future[ResultT] = Future()
+
+        def run() -> None:
+            if not result.set_running_or_notify_cancel():
+                return
+            try:
+                result.set_result(function())
+            except Exception as error:  # noqa: BLE001 - the caller receives it
+                result.set_exception(error)
+
+        with self._lock:
+            if self._arrivals.closed:
+                raise RuntimeError("an open batch makes calls until it is closed, this one was closed")
+            self._arrivals.call(run)
+        return result
+
+    def prompt_logprobs(self, tokens: Sequence[int]) -> Future[list[float]]:
+        """Log-probs of all tokens of a prompt but the first, at temperature 1."""
+        return self.call(lambda: self._backend.prompt_logprobs(tokens))
+
+    def close(self) -> None:
+        """End after the present step. What has not finished receives its last, empty delivery."""
+        with self._lock:
+            self._arrivals.close()
+        self._thread.join()
+
+    def _run(self, started: Future[None], threads: int) -> None:
+        torch.set_num_threads(threads)  # it is a setting of each thread
+        try:
+            for new in self._backend.run_open(self._arrivals):
+                self._deliver(new)
+        except BaseException as error:  # noqa: BLE001 - reported by `failure`, or by the constructor
+            self.failure = error
+            if started.done():
+                logger.error("an open batch has failed, its requests end without an answer", exc_info=error)
+            else:
+                started.set_exception(error)
+        with self._lock:
+            self._arrivals.close()
+            submissions = {id(submission): submission for submission in self._owners.values()}
+            self._owners.clear()
+        self._arrivals.take()  # makes the calls that still wait
+        for submission in submissions.values():
+            submission.deliver([])
+
+    def _deliver(self, new: NewTokens) -> None:
+        steps: dict[Submission, list[StreamedToken]] = {}
+        with self._lock:
+            for request, token in new:
+                owner = self._owners.get(request)
+                if owner is None:
+                    continue
+                place = owner.samples[request]
+                ended = request.finish_reason
+                steps.setdefault(owner, []).append(StreamedToken(*place, token, request.logprobs[-1], ended))
+                if ended is not None:
+                    del self._owners[request], owner.samples[request]
+        for owner, tokens in steps.items():
+            owner.deliver(tokens)

@@ -1,0 +1,139 @@
+"""OpenAI's objects for chat completions and completions, whole or streamed; with token ids as vLLM adds them."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_rlhf.generation.open_batch import StreamedToken
+from hybrid_rlhf.serving.bodies import ChatBody, GenerationBody
+from hybrid_rlhf.serving.service import Job, TokenStream
+from hybrid_rlhf.serving.text_stream import TextStream
+
+
+@dataclass
+class Piece:
+    """A part of a completion, or all of it."""
+
+    text: str = ""
+    tokens: list[StreamedToken] = field(default_factory=list)
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Of the last token."""
+        return self.tokens[-1].finish_reason if self.tokens else None
+
+
+class Answer:
+    """The answer to one request."""
+
+    def __init__(self, body: GenerationBody, job: Job, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Args: the request, its prompts and sampling, and the tokenizer of the text."""
+        self._body, self._job, self._tokenizer = body, job, tokenizer
+        self._is_chat = isinstance(body, ChatBody)
+        # As completion_text in data/chat/conversation.py: without a template, a space follows the role's name.
+        drops_space = self._is_chat and tokenizer.chat_template is None
+
+        def stream() -> TextStream:
+            return TextStream(self._decode, job.sampling.stop, drops_space=drops_space)
+
+        self._streams = [stream() for _ in range(len(job.prompts) * job.sampling.n)]
+        self._offsets = [0] * len(self._streams)
+        self._completion_tokens = 0
+        self._head = {
+            "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": body.model,
+        }
+
+    async def whole(self, stream: TokenStream) -> dict[str, Any]:
+        """The answer after the last token."""
+        pieces = [Piece() for _ in self._streams]
+        async for tokens in stream.steps():
+            for token in tokens:
+                index, text = self._add(token)
+                pieces[index].text += text
+                pieces[index].tokens.append(token)
+        choices = [self._choice(index, piece) for index, piece in enumerate(pieces)]
+        kind = "chat.completion" if self._is_chat else "text_completion"
+        answer = {**self._head, "object": kind, "choices": choices, "usage": self._usage()}
+        if self._is_chat and self._body.return_token_ids:
+            answer["prompt_token_ids"] = self._job.prompts[0]
+        return answer
+
+    async def events(self, stream: TokenStream) -> AsyncIterator[str]:
+        """Server-sent events, the last one `[DONE]`."""
+        options, wants_tokens = self._body.stream_options, self._body.wants_logprobs or self._body.return_token_ids
+        usage = {"usage": None} if options is not None and options.include_usage else {}
+        head = {**self._head, "object": "chat.completion.chunk" if self._is_chat else "text_completion"}
+        if self._is_chat:
+            ids = {"prompt_token_ids": self._job.prompts[0]} if self._body.return_token_ids else {}
+            for index in range(len(self._streams)):
+                delta = {"role": "assistant", "content": ""}
+                choice = {"index": index, "delta": delta, "finish_reason": None, "logprobs": None}
+                yield _event({**head, **ids, "choices": [choice], **usage})
+        async for tokens in stream.steps():
+            for token in tokens:
+                index, text = self._add(token)
+                if text or token.finish_reason or wants_tokens:
+                    choices = [self._choice(index, Piece(text, [token]), streamed=True)]
+                    yield _event({**head, "choices": choices, **usage})
+        if usage:
+            yield _event({**head, "choices": [], "usage": self._usage()})
+        yield "data: [DONE]\n\n"
+
+    def _add(self, token: StreamedToken) -> tuple[int, str]:
+        """The index of a token's choice, and the text that it completes."""
+        self._completion_tokens += 1
+        index = token.prompt * self._job.sampling.n + token.sample
+        return index, self._streams[index].add(token.token_id, token.finish_reason)
+
+    def _choice(self, index: int, piece: Piece, *, streamed: bool = False) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": index, "finish_reason": piece.finish_reason, "logprobs": None}
+        if not self._is_chat:
+            choice["text"] = piece.text
+        elif streamed:
+            choice["delta"] = {"content": piece.text} if piece.text else {}
+        else:
+            choice["message"] = {"role": "assistant", "content": piece.text, "refusal": None}
+        if self._body.wants_logprobs:
+            choice["logprobs"] = self._chat_logprobs(piece) if self._is_chat else self._text_logprobs(index, piece)
+        if self._body.return_token_ids:
+            choice["token_ids"] = [token.token_id for token in piece.tokens]
+            if not self._is_chat:
+                choice["prompt_token_ids"] = self._job.prompts[index // self._job.sampling.n]
+        return choice
+
+    def _chat_logprobs(self, piece: Piece) -> dict[str, Any]:
+        shown = []
+        for token in piece.tokens:
+            text = str(self._tokenizer.decode([token.token_id]))
+            entry = {"token": text, "logprob": token.logprob, "bytes": list(text.encode()), "top_logprobs": []}
+            shown.append(entry)
+        return {"content": shown, "refusal": None}
+
+    def _text_logprobs(self, index: int, piece: Piece) -> dict[str, Any]:
+        texts, offsets = [], []
+        for token in piece.tokens:
+            texts.append(str(self._tokenizer.decode([token.token_id])))
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(texts[-1])
+        values = [token.logprob for token in piece.tokens]
+        return {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
+
+    def _usage(self) -> dict[str, int]:
+        prompt, completion = sum(map(len, self._job.prompts)), self._completion_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def _event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content)}\n\n"

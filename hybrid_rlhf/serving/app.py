@@ -1,0 +1,215 @@
+"""Routes of the server: OpenAI's API, health and metrics; who may ask, and what an error looks like.
+
+A request that fails has OpenAI's error object. A client that disconnects cancels its request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.serving.answers import Answer
+from hybrid_rlhf.serving.bodies import BodyT, ChatBody, CompletionBody, GenerationBody, read_body
+from hybrid_rlhf.serving.service import BatchEnded, QueueFull, Service, TokenStream, UnknownModel
+
+_MOST_BODY_BYTES = 32 * 2**20
+_CLIENT_CLOSED = 499
+"""Status that is counted for a client that disconnects; it receives none."""
+_STATUSES: dict[type[Exception], tuple[int, str, str | None]] = {
+    UserError: (400, "invalid_request_error", None),
+    UnknownModel: (404, "invalid_request_error", "model_not_found"),
+    QueueFull: (429, "rate_limit_error", "queue_full"),
+    BatchEnded: (503, "server_error", "stopped"),
+}
+"""HTTP status, and OpenAI's type and code, of what a request may raise."""
+
+
+def build_app(service: Service, *, api_key: str | None, created: int) -> FastAPI:
+    """The application.
+
+    Args:
+        service: of the model.
+        api_key: what requests to /v1 must send as a bearer token; none: nothing.
+        created: when the model was loaded, in seconds since 1970.
+    """
+    app = FastAPI(title="hybrid-rlhf serve", docs_url=None, redoc_url=None)
+    for kind, (status, error_type, code) in _STATUSES.items():
+        app.add_exception_handler(kind, _handler(status, error_type, code))
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _internal_error)  # it is logged too
+
+    app.add_middleware(AccessCheck, service=service, api_key=api_key)
+
+    @app.get("/health")
+    async def health() -> Response:
+        if service.batch.failure is not None:
+            return error_response(503, "the batch has failed: restart the server", "server_error", "failed")
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model(service, created)]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        service.check_name(name)
+        return _model(service, created)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await _generate(service, request, await _read(request, ChatBody))
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await _generate(service, request, await _read(request, CompletionBody))
+
+    return app
+
+
+def error_response(status: int, message: str, kind: str, code: str | None = None) -> JSONResponse:
+    """OpenAI's error object."""
+    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": code}}, status)
+
+
+class AccessCheck:
+    """ASGI middleware: refuses requests without the API key, and counts all."""
+
+    def __init__(self, app: ASGIApp, service: Service, api_key: str | None) -> None:
+        self._app, self._service, self._api_key = app, service, api_key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = _CLIENT_CLOSED
+
+        async def counted(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            if scope["path"].startswith("/v1/") and not self._is_allowed(Headers(scope=scope)):
+                message = "requests must carry the server's API key, this one does not: send Authorization: Bearer KEY"
+                refusal = error_response(401, message, "authentication_error", "invalid_api_key")
+                await refusal(scope, receive, counted)
+            else:
+                await self._app(scope, receive, counted)
+        finally:
+            path = getattr(scope.get("route"), "path", "other")  # a label has few values, whatever is asked for
+            self._service.metrics.requests.labels(path, str(status)).inc()
+
+    def _is_allowed(self, headers: Headers) -> bool:
+        if self._api_key is None:
+            return True
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        return scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode(), self._api_key.encode())
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events; cancels the request when the client disconnects, also before its first token."""
+
+    def __init__(self, events: AsyncIterator[str], stream: TokenStream) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._stream = stream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        try:
+            await _until_disconnect(receive, self.stream_response(send))
+        finally:
+            self._stream.close()
+
+
+async def _generate(service: Service, request: Request, body: GenerationBody) -> Response:
+    job = service.job(body)
+    stream = service.start(job)
+    answer = Answer(body, job, service.tokenizer)
+    if body.stream:
+        return EventStream(_closed_by_errors(answer.events(stream)), stream)
+
+    async def work() -> dict[str, Any]:
+        whole = await answer.whole(stream)
+        if body.prompt_logprobs is not None:
+            each = [await service.prompt_logprobs(prompt) for prompt in job.prompts]
+            holders = [whole] if isinstance(body, ChatBody) else whole["choices"]
+            for place, holder in enumerate(holders):
+                holder["prompt_logprobs"] = each[place // job.sampling.n]
+        return whole
+
+    try:
+        whole = await _until_disconnect(request.receive, work())
+    finally:
+        stream.close()
+    return Response(status_code=_CLIENT_CLOSED) if whole is None else JSONResponse(whole)
+
+
+async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of work, which is cancelled when the client disconnects; none then."""
+
+    async def disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(disconnect())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks[0].result() if tasks[0].done() else None
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _closed_by_errors(events: AsyncIterator[str]) -> AsyncIterator[str]:
+    """Events, and an error object in place of the rest if the batch ends."""
+    try:
+        async for event in events:
+            yield event
+    except BatchEnded as error:
+        yield f"data: {bytes(error_response(503, str(error), 'server_error', 'stopped').body).decode()}\n\n"
+
+
+async def _read(request: Request, kind: type[BodyT]) -> BodyT:
+    content = bytearray()
+    async for part in request.stream():
+        content += part
+        if len(content) > _MOST_BODY_BYTES:
+            raise HTTPException(413, f"a body has at most {_MOST_BODY_BYTES} bytes: shorten it")
+    return read_body(kind, bytes(content))
+
+
+def _model(service: Service, created: int) -> dict[str, Any]:
+    limits = {"max_model_len": service.batch.max_tokens}
+    return {"id": service.name, "object": "model", "created": created, "owned_by": "hybrid_rlhf", **limits}
+
+
+def _handler(status: int, kind: str, code: str | None) -> Callable[[Request, Exception], Awaitable[Response]]:
+    async def handle(request: Request, error: Exception) -> Response:
+        return error_response(status, str(error), kind, code)
+
+    return handle
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{error.detail}: {request.method} {request.url.path}"
+    return error_response(error.status_code, message, "invalid_request_error")
+
+
+async def _internal_error(request: Request, error: Exception) -> Response:
+    return error_response(500, "internal error, see the server's log: report it", "server_error")

@@ -1,0 +1,187 @@
+"""Bodies of requests, checked: OpenAI's keys, and those that vLLM has beside them.
+
+A key that this server does not read is refused by name, unless its value asks for nothing (`_NEUTRAL`). All values have
+the type that OpenAI's reference gives them; nothing is converted.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections.sampling import SamplingParams
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "logit_bias": (None, {}),
+    "response_format": (None, {"type": "text"}),
+    "suffix": (None, ""),
+    "echo": (None, False),
+    "best_of": (None, 1),
+    "top_logprobs": (None, 0),
+    "tool_choice": (None, "auto", "none"),
+    "modalities": (None, ["text"]),
+}
+"""Keys that other servers read, with the values that this one accepts."""
+_IGNORED = (
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    *("parallel_tool_calls", "reasoning_effort", "verbosity"),
+)
+"""Keys that ask for nothing that could change an answer here."""
+_MOST_SAMPLES = 128
+"""OpenAI's limit on `n`."""
+BodyT = TypeVar("BodyT", bound="GenerationBody")
+
+
+class _StrictBody(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class StreamOptions(_StrictBody):
+    """Of a streamed answer."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class GenerationBody(_StrictBody):
+    """What chat completions and completions share."""
+
+    model: str
+    n: int = Field(1, ge=1, le=_MOST_SAMPLES)
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    seed: int | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    prompt_logprobs: int | None = None
+    """0: log-probs of the prompt's tokens."""
+    return_token_ids: bool = False
+    """Add the token ids of prompts and completions to the answer."""
+
+    def sampling(self, defaults: SamplingParams, *, longest: int) -> SamplingParams:
+        """The sampling parameters.
+
+        Args:
+            defaults: of what the request does not name.
+            longest: most tokens of a completion that names no limit.
+
+        Raises:
+            UserError: for a value outside of its range.
+        """
+        limit = self.limit
+        given: dict[str, Any] = {
+            "max_new_tokens": max(1, min(defaults.max_new_tokens, longest)) if limit is None else limit,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": 0 if self.top_k == -1 else self.top_k,  # vLLM's value for all tokens
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "min_new_tokens": self.min_tokens,
+            "stop": (self.stop,) if isinstance(self.stop, str) else self.stop and tuple(self.stop),
+            "stop_token_ids": self.stop_token_ids and tuple(self.stop_token_ids),
+            "seed": None if self.seed is None else self.seed % 2**63,
+        }
+        chosen = {name: getattr(defaults, name) if value is None else value for name, value in given.items()}
+        return SamplingParams(n=self.n, **chosen)
+
+    @property
+    def limit(self) -> int | None:
+        """Most tokens of a completion, where the request names it."""
+        return self.max_tokens
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the answer has the log-probs of its tokens."""
+        return False
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | None = None
+    prompt_token_ids: list[int] | None = None
+    """Tokens of the prompt, used in place of rendered messages: an agent's turns are then never tokenised again."""
+
+    @property
+    def limit(self) -> int | None:
+        """See GenerationBody."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """See GenerationBody."""
+        return bool(self.logprobs)
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """See GenerationBody."""
+        return self.logprobs is not None
+
+
+def read_body(kind: type[BodyT], content: bytes) -> BodyT:
+    """Parse and check the body of a request.
+
+    Raises:
+        UserError: with the rule, the value and the fix.
+    """
+    try:
+        values = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"the body must be JSON, got {content[:40]!r} ({error}): send JSON") from None
+    if not isinstance(values, dict):
+        raise UserError(f"the body must be an object, got {type(values).__name__}: send {{...}}")
+    for name in _IGNORED:
+        values.pop(name, None)
+    for name, accepted in _NEUTRAL.items():
+        if name in values and not any(values[name] == value for value in accepted):
+            raise UserError(f"{name} is not supported, got {_shown(values[name])}: leave it out")
+        if name not in kind.model_fields:
+            values.pop(name, None)
+    try:
+        body = kind.model_validate(values)
+    except ValidationError as error:
+        first, *others = error.errors(include_url=False)
+        rules = [first["msg"], *(other["msg"] for other in others if other["loc"][:1] == first["loc"][:1])]
+        place, rule = ".".join(map(str, first["loc"])), " or ".join(dict.fromkeys(rules))
+        raise UserError(f"{place}: {rule}, got {_shown(first['input'])}: change it") from None
+    logprobs = getattr(body, "logprobs", None)
+    if not isinstance(logprobs, bool) and logprobs:
+        raise UserError(
+            f"logprobs must be 0 (of the sampled token), the engine keeps no others, got {logprobs}: send 0"
+        )
+    if body.prompt_logprobs:
+        raise UserError(
+            f"prompt_logprobs must be 0 (of the prompt's tokens), the engine keeps no others, got "
+            f"{body.prompt_logprobs}: send 0"
+        )
+    if body.prompt_logprobs is not None and body.stream:
+        raise UserError("prompt_logprobs needs stream false, got true: leave one out")
+    return body
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,87 @@
+"""The process of a server: its socket, the batch, signals, and the end.
+
+SIGTERM and SIGINT stop it: it accepts no more connections, finishes the requests that run within a limit, and ends with
+exit code 0.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import uvicorn
+from fastapi import FastAPI
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.inference import ServeConfig
+from hybrid_rlhf.generation import GenerationEngine
+from hybrid_rlhf.serving.app import build_app
+from hybrid_rlhf.serving.service import Service
+
+
+def serve(
+    config: ServeConfig,
+    load: Callable[[], tuple[GenerationEngine, PreTrainedTokenizerBase]],
+    *,
+    api_key: str | None,
+    report: Callable[[str], None],
+) -> None:
+    """Serve a model until a signal stops it.
+
+    Args:
+        config: the settings.
+        load: gives engine and tokenizer; called after the address was taken.
+        api_key: what requests must send; none: nothing.
+        report: receives a line with the address when the server accepts requests.
+
+    Raises:
+        UserError: when the address cannot be taken, or one sequence of the longest kind does not fit in memory.
+    """
+    listener = _bound(config.host, config.port)
+    engine, tokenizer = load()
+    batch = engine.open(rows=config.max_batch_rows, max_tokens=config.max_sequence_tokens)
+    service = Service(batch, tokenizer, config, config.model_name or config.path.rstrip("/"))
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        report(f"serving {service.name} on http://{shown}:{port}/v1")
+        yield
+        batch.close()
+
+    app = build_app(service, api_key=api_key, created=int(time.time()))
+    app.router.lifespan_context = lifespan
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            log_level="warning",
+            timeout_graceful_shutdown=config.shutdown_seconds,
+            server_header=False,
+        )
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)  # uvicorn raises a signal again after it has stopped
+    try:
+        server.run(sockets=[listener])
+    finally:
+        batch.close()
+        engine.close()
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket with the address, which does not listen yet: until the model is loaded, connections are refused."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise UserError(
+            f"host and port must be an address that is free here, got {host}:{port} ({error.strerror}): choose another"
+        ) from error
+    return listener

@@ -1,0 +1,181 @@
+"""From the body of a request to tokens: prompts are rendered and checked, admitted to the open batch, and streamed.
+
+All methods run on the server's event loop; the batch delivers tokens to it from its own thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.inference import ServeConfig
+from hybrid_rlhf.data.chat.conversation import encode_prompt
+from hybrid_rlhf.data.chat.messages import read_message
+from hybrid_rlhf.data.chat.template import leading_bos
+from hybrid_rlhf.generation.open_batch import OpenBatch, StreamedToken
+from hybrid_rlhf.generation.sampling import SamplingParams
+from hybrid_rlhf.serving.bodies import ChatBody, CompletionBody, GenerationBody
+from hybrid_rlhf.serving.metrics import ServerMetrics
+
+
+class QueueFull(Exception):
+    """As many requests wait as may wait."""
+
+
+class UnknownModel(Exception):
+    """A request names another model than the served one."""
+
+
+class BatchEnded(Exception):
+    """The server stops, or its batch has failed."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """The prompts of a request, and how they are completed."""
+
+    prompts: list[list[int]]
+    sampling: SamplingParams
+
+
+class TokenStream:
+    """The tokens of a job; it is submitted at once and cancelled by `close`."""
+
+    def __init__(self, batch: OpenBatch, job: Job, metrics: ServerMetrics) -> None:
+        self._batch, self._metrics, self._start = batch, metrics, time.perf_counter()
+        self._steps: asyncio.Queue[list[StreamedToken]] = asyncio.Queue()
+        self._unfinished = len(job.prompts) * job.sampling.n
+        loop = asyncio.get_running_loop()
+
+        def deliver(tokens: list[StreamedToken]) -> None:
+            loop.call_soon_threadsafe(self._steps.put_nowait, tokens)
+
+        try:
+            self._submission = batch.submit(job.prompts, job.sampling, deliver)
+        except RuntimeError as error:
+            raise BatchEnded(str(error)) from error
+        metrics.prompt_tokens.inc(sum(map(len, job.prompts)))
+
+    async def steps(self) -> AsyncIterator[list[StreamedToken]]:
+        """The new tokens of each step, to the last one.
+
+        Raises:
+            BatchEnded: when the batch ends before.
+        """
+        is_first = True
+        while self._unfinished:
+            tokens = await self._steps.get()
+            if not tokens:
+                raise BatchEnded("the server stops: send the request again later")
+            if is_first:
+                self._metrics.first_token_seconds.observe(time.perf_counter() - self._start)
+                is_first = False
+            self._metrics.completion_tokens.inc(len(tokens))
+            self._unfinished -= sum(token.finish_reason is not None for token in tokens)
+            yield tokens
+        self._metrics.request_seconds.observe(time.perf_counter() - self._start)
+
+    def close(self) -> None:
+        """Cancel what has not finished."""
+        self._batch.cancel(self._submission)
+
+
+class Service:
+    """One model."""
+
+    def __init__(self, batch: OpenBatch, tokenizer: PreTrainedTokenizerBase, config: ServeConfig, name: str) -> None:
+        """Args: the model's open batch and tokenizer, the limits and defaults, and the name that requests give."""
+        self.batch, self.tokenizer, self.name, self._config = batch, tokenizer, name, config
+        self.metrics = ServerMetrics(batch)
+
+    def job(self, body: GenerationBody) -> Job:
+        """The prompts of a request.
+
+        Raises:
+            UnknownModel: when it names another model.
+            UserError: when it cannot be completed.
+        """
+        self.check_name(body.model)
+        prompts = self._chat_prompt(body) if isinstance(body, ChatBody) else self._prompts(body)
+        longest = self.batch.max_tokens - max(map(len, prompts), default=0)
+        sampling = body.sampling(self._config.sampling, longest=longest)
+        if sampling.min_new_tokens > sampling.max_new_tokens:
+            raise UserError(
+                f"min_tokens must be at most max_tokens {sampling.max_new_tokens}, got {sampling.min_new_tokens}: "
+                "lower it"
+            )
+        for text in sampling.stop:
+            _check_text(text, "stop")
+        return Job(prompts, sampling)
+
+    def check_name(self, name: str) -> None:
+        """Raise UnknownModel unless this is the name of the served model."""
+        if name != self.name:
+            raise UnknownModel(f"the model of this server is {self.name}, got {name[:100]!r}: name it")
+
+    def start(self, job: Job) -> TokenStream:
+        """Submit a job.
+
+        Raises:
+            QueueFull: when too many wait.
+            UserError: when it is longer than a sequence may be, or larger than the queue.
+            BatchEnded: when the server stops.
+        """
+        wanted, most = len(job.prompts) * job.sampling.n, self.batch.rows + self._config.max_queue
+        if wanted > most:
+            raise UserError(
+                f"a request has at most {most} completions (prompts x n), got {wanted}: send several requests"
+            )
+        if self.batch.unfinished + wanted > most:
+            raise QueueFull(f"{self.batch.unfinished} completions run or wait, the limit is {most}: try again later")
+        return TokenStream(self.batch, job, self.metrics)
+
+    async def prompt_logprobs(self, prompt: Sequence[int]) -> list[dict[str, Any] | None]:
+        """Log-probs of a prompt's tokens in vLLM's form; none for the first."""
+        try:
+            future = self.batch.prompt_logprobs(prompt)
+        except RuntimeError as error:
+            raise BatchEnded(str(error)) from error
+        found = await asyncio.wrap_future(future)
+        shown: list[dict[str, Any] | None] = [None]
+        for token, logprob in zip(prompt[1:], found, strict=True):
+            shown.append({str(token): {"logprob": logprob, "decoded_token": self.tokenizer.decode([token])}})
+        return shown
+
+    def _chat_prompt(self, body: ChatBody) -> list[list[int]]:
+        if body.prompt_token_ids is not None:
+            return [body.prompt_token_ids]
+        messages = [read_message(f"messages.{place}", message) for place, message in enumerate(body.messages)]
+        _check_text(json.dumps([messages, body.tools], ensure_ascii=False), "messages")
+        tools = None if body.tool_choice == "none" else body.tools or None
+        return [encode_prompt(messages, self.tokenizer, tools=tools)]
+
+    def _prompts(self, body: GenerationBody) -> list[list[int]]:
+        assert isinstance(body, CompletionBody)
+        prompts: list[Any] = [body.prompt] if isinstance(body.prompt, str) else list(body.prompt)
+        if prompts and isinstance(prompts[0], int):
+            return [prompts]
+        if not prompts:
+            raise UserError("prompt must be text or token ids, got none: add one")
+        return [self._encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+    def _encode(self, text: str) -> list[int]:
+        """Token ids of plain text, with BOS if the tokenizer adds it."""
+        _check_text(text, "prompt")
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return [*leading_bos(text, self.tokenizer, plain=True), *ids]
+
+
+def _check_text(text: str, name: str) -> None:
+    """Refuse halves of surrogate pairs, which JSON can write and no tokenizer reads."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{name} must be Unicode text, got {text[error.start]!r}: remove it") from None

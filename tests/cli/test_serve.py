@@ -1,0 +1,49 @@
+"""Mistakes on the line of `hybrid-rlhf serve`: one line, exit code 2, before the model is loaded."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from hybrid_rlhf.cli import serve
+
+
+def refusal(line: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        serve.main(line)
+    assert stopped.value.code == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize(
+    ("line", "rule"),
+    [
+        ([], "a model must be named"),
+        (["m", "--port", "70000"], "port must be in 0..65535, got 70000: choose another"),
+        (["m", "--max_batch_rows", "0"], "max_batch_rows must be 1 or more, got 0"),
+        (["m", "--api_key", "${SERVE_KEY_X}"], "SERVE_KEY_X is not set: export SERVE_KEY_X=..."),
+        (["m", "--sampling.n", "2"], "sampling.n"),
+        (["m", "--host", "256.1.1.1"], "must be an address that is free here, got 256.1.1.1:8000"),
+        (["absent/folder/x", "--port", "0"], "absent/folder/x is none: check the path"),
+    ],
+)
+def test_mistakes_are_one_line(
+    line: list[str], rule: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SERVE_KEY_X", raising=False)
+    assert rule in refusal(line, capsys)
+
+
+def test_a_port_that_is_taken_is_named(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"127.0.0.1:{port} (Address already in use)" in refusal([str(model_folder), "--port", str(port)], capsys)
+
+
+def test_a_missing_package_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybrid_rlhf.cli.serve.find_spec", lambda name: None)
+    assert "fastapi is not installed: pip install 'hybrid_rlhf[serve]'" in refusal(["m"], capsys)

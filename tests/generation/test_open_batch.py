@@ -1,0 +1,193 @@
+"""Open batches: requests that enter and leave while others are decoded have the tokens that they have alone."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.functional.logprobs import token_logprobs
+from hybrid_rlhf.generation import GenerationEngine, SamplingParams
+from hybrid_rlhf.generation.batching.rows import BatchLoad
+from hybrid_rlhf.generation.open_batch import OpenBatch, StreamedToken
+from tests.support.families import variant
+from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, completions_alone, random_tokens
+from tests.support.tiny import tiny_model, tiny_tokenizer
+
+Tokens = list[list[list[int]]]
+
+
+def tiny_engine(**settings: object) -> GenerationEngine:
+    return GenerationEngine.from_model(
+        tiny_model(), stop_token_ids=STOP_TOKEN_IDS, tokenizer=tiny_tokenizer(), **settings
+    )
+
+
+def completed(batch: OpenBatch, prompts: list[list[int]], sampling: SamplingParams) -> list[list[list[StreamedToken]]]:
+    """All tokens of each sample, as they are delivered."""
+    steps: queue.SimpleQueue[list[StreamedToken]] = queue.SimpleQueue()
+    found: list[list[list[StreamedToken]]] = [[[] for _ in range(sampling.n)] for _ in prompts]
+    unfinished = len(prompts) * sampling.n
+    batch.submit(prompts, sampling, steps.put)
+    while unfinished:
+        tokens = steps.get(timeout=60)
+        assert tokens, "the batch has ended"
+        for token in tokens:
+            found[token.prompt][token.sample].append(token)
+            unfinished -= token.finish_reason is not None
+    return found
+
+
+def ids_of(found: list[list[list[StreamedToken]]]) -> Tokens:
+    return [[[token.token_id for token in sample] for sample in samples] for samples in found]
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("backend", ["auto", "module"])
+@pytest.mark.parametrize("rows", [3, 64])
+def test_requests_of_many_threads_have_the_tokens_that_they_have_alone(backend: str, rows: int) -> None:
+    """Also those that need another part of sampling than all before them, which continues the batch in new tables."""
+    kinds = [
+        SAMPLED,
+        replace(SAMPLED, temperature=0.0, n=1),
+        replace(SAMPLED, top_p=0.8, temperature=0.7),
+        replace(SAMPLED, repetition_penalty=1.3, stop_token_ids=(40, 41)),
+        replace(SAMPLED, max_new_tokens=60, stop=("a", "be"), min_p=0.02),
+    ]
+    expected = [tiny_engine(backend=backend).generate(PROMPTS, kind) for kind in kinds]
+    found: dict[int, list[list[list[StreamedToken]]]] = {}
+    with tiny_engine(backend=backend).open(rows=rows, max_tokens=120) as batch:
+
+        def client(index: int, delay: float) -> None:
+            time.sleep(delay)
+            found[index] = completed(batch, PROMPTS, kinds[index])
+
+        threads = [threading.Thread(target=client, args=(index, 0.01 * index)) for index in range(len(kinds))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for index, completions in enumerate(expected):
+        assert ids_of(found[index]) == [[sample.token_ids for sample in samples] for samples in completions], index
+        for samples, streams in zip(completions, found[index], strict=True):
+            for sample, stream in zip(samples, streams, strict=True):
+                assert stream[-1].finish_reason == sample.finish_reason
+                assert [token.finish_reason for token in stream[:-1]] == [None] * (len(stream) - 1)
+                streamed = torch.tensor([token.logprob for token in stream])
+                torch.testing.assert_close(streamed, torch.tensor(sample.logprobs), atol=1e-4, rtol=0)
+
+
+def test_greedy_tokens_are_those_of_hugging_face() -> None:
+    model, prompts = tiny_model(), [random_tokens(length) for length in (3, 17, 33)]
+    engine = GenerationEngine.from_model(model, stop_token_ids=())
+    with engine.open(rows=2, max_tokens=64) as batch:
+        found = ids_of(completed(batch, prompts, SamplingParams(temperature=0.0, max_new_tokens=9)))
+    for prompt, (tokens,) in zip(prompts, found, strict=True):
+        whole = model.generate(
+            torch.tensor([prompt]), max_new_tokens=9, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        assert tokens == whole[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen3_5"])
+@pytest.mark.parametrize("chunk", [4, 1000])
+def test_a_cancelled_request_gives_back_its_row_and_blocks(name: str, chunk: int) -> None:
+    """At any time: while it waits, while its prompt is computed, while it decodes. The others go on as before."""
+    engine = GenerationEngine.from_model(variant(name), stop_token_ids=(), prefill_tokens=chunk)
+    prompts, sampling = [random_tokens(30), random_tokens(12)], SamplingParams(max_new_tokens=30, n=2, seed=3)
+    expected = [[sample.token_ids for sample in samples] for samples in engine.generate(prompts, sampling)]
+    steps: queue.SimpleQueue[list[StreamedToken]] = queue.SimpleQueue()
+    with engine.open(rows=7, max_tokens=200) as batch:
+        long = replace(sampling, max_new_tokens=160)
+        submissions = [batch.submit([random_tokens(8 + place)], long, steps.put) for place in range(9)]
+        steps.get(timeout=60)
+        done = threading.Thread(target=lambda: expected.append(ids_of(completed(batch, prompts, sampling))))
+        done.start()
+        for submission in submissions:
+            batch.cancel(submission)
+            time.sleep(0.003)
+        done.join()
+        assert expected.pop() == expected
+        assert batch.unfinished == 0
+        wait_until(lambda: batch.load == BatchLoad())
+        assert engine.backend.held.pool.used_pages == 0
+
+
+def test_cancelling_everything_at_once_leaves_nothing() -> None:
+    engine = tiny_engine()
+    with engine.open(rows=4, max_tokens=200) as batch:
+        for _ in range(5):
+            sampling = SamplingParams(max_new_tokens=150, n=3, seed=1, stop_token_ids=())
+            submissions = [batch.submit([random_tokens(20)], sampling, lambda tokens: None) for _ in range(4)]
+            for submission in submissions:
+                batch.cancel(submission)
+        wait_until(lambda: batch.load == BatchLoad())
+        assert ids_of(completed(batch, PROMPTS, SAMPLED)) == completions_alone()
+        wait_until(lambda: batch.load == BatchLoad())
+    assert engine.backend.held.pool.used_pages == 0
+
+
+def test_an_idle_batch_uses_no_processor_time() -> None:
+    with tiny_engine().open(rows=4, max_tokens=100) as batch:
+        completed(batch, PROMPTS[:1], SAMPLED)
+        wait_until(lambda: batch.load == BatchLoad())
+        before = batch.call(time.thread_time).result()
+        time.sleep(0.3)
+        assert batch.call(time.thread_time).result() - before < 0.02
+
+
+@pytest.mark.parametrize("backend", ["auto", "module"])
+def test_prompt_logprobs_are_those_of_the_training_forward(backend: str) -> None:
+    model, prompt = tiny_model(), random_tokens(40)
+    engine = GenerationEngine.from_model(model, stop_token_ids=(), backend=backend)
+    with engine.open(rows=2, max_tokens=100) as batch, torch.no_grad():
+        found = batch.prompt_logprobs(prompt).result()
+        ids = torch.tensor([prompt])
+        expected = token_logprobs(model(ids).logits[:, :-1], labels=ids[:, 1:])[0]
+        torch.testing.assert_close(torch.tensor(found), expected, atol=1e-4, rtol=0)
+        assert batch.prompt_logprobs([5]).result() == []
+
+
+def test_what_is_too_long_or_does_not_fit_is_refused() -> None:
+    with tiny_engine().open(rows=2, max_tokens=256) as batch:
+        with pytest.raises(UserError, match="at most 256 tokens together, prompt 1 has 200"):
+            batch.submit([[1], [1] * 200], SamplingParams(max_new_tokens=57), lambda tokens: None)
+        with pytest.raises(UserError, match=r"token ids must be in 0\.\.258, prompt 0 has 259"):
+            batch.submit([[1, 259]], SamplingParams(max_new_tokens=5), lambda tokens: None)
+        with pytest.raises(UserError, match="prompt 0 has none"):
+            batch.submit([[]], SamplingParams(), lambda tokens: None)
+    with pytest.raises(UserError, match="the KV cache must hold one completion of 200 tokens"):
+        tiny_engine(kv_cache_gib=1e-6).open(rows=2, max_tokens=200)
+
+
+def test_a_batch_that_ends_says_so_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closed by its user, or ended by an error."""
+    steps: queue.SimpleQueue[list[StreamedToken]] = queue.SimpleQueue()
+    long = SamplingParams(max_new_tokens=200, stop_token_ids=())
+    batch = GenerationEngine.from_model(tiny_model(), stop_token_ids=()).open(rows=4, max_tokens=250)
+    batch.submit([random_tokens(3)], long, steps.put)
+    batch.close()
+    while steps.get(timeout=60):
+        pass
+    with pytest.raises(RuntimeError, match="was closed"):
+        batch.submit([random_tokens(3)], long, steps.put)
+    with pytest.raises(RuntimeError, match="was closed"):
+        batch.prompt_logprobs([1, 2])
+    batch = GenerationEngine.from_model(tiny_model(), stop_token_ids=()).open(rows=4, max_tokens=250)
+    monkeypatch.setattr("hybrid_rlhf.generation.batching.requests.Request.append", lambda *_: 1 / 0)
+    batch.submit([random_tokens(3)], long, steps.put)
+    assert steps.get(timeout=60) == []
+    assert isinstance(batch.failure, ZeroDivisionError)
+    batch.close()

@@ -1,0 +1,347 @@
+"""`hybrid-rlhf serve` in a process of its own, asked by the openai client."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_rlhf.cli.saved_models.loading import load_engine
+from hybrid_rlhf.configs.inference import ServeConfig
+from hybrid_rlhf.data.chat.conversation import completion_text, encode_prompt
+from hybrid_rlhf.generation import Completion, GenerationEngine, SamplingParams
+
+KEY, NAME, ROWS, QUEUE, TOKENS = "a-key", "tiny", 4, 30, 3000
+HELLO = [{"role": "user", "content": "hello"}]
+LONG: dict[str, Any] = {"max_tokens": TOKENS - 100, "extra_body": {"min_tokens": TOKENS - 100}}
+"""A completion that no stop token ends, of many seconds."""
+
+
+@dataclass
+class Served:
+    """A server, and the same model in this process."""
+
+    process: subprocess.Popen[str]
+    url: str
+    client: openai.OpenAI
+    engine: GenerationEngine
+    tokenizer: PreTrainedTokenizerBase
+
+    def prompt(self, text: str) -> list[int]:
+        return encode_prompt([{"role": "user", "content": text}], self.tokenizer)
+
+    def text(self, completion: Completion) -> str:
+        return completion_text(completion.token_ids, self.tokenizer)
+
+    def metric(self, name: str) -> float:
+        found = re.search(rf"^hybrid_rlhf_{name} (\S+)$", httpx2.get(f"{self.url}/metrics").text, re.MULTILINE)
+        assert found is not None, name
+        return float(found[1])
+
+    def post(self, path: str, content: Any) -> httpx2.Response:
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
+        return httpx2.post(f"{self.url}{path}", content=body, headers={"Authorization": f"Bearer {KEY}"}, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def served(model_folder: Path) -> Iterator[Served]:
+    line = [str(model_folder), "--port", "0", "--api_key", "${SERVE_KEY}", "--model_name", NAME]
+    line += ["--max_batch_rows", str(ROWS), "--max_queue", str(QUEUE), "--max_sequence_tokens", str(TOKENS)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hybrid_rlhf.cli.main", "serve", *line],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "SERVE_KEY": KEY, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        assert process.stdout is not None
+        started = re.fullmatch(rf"serving {NAME} on (http://127\.0\.0\.1:\d+)/v1\n", process.stdout.readline())
+        assert started is not None
+        client = openai.OpenAI(base_url=f"{started[1]}/v1", api_key=KEY, max_retries=0, timeout=120)
+        engine, tokenizer = load_engine(ServeConfig(path=str(model_folder)))
+        yield Served(process, started[1], client, engine, tokenizer)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_chat_completions_are_those_of_the_engine(served: Served) -> None:
+    prompt = served.prompt("hello")
+    (expected,) = served.engine.generate([prompt], SamplingParams(max_new_tokens=20, n=3, seed=5, top_p=0.9))
+    answer = served.client.chat.completions.create(
+        model=NAME,
+        messages=HELLO,
+        max_completion_tokens=20,
+        n=3,
+        seed=5,
+        top_p=0.9,
+        logprobs=True,
+        extra_body={"return_token_ids": True, "prompt_logprobs": 0},
+    )
+    assert [choice.message.content for choice in answer.choices] == [served.text(sample) for sample in expected]
+    assert [choice.finish_reason for choice in answer.choices] == [sample.finish_reason for sample in expected]
+    for choice, sample in zip(answer.choices, expected, strict=True):
+        assert choice.token_ids == sample.token_ids
+        logprobs = [entry.logprob for entry in choice.logprobs.content]
+        assert logprobs == pytest.approx(sample.logprobs, abs=1e-4)
+    assert answer.prompt_token_ids == prompt
+    assert answer.prompt_logprobs[0] is None and len(answer.prompt_logprobs) == len(prompt)
+    assert all(
+        values[str(token)]["logprob"] < 0
+        for token, values in zip(prompt, answer.prompt_logprobs, strict=True)
+        if values
+    )
+    tokens = sum(len(sample.token_ids) for sample in expected)
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), tokens)
+
+
+def test_completions_of_text_and_token_ids_are_those_of_the_engine(served: Served) -> None:
+    texts = ["once", "twice upon"]
+    prompts = [served.tokenizer(text)["input_ids"] for text in texts]
+    expected = served.engine.generate(prompts, SamplingParams(max_new_tokens=12, n=2, seed=8))
+    for given in (texts, prompts):
+        answer = served.client.completions.create(
+            model=NAME, prompt=given, max_tokens=12, n=2, seed=8, logprobs=0, extra_body={"return_token_ids": True}
+        )
+        flat = [sample for samples in expected for sample in samples]
+        assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+        assert [choice.text for choice in answer.choices] == [served.text(sample) for sample in flat]
+        assert [choice.prompt_token_ids for choice in answer.choices] == [prompts[0]] * 2 + [prompts[1]] * 2
+        for choice, sample in zip(answer.choices, flat, strict=True):
+            assert choice.logprobs.token_logprobs == pytest.approx(sample.logprobs, abs=1e-4)
+    assert answer.usage.prompt_tokens == sum(map(len, prompts))
+
+
+@pytest.mark.parametrize("stop", [None, ["e", "zz"]])
+def test_a_streamed_answer_is_the_whole_one(served: Served, stop: list[str] | None) -> None:
+    settings: dict[str, Any] = {"model": NAME, "n": 2, "seed": 11, "max_tokens": 60, "stop": stop}
+    settings["extra_body"] = {"return_token_ids": True}
+    whole = served.client.chat.completions.create(messages=HELLO, logprobs=True, **settings)
+    texts, logprobs, ids, ends = ["", ""], [[], []], [[], []], [None, None]
+    usage = None
+    for chunk in served.client.chat.completions.create(
+        messages=HELLO, logprobs=True, stream=True, stream_options={"include_usage": True}, **settings
+    ):
+        usage = chunk.usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            logprobs[choice.index] += [entry.logprob for entry in choice.logprobs.content] if choice.logprobs else []
+            ids[choice.index] += getattr(choice, "token_ids", None) or []
+            ends[choice.index] = choice.finish_reason or ends[choice.index]
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert ids == [choice.token_ids for choice in whole.choices]
+    assert ends == [choice.finish_reason for choice in whole.choices]
+    for found, choice in zip(logprobs, whole.choices, strict=True):
+        assert found == pytest.approx([entry.logprob for entry in choice.logprobs.content], abs=1e-4)
+    assert usage == whole.usage
+    if stop:
+        assert not any(text in content for text in stop for content in texts)
+    plain = served.client.completions.create(prompt="so", **settings)
+    pieces = served.client.completions.create(prompt="so", stream=True, **settings)
+    streamed = ["", ""]
+    for piece in pieces:
+        for choice in piece.choices:
+            streamed[choice.index] += choice.text
+    assert streamed == [choice.text for choice in plain.choices]
+
+
+def test_concurrent_clients_have_the_answers_that_they_have_alone(served: Served) -> None:
+    prompts = [served.tokenizer("word " * (1 + seed % 5))["input_ids"] for seed in range(16)]
+    expected = [
+        served.engine.generate([prompt], SamplingParams(max_new_tokens=5 + 3 * seed, seed=seed))[0][0].token_ids
+        for seed, prompt in enumerate(prompts)
+    ]
+    found: dict[int, list[int]] = {}
+
+    def ask(seed: int) -> None:
+        answer = served.client.completions.create(
+            model=NAME,
+            prompt=prompts[seed],
+            seed=seed,
+            max_tokens=5 + 3 * seed,
+            extra_body={"return_token_ids": True},
+        )
+        found[seed] = answer.choices[0].token_ids
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[seed] for seed in range(len(prompts))] == expected
+
+
+def test_an_agents_turns_are_never_tokenised_again(served: Served) -> None:
+    """The tokens of a turn, invalid UTF-8 included, are part of the next prompt as they were sampled."""
+    ids = served.prompt("hello")
+    for turn in range(3):
+        answer = served.client.chat.completions.create(
+            model=NAME,
+            messages=HELLO,
+            max_tokens=15,
+            seed=turn,
+            extra_body={"prompt_token_ids": ids, "return_token_ids": True},
+        )
+        sampling = SamplingParams(max_new_tokens=15, seed=turn)
+        assert answer.prompt_token_ids == ids
+        assert answer.choices[0].token_ids == served.engine.generate([ids], sampling)[0][0].token_ids
+        ids = [*ids, *answer.choices[0].token_ids, *served.tokenizer("\nresult\n")["input_ids"]]
+
+
+def test_the_template_renders_tools_and_results(served: Served) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    messages = [
+        *HELLO,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "2"},
+    ]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+    answer = served.client.chat.completions.create(
+        model=NAME, messages=messages, tools=tools, max_tokens=2, extra_body={"return_token_ids": True}
+    )
+    parsed = [
+        *messages[:1],
+        {"role": "assistant", "tool_calls": [{**call, "function": {"name": "f", "arguments": {"x": 1}}}]},
+    ]
+    assert answer.prompt_token_ids == encode_prompt([*parsed, messages[2]], served.tokenizer, tools=tools)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_client_that_disconnects_frees_its_row(served: Served, streams: bool) -> None:
+    wait_for(lambda: served.metric("rows_running") == 0)
+    body = {"model": NAME, "prompt": "x", "max_tokens": TOKENS - 100, "min_tokens": TOKENS - 100, "stream": streams}
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with httpx2.Client() as client, pytest.raises((httpx2.ReadTimeout, InterruptedError)):
+        with client.stream("POST", f"{served.url}/v1/completions", json=body, headers=headers, timeout=1.0) as answer:
+            for _ in answer.iter_lines():
+                assert served.metric("rows_running") == 1
+                raise InterruptedError
+    before = served.metric("completion_tokens_total")
+    wait_for(lambda: served.metric("rows_running") == 0)
+    assert served.metric("completion_tokens_total") < before + TOKENS - 200
+    assert served.metric("kv_cache_used_ratio") == 0
+
+
+def test_what_exceeds_the_queue_is_refused_and_may_come_later(served: Served) -> None:
+    running = [
+        served.client.completions.create(model=NAME, prompt="x", stream=True, n=ROWS + QUEUE, **LONG) for _ in range(1)
+    ]
+    with pytest.raises(openai.RateLimitError, match=f"{ROWS + QUEUE} completions run or wait"):
+        served.client.completions.create(model=NAME, prompt="x", max_tokens=1)
+    assert served.metric("rows_waiting") >= QUEUE
+    for stream in running:
+        stream.close()
+    wait_for(lambda: served.metric("rows_running") + served.metric("rows_waiting") == 0)
+    served.client.completions.create(model=NAME, prompt="x", max_tokens=1)
+
+
+def test_only_who_has_the_key_is_answered(served: Served) -> None:
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}):
+        answer = httpx2.get(f"{served.url}/v1/models", headers=headers)
+        assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+    assert [model.id for model in served.client.models.list()] == [NAME]
+    assert served.client.models.retrieve(NAME).id == NAME
+    with pytest.raises(openai.NotFoundError, match="the model of this server is tiny, got 'other'"):
+        served.client.completions.create(model="other", prompt="x")
+    with pytest.raises(openai.NotFoundError):
+        served.client.models.retrieve("other")
+    assert httpx2.get(f"{served.url}/health").json() == {"status": "ok"}
+
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+@pytest.mark.parametrize(
+    ("path", "changes", "rule"),
+    [
+        (TEXT, {"temperature": -1}, r"temperature must be 0 \(greedy\) or more, got -1.0: change it"),
+        (TEXT, {"temperature": float("nan")}, "temperature must be 0"),
+        (TEXT, {"top_p": "1"}, "top_p: Input should be a valid number, got '1'"),
+        (TEXT, {"n": 0}, "n: Input should be greater than or equal to 1, got 0"),
+        (TEXT, {"n": 99}, "a request has at most 34 completions"),
+        (TEXT, {"logprobs": 3}, "logprobs must be 0"),
+        (CHAT, {"logprobs": True, "top_logprobs": 3}, "top_logprobs is not supported, got 3: leave it out"),
+        (TEXT, {"presence_penalty": 0.5}, "presence_penalty is not supported, got 0.5"),
+        (TEXT, {"bets_of": 2}, "bets_of: Extra inputs are not permitted"),
+        (TEXT, {"prompt": []}, "prompt must be text or token ids, got none"),
+        (TEXT, {"prompt": ""}, "a prompt has at least one token|a prompt must|prompt 0"),
+        (TEXT, {"prompt": [1, 259]}, r"token ids must be in 0\.\.258, prompt 0 has 259"),
+        (TEXT, {"prompt": [-1]}, "token ids must be in"),
+        (TEXT, {"prompt": {"a": 1}}, "prompt.str: Input should be a valid string or Input should be a valid list"),
+        (TEXT, {"prompt": "\ud800"}, "prompt"),
+        (TEXT, {"prompt": "x" * TOKENS}, f"at most {TOKENS} tokens together"),
+        (TEXT, {"max_tokens": TOKENS}, "shorten one of them"),
+        (TEXT, {"max_tokens": 0}, "max_new_tokens must be 1 or more, got 0"),
+        (TEXT, {"min_tokens": 9, "max_tokens": 5}, "min_tokens must be at most max_tokens 5, got 9"),
+        (TEXT, {"stop": [""]}, "stop must contain no empty string"),
+        (TEXT, {"stream": True, "prompt_logprobs": 0}, "prompt_logprobs needs stream false"),
+        (CHAT, {"messages": []}, "messages: List should have at least 1 item"),
+        (CHAT, {"messages": [{"role": "king", "content": "x"}]}, "a role must be one of"),
+        (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "messages must be Unicode text"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "must be text or a list"),
+    ],
+)
+def test_bad_input_is_refused_with_the_rule(served: Served, path: str, changes: dict[str, Any], rule: str) -> None:
+    body = {"model": NAME, **({"messages": HELLO} if path == CHAT else {"prompt": "x"}), **changes}
+    answer = served.post(path, body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert re.search(rule, error["message"]) and error["type"] == "invalid_request_error", error
+
+
+def test_any_bytes_are_answered_without_a_traceback(served: Served) -> None:
+    for content in (
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b"[1]",
+        b"null",
+        b"[" * 100_000,
+        b'{"model": 1e999}',
+        b'{"seed":' + b"9" * 5000,
+    ):
+        answer = served.post(TEXT, content)
+        assert answer.status_code == 400 and answer.json()["error"]["message"]
+    assert served.post("/v1/nothing", {}).status_code == 404
+    assert httpx2.get(f"{served.url}{TEXT}", headers={"Authorization": f"Bearer {KEY}"}).status_code == 405
+    assert served.post(TEXT, b" " * (33 * 2**20)).status_code == 413
+    assert served.metric("rows_running") == 0 and httpx2.get(f"{served.url}/health").status_code == 200
+
+
+def test_sigterm_lets_running_requests_finish(served: Served) -> None:
+    """Last: it ends the server."""
+    stream = served.client.completions.create(
+        model=NAME,
+        prompt="x",
+        stream=True,
+        seed=1,
+        max_tokens=400,
+        extra_body={"min_tokens": 400, "return_token_ids": True},
+    )
+    ids = list(next(iter(stream)).choices[0].token_ids)
+    served.process.send_signal(signal.SIGTERM)
+    for chunk in stream:
+        ids += [token for choice in chunk.choices for token in choice.token_ids]
+    assert len(ids) == 400
+    assert served.process.wait(timeout=60) == 0
