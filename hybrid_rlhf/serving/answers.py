@@ -18,7 +18,7 @@ from hybrid_rlhf.serving.text_stream import TextStream
 
 
 @dataclass
-class Piece:
+class AnswerPart:
     """A part of a completion, or all of it."""
 
     text: str = ""
@@ -54,7 +54,7 @@ class Answer:
 
     async def whole(self, stream: TokenStream) -> dict[str, Any]:
         """The answer after the last token."""
-        pieces = [Piece() for _ in self._streams]
+        pieces = [AnswerPart() for _ in self._streams]
         async for tokens in stream.steps():
             for token in tokens:
                 index, text = self._add(token)
@@ -82,7 +82,7 @@ class Answer:
             for token in tokens:
                 index, text = self._add(token)
                 if text or token.finish_reason or wants_tokens:
-                    choices = [self._choice(index, Piece(text, [token]), streamed=True)]
+                    choices = [self._choice(index, AnswerPart(text, [token]), streamed=True)]
                     yield _event({**head, "choices": choices, **usage})
         if usage:
             yield _event({**head, "choices": [], "usage": self._usage()})
@@ -94,7 +94,7 @@ class Answer:
         index = token.prompt * self._job.sampling.n + token.sample
         return index, self._streams[index].add(token.token_id, token.finish_reason)
 
-    def _choice(self, index: int, piece: Piece, *, streamed: bool = False) -> dict[str, Any]:
+    def _choice(self, index: int, piece: AnswerPart, *, streamed: bool = False) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "finish_reason": piece.finish_reason, "logprobs": None}
         if not self._is_chat:
             choice["text"] = piece.text
@@ -110,7 +110,7 @@ class Answer:
                 choice["prompt_token_ids"] = self._job.prompts[index // self._job.sampling.n]
         return choice
 
-    def _chat_logprobs(self, piece: Piece) -> dict[str, Any]:
+    def _chat_logprobs(self, piece: AnswerPart) -> dict[str, Any]:
         shown = []
         for token in piece.tokens:
             text = str(self._tokenizer.decode([token.token_id]))
@@ -118,7 +118,7 @@ class Answer:
             shown.append(entry)
         return {"content": shown, "refusal": None}
 
-    def _text_logprobs(self, index: int, piece: Piece) -> dict[str, Any]:
+    def _text_logprobs(self, index: int, piece: AnswerPart) -> dict[str, Any]:
         texts, offsets = [], []
         for token in piece.tokens:
             texts.append(str(self._tokenizer.decode([token.token_id])))
