@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -17,7 +16,7 @@ from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.batching.rows import BatchLoad
 from hybrid_rlhf.generation.open_batch import OpenBatch, StreamedToken
 from tests.support.families import variant
-from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, completions_alone, random_tokens
+from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, completions_alone, random_tokens, wait_until
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 Tokens = list[list[list[int]]]
@@ -46,13 +45,6 @@ def completed(batch: OpenBatch, prompts: list[list[int]], sampling: SamplingPara
 
 def ids_of(found: list[list[list[StreamedToken]]]) -> Tokens:
     return [[[token.token_id for token in sample] for sample in samples] for samples in found]
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 @pytest.mark.parametrize("backend", ["auto", "module"])

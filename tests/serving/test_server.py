@@ -9,8 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from hybrid_rlhf.cli.saved_models.loading import load_engine
 from hybrid_rlhf.configs.inference import ServeConfig
 from hybrid_rlhf.data.chat.conversation import completion_text, encode_prompt
 from hybrid_rlhf.generation import Completion, GenerationEngine, SamplingParams
+from tests.support.generation import wait_until
 
 KEY, NAME, ROWS, QUEUE, TOKENS = "a-key", "tiny", 4, 30, 3000
 HELLO = [{"role": "user", "content": "hello"}]
@@ -77,13 +77,6 @@ def served(model_folder: Path) -> Iterator[Served]:
     finally:
         process.kill()
         process.wait()
-
-
-def wait_for(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def test_chat_completions_are_those_of_the_engine(served: Served) -> None:
@@ -229,7 +222,7 @@ def test_the_template_renders_tools_and_results(served: Served) -> None:
 
 @pytest.mark.parametrize("streams", [True, False])
 def test_a_client_that_disconnects_frees_its_row(served: Served, streams: bool) -> None:
-    wait_for(lambda: served.metric("rows_running") == 0)
+    wait_until(lambda: served.metric("rows_running") == 0)
     body = {"model": NAME, "prompt": "x", "max_tokens": TOKENS - 100, "min_tokens": TOKENS - 100, "stream": streams}
     headers = {"Authorization": f"Bearer {KEY}"}
     with httpx2.Client() as client, pytest.raises((httpx2.ReadTimeout, InterruptedError)):
@@ -238,7 +231,7 @@ def test_a_client_that_disconnects_frees_its_row(served: Served, streams: bool) 
                 assert served.metric("rows_running") == 1
                 raise InterruptedError
     before = served.metric("completion_tokens_total")
-    wait_for(lambda: served.metric("rows_running") == 0)
+    wait_until(lambda: served.metric("rows_running") == 0)
     assert served.metric("completion_tokens_total") < before + TOKENS - 200
     assert served.metric("kv_cache_used_ratio") == 0
 
@@ -252,7 +245,7 @@ def test_what_exceeds_the_queue_is_refused_and_may_come_later(served: Served) ->
     assert served.metric("rows_waiting") >= QUEUE
     for stream in running:
         stream.close()
-    wait_for(lambda: served.metric("rows_running") + served.metric("rows_waiting") == 0)
+    wait_until(lambda: served.metric("rows_running") + served.metric("rows_waiting") == 0)
     served.client.completions.create(model=NAME, prompt="x", max_tokens=1)
 
 

@@ -7,6 +7,7 @@ computed in one forward and summed by the component's weights.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 
 import torch
@@ -72,6 +73,18 @@ class _PresentModel(RewardComponent):
         self.packs, self.world = engine.packs, engine.world
         self.tensor_parallel, self.reports_rows = engine.tensor_parallel, engine.reports_rows
 
+    def begin(self, batch: RewardBatch) -> Callable[[], ComponentScores]:
+        """See RewardComponent: the forwards run when the scores are requested."""
+        return lambda: self._score(batch)
+
+    def close(self) -> None:
+        """See RewardComponent."""
+        self._engine.close()
+
+    @abstractmethod
+    def _score(self, batch: RewardBatch) -> ComponentScores:
+        """Scores of this rank's rows."""
+
 
 class ModelReward(_PresentModel):
     """A reward model that reads the actor's tokens."""
@@ -86,14 +99,6 @@ class ModelReward(_PresentModel):
         (data/chat/conversation.py, turn_end)."""
         super().__init__(config, engine)
         self._end = end
-
-    def begin(self, batch: RewardBatch) -> Callable[[], ComponentScores]:
-        """See RewardComponent: the forwards run when the scores are requested."""
-        return lambda: self._score(batch)
-
-    def close(self) -> None:
-        """See RewardComponent."""
-        self._engine.close()
 
     def _score(self, batch: RewardBatch) -> ComponentScores:
         with self._engine.on_device():
@@ -133,14 +138,6 @@ class RetokenizingModelReward(_PresentModel):
                 "train it with objective.loss steps, or leave steps out"
             )
         self._limit: int | None = getattr(engine.config, "max_position_embeddings", None)
-
-    def begin(self, batch: RewardBatch) -> Callable[[], ComponentScores]:
-        """See RewardComponent: the forwards run when the scores are requested."""
-        return lambda: self._score(batch)
-
-    def close(self) -> None:
-        """See RewardComponent."""
-        self._engine.close()
 
     def _score(self, batch: RewardBatch) -> ComponentScores:
         """Score all micro-batches; rows that cannot be tokenized are replaced, as a forward may run collectives."""

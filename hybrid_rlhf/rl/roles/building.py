@@ -82,7 +82,8 @@ def build_roles(
             f"reference.refresh_every copies the actor's weights to the reference, {reference_path} has another shape: "
             "leave reference.path out"
         )
-    return Roles(run.world, actor, reward, critic, reference, build.sampler(actor))
+    sampler, beside = build.sampler(actor), placement.reference_beside_rewards
+    return Roles(run.world, actor, reward, critic, reference, sampler, reference_beside_rewards=beside)
 
 
 class _Builder:

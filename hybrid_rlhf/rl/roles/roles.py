@@ -33,6 +33,8 @@ class Roles:
     """None also where the reference is the actor without its adapters."""
     separate_sampler: SeparateSampler | JointSampler | None = None
     """A sampler on ranks of its own, alone or with the actor; none: the actor samples."""
+    reference_beside_rewards: bool = False
+    """See Placement."""
 
     @property
     def sampler(self) -> SamplingEngine:
@@ -48,13 +50,6 @@ class Roles:
     def packs(self) -> bool:
         """Whether no role pads its micro-batches."""
         return all(role.packs for role in (self.actor, self.critic, self.reward, self.reference) if role is not None)
-
-    @property
-    def reads_reference_with_rewards(self) -> bool:
-        """Whether reference and reward models score at the same time, on ranks of their own."""
-        reward_ranks = {rank for ranks in self.reward.model_ranks for rank in ranks}
-        reference = set() if self.reference is None else {*self.reference.world.members}
-        return bool(reference and reward_ranks) and not reference & reward_ranks
 
     def close(self) -> None:
         """Free the memory of all models, which cannot be used afterwards; no collective runs."""

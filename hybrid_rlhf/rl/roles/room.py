@@ -48,19 +48,19 @@ def require_room(config: RLConfig, placement: Placement, world: World) -> None:
 
 
 def misfit(config: RLConfig, placement: Placement, machine: Device) -> str | None:
-    """The phase that lacks most memory, and what would fit; none where everything fits."""
+    """The phase that exceeds its memory most, and what would fit; none where everything fits."""
     planner = PlacedPlanner(machine, has_reference="reference" in placement.roles)
-    lacking = [each for each in planner.memory(config, placement) if not each.phase.fits]
-    if not lacking:
+    misfits = [each for each in planner.memory(config, placement) if not each.phase.fits]
+    if not misfits:
         return None
-    worst = max(lacking, key=lambda each: _missing(each.phase)[0])
-    missing, where, has = _missing(worst.phase)
+    largest = max(misfits, key=lambda each: _excess(each.phase)[0])
+    excess, where, has = _excess(largest.phase)
     found = remedy(planner, config)
     advice = "use more ranks, or a smaller model" if found is None else f"set {_in_words(found)}"
-    ranks = f"rank{'s' * (len(worst.ranks) > 1)} {in_words(worst.ranks)}"
+    ranks = f"rank{'s' * (len(largest.ranks) > 1)} {in_words(largest.ranks)}"
     return (
-        f"placement {placement.style} must fit into memory, {worst.phase.name} on {ranks} needs "
-        f"{(has + missing) / _GIB:.2f} GiB, {missing / _GIB:.2f} more than {where} has: {advice}"
+        f"placement {placement.style} must fit into memory, {largest.phase.name} on {ranks} needs "
+        f"{(has + excess) / _GIB:.2f} GiB, {excess / _GIB:.2f} more than {where} has: {advice}"
     )
 
 
@@ -96,8 +96,8 @@ class PlacedPlanner:
         return list(memory(StepPlan.of(config, placement)).phases)
 
 
-def _missing(phase: PhaseMemory) -> tuple[float, str, float]:
-    """Bytes that a phase lacks, where, and the bytes that are there."""
+def _excess(phase: PhaseMemory) -> tuple[float, str, float]:
+    """Bytes that a phase needs beyond the available ones, where, and the available bytes."""
     machine = phase.machine
     device = (phase.total - machine.device_bytes, "its GPU", machine.device_bytes)
     if machine.host_bytes is None:

@@ -77,7 +77,7 @@ class RolloutScorer:
         """
         plan, ref = self._planner.plan(rollout), None
         with self._timers("scoring"):
-            if self._reads_reference and self._roles.reads_reference_with_rewards:
+            if self._reads_reference and self._roles.reference_beside_rewards:
                 ref = torch.zeros(rollout.input_ids.shape, device=self._world.device)
             report = self._roles.reward(
                 rollout,
