@@ -16,19 +16,22 @@ from hybrid_rlhf.configs.parsing.command_line import user_errors
 
 PROGRAM = "hybrid-rlhf"
 COMMANDS = {
-    "demo": "Run all steps at small size on an embedded model and embedded conversations",
-    "train": "Run several steps on one model and one data set: sft,reward,rl or sft,preference",
-    "sft": "Run supervised fine-tuning or distillation",
-    "reward": "Train a reward model",
-    "preference": "Train on preferences without a reward model: DPO, KTO, ORPO, ...",
-    "rl": "Train by reinforcement learning: PPO, GRPO, RLOO, ...",
-    "chat": "Chat with a saved model in the terminal",
-    "generate": "Complete the prompts of a file",
-    "serve": "Serve a saved model over HTTP with OpenAI's API",
-    "plan": "Print the memory that each phase of `train` needs and the fastest placement, without loading weights",
-    "calibrate": "Measure how fast this machine is, for the times of `plan`",
+    "demo": ("demo", "Run all steps at small size on an embedded model and embedded conversations"),
+    "train": ("train", "Run several steps on one model and one data set: sft,reward,rl or sft,preference"),
+    "sft": ("sft", "Run supervised fine-tuning or distillation"),
+    "reward": ("reward", "Train a reward model"),
+    "preference": ("preference", "Train on preferences without a reward model: DPO, KTO, ORPO, ..."),
+    "rl": ("rl", "Train by reinforcement learning: PPO, GRPO, RLOO, ..."),
+    "chat": ("saved_models.chat", "Chat with a saved model in the terminal"),
+    "generate": ("saved_models.generate", "Complete the prompts of a file"),
+    "serve": ("saved_models.serve", "Serve a saved model over HTTP with OpenAI's API"),
+    "plan": (
+        "machine.plan",
+        "Print the memory of each phase of `train` and the fastest placement; loads no weights",
+    ),
+    "calibrate": ("machine.calibrate", "Measure how fast this machine is, for the times of `plan`"),
 }
-"""Subcommands, each the name of a module with a function `main`, and their help."""
+"""Subcommands: the module below this package that has a function `main`, and a line of help."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -45,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if name not in COMMANDS:
             (nearest,) = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.0)
             raise UserError(f"unknown command {name!r}: the nearest is {nearest}; {PROGRAM} --help lists all")
-        import_module(f"hybrid_rlhf.cli.{name}").main(rest, prog=f"{PROGRAM} {name}")
+        module, _ = COMMANDS[name]
+        import_module(f"hybrid_rlhf.cli.{module}").main(rest, prog=f"{PROGRAM} {name}")
 
 
 def _help() -> str:
@@ -57,7 +61,7 @@ def _help() -> str:
             "Supervised fine-tuning, reward models, preference losses and reinforcement learning of language models.",
             "",
             "commands:",
-            *(f"  {name:{width}}  {text}" for name, text in COMMANDS.items()),
+            *(f"  {name:{width}}  {text}" for name, (_, text) in COMMANDS.items()),
             "",
             "options:",
             f"  {'--version':{width}}  Print the version",

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hybrid_rlhf.cli import chat, generate
+from hybrid_rlhf.cli.saved_models import chat, generate
 from hybrid_rlhf.data.chat.conversation import encode_prompt
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.chat import ChatSession

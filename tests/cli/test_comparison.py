@@ -65,8 +65,8 @@ def test_brackets_are_no_markup(
     ("found", "checkout", "command"),
     [
         ("PREFIX/hybrid-rlhf", False, "hybrid-rlhf chat"),
-        ("/elsewhere/hybrid-rlhf", False, "PREFIX/python -m hybrid_rlhf.cli.chat"),
-        (None, False, "PREFIX/python -m hybrid_rlhf.cli.chat"),
+        ("/elsewhere/hybrid-rlhf", False, "PREFIX/python -m hybrid_rlhf chat"),
+        (None, False, "PREFIX/python -m hybrid_rlhf chat"),
         (None, True, "python inference/chat.py"),
     ],
 )

@@ -10,7 +10,8 @@ import pytest
 
 import hybrid_rlhf
 from hybrid_rlhf.cli import main as script
-from hybrid_rlhf.cli import plan, train
+from hybrid_rlhf.cli import train
+from hybrid_rlhf.cli.machine import plan
 
 
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,7 +102,7 @@ def test_the_demo_runs_to_its_end(scripts: Path, home: Path) -> None:
     for step in ("step1_sft", "step2_reward", "step3_ppo"):
         lines = [json.loads(line) for line in (home / "output" / step / "metrics.jsonl").read_text().splitlines()]
         assert [line["step"] for line in lines] == [0, 1, 2]
-    assert "What changed" in done.stdout and " -m hybrid_rlhf.cli.chat output/step3_ppo/actor" in done.stdout
+    assert "What changed" in done.stdout and " -m hybrid_rlhf chat output/step3_ppo/actor" in done.stdout
 
 
 def test_the_trained_model_generates(scripts: Path, home: Path) -> None:

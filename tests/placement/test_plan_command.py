@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_rlhf.cli import plan
+from hybrid_rlhf.cli.machine import plan
 from hybrid_rlhf.cli.main import main
 from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RewardSumConfig, RLConfig

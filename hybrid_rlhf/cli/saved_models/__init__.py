@@ -1,4 +1,5 @@
-"""What commands do with models that steps have saved.
+"""Commands on models that steps have saved.
 
-Read `loading.py` (the engine and tokenizer of `chat` and `generate`) and `comparison.py` (the report after `train`).
+Read `loading.py` (the engine and tokenizer of all of them), then `chat.py`, `generate.py` and `serve.py`;
+`comparison.py` prints the report after `train`.
 """

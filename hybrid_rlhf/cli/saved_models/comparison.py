@@ -87,7 +87,7 @@ def chat_command(actor: Path, prompt: list[Message]) -> str:
     elif shutil.which("hybrid-rlhf") == str(script):
         command = "hybrid-rlhf chat"
     else:
-        command = f"{shlex.quote(sys.executable)} -m hybrid_rlhf.cli.chat"
+        command = f"{shlex.quote(sys.executable)} -m hybrid_rlhf chat"
     system = f" --system {shlex.quote(prompt[0]['content'])}" if prompt[0]["role"] == "system" else ""
     return f"{command} {shlex.quote(str(actor))}{system}"
 
