@@ -5,6 +5,7 @@
 Random Llamas of several sizes, with completions of several lengths, on 1 to 8 ranks under several placements. Nothing
 is fitted to these runs; the cases of HELD_OUT were chosen after the form of the curves was final. The first two steps
 of a run warm up, and medians of the others count. The planner takes the mean length of the completions from the run.
+--measured FILE predicts the runs of an earlier --json again, from other curves.
 Beside its prediction: RLinf's linear rule, from the measured phases of the same step under flattening ("linear"), and
 the prediction with communication at no cost, as in ReaL's search ("silent"; rules.py). Run it on an idle machine:
 ranks share its cores.
@@ -31,6 +32,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.placement import PlacedRoles, resolve_placement
+from hybrid_rlhf.data.chat.conversation import encode_prompt
 from hybrid_rlhf.memory.shapes import Shapes
 from hybrid_rlhf.placement.costs import Costs
 from hybrid_rlhf.placement.curves import MachineCurves
@@ -42,6 +44,8 @@ from hybrid_rlhf.placement.schedule import step_time
 from tests.support.tiny import VOCABULARY, tiny_tokenizer
 
 PHASES = ("weight_sync", "generation", "scoring", "training")
+PROMPT = "prompt {:04}"
+PROMPT_TOKENS = float(len(encode_prompt([{"role": "user", "content": PROMPT.format(1)}], tiny_tokenizer())))
 _ALL_ROWS = 10**6
 """Memory lets all rows be decoded at once."""
 
@@ -110,17 +114,20 @@ def main() -> None:
     parser.add_argument("--cases", choices=("all", "known", "held_out"), default="all")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--measured", type=Path, help="predict the runs of such a file again")
     options = parser.parse_args()
     curves = load_curves()
     if curves is None:
         raise UserError("predictions need curves of this machine, got none: run hybrid-rlhf calibrate")
     cases = {"known": CASES, "held_out": HELD_OUT, "all": CASES + HELD_OUT}[options.cases]
+    earlier: list[dict[str, Any]] = json.loads(options.measured.read_text()) if options.measured else []
+    known = {Case(**record["case"]): record["measured"] for record in earlier}
     measured: dict[Case, dict[str, float]] = {}
     reports: dict[Case, PredictionReport] = {}
     for case in cases:
         with tempfile.TemporaryDirectory() as name:
             line = prepare(Path(name), case)
-            measured[case] = run(Path(name), line, ranks=case.ranks, steps=options.steps)
+            measured[case] = known.get(case) or run(Path(name), line, ranks=case.ranks, steps=options.steps)
             predicted = predict(line, curves, case, measured[case])
             flattened = measured.get(replace(case, placement="flattening"))
             if flattened is not None and case.placement != "flattening":
@@ -134,7 +141,10 @@ def main() -> None:
         if chosen:
             print(f"{kind} ({len(chosen)} runs):", summary(chosen, kind))
     if options.json:
-        records = [{**asdict(case), "metrics": report.metrics()} for case, report in reports.items()]
+        records = [
+            {"case": asdict(case), "measured": measured[case], "metrics": report.metrics()}
+            for case, report in reports.items()
+        ]
         options.json.write_text(json.dumps(records, indent=1))
 
 
@@ -154,7 +164,7 @@ def prepare(folder: Path, case: Case) -> list[str]:
     for name, kind in (("actor", LlamaForCausalLM), ("reward", LlamaForSequenceClassification)):
         kind(config).save_pretrained(folder / name)
         tiny_tokenizer().save_pretrained(folder / name)
-    rows = [json.dumps({"prompt": f"prompt {number:04}"}) for number in range(case.prompts * 40)]
+    rows = [json.dumps({"prompt": PROMPT.format(number)}) for number in range(case.prompts * 40)]
     (folder / "rows.jsonl").write_text("\n".join(rows))
     settings = {
         "model.path": folder / "actor",
@@ -193,7 +203,7 @@ def run(folder: Path, line: list[str], *, ranks: int, steps: int) -> dict[str, f
 def predict(line: list[str], curves: MachineCurves, case: Case, measured: dict[str, float]) -> dict[str, float]:
     """Predicted seconds of the phases, and of the step without communication as "silent"."""
     config = parse_config(RLConfig, line)
-    lengths = StepLengths(45.0, (round(measured["tokens"]),) * case.prompts)  # prompts with the chat template
+    lengths = StepLengths(PROMPT_TOKENS, (round(measured["tokens"]),) * case.prompts)
     costs = Costs(JobReader(torch.device("cpu"), Shapes())(config, lengths, overrides={}), curves, case.cluster)
     plan = plan_of(config, case)
     time = step_time(costs, plan, rows_at_once=_ALL_ROWS)

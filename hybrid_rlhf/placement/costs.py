@@ -160,8 +160,8 @@ class Costs:
         if sizes.vocabulary:
             compute += self._product(sizes.vocabulary * sizes.hidden, batches.head_tokens)
             compute += self.curves.head(batches.head_tokens * sizes.vocabulary) / 2
-        compute *= self.curves.factor("forward")
-        return Work(compute, self._gathers(sizes, layer, ranks, zero))
+        work = Work(compute) + self._gathers(sizes, layer, ranks, zero)
+        return Work(work.compute * self.curves.factor("forward"), work.wire)
 
     def _backward(self, sizes: ModelDimensions, batches: _Batches, ranks: tuple[int, ...], zero: int) -> Work:
         c, passes = self.curves, 2 if sizes.trains_all else 1
@@ -175,11 +175,10 @@ class Costs:
         if sizes.vocabulary:
             compute += passes * self._product(sizes.vocabulary * sizes.hidden, batches.head_tokens)
             compute += c.head(batches.head_tokens * sizes.vocabulary) / 2
-        compute *= c.factor("backward")
-        wire = self._gathers(sizes, layer, ranks, zero)
+        work = Work(compute) + self._gathers(sizes, layer, ranks, zero)
         if zero >= 2:
-            wire += self._collective("reduce_scatter", ranks, self._bytes * sizes.trained)
-        return Work(compute, wire)
+            work += Work(wire=self._collective("reduce_scatter", ranks, self._bytes * sizes.trained))
+        return Work(work.compute * c.factor("backward"), work.wire)
 
     def _step(self, sizes: ModelDimensions, ranks: tuple[int, ...], zero: int, offloads: bool) -> Work:
         c, mine, size = self.curves, sizes.trained / (len(ranks) if zero else 1), self._bytes * sizes.trained
@@ -206,14 +205,16 @@ class Costs:
     def _product(self, weight: float, rows: float) -> float:
         return float(self.curves.products[self._dtype](weight, rows))
 
-    def _gathers(self, sizes: ModelDimensions, layer_seconds: float, ranks: tuple[int, ...], zero: int) -> float:
-        """What a pass waits for ZeRO-3's weights, beyond what is hidden behind compute."""
+    def _gathers(self, sizes: ModelDimensions, layer_seconds: float, ranks: tuple[int, ...], zero: int) -> Work:
+        """What ZeRO-3 adds to a pass and compute does not hide: bookkeeping of each layer, and its weights."""
         if zero < 3:
-            return 0.0
-        layer = self._collective("all_gather", ranks, self._bytes * sizes.layer_weights)
-        layer += self.curves.calls.get("gathered_layer", 0.0)
+            return Work()
+        call = self.curves.calls.get("gathered_layer", 0.0)
+        layer = call + self._collective("all_gather", ranks, self._bytes * sizes.layer_weights)
         exposed = max(0.0, layer - self.curves.overlap * layer_seconds)
-        return sizes.layers * exposed + self._collective("all_gather", ranks, self._bytes * sizes.rest_parameters)
+        rest = self._collective("all_gather", ranks, self._bytes * sizes.rest_parameters)
+        call = min(call, exposed)
+        return Work(sizes.layers * call, sizes.layers * (exposed - call) + rest)
 
     # Weight sync and sampling
 

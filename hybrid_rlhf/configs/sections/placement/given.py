@@ -23,8 +23,8 @@ def check_placement(given: str | Mapping[str, Any] | None) -> None:
     Raises:
         UserError: for an unknown style, or a role whose keys or ranks cannot be read.
     """
+    styles = (*STYLES, AUTO)
     if isinstance(given, str):
-        styles = (*STYLES, AUTO)
         require(
             given in styles,
             f"placement must be one of {', '.join(styles)} or a mapping of roles, got {given}: the nearest is "
@@ -36,7 +36,6 @@ def check_placement(given: str | Mapping[str, Any] | None) -> None:
         return
     for role, keys in (given or {}).items():
         if role == "style":
-            styles = (*STYLES, AUTO)
             require(keys in styles, f"placement.style must be one of {', '.join(styles)}, got {keys}: give one of them")
             continue
         known = ", ".join(_KEYS if role == "sampler" else _KEYS[:-1])
