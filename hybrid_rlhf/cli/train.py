@@ -14,7 +14,7 @@ import subprocess  # starts the commands of this package  # nosec B404
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -232,10 +232,13 @@ def _gpus() -> int:
     return torch.cuda.device_count()
 
 
-def tee(command: list[str], log: Path) -> tuple[int, list[str]]:
-    """Run a command, copy its output to the console and a file; return the exit code and the last lines."""
+def tee(command: list[str], log: Path, base: Mapping[str, str] = os.environ) -> tuple[int, list[str]]:
+    """Run a command, copy its output to the console and a file; return the exit code and the last lines.
+
+    `base` is the environment, to which the variables of a step are added.
+    """
     tail: deque[str] = deque(maxlen=20)
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", STARTED_BY: str(os.getpid())}
+    environment = {**base, "PYTHONUNBUFFERED": "1", STARTED_BY: str(os.getpid())}
     if not _gpus():
         environment = {**MALLOC_ENVIRONMENT, **environment}
     if ROOT.name not in ("site-packages", "dist-packages"):  # a checkout, which need not be installed

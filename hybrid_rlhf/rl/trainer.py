@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from datasets import Dataset
 
 from hybrid_rlhf.configs.rl import RLConfig
@@ -117,7 +116,7 @@ class RLTrainer(Trainer):
         self._tokens = TokenLog(
             run.folder,
             every=config.logging.samples_every if config.logging.tokens else 0,
-            details={"ranks": run.world.size, "threads": torch.get_num_threads()},
+            ranks=run.world.size,
             enabled=run.world.is_main,
         )
         self._interrupted: tuple[Batch, Progress] | None = None

@@ -26,13 +26,16 @@ ARRAYS = {
 
 
 def log_of(folder: Path, *, every: int = 1, enabled: bool = True) -> TokenLog:
-    return TokenLog(folder, every=every, details={"ranks": 2, "threads": 1}, enabled=enabled)
+    return TokenLog(folder, every=every, ranks=2, enabled=enabled)
 
 
-def test_a_row_is_read_back(tmp_path: Path) -> None:
+def test_a_row_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    monkeypatch.delenv("HYBRID_RLHF_PRODUCTS", raising=False)
     log_of(tmp_path).write(7, lambda: ARRAYS)
     records = TokenRecords(tmp_path)
-    assert records.steps() == [7] and records.details(7) == {"ranks": 2, "threads": 1}
+    assert records.steps() == [7] and records.details(7) == {"ranks": 2, "environment": {"OMP_NUM_THREADS": "3"}}
     first, empty, last = (records.read(7, index) for index in range(3))
     assert (first.prompt_length, first.ids, first.response) == (2, [10, 11, 12, 13], [False, False, True, True])
     assert first.columns == {

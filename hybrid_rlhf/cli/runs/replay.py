@@ -51,7 +51,7 @@ def _replay(config: ReplayConfig) -> None:
         settings = scratch / "replay.yaml"
         save_config(dataclasses.replace(config, scratch=folder), settings)
         command = [*train.launcher(LauncherConfig(num_processes=ranks)), _MODULE, "--config", str(settings)]
-        code, _ = train.tee(command, scratch / "log.txt")
+        code, _ = train.tee(command, scratch / "log.txt", recorded.environment)
         if not (scratch / _RESULT).exists():
             error = f"the replay ended with exit code {code} and no result, see the lines above"
             print_result({"error": error}, f"error: {error}")
@@ -79,8 +79,6 @@ def _be_a_rank(config: ReplayConfig, scratch: Path) -> None:
 
 def _result(config: ReplayConfig, scratch: Path) -> dict[str, Any]:
     """What is asked for, as a JSON object. Every rank calls."""
-    import torch
-
     from hybrid_rlhf.rl.replay.branching import branch
     from hybrid_rlhf.rl.replay.recorded import RecordedStep
     from hybrid_rlhf.rl.replay.replaying import replayed_step
@@ -88,7 +86,6 @@ def _result(config: ReplayConfig, scratch: Path) -> dict[str, Any]:
     from hybrid_rlhf.runtime.product_backend import VARIABLE, recorded_backend
 
     recorded = RecordedStep.read(Path(config.path), config.step)
-    torch.set_num_threads(recorded.threads or torch.get_num_threads())
     if (backend := recorded_backend(recorded.folder)) is not None:
         os.environ.setdefault(VARIABLE, backend)
     run = scratch / "run"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,7 +15,7 @@ from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.runtime.files.checkpoint_folder import newest_before, read_manifest
 from hybrid_rlhf.runtime.observability.samples import SAMPLES_FILE
-from hybrid_rlhf.runtime.observability.token_records import TokenRecord, TokenRecords
+from hybrid_rlhf.runtime.observability.token_records import ENVIRONMENT, TokenRecord, TokenRecords
 from hybrid_rlhf.runtime.run import CONFIG_FILE
 
 _STEP = re.compile(r'\{"step": (\d+),')
@@ -78,14 +79,17 @@ class RecordedStep:
     def ranks(self) -> int:
         """The ranks that sampled the step; 1 where nothing tells."""
         if self._has_tokens:
-            return self._records.details(self.step)["ranks"]
+            return int(self._records.details(self.step)["ranks"])
         checkpoint = newest_before(self.folder, self.step)
         return 1 if checkpoint is None else int(read_manifest(checkpoint)["world_size"])
 
     @property
-    def threads(self) -> int | None:
-        """The threads of each rank; none where nothing tells."""
-        return self._records.details(self.step)["threads"] if self._has_tokens else None
+    def environment(self) -> dict[str, str]:
+        """The environment of this process with the variables that decide in which order the run summed numbers."""
+        if not self._has_tokens:
+            return dict(os.environ)
+        others = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
+        return others | self._records.details(self.step)["environment"]
 
     @cached_property
     def config(self) -> RLConfig:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from safetensors.numpy import save
 from hybrid_rlhf.configs.files.atomic import write_whole
 from hybrid_rlhf.runtime.files.durable import flush
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
-from hybrid_rlhf.runtime.observability.token_records import DETAILS, TOKENS, record_file, record_files
+from hybrid_rlhf.runtime.observability.token_records import DETAILS, ENVIRONMENT, TOKENS, record_file, record_files
 
 logger = logging.getLogger(LOGGER_NAME)
 
@@ -24,9 +25,11 @@ logger = logging.getLogger(LOGGER_NAME)
 class TokenLog:
     """Writes the tokens of every k-th step, the steps of samples.jsonl."""
 
-    def __init__(self, folder: Path, *, every: int, details: Mapping[str, int], enabled: bool) -> None:
-        """Take the run folder, k (0: no records), what `TokenRecords.details` returns, and whether this rank writes."""
-        self._folder, self._every, self._details, self._enabled = folder / TOKENS, every, dict(details), enabled
+    def __init__(self, folder: Path, *, every: int, ranks: int, enabled: bool) -> None:
+        """Take the run folder, k (0: no records), the number of ranks, and whether this one writes."""
+        self._folder, self._every, self._enabled = folder / TOKENS, every, enabled
+        environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+        self._details = {"ranks": ranks, "environment": environment}
         self._is_failing = False
 
     def resume(self, step: int) -> None:

@@ -22,6 +22,8 @@ COLUMN = "columns."
 """Prefix of the names of columns."""
 DETAILS = "details"
 """The only key of the metadata, because several are written in any order."""
+ENVIRONMENT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "HYBRID_RLHF_PRODUCTS")
+"""Variables that decide in which order numbers are summed."""
 _FILE = re.compile(r"step_(\d+)\.safetensors")
 
 
@@ -95,11 +97,12 @@ class TokenRecords:
         except (SafetensorError, KeyError) as error:
             raise ValueError(f"{record_file(self._folder, step)} is not a token record ({error})") from error
 
-    def details(self, step: int) -> dict[str, int]:
-        """How a step was computed: on how many `ranks`, with how many `threads` each; see `read` for the errors."""
+    def details(self, step: int) -> dict[str, Any]:
+        """How a step was computed: `ranks`, their number, and `environment`, the variables of ENVIRONMENT that were set;
+        see `read` for the errors."""
         try:
             with safe_open(record_file(self._folder, step), framework="numpy") as file:
-                details: dict[str, int] = json.loads((file.metadata() or {})[DETAILS])
+                details: dict[str, Any] = json.loads((file.metadata() or {})[DETAILS])
                 return details
         except (SafetensorError, KeyError, ValueError) as error:
             raise ValueError(f"{record_file(self._folder, step)} is not a token record ({error})") from error
