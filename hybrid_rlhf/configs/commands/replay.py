@@ -13,8 +13,8 @@ class BranchConfig:
 
     token: int = 0
     """Position at which they begin, among the tokens of prompt and completion: those before it are kept."""
-    text: str = ""
-    """Text that they begin with in place of the token at that position."""
+    text: str | None = None
+    """Text that they begin with in place of the token at that position; null: none, the token is sampled anew."""
     n: int = 4
     """How many."""
 

@@ -29,7 +29,7 @@ class Branch:
     """Of the whole completion."""
 
 
-def branch(replayed: ReplayedStep, index: int, *, token: int, text: str = "", n: int = 4) -> list[Branch]:
+def branch(replayed: ReplayedStep, index: int, *, token: int, text: str | None = None, n: int = 4) -> list[Branch]:
     """Continue a sample from a token. Every rank calls.
 
     The weights are those that sampled the step; with a policy lag or partial rollouts, those at its start, which are
@@ -62,8 +62,8 @@ def branch(replayed: ReplayedStep, index: int, *, token: int, text: str = "", n:
     left = sampling.max_new_tokens - len(kept)
     require(
         left >= 1,
-        f"a completion has at most {sampling.max_new_tokens} tokens (rollout.sampling.max_new_tokens), the branch begins "
-        f"with {len(kept)}: give an earlier branch.token, or less text",
+        f"a completion has at most {sampling.max_new_tokens} tokens (rollout.sampling.max_new_tokens), the branch "
+        f"begins with {len(kept)}: give an earlier branch.token, or less text",
     )
     sampling = replace(sampling, n=n, max_new_tokens=left, min_new_tokens=max(0, sampling.min_new_tokens - len(kept)))
     roles = session.parts.roles

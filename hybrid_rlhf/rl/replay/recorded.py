@@ -41,8 +41,8 @@ class RecordedStep:
         file = folder / SAMPLES_FILE
         require(
             file.is_file() and (folder / CONFIG_FILE).is_file(),
-            f"a replay needs the folder of an RL run with {CONFIG_FILE} and {SAMPLES_FILE}, {folder} is none: check the "
-            "path, and that logging.samples_every is not 0",
+            f"a replay needs the folder of an RL run with {CONFIG_FILE} and {SAMPLES_FILE}, {folder} is none: check "
+            "the path, and that logging.samples_every is not 0",
         )
         steps, rows = dict[int, None](), []
         with file.open(encoding="utf-8") as lines:

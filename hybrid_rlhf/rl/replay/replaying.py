@@ -87,8 +87,8 @@ class ReplayedStep:
         """The tokens of a sample as they are generated now."""
         require(
             index < len(self.batch),
-            f"step {self.recorded.step} has {len(self.batch)} samples when it is replayed, got index {index}: the run's "
-            "data or settings have changed",
+            f"step {self.recorded.step} has {len(self.batch)} samples when it is replayed, got index {index}: the "
+            "run's data or settings have changed",
         )
         return TokenRecord.of(self._arrays, index)
 
@@ -125,8 +125,8 @@ def replayed_step(
                 batch = trainer.batch(recorded.step)
             except (NothingToLearn, NonFiniteError) as found:
                 raise UserError(
-                    f"step {recorded.step} has samples in {recorded.folder} and none when it is replayed ({found}): the "
-                    "run's data or settings have changed"
+                    f"step {recorded.step} has samples in {recorded.folder} and none when it is replayed ({found}): "
+                    "the run's data or settings have changed"
                 ) from found
             yield ReplayedStep(recorded, session, batch)
 

@@ -68,7 +68,8 @@ def rescore(recorded: RecordedStep, index: int, completion: str, scratch: Path) 
         known = row["prompt_row"] < len(prompts)
         require(
             known and json.loads(prompts[row["prompt_row"]]["prompt"]) == row["prompt"],
-            f"rescore reads the run's data, row {row['prompt_row']} of it is not the sample's prompt: restore data.sources",
+            f"rescore reads the run's data, row {row['prompt_row']} of it is not the sample's prompt: restore "
+            "data.sources",
         )
         prompt = prompts[row["prompt_row"]]
         reward = build_reward_alone(config, run, place_roles(config, run, path), tokenizer)

@@ -98,8 +98,10 @@ class TokenRecords:
             raise ValueError(f"{record_file(self._folder, step)} is not a token record ({error})") from error
 
     def details(self, step: int) -> dict[str, Any]:
-        """How a step was computed: `ranks`, their number, and `environment`, the variables of ENVIRONMENT that were set;
-        see `read` for the errors."""
+        """How a step was computed: `ranks` is their number, `environment` the variables of ENVIRONMENT that were set.
+
+        It raises the errors of `read`.
+        """
         try:
             with safe_open(record_file(self._folder, step), framework="numpy") as file:
                 details: dict[str, Any] = json.loads((file.metadata() or {})[DETAILS])
