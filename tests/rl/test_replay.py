@@ -160,7 +160,7 @@ def test_branches_begin_with_the_samples_tokens(ppo_run: Path, tmp_path: Path) -
             (
                 place,
                 "abc",
-                "a completion has at most 5 tokens (rollout.sampling.max_new_tokens), the branch begins with",
+                "a completion has at most 5 tokens (rollout.sampling.max_new_tokens), the branch",
             ),
         ]
     ):

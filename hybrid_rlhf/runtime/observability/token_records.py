@@ -8,6 +8,7 @@ reader loads those of its row alone. `token_log.py` writes them.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -123,5 +124,5 @@ def record_files(folder: Path) -> dict[int, Path]:
 
 def _spread(values: np.ndarray, response: np.ndarray) -> list[float | None]:
     """Values of the response tokens at their places among all tokens."""
-    finite = iter(np.where(np.isfinite(values), values, None).tolist())
-    return [next(finite) if sampled else None for sampled in response.tolist()]
+    known = iter([value if math.isfinite(value) else None for value in values.tolist()])
+    return [next(known) if sampled else None for sampled in response.tolist()]
