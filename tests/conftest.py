@@ -55,6 +55,14 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def stopping_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model whose completions have many lengths."""
+    from tests.support.ahead import save_stopping_model  # imports deepspeed, which most tests need not
+
+    return save_stopping_model(tmp_path_factory.mktemp("stopping"))
+
+
 @pytest.fixture
 def log_lines() -> Iterator[list[str]]:
     """Messages of the library's logger."""

@@ -2,5 +2,5 @@
 
 Read `main.py` (the console script `hybrid-rlhf` and its subcommands), then `train.py` (all steps, one process group per
 step). `sft.py`, `reward.py`, `preference.py` and `rl.py` run one step; `demo.py` is `train` with a preset;
-`saved_models/` uses models that steps have saved; `machine/` plans and measures.
+`saved_models/` uses models that steps have saved; `runs/` reads the folders of runs; `machine/` plans and measures.
 """

@@ -14,7 +14,7 @@ import subprocess  # starts the commands of this package  # nosec B404
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -22,7 +22,7 @@ from typing import Any, TextIO, TypeVar
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.command_line import parse_config, read_config, save_config, user_errors
 from hybrid_rlhf.configs.parsing.resuming import changed_keys
-from hybrid_rlhf.configs.pipeline import FOLDERS, STEP_NAMES, PipelineConfig, has_model, start_of
+from hybrid_rlhf.configs.pipeline import FOLDERS, STEP_NAMES, LauncherConfig, PipelineConfig, has_model, start_of
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.runtime.host_memory import MALLOC_ENVIRONMENT
 from hybrid_rlhf.runtime.liveness.launcher import STARTED_BY
@@ -31,7 +31,7 @@ from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE, forward_sign
 PipelineT = TypeVar("PipelineT", bound=PipelineConfig)
 ROOT = Path(__file__).parents[2]
 """Folder that contains the package: the checkout, or site-packages."""
-DEMO = ROOT / "hybrid_rlhf" / "configs" / "demo.yaml"
+DEMO = ROOT / "hybrid_rlhf" / "configs" / "commands" / "demo.yaml"
 MODULES = {
     "sft": "hybrid_rlhf.cli.sft",
     "reward": "hybrid_rlhf.cli.reward",
@@ -175,10 +175,10 @@ def run_step(name: str, step: Any, config: PipelineConfig) -> None:
     logs.mkdir(parents=True, exist_ok=True)
     settings = logs / f"{FOLDERS[name]}.yaml"
     save_config(step, settings)
-    command = [*launcher(config), MODULES[name], "--config", str(settings)]
+    command = [*launcher(config.launcher), MODULES[name], "--config", str(settings)]
     print(f"== {name}: {' '.join(command)}", flush=True)
     start = time.monotonic()
-    code, tail = _tee(command, logs / f"{FOLDERS[name]}.log")
+    code, tail = tee(command, logs / f"{FOLDERS[name]}.log")
     if code == STOPPED_EXIT_CODE:
         print(f"== {name}: stopped; run the same command to resume", flush=True)
         sys.exit(code)
@@ -211,9 +211,8 @@ def _changed_keys(folder: Path, step: Any) -> list[str]:
     return changed_keys(type(step), read_config(folder / "config.yaml"), read_config(step))
 
 
-def launcher(config: PipelineConfig) -> list[str]:
-    """The command, up to the name of a module, that starts the module on the processes of the config."""
-    options = config.launcher
+def launcher(options: LauncherConfig) -> list[str]:
+    """The command, up to the name of a module, that starts the module on these processes."""
     if options.hostfile is not None:
         deepspeed = shutil.which(
             "deepspeed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
@@ -233,10 +232,13 @@ def _gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _tee(command: list[str], log: Path) -> tuple[int, list[str]]:
-    """Run a command, copy its output to the console and a file; return the exit code and the last lines."""
+def tee(command: list[str], log: Path, base: Mapping[str, str] = os.environ) -> tuple[int, list[str]]:
+    """Run a command, copy its output to the console and a file; return the exit code and the last lines.
+
+    `base` is the environment, to which the variables of a step are added.
+    """
     tail: deque[str] = deque(maxlen=20)
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", STARTED_BY: str(os.getpid())}
+    environment = {**base, "PYTHONUNBUFFERED": "1", STARTED_BY: str(os.getpid())}
     if not _gpus():
         environment = {**MALLOC_ENVIRONMENT, **environment}
     if ROOT.name not in ("site-packages", "dist-packages"):  # a checkout, which need not be installed

@@ -50,7 +50,7 @@ from hybrid_rlhf.rl.roles import (
     place_roles,
     require_room,
 )
-from hybrid_rlhf.rl.samples import SampleTexts
+from hybrid_rlhf.rl.rollouts.samples import SampleTexts
 from hybrid_rlhf.rl.trainer import RLTrainer
 from hybrid_rlhf.rl.updates.ptx import PtxBatches
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME

@@ -27,11 +27,12 @@ from hybrid_rlhf.rl.parts import RLParts
 from hybrid_rlhf.rl.roles import Move, PlacementWatch
 from hybrid_rlhf.rl.rollouts.collector import Collector, NothingToLearn
 from hybrid_rlhf.rl.rollouts.partial import PartialRollouts
-from hybrid_rlhf.rl.samples import SampleTexts
+from hybrid_rlhf.rl.rollouts.samples import SampleTexts, token_arrays
 from hybrid_rlhf.rl.updates.kl_controller import KLController
 from hybrid_rlhf.rl.updates.updater import Progress, UpdateReport
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.observability.samples import SampleLog
+from hybrid_rlhf.runtime.observability.token_log import TokenLog
 from hybrid_rlhf.runtime.run import Run
 
 logger = logging.getLogger(LOGGER_NAME)
@@ -112,6 +113,12 @@ class RLTrainer(Trainer):
         self._diagnostics = Diagnostics(enabled=run.world.is_main)
         self._skipped = SkippedUpdates(run, limit=config.faults.max_skipped_steps)
         self._samples = SampleLog(run.folder, every=config.logging.samples_every, enabled=run.world.is_main)
+        self._tokens = TokenLog(
+            run.folder,
+            every=config.logging.samples_every if config.logging.tokens else 0,
+            ranks=run.world.size,
+            enabled=run.world.is_main,
+        )
         self._interrupted: tuple[Batch, Progress] | None = None
         """A resumed step whose updates were not all made."""
 
@@ -122,11 +129,7 @@ class RLTrainer(Trainer):
             if self._interrupted is not None:
                 (batch, progress), start, self._interrupted = self._interrupted, None, None
             else:
-                rollout = self._collector.collect(step)
-                rollout = self._scorer.compute_logprobs(rollout, self._parts.plan(rollout, step=step))
-                self._require_finite(step, rollout)
-                batch = self._parts.estimate(rollout, kl_coef=kl_coef)
-                progress = Progress(self._world.device)
+                batch, progress = self.batch(step), Progress(self._world.device)
         except NothingToLearn as found:
             return self._without_update(step, found)
         except NonFiniteError as found:
@@ -149,9 +152,21 @@ class RLTrainer(Trainer):
             self._kl.update(metrics["objective/kl"], completions=len(batch))
         if due(step, config.reference.refresh_every):
             self._roles.refresh_reference()
-        self._write_samples(step, batch.rollout, report)
+        self._write_samples(step, report)
         self._diagnostics.watch(step, metrics)
         return metrics | self._skipped.record(step, [f"a gradient of the {role}" for role in report.skipped])
+
+    def batch(self, step: int) -> Batch:
+        """What a step learns from: its rollout with rewards and advantages. Every rank calls, in the order of steps.
+
+        Raises:
+            NothingToLearn: on every rank, when there is no completion to learn from.
+            NonFiniteError: on every rank, when a score, log-prob or value is not finite.
+        """
+        rollout = self._collector.collect(step)
+        rollout = self._scorer.compute_logprobs(rollout, self._parts.plan(rollout, step=step))
+        self._require_finite(step, rollout)
+        return self._parts.estimate(rollout, kl_coef=self._kl.kl_coef)
 
     def _start_timers(self) -> float | None:
         self._run.timers.take()  # writing a checkpoint may have waited for completions
@@ -191,10 +206,12 @@ class RLTrainer(Trainer):
             "or raise faults.max_logprob_diff",
         )
 
-    def _write_samples(self, step: int, rollout: Rollout, report: UpdateReport) -> None:
-        self._samples.write(step, lambda: self._texts(rollout))
+    def _write_samples(self, step: int, report: UpdateReport) -> None:
+        batch = report.batch
+        self._samples.write(step, lambda: self._texts.of_batch(batch))
+        self._tokens.write(step, lambda: token_arrays(batch))
         rows = {row for skipped in report.skipped.values() for row in skipped}
-        self._skipped.keep(step, self._texts(rollout, sorted(rows)))
+        self._skipped.keep(step, self._texts(batch.rollout, sorted(rows)))
 
     def _speed(self, step: int, report: UpdateReport, start: float | None) -> dict[str, float]:
         """Speed and time of a step; {} for a resumed one, whose beginning was not timed."""
@@ -281,7 +298,9 @@ class RLTrainer(Trainer):
             self._restore(state)
         if self._moved is not None:
             self._report_move(self._moved)
-        self._samples.resume(0 if state is None else state.step)
+        done = 0 if state is None else state.step
+        self._samples.resume(done)
+        self._tokens.resume(done)
         if self._parts.scaling.needs_initial_scores:
             first = range(min(len(self._prompts), self._rl.rollout.prompts_per_step))
             scores = self._evaluated([self._prompts[i] for i in first]).scores

@@ -74,6 +74,11 @@ def choose_product_backend(
     return choice
 
 
+def recorded_backend(folder: Path) -> Backend | None:
+    """The choice that a run folder records for this machine; none: it has none."""
+    return next((name for name in BACKENDS if _read(folder).get(machine_key()) == name), None)
+
+
 def machine_key() -> str:
     """Everything a choice depends on: processor, instruction set, torch and its number of threads."""
     return "; ".join(
@@ -128,9 +133,8 @@ def _found(folder: Path, checkpoint: Path | None, cache: Path) -> tuple[Backend,
     """An earlier choice: that of the run being resumed, otherwise that of this machine."""
     places: list[Path] = [] if checkpoint is None else [checkpoint.parent.parent, folder]
     for place in (*places, cache):
-        for name in BACKENDS:
-            if _read(place).get(machine_key()) == name:
-                return name, "measured earlier on this machine" if place == cache else "recorded in the run folder"
+        if (name := recorded_backend(place)) is not None:
+            return name, "measured earlier on this machine" if place == cache else "recorded in the run folder"
     return None
 
 

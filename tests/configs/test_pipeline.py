@@ -32,7 +32,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, A
         return 0, []
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, "_tee", tee)
+    monkeypatch.setattr(train, "tee", tee)
     monkeypatch.setattr(train, "show_changes", lambda steps, *, last: None)
     return settings
 
@@ -195,7 +195,7 @@ def test_the_settings_that_train_hands_to_a_step_are_read_by_it(
         return 0, []
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, "_tee", tee)
+    monkeypatch.setattr(train, "tee", tee)
     monkeypatch.setattr(train, "show_changes", lambda steps, *, last: None)
     leave_model(tmp_path / "output" / "step2_reward")
     demo = ["--data.sources", "rows.jsonl", "--steps", "rl", "--rl.algorithm", "grpo"]

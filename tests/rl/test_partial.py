@@ -32,7 +32,6 @@ from tests.support.ahead import (
     change_weights,
     metrics_without_times,
     rollout_line,
-    save_stopping_model,
     trained_logprobs,
 )
 from tests.support.faults import run_step
@@ -231,11 +230,6 @@ def test_carried_completions_resume(lag: int, ranks: int, model_folder: Path, tm
         assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
     elsewhere = run_ranks(continued, 3 - ranks, tmp_path / "elsewhere", path, lag, state)[0]
     assert_each_prompt_once([*before, *elsewhere])
-
-
-@pytest.fixture(scope="module")
-def stopping_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_stopping_model(tmp_path_factory.mktemp("stopping"))
 
 
 @pytest.mark.parametrize(

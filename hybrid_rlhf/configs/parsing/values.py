@@ -12,7 +12,7 @@ from hybrid_rlhf.configs.sections.rules import require
 
 _LARGEST = 2**63 - 1
 """What torch, numpy and Arrow hold."""
-_MAY_BE_BLANK = ("system", "step_separator")
+_MAY_BE_BLANK = ("system", "step_separator", "text", "completion")
 
 
 def check_values(value: Any, key: str = "") -> None:

@@ -22,8 +22,8 @@ from hybrid_rlhf.functional.masking import masked_mean, masked_sum, masked_var
 from hybrid_rlhf.generation.sampling import Completion
 from hybrid_rlhf.rl.batch.routes import RolloutRoutes
 
-_ROUTES = "routes."
-"""Prefix of the names of their tensors."""
+_ROUTES, _COMPONENTS = "routes.", "components."
+"""Prefixes of the names of their tensors."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,14 @@ class Rollout:
     and that forward is still to come, by the generation engine."""
     ref_logprobs: Tensor | None = None
     """[N, T] float32, of the reference; none where nothing reads it."""
+    entropy: Tensor | None = None
+    """[N, T] float32, nats, of the actor's distribution before the updates; none where it does not read the rollout."""
     old_values: Tensor | None = None
     """[N, T] float32, of the critic before the updates; none without a critic."""
     routes: RolloutRoutes | None = None
     """The experts that computed the tokens while sampling; none where they are not recorded, or not needed any more."""
+    components: Mapping[str, Tensor] = field(default_factory=dict)
+    """[N] float32 by name, scores of the reward components before their weights; NaN where one does not apply."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Of sampling and scoring."""
 
@@ -132,7 +136,7 @@ class Rollout:
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are present, by name."""
         routes = {} if self.routes is None else self.routes.tensors()
-        return _tensors_of(self) | with_prefix(_ROUTES, routes)
+        return _tensors_of(self) | with_prefix(_ROUTES, routes) | with_prefix(_COMPONENTS, self.components)
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -190,7 +194,8 @@ class Rollout:
         first = torch.arange(width, device=device) == 0
         picked["attention_mask"] = picked["attention_mask"] & (present[:, None] | first)
         routes = None if self.routes is None else self.routes.rows(indices)
-        return Rollout(**picked, routes=routes, metrics=self.metrics)
+        components = {name: scores[index] for name, scores in self.components.items()}
+        return Rollout(**picked, routes=routes, components=components, metrics=self.metrics)
 
     def select(self, chosen: Tensor) -> Rollout:
         """The rows where chosen [N] is true."""
@@ -203,13 +208,17 @@ class Rollout:
         names = _tensors_of(parts[0])
         whole = {name: torch.cat([_padded(getattr(part, name), width) for part in parts]) for name in names}
         routes = RolloutRoutes.joined([(part.routes, len(part)) for part in parts])
-        return Rollout(**whole, routes=routes, metrics={})
+        components = {name: torch.cat([part.components[name] for part in parts]) for name in parts[0].components}
+        return Rollout(**whole, routes=routes, components=components, metrics={})
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], device: torch.device) -> Self:
         """The rollout that `tensors` describes, on a device."""
-        own = {name: tensor.to(device) for name, tensor in tensors.items() if not name.startswith(_ROUTES)}
-        return cls(**own, routes=RolloutRoutes.from_tensors(without_prefix(_ROUTES, tensors)), metrics={})
+        here = {name: tensor.to(device) for name, tensor in tensors.items() if not name.startswith(_ROUTES)}
+        components = without_prefix(_COMPONENTS, here)
+        own = {name: tensor for name, tensor in here.items() if not name.startswith(_COMPONENTS)}
+        routes = RolloutRoutes.from_tensors(without_prefix(_ROUTES, tensors))
+        return cls(**own, routes=routes, components=components, metrics={})
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,8 @@ class RewardReport:
     metrics: dict[str, float]
     """reward/NAME/mean and /std of a component's scores over all ranks, before its weight; /failures and /dropped count
     completions without a valid score."""
+    components: dict[str, Tensor]
+    """[N] float32 by name, scores of each component before its weight; NaN where it has none."""
 
 
 class Reward:
@@ -96,6 +98,10 @@ class Reward:
             (weights[:, None] * values).sum(dim=0),
             dropped.nonzero().flatten().tolist(),
             self._metrics(values, scored.bool() & ~dropped, failed),
+            {
+                component.name: torch.where(has_one, of_rows, torch.nan)
+                for component, of_rows, has_one in zip(self._components, values, scored.bool(), strict=True)
+            },
         )
 
     def close(self) -> None:

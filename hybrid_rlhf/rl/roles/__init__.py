@@ -5,7 +5,7 @@ Read `roles.py` (what the other parts see), `placing.py` (which ranks), `automat
 """
 
 from hybrid_rlhf.rl.roles.automatic import Move, PlacementWatch, choose_placement
-from hybrid_rlhf.rl.roles.building import build_roles
+from hybrid_rlhf.rl.roles.building import build_reward_alone, build_roles
 from hybrid_rlhf.rl.roles.placing import log_placement, place_roles
 from hybrid_rlhf.rl.roles.roles import Roles
 from hybrid_rlhf.rl.roles.room import require_room
@@ -14,6 +14,7 @@ __all__ = [
     "Move",
     "PlacementWatch",
     "Roles",
+    "build_reward_alone",
     "build_roles",
     "choose_placement",
     "log_placement",

@@ -26,7 +26,7 @@ from hybrid_rlhf.loop.setup import (
     warm_start_folder,
 )
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
-from hybrid_rlhf.rl.rewards import build_reward
+from hybrid_rlhf.rl.rewards import Reward, build_reward
 from hybrid_rlhf.rl.roles.placing import reference_path_of, residency_of
 from hybrid_rlhf.rl.roles.roles import Engine, FrozenRole, Roles
 from hybrid_rlhf.runtime.run import Run
@@ -64,18 +64,7 @@ def build_roles(
     build = _Builder(config, run, placement, updates)
     actor = build.actor(actor_path)
     critic = None if critic_path is None else build.critic(critic_path, actor)
-    reward = build_reward(
-        config.reward.named,
-        run.world,
-        tokenizer=tokenizer,
-        resolve=lambda path: resolve(config, run, path, key="reward.components"),
-        load_tokenizer=lambda path: load_tokenizer(
-            path,
-            trust_remote_code=config.model.trust_remote_code,
-            chat_template_kwargs=config.data.chat_template_kwargs,
-        ),
-        build_engine=lambda name, path: build.frozen("reward", name, path),
-    )
+    reward = build.reward(tokenizer)
     reference = None if reference_path is None else build.frozen("reference", "reference", reference_path)
     if reference is not None and config.reference.refresh_every and actor.facts.weights != reference.facts.weights:
         raise UserError(
@@ -84,6 +73,11 @@ def build_roles(
         )
     sampler, beside = build.sampler(actor), placement.reference_beside_rewards
     return Roles(run.world, actor, reward, critic, reference, sampler, reference_beside_rewards=beside)
+
+
+def build_reward_alone(config: RLConfig, run: Run, placement: Placement, tokenizer: PreTrainedTokenizerBase) -> Reward:
+    """The reward of a step without the other roles; see `build_roles`."""
+    return _Builder(config, run, placement, updates=0).reward(tokenizer)
 
 
 class _Builder:
@@ -140,6 +134,21 @@ class _Builder:
         spec = self._trained("critic", path, config.critic_zero, section.optimizer, config.critic_lora)
         base = actor.lm if section.share_base and isinstance(actor, HybridEngine) else None
         return self._engine(replace(spec, base=base, fresh_head=fresh_head, head_lr=section.head_lr), "critic")
+
+    def reward(self, tokenizer: PreTrainedTokenizerBase) -> Reward:
+        config, run = self._config, self._run
+        return build_reward(
+            config.reward.named,
+            run.world,
+            tokenizer=tokenizer,
+            resolve=lambda path: resolve(config, run, path, key="reward.components"),
+            load_tokenizer=lambda path: load_tokenizer(
+                path,
+                trust_remote_code=config.model.trust_remote_code,
+                chat_template_kwargs=config.data.chat_template_kwargs,
+            ),
+            build_engine=lambda name, path: self.frozen("reward", name, path),
+        )
 
     def frozen(self, role: Role, name: str, path: str) -> FrozenRole:
         place = self._placement[name]

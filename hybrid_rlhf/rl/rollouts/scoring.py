@@ -107,6 +107,7 @@ class RolloutScorer:
             scores=scores,
             penalties=penalties,
             ref_logprobs=ref,
+            components=report.components,
             metrics={**report.metrics, **episode_metrics(rollout)},
         )
         if not greedy:
@@ -136,25 +137,27 @@ class RolloutScorer:
         reads_old = self._algorithm.reads_old_logprobs or (
             self._reads_reference and bool(rollout.stale_updates(roles.actor.weight_version))
         )
-        wanted = [reads_ref, reads_old, roles.critic is not None]
+        wanted = [reads_ref, reads_old, reads_old, roles.critic is not None]
         batches, agreement = _batches(rollout, plan), RouterAgreement(self._world.device)
         # Roles on disjoint ranks read at the same time, so no rank waits for another before it has read all.
-        found = torch.zeros(3, *rollout.input_ids.shape, device=self._world.device)
+        found = torch.zeros(4, *rollout.input_ids.shape, device=self._world.device)
         with self._timers("scoring"):
             if reads_ref:
                 self._read_reference(batches, found[0])
             if reads_old:
-                self._read_actor(batches, found[1], agreement)
+                self._read_actor(batches, found[1], found[2], agreement)
             if roles.critic is not None:
-                self._read_critic(batches, found[2])
+                self._read_critic(batches, found[3])
             # each row of each is filled by one rank and zero on the others
-            ref, old, values = _unstacked(self._world.all_reduce(found[wanted]) if any(wanted) else found[:0], wanted)
+            summed = self._world.all_reduce(found[wanted]) if any(wanted) else found[:0]
+            ref, old, entropy, values = _unstacked(summed, wanted)
             if reads_old and rollout.routes is not None:
                 metrics |= agreement.metrics(self._world)
         return replace(
             rollout,
             old_logprobs=rollout.sampled_logprobs if old is None else old,
             ref_logprobs=rollout.ref_logprobs if ref is None else ref,
+            entropy=entropy,
             old_values=values,
             routes=None if reads_old and not self._config.routing_replay else rollout.routes,
             metrics=metrics,
@@ -170,17 +173,18 @@ class RolloutScorer:
             with reference.on_device():
                 _read(reference, batches, found, self._logprobs_of(reference))
 
-    def _read_actor(self, batches: _Batches, found: Tensor, agreement: RouterAgreement) -> None:
-        actor = self._roles.actor
+    def _read_actor(self, batches: _Batches, logprobs: Tensor, entropy: Tensor, agreement: RouterAgreement) -> None:
+        actor, temperature = self._roles.actor, self._config.sampling.temperature
         if not isinstance(actor, ModelEngine):
             return
-
-        def read(batch: Rollout) -> Tensor:
-            logprobs = _logprobs(actor, batch, self._config.sampling.temperature, routes=batch.padded_routes)
+        for indices, batch in batches(actor):
+            found = actor(
+                batch.input_ids, batch.attention_mask, batch.response_mask, temperature, routes=batch.padded_routes
+            )
             agreement.add(actor)
-            return logprobs
-
-        _read(actor, batches, found, read)
+            if actor.reports_rows:
+                for whole, values in zip((logprobs, entropy), found, strict=True):
+                    scatter_rows(whole, indices, values)
 
     def _read_critic(self, batches: _Batches, found: Tensor) -> None:
         if isinstance(critic := self._roles.critic, ModelEngine):
@@ -214,8 +218,8 @@ def _unstacked(found: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
     return [next(rows) if each else None for each in wanted]
 
 
-def _logprobs(engine: _Reader, batch: Rollout, temperature: float, **routes: Tensor | None) -> Tensor:
-    logprobs: Tensor = engine(batch.input_ids, batch.attention_mask, batch.response_mask, temperature, **routes)[0]
+def _logprobs(engine: _Reader, batch: Rollout, temperature: float) -> Tensor:
+    logprobs: Tensor = engine(batch.input_ids, batch.attention_mask, batch.response_mask, temperature)[0]
     return logprobs
 
 

@@ -7,6 +7,7 @@ names are never changed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -101,6 +102,16 @@ def newest_complete(run_folder: Path, world: World) -> Path | None:
             return path
         if world.is_main:
             logger.warning("resume skips %s: %s", path, fault)
+    return None
+
+
+def newest_before(run_folder: Path, step: int) -> Path | None:
+    """The newest checkpoint with a valid manifest that a run resumes from before the rollout of a step; None: none."""
+    for path in checkpoint_paths(run_folder)[::-1]:
+        after, update = _position(path)
+        with contextlib.suppress(BrokenCheckpoint):
+            if after + (update >= 0) < step and read_manifest(path):  # one within a step holds its rollout
+                return path
     return None
 
 

@@ -1,0 +1,93 @@
+"""Other continuations of a sample from one of its tokens, by the weights of its step, with their scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hybrid_rlhf.configs.sections.rules import require
+from hybrid_rlhf.data.chat.conversation import stop_token_ids
+from hybrid_rlhf.rl.replay.replaying import ReplayedStep
+from hybrid_rlhf.rl.replay.rescoring import SampleScore, completed, score_completions
+from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
+
+_BRANCH_STEP = 2**33
+"""Key of the random streams of branches, apart from those of steps and evaluations: a branch is repeated bit for
+bit."""
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A completion with the sample's tokens up to one of them and others from there on."""
+
+    text: str
+    """From the branch on, without special tokens."""
+    token_ids: list[int]
+    """From the branch on."""
+    stopped: bool
+    """Whether it ended by itself."""
+    score: SampleScore
+    """Of the whole completion."""
+
+
+def branch(replayed: ReplayedStep, index: int, *, token: int, text: str | None = None, n: int = 4) -> list[Branch]:
+    """Continue a sample from a token. Every rank calls.
+
+    The weights are those that sampled the step; with a policy lag or partial rollouts, those at its start, which are
+    newer.
+
+    Args:
+        replayed: the step.
+        index: of the sample.
+        token: position among the tokens of prompt and completion; those before it are kept.
+        text: what the continuations begin with.
+        n: how many.
+
+    Raises:
+        UserError: if the position is not in the completion, or leaves no room for a token.
+    """
+    session, record = replayed.session, replayed.record(index)
+    config, tokenizer, world = session.config, session.tokenizer, session.run.world
+    end, prompt = len(record.ids), record.ids[: record.prompt_length]
+    require(
+        config.environment is None,
+        "a branch continues a completion of one turn, the run has an environment: leave branch out",
+    )
+    require(
+        record.prompt_length <= token < end,
+        f"branch.token must be in the completion, {record.prompt_length}..{end - 1}, got {token}: give another",
+    )
+    given: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+    kept = [*record.ids[record.prompt_length : token], *given]
+    sampling = config.rollout.sampling
+    left = sampling.max_new_tokens - len(kept)
+    require(
+        left >= 1,
+        f"a completion has at most {sampling.max_new_tokens} tokens (rollout.sampling.max_new_tokens), the branch "
+        f"begins with {len(kept)}: give an earlier branch.token, or less text",
+    )
+    sampling = replace(sampling, n=n, max_new_tokens=left, min_new_tokens=max(0, sampling.min_new_tokens - len(kept)))
+    roles = session.parts.roles
+    sampler = RolloutSampler(
+        roles.sampler,
+        replace(config.rollout, sampling=sampling),
+        world=world,
+        stop_token_ids=stop_token_ids(tokenizer, roles.actor.facts.eos_token_ids),
+        seed=config.seed,
+        timers=session.run.timers,
+        tokenizer=tokenizer,
+    )
+    sampled = sampler.sample([{"input_ids": [*prompt, *kept]}], step=_BRANCH_STEP, first=token)
+    new = [ids[mask].tolist() for ids, mask in zip(sampled.input_ids, sampled.response_mask, strict=True)]
+    rows = replayed.batch.rollout.prompt_rows
+    assert rows is not None
+    scores = score_completions(
+        roles.reward,
+        completed(prompt, [[*kept, *ids] for ids in new], sampled.stopped.tolist(), world.device),
+        session.prompts[int(rows[index])],
+        tokenizer=tokenizer,
+        planner=session.parts.planner,
+    )
+    return [
+        Branch(str(tokenizer.decode([*given, *ids], skip_special_tokens=True)), [*given, *ids], bool(stopped), score)
+        for ids, stopped, score in zip(new, sampled.stopped, scores, strict=True)
+    ]

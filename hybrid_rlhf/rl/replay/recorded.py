@@ -1,0 +1,121 @@
+"""What a run recorded of one step: rows of samples.jsonl, token records, its config, the checkpoint before it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+from hybrid_rlhf.configs.parsing.command_line import parse_config
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.rules import require
+from hybrid_rlhf.runtime.files.checkpoint_folder import newest_before, read_manifest
+from hybrid_rlhf.runtime.observability.samples import SAMPLES_FILE
+from hybrid_rlhf.runtime.observability.token_records import ENVIRONMENT, TokenRecord, TokenRecords
+from hybrid_rlhf.runtime.run import CONFIG_FILE
+
+_STEP = re.compile(r'\{"step": (\d+),')
+_SHOWN_STEPS = 8
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """One step of a run folder, which is only read."""
+
+    folder: Path
+    step: int
+    rows: list[dict[str, Any]]
+    """Of samples.jsonl, in their order."""
+
+    @classmethod
+    def read(cls, folder: Path, step: int) -> Self:
+        """The records of a step.
+
+        Raises:
+            UserError: if the folder has no samples, or none of this step.
+        """
+        file = folder / SAMPLES_FILE
+        require(
+            file.is_file() and (folder / CONFIG_FILE).is_file(),
+            f"a replay needs the folder of an RL run with {CONFIG_FILE} and {SAMPLES_FILE}, {folder} is none: check "
+            "the path, and that logging.samples_every is not 0",
+        )
+        steps, rows = dict[int, None](), []
+        with file.open(encoding="utf-8") as lines:
+            for line in lines:
+                if (match := _STEP.match(line)) is None or not line.endswith("\n"):
+                    break  # the run is writing it
+                steps[int(match[1])] = None
+                if int(match[1]) == step:
+                    rows.append(json.loads(line))
+        nearest = sorted(sorted(steps, key=lambda other: abs(other - step))[:_SHOWN_STEPS])
+        require(
+            bool(rows),
+            f"step must be one that {file} has, got {step}: give for example one of {', '.join(map(str, nearest))}",
+        )
+        return cls(folder.resolve(), step, rows)
+
+    def sample(self, index: int) -> dict[str, Any]:
+        """The row of a sample.
+
+        Raises:
+            UserError: if there is none.
+        """
+        require(
+            index < len(self.rows),
+            f"index must be below the {len(self.rows)} samples of step {self.step}, got {index}: give another",
+        )
+        return self.rows[index]
+
+    def tokens(self, index: int) -> TokenRecord | None:
+        """The tokens of a sample; none where the step has no token record."""
+        return self._records.read(self.step, index) if self._has_tokens else None
+
+    @property
+    def ranks(self) -> int:
+        """The ranks that sampled the step; 1 where nothing tells."""
+        if self._has_tokens:
+            return int(self._records.details(self.step)["ranks"])
+        checkpoint = newest_before(self.folder, self.step)
+        return 1 if checkpoint is None else int(read_manifest(checkpoint)["world_size"])
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment of this process with the variables that decide in which order the run summed numbers."""
+        if not self._has_tokens:
+            return dict(os.environ)
+        others = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
+        return others | self._records.details(self.step)["environment"]
+
+    @cached_property
+    def config(self) -> RLConfig:
+        """Of the run, as its last start wrote it."""
+        return parse_config(RLConfig, ["--config", str(self.folder / CONFIG_FILE)])
+
+    def resumed_config(self, scratch: Path) -> RLConfig:
+        """The config of a run in a scratch folder that resumes before the step and computes its rollout.
+
+        Completions of the step may have begun in earlier ones: with a policy lag and with partial rollouts.
+        """
+        config, rollout = self.config, self.config.rollout
+        begun = rollout.policy_lag + (0 if rollout.partial is None else rollout.partial.max_lag)
+        checkpoint = newest_before(self.folder, self.step - begun)
+        resume = "never" if config.resume == "auto" else config.resume
+        return replace(
+            config,
+            output_dir=str(scratch),
+            resume=resume if checkpoint is None else str(checkpoint),
+            logging=replace(config.logging, samples_every=0, tensorboard=False, profile_steps=[]),
+        )
+
+    @property
+    def _records(self) -> TokenRecords:
+        return TokenRecords(self.folder)
+
+    @cached_property
+    def _has_tokens(self) -> bool:
+        return self.step in self._records.steps()

@@ -1,0 +1,141 @@
+"""A recorded step generated again: the run resumes in a scratch folder and stops at the step's rollout.
+
+Resuming is exact (docs/reliability.md), and random streams have keys, so that the rollout is the recorded one bit for
+bit, on the same machine with the same number of ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections.rules import require
+from hybrid_rlhf.loop.non_finite import NonFiniteError
+from hybrid_rlhf.rl.algorithms import Algorithm
+from hybrid_rlhf.rl.batch import Batch
+from hybrid_rlhf.rl.build import RLSession, rl_session
+from hybrid_rlhf.rl.replay.recorded import RecordedStep
+from hybrid_rlhf.rl.rollouts.collector import NothingToLearn
+from hybrid_rlhf.rl.rollouts.samples import sample_text, token_arrays
+from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.token_records import TokenRecord
+
+logger = logging.getLogger(LOGGER_NAME)
+
+
+@dataclass(frozen=True)
+class ReplayedSample:
+    """A sample generated again."""
+
+    index: int
+    identical: bool
+    """Whether its tokens and their log-probs are the recorded ones, bit for bit; without token records, its text."""
+    token_ids: list[int]
+    """Of the completion."""
+    text: str
+    logprobs: list[float | None]
+    """Of the completion's tokens, as reported while sampling; None on observations."""
+    prompt_length: int
+    """Tokens before the completion."""
+    first_difference: int | None
+    """Position of the first token that differs, among those of prompt and completion; of the first character of `text`
+    where only texts are compared."""
+    compared: Literal["tokens", "text"]
+
+
+@dataclass(frozen=True)
+class ReplayedStep:
+    """A step up to its rollout, with the models as they were then."""
+
+    recorded: RecordedStep
+    session: RLSession
+    batch: Batch
+
+    def sample(self, index: int) -> ReplayedSample:
+        """A sample of the step beside what is recorded of it.
+
+        Raises:
+            UserError: if there is no such sample.
+        """
+        row, before, now = self.recorded.sample(index), self.recorded.tokens(index), self.record(index)
+        text = sample_text(self.batch.rollout, index, self.session.tokenizer)
+        if before is None:
+            difference = _first_difference(row["completion"], text)
+        else:
+            difference = _first_difference(_sampled(before), _sampled(now))
+        return ReplayedSample(
+            index,
+            difference is None,
+            now.ids[now.prompt_length :],
+            text,
+            now.columns["logprobs"][now.prompt_length :],
+            now.prompt_length,
+            difference,
+            "text" if before is None else "tokens",
+        )
+
+    def record(self, index: int) -> TokenRecord:
+        """The tokens of a sample as they are generated now."""
+        require(
+            index < len(self.batch),
+            f"step {self.recorded.step} has {len(self.batch)} samples when it is replayed, got index {index}: the "
+            "run's data or settings have changed",
+        )
+        return TokenRecord.of(self._arrays, index)
+
+    @cached_property
+    def _arrays(self) -> dict[str, np.ndarray]:
+        return token_arrays(self.batch)
+
+
+@contextlib.contextmanager
+def replayed_step(
+    recorded: RecordedStep, scratch: Path, algorithm_class: type[Algorithm] | None = None
+) -> Iterator[ReplayedStep]:
+    """Compute a recorded step again, from the nearest checkpoint before it. Every rank calls.
+
+    Args:
+        recorded: the step.
+        scratch: an empty folder for the resumed run; the recorded run's own is only read.
+        algorithm_class: of a run with an algorithm of one's own.
+
+    Raises:
+        UserError: if the run cannot be resumed, or the step has no rollout when it is replayed.
+    """
+    with rl_session(recorded.resumed_config(scratch), algorithm_class=algorithm_class) as session:
+        trainer = session.trainer()
+        with trainer.running():
+            done = trainer.resume() or 0
+            for step in range(done + 1, recorded.step + 1):
+                session.run.watchdog.begin_step(step)
+                if session.run.world.is_main:
+                    logger.info("replay: step %d of %d", step - done, recorded.step - done)
+                if step < recorded.step:
+                    trainer.step(step)
+            try:
+                batch = trainer.batch(recorded.step)
+            except (NothingToLearn, NonFiniteError) as found:
+                raise UserError(
+                    f"step {recorded.step} has samples in {recorded.folder} and none when it is replayed ({found}): "
+                    "the run's data or settings have changed"
+                ) from found
+            yield ReplayedStep(recorded, session, batch)
+
+
+def _sampled(record: TokenRecord) -> list[tuple[int, float | None]]:
+    """Each token with its log-prob."""
+    return list(zip(record.ids, record.columns["logprobs"], strict=True))
+
+
+def _first_difference(before: Sequence[Any], now: Sequence[Any]) -> int | None:
+    pairs = enumerate(itertools.zip_longest(before, now, fillvalue=object()))
+    return next((place for place, (one, other) in pairs if one != other), None)

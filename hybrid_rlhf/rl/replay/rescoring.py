@@ -1,0 +1,144 @@
+"""Scores of completions by the reward components of a run, without its actor: of an edited completion, of branches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.rules import require
+from hybrid_rlhf.data.chat.conversation import encode_completion
+from hybrid_rlhf.data.chat.messages import row_tools
+from hybrid_rlhf.data.tokenized import load_prompt_data
+from hybrid_rlhf.loop.non_finite import json_number
+from hybrid_rlhf.loop.setup import memory_advice, start_step
+from hybrid_rlhf.rl.batch import MiniBatchPlanner, Rollout
+from hybrid_rlhf.rl.replay.recorded import RecordedStep
+from hybrid_rlhf.rl.rewards import CompletionTexts, Reward
+from hybrid_rlhf.rl.roles import build_reward_alone, place_roles
+from hybrid_rlhf.runtime.run import start_run
+
+
+@dataclass(frozen=True)
+class SampleScore:
+    """The score of a completion."""
+
+    score: float | None
+    """Weighted sum of the components, without penalties; None if a component that fails drops the completion."""
+    components: dict[str, float | None]
+    """Score of each component by name, before its weight; None where it does not apply or fails."""
+
+
+def rescore(recorded: RecordedStep, index: int, completion: str, scratch: Path) -> SampleScore:
+    """Score a text as a completion of a sample's prompt, in this process alone.
+
+    Args:
+        recorded: the step of the sample.
+        index: of the sample.
+        completion: the text; it counts as one that ended by itself.
+        scratch: an empty folder; the run's own is only read.
+
+    Raises:
+        UserError: if the run has no reward components, its data has changed, or a component stops at a failure.
+    """
+    row, config = recorded.sample(index), _alone(recorded.config, scratch)
+    require(
+        bool(config.reward.components),
+        "rescore needs reward components, the run has none: its environment gives the scores",
+    )
+    require(
+        "prompt_row" in row,
+        f"rescore needs prompt_row in samples.jsonl, step {recorded.step} was written without it: take a newer run",
+    )
+    with start_run(config) as run, memory_advice(config, run):
+        path, tokenizer = start_step(config, run, config.model.path)
+        prompts = load_prompt_data(
+            config.data,
+            tokenizer=tokenizer,
+            seed=config.seed,
+            world=run.world,
+            max_prompt_tokens=config.rollout.max_prompt_tokens,
+        ).train
+        known = row["prompt_row"] < len(prompts)
+        require(
+            known and json.loads(prompts[row["prompt_row"]]["prompt"]) == row["prompt"],
+            f"rescore reads the run's data, row {row['prompt_row']} of it is not the sample's prompt: restore "
+            "data.sources",
+        )
+        prompt = prompts[row["prompt_row"]]
+        reward = build_reward_alone(config, run, place_roles(config, run, path), tokenizer)
+        ids = _completion_ids(prompt, completion, tokenizer)
+        planner = MiniBatchPlanner(replace(config.train.micro_batches, padded=not reward.packs), seed=config.seed)
+        rollout = completed(prompt["input_ids"], [ids], [True], run.world.device)
+        return score_completions(reward, rollout, prompt, tokenizer=tokenizer, planner=planner)[0]
+
+
+def score_completions(
+    reward: Reward,
+    rollout: Rollout,
+    prompt: Mapping[str, Any],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    planner: MiniBatchPlanner,
+) -> list[SampleScore]:
+    """The score of each row of a rollout of one prompt. Every rank calls.
+
+    Raises:
+        UserError: if a component that stops at a failure fails.
+    """
+    report = reward(
+        rollout,
+        planner.plan(rollout).micro_batches,
+        lambda: CompletionTexts.read([prompt], rollout, tokenizer),
+        may_drop_all=True,
+    )
+    return [
+        SampleScore(
+            None if row in report.dropped else json_number(report.scores[row]),
+            {name: json_number(values[row]) for name, values in report.components.items()},
+        )
+        for row in range(len(rollout))
+    ]
+
+
+def completed(
+    prompt: Sequence[int], completions: Sequence[Sequence[int]], stopped: Sequence[bool], device: torch.device
+) -> Rollout:
+    """Token ids of completions of a prompt as a rollout to be scored, without log-probs."""
+    return Rollout.padded(
+        [prompt] * len(completions),
+        completions,
+        sampled=[[True] * len(ids) for ids in completions],
+        logprobs=[[]] * len(completions),
+        drawn_logprobs=[[]] * len(completions),
+        weight_versions=[[]] * len(completions),
+        stopped=stopped,
+        device=device,
+    )
+
+
+def _alone(config: RLConfig, scratch: Path) -> RLConfig:
+    """The config on one rank, in a scratch folder."""
+    return replace(
+        config,
+        output_dir=str(scratch),
+        resume="never",
+        placement=None,
+        rollout=replace(config.rollout, tensor_parallel=1),
+        faults=replace(config.faults, check_weights=False),
+    )
+
+
+def _completion_ids(prompt: Mapping[str, Any], text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Tokens of a completion to the end of its turn, as the actor would sample them."""
+    turn = [{"role": "assistant", "content": text}]
+    tools = row_tools("the row", json.loads(prompt["columns"]))
+    encoded = encode_completion(json.loads(prompt["prompt"]), turn, tokenizer, tools=tools)
+    sampled = [place for place, has_loss in enumerate(encoded.loss_mask) if has_loss]
+    return encoded.input_ids[sampled[0] : sampled[-1] + 1]

@@ -1,0 +1,201 @@
+"""Samples of a recorded step: generated again bit for bit, continued from a token, scored anew."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.rl.replay.recorded import RecordedStep
+from hybrid_rlhf.runtime.observability.token_records import DETAILS, TokenRecords, record_file
+from tests.support.ahead import rollout_line
+from tests.support.ranks import run_main
+from tests.support.runs import run_python
+from tests.support.steps import brevity, step_line, write_rows
+from tests.support.tiny import tiny_tokenizer
+
+RL, REPLAY = "hybrid_rlhf.cli.rl", "hybrid_rlhf.cli.runs.replay"
+AHEAD = ["--rollout.async_sampling.policy_lag", "2"]
+PARTIAL = ["--rollout.partial.extra_prompts", "1", "--rollout.partial.max_lag", "2"]
+
+
+@pytest.fixture(scope="module")
+def ppo_run(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six steps with the checkpoints of steps 4 and 6."""
+    folder = tmp_path_factory.mktemp("ppo")
+    line = step_line("ppo", folder / "run", model_folder, write_rows(folder / "rows.jsonl"))
+    run_main(RL, 1, line)
+    assert sorted(path.name for path in (folder / "run" / "checkpoints").iterdir()) == ["step_4", "step_6"]
+    return folder / "run"
+
+
+def replay(folder: Path, step: int, scratch: Path, *more: str, ranks: int = 1) -> Any:
+    """The result of the ranks that the command starts."""
+    scratch.mkdir()
+    run_main(REPLAY, ranks, [str(folder), "--step", str(step), "--scratch", str(scratch), *more])
+    return json.loads((scratch / "result.json").read_text())
+
+
+def replay_samples(folder: Path, step: int, scratch: Path, indices: Sequence[int] = (), ranks: int = 1) -> Any:
+    """Two samples of a step at least, or all."""
+    return replay(folder, step, scratch, "--index", str([*indices]), ranks=ranks)["samples"]
+
+
+def content_of(folder: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of each file."""
+    return {str(path.relative_to(folder)): (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("step", [2, 5])
+def test_a_step_is_generated_again_and_its_run_is_only_read(step: int, ppo_run: Path, tmp_path: Path) -> None:
+    """Step 2 from the beginning, because no checkpoint is before it; step 5 from step 4."""
+    before = content_of(ppo_run)
+    samples = replay_samples(ppo_run, step, tmp_path / "scratch")
+    assert content_of(ppo_run) == before
+    assert [sample["index"] for sample in samples] == [0, 1, 2, 3]
+    for sample, row in zip(samples, RecordedStep.read(ppo_run, step).rows, strict=True):
+        assert sample["identical"] and sample["first_difference"] is None and sample["compared"] == "tokens", sample
+        assert sample["text"] == row["completion"] and len(sample["token_ids"]) == row["length"]
+        assert all(value < 0 for value in sample["logprobs"])
+    assert ("resumes from" in (tmp_path / "scratch" / "run" / "log.txt").read_text()) == (step == 5)
+
+
+def test_a_difference_is_found_at_its_token(ppo_run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(ppo_run, folder)
+    file, details = record_file(folder / "tokens", 5), TokenRecords(folder).details(5)
+    arrays = load_file(file)
+    places = [int(arrays["prompt_lengths"][row]) + 2 for row in (1, 2)]
+    arrays["ids"][arrays["offsets"][1] + places[0]] += 1
+    arrays["columns.logprobs"][arrays["response_offsets"][2] + 2] += 1e-6
+    save_file(arrays, file, metadata={DETAILS: json.dumps(details)})
+    samples = replay_samples(folder, 5, tmp_path / "scratch")
+    assert [sample["identical"] for sample in samples] == [True, False, False, True]
+    assert [sample["first_difference"] for sample in samples] == [None, *places, None]
+
+
+def test_texts_are_compared_where_tokens_are_missing(ppo_run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(ppo_run, folder)
+    shutil.rmtree(folder / "tokens")
+    rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    changed = next(row for row in rows if row["step"] == 5 and row["index"] == 1)
+    changed["completion"] += "!"
+    (folder / "samples.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    same, other = replay_samples(folder, 5, tmp_path / "scratch", [0, 1])
+    assert same["identical"] and not other["identical"] and same["compared"] == other["compared"] == "text"
+    assert other["first_difference"] == len(changed["completion"]) - 1
+
+
+@pytest.mark.parametrize(
+    ("more", "steps", "ranks"),
+    [
+        (["--algorithm", "grpo", "--rollout.sampling.n", "2", *AHEAD], [4], 1),
+        (PARTIAL, [3], 1),
+        pytest.param(["--algorithm", "grpo", "--rollout.sampling.n", "2"], [3], 2, marks=pytest.mark.slow),
+        pytest.param(["--algorithm", "dapo", "--rollout.sampling.n", "3"], [2, 4], 1, marks=pytest.mark.slow),
+        pytest.param(["--algorithm", "remax"], [4], 1, marks=pytest.mark.slow),
+        pytest.param([*PARTIAL, *AHEAD], [4], 1, marks=pytest.mark.slow),
+        pytest.param(["--actor.lora.rank", "4"], [4], 1, marks=pytest.mark.slow),
+    ],
+)
+def test_other_runs_are_generated_again(
+    more: list[str], steps: list[int], ranks: int, stopping_model: Path, tmp_path: Path
+) -> None:
+    folder, rows = tmp_path / "run", write_rows(tmp_path / "rows.jsonl")
+    run_main(RL, ranks, rollout_line(folder, stopping_model, rows, "--logging.samples_every", "1", *more))
+    for step in steps:
+        samples = replay_samples(folder, step, tmp_path / f"scratch_{step}", ranks=ranks)
+        assert samples and all(sample["identical"] and sample["compared"] == "tokens" for sample in samples), samples
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("more", [["--algorithm", "ppo"], ["--algorithm", "grpo"], AHEAD, PARTIAL])
+def test_a_hundred_samples_are_generated_again(more: list[str], stopping_model: Path, tmp_path: Path) -> None:
+    folder, rows = tmp_path / "run", write_rows(tmp_path / "rows.jsonl")
+    line = rollout_line(folder, stopping_model, rows, "--logging.samples_every", "1", "--train.max_steps", "6")
+    size = ["--rollout.prompts_per_step", "9", "--rollout.sampling.n", "3", "--rollout.sampling.max_new_tokens", "24"]
+    run_main(RL, 1, [*line, *size, "--train.save_every", "2", *more])
+    recorded = {step: RecordedStep.read(folder, step) for step in range(1, 7)}
+    every = [(step, index) for step, found in recorded.items() for index in range(len(found.rows))]
+    chosen = random.Random(0).sample(every, 100)
+    identical = 0
+    for step in recorded:
+        indices = [index for of_step, index in chosen if of_step == step]
+        samples = replay_samples(folder, step, tmp_path / f"scratch_{step}", indices)
+        identical += sum(sample["identical"] and sample["compared"] == "tokens" for sample in samples)
+    assert identical == 100
+
+
+def test_branches_begin_with_the_samples_tokens(ppo_run: Path, tmp_path: Path) -> None:
+    record, tokenizer = TokenRecords(ppo_run).read(5, 1), tiny_tokenizer()
+    place = record.prompt_length + 2
+    asked = ["--index", "1", "--branch.token", str(place), "--branch.text", "ab", "--branch.n", "6"]
+    results = [replay(ppo_run, 5, tmp_path / name, *asked) for name in ("one", "two")]
+    assert results[0] == results[1] and results[0]["identical"], "branches have random streams of their own"
+    branches = results[0]["completions"]
+    kept = record.ids[record.prompt_length : place]
+    assert len(branches) == 6 and len({tuple(each["token_ids"]) for each in branches}) > 1
+    for each in branches:
+        ids = each["token_ids"]
+        assert ids[:2] == tokenizer("ab")["input_ids"] and each["text"].startswith("ab")
+        assert len(kept) + len(ids) <= 5 and each["stopped"] == (ids[-1] == 2)
+        whole = tokenizer.decode([*kept, *ids], skip_special_tokens=True)
+        (score,) = each["components"].values()
+        assert score == each["score"] == pytest.approx(brevity([], [whole])[0], abs=1e-4)
+    for number, (token, text, rule) in enumerate(
+        [
+            (
+                record.prompt_length - 1,
+                "a",
+                f"must be in the completion, {record.prompt_length}..{len(record.ids) - 1}",
+            ),
+            (
+                place,
+                "abc",
+                "a completion has at most 5 tokens (rollout.sampling.max_new_tokens), the branch",
+            ),
+        ]
+    ):
+        with pytest.raises(Exception, match="exit code 2"):
+            asked = ["--index", "1", "--branch.token", str(token), "--branch.text", text]
+            replay(ppo_run, 5, tmp_path / str(number), *asked)
+        assert rule in json.loads((tmp_path / str(number) / "result.json").read_text())["error"]
+
+
+def test_an_edited_completion_is_scored_as_the_run_would(ppo_run: Path, tmp_path: Path) -> None:
+    row = RecordedStep.read(ppo_run, 5).rows[2]
+    for number, text in enumerate((row["completion"], "a better answer")):
+        found = replay(ppo_run, 5, tmp_path / str(number), "--index", "2", f"--rescore.completion={text}")
+        assert list(found["components"]) == list(row["components"])
+        assert found["score"] == pytest.approx(brevity([], [text])[0], abs=1e-4)
+        assert (found["components"] == row["components"]) == (number == 0)
+
+
+@pytest.mark.parametrize(
+    ("folder", "step", "index", "rule"),
+    [
+        ("absent", 1, 0, "a replay needs the folder of an RL run with config.yaml and samples.jsonl, .*absent is none"),
+        (".", 9, 0, "step must be one that .*samples.jsonl has, got 9: give for example one of 1, 2, 3, 4, 5, 6"),
+        (".", 5, 4, "index must be below the 4 samples of step 5, got 4: give another"),
+    ],
+)
+def test_what_is_not_recorded_is_refused(folder: str, step: int, index: int, rule: str, ppo_run: Path) -> None:
+    with pytest.raises(UserError, match=rule):
+        RecordedStep.read(ppo_run / folder, step).sample(index)
+
+
+def test_the_command_prints_what_it_found(ppo_run: Path) -> None:
+    line = ["-m", "hybrid_rlhf", "replay", str(ppo_run), "--step", "5"]
+    done = run_python([*line, "--index", "3"])
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.endswith("1 of 1 samples of step 5 are identical (tokens and log-probs)\n")
+    wrong = run_python([*line, "--index", "9"])
+    assert wrong.returncode == 2 and wrong.stderr.endswith("got 9: give another\n"), wrong.stderr
