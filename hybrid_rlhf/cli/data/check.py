@@ -136,5 +136,6 @@ def _print_preview(console: Console, preview: RowPreview, learned: str) -> None:
         if len(text) > _SHOWN_CHARACTERS:
             text = f"{text[: _SHOWN_CHARACTERS // 2]} ... {text[-_SHOWN_CHARACTERS // 2 :]}"
         begin = f"{learned}: " if is_learned else " " * margin
-        body = text.replace("\n", "\n" + " " * margin)
+        # The next span begins a line anyway.
+        body = text.removesuffix("\n").replace("\n", "\n" + " " * margin)
         console.print(Text(begin + body, style="green" if is_learned else "dim"))
