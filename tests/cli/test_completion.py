@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from hybrid_rlhf.cli.machine.scripts import SCRIPTS
 from hybrid_rlhf.configs.inference import ChatConfig
 from hybrid_rlhf.configs.parsing.listing import every_key
 from hybrid_rlhf.configs.rl import RLConfig
+from tests.support.runs import ROOT
 
 BASH = """
 source "$1"; shift
@@ -109,3 +111,23 @@ def test_every_command_is_listed_with_the_keys_of_its_config() -> None:
 
 def test_keys_that_a_section_does_not_read_are_left_out() -> None:
     assert "sampling.max_new_tokens" in every_key(ChatConfig) and "sampling.n" not in every_key(ChatConfig)
+
+
+def test_documented_lines_name_commands_and_keys_that_exist() -> None:
+    commands = {command.words: command for command in completed_commands()}
+    pages = [(ROOT / name).read_text() for name in ("AGENTS.md", "docs/cli.md")]
+    lines = [line for page in pages for line in re.findall(r"^ +\$? ?hybrid-rlhf ([^>#\n]*)", page, re.MULTILINE)]
+    assert len(lines) > 12
+    for line in lines:
+        words = line.split()
+        command = commands.get(tuple(words[:2])) or commands.get(tuple(words[:1])) or commands[()]
+        known = {*command.following(), "--resume", "COMMAND"}
+        keys = {word for word in words if word.startswith("--")} - {"--KEY", "--model.pth"}
+        sections = {key.rpartition(".")[0] for key in known}
+        assert keys <= known | sections, line
+
+
+def test_the_page_has_every_command() -> None:
+    page = (ROOT / "docs" / "cli.md").read_text()
+    for name in script.COMMANDS:
+        assert f"`{name}" in page, name
