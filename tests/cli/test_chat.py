@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from hybrid_rlhf.cli.main import main
 from hybrid_rlhf.cli.saved_models import chat, generate
 from hybrid_rlhf.data.chat.conversation import encode_prompt
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
@@ -157,6 +158,9 @@ def test_generate_completes_a_file(model_folder: Path, tmp_path: Path, capsys: p
     assert first == second and first["finish_reason"] in ("stop", "length") and first["logprob"] < 0
     assert [row["completions"][0]["text"] for row in rows] == [greedily(model_folder, text) for text in ("hi", "yo")]
     assert "2 prompts, " in capsys.readouterr().out
+    main(["generate", *line, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert (found["output"], found["prompts"]) == (str(output), 2) and found["tokens"] > 0
 
 
 def test_columns_that_json_lacks_are_written_as_text(model_folder: Path, tmp_path: Path) -> None:

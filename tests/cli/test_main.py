@@ -72,4 +72,5 @@ def test_the_help_of_a_command_loads_no_torch_and_shows_its_name(command: str) -
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"usage: hybrid-rlhf {command} [--config FILE.yaml]"), done.stdout[:200]
+    usage = f"usage: hybrid-rlhf {command}{' SUBCOMMAND' * (command == 'data')} [--config FILE.yaml]"
+    assert done.stdout.startswith(usage), done.stdout[:200]

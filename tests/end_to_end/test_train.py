@@ -108,6 +108,40 @@ def test_finished_steps_are_skipped_and_changed_ones_refused(finished: tuple[Pat
     assert (output / "step1_sft" / "metrics.jsonl").read_bytes() == before
 
 
+def test_json_is_all_that_is_on_standard_output(finished: tuple[Path, list[str], str], tmp_path: Path) -> None:
+    output, line, _ = finished
+    line = ["-m", "hybrid_rlhf", "train", *line[1:], "--json"]
+    done = run_python(line)
+    assert done.returncode == 0 and "already finished" in done.stderr
+    found = json.loads(done.stdout)
+    assert found["steps"]["rl"]["finished"] and found["steps"]["rl"]["metrics"]["step"] == 2
+    assert found["steps"]["sft"]["output_dir"] == str(output / "step1_sft")
+    (perplexity,) = (change for change in found["changes"] if change["metric"] == "SFT perplexity")
+    assert perplexity["change"] == pytest.approx(perplexity["after"] / perplexity["before"] - 1)
+    assert list(found["models"]) == ["base", "SFT", "PPO"] == list(found["completions"][0])[1:]
+
+    refused = run_python([*line, "--steps", "sft", "--sft.optimizer.lr", "1"])
+    assert refused.returncode == 2 and "other settings (optimizer.lr)" in json.loads(refused.stdout)["error"]
+    (tmp_path / "bad.jsonl").write_text("{\n")
+    more = ["--steps", "sft", "--output_dir", str(tmp_path / "out"), "--data.sources", str(tmp_path / "bad.jsonl")]
+    failed = run_python([*line, *more])
+    assert failed.returncode == 2 and "bad.jsonl:1: a line must be JSON" in failed.stderr
+    assert json.loads(failed.stdout) == {
+        "error": "step sft failed with exit code 2",
+        "log": str(tmp_path / "out" / "logs" / "step1_sft.log"),
+    }
+
+
+def test_a_step_alone_prints_its_last_metrics_as_json(tmp_path: Path, model_folder: Path, pair_rows: Path) -> None:
+    words = sft_line(tmp_path / "run", model_folder, pair_rows, "--train.max_steps", "1")[1:]
+    done = run_python(["-m", "hybrid_rlhf", "sft", *words, "--json"])
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert found["output_dir"] == str(tmp_path / "run") and found["finished"]
+    assert found["metrics"]["step"] == 1 and found["metrics"]["eval/loss"] > 0
+    assert "batch plan" in done.stderr
+
+
 def test_a_function_and_a_model_make_a_reward(
     finished: tuple[Path, list[str], str], model_folder: Path, pair_rows: Path, tmp_path: Path
 ) -> None:

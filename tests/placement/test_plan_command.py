@@ -42,7 +42,7 @@ def shape(tmp_path_factory: pytest.TempPathFactory) -> str:
 def printed(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[str, int]:
     """What a line prints, and its exit code."""
     with pytest.raises(SystemExit) as stopped:
-        plan.main(words)
+        main(["plan", *words])
     return capsys.readouterr().out, int(stopped.value.code or 0)
 
 
@@ -63,7 +63,7 @@ def test_a_plan_for_another_machine_needs_a_config_alone(shape: str, capsys: pyt
 
 def test_json_has_plans_with_phases_memory_and_reasons(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--base_model", shape, "--steps", "rl", "--machine", "4090", "--ranks", "4", "--hosts", "2"]
-    text, _ = printed([*words, "--completion_tokens", "100", "--json", "true"], capsys)
+    text, _ = printed([*words, "--completion_tokens", "100", "--json"], capsys)
     found = json.loads(text)
     assert {each["step"] for each in found["memory"]} == {"rl"}
     rl = found["rl"]
@@ -78,7 +78,7 @@ def test_json_has_plans_with_phases_memory_and_reasons(shape: str, capsys: pytes
 
 
 def test_a_slower_link_is_planned_around(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--base_model", shape, "--steps", "rl", "--machine", "a100", "--ranks", "4", "--hosts", "2", "--json=true"]
+    words = ["--base_model", shape, "--steps", "rl", "--machine", "a100", "--ranks", "4", "--hosts", "2", "--json"]
     fast, slow = (
         json.loads(printed([*words, "--link_gib_per_second", link], capsys)[0])["rl"]["plans"][0]
         for link in ("100", "0.1")
@@ -94,7 +94,7 @@ def test_what_does_not_fit_says_where_and_by_how_much(shape: str, capsys: pytest
 
 
 def test_smaller_micro_batches_make_room(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = "--steps rl --machine 4090 --ranks 1 --json true --rl.train.micro_batch_tokens".split()
+    words = "--steps rl --machine 4090 --ranks 1 --json --rl.train.micro_batch_tokens".split()
     found = {}
     for tokens in ("65536", "16384"):
         text, _ = printed(["--base_model", shape, *words, tokens], capsys)

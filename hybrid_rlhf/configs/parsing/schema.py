@@ -314,6 +314,8 @@ def check_null(value: Any, key: str, hint: Any) -> None:
 def unknown_key(error: UnknownKey, config_type: type, layers: Sequence[Layer]) -> UserError:
     """The error of an unknown key, with the nearest one."""
     known = _known_keys(config_type, layers)
+    if not known:
+        return UserError(f"{_place(error.layer)}unknown option --{error.name}: this command has none")
     nearest = _closest(error.name, known)
     if error.layer.origin is None:
         return UserError(f"unknown option --{error.name}: the nearest is {nearest}")

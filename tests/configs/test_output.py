@@ -1,0 +1,110 @@
+"""`--json`: standard output has JSON and nothing else, whatever happens, with the exit codes of the text."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybrid_rlhf import __version__
+from hybrid_rlhf.cli.main import COMMANDS, main
+from hybrid_rlhf.configs.errors import RankError, UserError
+from hybrid_rlhf.configs.parsing.command_line import user_errors
+from hybrid_rlhf.configs.parsing.output import json_output, print_document, print_result, wants_json
+
+
+def test_a_result_is_text_or_one_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
+    result = {"path": Path("a/b"), "loss": math.nan, "steps": (1, 2.5, math.inf), "text": "ü\n\ud800", 3: None}
+    print_result(result, "all is well")
+    assert capsys.readouterr().out == "all is well\n" and not wants_json()
+    with json_output():
+        assert wants_json()
+        print("a library says something")
+        print_result(result, "all is well")
+    printed = capsys.readouterr()
+    assert printed.out.count("\n") == 1 and printed.err == "a library says something\n"
+    assert json.loads(printed.out) == {
+        "path": "a/b",
+        "loss": None,
+        "steps": [1, 2.5, None],
+        "text": "ü\n\ud800",
+        "3": None,
+    }
+    assert not wants_json()
+
+
+@pytest.mark.parametrize("kind", [UserError, RankError])
+def test_a_mistake_is_a_document_and_exit_code_2(
+    kind: type[UserError], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit) as stopped, json_output(), user_errors():
+        raise kind("a rule, got https://me:secret@host: fix it")
+    printed = capsys.readouterr()
+    rank = "rank 1: " if kind is RankError else ""
+    assert stopped.value.code == 2 and printed.err == ""
+    assert json.loads(printed.out) == {"error": f"{rank}a rule, got https://***@host: fix it"}
+
+
+def test_any_other_exception_is_reported_and_raised(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ZeroDivisionError), json_output():
+        print(1 / 0)
+    assert json.loads(capsys.readouterr().out) == {"error": "ZeroDivisionError: division by zero"}
+    assert not wants_json()
+
+
+@pytest.mark.parametrize(("code", "documents"), [(143, 2), (1, 2), (0, 1), (None, 1)])
+def test_a_failure_without_a_result_is_an_error(
+    code: int | None, documents: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit), json_output():
+        print_document({"event": "progress", "done": 1})
+        sys.exit(code)
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(lines) == documents
+    assert documents == 1 or lines[-1] == {"error": f"ended with exit code {code}: see standard error"}
+
+
+def test_a_result_of_a_failure_stays_the_last(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit), json_output():
+        print_document({"problems": 3})
+        sys.exit(1)
+    assert json.loads(capsys.readouterr().out) == {"problems": 3}
+
+
+def test_the_option_may_stand_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--version", "--json"], ["--json", "--version"]):
+        main(words)
+        assert json.loads(capsys.readouterr().out) == {"version": __version__}
+    main(["--json"])
+    assert set(json.loads(capsys.readouterr().out)["subcommands"]) == set(COMMANDS)
+
+
+def test_help_lists_keys_with_types_defaults_and_choices(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["rl", "--algorithm", "grpo", "--help", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert stopped.value.code == 0
+    assert (found["command"], found["config"]) == ("hybrid-rlhf rl", "hybrid_rlhf.configs.rl.RLConfig")
+    keys = {key["name"]: key for key in found["keys"]}
+    assert "ppo" in keys["algorithm.name"]["choices"] and keys["algorithm.name"]["default"] == "grpo"
+    assert "bfloat16" in keys["model.dtype"]["choices"] and keys["rollout.max_prompt_tokens"]["choices"] is None
+    assert keys["rollout.max_prompt_tokens"]["default"] == 512 and keys["rollout.max_prompt_tokens"]["about"]
+    assert not any(name.startswith("critic") for name in keys), "GRPO has no critic"
+
+
+def test_a_crash_in_a_process_of_its_own(tmp_path: Path) -> None:
+    """The traceback is for people, on standard error; the exit code is that of any crash."""
+    code = (
+        "from hybrid_rlhf.cli import main\nfrom hybrid_rlhf.cli.machine import env\n"
+        "def crash(*_, **__):\n    raise RuntimeError('a bug')\n"
+        "env.main = crash\nmain.main(['env', '--json'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path.cwd())
+    assert done.returncode == 1 and json.loads(done.stdout) == {"error": "RuntimeError: a bug"}
+    assert "Traceback" in done.stderr and "RuntimeError: a bug" in done.stderr
