@@ -51,7 +51,7 @@ def parse_config(
     *,
     prog: str | None = None,
     defaults: Path | None = None,
-    positional: str | None = None,
+    positional: str | Sequence[str] = (),
 ) -> ConfigT:
     """A config from `--config FILE.yaml` and dotted overrides such as `--optimizer.lr 1e-5`.
 
@@ -60,15 +60,17 @@ def parse_config(
         argv: the words of the line; none: the process's own.
         prog: the name that --help shows.
         defaults: a YAML file that lies under the user's files.
-        positional: a key that the first word of the line may give without its name.
+        positional: keys whose values the first words of the line may give without their names.
 
     Raises:
         UserError: for an unknown key, a wrong value, a file that cannot be read, or a rule of the config.
         SystemExit: after --help.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    if positional is not None and words and not words[0].startswith("-"):
-        words[0] = f"--{positional}={words[0]}"
+    for place, key in enumerate([positional] if isinstance(positional, str) else positional):
+        if place == len(words) or words[place].startswith("-"):
+            break
+        words[place] = f"--{key}={words[place]}"
     files, overrides, wants_help = _sort_words(words, config_type)
     layers = [] if defaults is None else [Layer(_read_file(str(defaults)), str(defaults), strict=False)]
     layers += [Layer(_read_file(file), file) for file in files]
