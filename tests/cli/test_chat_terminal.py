@@ -18,6 +18,8 @@ from transformers import AutoModelForSequenceClassification
 from tests.support.tiny import tiny_config, tiny_model, tiny_tokenizer
 
 _ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|[()][A-Z0-9]|[=>])")
+_PROMPT = "\x1b[?2004h"
+"""What prompt_toolkit writes when it begins to read: pastes are to be marked."""
 Start = Callable[..., pexpect.spawn]
 
 
@@ -55,7 +57,7 @@ def start(folders: Path, tmp_path: Path) -> Iterator[Start]:
             timeout=60,
         )
         running.append(terminal)
-        terminal.expect_exact("you> ")
+        terminal.expect_exact(_PROMPT)
         return terminal
 
     yield started
@@ -65,10 +67,8 @@ def start(folders: Path, tmp_path: Path) -> Iterator[Start]:
 
 def said(terminal: pexpect.spawn, text: str) -> str:
     """Type a line and Enter; what appears before the next prompt, without its colours."""
-    terminal.send(text)
-    terminal.send("\r")
-    terminal.expect_exact("\r\n")  # the line is accepted
-    terminal.expect_exact("you> ")
+    terminal.send(f"{text}\r")
+    terminal.expect_exact(_PROMPT)
     return _ESCAPES.sub("", terminal.before)
 
 
@@ -83,7 +83,7 @@ def test_lines_history_retry_and_scores(start: Start, folders: Path, tmp_path: P
     terminal = start(str(folders / "one"))
     said(terminal, "first\\\rsecond")
     terminal.send("third\x1b\rfourth\r")  # Alt-Enter
-    terminal.expect_exact("you> ")
+    terminal.expect_exact(_PROMPT)
     before = saved(terminal, tmp_path / "a.json")["messages"]
     assert [m["content"] for m in before[::2]] == ["first\nsecond", "third\nfourth"]
     said(terminal, "/retry")
@@ -108,20 +108,23 @@ def test_two_models_answer_side_by_side(start: Start, folders: Path, tmp_path: P
     assert both["messages"][1] != both["compared"]["two"][1]
     said(terminal, "/compare")
     assert "compared" not in saved(terminal, tmp_path / "b.json")
-    assert "absent is none" in said(terminal, "/compare absent/x/y")
+    assert "absent/x/y is none" in said(terminal, "/compare absent/x/y")
 
 
 def test_commands_are_completed_and_ctrl_c_stops_a_reply(start: Start, folders: Path, tmp_path: Path) -> None:
     terminal = start(str(folders / "one"))
-    terminal.send("/set max_n\t 100000\r")
-    terminal.expect_exact("max_new_tokens 100000")
-    terminal.expect_exact("you> ")
+    terminal.send("/set max_n")
+    terminal.expect_exact("max_new_tokens")  # in the menu
+    terminal.send("\t")
+    terminal.expect_exact("ew_tokens")
+    assert "max_new_tokens 100000" in said(terminal, " 100000")
     said(terminal, "/set min_new_tokens 100000")
     terminal.send("hello\r")
+    terminal.expect_exact("\x1b[?2004l")  # the prompt has ended
     terminal.expect_exact("\x1b[?25l")  # the reply is shown, without a cursor
     terminal.sendintr()
     terminal.expect_exact("[stopped]")
-    terminal.expect_exact("you> ")
+    terminal.expect_exact(_PROMPT)
     messages = saved(terminal, tmp_path / "a.json")["messages"]
     assert [m["role"] for m in messages] == ["user", "assistant"]
     terminal.sendeof()

@@ -1,6 +1,6 @@
 """`hybrid-rlhf push MODEL USER/NAME`: upload a saved model to the Hugging Face hub.
 
-Only the model's own files are uploaded: a run folder also has checkpoints, metrics and settings with paths of this machine.
+Only the model's own files are uploaded: a run folder also has checkpoints, metrics and settings with local paths.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class SavedScorer:
         config = load_config(place.path, trust_remote_code=place.trust_remote_code)
         if not is_scorer(config):
             raise UserError(
-                f"a reward model must have a score head, {place.name} has none: give a folder that the reward step saved"
+                f"a reward model must have a score head, {place.name} has none: give one that the reward step saved"
             )
         self.tokenizer = place.tokenizer
         self.heads = stored_heads(config)

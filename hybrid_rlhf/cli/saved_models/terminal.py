@@ -20,7 +20,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.live import Live
 from rich.markdown import Markdown
 from rich.segment import Segment
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from hybrid_rlhf.configs.errors import UserError
@@ -116,11 +116,8 @@ def _side_by_side(texts: Mapping[str, str], notes: Mapping[str, str]) -> Rendera
     ]
     if len(shown) == 1:
         return shown[0]
-    table = Table(
-        *(Text(name) for name in texts), expand=True, box=None, padding=(0, 2, 0, 0), header_style="bold cyan"
-    )
-    for column in table.columns:
-        column.ratio = 1
+    columns = [Column(Text(name), ratio=1) for name in texts]
+    table = Table(*columns, expand=True, box=None, padding=(0, 2, 0, 0), header_style="bold cyan")
     table.add_row(*shown)
     return table
 

@@ -37,7 +37,7 @@ def complete(
         for (where, _), ids in zip(prompts, encoded, strict=True):
             if len(ids) > config.max_length:
                 raise UserError(
-                    f"{where}: a prompt may have max_length {config.max_length} tokens, it has {len(ids)}: raise max_length"
+                    f"{where}: a prompt may have max_length {config.max_length} tokens, it has {len(ids)}: raise it"
                 )
         sampling = config.sampling if config.sampling.seed is not None else replace(config.sampling, seed=config.seed)
         sampled = engine.generate(encoded, sampling)

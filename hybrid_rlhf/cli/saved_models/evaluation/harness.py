@@ -1,7 +1,7 @@
 """Tasks of lm-evaluation-harness on a saved model: texts by the generation engine, log-likelihoods by the policy.
 
-Why not its own Hugging Face backend: the engine decodes many times faster, and what is measured is what training samples
-from and scores.
+Why not its own Hugging Face backend: the engine decodes faster, and what is measured is what training samples from and
+scores.
 """
 
 from __future__ import annotations

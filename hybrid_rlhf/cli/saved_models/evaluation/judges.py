@@ -29,12 +29,12 @@ _TRIES = 4
 _CONCURRENT = 8
 _VERDICT = re.compile(r"\[\[([ABC])\]\]")
 _INSTRUCTIONS = (
-    "the one that answers better: correct, helpful and harmless, and following the user's instructions. Neither the order of "
-    "the answers nor their length matters"
+    "the one that answers better: correct, helpful and harmless, and following the user's instructions. Neither the "
+    "order of the answers nor their length matters"
 )
 _REQUEST = """\
-Two assistants have answered the same conversation. Decide which answer is better: {instructions}. Explain briefly, then end with
-[[A]] if answer A is better, [[B]] if answer B is better, or [[C]] if they are equally good.
+Two assistants have answered the same conversation. Decide which answer is better: {instructions}. Explain briefly,
+then end with [[A]] if answer A is better, [[B]] if answer B is better, or [[C]] if they are equally good.
 
 <conversation>
 {conversation}
@@ -122,7 +122,7 @@ class EndpointJudge:
             found = list(pool.map(self._verdict, prompts, ours, theirs))
         if all(verdict.unreadable == 2 for verdict in found):
             raise UserError(
-                f"a judge must end with [[A]], [[B]] or [[C]], {self._model} at {self._shown} never did: use another model"
+                f"a judge must end with [[A]], [[B]] or [[C]], {self._model} at {self._shown} never did: use another"
             )
         return found
 
