@@ -26,9 +26,12 @@ COMMANDS = {
     "preference": ("preference", "Train on preferences without a reward model: DPO, KTO, ORPO, ..."),
     "rl": ("rl", "Train by reinforcement learning: PPO, GRPO, RLOO, ..."),
     "data": ("data.subcommands", "Check, convert, split and blend files of rows"),
-    "chat": ("saved_models.chat", "Chat with a saved model in the terminal"),
+    "chat": ("saved_models.chat", "Chat with a saved model, or two side by side, in the terminal"),
     "generate": ("saved_models.generate", "Complete the prompts of a file"),
     "serve": ("saved_models.serve", "Serve a saved model over HTTP with OpenAI's API"),
+    "evaluate": ("saved_models.evaluate", "Measure a saved model: perplexity, accuracy, win rate, pass@k, lm-eval"),
+    "export": ("saved_models.export", "Write a model for other programs: adapters merged, another dtype, GGUF"),
+    "push": ("saved_models.push", "Upload a saved model to the Hugging Face hub"),
     "replay": ("runs.replay", "Generate samples of an RL run again, branch from them, or score other completions"),
     "plan": (
         "machine.plan",

@@ -1,8 +1,9 @@
-"""Settings of the inference commands, chat, generate and serve."""
+"""Settings of the commands on saved models: chat, generate, serve, evaluate, export, push."""
 
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,6 +13,8 @@ from hybrid_rlhf.configs.sections.sampling import SamplingParams
 
 _SERVE_KEYS = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _CHAT_KEYS = tuple(name for name in vars(SamplingParams()) if name != "n")
+_MEASURES = {"win_rate": "against", "pass_rate": "reward", "harness": "tasks"}
+"""What a measure needs besides rows; those that are not listed need nothing."""
 
 
 def _chat_sampling() -> SamplingParams:
@@ -50,6 +53,8 @@ class InferenceConfig:
 class ChatConfig(InferenceConfig):
     """Chat with a model in the terminal."""
 
+    compare: str | None = None
+    """A second model that answers the same messages; also as the second word of the line."""
     system: str | None = None
     """System prompt; null: the chat template's own."""
     sampling: SamplingParams = setting(default_factory=_chat_sampling, keys=_CHAT_KEYS)
@@ -119,3 +124,182 @@ class ServeConfig(InferenceConfig):
         for name, value in values.items():
             require(bool(value), f"api_key: ${{NAME}} must be a set variable, {name} is not set: export {name}=...")
         return fill_placeholders(self.api_key, values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeConfig:
+    """Who decides between two completions: a reward model, or a model behind OpenAI's API."""
+
+    model: str | None = None
+    """Reward model: a folder or hub name; the higher score wins."""
+    url: str | None = None
+    """Base URL of an OpenAI-compatible endpoint, such as http://127.0.0.1:8000/v1; asked in both orders."""
+    served_name: str | None = None
+    """Name of the model behind the URL; null: the first that it lists."""
+    api_key_env: str | None = None
+    """Environment variable that holds the endpoint's key."""
+    instructions: str | None = setting(None, advanced=True)
+    """What the judge is asked to prefer; null: the better answer to the conversation, whatever its length."""
+    timeout_seconds: float = setting(120.0, advanced=True)
+    """Longest request, in seconds; a failed one is repeated three times."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.model is None or self.url is None,
+            f"judge takes one of model and url, got {self.model} and {self.url}: leave one out",
+        )
+        require(
+            self.url is not None or (self.served_name is None and self.api_key_env is None),
+            f"judge.served_name and judge.api_key_env go with judge.url, got {self.served_name or self.api_key_env}: "
+            "give the URL, or leave them out",
+        )
+        require(
+            self.timeout_seconds > 0,
+            f"judge.timeout_seconds must be above 0, got {self.timeout_seconds}: raise it",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig(InferenceConfig):
+    """Measure a saved model on held-out rows, against another model, or with lm-evaluation-harness."""
+
+    measure: Literal["auto", "perplexity", "accuracy", "win_rate", "pass_rate", "harness"] = "auto"
+    """perplexity: of the assistant's tokens in conversations; accuracy: of a reward model on preference pairs;
+    win_rate: against another model, by a judge; pass_rate: pass@k and mean@k of a verified reward; harness: tasks of
+    lm-evaluation-harness. auto: by what else is given, else accuracy of a reward model and perplexity of others."""
+    data: list[str] = setting(default_factory=list)
+    """Rows, in the columns of the step whose measure it is: files, folders or hub names."""
+    max_rows: int | None = None
+    """Rows to read, the first of the data; null: all."""
+    max_length: int = 1024
+    """Longest row, in tokens; longer conversations and pairs are truncated and counted, longer prompts are refused."""
+    batch_rows: int = setting(8, advanced=True)
+    """Rows in one forward pass."""
+    against: str | None = None
+    """Other model of win_rate."""
+    judge: JudgeConfig = setting(default_factory=JudgeConfig)
+    """Judge of win_rate."""
+    reward: str | None = None
+    """Reward function of pass_rate, as module:function or path/to/file.py:function."""
+    pass_score: float = 1.0
+    """Completions with at least this reward pass."""
+    k: list[int] = setting(default_factory=lambda: [1])
+    """The k of pass@k, each at most sampling.n."""
+    tasks: list[str] = setting(default_factory=list)
+    """Tasks of lm-evaluation-harness."""
+    tasks_folder: str | None = setting(None, advanced=True)
+    """Folder with further tasks, as YAML files."""
+    few_shot: int | None = setting(None, advanced=True)
+    """Examples in the prompts of harness; null: as each task sets."""
+    apply_chat_template: bool = False
+    """Whether the prompts of harness are rendered by the chat template, for models that are trained on conversations."""
+    seed: int = 0
+    """Seed of the sampling, of the bootstrap and of few-shot examples."""
+    output: str | None = None
+    """JSON file to write, with the results, settings and versions; null: none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, value in (("max_length", self.max_length - 1), ("batch_rows", self.batch_rows)):
+            require(value >= 1, f"{name} is too small, got {getattr(self, name)}: raise it")
+        require(
+            self.max_rows is None or self.max_rows >= 1, f"max_rows must be 1 or more, got {self.max_rows}: raise it"
+        )
+        require(
+            bool(self.k) and all(1 <= k for k in self.k),
+            f"k must be numbers of 1 or more, got {self.k}: give for example [1, 4]",
+        )
+        self._check_measure()
+
+    def _check_measure(self) -> None:
+        """Require what the measure needs, and no more."""
+        given = {measure: bool(getattr(self, key)) for measure, key in _MEASURES.items()}
+        for measure, key in _MEASURES.items():
+            require(given[measure] or self.measure != measure, f"{measure} needs --{key}, got none: give it")
+            require(
+                not given[measure] or self.measure in ("auto", measure),
+                f"{key} goes with measure {measure}, got {self.measure}: leave one out",
+            )
+        several = [key for measure, key in _MEASURES.items() if given[measure]]
+        require(len(several) <= 1, f"one measure at a time, got {' and '.join(several)}: leave out all but one")
+        require(
+            self.chosen == "win_rate" or self.judge == JudgeConfig(),
+            f"judge goes with win_rate, got {self.judge.model or self.judge.url}: give --against MODEL, or leave it out",
+        )
+        require(
+            self.chosen != "win_rate" or self.judge.model is not None or self.judge.url is not None,
+            "win_rate needs a judge, got none: give --judge.model REWARD_MODEL or --judge.url URL",
+        )
+        require(
+            self.chosen == "harness" or bool(self.data),
+            "evaluate needs rows, got none: give --data FILE, or --tasks of lm-evaluation-harness",
+        )
+        require(
+            self.chosen != "pass_rate" or max(self.k) <= self.sampling.n,
+            f"k must be at most sampling.n {self.sampling.n}, got {max(self.k)}: raise --sampling.n",
+        )
+        require(
+            self.chosen != "win_rate" or self.sampling.n == 1,
+            f"win_rate compares one completion per prompt, got sampling.n {self.sampling.n}: leave it out",
+        )
+
+    @property
+    def chosen(self) -> str:
+        """The measure, by what else is given; auto: by the kind of model."""
+        given = (measure for measure, key in _MEASURES.items() if getattr(self, key))
+        return next(given, "auto") if self.measure == "auto" else self.measure
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """Write a model for other programs: adapters merged, another dtype, shards, or one GGUF file."""
+
+    path: str = ""
+    """Model: a folder that a step saved, a hub name, a .gguf file, or "embedded"."""
+    output: str = ""
+    """What to write: a folder, or a .gguf file; neither may exist."""
+    format: Literal["safetensors", "gguf"] = "safetensors"
+    """safetensors: a Hugging Face folder; gguf: one file for llama.cpp and what is built on it."""
+    dtype: Literal["stored", "float32", "bfloat16", "float16", "q8_0"] = "stored"
+    """Type of the weights; stored: as they are. q8_0, 8 bits in blocks of 32, is for gguf."""
+    adapter: str | None = None
+    """PEFT adapter to merge into the model: a folder with adapter_config.json."""
+    shard_gib: float = 4.0
+    """Largest weights file of a folder, in GiB."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for sources you trust."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.path), "a model must be named, got none: give its folder, for example output/step3_ppo/actor")
+        require(bool(self.output), "--output must name what to write, got none: give a folder or a .gguf file")
+        require(
+            (self.format == "gguf") == self.output.endswith(".gguf"),
+            f"output of format {self.format} {'ends' if self.format == 'gguf' else 'does not end'} with .gguf, got "
+            f"{self.output}: change --output or --format",
+        )
+        require(
+            self.dtype != "q8_0" or self.format == "gguf",
+            "dtype q8_0 is for format gguf, got safetensors: set --format gguf",
+        )
+        require(self.shard_gib > 0, f"shard_gib must be above 0, got {self.shard_gib}: raise it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushConfig:
+    """Upload a saved model to the Hugging Face hub."""
+
+    path: str = ""
+    """Folder of the model; only the model's own files and its README.md are uploaded."""
+    repo: str = ""
+    """Repository, as USER/NAME; it is created if it does not exist."""
+    private: bool = False
+    """Whether a repository that is created is private."""
+    message: str = "Upload model"
+    """Message of the commit."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.path), "a model must be named, got none: give its folder, for example output/step3_ppo/actor")
+        require(
+            re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", self.repo) is not None,
+            f"a repository is USER/NAME, got {self.repo or 'none'}: give it after the folder",
+        )

@@ -5,7 +5,7 @@ Why here: the chat command is one interface to it; the conversation itself can b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 
 from transformers import PreTrainedTokenizerBase
 
@@ -43,7 +43,11 @@ class ChatSession:
         """Remove all messages except the system prompt."""
         self.messages = []
 
-    def say(self, text: str, sampling: SamplingParams) -> Iterator[str]:
+    def close(self) -> None:
+        """Free the memory of the model; nothing can be said afterwards."""
+        self._engine.close()
+
+    def say(self, text: str, sampling: SamplingParams) -> Generator[str, None, None]:
         """Add a user message and stream the reply, in pieces of text that end at character boundaries.
 
         Raises:
@@ -57,7 +61,23 @@ class ChatSession:
             self.messages = before
             raise
 
-    def _reply(self, sampling: SamplingParams) -> Iterator[str]:
+    def again(self, sampling: SamplingParams) -> Generator[str, None, None]:
+        """Replace the last reply by another, which is streamed as in `say`.
+
+        Raises:
+            UserError: when there is no reply; the messages are then as before.
+        """
+        if not self.messages:
+            raise UserError("another reply needs a message, got none: say something first")
+        before = self.messages
+        self.messages = self.messages[:-1]
+        try:
+            yield from self._reply(sampling)
+        except UserError:
+            self.messages = before
+            raise
+
+    def _reply(self, sampling: SamplingParams) -> Generator[str, None, None]:
         tokens: list[int] = []
         shown = ""
         try:

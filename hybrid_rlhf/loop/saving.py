@@ -11,6 +11,7 @@ from hybrid_rlhf.configs.files.atomic import write_whole
 from hybrid_rlhf.data.chat.conversation import stop_token_ids
 from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
 from hybrid_rlhf.engines.partition import full_tensors
+from hybrid_rlhf.loop.model_card import model_card
 from hybrid_rlhf.models.pretrained.saving import save_model
 from hybrid_rlhf.runtime.files.disk import disk_errors_translated
 from hybrid_rlhf.runtime.run import FINISHED_FILE, Run
@@ -27,8 +28,16 @@ def save_engine(run: Run, name: str, engine: ModelEngine | AbsentEngine, tokeniz
     if engine.lm.can_generate() and (settings := engine.lm.generation_config) is not None:
         # Generation from the folder stops at the same tokens as rollouts.
         settings.eos_token_id = list(stop_token_ids(tokenizer, settings.eos_token_id))
+    run.flush()  # the card shows the last metrics
     with disk_errors_translated(run.folder):
-        save_model(folder, full_tensors(engine.lm, engine.world), lm=engine.lm, tokenizer=tokenizer, world=engine.world)
+        save_model(
+            folder,
+            full_tensors(engine.lm, engine.world),
+            lm=engine.lm,
+            tokenizer=tokenizer,
+            world=engine.world,
+            card=model_card(run, name, generates=engine.lm.can_generate()) if engine.world.is_main else None,
+        )
 
 
 def finish(run: Run, folders: Mapping[str, ModelEngine | AbsentEngine], tokenizer: PreTrainedTokenizerBase) -> None:

@@ -1,14 +1,17 @@
-"""`hybrid-rlhf chat MODEL`: chat with a saved model in the terminal."""
+"""`hybrid-rlhf chat MODEL [MODEL2]`: chat with a saved model, or with two side by side, in the terminal.
+
+What is typed and shown is the view's: `PlainView` where input or output is not a terminal, otherwise `terminal.py`.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import ChatConfig
@@ -17,66 +20,165 @@ from hybrid_rlhf.configs.parsing.values import check_values
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from hybrid_rlhf.cli.saved_models.scoring import SavedScorer
     from hybrid_rlhf.generation.chat import ChatSession
 
 HELP = """\
 /clear            clear the conversation
 /system [TEXT]    set or remove the system prompt; clears the conversation
 /set KEY VALUE    change a sampling parameter: temperature, max_new_tokens, ...; /set lists them
+/retry            reply again, with other random numbers
+/compare [MODEL]  let a second model answer the same messages; without a model: no longer
+/score [MODEL]    score the last replies by a reward model, the last one named
 /save FILE        write the conversation as JSON
 /help             list the commands
 /quit             quit (also Ctrl-D); Ctrl-C stops a reply"""
+Replies = Mapping[str, Generator[str, None, None]]
+"""Pieces of the reply of each model, by its name."""
+
+
+class ChatView(Protocol):
+    """Reads what the user types, and shows what is to be read."""
+
+    def read(self) -> str:
+        """A message or command; raises EOFError at the end of the input."""
+
+    def show(self, text: str) -> None:
+        """Show a line of the program."""
+
+    def show_replies(self, replies: Replies) -> None:
+        """Show replies as they come. Ctrl-C ends them; an error is shown."""
+
+
+class PlainView:
+    """Lines of text."""
+
+    def read(self) -> str:
+        """See ChatView."""
+        return input("\nyou> ").strip()
+
+    def show(self, text: str) -> None:
+        """See ChatView."""
+        print(text)
+
+    def show_replies(self, replies: Replies) -> None:
+        """See ChatView: one after the other."""
+        for name, pieces in replies.items():
+            print(f"{name}> ", end="", flush=True)
+            try:
+                for piece in pieces:
+                    print(piece, end="", flush=True)
+            except KeyboardInterrupt:
+                pieces.close()  # keeps what was said
+                print(" [stopped]", end="")
+            except UserError as error:  # too long, or refused by the chat template: the conversation is kept
+                print(f"\nerror: {error}", end="")
+            print()
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
     """Parse, load the model, chat; torch is imported after parsing."""
     with user_errors():
         words = list(sys.argv[1:] if argv is None else argv)
-        config = parse_config(ChatConfig, words, prog=prog, positional="path")
-        from hybrid_rlhf.cli.saved_models.loading import load_engine
+        config = parse_config(ChatConfig, words, prog=prog, positional=("path", "compare"))
+        from hybrid_rlhf.cli.saved_models.loading import find_model, load_engine
+        from hybrid_rlhf.cli.saved_models.scoring import SavedScorer
         from hybrid_rlhf.data.chat.conversation import encode_prompt
         from hybrid_rlhf.generation.chat import ChatSession
 
-        engine, tokenizer = load_engine(config)
-        conversation = ChatSession(
-            engine, tokenizer, lambda messages: encode_prompt(messages, tokenizer), system=config.system
+        def load(name: str | None = None) -> ChatSession:
+            engine, tokenizer = load_engine(config, name=name)
+            return ChatSession(
+                engine, tokenizer, lambda messages: encode_prompt(messages, tokenizer), system=config.system
+            )
+
+        session = Session(
+            load(),
+            config.sampling,
+            view=_view(),
+            load=load,
+            load_scorer=lambda name: SavedScorer(find_model(config, name)),
         )
-        Session(conversation, config.sampling).run()
+        if config.compare is not None:
+            session.compare(config.compare)
+        session.run()
+
+
+def _view() -> ChatView:
+    if not (sys.stdin.isatty() and sys.stdout.isatty()) or os.environ.get("TERM") == "dumb":
+        return PlainView()
+    from hybrid_rlhf.cli.saved_models.terminal import Terminal
+
+    return Terminal(tuple(line.split()[0] for line in HELP.splitlines()), settings=tuple(_settings(SamplingParams())))
 
 
 class Session:
-    """Reads lines: one that begins with a slash is a command, any other a message to the model."""
+    """Reads lines: one that begins with a slash is a command, any other a message to the models."""
 
-    def __init__(self, conversation: ChatSession, sampling: SamplingParams) -> None:
-        self._conversation = conversation
+    def __init__(
+        self,
+        conversation: ChatSession,
+        sampling: SamplingParams,
+        *,
+        view: ChatView | None = None,
+        load: Callable[[str], ChatSession] | None = None,
+        load_scorer: Callable[[str], SavedScorer] | None = None,
+    ) -> None:
+        """Take the conversation with the first model.
+
+        Args:
+            conversation: with the first model.
+            sampling: of the replies.
+            view: reads and shows; none: plain text.
+            load: begins a conversation with another model, for /compare.
+            load_scorer: loads a reward model, for /score.
+        """
+        self._first = conversation
+        self._others: dict[str, ChatSession] = {}
         self._sampling = sampling
+        self._view = view or PlainView()
+        self._load, self._load_scorer = load, load_scorer
+        self._scorer: SavedScorer | None = None
+        self._retries = 0
+
+    @property
+    def _conversations(self) -> dict[str, ChatSession]:
+        return {"model": self._first, **self._others}
 
     def run(self) -> None:
         """Read lines until /quit or the end of the input."""
-        print("Type a message; /help lists the commands, /quit quits.")
+        self._view.show("Type a message; /help lists the commands, /quit quits.")
         while True:
             try:
-                line = input("\nyou> ").strip()
+                line = self._view.read()
             except (EOFError, KeyboardInterrupt):
-                print()
+                self._view.show("")
                 return
             if line == "/quit":
                 return
             if line.startswith("/"):
                 self._execute(line)
             elif line:
-                self._reply(line)
+                self._retries = 0
+                self._view.show_replies(
+                    {name: talk.say(line, self._sampling) for name, talk in self._conversations.items()}
+                )
 
-    def _reply(self, text: str) -> None:
-        print("model> ", end="", flush=True)
-        try:
-            for piece in self._conversation.say(text, self._sampling):
-                print(piece, end="", flush=True)
-        except KeyboardInterrupt:
-            print(" [stopped]", end="")
-        except UserError as error:  # too long, or refused by the chat template: the conversation is kept
-            print(f"\nerror: {error}", end="")
-        print()
+    def compare(self, name: str) -> None:
+        """Let a second model answer, which is given the conversation so far; "": no longer."""
+        for talk in self._others.values():
+            talk.close()
+        self._others = {}
+        if not name:
+            return
+        if self._load is None:
+            raise UserError(f"/compare needs models on disk, this session has one in memory, got {name}: leave it out")
+        talk = self._load(name)
+        talk.system, talk.messages = self._first.system, list(self._first.messages)
+        path = Path(name)
+        label = "/".join(path.parts[-2:]) if path.name in ("actor", "actor_ema") else path.name
+        self._others = {label if label != "model" else "second model": talk}
+        self._view.show(f"{name} answers too")
 
     def _execute(self, line: str) -> None:
         command, _, rest = line.partition(" ")
@@ -84,30 +186,54 @@ class Session:
             "/clear": self._clear,
             "/system": self._system,
             "/set": self._set,
+            "/retry": self._retry,
+            "/compare": self.compare,
+            "/score": self._score,
             "/save": self._save,
-            "/help": lambda _: print(HELP),
+            "/help": lambda _: self._view.show(HELP),
         }
         if command not in commands:
-            print(f"unknown command {command}: /help lists the commands")
+            self._view.show(f"unknown command {command}: /help lists the commands")
             return
         try:
             commands[command](rest.strip())
         except UserError as error:
-            print(f"error: {error}")
+            self._view.show(f"error: {error}")
 
     def _clear(self, _: str) -> None:
-        self._conversation.clear()
-        print("cleared")
+        for talk in self._conversations.values():
+            talk.clear()
+        self._view.show("cleared")
 
     def _system(self, text: str) -> None:
-        self._conversation.system = text or None
+        for talk in self._conversations.values():
+            talk.system = text or None
         self._clear("")
 
+    def _retry(self, _: str) -> None:
+        """Without a seed every reply has its own; with one, tries have the seeds after it."""
+        self._retries += 1
+        seed = self._sampling.seed
+        sampling = self._sampling if seed is None else replace(self._sampling, seed=seed + self._retries)
+        self._view.show_replies({name: talk.again(sampling) for name, talk in self._conversations.items()})
+
+    def _score(self, name: str) -> None:
+        if name and self._load_scorer is not None:
+            self._scorer = self._load_scorer(name)
+        if self._scorer is None:
+            raise UserError("/score needs a reward model, got none: write /score FOLDER")
+        for label, talk in self._conversations.items():
+            if not talk.messages:
+                raise UserError("/score needs a reply, got none: say something first")
+            *prompt, reply = talk.transcript()
+            (scores,) = self._scorer.score([(prompt, reply["content"], None)])
+            names = self._scorer.heads or ("score",)
+            self._view.show(f"{label}: " + "  ".join(f"{n} {v:+.3f}" for n, v in zip(names, scores, strict=True)))
+
     def _set(self, rest: str) -> None:
-        values = {field.name: getattr(self._sampling, field.name) for field in fields(self._sampling)}
-        known = {name: value for name, value in values.items() if name != "n" and not isinstance(value, tuple)}
+        known = _settings(self._sampling)
         if not rest:
-            print("  ".join(f"{name} {value}" for name, value in known.items()))
+            self._view.show("  ".join(f"{name} {value}" for name, value in known.items()))
             return
         name, _, text = rest.partition(" ")
         if name not in known:
@@ -120,7 +246,7 @@ class Session:
         sampling = replace(self._sampling, **{name: value})
         check_values(sampling)
         self._sampling = sampling
-        print(f"{name} {value}")
+        self._view.show(f"{name} {value}")
 
     def _save(self, name: str) -> None:
         if not name:
@@ -128,13 +254,22 @@ class Session:
         file = Path(os.path.expanduser(name))
         if file.exists():
             raise UserError(f"/save writes a new file, {file} exists: choose another name")
+        content: dict[str, Any] = {"messages": self._first.transcript()}
+        if self._others:
+            content["compared"] = {name: talk.transcript() for name, talk in self._others.items()}
         beside = file.with_name(f"{file.name}.partial")
         try:
-            beside.write_text(json.dumps({"messages": self._conversation.transcript()}, ensure_ascii=False, indent=2))
+            beside.write_text(json.dumps(content, ensure_ascii=False, indent=2))
             os.replace(beside, file)
         except OSError as error:
             raise UserError(f"/save cannot write {file} ({error.strerror}): choose another folder") from error
-        print(f"saved {file}")
+        self._view.show(f"saved {file}")
+
+
+def _settings(sampling: SamplingParams) -> dict[str, Any]:
+    """Sampling parameters that /set changes."""
+    values = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
+    return {name: value for name, value in values.items() if name != "n" and not isinstance(value, tuple)}
 
 
 if __name__ == "__main__":

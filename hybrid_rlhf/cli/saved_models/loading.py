@@ -1,6 +1,8 @@
-"""Loading of a model and its tokenizer for `chat`, `generate` and `serve`."""
+"""Where a saved model runs, its tokenizer and its generation engine, for all commands on saved models."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -17,10 +19,26 @@ from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.runtime.world import default_device, solo_world
 
 
-def load_engine(
-    config: InferenceConfig, *, kv_cache_gib: float | None = None
-) -> tuple[GenerationEngine, PreTrainedTokenizerBase]:
-    """The generation engine and the tokenizer of a config; `kv_cache_gib`: see `GenerationEngine.from_model`.
+@dataclass(frozen=True)
+class Place:
+    """A model before its weights are loaded."""
+
+    name: str
+    """As the user gave it."""
+    path: str
+    """Folder or hub name that transformers loads."""
+    device: torch.device
+    dtype: torch.dtype
+    tokenizer: PreTrainedTokenizerBase
+    trust_remote_code: bool
+
+
+def find_model(config: InferenceConfig, name: str | None = None) -> Place:
+    """The model of a config.
+
+    Args:
+        config: device, dtype, chat template.
+        name: another model with the same settings, and its own chat template; none: the config's.
 
     Raises:
         UserError: if there is no such model or device, or the device does not support the dtype.
@@ -32,20 +50,29 @@ def load_engine(
         raise UserError("dtype float16 needs a GPU, this is a CPU: set --dtype float32 or bfloat16")
     world = solo_world(device)
     warn_of_remote_code(config.trust_remote_code, world)
-    path = resolve_model(config.path, world=world)
+    path = resolve_model(name or config.path, world=world)
     tokenizer = load_tokenizer(
         path,
         trust_remote_code=config.trust_remote_code,
-        chat_template=config.chat_template,
-        chat_template_kwargs=config.chat_template_kwargs,
+        chat_template=config.chat_template if name is None else None,
+        chat_template_kwargs=config.chat_template_kwargs if name is None else None,
     )
     dtype = training_dtype(ModelConfig(dtype=config.dtype), device)
+    return Place(name or config.path, path, device, dtype, tokenizer, config.trust_remote_code)
+
+
+def load_engine(
+    config: InferenceConfig, *, kv_cache_gib: float | None = None, name: str | None = None
+) -> tuple[GenerationEngine, PreTrainedTokenizerBase]:
+    """The generation engine and the tokenizer of a config; `kv_cache_gib`: see `GenerationEngine.from_model`; `name`
+    and errors: see `find_model`."""
+    place = find_model(config, name)
     engine = GenerationEngine.from_pretrained(
-        path,
-        dtype=dtype,
-        device=device,
-        trust_remote_code=config.trust_remote_code,
+        place.path,
+        dtype=place.dtype,
+        device=place.device,
+        trust_remote_code=place.trust_remote_code,
         kv_cache_gib=kv_cache_gib,
     )
-    engine.stop_token_ids |= {*stop_token_ids(tokenizer, None)}
-    return engine, tokenizer
+    engine.stop_token_ids |= {*stop_token_ids(place.tokenizer, None)}
+    return engine, place.tokenizer

@@ -1,4 +1,4 @@
-"""Writes Hugging Face folders one shard at a time: safetensors, config, tokenizer.
+"""Writes Hugging Face folders one shard at a time: safetensors, config, tokenizer, model card.
 
 Weights have the names and shapes of the family's files, which may differ from those in memory (experts are separate).
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
+from hybrid_rlhf.models.pretrained.cards import CARD_FILE, may_write_card
 from hybrid_rlhf.runtime.files.durable import flush
 from hybrid_rlhf.runtime.world import World
 
@@ -34,6 +35,7 @@ def save_model(
     tokenizer: PreTrainedTokenizerBase,
     world: World,
     max_shard_bytes: int = 4 * 2**30,
+    card: str | None = None,
 ) -> None:
     """Write a model; every rank calls, rank 0 writes.
 
@@ -44,6 +46,7 @@ def save_model(
         tokenizer: written beside the weights, with its chat template.
         world: the ranks that iterate over `tensors` together.
         max_shard_bytes: largest weights file, and largest part held in memory.
+        card: README.md of the folder, unless a user wrote one there; none: it is left as it is.
     """
     beside = folder / ".model.partial"
     try:
@@ -57,6 +60,8 @@ def save_model(
         if writer is not None:
             writer.close()
             _save_rest(beside, lm, tokenizer)
+            if card is not None and may_write_card(folder):
+                (beside / CARD_FILE).write_text(card)
             _move(beside, folder)
     except Exception:
         if world.is_main:

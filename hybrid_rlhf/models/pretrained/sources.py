@@ -84,10 +84,8 @@ def _try_dequantise(source: Path, target: Path) -> str | None:
         return f"a .gguf file needs the package gguf, which is not installed, got {source.name}: pip install gguf"
     logger.info("dequantising %s once into %s", source.name, target)
     beside = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    # transformers shows a progress bar that cannot be disabled, and would fill a log.
-    console = contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())
     try:
-        with quiet_transformers(), console:
+        with quiet_transformers(), quiet_console():
             model = AutoModelForCausalLM.from_pretrained(str(source.parent), gguf_file=source.name, dtype=torch.float32)
             tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
             if hasattr(model.config, "quantization_config"):
@@ -115,3 +113,8 @@ def quiet_transformers() -> Iterator[None]:
     finally:
         transformers.logging.set_verbosity(verbosity)
         transformers.logging.enable_progress_bar()
+
+
+def quiet_console() -> contextlib.AbstractContextManager[object]:
+    """Suppress the progress bar with which transformers reads a GGUF file, which would fill a log; not on a terminal."""
+    return contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())

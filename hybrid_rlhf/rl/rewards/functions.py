@@ -49,7 +49,13 @@ class FunctionReward(RewardComponent):
 
     def begin(self, batch: RewardBatch) -> Callable[[], ComponentScores]:
         """Start the call in a thread."""
-        texts = batch.texts
+        return self._begin(batch.texts)
+
+    def score(self, texts: CompletionTexts) -> ComponentScores:
+        """Scores of completions that are not of a rollout."""
+        return self._begin(texts)()
+
+    def _begin(self, texts: CompletionTexts) -> Callable[[], ComponentScores]:
         self._hanging = [call for call in self._hanging if not call.has_ended()]
         if len(self._hanging) >= MAX_HANGING_CALLS:
             scores = ComponentScores.failed(len(texts), f"{len(self._hanging)} earlier calls of it still hang")

@@ -1,0 +1,92 @@
+"""`hybrid-rlhf evaluate MODEL --data FILE`: measure a saved model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.files.atomic import write_whole
+from hybrid_rlhf.configs.inference import EvaluateConfig
+from hybrid_rlhf.configs.parsing.command_line import parse_config, plain, user_errors
+from hybrid_rlhf.configs.parsing.output import print_result
+
+if TYPE_CHECKING:
+    from hybrid_rlhf.cli.saved_models.evaluation.results import Measurement
+
+
+def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
+    """Parse, measure, print; torch is imported after parsing."""
+    with user_errors():
+        words = list(sys.argv[1:] if argv is None else argv)
+        config = parse_config(EvaluateConfig, words, prog=prog, positional="path")
+        output = None if config.output is None else Path(config.output).expanduser()
+        if output is not None:
+            if output.exists():
+                raise UserError(f"--output must be a new file, {config.output} exists: choose another")
+            output.parent.mkdir(parents=True, exist_ok=True)
+        if config.chosen == "harness" and find_spec("lm_eval") is None:
+            raise UserError(
+                "tasks need lm-evaluation-harness, which is not installed: pip install 'hybrid_rlhf[harness]'"
+            )
+        measure, found = _measure(config)
+        document = _document(config, measure, found)
+        if output is not None:
+            write_whole(output, json.dumps(document | {"rows": found.rows}, indent=2, ensure_ascii=False) + "\n")
+        print_result(document, _text(found))
+
+
+def _measure(config: EvaluateConfig) -> tuple[str, Measurement]:
+    """The name of the measure that is chosen, and its results."""
+    from hybrid_rlhf.cli.saved_models.evaluation import held_out
+    from hybrid_rlhf.cli.saved_models.evaluation.pass_rate import pass_rate
+    from hybrid_rlhf.cli.saved_models.evaluation.win_rate import win_rate
+    from hybrid_rlhf.cli.saved_models.loading import find_model
+    from hybrid_rlhf.models.pretrained.folders import load_config
+    from hybrid_rlhf.models.pretrained.loading import is_scorer
+
+    if config.chosen == "win_rate":
+        return "win_rate", win_rate(config)
+    if config.chosen == "pass_rate":
+        return "pass_rate", pass_rate(config)
+    place = find_model(config)
+    if config.chosen == "harness":
+        from hybrid_rlhf.cli.saved_models.evaluation.harness import harness
+
+        return "harness", harness(config, place)
+    scores = is_scorer(load_config(place.path, trust_remote_code=place.trust_remote_code))
+    name = ("accuracy" if scores else "perplexity") if config.chosen == "auto" else config.chosen
+    return name, {"accuracy": held_out.accuracy, "perplexity": held_out.perplexity}[name](config, place)
+
+
+def _document(config: EvaluateConfig, measure: str, found: Measurement) -> dict[str, Any]:
+    """Results with what is needed to repeat them."""
+    from hybrid_rlhf.loop.model_card import versions
+
+    values = {name: asdict(value) if hasattr(value, "low") else value for name, value in found.values.items()}
+    return {
+        "measure": measure,
+        "model": config.path,
+        "results": values,
+        "seed": config.seed,
+        "settings": plain(config),
+        "versions": versions(),
+    }
+
+
+def _text(found: Measurement) -> str:
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    with console.capture() as capture:
+        console.print(found.table())
+    return capture.get().rstrip("\n")
+
+
+if __name__ == "__main__":
+    main()

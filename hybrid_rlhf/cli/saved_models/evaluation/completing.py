@@ -1,0 +1,46 @@
+"""Prompts from rows, and completions of them by a saved model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hybrid_rlhf.cli.saved_models.evaluation.held_out import source_rows
+from hybrid_rlhf.cli.saved_models.loading import load_engine
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.inference import EvaluateConfig
+from hybrid_rlhf.data.chat.conversation import completion_text, encode_prompt
+from hybrid_rlhf.data.rows.formats import PromptRow, read_prompt_row
+
+
+def read_prompts(config: EvaluateConfig) -> list[tuple[str, PromptRow]]:
+    """The prompts to complete, each with its place for errors."""
+    return [(where, read_prompt_row(where, row)) for where, row in source_rows(config)]
+
+
+def complete(
+    config: EvaluateConfig, prompts: Sequence[tuple[str, PromptRow]], *, model: str | None = None
+) -> list[list[str]]:
+    """Texts [i][j]: sample j of prompt i.
+
+    Args:
+        config: sampling and seed; sampling.seed, if it is given, replaces the seed.
+        prompts: see `read_prompts`.
+        model: another model than the config's; none: the config's.
+
+    Raises:
+        UserError: when there is no such model, or a prompt is longer than max_length.
+    """
+    engine, tokenizer = load_engine(config, name=model)
+    try:
+        encoded = [encode_prompt(row.messages, tokenizer, tools=row.tools) for _, row in prompts]
+        for (where, _), ids in zip(prompts, encoded, strict=True):
+            if len(ids) > config.max_length:
+                raise UserError(
+                    f"{where}: a prompt may have max_length {config.max_length} tokens, it has {len(ids)}: raise it"
+                )
+        sampling = config.sampling if config.sampling.seed is not None else replace(config.sampling, seed=config.seed)
+        sampled = engine.generate(encoded, sampling)
+    finally:
+        engine.close()  # the next model needs its memory
+    return [[completion_text(one.token_ids, tokenizer) for one in samples] for samples in sampled]

@@ -1,0 +1,129 @@
+"""Measures of given completions: perplexity of conversations, accuracy of a reward model on preference pairs.
+
+Rows are rendered, masked and truncated as in training, so that a value is that of a run's own evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from hybrid_rlhf.cli.saved_models.evaluation.results import Measurement, bootstrap, wilson
+from hybrid_rlhf.cli.saved_models.loading import Place
+from hybrid_rlhf.cli.saved_models.scoring import SavedScorer
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.inference import EvaluateConfig
+from hybrid_rlhf.configs.sections.model import ModelConfig
+from hybrid_rlhf.data.collation import collate_preferences, collate_tokens
+from hybrid_rlhf.data.encoding import encode_conversation_row, encode_preference_row
+from hybrid_rlhf.data.rows.formats import head_index, read_sft_row
+from hybrid_rlhf.data.rows.sources import Row, open_source
+from hybrid_rlhf.models.policy import Policy, of_heads, scores_at_end
+from hybrid_rlhf.models.pretrained.loading import load_model
+
+
+def source_rows(config: EvaluateConfig) -> Iterator[tuple[str, Row]]:
+    """The rows to evaluate on, each with its place for errors."""
+    rows = (row for source in config.data for row in open_source(source))
+    return islice(rows, config.max_rows)
+
+
+@torch.no_grad()
+def perplexity(config: EvaluateConfig, place: Place) -> Measurement:
+    """Of the tokens that the assistant generates, as step 1 counts them; the interval is over conversations."""
+    encoded: list[dict[str, Any]] = []
+    for number, (where, row) in enumerate(source_rows(config)):
+        found = encode_conversation_row(where, read_sft_row(where, row), place.tokenizer, config.max_length)
+        encoded += [columns | {"number": number} for columns in found]
+    usable = _usable(encoded, config)
+    lm, _ = load_model(
+        place.path,
+        "causal_lm",
+        config=ModelConfig(path=place.path, trust_remote_code=place.trust_remote_code),
+        dtype=place.dtype,
+    )
+    policy = Policy(lm.to(place.device).eval())  # type: ignore[arg-type]
+    losses, tokens = np.zeros(encoded[-1]["number"] + 1), np.zeros(encoded[-1]["number"] + 1)
+    for rows in _batches(usable, config.batch_rows):
+        batch = collate_tokens(rows, int(place.tokenizer.pad_token_id)).to(place.device)  # type: ignore[arg-type]
+        logprobs, _ = policy(batch.input_ids, batch.attention_mask, batch.loss_mask)
+        for row, loss, count in zip(rows, -logprobs.double().sum(dim=1), batch.loss_mask.sum(dim=1), strict=True):
+            losses[row["number"]] += float(loss)
+            tokens[row["number"]] += int(count)
+    seen = tokens > 0
+    losses, tokens = losses[seen], tokens[seen]
+    return Measurement(
+        "Held-out conversations",
+        {
+            "perplexity": bootstrap(losses, tokens, seed=config.seed, transform=np.exp),
+            "loss per token (nats)": bootstrap(losses, tokens, seed=config.seed),
+            "conversations": int(seen.sum()),
+            "tokens": int(tokens.sum()),
+            **_lost(encoded),
+        },
+    )
+
+
+@torch.no_grad()
+def accuracy(config: EvaluateConfig, place: Place) -> Measurement:
+    """Share of the pairs in which the chosen completion has the higher score; the interval is over rows."""
+    scorer = SavedScorer(place)
+    encoded: list[dict[str, Any]] = []
+    for where, row in source_rows(config):
+        head = {"head": head_index(where, row, scorer.heads)} if scorer.heads else {}
+        found = encode_preference_row(where, row, place.tokenizer, config.max_length)
+        encoded += [columns | head for columns in found]
+    correct: list[float] = []
+    margins: list[float] = []
+    pairs = 0
+    for rows in _batches(_usable(encoded, config), config.batch_rows):
+        batch = collate_preferences(rows, int(place.tokenizer.pad_token_id)).to(place.device)  # type: ignore[arg-type]
+        outputs = of_heads(scorer.model(batch.input_ids, batch.attention_mask), batch.head)
+        scores = scores_at_end(outputs, batch.attention_mask)
+        margin = scores[batch.chosen_index] - scores[batch.rejected_index]
+        of_row = batch.row[batch.chosen_index]
+        for number in range(len(rows)):
+            mine = margin[of_row == number]
+            correct.append(float((mine > 0).double().mean()))
+            margins.append(float(mine.double().mean()))
+            pairs += len(mine)
+    return Measurement(
+        "Preference pairs",
+        {
+            "accuracy": wilson(correct),
+            "margin": bootstrap(margins, np.ones(len(margins)), seed=config.seed),
+            "rows": len(correct),
+            "pairs": pairs,
+            **_lost(encoded),
+        },
+    )
+
+
+def _usable(encoded: Sequence[dict[str, Any]], config: EvaluateConfig) -> list[dict[str, Any]]:
+    usable = [row for row in encoded if row["usable"]]
+    if not usable:
+        raise UserError(
+            f"evaluate needs a row with tokens to measure, {', '.join(config.data)} has none within max_length "
+            f"{config.max_length}: raise it, or give other data"
+        )
+    return usable
+
+
+def _batches(rows: Sequence[dict[str, Any]], size: int) -> Iterator[list[dict[str, Any]]]:
+    """Rows of similar length together, the longest first, so that too little memory shows at once."""
+    ordered = sorted(rows, key=lambda row: -int(row["length"]))
+    for start in range(0, len(ordered), size):
+        yield ordered[start : start + size]
+
+
+def _lost(encoded: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """How many rows were truncated or have nothing to measure; without those that there are none of."""
+    counts = {
+        "truncated": sum(bool(row["cut"]) for row in encoded),
+        "without tokens to measure": sum(not row["usable"] for row in encoded),
+    }
+    return {name: count for name, count in counts.items() if count}

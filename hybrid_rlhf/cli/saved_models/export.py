@@ -1,0 +1,136 @@
+"""`hybrid-rlhf export MODEL --output FOLDER`: a model for other programs, adapters merged."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.inference import ExportConfig
+from hybrid_rlhf.configs.parsing.command_line import parse_config, user_errors
+from hybrid_rlhf.configs.parsing.output import print_result
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_GGUF_TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "q8_0": "q8_0"}
+
+
+def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
+    """Parse, then export; torch is imported after parsing."""
+    with user_errors():
+        words = list(sys.argv[1:] if argv is None else argv)
+        config = parse_config(ExportConfig, words, prog=prog, positional="path")
+        output = Path(config.output).expanduser()
+        if output.exists():
+            raise UserError(f"--output must not exist, {config.output} does: choose another, or remove it")
+        _export(config, output)
+
+
+def _export(config: ExportConfig, output: Path) -> None:
+    import torch
+
+    from hybrid_rlhf.models.export.adapters import merge_adapter
+    from hybrid_rlhf.models.export.gguf_file import write_gguf
+    from hybrid_rlhf.models.pretrained.folders import load_config, warn_of_remote_code
+    from hybrid_rlhf.models.pretrained.sources import resolve_model
+    from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
+    from hybrid_rlhf.runtime.world import solo_world
+
+    world = solo_world(torch.device("cpu"))
+    warn_of_remote_code(config.trust_remote_code, world)
+    path = resolve_model(config.path, world=world)
+    tokenizer = load_tokenizer(path, trust_remote_code=config.trust_remote_code)
+    stored = load_config(path, trust_remote_code=config.trust_remote_code).dtype or torch.float32
+    dtype = str(stored).removeprefix("torch.") if config.dtype == "stored" else config.dtype
+    if dtype not in _GGUF_TYPES:
+        raise UserError(f"--dtype must be {', '.join(_GGUF_TYPES)}, {config.path} is stored in {dtype}: set --dtype")
+    # In float32 an adapter is merged, and a GGUF file compared, without rounding.
+    wide = config.format == "gguf" or config.adapter is not None
+    lm = _load(path, config, torch.float32 if wide else stored)
+    if config.adapter is not None:
+        lm = merge_adapter(lm, config.adapter)
+    result: dict[str, Any] = {"output": str(output), "format": config.format, "dtype": dtype}
+    if config.format == "gguf":
+        result["logprob_change"] = write_gguf(
+            output, lm, tokenizer, weights=_GGUF_TYPES[dtype], name=Path(config.path).name
+        )  # type: ignore[arg-type]
+        text = f"{output}: {dtype}, read back; log-probs change by {result['logprob_change']:.2g} nats on average"
+    else:
+        _save_folder(
+            output, lm, tokenizer, getattr(torch, dtype), card=Path(path, "README.md"), shard_gib=config.shard_gib
+        )
+        text = f"{output}: {dtype}"
+    result["bytes"] = sum(file.stat().st_size for file in ([output] if output.is_file() else output.rglob("*")))
+    print_result(result, f"{text}, {result['bytes'] / 2**30:.2f} GiB")
+
+
+def _load(path: str, config: ExportConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """A causal LM or a scorer, as it is stored."""
+    from hybrid_rlhf.configs.sections.model import ModelConfig
+    from hybrid_rlhf.models.pretrained.folders import load_config
+    from hybrid_rlhf.models.pretrained.loading import is_scorer, load_model
+
+    scores = is_scorer(load_config(path, trust_remote_code=config.trust_remote_code))
+    lm, _ = load_model(
+        path,
+        "scorer" if scores else "causal_lm",
+        config=ModelConfig(path=path, trust_remote_code=config.trust_remote_code),
+        dtype=dtype,
+        heads=None,
+    )
+    return lm.eval()
+
+
+def _save_folder(
+    output: Path,
+    lm: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: torch.dtype,
+    *,
+    card: Path,
+    shard_gib: float,
+) -> None:
+    """Write a folder beside its place, with the card of the source if it has one, and rename it."""
+    import torch
+
+    from hybrid_rlhf.engines.partition import full_tensors
+    from hybrid_rlhf.models.pretrained.saving import save_model
+    from hybrid_rlhf.runtime.world import solo_world
+
+    world = solo_world(torch.device("cpu"))
+    beside = output.with_name(f".{output.name}.partial")
+    shutil.rmtree(beside, ignore_errors=True)  # left by an interrupted export
+    lm.config.dtype = dtype
+    try:
+        save_model(
+            beside,
+            ((name, _converted(name, weight, dtype)) for name, weight in full_tensors(lm, world)),
+            lm=lm,
+            tokenizer=tokenizer,
+            world=world,
+            max_shard_bytes=int(shard_gib * 2**30),
+            card=card.read_text() if card.is_file() else None,
+        )
+        beside.rename(output)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+
+
+def _converted(name: str, weight: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """A weight in a dtype; other tensors stay as they are."""
+    if weight is None or not weight.is_floating_point():
+        return weight
+    converted = weight.to(dtype)
+    if not converted.isfinite().all() and weight.isfinite().all():
+        raise UserError(f"weights must fit --dtype, {name} is beyond the range of {dtype}: set --dtype bfloat16")
+    return converted
+
+
+if __name__ == "__main__":
+    main()

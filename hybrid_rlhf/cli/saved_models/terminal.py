@@ -1,0 +1,141 @@
+"""The view of `chat` on a terminal: an editor of several lines with history and completion, replies as Markdown.
+
+Two models reply side by side, a token each in turn. The history of what was typed is kept in the user's state folder,
+readable by the user only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import NestedCompleter, PathCompleter
+from prompt_toolkit.formatted_text import FormattedText
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
+from rich.markdown import Markdown
+from rich.segment import Segment
+from rich.table import Column, Table
+from rich.text import Text
+
+from hybrid_rlhf.configs.errors import UserError
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Characters with which a model could send commands to the terminal; tab and newline are not among them."""
+_TAKE_MODELS, _TAKE_FILES = ("/compare", "/score"), ("/save",)
+
+
+class Terminal:
+    """See ChatView."""
+
+    def __init__(self, commands: Sequence[str], *, settings: Sequence[str]) -> None:
+        """Open the history.
+
+        Args:
+            commands: that are completed, each with its slash.
+            settings: completed after /set.
+        """
+        self._console = Console()
+        choices: dict[str, object] = dict.fromkeys(commands)
+        choices |= {name: PathCompleter(only_directories=True) for name in _TAKE_MODELS}
+        choices |= {name: PathCompleter() for name in _TAKE_FILES}
+        choices["/set"] = dict.fromkeys(settings)
+        self._prompt: PromptSession[str] = PromptSession(
+            history=self._history(),
+            completer=NestedCompleter.from_nested_dict(choices),
+            key_bindings=_keys(),
+            multiline=True,
+            prompt_continuation="...> ",
+        )
+
+    def read(self) -> str:
+        """See ChatView: Enter sends; Alt-Enter, or Enter after a backslash, begins a line."""
+        return self._prompt.prompt(FormattedText([("", "\n"), ("bold", "you> ")])).strip()
+
+    def show(self, text: str) -> None:
+        """See ChatView."""
+        self._console.print(Text(_CONTROL.sub("", text)))
+
+    def show_replies(self, replies: Mapping[str, Generator[str, None, None]]) -> None:
+        """See ChatView: all at once, the end of a long one while it grows, then the whole."""
+        texts, notes, pending = dict.fromkeys(replies, ""), dict.fromkeys(replies, ""), dict(replies)
+        with Live(console=self._console, refresh_per_second=10, transient=True) as live:
+            try:
+                while pending:
+                    for name, pieces in list(pending.items()):
+                        try:
+                            texts[name] += _CONTROL.sub("", next(pieces))
+                        except StopIteration:
+                            del pending[name]
+                        except UserError as error:
+                            notes[name] = f"error: {error}"
+                            del pending[name]
+                    live.update(_Tail(_side_by_side(texts, notes)))
+            except KeyboardInterrupt:
+                for name, pieces in pending.items():
+                    pieces.close()  # keeps what was said
+                    notes[name] = "[stopped]"
+        self._console.print(_side_by_side(texts, notes))
+
+    def _history(self) -> History:
+        """The file of earlier lines, created if there is none."""
+        file = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "hybrid_rlhf" / "chat_history"
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(file, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
+            os.fchmod(descriptor, 0o600)
+            os.close(descriptor)
+        except OSError as error:
+            self.show(f"no history is kept: {file} cannot be written ({error.strerror})")
+            return InMemoryHistory()
+        return FileHistory(str(file))
+
+
+class _Tail:
+    """As much of the end of something as fits on the screen."""
+
+    def __init__(self, whole: RenderableType) -> None:
+        self._whole = whole
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in console.render_lines(self._whole, options, pad=False)[-max(1, console.height - 2) :]:
+            yield from line
+            yield Segment.line()
+
+
+def _side_by_side(texts: Mapping[str, str], notes: Mapping[str, str]) -> RenderableType:
+    """Replies with their notes; several in columns under the models' names."""
+    shown = [
+        Group(Markdown(text), *([Text(notes[name], style="red")] if notes[name] else []))
+        for name, text in texts.items()
+    ]
+    if len(shown) == 1:
+        return shown[0]
+    columns = [Column(Text(name), ratio=1) for name in texts]
+    table = Table(*columns, expand=True, box=None, padding=(0, 2, 0, 0), header_style="bold cyan")
+    table.add_row(*shown)
+    return table
+
+
+def _keys() -> KeyBindings:
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def _(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if buffer.document.current_line_before_cursor.endswith("\\") and buffer.document.is_cursor_at_the_end:
+            buffer.delete_before_cursor()
+            buffer.newline(copy_margin=False)
+        else:
+            buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.newline(copy_margin=False)
+
+    return keys

@@ -1,0 +1,122 @@
+"""The model card of a trained model: what it is, its held-out metrics, the settings and versions of its training.
+
+Paths of this machine are left out: a card is published with the model.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hybrid_rlhf import __version__
+from hybrid_rlhf.configs.parsing.command_line import nested, read_config
+from hybrid_rlhf.configs.preference import PreferenceStepConfig
+from hybrid_rlhf.configs.reward import RewardConfig
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.data import DataSource
+from hybrid_rlhf.configs.sections.run import StepConfig
+from hybrid_rlhf.configs.sft import SFTConfig
+from hybrid_rlhf.models.pretrained.cards import read_card_metadata, render_card
+from hybrid_rlhf.runtime.observability.metrics import format_value, read_metrics
+from hybrid_rlhf.runtime.run import Run
+
+_HUB_NAME = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}")
+_SETTINGS = ("algorithm", "objective", "train", "optimizer", "lora", "actor", "critic", "rollout", "distill", "seed")
+"""Keys of a config that describe the training, and sections whose keys do."""
+_NOT_SHOWN = re.compile(r"(^|\.)(path|resume|cache_dir|save_\w+|keep_\w+|teacher|placement.*)(\.|$)")
+_PACKAGES = ("torch", "transformers", "deepspeed")
+
+
+def model_card(run: Run, name: str, *, generates: bool) -> str:
+    """The card of a model of a run.
+
+    Args:
+        run: its run; metrics.jsonl must be on disk.
+        name: the model's folder in the run's; "" is the run's folder itself.
+        generates: whether it is a causal LM; else it gives scores.
+    """
+    config, role = run.config, name.partition("_")[0]
+    method, tag = _method(config)
+    parent = read_card_metadata(Path(str(config.model.path))) if config.model.path else {}
+    base = _hub_model(str(config.model.path)) or parent.get("base_model")
+    metadata = {
+        "base_model": base,
+        "datasets": sorted({*_hub_data(config), *parent.get("datasets", [])}),
+        "library_name": "transformers",
+        "license": parent.get("license"),
+        "pipeline_tag": "text-generation" if generates else "text-classification",
+        "tags": ["hybrid_rlhf", tag, *([role] if role not in ("", "actor") else [])],
+    }
+    title = "/".join(part for part in (run.folder.resolve().name, name) if part)
+    what = "A causal language model" if generates else "A model that scores conversations"
+    start = f"from {f'`{base}`' if base else 'a local model'}"
+    text = [
+        f"# {title}",
+        f"{what}, trained {start} by {method} with hybrid_rlhf.",
+        _metrics(run.folder),
+        f"## Training\n\n```yaml\n{yaml.safe_dump(_settings(config), sort_keys=False)}```",
+        f"Versions: {', '.join(f'{package} {found}' for package, found in versions().items())}; "
+        f"{run.world.size} {'process' if run.world.size == 1 else 'processes'}.",
+    ]
+    return render_card(metadata, "\n\n".join(part for part in text if part))
+
+
+def versions() -> dict[str, str]:
+    """Versions of this library and of those that decide what a model computes."""
+    found = {"hybrid_rlhf": __version__}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _method(config: StepConfig) -> tuple[str, str]:
+    """How a step trains, in words and as a tag."""
+    if isinstance(config, RLConfig | PreferenceStepConfig):
+        return config.algorithm.name.upper(), config.algorithm.name
+    if isinstance(config, RewardConfig):
+        return "reward modeling", "reward-model"
+    distills = isinstance(config, SFTConfig) and config.distill is not None
+    return ("distillation", "distillation") if distills else ("supervised fine-tuning", "sft")
+
+
+def _hub_model(path: str) -> str | None:
+    return path if _HUB_NAME.fullmatch(path) and not os.path.exists(path) else None
+
+
+def _hub_data(config: StepConfig) -> list[str]:
+    """Names of data sets of the hub."""
+    sources = [s.path if isinstance(s, DataSource) else s for s in config.data.sources]
+    return [s for s in sources if _HUB_NAME.fullmatch(s) and not os.path.exists(s)]
+
+
+def _metrics(folder: Path) -> str:
+    """A table of the held-out metrics before and after training; "" without any."""
+    lines = read_metrics(folder)
+    names = dict.fromkeys(name for line in lines for name in line if name.startswith("eval/"))
+    rows = []
+    for name in names:
+        values = [float(line[name]) for line in lines if name in line and math.isfinite(line[name])]
+        if values:
+            first = format_value(values[0]) if len(values) > 1 else ""
+            rows.append(f"| {name.removeprefix('eval/')} | {first} | {format_value(values[-1])} |")
+    if not rows:
+        return ""
+    return "\n".join(["## Held-out metrics", "", "| metric | before | after |", "|---|---|---|", *rows])
+
+
+def _settings(config: StepConfig) -> dict[str, Any]:
+    values = {
+        key: value
+        for key, value in read_config(config).items()
+        if key.partition(".")[0] in _SETTINGS and not _NOT_SHOWN.search(key) and value not in (None, [], {})
+    }
+    return nested(values)

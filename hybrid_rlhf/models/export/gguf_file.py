@@ -1,0 +1,211 @@
+"""Writes a causal LM to a GGUF file, reads it back as transformers does, and compares before the file gets its name.
+
+Compared are the settings that the file cannot state or transformers does not read, every weight, the log-probs of a few
+tokens, and the tokens of a text. A family whose file would compute something else is so refused, not written.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.models.export.gguf_families import (
+    GGUFFamily,
+    gguf_family,
+    head_size,
+    write_metadata,
+    written_weight,
+)
+from hybrid_rlhf.models.export.gguf_vocabulary import write_vocabulary
+from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens
+from hybrid_rlhf.models.pretrained.folders import reading
+from hybrid_rlhf.models.pretrained.sources import quiet_console, quiet_transformers
+from hybrid_rlhf.runtime.files.durable import flush
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType
+
+GGUFType = Literal["f32", "f16", "bf16", "q8_0"]
+_FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
+_WEIGHT_TOLERANCE = {"f32": 1e-6, "f16": 1e-3, "bf16": 8e-3, "q8_0": 8e-3}
+"""Largest change of a weight, relative to the largest weight of its tensor: the rounding of the type."""
+_LOGPROB_TOLERANCE = {"f32": 2e-3, "f16": 0.05, "bf16": 0.25, "q8_0": 0.25}
+"""Largest mean change of the probe's log-probs, in nats."""
+_PROBE_TEXT = "Hello world, it's 2026: naïve café 你好 🙂\n\n    def f(x): return x+1\t# ok"
+_NOT_COMPARED = {
+    "architectures",
+    "attention_dropout",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "id2label",
+    "initializer_range",
+    "label2id",
+    "max_window_layers",
+    "mlp_dropout",
+    "model_type",
+    "pad_token_id",
+    "pretraining_tp",
+    "transformers_version",
+    "use_cache",
+}
+"""Keys of a config that do not change what a causal LM computes, or that the tokenizer has."""
+
+
+def write_gguf(
+    file: Path, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, weights: GGUFType, name: str
+) -> float:
+    """Write a model, and check the file.
+
+    Args:
+        file: does not exist.
+        lm: a causal LM in float32, on the host.
+        tokenizer: its tokenizer.
+        weights: type of the weights; vectors are always float32, and rows that do not fit the blocks of q8_0 are f16.
+        name: of the model, in the file's metadata.
+
+    Returns:
+        the mean change of the log-probs of a few tokens by the type, in nats.
+
+    Raises:
+        UserError: when the format cannot express the model or its tokenizer, or the package gguf is missing; nothing is
+            left behind.
+    """
+    if importlib.util.find_spec("gguf") is None:
+        raise UserError("format gguf needs the package gguf, which is not installed: pip install gguf")
+    family = gguf_family(lm)
+    beside = file.with_name(f".{file.name}.partial.gguf")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        _write(beside, lm, tokenizer, family, weights, name)
+        change = _checked(beside, lm, tokenizer, weights)
+        flush(beside)
+        os.replace(beside, file)
+    finally:
+        beside.unlink(missing_ok=True)
+    return change
+
+
+def _write(
+    file: Path,
+    lm: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    family: GGUFFamily,
+    weights: GGUFType,
+    name: str,
+) -> None:
+    from gguf import GGUFWriter, LlamaFileType, quant_shape_to_byte_shape, quantize
+
+    writer = GGUFWriter(file, family.architecture)
+    try:
+        writer.add_file_type(LlamaFileType[_FILE_TYPES[weights]])
+        write_metadata(writer, family, lm.config, name)
+        write_vocabulary(writer, tokenizer, lm.config.vocab_size)
+        named = list(_named(lm, family))
+        kinds = [_kind(weight, weights) for _, _, weight in named]
+        for (written, _, weight), kind in zip(named, kinds, strict=True):
+            shape = quant_shape_to_byte_shape(weight.shape, kind)
+            plain = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16)}.get(kind.name)
+            writer.add_tensor_info(
+                written,
+                shape if plain is None else weight.shape,
+                plain or np.dtype(np.uint8),
+                math.prod(shape),
+                raw_dtype=kind,
+            )
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for (_, own, weight), kind in zip(named, kinds, strict=True):
+            writer.write_tensor_data(quantize(written_weight(own, weight, family, lm.config).numpy(), kind))
+    finally:
+        writer.close()
+
+
+def _named(lm: PreTrainedModel, family: GGUFFamily) -> Iterator[tuple[str, str, Tensor]]:
+    """Names of the weights in the file and in the model, and the weights; a tied head is left out.
+
+    Raises:
+        UserError: when the family has no name for one.
+    """
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    (architecture,) = (key for key, value in MODEL_ARCH_NAMES.items() if value == family.architecture)
+    names = get_tensor_name_map(architecture, lm.config.num_hidden_layers)
+    for own, weight in lm.named_parameters():
+        written = names.get_name(own, try_suffixes=(".weight", ".bias"))
+        if written is None:
+            raise UserError(
+                f"format gguf has no name for the weight {own} of {type(lm).__name__}: set --format safetensors"
+            )
+        yield written, own, weight
+
+
+def _kind(weight: Tensor, weights: GGUFType) -> GGMLQuantizationType:
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    if weight.dim() == 1:
+        return GGMLQuantizationType.F32
+    kind = GGMLQuantizationType[weights.upper()]
+    fits = weight.shape[-1] % GGML_QUANT_SIZES[kind][0] == 0
+    return kind if fits else GGMLQuantizationType.F16
+
+
+def _checked(file: Path, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, weights: GGUFType) -> float:
+    """Read a file back and compare; returns the mean change of the probe's log-probs."""
+    rule = f"a GGUF file of {type(lm).__name__} must be readable by transformers"
+    with quiet_transformers(), quiet_console(), reading(rule, "set --format safetensors"):
+        found = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32)
+        own = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+    if (setting := _different_setting(lm, found)) is not None:
+        key, before, after = setting
+        raise _differs(f"{key} {before} becomes {after}")
+    stored = dict(found.named_parameters())
+    for name, weight in lm.named_parameters():
+        expected, read = weight.detach().float().cpu(), stored[name].detach()
+        scale = float(expected.abs().max()) + 1.0 * name.endswith("norm.weight")
+        if (
+            expected.shape != read.shape
+            or not float((expected - read).abs().max()) <= _WEIGHT_TOLERANCE[weights] * scale
+        ):
+            raise _differs(f"the weight {name} changes")
+    probe = probe_tokens(lm.config.vocab_size)
+    change = float((module_logprobs(lm, probe).cpu() - module_logprobs(found, probe)).abs().mean())
+    if not change <= _LOGPROB_TOLERANCE[weights]:
+        raise _differs(f"log-probs change by {change:.3g} nats")
+    ids = [t(_PROBE_TEXT, add_special_tokens=False)["input_ids"] for t in (tokenizer, own)]
+    if ids[0] != ids[1]:
+        raise _differs("its tokenizer splits text differently")
+    return change
+
+
+def _differs(what: str) -> UserError:
+    return UserError(f"a GGUF file must compute what the model does, {what}: set --format safetensors")
+
+
+def _different_setting(lm: PreTrainedModel, found: PreTrainedModel) -> tuple[str, Any, Any] | None:
+    """The first setting that another model has otherwise: its name and both values."""
+    before, after = lm.config.to_dict(), found.config.to_dict()
+    before["head_dim"], after["head_dim"] = head_size(lm.config), head_size(found.config)
+    for key in before:
+        if key in after and key not in _NOT_COMPARED and not key.startswith("_") and not _same(before[key], after[key]):
+            return key, before[key], after[key]
+    return None
+
+
+def _same(before: Any, after: Any) -> bool:
+    """Equal, up to the rounding of numbers to float32."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        return before.keys() == after.keys() and all(_same(before[key], after[key]) for key in before)
+    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (before, after))
+    return math.isclose(before, after, rel_tol=1e-6) if numbers else before == after

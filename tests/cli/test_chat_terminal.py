@@ -1,0 +1,131 @@
+"""`hybrid-rlhf chat` on a terminal: a pseudo-terminal, typed into key by key."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pexpect
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from tests.support.tiny import tiny_config, tiny_model, tiny_tokenizer
+
+_ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|[()][A-Z0-9]|[=>])")
+_PROMPT = "\x1b[?2004h"
+"""What prompt_toolkit writes when it begins to read: pastes are to be marked."""
+Start = Callable[..., pexpect.spawn]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models and a reward model."""
+    folder = tmp_path_factory.mktemp("saved")
+    for seed, name in enumerate(("one", "two")):
+        tiny_model(seed).save_pretrained(folder / name)
+    torch.manual_seed(1)
+    AutoModelForSequenceClassification.from_config(tiny_config(num_labels=1)).save_pretrained(folder / "reward")
+    for name in ("one", "two", "reward"):
+        tiny_tokenizer().save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture
+def start(folders: Path, tmp_path: Path) -> Iterator[Start]:
+    """Starts the command in a terminal of 100 columns."""
+    running: list[pexpect.spawn] = []
+
+    def started(*words: str) -> pexpect.spawn:
+        settings = {
+            "TERM": "xterm",
+            "XDG_STATE_HOME": str(tmp_path),
+            "PROMPT_TOOLKIT_NO_CPR": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        terminal = pexpect.spawn(
+            sys.executable,
+            ["-m", "hybrid_rlhf", "chat", *words, "--sampling.max_new_tokens", "8", "--sampling.seed", "1"],
+            env={**os.environ, **settings},
+            dimensions=(40, 100),
+            encoding="utf-8",
+            timeout=60,
+        )
+        running.append(terminal)
+        terminal.expect_exact(_PROMPT)
+        return terminal
+
+    yield started
+    for terminal in running:
+        terminal.close(force=True)
+
+
+def said(terminal: pexpect.spawn, text: str) -> str:
+    """Type a line and Enter; what appears before the next prompt, without its colours."""
+    terminal.send(f"{text}\r")
+    terminal.expect_exact(_PROMPT)
+    return _ESCAPES.sub("", terminal.before)
+
+
+def saved(terminal: pexpect.spawn, file: Path) -> dict[str, list[dict[str, str]]]:
+    """The conversation so far, by /save."""
+    assert "saved" in said(terminal, f"/save {file}")
+    content: dict[str, list[dict[str, str]]] = json.loads(file.read_text())
+    return content
+
+
+def test_lines_history_retry_and_scores(start: Start, folders: Path, tmp_path: Path) -> None:
+    terminal = start(str(folders / "one"))
+    said(terminal, "first\\\rsecond")
+    terminal.send("third\x1b\rfourth\r")  # Alt-Enter
+    terminal.expect_exact(_PROMPT)
+    before = saved(terminal, tmp_path / "a.json")["messages"]
+    assert [m["content"] for m in before[::2]] == ["first\nsecond", "third\nfourth"]
+    said(terminal, "/retry")
+    after = saved(terminal, tmp_path / "b.json")["messages"]
+    assert after[:-1] == before[:-1] and after[-1] != before[-1]
+    assert re.search(r"model: score [+-]\d\.\d{3}", said(terminal, f"/score {folders / 'reward'}"))
+    assert "error: a reward model must have a score head" in said(terminal, f"/score {folders / 'two'}")
+    assert "temperature 0.0" in said(terminal, "/set temperature 0")
+    terminal.send("/quit\r")
+    terminal.expect(pexpect.EOF)
+    history = tmp_path / "hybrid_rlhf" / "chat_history"
+    assert stat.S_IMODE(history.stat().st_mode) == 0o600
+    assert "+first\n+second\n" in history.read_text() and "+/retry\n" in history.read_text()
+
+
+def test_two_models_answer_side_by_side(start: Start, folders: Path, tmp_path: Path) -> None:
+    terminal = start(str(folders / "one"), str(folders / "two"))
+    shown = said(terminal, "hello")
+    assert re.search(r"^\s*model\s+two\s*$", shown, re.MULTILINE)
+    both = saved(terminal, tmp_path / "a.json")
+    assert both["messages"][0] == both["compared"]["two"][0] == {"role": "user", "content": "hello"}
+    assert both["messages"][1] != both["compared"]["two"][1]
+    said(terminal, "/compare")
+    assert "compared" not in saved(terminal, tmp_path / "b.json")
+    assert "absent/x/y is none" in said(terminal, "/compare absent/x/y")
+
+
+def test_commands_are_completed_and_ctrl_c_stops_a_reply(start: Start, folders: Path, tmp_path: Path) -> None:
+    terminal = start(str(folders / "one"))
+    terminal.send("/set max_n")
+    terminal.expect_exact("max_new_tokens")  # in the menu
+    terminal.send("\t")
+    terminal.expect_exact("ew_tokens")
+    assert "max_new_tokens 100000" in said(terminal, " 100000")
+    said(terminal, "/set min_new_tokens 100000")
+    terminal.send("hello\r")
+    terminal.expect_exact("\x1b[?2004l")  # the prompt has ended
+    terminal.expect_exact("\x1b[?25l")  # the reply is shown, without a cursor
+    terminal.sendintr()
+    terminal.expect_exact("[stopped]")
+    terminal.expect_exact(_PROMPT)
+    messages = saved(terminal, tmp_path / "a.json")["messages"]
+    assert [m["role"] for m in messages] == ["user", "assistant"]
+    terminal.sendeof()
+    terminal.expect(pexpect.EOF)

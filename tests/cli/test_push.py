@@ -1,0 +1,113 @@
+"""`hybrid-rlhf push` against a server that answers as the hub does, by the hub's own client."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid_rlhf.cli.saved_models import push
+from tests.support.servers import json_server
+
+
+class Hub:
+    """Answers the requests of an upload, and keeps what it is sent."""
+
+    def __init__(self, refusal: int | None = None) -> None:
+        self.refusal = refusal
+        self.created: dict[str, Any] = {}
+        self.files: dict[str, bytes] = {}
+        self.message = ""
+
+    def __call__(self, method: str, path: str, body: bytes) -> tuple[int, Any]:
+        if self.refusal is not None:
+            return self.refusal, {"error": "not with this token"}
+        if path == "/api/repos/create":
+            self.created = json.loads(body)
+            return 200, {"url": "https://huggingface.co/me/model", "name": "me/model", "id": "1"}
+        if path == "/api/validate-yaml":
+            return 200, {"errors": [], "warnings": []}
+        if path == "/api/models/me/model/preupload/main":
+            named = [file["path"] for file in json.loads(body)["files"]]
+            return 200, {"files": [{"path": p, "uploadMode": "regular", "shouldIgnore": False} for p in named]}
+        assert (method, path) == ("POST", "/api/models/me/model/commit/main"), path
+        for line in map(json.loads, body.splitlines()):
+            if line["key"] == "file":
+                self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            else:
+                self.message = line["value"]["summary"]
+        return 200, {"commitUrl": "https://huggingface.co/me/model/commit/1", "commitOid": "1" * 40}
+
+
+@pytest.fixture
+def run_folder(model_folder: Path, tmp_path: Path) -> Path:
+    """A model in a run's folder, with a card."""
+    folder = tmp_path / "run"
+    shutil.copytree(model_folder, folder)
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n\n# Mine\n")
+    (folder / "config.yaml").write_text("output_dir: /home/me/secret\n")
+    (folder / "checkpoints" / "step_1").mkdir(parents=True)
+    (folder / "checkpoints" / "step_1" / "state.safetensors").write_text("not for others")
+    return folder
+
+
+def pushed(url: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, with a token."""
+    settings = {"HF_ENDPOINT": url, "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_test", "HF_HUB_DISABLE_XET": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "hybrid_rlhf", "push", *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **settings, **environment},
+    )
+
+
+def test_the_files_of_the_model_and_its_card_are_uploaded_and_no_others(run_folder: Path) -> None:
+    hub = Hub()
+    with json_server(hub) as url:
+        done = pushed(url, str(run_folder), "me/model", "--private", "true", "--message", "First")
+    assert done.returncode == 0, done.stderr
+    assert hub.created["name"] == "model" and hub.created["organization"] == "me"
+    assert "private" in (hub.created.get("visibility"), "private" if hub.created.get("private") else None)
+    assert hub.message == "First" and "https://huggingface.co/me/model/commit/1" in done.stdout
+    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= set(hub.files)
+    assert not [name for name in hub.files if "checkpoint" in name or name == "config.yaml"]
+    assert all((run_folder / name).read_bytes() == content for name, content in hub.files.items())
+
+
+def test_what_the_hub_refuses_and_what_is_missing_is_one_line(run_folder: Path, tmp_path: Path) -> None:
+    with json_server(Hub(refusal=403)) as url:
+        refused = pushed(url, str(run_folder), "me/model")
+        offline = pushed(url, str(run_folder), "me/model", HF_HUB_OFFLINE="1")
+        unknown = pushed(url, str(run_folder), "me/model", HF_TOKEN="", HF_HOME=str(tmp_path / "home"))
+    for done, part in (
+        (refused, "error: the hub refuses me/model with status 403"),
+        (offline, "error: push needs the hub, HF_HUB_OFFLINE is set: unset it"),
+        (unknown, "error: push needs a token of the hub, got none: log in with `hf auth login`"),
+    ):
+        assert done.returncode == 2 and done.stderr.startswith(part) and done.stderr.count("\n") == 1, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        ([], "a model must be named"),
+        (["EMPTY"], "a repository is USER/NAME, got none"),
+        (["EMPTY", "name"], "a repository is USER/NAME, got name"),
+        (["EMPTY", "me/name"], "a model folder must have weights"),
+        (["absent", "me/name"], "a model folder must have weights, absent has none"),
+    ],
+)
+def test_mistakes_are_one_line(words: list[str], rule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        push.main([str(tmp_path) if word == "EMPTY" else word for word in words])
+    err = capsys.readouterr().err
+    assert stopped.value.code == 2 and rule in err and err.count("\n") == 1

@@ -1,0 +1,130 @@
+"""GGUF files: every family that can be written computes the same after it is read back, others are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, GemmaTokenizer, PreTrainedModel
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.generation import GenerationEngine, SamplingParams
+from hybrid_rlhf.models.export import gguf_file
+from hybrid_rlhf.models.export.gguf_file import write_gguf
+from hybrid_rlhf.models.head_check import module_logprobs
+from hybrid_rlhf.models.pretrained.sources import resolve_model
+from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
+from hybrid_rlhf.runtime.world import solo_world
+from tests.support.models import build_model
+from tests.support.tiny import tiny_model, tiny_tokenizer
+
+pytest.importorskip("gguf")
+PROBE = list(range(3, 40))
+GEMMA2: dict[str, Any] = {"head_dim": 256, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 256}
+
+
+def family(name: str, **changes: Any) -> PreTrainedModel:
+    """A random model whose settings are those that the family's files state."""
+    found = {
+        "llama": {},
+        "mistral": {"sliding_window": None},
+        "qwen2": {},
+        "qwen3": {"head_dim": 128},
+        "gemma2": GEMMA2,
+        "gemma3_text": {"head_dim": 256, "query_pre_attn_scalar": 256},
+    }[name]
+    return build_model(name, **{"max_position_embeddings": 256, **found, **changes})
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"])
+def test_a_family_computes_the_same_after_it_is_read_back(name: str, tmp_path: Path) -> None:
+    lm, file = family(name), tmp_path / "model.gguf"
+    assert write_gguf(file, lm, tiny_tokenizer(), weights="f32", name="tiny") < 1e-4
+    read = AutoModelForCausalLM.from_pretrained(str(tmp_path), gguf_file=file.name, dtype=torch.float32)
+    torch.testing.assert_close(module_logprobs(read, PROBE), module_logprobs(lm, PROBE), atol=1e-4, rtol=1e-4)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
+
+
+@pytest.mark.parametrize(("weights", "least", "most"), [("f16", 0, 0.01), ("bf16", 1e-4, 0.1), ("q8_0", 1e-4, 0.1)])
+def test_a_type_rounds_the_weights_and_shrinks_the_file(
+    weights: Any, least: float, most: float, tmp_path: Path
+) -> None:
+    lm = tiny_model(hidden_size=64, intermediate_size=96)
+    write_gguf(tmp_path / "wide.gguf", lm, tiny_tokenizer(), weights="f32", name="tiny")
+    change = write_gguf(tmp_path / "model.gguf", lm, tiny_tokenizer(), weights=weights, name="tiny")
+    assert least <= change < most
+    assert (tmp_path / "model.gguf").stat().st_size < 0.75 * (tmp_path / "wide.gguf").stat().st_size
+
+
+def test_the_engine_completes_and_tokenizes_as_with_the_folder(tmp_path: Path, model_folder: Path) -> None:
+    lm, tokenizer = tiny_model(), tiny_tokenizer()
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, lm, tokenizer, weights="f32", name="tiny")
+    world = solo_world(torch.device("cpu"))
+    read = load_tokenizer(resolve_model(str(file), world=world, cache_dir=str(tmp_path / "cache")))
+    assert read.chat_template == tokenizer.chat_template
+    assert (read.eos_token, read.bos_token) == (tokenizer.eos_token, tokenizer.bos_token)
+    text = "<|im_start|>user\nwhat is 12 + 30?<|im_end|>\n"
+    assert read(text)["input_ids"] == tokenizer(text)["input_ids"]
+    greedy = SamplingParams(max_new_tokens=8, temperature=0.0)
+    folder = resolve_model(str(file), world=world, cache_dir=str(tmp_path / "cache"))
+    found, expected = (
+        GenerationEngine.from_pretrained(path, dtype=torch.float32).generate([PROBE], greedy)[0][0].token_ids
+        for path in (folder, str(model_folder))
+    )
+    assert found == expected
+
+
+def test_a_sentencepiece_vocabulary_is_read_back(tmp_path: Path) -> None:
+    pieces = [
+        "<pad>",
+        "<eos>",
+        "<bos>",
+        "<unk>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        *"helowrd",
+        "he",
+        "ll",
+        "▁w",
+    ]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    tokenizer = GemmaTokenizer(vocab=vocabulary, merges=[("h", "e"), ("l", "l"), ("▁", "w")])
+    lm = family("gemma3_text", vocab_size=len(vocabulary) + 3)
+    write_gguf(tmp_path / "model.gguf", lm, tokenizer, weights="f32", name="tiny")
+
+
+def test_what_the_format_cannot_express_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
+    scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    cases = [
+        (build_model("opt"), "f32", "got OPTForCausalLM"),
+        (tiny_model(rope_parameters=scaled), "f32", "without scaling of positions"),
+        (family("mistral", sliding_window=4), "f32", "without sliding window"),
+        (family("qwen3", head_dim=64), "f32", "must be readable by transformers"),
+        (family("gemma2", attn_logit_softcapping=20.0), "f32", "attn_logit_softcapping 20.0 becomes 50.0"),
+    ]
+    for lm, weights, rule in cases:
+        with pytest.raises(UserError, match=rule):
+            write_gguf(tmp_path / "model.gguf", lm, tiny_tokenizer(), weights=weights, name="tiny")  # type: ignore[arg-type]
+        assert not list(tmp_path.iterdir())
+
+
+def test_a_file_with_other_weights_is_not_given_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layout that llama.cpp does not have."""
+    plain = lambda name, weight, family, config: weight.detach().float().contiguous()  # noqa: E731
+    monkeypatch.setattr(gguf_file, "written_weight", plain)
+    with pytest.raises(UserError, match=r"must compute what the model does, the weight .*q_proj.* changes"):
+        write_gguf(tmp_path / "model.gguf", tiny_model(), tiny_tokenizer(), weights="f32", name="tiny")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_tokenizer_of_another_kind_is_refused(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    with pytest.raises(UserError, match="got Digits and ByteLevel"):
+        write_gguf(tmp_path / "model.gguf", tiny_model(), tokenizer, weights="f32", name="tiny")
