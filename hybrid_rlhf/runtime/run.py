@@ -57,6 +57,8 @@ from hybrid_rlhf.runtime.world import (
 
 CONFIG_FILE = "config.yaml"
 FINISHED_FILE = "finished.json"
+DATA_FILE = "data.json"
+"""What became of the rows of the sources."""
 _RESUME_MODES = ("never", "auto")
 """The values of `resume` that do not name a folder."""
 Callback = Callable[[int, Mapping[str, float]], object]

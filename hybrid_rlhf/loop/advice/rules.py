@@ -117,8 +117,8 @@ RULES = (
         training.overfitting,
         "train for fewer epochs, or keep the best checkpoint (train.keep_best min:eval/loss); before RL one more epoch "
         "may still help",
-        "Prechelt 1998, Early Stopping - But When?; Ouyang et al. 2022, InstructGPT (arXiv 2203.02155), section 3.5, on "
-        "more epochs before RL",
+        "Prechelt 1998, Early Stopping - But When?; Ouyang et al. 2022, InstructGPT (arXiv 2203.02155), section 3.5, "
+        "on more epochs before RL",
     ),
     Rule(
         "accuracy at chance",
