@@ -131,7 +131,7 @@ def main() -> None:
         config["rollout"]["sampling"]["temperature"] = options.temperature
         prompts = options.rollouts * config["rollout"]["prompts_per_step"]
         config = shortened(config, prompts=prompts, epochs=options.epochs)
-        config |= {"output_dir": str(folder / "run"), "logging": {"tensorboard": False, "samples_every": 0}}
+        config |= {"output_dir": str(folder / "run"), "logging": {"sinks": [], "samples_every": 0}}
         (folder / "config.yaml").write_text(yaml.safe_dump(config))
         GenerationEngine.generate = lambda self, *given, **named: counted(self, *given, **named)  # type: ignore[method-assign,assignment]
         run_rl(["--config", str(folder / "config.yaml")])

@@ -95,7 +95,7 @@ def run(config: Mapping[str, Any], seed: int, threads: int, *, fault: str | None
         **config,
         "seed": seed,
         "output_dir": str(folder / "run"),
-        "logging": {"tensorboard": False, "samples_every": 0},
+        "logging": {"sinks": [], "samples_every": 0},
     }
     entry = ["training/step3_ppo/main.py"] if fault is None else ["-m", "benchmarks.learning_faults", fault]
     run_step(entry, config, folder / "ppo.yaml", threads=threads)

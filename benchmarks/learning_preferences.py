@@ -92,7 +92,7 @@ def config(
         "lora": {"rank": 16, "alpha": 32},
         "optimizer": {"lr": 5e-4},
         "train": {"global_batch_size": 8, "max_steps": options.steps},
-        "logging": {"tensorboard": False},
+        "logging": {"sinks": []},
     }
 
 

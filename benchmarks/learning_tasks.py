@@ -165,7 +165,7 @@ def reasoning_task(folder: Path, *, steps: int) -> Task:
         "optimizer": {"lr": 1e-3},
         "data": {"sources": [str(folder / "first.jsonl")], "eval_fraction": 0.0},
         "train": {"global_batch_size": 16},
-        "logging": {"tensorboard": False},
+        "logging": {"sinks": []},
     }
     run_step(["training/step1_sft/main.py"], first, folder / "sft.yaml")
     config = {
@@ -226,7 +226,7 @@ def sharp_task(folder: Path, *, steps: int) -> Task:
             **section,
             "output_dir": str(folder / entry),
             "lora": adapters,
-            "logging": {"tensorboard": False},
+            "logging": {"sinks": []},
             "data": {"sources": [str(folder / f"{name}.jsonl")], "max_length": 160, "eval_fraction": 0.2},
             "train": {"global_batch_size": 8},
         }

@@ -249,7 +249,7 @@ def measure_ours(side: Side, output: Path, folder: Path, options: argparse.Names
         },
         "algorithm": {"name": "ppo", "epochs": 1, "mini_batches": 1, "kl": {"coef": 0.05}},
         "train": {"max_steps": total, "micro_batch_size": options.prompts_per_step},
-        "logging": {"tensorboard": False, "samples_every": 0},
+        "logging": {"sinks": [], "samples_every": 0},
     }
     file, metrics = output.with_suffix(".yaml"), output / "metrics.jsonl"
     file.write_text(json.dumps(config))  # JSON is YAML

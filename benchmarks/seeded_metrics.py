@@ -66,7 +66,7 @@ def runs(folder: Path) -> dict[str, tuple[str, dict[str, Any]]]:
     )
     common = {
         "seed": 3,
-        "logging": {"tensorboard": False},
+        "logging": {"sinks": []},
         "train": {"max_steps": 3, "eval_every": 2},
         "data": {"sources": [str(folder / "rows.jsonl")], "cache_dir": str(folder / "cache")},
     }

@@ -186,7 +186,7 @@ def config_of(task: str, output: Path, folder: Path, options: argparse.Namespace
             "max_grad_norm": 1.0,
         },
         "train": {"max_steps": options.steps, "global_batch_size": options.batch},
-        "logging": {"tensorboard": False},
+        "logging": {"sinks": []},
         **TASKS[task].own,
     }
     file = output.with_suffix(".yaml")

@@ -113,7 +113,7 @@ def run_line(folder: Path, output: Path, plan: StepPlan, *, prompts: int, new_to
         "rollout.kv_cache_gib": 0.25,
         "rollout.tensor_parallel": 1 if plan.separate else plan.sampling.tensor_parallel,
         "train.max_steps": steps,
-        "logging.tensorboard": "false",
+        "logging.sinks": "[]",
     }
     if plan.policy_lag:
         settings["rollout.async_sampling.policy_lag"] = plan.policy_lag

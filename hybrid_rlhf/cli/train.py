@@ -57,8 +57,11 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
             lines, fits = report_memory(config, steps)
             print_result({"fits": fits, "lines": lines}, "\n".join(lines))
             sys.exit(0 if fits else 1)
-        for name in config.step_names:
-            run_step(name, steps[name], config)
+        try:
+            for name in config.step_names:
+                run_step(name, steps[name], config)
+        finally:
+            link_reports(config, steps)
         changes: dict[str, Any] = {}
         if config.step_names[-1] in ("rl", "preference"):
             changes = show_changes(steps, last=config.step_names[-1])
@@ -160,6 +163,20 @@ def step_config(name: str, config: PipelineConfig) -> Any:
     if name == "rl" and not step.reward.components and (step.environment is None or "reward" in config.step_names):
         step = replace(step, reward=replace(step.reward, components=[config.folder("reward")]))
     return step
+
+
+def link_reports(config: PipelineConfig, steps: dict[str, Any]) -> None:
+    """Write the page that links the reports of the steps, and print its path."""
+    from hybrid_rlhf.loop.report.pipeline import write_pipeline_report
+
+    folders = {name: Path(steps[name].output_dir) for name in config.step_names}
+    try:
+        page = write_pipeline_report(Path(config.output_dir), folders)
+    except OSError as error:  # the steps themselves say how they ended
+        print(f"== the reports of the steps are not linked ({error})", flush=True)
+        return
+    if page is not None:
+        print(f"== reports of the steps: {page}", flush=True)
 
 
 def show_changes(steps: dict[str, Any], *, last: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from hybrid_rlhf.configs.sections.data import DataConfig, DataSource, RowDataCon
 from hybrid_rlhf.configs.sft import ConditionConfig
 from hybrid_rlhf.data.cache import cached_rows, tokenizer_key
 from hybrid_rlhf.data.chat.conversation import RULES_VERSION
+from hybrid_rlhf.data.counts import RowCounts
 from hybrid_rlhf.data.encoding import (
     encode_conversation_row,
     encode_labelled_row,
@@ -60,6 +61,7 @@ class TokenizedData:
 
     train: datasets.Dataset
     held_out: datasets.Dataset
+    counts: RowCounts
     score_buckets: ScoreBuckets | None = None
     """The score buckets of conditional SFT."""
 
@@ -153,7 +155,8 @@ def load_ptx_data(
         "ptx", lambda p, row, t, limit: encode_conversation_row(p, read_ptx_row(p, row), t, limit), 2
     )
     parts = [_tokenize(encoding, s, config, tokenizer, ptx.max_length, world) for s in ptx.sources]
-    return _report(encoding, _blend(parts, ptx.sources, seed), None, parts, ptx.max_length, config, world).train
+    blend = _blend(parts, ptx.sources, seed)
+    return _report(encoding, blend, None, parts, ptx.max_length, config, world, sources=ptx.sources).train
 
 
 def _load(
@@ -175,7 +178,8 @@ def _load(
         parts = parts + held_out
     evaluated = datasets.concatenate_datasets([_usable(part) for part in held_out])
     evaluated = evaluated.select(range(min(len(evaluated), config.max_eval_rows)))
-    return _report(encoding, _blend(train, config.sources, seed), evaluated, parts, limit, config, world)
+    blend, sources = _blend(train, config.sources, seed), [*config.sources, *config.eval_sources]
+    return _report(encoding, blend, evaluated, parts, limit, config, world, sources=sources)
 
 
 def _split_rows(rows: int, config: DataConfig, step_index: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -273,18 +277,26 @@ def _report(
     limit: int,
     config: DataConfig,
     world: World,
+    *,
+    sources: Sequence[str | DataSource],
 ) -> TokenizedData:
     """Log how many rows there are, and how many were truncated or dropped.
 
     Raises:
         UserError: if no training rows are left.
     """
-    cut = sum(int(np.sum(part["cut"])) for part in parts)
-    dropped = sum(len(part) - int(np.sum(part["usable"])) for part in parts)
-    truncated = 0 if config.too_long == "drop" else cut
+    counts = RowCounts.of(
+        encoding.name,
+        parts,
+        sources=[source.path if isinstance(source, DataSource) else source for source in sources],
+        limit=limit,
+        drops_long=config.too_long == "drop",
+        training=len(train),
+        held_out=0 if held_out is None else len(held_out),
+    )
     if not len(train):
         raise UserError(
-            f"{encoding.name} data must have a training row, got none: {dropped} of {sum(map(len, parts))} rows were "
+            f"{encoding.name} data must have a training row, got none: {counts.dropped} of {counts.encoded} rows were "
             f"dropped at {limit} tokens: raise the limit or a source's weight, set data.too_long to truncate or add "
             "rows"
         )
@@ -295,13 +307,13 @@ def _report(
         logger.info(
             "%s data: %s training rows, %s held out; of all rows %s were truncated to %s tokens, %s dropped",
             encoding.name,
-            f"{len(train):,}",
-            f"{len(held_out):,}",
-            f"{truncated:,}",
+            f"{counts.training:,}",
+            f"{counts.held_out:,}",
+            f"{counts.truncated:,}",
             f"{limit:,}",
-            f"{dropped:,}",
+            f"{counts.dropped:,}",
         )
-    return TokenizedData(train, held_out)
+    return TokenizedData(train, held_out, counts)
 
 
 def _report_templates(parts: list[datasets.Dataset]) -> None:

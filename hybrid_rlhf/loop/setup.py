@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 
 from transformers import PreTrainedTokenizerBase
 
@@ -18,10 +20,12 @@ from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.run import StepConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.data.chat.conversation import turn_end
+from hybrid_rlhf.data.counts import RowCounts
 from hybrid_rlhf.data.rows.conditional import CONDITION_FILE, ScoreBuckets
 from hybrid_rlhf.engines.builder import EngineSpec, build_engine
 from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.engines.engine import ModelEngine, Role
+from hybrid_rlhf.loop.report.writing import write_report
 from hybrid_rlhf.memory.out_of_memory import explain_out_of_memory
 from hybrid_rlhf.memory.plan import AnyStep
 from hybrid_rlhf.models.pretrained.folders import warn_of_remote_code
@@ -29,14 +33,18 @@ from hybrid_rlhf.models.pretrained.loading import position_limit
 from hybrid_rlhf.models.pretrained.sources import resolve_model
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
-from hybrid_rlhf.runtime.run import CONFIG_FILE, Run
+from hybrid_rlhf.runtime.run import CONFIG_FILE, DATA_FILE, Callback, Run, start_run
 
 logger = logging.getLogger(LOGGER_NAME)
 
 
-def memory_advice(config: AnyStep, run: Run) -> contextlib.AbstractContextManager[None]:
-    """Context around a step that explains out-of-memory errors; see explain_out_of_memory."""
-    return explain_out_of_memory(config, run.world, lambda: run.watchdog.phase)
+@contextlib.contextmanager
+def open_step(config: AnyStep, callbacks: Sequence[Callback] = ()) -> Iterator[Run]:
+    """The run of a step, which explains out-of-memory errors and ends with a report; see start_run."""
+    with start_run(config, callbacks) as run:
+        run.at_end.append(write_report)
+        with explain_out_of_memory(config, run.world, lambda: run.watchdog.phase):
+            yield run
 
 
 def start_step(
@@ -90,6 +98,12 @@ def log_plan(plan: BatchPlan, run: Run) -> None:
     """Log a batch plan on the main rank."""
     if run.world.is_main:
         logger.info(plan.describe())
+
+
+def record_data(counts: RowCounts, run: Run) -> None:
+    """Write what became of the rows of the sources to the run's folder, for the report."""
+    if run.world.is_main:
+        write_whole(run.folder / DATA_FILE, json.dumps(asdict(counts), indent=2, ensure_ascii=False) + "\n")
 
 
 def save_condition(condition: ScoreBuckets, run: Run) -> None:

@@ -1,4 +1,4 @@
-"""The training loop that supervised and RL trainers share: steps, evaluations, metrics, checkpoints.
+"""The training loop that supervised and RL trainers share: steps, evaluations, metrics, advice, checkpoints.
 
 Subclasses define the computation of a step, the evaluation, and the state that checkpoints hold besides the engines.
 """
@@ -6,14 +6,21 @@ Subclasses define the computation of a step, the evaluation, and the state that 
 from __future__ import annotations
 
 import contextlib
+import logging
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from functools import partial
 
 from hybrid_rlhf.configs.sections.training import LoopConfig
 from hybrid_rlhf.engines.saved.checkpoints import LoopState
+from hybrid_rlhf.loop.advice.advisor import Advisor
 from hybrid_rlhf.loop.checkpointing import CheckpointManager, due
+from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.metrics import read_metrics
 from hybrid_rlhf.runtime.observability.profiling import profiled
 from hybrid_rlhf.runtime.run import Run
+
+logger = logging.getLogger(LOGGER_NAME)
 
 
 class Trainer(ABC):
@@ -32,6 +39,7 @@ class Trainer(ABC):
         """Take the name, length, config and run, and the prefixes of the metrics shown on the console."""
         self.name, self.total_steps, self._config, self._run = name, total_steps, config, run
         self._checkpoints, self._world, self._shown_metrics = checkpoints, run.world, shown_metrics
+        self._advisor = Advisor()
 
     @abstractmethod
     def step(self, step: int) -> dict[str, float]:
@@ -66,9 +74,10 @@ class Trainer(ABC):
         """Run all remaining steps, or those until `leaves_after`."""
         run, done = self._run, self.resume()
         run.open_metrics(done)
+        self._read_history()
         if done is None:
             before = self.evaluate()
-            run.log(0, before)
+            self._log(0, before)
             run.report(f"{self.name} before training", before)
         step = done or 0
         display = run.display(self.name, total_steps=self.total_steps, done_steps=step)
@@ -80,10 +89,24 @@ class Trainer(ABC):
                 is_last = step == self.total_steps or not self.has_next
                 if is_last or due(step, self._config.eval_every):
                     metrics |= self.evaluate()
-                run.log(step, metrics)
+                self._log(step, metrics)
                 shown = {name: value for name, value in metrics.items() if name.startswith(self._shown_metrics)}
                 display.show(step, shown)
                 self._checkpoints.after_step(step, partial(self.state, step), metrics)
                 if not is_last and self.leaves_after(step):
                     self._checkpoints.save(self.state(step), metrics)
                     return
+
+    def _read_history(self) -> None:
+        """Let the advice know the steps before a resumption; what fired then is not repeated."""
+        if self._world.is_main:
+            for line in read_metrics(self._run.folder):
+                self._advisor.watch(line["step"], line)
+
+    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of a step, and warn of what they show."""
+        self._run.log(step, metrics)
+        if self._world.is_main:
+            for finding in self._advisor.watch(step, metrics):
+                logger.warning("%s", finding)
+                self._run.alert("advice", f"{finding.rule}: {finding.evidence}: {finding.advice}")

@@ -30,8 +30,9 @@ from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.loop.saving import finish, save_engine
 from hybrid_rlhf.loop.setup import (
     log_plan,
-    memory_advice,
+    open_step,
     pad_token,
+    record_data,
     start_step,
 )
 from hybrid_rlhf.loop.step import Step
@@ -54,7 +55,7 @@ from hybrid_rlhf.rl.rollouts.samples import SampleTexts
 from hybrid_rlhf.rl.trainer import RLTrainer
 from hybrid_rlhf.rl.updates.ptx import PtxBatches
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
-from hybrid_rlhf.runtime.run import Callback, Run, start_run
+from hybrid_rlhf.runtime.run import Callback, Run
 
 logger = logging.getLogger(LOGGER_NAME)
 
@@ -191,7 +192,7 @@ def rl_session(
 def _opened_run(
     config: RLConfig, callbacks: Sequence[Callback], algorithm_class: type[Algorithm] | None
 ) -> Iterator[_SessionBuilder]:
-    with start_run(config, callbacks) as run, memory_advice(config, run):
+    with open_step(config, callbacks) as run:
         yield _SessionBuilder(config, run, algorithm_class)
 
 
@@ -227,6 +228,7 @@ class _SessionBuilder:
             world=world,
             max_prompt_tokens=config.rollout.max_prompt_tokens,
         )
+        record_data(prompts.counts, self._run)
         if config.ptx is None:
             return prompts, None
         return prompts, load_ptx_data(config.ptx, config.data, tokenizer=tokenizer, seed=config.seed, world=world)

@@ -1,27 +1,19 @@
-"""Metrics of rollouts, evaluations and speed, under TRL's names where it has them, and warnings that follow from them.
-
-A critic that explains less than a constant adds noise to every advantage, and a policy whose completions all reach the
-length limit learns from unfinished ones. `Diagnostics` reports both in one line with the fix, once per occurrence.
-"""
+"""Metrics of rollouts, evaluations and speed, under TRL's names where it has them."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
+from hybrid_rlhf.functional.groups import group_mean, group_std
 from hybrid_rlhf.functional.masking import masked_mean, masked_sum
 from hybrid_rlhf.generation.batching.requests import DecodeWork
 from hybrid_rlhf.rl.batch import Batch, Rollout
 from hybrid_rlhf.rl.roles import Roles
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.observability.profiling import decode_roofline, model_flops_utilisation
 from hybrid_rlhf.runtime.observability.timers import peak_memory_gib
-
-logger = logging.getLogger(LOGGER_NAME)
-Metrics = Mapping[str, float]
 
 
 def rollout_metrics(batch: Batch) -> dict[str, float]:
@@ -39,11 +31,20 @@ def rollout_metrics(batch: Batch) -> dict[str, float]:
         "objective/scores_std": float(scores.std(correction=0)),
         **({} if clipped is None else {"objective/score_clipfrac": float(clipped.float().mean())}),
         "objective/rlhf_reward": float(batch.rewards.sum(dim=1).mean()),
+        **_equal_groups(rollout, scores),
         "completions/mean_length": float(mask.sum(dim=1).float().mean()),
         "completions/clipped_ratio": float((~rollout.stopped).float().mean()),
         "rollout/logprob_abs_diff_mean": float(masked_mean(difference, mask=mask)),
         "rollout/logprob_abs_diff_max": float(difference.max()),
     }
+
+
+def _equal_groups(rollout: Rollout, scores: Tensor) -> dict[str, float]:
+    """The share of groups whose scores are all equal, which have no advantages; {} without groups of several."""
+    if rollout.groups is None or len(rollout.groups.unique()) == len(rollout.groups):
+        return {}
+    equal = group_std(scores, groups=rollout.groups) == 0
+    return {"rollout/frac_reward_zero_std": float(group_mean(equal.float(), groups=rollout.groups).mean())}
 
 
 def evaluation_metrics(rollout: Rollout, *, prefix: str) -> dict[str, float]:
@@ -118,63 +119,3 @@ def draft_metrics(work: DecodeWork) -> dict[str, float]:
         "rollout/draft_acceptance_rate": work.accepted / max(work.drafted, 1),
         "rollout/tokens_per_decode_step": work.tokens / max(work.row_steps, 1),
     }
-
-
-@dataclass(frozen=True)
-class Diagnostic:
-    """A metric that indicates a fault if it stays out of range."""
-
-    metric: str
-    wrong: Callable[[float], bool]
-    rollouts: int
-    """Rollouts in a row after which it is reported; once, until it is back in range."""
-    advice: Callable[[Metrics], str]
-
-
-def _critic_advice(metrics: Metrics) -> str:
-    return (
-        "the critic predicts returns worse than a constant: raise critic.optimizer.lr "
-        f"({metrics.get('critic/lr', 0.0):.3g}) or critic.head_lr, train it alone first (critic.warmup_steps "
-        f"10), or bring scores, whose standard deviation is {metrics.get('objective/scores_std', 0.0):.3g}, to 1 "
-        "(algorithm.score_scaling running)"
-    )
-
-
-def _length_advice(metrics: Metrics) -> str:
-    return (
-        "almost no completion ends by itself: raise rollout.sampling.max_new_tokens if completions need more, or "
-        "algorithm.penalties.missing_eos above the standard deviation of the scores, "
-        f"{metrics.get('objective/scores_std', 0.0):.3g}; algorithm.penalties.length helps too"
-    )
-
-
-DIAGNOSTICS = (
-    Diagnostic("val/explained_variance", lambda value: value < 0, 10, _critic_advice),
-    Diagnostic("completions/clipped_ratio", lambda value: value > 0.9, 5, _length_advice),
-)
-
-
-class Diagnostics:
-    """Counts rollouts with a metric out of range."""
-
-    def __init__(self, *, enabled: bool) -> None:
-        """Take whether this rank logs."""
-        self._enabled = enabled
-        self._counts = dict.fromkeys((diagnostic.metric for diagnostic in DIAGNOSTICS), 0)
-
-    def watch(self, step: int, metrics: Metrics) -> None:
-        """Take the metrics of a step, and warn of what has been out of range for too long."""
-        for diagnostic in DIAGNOSTICS:
-            value = metrics.get(diagnostic.metric)
-            if value is None:
-                continue
-            self._counts[diagnostic.metric] = self._counts[diagnostic.metric] + 1 if diagnostic.wrong(value) else 0
-            if self._enabled and self._counts[diagnostic.metric] == diagnostic.rollouts:
-                logger.warning(
-                    "step %d: %s is %.3g, out of range for %d rollouts in a row: %s",
-                    step,
-                    diagnostic.metric,
-                    value,
-                    diagnostic.rollouts,
-                    diagnostic.advice(metrics),
-                )

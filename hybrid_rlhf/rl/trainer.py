@@ -22,7 +22,7 @@ from hybrid_rlhf.loop.checkpointing import CheckpointManager, due
 from hybrid_rlhf.loop.non_finite import NonFiniteError, SkippedUpdates, non_finite_rows
 from hybrid_rlhf.loop.trainer import Trainer
 from hybrid_rlhf.rl.batch import Batch, Rollout, with_prefix, without_prefix
-from hybrid_rlhf.rl.metrics import Diagnostics, evaluation_metrics, rollout_metrics, speed_metrics
+from hybrid_rlhf.rl.metrics import evaluation_metrics, rollout_metrics, speed_metrics
 from hybrid_rlhf.rl.parts import RLParts
 from hybrid_rlhf.rl.roles import Move, PlacementWatch
 from hybrid_rlhf.rl.rollouts.collector import Collector, NothingToLearn
@@ -110,7 +110,6 @@ class RLTrainer(Trainer):
         """Of the first step after a move."""
         self.move: Move | None = None
         """To another placement, after which the run goes on; the same on every rank."""
-        self._diagnostics = Diagnostics(enabled=run.world.is_main)
         self._skipped = SkippedUpdates(run, limit=config.faults.max_skipped_steps)
         self._samples = SampleLog(run.folder, every=config.logging.samples_every, enabled=run.world.is_main)
         self._tokens = TokenLog(
@@ -153,7 +152,6 @@ class RLTrainer(Trainer):
         if due(step, config.reference.refresh_every):
             self._roles.refresh_reference()
         self._write_samples(step, report)
-        self._diagnostics.watch(step, metrics)
         return metrics | self._skipped.record(step, [f"a gradient of the {role}" for role in report.skipped])
 
     def batch(self, step: int) -> Batch:

@@ -1,10 +1,12 @@
-"""A call in a background thread, and the delay before a failed call is retried.
+"""Calls in background threads, and the delay before a failed call is retried.
 
 An executor is not suitable: its threads keep the process alive, and user code may hang.
 """
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -59,6 +61,53 @@ class BackgroundCall(Generic[T]):
             self._value = self._call()
         except BaseException as error:  # noqa: BLE001 - raised again by result
             self._error = error
+
+
+class BackgroundQueue(Generic[T]):
+    """Handles items in a thread, one after another; whoever adds one does not wait."""
+
+    def __init__(
+        self, handle: Callable[[T], None], *, name: str, on_error: Callable[[Exception], None], limit: int = 10_000
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            handle: called with each item.
+            name: of the thread.
+            on_error: called in the thread with the first error of `handle`; later items are discarded.
+            limit: items that may wait; further ones are discarded.
+        """
+        self._handle, self._on_error = handle, on_error
+        self._items: queue.Queue[T | None] = queue.Queue(limit)
+        self._discarded = 0
+        self._is_broken = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, item: T) -> None:
+        """Add an item."""
+        try:
+            self._items.put_nowait(item)
+        except queue.Full:
+            self._discarded += 1
+
+    def close(self, within_seconds: float) -> int:
+        """Wait until all items are handled, for a limited time; return how many are not."""
+        until = time.monotonic() + within_seconds
+        with contextlib.suppress(queue.Full):
+            self._items.put(None, timeout=within_seconds)
+        self._thread.join(max(0.0, until - time.monotonic()))
+        return 0 if self._is_broken else self._discarded + (self._items.qsize() if self._thread.is_alive() else 0)
+
+    def _run(self) -> None:
+        while (item := self._items.get()) is not None:
+            if self._is_broken:
+                continue
+            try:
+                self._handle(item)
+            except Exception as error:  # noqa: BLE001 - whatever fails beside the run must not end it
+                self._is_broken = True
+                self._on_error(error)
 
 
 FIRST_DELAY_SECONDS = 0.5

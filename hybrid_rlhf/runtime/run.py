@@ -10,7 +10,7 @@ import contextlib
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -32,21 +32,33 @@ from hybrid_rlhf.runtime.files.folder_lock import FolderLock
 from hybrid_rlhf.runtime.liveness.launcher import stop_with_launcher
 from hybrid_rlhf.runtime.liveness.signals import ignore_save_requests
 from hybrid_rlhf.runtime.liveness.watchdog import Watchdog
+from hybrid_rlhf.runtime.observability.alerts import Alerts, Ending
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME, close_log_file, setup_logging
 from hybrid_rlhf.runtime.observability.metrics import (
     METRICS_FILE,
+    SINKS,
     MetricsWriter,
     StepDisplay,
     format_value,
     read_metrics,
 )
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
+from hybrid_rlhf.runtime.observability.sinks.sink import Outcome, TrackedRun, require_installed
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.product_backend import choose_product_backend
-from hybrid_rlhf.runtime.world import World, close_world, init_world, restart_count, seed_all
+from hybrid_rlhf.runtime.world import (
+    World,
+    close_world,
+    init_world,
+    restart_count,
+    seed_all,
+    shared_user_errors,
+)
 
 CONFIG_FILE = "config.yaml"
 FINISHED_FILE = "finished.json"
+DATA_FILE = "data.json"
+"""What became of the rows of the sources."""
 _RESUME_MODES = ("never", "auto")
 """The values of `resume` that do not name a folder."""
 Callback = Callable[[int, Mapping[str, float]], object]
@@ -71,8 +83,13 @@ class Run:
     """Called with each step and its metrics."""
     initial_resume: str = "never"
     """The value of `resume` when the run was first started."""
+    at_end: list[Callable[[Run, Ending], object]] = field(default_factory=list)
+    """Called on rank 0 when the run ends, however it does."""
+    in_loop: bool = False
+    """Whether the loop has begun: before it, a user's error leaves nothing in the folder."""
     _metrics: MetricsWriter | None = None
-    _in_loop: bool = False
+    _alerts: Alerts | None = None
+    _has_ended: bool = False
 
     @property
     def checkpoint_config(self) -> StepConfig:
@@ -90,18 +107,24 @@ class Run:
 
     def open_metrics(self, resumed_step: int | None) -> None:
         """Open metrics.jsonl and drop the lines after the resumed step; None: drop all."""
-        self.close()
-        self._in_loop = True
+        self.close("stopped")  # of the loop before a move to another placement
+        self.in_loop = True
         self.watchdog.begin_step((resumed_step or 0) + 1)
         if self.world.is_main:
             last = -1 if resumed_step is None else resumed_step
             done = [line for line in read_metrics(self.folder) if line["step"] <= last]
             self._metrics = MetricsWriter(
                 self.folder,
-                tensorboard=self.config.logging.tensorboard,
+                sinks=self.config.logging.sinks,
+                tracked=self._tracked(),
                 resumed_step=last,
                 start_seconds=done[-1]["time_seconds"] if done else 0.0,
             )
+
+    def _tracked(self) -> TrackedRun:
+        section, folder = self.config.logging, self.folder.resolve()
+        name = section.run_name or f"{folder.parent.name}-{folder.name}"
+        return TrackedRun(self.folder, section.project, name, read_config(self.config))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a step and begin the next; every rank calls, rank 0 writes."""
@@ -136,10 +159,30 @@ class Run:
             enabled=self.world.is_main,
         )
 
-    def close(self) -> None:
+    def close(self, outcome: Outcome = "finished") -> None:
         """Close the metrics files."""
         if self._metrics is not None:
-            self._metrics.close()
+            self._metrics.close(outcome)
+
+    def alert(self, event: str, text: str) -> None:
+        """Send a message to the webhook, if there is one; returns at once. Rank 0 sends."""
+        if self._alerts is not None:
+            self._alerts.send(event, text, step=self.watchdog.step)
+
+    def end(self, ending: Ending) -> None:
+        """Close the metrics, call `at_end` and send the last message. Rank 0 does it, once; raises nothing."""
+        if not self.world.is_main or self._has_ended:
+            return
+        self._has_ended = True
+        self.close(ending.outcome)
+        for call in self.at_end:
+            try:
+                call(self, ending)
+            except Exception as error:  # noqa: BLE001 - the run's own ending is what counts
+                logger.warning("after the end of the run: %s: %s", type(error).__name__, error)
+        if self._alerts is not None:
+            self._alerts.send(ending.outcome, ending.text, step=self.watchdog.step)
+            self._alerts.close()
 
 
 @contextlib.contextmanager
@@ -170,6 +213,7 @@ def start_run(config: StepConfig, callbacks: Sequence[Callback] = ()) -> Iterato
             warm_start = _warm_start(initial_resume, checkpoint)
             seed_all(config.seed, deterministic=config.deterministic)
             choose_product_backend(world, folder, checkpoint=checkpoint, deterministic=config.deterministic)
+            alerts = _check_logging(config, world)
             with Watchdog(world, folder, limit_seconds=config.faults.phase_timeout_seconds) as watchdog:
                 timers = Timers(world.device, on_phase=watchdog.enter_phase)
                 run = Run(
@@ -182,16 +226,42 @@ def start_run(config: StepConfig, callbacks: Sequence[Callback] = ()) -> Iterato
                     warm_start=warm_start,
                     callbacks=callbacks,
                     initial_resume=initial_resume,
+                    _alerts=alerts,
                 )
-                try:
-                    with _config_restored_on_error(run):
-                        yield run
-                finally:
-                    run.close()
+                watchdog.on_end = lambda outcome, text: run.end(Ending(outcome, text))
+                with _ended(run), _config_restored_on_error(run):
+                    yield run
         finally:
             close_log_file()
             lock.release()
             close_world()
+
+
+def _check_logging(config: StepConfig, world: World) -> Alerts | None:
+    """Check that every sink is installed, and the webhook's variables are set, before models are loaded; every rank
+    calls. The alerts of rank 0, if there is a webhook.
+
+    Raises:
+        UserError: on every rank.
+    """
+    alerts, section = None, config.logging
+    with shared_user_errors(world):
+        if world.is_main:
+            require_installed(SINKS, section.sinks)
+            if section.webhook is not None:
+                alerts = Alerts(section.webhook, run=Path(config.output_dir).resolve().name)
+    return alerts
+
+
+@contextlib.contextmanager
+def _ended(run: Run) -> Iterator[None]:
+    """End the run with the outcome of the block."""
+    try:
+        yield
+    except BaseException as error:
+        run.end(Ending.of(error))
+        raise
+    run.end(Ending("finished"))
 
 
 @contextlib.contextmanager
@@ -202,7 +272,7 @@ def _config_restored_on_error(run: Run) -> Iterator[None]:
     try:
         yield
     except UserError:
-        if run.world.is_main and not run._in_loop:
+        if run.world.is_main and not run.in_loop:
             with contextlib.suppress(OSError):  # the user's error is the one to report
                 file.unlink(missing_ok=True) if before is None else write_whole(file, before)
         raise

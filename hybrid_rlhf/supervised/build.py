@@ -25,15 +25,16 @@ from hybrid_rlhf.loop.saving import finish
 from hybrid_rlhf.loop.setup import (
     build_frozen_engine,
     log_plan,
-    memory_advice,
+    open_step,
     pad_token,
+    record_data,
     require_positions,
     save_condition,
     start_step,
 )
 from hybrid_rlhf.loop.step import Step
 from hybrid_rlhf.runtime.files.checkpoint_folder import read_manifest
-from hybrid_rlhf.runtime.run import Callback, Run, start_run
+from hybrid_rlhf.runtime.run import Callback, Run
 from hybrid_rlhf.supervised.calibration import calibrate, collect_calibration_data, require_held_out
 from hybrid_rlhf.supervised.objectives.distillation import DistillObjective, find_teacher, with_row_numbers
 from hybrid_rlhf.supervised.objectives.reward_labels import RewardLabelObjective
@@ -76,13 +77,14 @@ class PreferenceTuning(Step[PreferenceStepConfig]):
 
 def run_sft(config: SFTConfig, callbacks: Sequence[Callback] = ()) -> None:
     """SFT, or distillation where the config names a teacher."""
-    with start_run(config, callbacks) as run, memory_advice(config, run):
+    with open_step(config, callbacks) as run:
         path, tokenizer = start_step(config, run, config.model.path)
         distill = config.distill
         teacher_path = None if distill is None else find_teacher(config, distill, run, tokenizer)
         data = load_sft_data(
             config.data, tokenizer=tokenizer, seed=config.seed, world=run.world, conditional=config.condition
         )
+        record_data(data.counts, run)
         if data.score_buckets is not None:
             save_condition(data.score_buckets, run)
         train: RowSequence = data.train
@@ -107,9 +109,10 @@ def run_sft(config: SFTConfig, callbacks: Sequence[Callback] = ()) -> None:
 def run_reward(config: RewardConfig, callbacks: Sequence[Callback] = ()) -> None:
     """A reward model, calibrated where the config requests it."""
     objective_config = config.objective
-    with start_run(config, callbacks) as run, memory_advice(config, run):
+    with open_step(config, callbacks) as run:
         path, tokenizer = start_step(config, run, config.model.path)
         data = load_reward_data(config.data, objective_config, tokenizer=tokenizer, seed=config.seed, world=run.world)
+        record_data(data.counts, run)
         if objective_config.calibrate:
             require_held_out(data.held_out, objective_config.heads)
         objective_class = RewardLabelObjective if objective_config.loss in ("binary", "steps") else RewardPairObjective
@@ -133,10 +136,11 @@ def run_reward(config: RewardConfig, callbacks: Sequence[Callback] = ()) -> None
 
 def run_preference(config: PreferenceStepConfig, callbacks: Sequence[Callback] = ()) -> None:
     """Preference learning without a reward model: DPO and its relatives."""
-    with start_run(config, callbacks) as run, memory_advice(config, run):
+    with open_step(config, callbacks) as run:
         path, tokenizer = start_step(config, run, config.model.path)
         load = load_labelled_data if config.algorithm.learns_labels else load_preference_data
         data = load(config.data, tokenizer=tokenizer, seed=config.seed, world=run.world)
+        record_data(data.counts, run)
         train, held_out = (
             with_mismatched_completions(rows, max_length=config.data.max_length)
             if config.algorithm.learns_labels

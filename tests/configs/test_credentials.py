@@ -6,7 +6,8 @@ import pytest
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.files.credentials import found_credential, redacted
-from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig, expanded_url
+from hybrid_rlhf.configs.files.urls import expanded_url
+from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 
 CARRIERS = [
     ("http://me:pass@host/score", "a user or a password", "http://***@host/score"),
@@ -46,8 +47,8 @@ def test_a_url_is_filled_in_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch
     assert part.urls == (url,)
     for name, value in (("PASS_WORD", "p"), ("PORT", "8000"), ("TOKEN", "t")):
         monkeypatch.setenv(name, value)
-    assert expanded_url(url) == "http://me:p@host:8000/score?token=t"
-    assert expanded_url("http://host/score") == "http://host/score"
+    assert expanded_url(url, key="reward.components") == "http://me:p@host:8000/score?token=t"
+    assert expanded_url("http://host/score", key="reward.components") == "http://host/score"
 
 
 def test_a_variable_that_is_not_set_or_breaks_the_url_is_named_without_its_value(
@@ -55,13 +56,13 @@ def test_a_variable_that_is_not_set_or_breaks_the_url_is_named_without_its_value
 ) -> None:
     monkeypatch.delenv("TOKEN", raising=False)
     with pytest.raises(UserError) as refused:
-        expanded_url("http://host/?token=${TOKEN}")
+        expanded_url("http://host/?token=${TOKEN}", key="reward.components")
     assert str(refused.value) == (
         "reward.components: ${NAME} in a URL is a set variable, TOKEN is not set: export TOKEN=..."
     )
     monkeypatch.setenv("TOKEN", "s3cret\n")
     with pytest.raises(UserError) as refused:
-        expanded_url("http://host/?token=${TOKEN}")
+        expanded_url("http://host/?token=${TOKEN}", key="reward.components")
     assert str(refused.value) == (
         "reward.components: a URL is http://HOST:PORT/PATH or https, http://host/ is none with the value of "
         "TOKEN: look for "

@@ -100,8 +100,8 @@ def options(name: str, workspace: Path, stage: int, micro: str) -> list[str]:
         *MICRO_BATCHES[micro],
         "--train.max_steps",
         "3",
-        "--logging.tensorboard",
-        "false",
+        "--logging.sinks",
+        "[]",
         "--seed",
         "3",
     ]

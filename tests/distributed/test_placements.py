@@ -133,7 +133,7 @@ def launch(
     output = output or workspace / hashlib.sha256(json.dumps(words).encode()).hexdigest()[:12]
     line = [
         *f"--data.sources {workspace}/rows.jsonl --data.cache_dir {workspace}/cache --data.eval_fraction 0.1".split(),
-        *f"--model.path {workspace}/model --output_dir {output} --logging.tensorboard false --seed 3".split(),
+        *f"--model.path {workspace}/model --output_dir {output} --logging.sinks [] --seed 3".split(),
         *"--train.max_steps 2 --train.micro_batch_tokens 100 --rollout.prompts_per_step 6".split(),
         *"--rollout.sampling.n 2 --rollout.sampling.max_new_tokens 8 --rollout.max_prompt_tokens 64".split(),
         # with a large eps an update is proportional to the gradient, as rounding is

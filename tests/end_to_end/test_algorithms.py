@@ -24,7 +24,7 @@ SMALL = {
     "train.max_steps": 2,
     "data.max_length": 64,
     "data.max_eval_rows": 4,
-    "logging.tensorboard": False,
+    "logging.sinks": [],
     "lora.rank": 4,
     "actor.lora": "null",
     "rollout.prompts_per_step": 4,

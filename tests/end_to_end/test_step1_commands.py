@@ -21,7 +21,7 @@ SMALL = {
     "train.max_steps": 2,
     "data.max_length": 64,
     "data.max_eval_rows": 4,
-    "logging.tensorboard": False,
+    "logging.sinks": [],
     "lora.rank": 4,
     "distill.sampling.max_new_tokens": 6,
     "data.split": "null",
@@ -76,7 +76,7 @@ def test_a_template_of_the_config_is_trained_with_saved_and_stops_answers(tmp_pa
         "data.chat_template_kwargs": '{"mood": "glad "}',
         "train.max_steps": 1,
         "train.global_batch_size": 4,
-        "logging.tensorboard": False,
+        "logging.sinks": [],
     }
 
     def run(folder: str, **changes: Any) -> None:

@@ -48,7 +48,7 @@ def train(
     ranks, settings = way
     reward = f"[{{function: '{Path(brevity.__code__.co_filename)}:brevity'}}]"
     line = rl_line(folder / "run", folder / "model", rows, "--reward.components", reward, *settings, *more)
-    run_main("hybrid_rlhf.cli.rl", ranks, [*line[1:], "--actor.optimizer.lr", "1e-3", "--logging.tensorboard", "false"])
+    run_main("hybrid_rlhf.cli.rl", ranks, [*line[1:], "--actor.optimizer.lr", "1e-3", "--logging.sinks", "[]"])
     lines = [json.loads(text) for text in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     return model, [line for line in lines if "rollout/updates" in line]
 

@@ -44,8 +44,8 @@ def command(start: str, output: Path, model: Path, rows: Path) -> list[str]:
             "9000",
             "--sft.train.epochs",
             "9000",
-            "--sft.logging.tensorboard",
-            "false",
+            "--sft.logging.sinks",
+            "[]",
         ]
     if words[0] == "DEEPSPEED":
         found = shutil.which("deepspeed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")

@@ -145,8 +145,8 @@ def line(tmp_path: Path, model_folder: Path, write_jsonl: Callable[..., Path]) -
         "4",
         "--train.max_steps",
         "4",
-        "--logging.tensorboard",
-        "false",
+        "--logging.sinks",
+        "[]",
     ]
 
 

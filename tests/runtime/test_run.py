@@ -279,14 +279,14 @@ def test_a_folder_that_is_not_writable_is_refused(tmp_path: Path) -> None:
 
 
 def test_metrics_are_lines_and_resuming_drops_later_ones(tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path, tensorboard=True)
+    writer = MetricsWriter(tmp_path, sinks=["tensorboard"])
     for step in range(4):
         writer.write(step, {"sft/loss": 1.0 / (step + 1)})
     writer.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "cut o')
     assert list((tmp_path / "tensorboard").iterdir())
-    writer = MetricsWriter(tmp_path, tensorboard=False, resumed_step=2, start_seconds=100.0)
+    writer = MetricsWriter(tmp_path, resumed_step=2, start_seconds=100.0)
     writer.write(3, {"sft/loss": 9.0})
     writer.close()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -69,8 +69,8 @@ def launch(workspace: Path, name: str, *line: str, ranks: int = 1, steps: int = 
             "0",
             "--train.max_steps",
             str(steps),
-            "--logging.tensorboard",
-            "false",
+            "--logging.sinks",
+            "[]",
             *line,
         ],
     )
@@ -201,8 +201,8 @@ def test_the_answers_of_on_policy_updates_are_the_student_s(workspace: Path, mon
             "32",
             "--train.max_steps",
             "1",
-            "--logging.tensorboard",
-            "false",
+            "--logging.sinks",
+            "[]",
             *options,
         ]
     )
@@ -361,8 +361,8 @@ def test_plain_text_that_is_told_a_bucket_stays_as_it_is(workspace: Path, monkey
             "8",
             "--train.max_steps",
             "1",
-            "--logging.tensorboard",
-            "false",
+            "--logging.sinks",
+            "[]",
             *distil(workspace, "--distill.on_policy_fraction", "1"),
         ]
     )

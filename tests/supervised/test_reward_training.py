@@ -80,8 +80,8 @@ def run_reward(name: str, folder: Path, model: Path, *more: str) -> tuple[Path, 
         "9",
         "--train.global_batch_size",
         "8",
-        "--logging.tensorboard",
-        "false",
+        "--logging.sinks",
+        "[]",
         "--optimizer.lr",
         "3e-3",
         "--optimizer.warmup_fraction",
@@ -313,8 +313,8 @@ def test_step_3_runs_on_heads(tmp_path: Path, two_scores: Path, model_folder: Pa
         "4",
         "--algorithm.mini_batches",
         "1",
-        "--logging.tensorboard",
-        "false",
+        "--logging.sinks",
+        "[]",
     ]
     run_main("hybrid_rlhf.cli.rl", 1, line)
     last = json.loads((tmp_path / "ppo" / "metrics.jsonl").read_text().splitlines()[-1])

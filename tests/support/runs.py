@@ -55,7 +55,7 @@ def pipeline_line(output: Path, model: Path, rows: Path) -> list[str]:
 def sft_line(output: Path, model: Path, rows: Path, *more: str) -> list[str]:
     """The command line of step 1 by itself."""
     line = _step_line("training/step1_sft/main.py", output, model, rows)
-    line += ["--train.global_batch_size", "4", "--data.max_length", "64", "--logging.tensorboard", "false"]
+    line += ["--train.global_batch_size", "4", "--data.max_length", "64", "--logging.sinks", "[]"]
     return [*line, *more]
 
 
@@ -73,7 +73,7 @@ def _step_line(script: str, output: Path, model: Path, rows: Path) -> list[str]:
 
 def sft_config(folder: Path, resume: str = "never") -> SFTConfig:
     """Settings of a run in a folder."""
-    return replace(SFTConfig(), output_dir=str(folder), resume=resume, logging=LoggingConfig(tensorboard=False))
+    return replace(SFTConfig(), output_dir=str(folder), resume=resume, logging=LoggingConfig(sinks=[]))
 
 
 def documented_step(line: str) -> tuple[str, Any]:

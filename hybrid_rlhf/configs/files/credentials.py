@@ -14,6 +14,11 @@ _PLACEHOLDER = re.compile(r"\$\{(\w+)\}")
 _USER_AND_PASSWORD = re.compile(r"(\w://)([^/\s@'\"]*)@")
 _QUERY_PAIR = re.compile(r"([?&;])([\w.%-]+)=([^&;#\s'\"]+)")
 _TOKEN = re.compile(r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[A-Z0-9]{16})")
+_WEBHOOK = re.compile(
+    r"((?:hooks\.slack\.com/(?:services|workflows|triggers)|discord(?:app)?\.com/api/webhooks)/)"
+    r"((?!\$\{)[^\s?#'\"]+)"
+)
+"""Addresses of Slack and Discord are themselves the key to a channel."""
 
 
 def found_credential(text: str) -> str | None:
@@ -22,6 +27,8 @@ def found_credential(text: str) -> str | None:
         return "an access token"
     if any(not _is_placeholder(match[2].rpartition(":")[2]) for match in _USER_AND_PASSWORD.finditer(text)):
         return "a user or a password"
+    if _WEBHOOK.search(text):
+        return "the key of a webhook"
     named = next((m[2] for m in _QUERY_PAIR.finditer(text) if _is_secret(m[2]) and not _is_placeholder(m[3])), None)
     return None if named is None else f"a value for {named!r}"
 
@@ -29,6 +36,7 @@ def found_credential(text: str) -> str | None:
 def redacted(text: str) -> str:
     """A text without the credentials in it."""
     text = _TOKEN.sub("***", text)
+    text = _WEBHOOK.sub(r"\1***", text)
     text = _USER_AND_PASSWORD.sub(r"\1***@", text)
     return _QUERY_PAIR.sub(lambda m: f"{m[1]}{m[2]}={'***' if _is_secret(m[2]) else m[3]}", text)
 

@@ -122,6 +122,20 @@ def adapter_rates(config: Any) -> dict[str, tuple[float, float]]:
     return {key: (rate, full[key]) for key, rate in lora_rates(tree, dict(brought)).items() if values[key] == rate}
 
 
+def settings_and_defaults(config: Any) -> dict[str, tuple[Any, Any]]:
+    """Every dotted key of a config with its value and its default, as plain values.
+
+    The defaults are those that the algorithm of the config brings.
+    """
+    tree = _resolved(type(config), [Layer(plain(config))])
+    values = tree.values()
+    for section in tree.walk():
+        section.strictly_given.clear()
+    defaults = {key.name: key.default for key in tree.all_keys().values()} | derived_defaults(tree)
+    readable = {key: json.loads(json.dumps(defaults[key], default=dataclasses.asdict)) for key in defaults}
+    return {key: (value, readable.get(key)) for key, value in values.items()}
+
+
 def read_config(config: Any) -> dict[str, Any]:
     """A config, or the file that save_config wrote, as dotted keys and plain values."""
     return flat(yaml.safe_load(config.read_text()) if isinstance(config, Path) else plain(config))

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
-from urllib.parse import urlsplit
 
-from hybrid_rlhf.configs.files.credentials import fill_placeholders, found_credential, placeholders, redacted
+from hybrid_rlhf.configs.files.urls import check_url, host_of
 from hybrid_rlhf.configs.sections.rules import require
 
 OnFailure = Literal["stop", "drop", "zero"]
-_PLACEHOLDER_PORT = re.compile(r":\$\{\w+\}(?=[/?]|$)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +63,11 @@ class RewardComponentConfig:
                 "write it so",
             )
         for url in self.urls:
-            _check_url(url)
+            check_url(
+                url,
+                key="reward.components",
+                remedy="name a variable in api_key_env, or write ${NAME} for one in its place",
+            )
         require(
             re.fullmatch(r"[\w.:-]+", self.label) is not None,
             f"reward.components: a name has letters, digits and . : - _ only, got {self.label!r}: give the "
@@ -124,7 +125,7 @@ class RewardComponentConfig:
             return Path(self.model).name
         if self.function:
             return self.function.rpartition(":")[2]
-        return _host(self.urls[0])
+        return host_of(self.urls[0])
 
 
 def require_distinct_names(components: Sequence[RewardComponentConfig]) -> None:
@@ -136,57 +137,3 @@ def require_distinct_names(components: Sequence[RewardComponentConfig]) -> None:
     names = [component.label for component in components]
     double = next((name for name in names if names.count(name) > 1), None)
     require(double is None, f"reward.components: names must differ, {double!r} is used twice: give each a name")
-
-
-def shown_url(url: str) -> str:
-    """A URL as it may be logged: without user, password and query."""
-    parsed = urlsplit(url)
-    return f"{parsed.scheme}://{_host(url)}{parsed.path}"
-
-
-def expanded_url(url: str) -> str:
-    """A URL as it is asked for, `${NAME}` replaced by what the environment holds; never log this one.
-
-    Raises:
-        UserError: when a variable is not set, or the URL is none with its value.
-    """
-    values = {name: os.environ.get(name, "") for name in placeholders(url)}
-    for name, value in values.items():
-        require(
-            bool(value),
-            f"reward.components: ${{NAME}} in a URL is a set variable, {name} is not set: export {name}=...",
-        )
-    expanded = fill_placeholders(url, values)
-    require(
-        _is_url(expanded),
-        f"reward.components: a URL is http://HOST:PORT/PATH or https, {shown_url(url)} is none with the "
-        f"value of {', '.join(values)}: look for a space or line break in it",
-    )
-    return expanded
-
-
-def _check_url(url: str) -> None:
-    """Refuse what is no URL, and one that would carry a secret into config.yaml."""
-    require(
-        _is_url(_PLACEHOLDER_PORT.sub(":1", url)),
-        f"reward.components: a URL is http://HOST:PORT/PATH or https, got {redacted(url)}: write it out",
-    )
-    kind = found_credential(url)
-    require(
-        kind is None,
-        f"reward.components: a URL may not carry {kind}, got {redacted(url)}: name a variable in api_key_env, or write "
-        "${NAME} for one in its place",
-    )
-
-
-def _is_url(url: str) -> bool:
-    try:
-        parsed = urlsplit(url)
-        whole = parsed.scheme in ("http", "https") and bool(parsed.hostname) and parsed.port != 0
-    except ValueError:  # brackets that do not close, a port that is no number
-        return False
-    return whole and url.isprintable() and " " not in url
-
-
-def _host(url: str) -> str:
-    return urlsplit(url).netloc.rpartition("@")[2]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
+from typing import Literal
 
+from hybrid_rlhf.configs.files.urls import check_url
 from hybrid_rlhf.configs.sections.data import DataConfig
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.rules import require, setting
+
+SinkName = Literal["tensorboard", "csv", "wandb", "mlflow", "trackio"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,8 +20,15 @@ class LoggingConfig:
 
     every: int = setting(1, advanced=True)
     """Steps between two lines of metrics."""
-    tensorboard: bool = setting(True, advanced=True)
-    """Write TensorBoard events beside metrics.jsonl."""
+    sinks: list[SinkName] = setting(default_factory=lambda: ["tensorboard"], advanced=True)
+    """Where metrics go besides metrics.jsonl: tensorboard, csv, wandb, mlflow, trackio; []: nowhere."""
+    project: str = setting("hybrid_rlhf", advanced=True)
+    """Project of wandb and trackio, experiment of mlflow."""
+    run_name: str | None = setting(None, advanced=True)
+    """Name of the run in wandb, mlflow and trackio; null: the last two folders of output_dir."""
+    webhook: str | None = setting(None, advanced=True)
+    """URL that gets a JSON message when the run ends, fails, stalls, or a rule of its advice fires; ${NAME} is replaced
+    by an environment variable."""
     samples_every: int = 10
     """Steps between sample completions in samples.jsonl and on the console; 0: none."""
     tokens: bool = True
@@ -26,6 +38,12 @@ class LoggingConfig:
     """Steps whose torch profiler trace is written to the folder profile of the run."""
 
     def __post_init__(self) -> None:
+        require(
+            len(set(self.sinks)) == len(self.sinks),
+            f"logging.sinks must differ, got {', '.join(self.sinks)}: name each once",
+        )
+        if self.webhook is not None and re.fullmatch(r"\$\{\w+\}", self.webhook) is None:
+            check_url(self.webhook, key="logging.webhook", remedy="write ${NAME} for a variable that holds the URL")
         require(self.every >= 1, f"logging.every must be 1 or more, got {self.every}: raise it")
         require(
             self.samples_every >= 0,

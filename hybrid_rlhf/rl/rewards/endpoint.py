@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig, expanded_url
+from hybrid_rlhf.configs.files.urls import expanded_url
+from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 from hybrid_rlhf.models.pretrained.folders import first_line
 from hybrid_rlhf.rl.rewards.completion_texts import CompletionTexts
 from hybrid_rlhf.rl.rewards.components import ComponentScores, RewardBatch, RewardComponent
@@ -54,7 +55,9 @@ class EndpointReward(RewardComponent):
         key = None if config.api_key_env is None else _read_key(config.api_key_env)
         if key is not None:
             self._headers["Authorization"] = f"Bearer {key}"
-        self._addresses = [Address.of(expanded_url(url), shown=url, key=key) for url in config.urls]
+        self._addresses = [
+            Address.of(expanded_url(url, key="reward.components"), shown=url, key=key) for url in config.urls
+        ]
 
     def begin(self, batch: RewardBatch) -> Callable[[], ComponentScores]:
         """Start the requests in a thread with its own event loop."""

@@ -12,6 +12,7 @@ import faulthandler
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self
@@ -19,6 +20,7 @@ from typing import NoReturn, Self
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.runtime.liveness.heartbeats import HeartbeatChannel, Message
 from hybrid_rlhf.runtime.liveness.stall_report import RankReport, diagnose, report_rank
+from hybrid_rlhf.runtime.observability.sinks.sink import Outcome
 from hybrid_rlhf.runtime.world import World
 
 STACKS = "stacks"
@@ -34,6 +36,8 @@ _MARGIN_SECONDS = 12.0
 _GRACE_SECONDS = 2.0
 """How long a rank continues after another has failed: it usually meets the same error and reports it itself."""
 _EXIT_NOTICE_SECONDS = 5.0
+_ON_END_SECONDS = 10.0
+"""For the report and the last message of a run that ends here."""
 
 
 class Watchdog:
@@ -52,6 +56,8 @@ class Watchdog:
         """
         self.step = 0
         """The current or next step of the loop, for the names of phases."""
+        self.on_end: Callable[[Outcome, str], object] | None = None
+        """Called on rank 0, for a limited time, before this thread ends the process."""
         self._world, self._limit, self._process = world, limit_seconds, os.getpid()
         self._folder = folder / STACKS
         self._beat = ("start", time.monotonic())
@@ -195,7 +201,16 @@ class Watchdog:
             _write_stderr(f"error: {text}")
         if world.is_main:
             self._channel.send_exit_notice({"diagnosis": text, "code": code})
+            self._call_on_end(text)
         os._exit(code)
+
+    def _call_on_end(self, text: str) -> None:
+        """In a thread of its own: it may meet a lock that the main thread holds."""
+        if self.on_end is not None:
+            outcome: Outcome = "failed" if self._stalled_since is None else "stalled"
+            call = threading.Thread(target=self.on_end, args=(outcome, text), daemon=True)
+            call.start()
+            call.join(_ON_END_SECONDS)
 
 
 def _write_stderr(line: str) -> None:

@@ -1,4 +1,4 @@
-"""Metrics of a run: metrics.jsonl, TensorBoard, and a line or a progress bar on the console.
+"""Metrics of a run: metrics.jsonl, the sinks of `logging.sinks`, and a line or a progress bar on the console.
 
 Only rank 0 writes. A line of metrics.jsonl is a JSON object with `step`, `time_seconds` and one entry per metric; a
 value that is not finite is null. A sink that fails is logged once and does not end the run.
@@ -11,7 +11,8 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -19,22 +20,43 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from hybrid_rlhf.configs.sections.run import SinkName
 from hybrid_rlhf.runtime.files.json_lines import JsonLinesFile, drop_lines_after, read_lines
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.sinks.files import CsvSink, TensorBoardSink
+from hybrid_rlhf.runtime.observability.sinks.sink import MetricsSink, Outcome, SinkThread, TrackedRun, read_ids
+from hybrid_rlhf.runtime.observability.sinks.trackers import MlflowSink, TrackioSink, WandbSink
 
 METRICS_FILE = "metrics.jsonl"
+SINKS: dict[SinkName, type[MetricsSink]] = {
+    "tensorboard": TensorBoardSink,
+    "csv": CsvSink,
+    "wandb": WandbSink,
+    "mlflow": MlflowSink,
+    "trackio": TrackioSink,
+}
+"""By their names in the config."""
 logger = logging.getLogger(LOGGER_NAME)
 
 
 class MetricsWriter:
     """Writes the metrics of each step to a folder."""
 
-    def __init__(self, folder: Path, *, tensorboard: bool, resumed_step: int = 0, start_seconds: float = 0.0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        sinks: Sequence[SinkName] = (),
+        tracked: TrackedRun | None = None,
+        resumed_step: int = 0,
+        start_seconds: float = 0.0,
+    ) -> None:
         """Open the sinks.
 
         Args:
             folder: run folder.
-            tensorboard: also write events to folder/tensorboard.
+            sinks: besides metrics.jsonl.
+            tracked: the run as sinks show it; none: by its folder.
             resumed_step: drop later lines, written by an interrupted run.
             start_seconds: initial value of time_seconds.
 
@@ -44,12 +66,8 @@ class MetricsWriter:
         drop_lines_after(folder / METRICS_FILE, resumed_step)
         self._lines = JsonLinesFile(folder / METRICS_FILE)
         self._start = time.monotonic() - start_seconds
-        self._events: Any = None
-        if tensorboard:
-            with self._events_dropped_on_error():
-                from torch.utils.tensorboard import SummaryWriter  # slow to import and optional
-
-                self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_step + 1)
+        tracked, ids = replace(tracked or TrackedRun(folder), resumed_step=resumed_step), read_ids(folder)
+        self._sinks = [SinkThread(SINKS[name], replace(tracked, run_id=ids.get(SINKS[name].module))) for name in sinks]
 
     @property
     def time_seconds(self) -> float:
@@ -60,30 +78,19 @@ class MetricsWriter:
         """Append one line."""
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self._lines.append([{"step": step, "time_seconds": round(self.time_seconds, 3), **values}])
-        if self._events is not None:
-            with self._events_dropped_on_error():
-                for name, value in metrics.items():
-                    self._events.add_scalar(name, value, step)
+        for sink in self._sinks:
+            sink.write(step, metrics)
 
     def flush(self) -> None:
         """Flush metrics.jsonl to disk: a checkpoint must not be ahead of it."""
         self._lines.flush()
 
-    def close(self) -> None:
-        """Write pending lines and close the sinks."""
+    def close(self, outcome: Outcome = "finished") -> None:
+        """Write pending lines and close the sinks; a second call does nothing."""
         self._lines.close()
-        if self._events is not None:
-            with self._events_dropped_on_error():
-                self._events.close()
-
-    @contextlib.contextmanager
-    def _events_dropped_on_error(self) -> Iterator[None]:
-        """Continue without TensorBoard if it fails: metrics.jsonl has the same values."""
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - its writer raises any error of its thread
-            self._events = None
-            logger.warning("TensorBoard events are no longer written (%s: %s)", type(error).__name__, error)
+        sinks, self._sinks = self._sinks, []
+        for sink in sinks:
+            sink.close(outcome)
 
 
 class StepDisplay:

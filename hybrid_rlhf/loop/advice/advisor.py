@@ -1,0 +1,54 @@
+"""When a rule fires: at the first step with its evidence, and again after the evidence was gone for a step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from hybrid_rlhf.loop.advice.curves import Curves
+from hybrid_rlhf.loop.advice.rules import RULES, Rule
+
+_VALUE = re.compile(r"\{(\w+):([^}]*)\}")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A rule that fired."""
+
+    step: int
+    rule: str
+    evidence: str
+    advice: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.evidence}: {self.advice}"
+
+
+class Advisor:
+    """Takes the metrics of each step, and finds the rules that fire."""
+
+    def __init__(self, rules: Sequence[Rule] = RULES) -> None:
+        self._rules, self._curves = rules, Curves()
+        self._firing: set[str] = set()
+
+    def watch(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
+        """The rules that begin to fire at a step."""
+        self._curves.add(step, metrics)
+        found = {rule.name: (rule, evidence) for rule in self._rules if (evidence := rule.check(self._curves))}
+        before, self._firing = self._firing, {*found}
+        return [_finding(step, *found[name], self._curves) for name in found if name not in before]
+
+
+def findings(lines: Iterable[Mapping[str, float]]) -> list[Finding]:
+    """The rules that fire over a whole run, from its metrics.jsonl."""
+    advisor = Advisor()
+    return [finding for line in lines for finding in advisor.watch(int(line["step"]), line)]
+
+
+def _finding(step: int, rule: Rule, evidence: str, curves: Curves) -> Finding:
+    def value(match: re.Match[str]) -> str:
+        return format(curves.value(match[1].replace("__", "/")), match[2])
+
+    return Finding(step, rule.name, evidence, _VALUE.sub(value, rule.advice), rule.source)

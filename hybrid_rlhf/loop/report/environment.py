@@ -1,0 +1,47 @@
+"""Where a run ran: versions, device, git revision."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess  # asks git for the revision  # nosec B404
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+_LIBRARIES = ("hybrid_rlhf", "torch", "deepspeed", "transformers", "peft", "datasets", "triton")
+_GIT_SECONDS = 5.0
+
+
+def versions() -> dict[str, str]:
+    """Of Python and the libraries that are installed."""
+    found = {"python": platform.python_version()}
+    for name in _LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # an optional library, or a checkout that is not installed
+            continue
+    return found
+
+
+def device_name(device: torch.device) -> str:
+    """Such as `NVIDIA H200`; the processor's architecture without a GPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
+
+
+def git_revision() -> str | None:
+    """The commit of the working directory, with `-dirty` if files differ from it; none outside of a repository."""
+    git = shutil.which("git")
+    if git is None:
+        return None
+    try:
+        done = subprocess.run(  # a list of arguments, no shell  # nosec B603
+            [git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            capture_output=True,
+            text=True,
+            timeout=_GIT_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None

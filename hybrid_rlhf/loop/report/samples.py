@@ -1,0 +1,63 @@
+"""Sample completions of a report: a few of the first and of the last recorded step.
+
+Only the ends of samples.jsonl are read, which may be larger than memory.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+_END_BYTES = 2**21
+_ROWS, _LONGEST_TEXT = 4, 2000
+
+
+def first_and_last_samples(path: Path) -> list[dict[str, Any]]:
+    """`{"step": ..., "rows": [...]}` of the first and the last step of samples.jsonl; [] without it."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        head = file.read(_END_BYTES)
+        size = file.seek(0, 2)
+        file.seek(max(0, size - _END_BYTES))
+        tail = file.read()
+    first = _rows(head.split(b"\n")[:-1])
+    last = _rows(tail.split(b"\n")[size > _END_BYTES : -1])
+    steps = ([first[0]["step"]] if first else []) + ([last[-1]["step"]] if last else [])
+    return [
+        {"step": step, "rows": [_sample(row) for row in rows if row["step"] == step][:_ROWS]}
+        for step, rows in dict(zip(steps, (first, last), strict=False)).items()
+    ]
+
+
+def _rows(lines: list[bytes]) -> list[dict[str, Any]]:
+    """The lines that are rows of samples; a crash may have cut one."""
+    rows = []
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int) and "completion" in row:
+            rows.append(row)
+    return rows
+
+
+def _sample(row: dict[str, Any]) -> dict[str, Any]:
+    turns = row.get("prompt") if isinstance(row.get("prompt"), list) else []
+    return {
+        "prompt": [
+            {"role": str(turn.get("role", "")), "content": _short(turn.get("content", ""))}
+            for turn in turns or []
+            if isinstance(turn, dict)
+        ],
+        "completion": _short(row["completion"]),
+        "score": row.get("score"),
+        "kl": row.get("kl"),
+    }
+
+
+def _short(text: Any) -> str:
+    text = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"

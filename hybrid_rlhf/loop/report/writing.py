@@ -1,0 +1,63 @@
+"""Writes report.html and report.json when a run ends.
+
+The page is one file: it loads nothing, has no script, and its content security policy allows neither. Every text of a
+run is escaped by the template.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from hybrid_rlhf.configs.files.atomic import write_whole
+from hybrid_rlhf.loop.report.charts import chart_groups
+from hybrid_rlhf.loop.report.content import collect
+from hybrid_rlhf.runtime.observability.alerts import Ending
+from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.run import Run
+
+HTML_FILE, JSON_FILE = "report.html", "report.json"
+logger = logging.getLogger(LOGGER_NAME)
+
+
+def write_report(run: Run, ending: Ending) -> None:
+    """Write both files to the run folder; nothing if the run has not reached its loop.
+
+    Raises:
+        OSError: when they cannot be written.
+    """
+    if not run.in_loop:
+        return
+    content = collect(run, ending)
+    write_whole(run.folder / JSON_FILE, json.dumps(content, indent=1) + "\n")
+    page = render("page.html.j2", report=content, charts=chart_groups(content["curves"]))
+    write_whole(run.folder / HTML_FILE, page.encode(errors="backslashreplace"))  # a lone surrogate cannot be encoded
+    logger.info("report: %s", run.folder / HTML_FILE)
+
+
+def render(template: str, **values: Any) -> str:
+    """A page from a template of this folder; values are escaped."""
+    folder = files(__package__)
+    style = Markup(folder.joinpath("style.css").read_text(encoding="utf-8"))  # our own file  # nosec B704
+    pages = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    pages.filters |= {"number": number, "duration": duration}
+    return pages.from_string(folder.joinpath(template).read_text(encoding="utf-8")).render(style=style, **values)
+
+
+def number(value: float) -> str:
+    """A number in few characters."""
+    if value and abs(value) < 1e-3:
+        return f"{value:.2e}"
+    return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as hours, minutes and seconds."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.3g} s"

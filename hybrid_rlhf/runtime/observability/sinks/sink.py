@@ -1,0 +1,144 @@
+"""The interface of a sink, and the thread in which each one works.
+
+A tracker may wait for its server for minutes, so a step only puts its metrics into a queue. A sink that fails is logged
+once and is then left out; metrics.jsonl has the same values.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.files.atomic import write_whole
+from hybrid_rlhf.configs.files.credentials import redacted
+from hybrid_rlhf.runtime.background import BackgroundQueue
+from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+
+Outcome = Literal["finished", "stopped", "failed", "stalled"]
+"""How a run ends; stopped: by a signal, and to be resumed."""
+IDS_FILE = "sinks.json"
+"""Ids of the run in its trackers, by sink: a resumed run continues them."""
+CLOSE_SECONDS = 30.0
+"""How long the end of a run waits for a sink."""
+logger = logging.getLogger(LOGGER_NAME)
+_ids_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a sink needs to know of a run."""
+
+    folder: Path
+    project: str = "hybrid_rlhf"
+    name: str = "run"
+    params: Mapping[str, Any] = field(default_factory=dict)
+    """Dotted keys of the config, with plain values."""
+    resumed_step: int = -1
+    """Later steps were dropped from metrics.jsonl; -1: all."""
+    run_id: str | None = None
+    """The run in the tracker, if it has been opened before."""
+
+
+class MetricsSink(ABC):
+    """One place for metrics; every call comes from the same thread."""
+
+    module: ClassVar[str]
+    """Which it imports."""
+    title: ClassVar[str]
+
+    @abstractmethod
+    def __init__(self, run: TrackedRun) -> None:
+        """Open it, and continue the run with `run.run_id`."""
+
+    run_id: str | None = None
+    """For the next start of the same run."""
+
+    @abstractmethod
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add the metrics of a step; values may be NaN or infinite."""
+
+    @abstractmethod
+    def close(self, outcome: Outcome) -> None:
+        """Write what is left, and mark the run as ended."""
+
+
+class SinkThread:
+    """Opens a sink and writes to it in a thread; raises nothing."""
+
+    def __init__(self, kind: type[MetricsSink], run: TrackedRun) -> None:
+        self._kind, self._run = kind, run
+        self._sink: MetricsSink | None = None
+        self._queue: BackgroundQueue[_Call] = BackgroundQueue(self._handle, name=kind.title, on_error=self._give_up)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add the metrics of a step to the queue."""
+        self._queue.put(_Call(step, dict(metrics)))
+
+    def close(self, outcome: Outcome, *, within_seconds: float = CLOSE_SECONDS) -> None:
+        """Wait until everything is written, for a limited time."""
+        self._queue.put(_Call(outcome=outcome))
+        if left := self._queue.close(within_seconds):
+            logger.warning("%s does not answer: it lacks the last %d entries", self._kind.title, left)
+
+    def _handle(self, call: _Call) -> None:
+        if self._sink is None:
+            self._sink = self._kind(self._run)
+            _keep_id(self._run.folder, self._kind.module, self._sink.run_id)
+        if call.outcome is None:
+            self._sink.write(call.step, call.metrics)
+        else:
+            self._sink.close(call.outcome)
+
+    def _give_up(self, error: Exception) -> None:
+        logger.warning(
+            "%s is no longer written, metrics.jsonl has all metrics (%s: %s)",
+            self._kind.title,
+            type(error).__name__,
+            redacted(" ".join(str(error).split()))[:300],
+        )
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The metrics of a step, or the end."""
+
+    step: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    outcome: Outcome | None = None
+
+
+def require_installed(kinds: Mapping[str, type[MetricsSink]], names: Sequence[str]) -> None:
+    """Refuse sinks whose package is missing, before anything is loaded.
+
+    Raises:
+        UserError: with the command that installs it.
+    """
+    for name in names:
+        if importlib.util.find_spec(kinds[name].module) is None:
+            raise UserError(
+                f"logging.sinks {name} needs the package {kinds[name].module}, which is not installed: "
+                f"pip install 'hybrid_rlhf[{name}]'"
+            )
+
+
+def read_ids(folder: Path) -> dict[str, str]:
+    """Ids of the run in its trackers; {} if there are none yet."""
+    try:
+        ids = json.loads((folder / IDS_FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return ids if isinstance(ids, dict) else {}
+
+
+def _keep_id(folder: Path, module: str, run_id: str | None) -> None:
+    with _ids_lock:
+        if run_id is not None and read_ids(folder).get(module) != run_id:
+            write_whole(folder / IDS_FILE, json.dumps({**read_ids(folder), module: run_id}) + "\n")

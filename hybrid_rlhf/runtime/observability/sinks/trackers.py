@@ -1,0 +1,107 @@
+"""Experiment trackers: Weights & Biases, MLflow, Trackio.
+
+Each reads its own environment variables (WANDB_API_KEY, MLFLOW_TRACKING_URI, TRACKIO_SPACE_ID, ...), which decide
+whether metrics leave the machine. A resumed run continues the run of its id; the steps after its checkpoint are then
+there twice, as no tracker drops them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from hybrid_rlhf.runtime.observability.sinks.sink import MetricsSink, Outcome, TrackedRun
+
+_MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED", "stalled": "FAILED"}
+_MLFLOW_LONGEST_PARAM, _MLFLOW_PARAMS_PER_CALL = 6000, 100
+"""Limits of MLflow's server."""
+_STEP = "step"
+
+
+class WandbSink(MetricsSink):
+    """A run of Weights & Biases; its files are in the folder wandb of the run folder."""
+
+    module, title = "wandb", "Weights & Biases"
+
+    def __init__(self, run: TrackedRun) -> None:
+        import wandb
+
+        settings = wandb.Settings(console="off", silent=True)
+        self._run = wandb.init(
+            project=run.project,
+            name=run.name,
+            id=run.run_id,
+            resume="allow",
+            dir=str(run.folder),
+            config=dict(run.params),
+            settings=settings,
+        )
+        self.run_id = self._run.id
+        # W&B's own step only grows, and would discard what a resumed run writes again.
+        self._run.define_metric(_STEP)
+        self._run.define_metric("*", step_metric=_STEP)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See MetricsSink."""
+        self._run.log({_STEP: step, **metrics})
+
+    def close(self, outcome: Outcome) -> None:
+        """See MetricsSink."""
+        self._run.finish(exit_code=0 if outcome == "finished" else 1)
+
+
+class MlflowSink(MetricsSink):
+    """A run of MLflow, in the experiment named by the project."""
+
+    module, title = "mlflow", "MLflow"
+
+    def __init__(self, run: TrackedRun) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        self._client = MlflowClient()
+        if run.run_id is not None:
+            self.run_id = run.run_id
+            self._client.update_run(run.run_id, status="RUNNING")
+            return
+        found = self._client.get_experiment_by_name(run.project)
+        experiment = self._client.create_experiment(run.project) if found is None else found.experiment_id
+        self.run_id = self._client.create_run(experiment, run_name=run.name).info.run_id
+        params = [Param(key, str(value)[:_MLFLOW_LONGEST_PARAM]) for key, value in run.params.items()]
+        for start in range(0, len(params), _MLFLOW_PARAMS_PER_CALL):
+            self._client.log_batch(self.run_id, params=params[start : start + _MLFLOW_PARAMS_PER_CALL])
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See MetricsSink."""
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        batch = [Metric(name, float(value), now, step) for name, value in metrics.items()]
+        self._client.log_batch(self.run_id, metrics=batch)
+
+    def close(self, outcome: Outcome) -> None:
+        """See MetricsSink."""
+        self._client.set_terminated(self.run_id, status=_MLFLOW_STATUS[outcome])
+
+
+class TrackioSink(MetricsSink):
+    """A run of Trackio; its database is on this machine unless TRACKIO_SPACE_ID names a Space."""
+
+    module, title = "trackio", "Trackio"
+
+    def __init__(self, run: TrackedRun) -> None:
+        import trackio
+
+        name = run.run_id or run.name
+        self._run = trackio.init(
+            project=run.project, name=name, config=dict(run.params), resume="must" if run.run_id else "never"
+        )
+        self.run_id = self._run.name
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See MetricsSink."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self, outcome: Outcome) -> None:
+        """See MetricsSink."""
+        self._run.finish()

@@ -1,0 +1,132 @@
+"""Each rule fires on an unhealthy curve, once, and is silent on a healthy one."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from hybrid_rlhf.configs.parsing.command_line import config_tree
+from hybrid_rlhf.configs.reward import RewardConfig
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sft import SFTConfig
+from hybrid_rlhf.loop.advice.advisor import Advisor, Finding, findings
+from hybrid_rlhf.loop.advice.rules import RULES
+
+OTHERS = {"objective/scores_std": 5.25, "critic/lr": 1e-5}
+
+
+def watched(curves: dict[str, Sequence[float | None]]) -> list[Finding]:
+    """The findings over the steps from 1 on; None: a step without the metric."""
+    length = max(len(values) for values in curves.values())
+    lines = []
+    for place in range(length):
+        values = {name: values[place] for name, values in curves.items() if place < len(values)}
+        lines.append({"step": place + 1, **OTHERS, **{name: v for name, v in values.items() if v is not None}})
+    return findings(lines)
+
+
+def wave(mean: float, count: int, *, share: float = 0.2) -> list[float]:
+    """A curve around a mean."""
+    return [mean * (1 + share * math.sin(1.7 * place)) for place in range(count)]
+
+
+def line(start: float, end: float, count: int) -> list[float]:
+    """A straight curve."""
+    return [start + (end - start) * place / (count - 1) for place in range(count)]
+
+
+EVALS = [3.0, *[None] * 9, 2.0, *[None] * 9, 2.1, *[None] * 9, 2.2]
+UNHEALTHY: list[tuple[str, dict[str, Sequence[float | None]], int]] = [
+    ("KL explosion", {"objective/kl": wave(1.0, 20) + [60.0] * 5, "completions/mean_length": [100.0] * 25}, 23),
+    ("entropy collapse", {"policy/entropy": wave(2.0, 10) + [0.05] * 10}, 15),
+    ("length drift", {"completions/mean_length": line(20, 90, 40)}, 19),
+    ("length drift", {"completions/mean_length": line(90, 20, 40)}, 30),
+    ("truncated completions", {"completions/clipped_ratio": [0.5] + [0.95] * 8}, 6),
+    ("clip fraction", {"policy/clipfrac": [0.1] * 5 + [0.45] * 6}, 10),
+    ("negative explained variance", {"val/explained_variance": [-0.4] * 15}, 10),
+    ("saturated scores", {"objective/scores_std": wave(1.0, 10) + [0.001] * 10}, 15),
+    ("groups of equal scores", {"rollout/frac_reward_zero_std": [0.5] * 5 + [0.95] * 5}, 10),
+    ("sampler and trainer disagree", {"rollout/logprob_abs_diff_mean": [0.001] * 3 + [0.2] * 5}, 8),
+    ("loss not finite", {"sft/loss": [1.0, math.nan, 1.0]}, 2),
+    ("skipped steps", {"faults/skipped_steps": [None] * 5 + [1.0, 1.0, 2.0]}, 8),
+    ("gradient spikes", {"actor/grad_norm": wave(1.0, 20) + [50.0, 1.0, 80.0, 1.0, 90.0]}, 25),
+    ("overfitting", {"eval/loss": EVALS, "sft/loss": line(3.0, 1.0, 31)}, 31),
+    ("accuracy at chance", {"eval/accuracy": [None] + ([None] * 9 + [0.51]) * 3}, 31),
+    ("accuracy at chance", {"reward/accuracy": wave(0.5, 40)}, 30),
+]
+HEALTHY: list[dict[str, Sequence[float | None]]] = [
+    {"objective/kl": line(0.0, 8.0, 60), "completions/mean_length": [100.0] * 60},
+    {"objective/kl": wave(60.0, 60), "completions/mean_length": [2000.0] * 60},
+    {"policy/entropy": line(2.0, 0.8, 60), "objective/scores_std": wave(1.0, 60)},
+    {"completions/mean_length": line(60, 90, 40)},
+    {"completions/clipped_ratio": [0.95] * 4 + [0.9] * 4},
+    {"policy/clipfrac": wave(0.15, 40)},
+    {"val/explained_variance": [-0.4] * 9 + [0.1] + [-0.4] * 9},
+    {"rollout/frac_reward_zero_std": wave(0.4, 30)},
+    {"rollout/logprob_abs_diff_mean": [0.2] * 10, "rollout/stale_updates": [1.0] * 10},
+    {"faults/skipped_steps": [1.0] * 30},
+    {"actor/grad_norm": wave(1.0, 20) + [50.0] + wave(1.0, 20)},
+    {"eval/loss": [3.0, 2.0, 1.5, 1.4, 1.41], "sft/loss": line(3.0, 1.0, 5)},
+    {"eval/loss": EVALS, "sft/loss": line(1.0, 3.0, 31)},
+    {"eval/accuracy": [0.52, 0.54, 0.6, 0.65], "reward/accuracy": wave(0.5, 40)},
+    {"sft/loss": wave(1.0, 50), "perf/mfu": [math.nan] * 50},
+]
+
+
+@pytest.mark.parametrize(("rule", "curves", "step"), UNHEALTHY, ids=[f"{case[0]} {case[2]}" for case in UNHEALTHY])
+def test_a_rule_fires_once_on_an_unhealthy_curve(
+    rule: str, curves: dict[str, Sequence[float | None]], step: int
+) -> None:
+    found = watched(curves)
+    assert [(finding.rule, finding.step) for finding in found] == [(rule, step)]
+    (finding,) = found
+    assert finding.evidence and finding.source and "\n" not in str(finding) and "{" not in str(finding)
+    assert str(finding) == f"step {step}: {finding.evidence}: {finding.advice}"
+
+
+@pytest.mark.parametrize("curves", HEALTHY, ids=lambda curves: " ".join(curves))
+def test_rules_are_silent_on_healthy_curves(curves: dict[str, Sequence[float | None]]) -> None:
+    assert watched(curves) == []
+
+
+def test_every_rule_has_a_case_and_a_distinct_name() -> None:
+    assert {case[0] for case in UNHEALTHY} == {rule.name for rule in RULES}
+    assert len({rule.name for rule in RULES}) == len(RULES)
+
+
+def test_the_advice_has_the_values_of_the_run() -> None:
+    (finding,) = watched({"val/explained_variance": [-0.4] * 15})
+    assert str(finding).startswith(
+        "step 10: val/explained_variance is -0.4, out of range for 10 rollouts in a row: the critic predicts"
+    )
+    for part in ("critic.optimizer.lr (1e-05)", "critic.warmup_steps", "deviation is 5.25", "algorithm.score_scaling"):
+        assert part in str(finding)
+    assert len(watched({"val/explained_variance": [-1.0] * 10 + [0.1] + [-1.0] * 10})) == 2, "again, after it had gone"
+
+
+def test_a_resumed_run_does_not_repeat_its_advice() -> None:
+    lines = [{"step": step, "val/explained_variance": -1.0} for step in range(1, 21)]
+    advisor = Advisor()
+    before = [finding for each in lines[:12] for finding in advisor.watch(int(each["step"]), each)]
+    after = [finding for each in lines[12:] for finding in advisor.watch(int(each["step"]), each)]
+    assert len(before) == 1 and after == []
+
+
+def test_advice_names_keys_that_exist() -> None:
+    trees = [config_tree(RLConfig, ["--algorithm", name]) for name in ("ppo", "grpo", "dr_grpo")]
+    trees += [config_tree(kind) for kind in (SFTConfig, RewardConfig)]
+    keys = {name for tree in trees for name in tree.all_keys(off=True)}
+    keys |= {section.name for tree in trees for section in tree.walk(off=True)}
+    for rule in RULES:
+        for word in re.findall(r"\b[a-z]+(?:\.[a-z_]+)+", rule.advice):
+            assert word in keys or word == "samples.jsonl", (rule.name, word)
+
+
+def test_the_page_lists_every_rule_with_its_source() -> None:
+    page = " ".join((Path(__file__).parents[2] / "docs" / "logging.md").read_text().split())
+    for rule in RULES:
+        assert f"| {rule.name} |" in page and rule.source in page, rule.name
