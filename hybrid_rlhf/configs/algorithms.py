@@ -79,6 +79,7 @@ class RLOOConfig(SingleUpdateConfig, SurrogateConfig):
 class ReMaxConfig(SingleUpdateConfig, SurrogateConfig):
     """ReMax (Li et al. 2023, arXiv 2310.10505): the greedy completion's score is the baseline."""
 
+    takes_sequences = False
     name: Literal["remax"] = field(default="remax", init=False)
 
 
@@ -104,6 +105,7 @@ class ReinforcePPBaselineConfig(ReinforcePPConfig):
     loss."""
 
     fewest_completions = 2
+    takes_sequences = False
     defaults_elsewhere: ClassVar[Mapping[str, Any]] = {"rollout.sampling.n": 8}
 
     name: Literal["reinforce_pp_baseline"] = field(default="reinforce_pp_baseline", init=False)  # type: ignore[assignment]
@@ -180,6 +182,7 @@ class OnlineDPOConfig(SingleUpdateConfig):
     learns_pairs = True
     uses_sampler_policy = False
     fewest_completions = 2
+    takes_sequences = False
     defaults_elsewhere: ClassVar[Mapping[str, Any]] = {"rollout.sampling.n": 2}
 
     name: Literal["online_dpo"] = field(default="online_dpo", init=False)
@@ -204,6 +207,7 @@ class RAFTConfig(SingleUpdateConfig, PolicyGradientConfig):
     selects = True
     uses_sampler_policy = False
     fewest_completions = 2
+    takes_sequences = False
     defaults_elsewhere: ClassVar[Mapping[str, Any]] = {"rollout.sampling.n": 8, "actor.optimizer.lr": 2e-5}
 
     name: Literal["raft"] = field(default="raft", init=False)

@@ -201,6 +201,8 @@ class RLConfig(StepConfig):
             "faults.check_weights compares weights that a sampler with ranks of its own receives, got placement "
             f"{self.placement}: leave it out, or give --placement separation",
         )
+        if self.environment is not None and self.environment.program is not None:
+            self._check_program(name)
         if self.rollout.policy_lag:
             self._check_ahead(alone)
         if self.rollout.partial is not None:
@@ -270,6 +272,23 @@ class RLConfig(StepConfig):
             self.algorithm.allows_other_sampler,
             "rollout.partial trains on tokens of older weights, got algorithm.correction null: give "
             "--algorithm.correction.method truncate or mask",
+        )
+
+    def _check_program(self, name: str) -> None:
+        rollout = self.rollout
+        for key, value, needed in (
+            ("tensor_parallel", rollout.tensor_parallel, 1),
+            ("draft", rollout.draft, None),
+            ("routing_replay", rollout.routing_replay, False),
+        ):
+            require(
+                value == needed,
+                f"environment.program is answered while it runs, got rollout.{key} {value}: leave it out",
+            )
+        require(
+            self.algorithm.takes_sequences,
+            f"environment.program has episodes of several sequences, got algorithm {name}, which counts completions: "
+            "give another, such as grpo",
         )
 
     def _check_samples(self, name: str) -> None:

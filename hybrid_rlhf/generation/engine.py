@@ -60,7 +60,7 @@ class GenerationEngine:
         self._backend: GenerationBackend | None = backend
         self.stop_token_ids = frozenset(stop_token_ids)
         self._tokenizer = tokenizer
-        self._weight_version = weight_version
+        self.weight_version = weight_version
         self._drafter = drafter
         self._work_before, self._work = backend.work, DecodeWork()
 
@@ -233,7 +233,7 @@ class GenerationEngine:
                 on_completed(sum(request.finish_reason is not None for request, _ in new))
         results: list[list[Completion]] = [[] for _ in prompts]
         for request in requests:
-            results[request.prompt_index].append(request.completion(self._weight_version))
+            results[request.prompt_index].append(request.completion(self.weight_version))
         return results
 
     def open(self, *, rows: int, max_tokens: int) -> OpenBatch:

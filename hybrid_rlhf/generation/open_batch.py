@@ -21,7 +21,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation.batching.arrivals import Arrivals
 from hybrid_rlhf.generation.batching.requests import NewTokens, Request
 from hybrid_rlhf.generation.batching.rows import BatchLoad
-from hybrid_rlhf.generation.sampling import FinishReason, SamplingParams
+from hybrid_rlhf.generation.sampling import FinishReason, SamplingParams, per_request
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ class StreamedToken:
     sample: int
     token_id: int
     logprob: float
+    """As in Completion."""
+    sampling_logprob: float
     """As in Completion."""
     finish_reason: FinishReason | None
     """Of the sample's last token."""
@@ -76,7 +78,7 @@ class OpenBatch:
         """What ended the batch before it was closed."""
         started: Future[None] = Future()
         self._thread = threading.Thread(
-            target=self._run, args=(started, torch.get_num_threads()), name="open-batch", daemon=True
+            target=self._run, args=(started, torch.get_num_threads(), _stream()), name="open-batch", daemon=True
         )
         self._arrivals.call(lambda: None if started.done() else started.set_result(None))
         self._thread.start()
@@ -100,12 +102,14 @@ class OpenBatch:
         """Requests that have not finished, each sample counted."""
         return len(self._owners)
 
-    def submit(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, deliver: Deliver) -> Submission:
+    def submit(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams], deliver: Deliver
+    ) -> Submission:
         """Complete prompts, with the tokens of `GenerationEngine.generate`.
 
         Args:
             prompts: token ids.
-            sampling: of all prompts.
+            sampling: of all prompts, or of each, with the same n.
             deliver: called on the thread of the batch after each step that has tokens of these prompts.
 
         Raises:
@@ -113,18 +117,12 @@ class OpenBatch:
                 ids that the model does not have.
             RuntimeError: when the batch has ended.
         """
-        for index, prompt in enumerate(prompts):
-            if len(prompt) + sampling.max_new_tokens > self.max_tokens:
-                raise UserError(
-                    f"prompt and completion must have at most {self.max_tokens} tokens together, prompt {index} has "
-                    f"{len(prompt)} and max_new_tokens is {sampling.max_new_tokens}: shorten one of them"
-                )
-            most = self._backend.vocab_size - 1
-            unknown = [token for token in (*prompt, *sampling.stop_token_ids) if not 0 <= token <= most]
-            if unknown:
-                raise UserError(f"token ids must be in 0..{most}, prompt {index} has {unknown[0]}: remove it")
-        requests = self._engine.requests(prompts, sampling)
-        places = [(request.prompt_index, place % sampling.n) for place, request in enumerate(requests)]
+        each = per_request(sampling, len(prompts))
+        for index, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
+            self._check(index, prompt, params)
+        requests = self._engine.requests(prompts, each)
+        samples = each[0].n if each else 1
+        places = [(request.prompt_index, place % samples) for place, request in enumerate(requests)]
         submission = Submission(dict(zip(requests, places, strict=True)), deliver)
         with self._lock:
             if self._arrivals.closed:
@@ -135,6 +133,17 @@ class OpenBatch:
                 self._owners[request] = submission
             self._arrivals.add(requests)
         return submission
+
+    def _check(self, index: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
+        if len(prompt) + sampling.max_new_tokens > self.max_tokens:
+            raise UserError(
+                f"prompt and completion must have at most {self.max_tokens} tokens together, prompt {index} has "
+                f"{len(prompt)} and max_new_tokens is {sampling.max_new_tokens}: shorten one of them"
+            )
+        most = self._backend.vocab_size - 1
+        unknown = [token for token in (*prompt, *sampling.stop_token_ids) if not 0 <= token <= most]
+        if unknown:
+            raise UserError(f"token ids must be in 0..{most}, prompt {index} has {unknown[0]}: remove it")
 
     def cancel(self, submission: Submission) -> None:
         """End requests at the next step; nothing is delivered for them afterwards."""
@@ -172,8 +181,10 @@ class OpenBatch:
             self._arrivals.close()
         self._thread.join()
 
-    def _run(self, started: Future[None], threads: int) -> None:
-        torch.set_num_threads(threads)  # it is a setting of each thread
+    def _run(self, started: Future[None], threads: int, stream: torch.cuda.Stream | None) -> None:
+        torch.set_num_threads(threads)  # a setting of each thread, as is the stream
+        if stream is not None:
+            torch.cuda.set_stream(stream)  # its device too
         try:
             for new in self._backend.run_open(self._arrivals):
                 self._deliver(new)
@@ -200,8 +211,14 @@ class OpenBatch:
                     continue
                 place = owner.samples[request]
                 ended = request.finish_reason
-                steps.setdefault(owner, []).append(StreamedToken(*place, token, request.logprobs[-1], ended))
+                logprobs = request.logprobs[-1], request.sampling_logprobs[-1]
+                steps.setdefault(owner, []).append(StreamedToken(*place, token, *logprobs, ended))
                 if ended is not None:
                     del self._owners[request], owner.samples[request]
         for owner, tokens in steps.items():
             owner.deliver(tokens)
+
+
+def _stream() -> torch.cuda.Stream | None:
+    """The present thread's; none where CUDA is not used."""
+    return torch.cuda.current_stream() if torch.cuda.is_initialized() else None

@@ -39,7 +39,7 @@ from hybrid_rlhf.loop.step import Step
 from hybrid_rlhf.loop.user_code import register
 from hybrid_rlhf.memory.kept_weights import resolve_keep_weights
 from hybrid_rlhf.rl.algorithms import ALGORITHMS, Algorithm
-from hybrid_rlhf.rl.environments import Environment, EnvironmentRunner, load_environment
+from hybrid_rlhf.rl.environments import Environment, EpisodeRunner, build_runner
 from hybrid_rlhf.rl.parts import RLParts
 from hybrid_rlhf.rl.roles import (
     Move,
@@ -243,7 +243,7 @@ class _SessionBuilder:
         prompts, ptx = self._data
         stream = RowStream(len(prompts.train), epochs=config.train.epochs, seed=config.seed)
         steps = total_steps(config, stream)
-        environments = build_environments(config, run, tokenizer)
+        environments = build_runner(config.environment, rollout=config.rollout, tokenizer=tokenizer, world=run.world)
         value_lam = 1.0 if config.critic is None else config.critic.gae_lambda
         algorithm_class = self._algorithm_class or ALGORITHMS[config.algorithm.name]
         algorithm = algorithm_class(config.algorithm, value_lam=value_lam)
@@ -357,16 +357,6 @@ def _log_updates(config: RLConfig, *, completions: int) -> None:
         )
 
 
-def build_environments(config: RLConfig, run: Run, tokenizer: PreTrainedTokenizerBase) -> EnvironmentRunner | None:
-    """Runs the configured environment; none without one, when a completion is one turn."""
-    make = load_environment(config.environment, run.world)
-    if make is None or config.environment is None:
-        return None
-    return EnvironmentRunner(
-        make, config.environment, rollout=config.rollout, tokenizer=tokenizer, device=run.world.device
-    )
-
-
 def build_parts(
     config: RLConfig,
     run: Run,
@@ -374,7 +364,7 @@ def build_parts(
     algorithm: Algorithm,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    environments: EnvironmentRunner | None = None,
+    environments: EpisodeRunner | None = None,
     average: WeightAverage | None = None,
     ptx_batches: PtxBatches | None = None,
 ) -> RLParts:

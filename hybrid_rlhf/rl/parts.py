@@ -20,7 +20,7 @@ from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.rl.algorithms import Algorithm
 from hybrid_rlhf.rl.batch import Batch, MiniBatchPlan, MiniBatchPlanner, Rollout
-from hybrid_rlhf.rl.environments import EnvironmentRunner
+from hybrid_rlhf.rl.environments import EpisodeRunner
 from hybrid_rlhf.rl.roles import Roles
 from hybrid_rlhf.rl.rollouts.advantages import estimate_advantages
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
@@ -56,7 +56,7 @@ class RLParts:
         tokenizer: PreTrainedTokenizerBase,
         stop_token_ids: tuple[int, ...],
         reads_reference: bool = True,
-        environments: EnvironmentRunner | None = None,
+        environments: EpisodeRunner | None = None,
         average: WeightAverage | None = None,
         ptx_batches: PtxBatches | None = None,
         ptx_coef: float = 0.0,

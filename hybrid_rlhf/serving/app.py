@@ -10,7 +10,7 @@ import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.serving.answers import Answer
 from hybrid_rlhf.serving.bodies import BodyT, ChatBody, CompletionBody, GenerationBody, read_body
-from hybrid_rlhf.serving.service import BatchEnded, QueueFull, Service, TokenStream, UnknownModel
+from hybrid_rlhf.serving.service import BatchEnded, QueueFull, Service, TokenStream, UnknownEpisode, UnknownModel
 
 _MOST_BODY_BYTES = 32 * 2**20
 _CLIENT_CLOSED = 499
@@ -27,19 +27,24 @@ _CLIENT_CLOSED = 499
 _STATUSES: dict[type[Exception], tuple[int, str, str | None]] = {
     UserError: (400, "invalid_request_error", None),
     UnknownModel: (404, "invalid_request_error", "model_not_found"),
+    UnknownEpisode: (404, "invalid_request_error", "episode_not_found"),
     QueueFull: (429, "rate_limit_error", "queue_full"),
     BatchEnded: (503, "server_error", "stopped"),
 }
 """HTTP status, and OpenAI's type and code, of what a request may raise."""
 
 
-def build_app(service: Service, *, api_key: str | None, created: int) -> FastAPI:
+def build_app(
+    service: Service, *, api_key: str | None, created: int, episodes: Callable[[str], Service] | None = None
+) -> FastAPI:
     """The application.
 
     Args:
         service: of the model.
-        api_key: what requests to /v1 must send as a bearer token; none: nothing.
+        api_key: what requests to the API must send as a bearer token; none: nothing.
         created: when the model was loaded, in seconds since 1970.
+        episodes: gives the service of an episode by its name, whose API is then below /episodes/NAME/v1, or raises
+            UnknownEpisode; none: the API of `service` is below /v1.
     """
     app = FastAPI(title="hybrid-rlhf serve", docs_url=None, redoc_url=None)
     for kind, (status, error_type, code) in _STATUSES.items():
@@ -59,24 +64,36 @@ def build_app(service: Service, *, api_key: str | None, created: int) -> FastAPI
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model(service, created)]}
+    def asked(request: Request) -> Service:
+        return service if episodes is None else episodes(request.path_params["episode"])
 
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
+    app.include_router(_api(asked, created), prefix="/v1" if episodes is None else "/episodes/{episode}/v1")
+    return app
+
+
+def _api(asked: Callable[[Request], Service], created: int) -> APIRouter:
+    """Routes of OpenAI's API, of the service that `asked` gives for a request."""
+    router = APIRouter()
+
+    @router.get("/models")
+    async def models(request: Request) -> dict[str, Any]:
+        return {"object": "list", "data": [_model(asked(request), created)]}
+
+    @router.get("/models/{name:path}")
+    async def model(request: Request, name: str) -> dict[str, Any]:
+        service = asked(request)
         service.check_name(name)
         return _model(service, created)
 
-    @app.post("/v1/chat/completions")
+    @router.post("/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        return await _generate(service, request, await _read(request, ChatBody))
+        return await _generate(asked(request), request, await _read(request, ChatBody))
 
-    @app.post("/v1/completions")
+    @router.post("/completions")
     async def completions(request: Request) -> Response:
-        return await _generate(service, request, await _read(request, CompletionBody))
+        return await _generate(asked(request), request, await _read(request, CompletionBody))
 
-    return app
+    return router
 
 
 def error_response(status: int, message: str, kind: str, code: str | None = None) -> JSONResponse:
@@ -103,7 +120,7 @@ class AccessCheck:
             await send(message)
 
         try:
-            if scope["path"].startswith("/v1/") and not self._is_allowed(Headers(scope=scope)):
+            if "/v1/" in scope["path"] and not self._is_allowed(Headers(scope=scope)):
                 message = "requests must carry the server's API key, this one does not: send Authorization: Bearer KEY"
                 refusal = error_response(401, message, "authentication_error", "invalid_api_key")
                 await refusal(scope, receive, counted)

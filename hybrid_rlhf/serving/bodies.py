@@ -119,6 +119,11 @@ class ChatBody(GenerationBody):
     """Tokens of the prompt, used in place of rendered messages: an agent's turns are then never tokenised again."""
 
     @property
+    def used_tools(self) -> list[dict[str, Any]] | None:
+        """Those that the template shows."""
+        return None if self.tool_choice == "none" else self.tools or None
+
+    @property
     def limit(self) -> int | None:
         """See GenerationBody."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -134,6 +139,18 @@ class CompletionBody(GenerationBody):
 
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each of them, text or token ids.
+
+        Raises:
+            UserError: when there is none.
+        """
+        given: list[Any] = [self.prompt] if isinstance(self.prompt, str) else list(self.prompt)
+        if not given:
+            raise UserError("prompt must be text or token ids, got none: add one")
+        return [given] if isinstance(given[0], int) else given
 
     @property
     def wants_logprobs(self) -> bool:

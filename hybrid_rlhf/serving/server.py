@@ -41,10 +41,16 @@ def serve(
     Raises:
         UserError: when the address cannot be taken, or one sequence of the longest kind does not fit in memory.
     """
-    listener = _bound(config.host, config.port)
+    listener = bound_socket(config.host, config.port)
     engine, tokenizer = load()
     batch = engine.open(rows=config.max_batch_rows, max_tokens=config.max_sequence_tokens)
-    service = Service(batch, tokenizer, config, config.model_name or config.path.rstrip("/"))
+    service = Service(
+        batch,
+        tokenizer,
+        name=config.model_name or config.path.rstrip("/"),
+        sampling=config.sampling,
+        max_queue=config.max_queue,
+    )
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
 
@@ -73,8 +79,12 @@ def serve(
         engine.close()
 
 
-def _bound(host: str, port: int) -> socket.socket:
-    """A socket with the address, which does not listen yet: until the model is loaded, connections are refused."""
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A socket with the address, which does not listen yet: until the model is loaded, connections are refused.
+
+    Raises:
+        UserError: when the address cannot be taken.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)

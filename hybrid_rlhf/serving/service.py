@@ -8,16 +8,15 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.inference import ServeConfig
 from hybrid_rlhf.data.chat.conversation import encode_prompt
-from hybrid_rlhf.data.chat.messages import read_message
+from hybrid_rlhf.data.chat.messages import Message, read_message
 from hybrid_rlhf.data.chat.template import leading_bos
 from hybrid_rlhf.generation.open_batch import OpenBatch, StreamedToken
 from hybrid_rlhf.generation.sampling import SamplingParams
@@ -33,6 +32,10 @@ class UnknownModel(Exception):
     """A request names another model than the served one."""
 
 
+class UnknownEpisode(Exception):
+    """A request names an episode that does not run."""
+
+
 class BatchEnded(Exception):
     """The server stops, or its batch has failed."""
 
@@ -43,22 +46,29 @@ class Job:
 
     prompts: list[list[int]]
     sampling: SamplingParams
+    seeds: Sequence[int] = ()
+    """One per prompt; empty: they follow from that of `sampling`."""
+    record: Callable[[int, list[StreamedToken]], None] | None = None
+    """Called with the number of a prompt and the tokens of a completion, when it ends and before its last token is
+    given out."""
 
 
 class TokenStream:
     """The tokens of a job; it is submitted at once and cancelled by `close`."""
 
     def __init__(self, batch: OpenBatch, job: Job, metrics: ServerMetrics) -> None:
-        self._batch, self._metrics, self._start = batch, metrics, time.perf_counter()
+        self._batch, self._job, self._metrics, self._start = batch, job, metrics, time.perf_counter()
         self._steps: asyncio.Queue[list[StreamedToken]] = asyncio.Queue()
         self._unfinished = len(job.prompts) * job.sampling.n
+        self._recorded: dict[tuple[int, int], list[StreamedToken]] = {}
         loop = asyncio.get_running_loop()
 
         def deliver(tokens: list[StreamedToken]) -> None:
             loop.call_soon_threadsafe(self._steps.put_nowait, tokens)
 
+        each = [replace(job.sampling, seed=seed) for seed in job.seeds]
         try:
-            self._submission = batch.submit(job.prompts, job.sampling, deliver)
+            self._submission = batch.submit(job.prompts, each or job.sampling, deliver)
         except RuntimeError as error:
             raise BatchEnded(str(error)) from error
         metrics.prompt_tokens.inc(sum(map(len, job.prompts)))
@@ -79,6 +89,8 @@ class TokenStream:
                 is_first = False
             self._metrics.completion_tokens.inc(len(tokens))
             self._unfinished -= sum(token.finish_reason is not None for token in tokens)
+            if self._job.record is not None:
+                self._record(tokens, self._job.record)
             yield tokens
         self._metrics.request_seconds.observe(time.perf_counter() - self._start)
 
@@ -86,14 +98,39 @@ class TokenStream:
         """Cancel what has not finished."""
         self._batch.cancel(self._submission)
 
+    def _record(self, tokens: Sequence[StreamedToken], record: Callable[[int, list[StreamedToken]], None]) -> None:
+        for token in tokens:
+            self._recorded.setdefault((token.prompt, token.sample), []).append(token)
+            if token.finish_reason is not None:
+                record(token.prompt, self._recorded.pop((token.prompt, token.sample)))
+
 
 class Service:
     """One model."""
 
-    def __init__(self, batch: OpenBatch, tokenizer: PreTrainedTokenizerBase, config: ServeConfig, name: str) -> None:
-        """Args: the model's open batch and tokenizer, the limits and defaults, and the name that requests give."""
-        self.batch, self.tokenizer, self.name, self._config = batch, tokenizer, name, config
-        self.metrics = ServerMetrics(batch)
+    def __init__(
+        self,
+        batch: OpenBatch,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        name: str,
+        sampling: SamplingParams,
+        max_queue: int,
+        metrics: ServerMetrics | None = None,
+    ) -> None:
+        """Take what serves.
+
+        Args:
+            batch: the model's open batch.
+            tokenizer: the model's.
+            name: that requests give.
+            sampling: for what a request does not name.
+            max_queue: most completions that wait.
+            metrics: that are counted; none: its own.
+        """
+        self.batch, self.tokenizer, self.name = batch, tokenizer, name
+        self.metrics = ServerMetrics(batch) if metrics is None else metrics
+        self.defaults, self.max_queue = sampling, max_queue
 
     def job(self, body: GenerationBody) -> Job:
         """The prompts of a request.
@@ -103,9 +140,16 @@ class Service:
             UserError: when it cannot be completed.
         """
         self.check_name(body.model)
-        prompts = self._chat_prompt(body) if isinstance(body, ChatBody) else self._prompts(body)
-        longest = self.batch.max_tokens - max(map(len, prompts), default=0)
-        sampling = body.sampling(self._config.sampling, longest=longest)
+        prompts = [self._chat_prompt(body)] if isinstance(body, ChatBody) else self._prompts(body)
+        return Job(prompts, self.sampling(body, longest_prompt=max(map(len, prompts), default=0)))
+
+    def sampling(self, body: GenerationBody, *, longest_prompt: int) -> SamplingParams:
+        """The sampling parameters of a request.
+
+        Raises:
+            UserError: for a value outside of its range.
+        """
+        sampling = body.sampling(self.defaults, longest=self.batch.max_tokens - longest_prompt)
         if sampling.min_new_tokens > sampling.max_new_tokens:
             raise UserError(
                 f"min_tokens must be at most max_tokens {sampling.max_new_tokens}, got {sampling.min_new_tokens}: "
@@ -113,7 +157,7 @@ class Service:
             )
         for text in sampling.stop:
             _check_text(text, "stop")
-        return Job(prompts, sampling)
+        return sampling
 
     def check_name(self, name: str) -> None:
         """Raise UnknownModel unless this is the name of the served model."""
@@ -128,7 +172,7 @@ class Service:
             UserError: when it is longer than a sequence may be, or larger than the queue.
             BatchEnded: when the server stops.
         """
-        wanted, most = len(job.prompts) * job.sampling.n, self.batch.rows + self._config.max_queue
+        wanted, most = len(job.prompts) * job.sampling.n, self.batch.rows + self.max_queue
         if wanted > most:
             raise UserError(
                 f"a request has at most {most} completions (prompts x n), got {wanted}: send several requests"
@@ -149,28 +193,38 @@ class Service:
             shown.append({str(token): {"logprob": logprob, "decoded_token": self.tokenizer.decode([token])}})
         return shown
 
-    def _chat_prompt(self, body: ChatBody) -> list[list[int]]:
+    def _chat_prompt(self, body: ChatBody) -> list[int]:
         if body.prompt_token_ids is not None:
-            return [body.prompt_token_ids]
-        messages = [read_message(f"messages.{place}", message) for place, message in enumerate(body.messages)]
-        _check_text(json.dumps([messages, body.tools], ensure_ascii=False), "messages")
-        tools = None if body.tool_choice == "none" else body.tools or None
-        return [encode_prompt(messages, self.tokenizer, tools=tools)]
+            return body.prompt_token_ids
+        return encode_prompt(read_messages(body), self.tokenizer, tools=body.used_tools)
 
     def _prompts(self, body: GenerationBody) -> list[list[int]]:
         assert isinstance(body, CompletionBody)
-        prompts: list[Any] = [body.prompt] if isinstance(body.prompt, str) else list(body.prompt)
-        if prompts and isinstance(prompts[0], int):
-            return [prompts]
-        if not prompts:
-            raise UserError("prompt must be text or token ids, got none: add one")
-        return [self._encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        return [self.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
 
-    def _encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         """Token ids of plain text, with BOS if the tokenizer adds it."""
         _check_text(text, "prompt")
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return [*leading_bos(text, self.tokenizer, plain=True), *ids]
+
+
+def read_messages(body: ChatBody) -> list[Message]:
+    """The conversation of a request, in the form that chat templates read.
+
+    Raises:
+        UserError: for a message that is none.
+    """
+    _check_text(json.dumps([body.messages, body.tools], ensure_ascii=False), "messages")
+    return [_message(f"messages.{place}", message) for place, message in enumerate(body.messages)]
+
+
+def _message(location: str, message: dict[str, Any]) -> Message:
+    content = message.get("content")
+    if message.get("role") == "assistant" and isinstance(content, str) and not content.strip():
+        if not message.get("tool_calls"):
+            return {"role": "assistant", "content": content}  # a model may end its turn at once
+    return read_message(location, message)
 
 
 def _check_text(text: str, name: str) -> None:

@@ -45,5 +45,5 @@ def test_a_port_that_is_taken_is_named(model_folder: Path, capsys: pytest.Captur
 
 
 def test_a_missing_package_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybrid_rlhf.cli.saved_models.serve.find_spec", lambda name: None)
+    monkeypatch.setattr("hybrid_rlhf.serving.packages.find_spec", lambda name: None)
     assert "fastapi is not installed: pip install 'hybrid_rlhf[serve]'" in refusal(["m"], capsys)

@@ -23,34 +23,29 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.algorithm import PenaltiesConfig
-from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
-from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
-from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
 from hybrid_rlhf.data.chat.conversation import encode_prompt
 from hybrid_rlhf.data.chat.template import render
-from hybrid_rlhf.engines.builder import EngineSpec, build_actor
 from hybrid_rlhf.functional.advantages import gae, shaped_rewards
 from hybrid_rlhf.generation.sampling import Completion
 from hybrid_rlhf.rl.algorithms.grpo import GRPO
 from hybrid_rlhf.rl.batch import Rollout
-from hybrid_rlhf.rl.environments import EnvironmentRunner, StepResult, load_environment
+from hybrid_rlhf.rl.environments import StepResult, load_environment
 from hybrid_rlhf.rl.environments.calculator import Calculator, compute
 from hybrid_rlhf.rl.environments.calls import CallFailure, EnvironmentCalls
 from hybrid_rlhf.rl.environments.episodes import Episode, as_rollout, episode_metrics
 from hybrid_rlhf.rl.environments.observations import ObservationEncoder
 from hybrid_rlhf.rl.metrics import rollout_metrics
 from hybrid_rlhf.rl.parts import RLParts
-from hybrid_rlhf.rl.rewards import CompletionTexts, Reward
-from hybrid_rlhf.rl.roles import Roles
+from hybrid_rlhf.rl.rewards import CompletionTexts
 from hybrid_rlhf.rl.rollouts.scoring import score_penalties
 from hybrid_rlhf.rl.updates.updater import Updater
-from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World
 from tests.support.families import variant
 from tests.support.ranks import run_main, run_ranks
+from tests.support.rl import chat_row, episode_parts
 from tests.support.routes import module_routes
 from tests.support.tiny import CHATML, tiny_model, tiny_tokenizer
 
@@ -65,14 +60,7 @@ SAMPLING = RolloutConfig(
 ALGORITHM = GRPOConfig(kl=None, loss_normalization="token", mini_batches=1)
 
 
-def row(text: str, **columns: Any) -> dict[str, Any]:
-    """A row as `load_prompt_data` gives it."""
-    prompt = [{"role": "user", "content": text}]
-    ids = encode_prompt(prompt, tiny_tokenizer())
-    return {"input_ids": ids, "prompt": json.dumps(prompt), "columns": json.dumps(columns)}
-
-
-PROMPTS = [row("a", turns=3), row("bcd", turns=1), row("ef", turns=9)]
+PROMPTS = [chat_row("a", turns=3), chat_row("bcd", turns=1), chat_row("ef", turns=9)]
 
 
 class Scripted:
@@ -116,24 +104,7 @@ def build(
 ) -> RLParts:
     """An actor with an environment and no other reward."""
     config = EnvironmentConfig(path=f"{kind.__module__}:{kind.__name__}", options=options or {}, **settings)
-    optimizer = OptimizerConfig(lr=1e-2, schedule="constant", warmup_fraction=0.0)
-    spec = EngineSpec("actor", path, ModelConfig(dtype="float32"), ZeroConfig(), 0, optimizer)
-    roles = Roles(world, build_actor(spec, world, rollout=sampling), Reward([], world))
-    make, timers, tokenizer = load_environment(config, world), Timers(world.device), tiny_tokenizer()
-    assert make is not None
-    runner = EnvironmentRunner(make, config, rollout=sampling, tokenizer=tokenizer, device=world.device)
-    return RLParts.of(
-        roles,
-        GRPO(algorithm),
-        sampling=sampling,
-        tokenizer=tokenizer,
-        reads_reference=False,
-        stop_token_ids=STOP,
-        micro_batches=MicroBatches(2),
-        seed=0,
-        timers=timers,
-        environments=runner,
-    )
+    return episode_parts(world, path, config, sampling=sampling, algorithm=algorithm, stop_token_ids=STOP)
 
 
 def scored(parts: RLParts, rollout: Rollout) -> Rollout:
@@ -522,7 +493,7 @@ def test_text_of_an_episode_is_what_the_actor_said() -> None:
         episode.add_turn(Completion(ids, zeros, "stop", zeros))
         if told is not None:
             episode.add_observation(tokenizer(told).input_ids)
-    answers = CompletionTexts.read([row("Q")], as_rollout([episode], CPU), tokenizer)
+    answers = CompletionTexts.read([chat_row("Q")], as_rollout([episode], CPU), tokenizer)
     assert answers.completions == ["one\ntwo"]
     plain = Rollout.of_completions([[5]], [Completion([70, 2], [-1.0, -2.0], "stop", [-1.0, -2.0])], CPU)
     assert plain.turn_rewards is None and episode_metrics(plain) == {}

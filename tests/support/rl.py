@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from hybrid_rlhf.configs.algorithms import PPOConfig
+from hybrid_rlhf.configs.algorithms import GRPOConfig, PPOConfig
 from hybrid_rlhf.configs.sections.algorithm import KLConfig, PenaltiesConfig
 from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
+from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
+from hybrid_rlhf.data.chat.conversation import encode_prompt
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
+from hybrid_rlhf.rl.algorithms.grpo import GRPO
 from hybrid_rlhf.rl.algorithms.ppo import PPO
 from hybrid_rlhf.rl.batch import Batch, MiniBatchPlan, Rollout
+from hybrid_rlhf.rl.environments import build_runner
 from hybrid_rlhf.rl.parts import RLParts
 from hybrid_rlhf.rl.rewards import CompletionTexts, Reward
 from hybrid_rlhf.rl.rewards.models import ModelReward
@@ -118,3 +123,38 @@ def rollout_of_rows(rows: Sequence[Sequence[int]] = ((5,),) * 5, prompt: int = 0
     ids = torch.zeros(mask.shape, dtype=torch.long)
     ids[mask] = torch.tensor([token for row in rows for token in row])
     return rollout_of(mask, mask & (torch.arange(mask.shape[1]) >= prompt), input_ids=ids, stopped=mask[:, 0])
+
+
+def chat_row(text: str, **columns: Any) -> dict[str, Any]:
+    """A prompt as `load_prompt_data` gives it."""
+    prompt = [{"role": "user", "content": text}]
+    ids = encode_prompt(prompt, tiny_tokenizer())
+    return {"input_ids": ids, "prompt": json.dumps(prompt), "columns": json.dumps(columns)}
+
+
+def episode_parts(
+    world: World,
+    path: str,
+    config: EnvironmentConfig,
+    *,
+    sampling: RolloutConfig,
+    algorithm: GRPOConfig,
+    stop_token_ids: tuple[int, ...],
+) -> RLParts:
+    """GRPO's parts: an actor with an environment and no other reward."""
+    optimizer = OptimizerConfig(lr=1e-2, schedule="constant", warmup_fraction=0.0)
+    spec = EngineSpec("actor", path, ModelConfig(dtype="float32"), ZeroConfig(), 0, optimizer)
+    roles = Roles(world, build_actor(spec, world, rollout=sampling), Reward([], world))
+    tokenizer = tiny_tokenizer()
+    return RLParts.of(
+        roles,
+        GRPO(algorithm),
+        sampling=sampling,
+        tokenizer=tokenizer,
+        reads_reference=False,
+        stop_token_ids=stop_token_ids,
+        micro_batches=MicroBatches(2),
+        seed=0,
+        timers=Timers(world.device),
+        environments=build_runner(config, rollout=sampling, tokenizer=tokenizer, world=world),
+    )

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import ServeConfig
 from hybrid_rlhf.configs.parsing.command_line import parse_config, user_errors
-
-_PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
@@ -19,12 +15,9 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
         words = list(sys.argv[1:] if argv is None else argv)
         config = parse_config(ServeConfig, words, prog=prog, positional="path")
         api_key = config.expanded_api_key()
-        missing = [name for name in _PACKAGES if find_spec(name) is None]
-        if missing:
-            raise UserError(
-                f"serve needs fastapi, uvicorn and prometheus-client, {missing[0]} is not installed: "
-                "pip install 'hybrid_rlhf[serve]'"
-            )
+        from hybrid_rlhf.serving.packages import require_packages
+
+        require_packages("serve")
         from hybrid_rlhf.cli.saved_models.loading import load_engine
         from hybrid_rlhf.serving.server import serve
 

@@ -148,6 +148,8 @@ class AlgorithmConfig:
     """Whether its paper makes one update per rollout; the clip of the others needs several to have an effect."""
     fewest_completions: ClassVar[int] = 1
     """Fewest completions per prompt that it can learn from."""
+    takes_sequences: ClassVar[bool] = True
+    """Whether a prompt may have any number of completions, as episodes of a program have any number of sequences."""
     defaults_elsewhere: ClassVar[Mapping[str, Any]] = {}
     """Defaults that it changes in other sections, by dotted key."""
 

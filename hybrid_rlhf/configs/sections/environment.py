@@ -13,27 +13,48 @@ from hybrid_rlhf.configs.sections.rules import is_plain, require
 class EnvironmentConfig:
     """Environment of multi-turn rollouts (docs/environments.md)."""
 
-    path: str = ""
+    path: str | None = None
     """Class with reset and step, as module:Class or path/to/file.py:Class."""
+    program: str | None = None
+    """Function that plays an episode with the actor over OpenAI's API, as module:function or path/to/file.py:function;
+    in place of a class."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the class."""
+    """Keyword arguments of the class, or of the program."""
     max_turns: int = 8
-    """Turns of the actor per episode, at most; rollout.sampling.max_new_tokens bounds all that follows the prompt."""
+    """Turns of the actor per episode, or requests of a program, at most; rollout.sampling.max_new_tokens bounds all
+    that follows the prompt."""
     max_turn_tokens: int | None = None
     """Longest turn of the actor, in tokens; null: what is left of rollout.sampling.max_new_tokens."""
     max_observation_tokens: int = 256
     """Longest observation, in tokens; longer ones are truncated."""
     timeout_seconds: float = 60.0
-    """Longest call of reset or step, in seconds."""
+    """Longest call of reset or step, or of a program, in seconds."""
     on_failure: Literal["stop", "zero"] = "stop"
     """What an environment that raises, times out or returns no valid step causes. stop: the run ends; zero: the episode
     ends, and its last turn has reward 0."""
 
     def __post_init__(self) -> None:
         require(
-            all(self.path.rpartition(":")),
-            f"environment.path must be module:Class or path/to/file.py:Class, got {self.path!r}: give the class",
+            self.program is None or not self.path,
+            f"an environment is a class or a program, got environment.path {self.path} and environment.program "
+            f"{self.program}: leave one out",
         )
+        if self.program is None:
+            require(
+                all((self.path or "").rpartition(":")),
+                f"environment.path must be module:Class or path/to/file.py:Class, got {self.path!r}: give the class",
+            )
+        else:
+            require(
+                all(self.program.rpartition(":")),
+                "environment.program must be module:function or path/to/file.py:function, got "
+                f"{self.program!r}: give the function",
+            )
+            require(
+                self.max_observation_tokens == EnvironmentConfig.max_observation_tokens,
+                "environment.max_observation_tokens is read with environment.path, got "
+                f"{self.max_observation_tokens} with a program: leave it out",
+            )
         for name in ("max_turns", "max_turn_tokens", "max_observation_tokens"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"environment.{name} must be 1 or more, got {value}: raise it")
@@ -46,3 +67,8 @@ class EnvironmentConfig:
             f"environment.options are names with texts, numbers, lists and mappings, got {self.options}: quote the "
             "others",
         )
+
+    @property
+    def name(self) -> str:
+        """Of the class or the program."""
+        return self.program or self.path or ""

@@ -169,6 +169,7 @@ class NativeBackend:
                     break
             steps.close()
             self._open, self.preemptions = None, self.preemptions + batch.preemptions
+            self.work += batch.work
             requests = sorted(live, key=lambda request: request.prompt_index)
 
     def _accepts(self, request: Request) -> bool:

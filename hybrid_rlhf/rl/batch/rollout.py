@@ -51,6 +51,9 @@ class Rollout:
     """[N, T] float32, reward of an environment for each turn, at its last token; none without an environment."""
     groups: Tensor | None = None
     """[N] int64, place of the prompt in the step; completions of one prompt form a group."""
+    samples: Tensor | None = None
+    """[N] int64, number of the episode among those of its prompt, where one may have several sequences; none: each row
+    is an episode."""
     prompt_rows: Tensor | None = None
     """[N] int64, row of the prompt in the data set."""
     scores: Tensor | None = None
@@ -165,6 +168,22 @@ class Rollout:
         if self.ref_logprobs is None or self.old_logprobs is None:
             return None
         return masked_sum(self.old_logprobs - self.ref_logprobs, mask=self.response_mask, dim=1)
+
+    def places(self, prompts: int) -> Tensor:
+        """[N] int64, the place of each row's prompt, of so many; without `samples` they have equally many rows."""
+        if self.samples is not None:
+            assert self.groups is not None
+            return self.groups
+        return torch.arange(len(self), device=self.input_ids.device) // (len(self) // prompts)
+
+    def episodes(self) -> tuple[Tensor, Tensor]:
+        """The first row of each episode [E] int64, and the episode of each row [N] int64; E episodes."""
+        rows = torch.arange(len(self), device=self.input_ids.device)
+        if self.samples is None or self.groups is None:
+            return rows, rows
+        keys, member = torch.stack([self.groups, self.samples]).unique(dim=1, return_inverse=True)
+        first = torch.full((keys.shape[1],), len(self), device=rows.device)
+        return first.scatter_reduce(0, member, rows, "amin"), member
 
     def stale_updates(self, weight_version: int) -> float:
         """Updates between the weights that sampled a token and a version of the weights, mean over tokens."""

@@ -5,14 +5,25 @@ Sampled tokens are never tokenized again. Their ids are appended, so that traini
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from hybrid_rlhf.generation.sampling import Completion
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
+from hybrid_rlhf.generation.engine import GenerationEngine
+from hybrid_rlhf.generation.sampling import Completion, SamplingParams
 from hybrid_rlhf.rl.batch import Rollout
+from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.timers import Timers
+from hybrid_rlhf.runtime.world import World
+
+logger = logging.getLogger(LOGGER_NAME)
 
 
 @dataclass
@@ -36,6 +47,8 @@ class Episode:
     """Whether the episode ended by itself."""
     failure: str | None = None
     """Why the environment failed; none: it did not."""
+    sample: int | None = None
+    """Number among the samples of its prompt, where an episode may have several sequences; none: it is one."""
 
     @property
     def ids(self) -> list[int]:
@@ -68,8 +81,81 @@ class Episode:
         self.turn_rewards += [0.0] * len(token_ids)
 
 
-def as_rollout(episodes: Sequence[Episode], device: torch.device) -> Rollout:
-    """Episodes [N] as right-padded tensors."""
+class EpisodeRunner(Protocol):
+    """Runs the episodes of a rollout."""
+
+    def run(
+        self,
+        generation: GenerationEngine,
+        prompts: Sequence[Mapping[str, Any]],
+        requests: Sequence[SamplingParams],
+        together: World,
+        timers: Timers,
+        *,
+        record_routes: Sequence[bool] | None = None,
+    ) -> list[list[Episode]]:
+        """Run episodes from prompts to their ends.
+
+        Args:
+            generation: generation engine of the actor.
+            prompts: rows of `load_prompt_data`.
+            requests: sampling parameters of each prompt, with a seed.
+            together: tensor-parallel ranks; the first one has the environments.
+            timers: timers of generation and environment.
+            record_routes: for each prompt, whether the experts of its episodes are recorded; none: of no prompt.
+
+        Returns:
+            the episodes of each prompt, n of them, or with `Episode.sample` any number of their sequences. With
+            on_failure stop, the others are incomplete once one has failed.
+        """
+
+    def check_failures(self, episodes: Sequence[Episode], world: World) -> None:
+        """Report the failures of a rollout; the same on every rank.
+
+        Raises:
+            UserError: for any failure if on_failure is stop.
+        """
+
+
+def environment_row(prompt: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of the data as environments receive it."""
+    return {**json.loads(prompt["columns"]), "prompt": json.loads(prompt["prompt"])}
+
+
+def report_failures(episodes: Sequence[Episode], config: EnvironmentConfig, world: World) -> None:
+    """See `EpisodeRunner.check_failures`."""
+    reasons = [episode.failure for episode in episodes if episode.failure is not None]
+    if not reasons:
+        return
+    where = f"in {len(reasons)} of {len(episodes)} episodes: {reasons[0]}"
+    if config.on_failure == "stop":
+        raise UserError(f"environment {config.name} failed {where}; fix it, or set environment.on_failure to zero")
+    if world.is_main:
+        logger.warning("environment %s gives 0 and ends %s", config.name, where)
+
+
+def as_rollout(episodes: Sequence[Episode], device: torch.device, *, places: Sequence[int] = ()) -> Rollout:
+    """Episodes [N] as right-padded tensors; those with `sample` without the ones that have no tokens.
+
+    Args:
+        episodes: in the order of their prompts.
+        device: of the tensors.
+        places: of their prompts, for those with `sample`.
+
+    Raises:
+        UserError: when no episode has tokens.
+    """
+    if not episodes or episodes[0].sample is None:
+        return _padded(episodes, device)
+    kept = [(place, each) for place, each in zip(places, episodes, strict=True) if each.token_ids]
+    if not kept:
+        raise UserError(f"environment.program must make requests, none of {len(episodes)} episodes has: fix it")
+    rollout = _padded([each for _, each in kept], device)
+    groups = torch.tensor([place for place, _ in kept], device=device)
+    return replace(rollout, groups=groups, samples=torch.tensor([each.sample for _, each in kept], device=device))
+
+
+def _padded(episodes: Sequence[Episode], device: torch.device) -> Rollout:
     return Rollout.padded(
         [episode.prompt for episode in episodes],
         [episode.token_ids for episode in episodes],
@@ -90,8 +176,14 @@ def episode_metrics(rollout: Rollout) -> dict[str, float]:
         return {}
     mask = rollout.response_mask
     begins = mask[:, 1:] & ~mask[:, :-1]  # the template has at least one token between two turns
+    turns, rewards = begins.sum(dim=1).float(), rollout.turn_rewards.sum(dim=1)
+    whole = {"environment/truncated": float((~rollout.stopped).float().mean())}
+    if rollout.samples is None:
+        return {**whole, "environment/turns": float(turns.mean()), "environment/reward": float(rewards.mean())}
+    first, _ = rollout.episodes()
     return {
-        "environment/turns": float(begins.sum(dim=1).float().mean()),
-        "environment/reward": float(rollout.turn_rewards.sum(dim=1).mean()),
-        "environment/truncated": float((~rollout.stopped).float().mean()),
+        **whole,
+        "environment/turns": float(turns.sum() / len(first)),
+        "environment/reward": float(rewards[first].mean()),
+        "environment/sequences": len(mask) / len(first),
     }

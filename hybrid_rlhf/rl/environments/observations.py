@@ -44,8 +44,7 @@ class ObservationEncoder:
             observation = str(self._tokenizer.decode(ids[: self._max_tokens]))
         assert self._role is not None
         rest = self._after_turn(self._role, observation)
-        closed = self._ids(rest.lstrip())
-        return closed[1:] if closed[:1] == [end_token] else self._ids(rest)
+        return ids_after_turn(rest, self._tokenizer, end_token=end_token)
 
     def _shows(self, role: str) -> bool:
         try:
@@ -61,3 +60,15 @@ class ObservationEncoder:
 
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def ids_after_turn(text: str, tokenizer: PreTrainedTokenizerBase, *, end_token: int | None) -> list[int]:
+    """Tokens of what a chat template writes after the text of a turn of the actor.
+
+    Args:
+        text: from the end of the turn's text.
+        tokenizer: of the template.
+        end_token: token that ended the turn, which is not repeated; none: the turn was truncated.
+    """
+    whole, closed = (list(tokenizer(part, add_special_tokens=False)["input_ids"]) for part in (text, text.lstrip()))
+    return closed[1:] if closed[:1] == [end_token] else whole

@@ -5,8 +5,6 @@ Random numbers of a turn are keyed by prompt, sample and turn, so an episode is 
 
 from __future__ import annotations
 
-import json
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,13 +27,11 @@ from hybrid_rlhf.generation.sampling import Completion, SamplingParams, derive_s
 from hybrid_rlhf.loop.user_code import describe_error
 from hybrid_rlhf.rl.environments.calls import CallFailure, EnvironmentCalls
 from hybrid_rlhf.rl.environments.environment import Environment, EnvironmentFactory, StepResult
-from hybrid_rlhf.rl.environments.episodes import Episode
+from hybrid_rlhf.rl.environments.episodes import Episode, environment_row, report_failures
 from hybrid_rlhf.rl.environments.observations import ObservationEncoder
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME, shortened
+from hybrid_rlhf.runtime.observability.logs import shortened
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World
-
-logger = logging.getLogger(LOGGER_NAME)
 
 
 @dataclass
@@ -100,7 +96,7 @@ class EnvironmentRunner:
             the n episodes of each prompt. With on_failure stop, the others are incomplete once one has failed.
         """
         entries = [
-            _RunningEpisode(_row(prompt), Episode(list(prompt["input_ids"])), params, sample, records)
+            _RunningEpisode(environment_row(prompt), Episode(list(prompt["input_ids"])), params, sample, records)
             for prompt, params, records in zip(prompts, requests, record_routes or [False] * len(prompts), strict=True)
             for sample in range(params.n)
         ]
@@ -121,21 +117,8 @@ class EnvironmentRunner:
         return [[next(episodes) for _ in range(params.n)] for params in requests]
 
     def check_failures(self, episodes: Sequence[Episode], world: World) -> None:
-        """Report the failures of a rollout; the same on every rank.
-
-        Raises:
-            UserError: for any failure if on_failure is stop.
-        """
-        reasons = [episode.failure for episode in episodes if episode.failure is not None]
-        if not reasons:
-            return
-        where = f"in {len(reasons)} of {len(episodes)} episodes: {reasons[0]}"
-        if self._config.on_failure == "stop":
-            raise UserError(
-                f"environment {self._config.path} failed {where}; fix it, or set environment.on_failure to zero"
-            )
-        if world.is_main:
-            logger.warning("environment %s gives 0 and ends %s", self._config.path, where)
+        """See EpisodeRunner."""
+        report_failures(episodes, self._config, world)
 
     def _begin(self, entries: Sequence[_RunningEpisode], together: World, timers: Timers) -> None:
         """Create the environments, and reset them to obtain the prompts."""
@@ -270,8 +253,3 @@ def _are_messages(opening: object) -> bool:
 
 def _is_valid_text(value: object) -> bool:
     return isinstance(value, str) and is_text(value)
-
-
-def _row(prompt: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of the data as `reset` receives it."""
-    return {**json.loads(prompt["columns"]), "prompt": json.loads(prompt["prompt"])}

@@ -39,14 +39,14 @@ class CompletionTexts:
 
         Args:
             prompts: rows of `load_prompt_data`, with `prompt` and `columns` as JSON.
-            rollout: the same number of completions of each prompt, in the order of the prompts.
+            rollout: the same number of completions of each prompt, in the order of the prompts; or with `samples` any
+                number, and the places of their prompts in `groups`.
             tokenizer: tokenizer of the actor.
 
         Raises:
             UserError: for a data column with the name of an argument of reward functions.
         """
-        samples = len(rollout.input_ids) // len(prompts)
-        rows = [row for row in prompts for _ in range(samples)]
+        rows = [prompts[place] for place in rollout.places(len(prompts)).tolist()]
         others = [json.loads(row["columns"]) for row in rows]
         names = list(dict.fromkeys(name for other in others for name in other))
         for name in _RESERVED:

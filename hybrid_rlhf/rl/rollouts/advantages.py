@@ -9,11 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from hybrid_rlhf.functional.advantages import shaped_rewards
 from hybrid_rlhf.functional.divergences import KL_ESTIMATORS
-from hybrid_rlhf.functional.masking import masked_whiten
+from hybrid_rlhf.functional.masking import masked_mean, masked_whiten
 from hybrid_rlhf.rl.algorithms import Algorithm
+from hybrid_rlhf.rl.algorithms.algorithm import per_token
 from hybrid_rlhf.rl.batch import Batch, Rollout
 from hybrid_rlhf.rl.rollouts.collector import NothingToLearn
 from hybrid_rlhf.rl.rollouts.score_scaling import ScoreScaling
@@ -49,7 +51,7 @@ def estimate_advantages(rollout: Rollout, algorithm: Algorithm, *, scaling: Scor
     if config.whiten_rewards:
         rewards = masked_whiten(rewards, mask=mask, shift_mean=False, unbiased=config.whiten_unbiased)
     rollout = _with_scaled_greedy_scores(rollout, scaling, score_clip=config.score_clip)
-    advantages, returns = algorithm.advantages(rewards, rollout), algorithm.returns(rewards, rollout)
+    advantages, returns = _advantages(rewards, rollout, algorithm), algorithm.returns(rewards, rollout)
     if config.whiten_advantages:
         advantages = masked_whiten(
             advantages, mask=mask, shift_mean=config.whiten_shift_mean, unbiased=config.whiten_unbiased
@@ -60,6 +62,18 @@ def estimate_advantages(rollout: Rollout, algorithm: Algorithm, *, scaling: Scor
     clipped = None if config.score_clip is None else scores.abs() > config.score_clip
     batch = Batch(rollout, rewards, advantages, returns, clipped, metrics)
     return _without_truncated(batch) if config.mask_truncated else batch
+
+
+def _advantages(rewards: Tensor, rollout: Rollout, algorithm: Algorithm) -> Tensor:
+    """[N, T] the algorithm's advantages; where it compares completions, all sequences of an episode have that of the
+    first, so that an episode counts once.
+    """
+    first, member = rollout.episodes()
+    if algorithm.config.fewest_completions == 1 or len(first) == len(member):
+        return algorithm.advantages(rewards, rollout)
+    chosen = rollout.rows(first.tolist())
+    compared = algorithm.advantages(rewards[first, : chosen.input_ids.shape[1]], chosen)
+    return per_token(masked_mean(compared, mask=chosen.response_mask, dim=1)[member], rollout)
 
 
 def _with_scaled_greedy_scores(rollout: Rollout, scaling: ScoreScaling, *, score_clip: float | None) -> Rollout:

@@ -24,8 +24,7 @@ from hybrid_rlhf.generation.batching.requests import DecodeWork
 from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams, derive_seed
 from hybrid_rlhf.rl.batch import Rollout
-from hybrid_rlhf.rl.environments import EnvironmentRunner
-from hybrid_rlhf.rl.environments.episodes import Episode, as_rollout
+from hybrid_rlhf.rl.environments.episodes import Episode, EpisodeRunner, as_rollout
 from hybrid_rlhf.rl.rollouts.exchange import Sampled, gather_completions
 from hybrid_rlhf.rl.rollouts.partial import AssignedPrompt, RolloutPart
 from hybrid_rlhf.runtime.background import BackgroundCall
@@ -94,7 +93,7 @@ class RolloutSampler:
         seed: int,
         timers: Timers,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        environments: EnvironmentRunner | None = None,
+        environments: EpisodeRunner | None = None,
     ) -> None:
         """Take what samples, the settings, all ranks of the run, and the tokens that end a completion.
 
@@ -284,7 +283,7 @@ class RolloutSampler:
         whole = _by_prompt([each for of_rank in world.all_gather_objects(mine) for each in of_rank])
         episodes: list[Any] = [each.completion for each in whole]
         self._environments.check_failures(episodes, world)
-        return as_rollout(episodes, world.device)
+        return as_rollout(episodes, world.device, places=[each.place for each in whole])
 
     def _stream_position(self) -> torch.cuda.Event | None:
         """Event after which the copy of the weights is complete; none on a CPU."""

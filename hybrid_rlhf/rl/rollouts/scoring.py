@@ -66,7 +66,8 @@ class RolloutScorer:
 
         Args:
             prompts: rows of the data, the same on every rank.
-            rollout: equally many completions of each prompt, those of one prompt next to each other.
+            rollout: equally many completions of each prompt, those of one prompt next to each other; or with `samples`
+                any number, and the places of their prompts in `groups`.
             first: place in the step of the first prompt.
             greedy: whether the last completion of each prompt is greedy; it becomes the greedy score of the others, and
                 a prompt whose greedy completion is dropped is dropped.
@@ -92,6 +93,7 @@ class RolloutScorer:
         kept = torch.ones(count, dtype=torch.bool, device=device)
         kept[report.dropped] = False
         samples, row = count // len(prompts), torch.arange(count, device=device)
+        prompt = rollout.places(len(prompts))
         scores = report.scores
         if rollout.turn_rewards is not None:
             scores = scores + rollout.turn_rewards.sum(dim=1)
@@ -103,7 +105,7 @@ class RolloutScorer:
         )
         scored = replace(
             rollout,
-            groups=first + row // samples,
+            groups=first + prompt,
             scores=scores,
             penalties=penalties,
             ref_logprobs=ref,
@@ -113,7 +115,6 @@ class RolloutScorer:
         if not greedy:
             return scored.select(kept)
         last = row % samples == samples - 1
-        prompt = row // samples
         scored = replace(scored, greedy_scores=scores[last][prompt], greedy_penalties=penalties[last][prompt])
         return scored.select(kept & kept[last][prompt] & ~last)
 

@@ -1,0 +1,128 @@
+"""Tool calls that a model has written, read from the text of its completion.
+
+Formats, with special tokens or without, as decoding may skip them: `<tool_call>{"name", "arguments"}</tool_call>`
+(Hermes, Qwen); JSON with `name` and `parameters` or `arguments`, one call, a list, or several with `;` in between
+(Llama 3 after `<|python_tag|>`, Mistral after `[TOOL_CALLS]`); `name{...}` (Mistral since v11). Only functions that the
+conversation offers are called: what does not parse, or names another, is text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hybrid_rlhf.data.chat.messages import Message, Tools
+
+_TAG = "<tool_call>"
+_TAGGED = re.compile(rf"{_TAG}(.*?)</tool_call>", re.DOTALL)
+_BETWEEN = re.compile(r"(?:\[TOOL_CALLS\]|<\|python_tag\|>|[;,\s])*")
+_NAME = re.compile(r"([\w.-]+)\s*(?:\[ARGS\])?\s*(?=\{)")
+_OPENINGS = ("{", "[", "<|python_tag|>")
+"""What a completion that is nothing but calls begins with."""
+_DECODER = json.JSONDecoder()
+
+
+class _NoCall(ValueError):
+    """The text is not a call of a function that is offered."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A turn of the assistant."""
+
+    content: str
+    """Text beside the calls."""
+    calls: Sequence[ToolCall] = ()
+
+    def is_repeated_by(self, message: Message) -> bool:
+        """Whether a message of a later request is this turn."""
+        content = message.get("content") or ""
+        functions = [call["function"] for call in message.get("tool_calls", [])]
+        calls = [ToolCall(function["name"], function["arguments"]) for function in functions]
+        return message["role"] == "assistant" and content.strip() == self.content.strip() and calls == list(self.calls)
+
+
+def function_names(tools: Tools | None) -> frozenset[str]:
+    """The functions that a conversation offers."""
+    functions = [tool.get("function", tool) for tool in tools or []]
+    return frozenset(str(function["name"]) for function in functions if isinstance(function.get("name"), str))
+
+
+def read_reply(text: str, names: Collection[str]) -> Reply:
+    """Text and calls of a completion.
+
+    Args:
+        text: of the completion.
+        names: functions that may be called; none: everything is text.
+    """
+    if not names:
+        return Reply(text)
+    try:
+        tagged = _TAGGED.findall(text)
+        if tagged:
+            calls = [call for block in tagged for call in _calls(block, names)]
+            return Reply(_TAGGED.sub("", text).rstrip(), calls)
+        calls = list(_calls(text, names))
+        return Reply("", calls) if calls else Reply(text)
+    except (_NoCall, ValueError, RecursionError):
+        return Reply(text)
+
+
+def shown_so_far(text: str, names: Collection[str]) -> int:
+    """How much of a completion that goes on is certainly text beside its calls."""
+    begun = text.lstrip()
+    if not names:
+        return len(text)
+    starts = (*_OPENINGS, *names)
+    if not begun or any(begun.startswith(start) or start.startswith(begun) for start in starts):
+        return 0
+    place = text.find(_TAG)
+    if place < 0:
+        sizes = range(min(len(_TAG) - 1, len(text)), 0, -1)
+        place = len(text) - next((size for size in sizes if _TAG.startswith(text[-size:])), 0)
+    return len(text[:place].rstrip())
+
+
+def _calls(text: str, names: Collection[str]) -> Iterator[ToolCall]:
+    """The calls of which a text consists.
+
+    Raises:
+        ValueError: when there is anything else in it.
+    """
+    place = _end(_BETWEEN, text, 0)
+    while place < len(text):
+        if (named := _NAME.match(text, place)) is not None:
+            arguments, place = _DECODER.raw_decode(text, named.end())
+            yield _call({"name": named[1], "arguments": arguments}, names)
+        else:
+            value, place = _DECODER.raw_decode(text, place)
+            for each in value if isinstance(value, list) else [value]:
+                yield _call(each, names)
+        place = _end(_BETWEEN, text, place)
+
+
+def _call(value: Any, names: Collection[str]) -> ToolCall:
+    if not isinstance(value, dict) or value.get("name") not in names:
+        raise _NoCall
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    if not isinstance(arguments, dict):
+        raise _NoCall
+    return ToolCall(value["name"], arguments)
+
+
+def _end(pattern: re.Pattern[str], text: str, place: int) -> int:
+    found = pattern.match(text, place)
+    return place if found is None else found.end()

@@ -1,0 +1,34 @@
+"""What runs the episodes of a config: a class with `reset` and `step`, or a program."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
+from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.rl.environments.environment import load_environment
+from hybrid_rlhf.rl.environments.episodes import EpisodeRunner
+from hybrid_rlhf.rl.environments.runner import EnvironmentRunner
+from hybrid_rlhf.runtime.world import World
+from hybrid_rlhf.serving.packages import require_packages
+
+
+def build_runner(
+    config: EnvironmentConfig | None, *, rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase, world: World
+) -> EpisodeRunner | None:
+    """The runner of the configured environment; none without one, when a completion is one turn. Every rank calls.
+
+    Raises:
+        UserError: when the environment cannot be loaded, or the chat template cannot show observations.
+    """
+    if config is None:
+        return None
+    if config.program is not None:
+        require_packages("environment.program")
+        from hybrid_rlhf.rl.environments.programs import ProgramRunner, load_program  # they import those packages
+
+        program = load_program(config, world)
+        return ProgramRunner(program, config, rollout=rollout, tokenizer=tokenizer, device=world.device)
+    make = load_environment(config, world)
+    assert make is not None
+    return EnvironmentRunner(make, config, rollout=rollout, tokenizer=tokenizer, device=world.device)

@@ -1,0 +1,200 @@
+"""Programs as environments: any that speaks OpenAI's API and is told where to find it.
+
+While a rollout is sampled, each rank that samples serves the actor on 127.0.0.1. A program runs once per episode, with
+an address of its own, whose requests are recorded (recording.py); what it returns is the episode's reward. All
+sequences of an episode have that reward, at their last tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from numbers import Real
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
+from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.generation.engine import GenerationEngine
+from hybrid_rlhf.generation.sampling import SamplingParams
+from hybrid_rlhf.loop.user_code import import_named
+from hybrid_rlhf.rl.environments.calls import CallFailure, EnvironmentCalls
+from hybrid_rlhf.rl.environments.episodes import Episode, environment_row, report_failures
+from hybrid_rlhf.rl.environments.recording import EpisodeService
+from hybrid_rlhf.runtime.observability.logs import shortened
+from hybrid_rlhf.runtime.observability.timers import Timers
+from hybrid_rlhf.runtime.world import World, shared_user_errors
+from hybrid_rlhf.serving.app import build_app
+from hybrid_rlhf.serving.background import served_in_background
+from hybrid_rlhf.serving.service import Service, UnknownEpisode
+
+MODEL = "actor"
+"""Name of the model that programs are given."""
+Program = Callable[..., Any]
+"""Takes base_url, api_key, model, row and the options by name; returns a reward or none."""
+
+
+@dataclass(frozen=True)
+class _Played:
+    """An episode of a prompt."""
+
+    prompt: int
+    sample: int
+    row: dict[str, Any]
+    service: EpisodeService
+
+
+class ProgramRunner:
+    """Runs programs against the actor."""
+
+    def __init__(
+        self,
+        program: Program,
+        config: EnvironmentConfig,
+        *,
+        rollout: RolloutConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        device: torch.device,
+    ) -> None:
+        """Take the program and settings."""
+        self._program, self._config, self._rollout, self._tokenizer = program, config, rollout, tokenizer
+        self._calls = EnvironmentCalls(timeout_seconds=config.timeout_seconds, device=device)
+
+    def run(
+        self,
+        generation: GenerationEngine,
+        prompts: Sequence[Mapping[str, Any]],
+        requests: Sequence[SamplingParams],
+        together: World,
+        timers: Timers,
+        *,
+        record_routes: Sequence[bool] | None = None,
+    ) -> list[list[Episode]]:
+        """See EpisodeRunner; the experts of tokens are not recorded."""
+        if together.size > 1:
+            raise UserError(
+                f"environment.program samples on one rank, got {together.size} that share the model: give "
+                "rollout.tensor_parallel 1"
+            )
+        if not prompts:
+            return []
+        episodes = sum(params.n for params in requests)
+        rows = min(episodes, self._rollout.max_decode_rows or episodes)
+        longest = self._rollout.max_prompt_tokens + self._rollout.sampling.max_new_tokens
+        with timers("generation"), generation.open(rows=rows, max_tokens=longest) as batch:
+            sampling = self._rollout.sampling
+            shared = Service(batch, self._tokenizer, name=MODEL, sampling=sampling, max_queue=episodes)
+            played = [
+                _Played(place, sample, environment_row(prompt), self._service(shared, generation, params, sample))
+                for place, (prompt, params) in enumerate(zip(prompts, requests, strict=True))
+                for sample in range(params.n)
+            ]
+            results = self._play(shared, played)
+        if batch.failure is not None:
+            raise batch.failure
+        found: list[list[Episode]] = [[] for _ in prompts]
+        for episode, result in zip(played, results, strict=True):
+            found[episode.prompt] += _sequences(episode, result, prompts[episode.prompt]["input_ids"])
+        return found
+
+    def check_failures(self, episodes: Sequence[Episode], world: World) -> None:
+        """See EpisodeRunner."""
+        report_failures(episodes, self._config, world)
+
+    def _service(
+        self, shared: Service, generation: GenerationEngine, params: SamplingParams, sample: int
+    ) -> EpisodeService:
+        return EpisodeService(
+            shared,
+            config=self._config,
+            rollout=self._rollout,
+            seed=(params.seed or 0, sample),
+            weight_version=generation.weight_version,
+            stop_token_ids=generation.stop_token_ids,
+        )
+
+    def _play(self, shared: Service, played: Sequence[_Played]) -> list[Any]:
+        """What the program returned for each episode, or a CallFailure."""
+        named = {secrets.token_hex(8): episode for episode in played}
+
+        def find(name: str) -> Service:
+            if name not in named or named[name].service.closed:
+                raise UnknownEpisode(f"an episode must run to be asked, {name[:40]!r} does not: use its base_url")
+            return named[name].service
+
+        key = secrets.token_urlsafe(24)
+        app = build_app(shared, api_key=key, created=int(time.time()), episodes=find)
+        with served_in_background(app) as url:
+            results = self._calls(
+                [
+                    partial(
+                        self._program,
+                        base_url=f"{url}/episodes/{name}/v1",
+                        api_key=key,
+                        model=MODEL,
+                        row=episode.row,
+                        **self._config.options,
+                    )
+                    for name, episode in named.items()
+                ]
+            )
+            for episode in played:
+                episode.service.closed = True
+            shared.batch.close()  # requests that still run end, and then the server
+        return results
+
+
+def load_program(config: EnvironmentConfig, world: World) -> Program:
+    """The configured function. Every rank calls.
+
+    Raises:
+        UserError: on every rank, when any cannot import it, or it does not take the arguments.
+    """
+    with shared_user_errors(world):
+        program = import_named(config.program or "", what="environment.program:")
+        if not callable(program):
+            raise UserError(
+                f"environment.program names a function, {config.program} is a {type(program).__name__}: check the name"
+            )
+        try:
+            inspect.signature(program).bind(base_url="", api_key="", model="", row={}, **config.options)
+        except TypeError as error:
+            raise UserError(
+                "environment.program takes base_url, api_key, model, row and environment.options, "
+                f"{config.program} does not ({error}): change its arguments"
+            ) from error
+    return program  # type: ignore[no-any-return]
+
+
+def _sequences(played: _Played, result: object, prompt: Sequence[int]) -> list[Episode]:
+    """The sequences of an episode with its reward; one without tokens for an episode without an answered request."""
+    service, reward = played.service, _read_reward(result)
+    sequences = service.sequences or [Episode(list(prompt))]
+    failure = reward.reason if isinstance(reward, CallFailure) and not service.overran else None
+    if failure is None and not service.sequences:
+        failure = "it made no request that was answered"
+    ended = not isinstance(reward, CallFailure) and not service.overran
+    for sequence in sequences:
+        sequence.sample, sequence.stopped = played.sample, sequence.stopped and ended
+        if not isinstance(reward, CallFailure) and sequence.turn_rewards:
+            sequence.add_reward(reward)
+    sequences[0].failure = failure
+    return sequences
+
+
+def _read_reward(result: object) -> float | CallFailure:
+    if isinstance(result, CallFailure):
+        return result
+    if result is None:
+        return 0.0
+    if isinstance(result, bool) or not isinstance(result, Real) or not math.isfinite(result):
+        return CallFailure(f"a program must return a finite number or None, it returned {shortened(repr(result))}")
+    return float(result)

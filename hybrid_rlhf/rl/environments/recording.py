@@ -1,0 +1,237 @@
+"""An episode's requests to the endpoint of a run, recorded as the tokens that were sampled.
+
+A request continues an earlier one if its conversation repeats that one's prompt and answer: the chat template renders
+it with a placeholder for the answer, whose tokens stay as sampled, so that nothing is tokenised again. Where the
+conversation was changed, or the template writes it differently, another sequence of the episode begins. Requests of one
+episode are numbered in the order of their arrival, which is the key of their random numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
+from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.configs.sections.sampling import SamplingParams
+from hybrid_rlhf.data.chat.calls import Reply, function_names, read_reply
+from hybrid_rlhf.data.chat.conversation import completion_text
+from hybrid_rlhf.data.chat.messages import Message, Tools
+from hybrid_rlhf.data.chat.template import render, token_ids
+from hybrid_rlhf.generation.open_batch import StreamedToken
+from hybrid_rlhf.generation.sampling import Completion, derive_seed
+from hybrid_rlhf.rl.environments.episodes import Episode
+from hybrid_rlhf.rl.environments.observations import ids_after_turn
+from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.serving.bodies import ChatBody, CompletionBody, GenerationBody
+from hybrid_rlhf.serving.service import Job, Service, read_messages
+
+logger = logging.getLogger(LOGGER_NAME)
+_PLACEHOLDER = "q7turnq7"
+_FIXED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Sampling parameters that training needs to know: a request does not change them."""
+
+
+@dataclass(eq=False)
+class _Turn:
+    """An answered request."""
+
+    text: str | None
+    """Of its prompt, as rendered; none for token ids."""
+    messages: int
+    """Of its conversation; 0 without one."""
+    ids: list[int]
+    """Of its prompt and completion."""
+    said: str
+    """Text of the completion with special tokens."""
+    replies: tuple[Reply, ...]
+    """What a later conversation may have in its place."""
+    sequence: Episode
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """A prompt, and the turn that it continues."""
+
+    ids: list[int]
+    text: str | None = None
+    messages: int = 0
+    names: frozenset[str] = frozenset()
+    """Functions that may be called."""
+    continues: _Turn | None = None
+
+
+class EpisodeService(Service):
+    """The service of one episode: any model name, sampled and limited as the run's rollouts are."""
+
+    def __init__(
+        self,
+        shared: Service,
+        *,
+        config: EnvironmentConfig,
+        rollout: RolloutConfig,
+        seed: tuple[int, int],
+        weight_version: int,
+        stop_token_ids: frozenset[int],
+    ) -> None:
+        """Begin an episode.
+
+        Args:
+            shared: service of all episodes of the rollout.
+            config: limits of an episode.
+            rollout: how it is sampled.
+            seed: of the prompt, and the number of the sample.
+            weight_version: recorded for each sampled token.
+            stop_token_ids: tokens that end every completion.
+        """
+        sampling = replace(rollout.sampling, n=1)
+        batch = shared.batch
+        super().__init__(
+            batch,
+            shared.tokenizer,
+            name=shared.name,
+            sampling=sampling,
+            max_queue=shared.max_queue,
+            metrics=shared.metrics,
+        )
+        self._config, self._seed, self._version, self._stop = config, seed, weight_version, stop_token_ids
+        self._turns: list[_Turn] = []
+        self._requested = 0
+        self.sequences: list[Episode] = []
+        """Of the answered requests."""
+        self.overran = False
+        """Whether a request was refused because the episode had reached its limits."""
+        self.closed = False
+        """Whether nothing more is recorded."""
+
+    def check_name(self, name: str) -> None:
+        """Every name is the actor's: programs often have one built in."""
+
+    def job(self, body: GenerationBody) -> Job:
+        """See Service.
+
+        Raises:
+            UserError: also when the episode has no room for another turn.
+        """
+        prompts = self._chat(body) if isinstance(body, ChatBody) else self._plain(body)
+        sampling = self._limited(self._fixed(body, prompts), prompts)
+        first, self._requested = self._requested, self._requested + len(prompts)
+        seeds = [derive_seed(*self._seed, first + place) for place in range(len(prompts))]
+
+        def record(place: int, tokens: list[StreamedToken]) -> None:
+            if not self.closed:
+                self._record(prompts[place], tokens, sampling.stop)
+
+        return Job([prompt.ids for prompt in prompts], sampling, seeds, record)
+
+    def _fixed(self, body: GenerationBody, prompts: Sequence[_Prompt]) -> SamplingParams:
+        """A request's parameters, with those that training must know replaced by the run's."""
+        asked = self.sampling(body, longest_prompt=max(len(prompt.ids) for prompt in prompts))
+        changed = [name for name in _FIXED if getattr(asked, name) != getattr(self.defaults, name)]
+        for name in changed:
+            _warn_once(
+                f"a program asks for {name} {getattr(asked, name):g}, it is sampled with "
+                f"{getattr(self.defaults, name):g}: rollout.sampling decides, as training computes its distribution"
+            )
+        own = {name: getattr(self.defaults, name) for name in _FIXED}
+        return replace(asked, **own, min_new_tokens=0)
+
+    def _limited(self, sampling: SamplingParams, prompts: Sequence[_Prompt]) -> SamplingParams:
+        room = min(map(self._room, prompts))
+        if self._requested + len(prompts) > self._config.max_turns or room < 1:
+            self.overran = True
+            raise UserError(
+                f"an episode has at most environment.max_turns {self._config.max_turns} requests and "
+                f"rollout.sampling.max_new_tokens {self.defaults.max_new_tokens} tokens after its prompt, got "
+                f"another request after {self._requested} with {max(len(prompt.ids) for prompt in prompts)} tokens: "
+                "end the episode"
+            )
+        limits = (sampling.max_new_tokens, room, self._config.max_turn_tokens or room)
+        return replace(sampling, max_new_tokens=min(limits))
+
+    def _room(self, prompt: _Prompt) -> int:
+        """Tokens that may follow a prompt."""
+        begun = prompt.continues
+        sequence = len(prompt.ids) if begun is None else len(begun.sequence.prompt)
+        limit = self.defaults.max_new_tokens - max(0, len(prompt.ids) - sequence)
+        return min(limit, self.batch.max_tokens - len(prompt.ids))
+
+    # -- which turn a prompt continues
+
+    def _chat(self, body: ChatBody) -> list[_Prompt]:
+        if body.prompt_token_ids is not None:
+            return [self._given(body.prompt_token_ids)]
+        messages, tools = read_messages(body), body.used_tools
+        text = render(messages, self.tokenizer, tools=tools, add_generation_prompt=True)
+        names = function_names(tools)
+        for turn in reversed(self._turns):
+            rest = self._after(turn, messages, tools)
+            if rest is not None:
+                end = turn.ids[-1] if turn.ids[-1] in self._stop else None
+                ids = ids_after_turn(rest, self.tokenizer, end_token=end)
+                return [_Prompt([*turn.ids, *ids], text, len(messages), names, turn)]
+        return [_Prompt(token_ids(text, self.tokenizer), text, len(messages), names)]
+
+    def _after(self, turn: _Turn, messages: Sequence[Message], tools: Tools | None) -> str | None:
+        """What the template writes after a turn in a later conversation; none if that does not continue it."""
+        place = turn.messages
+        if turn.text is None or not 0 < place < len(messages):
+            return None
+        if not any(reply.is_repeated_by(messages[place]) for reply in turn.replies):
+            return None
+        shown = [*messages[:place], {"role": "assistant", "content": _PLACEHOLDER}, *messages[place + 1 :]]
+        try:
+            text = render(shown, self.tokenizer, tools=tools, add_generation_prompt=True)
+        except UserError:  # a template may refuse a tool's result without a call
+            return None
+        before, _, rest = text.partition(_PLACEHOLDER)
+        return rest if before.startswith(turn.text) and not before[len(turn.text) :].strip() else None
+
+    def _plain(self, body: GenerationBody) -> list[_Prompt]:
+        assert isinstance(body, CompletionBody)
+        return [self._text(given) if isinstance(given, str) else self._given(given) for given in body.prompts]
+
+    def _text(self, text: str) -> _Prompt:
+        for turn in reversed(self._turns):
+            if turn.text is not None and not turn.messages and text.startswith(turn.text + turn.said):
+                rest = self.tokenizer(text[len(turn.text + turn.said) :], add_special_tokens=False)["input_ids"]
+                return _Prompt([*turn.ids, *rest], text, continues=turn)
+        return _Prompt(self.encode(text), text)
+
+    def _given(self, ids: list[int]) -> _Prompt:
+        found = [turn for turn in self._turns if ids[: len(turn.ids)] == turn.ids]
+        return _Prompt(ids, continues=max(found, key=lambda turn: len(turn.ids), default=None))
+
+    # -- what was sampled
+
+    def _record(self, prompt: _Prompt, tokens: Sequence[StreamedToken], stop: Sequence[str]) -> None:
+        ids = [token.token_id for token in tokens]
+        completion = Completion(
+            ids,
+            [token.logprob for token in tokens],
+            tokens[-1].finish_reason,
+            [token.sampling_logprob for token in tokens],
+            [self._version] * len(tokens),
+        )
+        begun = prompt.continues
+        if begun is not None and len(begun.sequence.ids) == len(begun.ids):
+            sequence = begun.sequence
+            sequence.add_observation(prompt.ids[len(begun.ids) :])
+        else:
+            sequence = Episode(list(prompt.ids))
+            self.sequences.append(sequence)
+        sequence.add_turn(completion)
+        sequence.stopped = completion.finish_reason == "stop"
+        text = completion_text(ids, self.tokenizer)
+        cut = min((place for place in map(text.find, stop) if place >= 0), default=len(text))
+        replies = tuple(read_reply(said, prompt.names) for said in (text, text[:cut]))
+        said = str(self.tokenizer.decode(ids))
+        self._turns.append(_Turn(prompt.text, prompt.messages, sequence.ids, said, replies, sequence))
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    logger.warning(text)

@@ -1,0 +1,332 @@
+"""Programs as environments: clients of OpenAI's API whose requests are recorded as the tokens that were sampled."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+import torch
+
+from hybrid_rlhf.configs.algorithms import GRPOConfig, OnlineDPOConfig
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
+from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.configs.sections.sampling import SamplingParams
+from hybrid_rlhf.rl.batch import Rollout
+from hybrid_rlhf.rl.environments import build_runner
+from hybrid_rlhf.rl.environments.episodes import episode_metrics
+from hybrid_rlhf.rl.parts import RLParts
+from hybrid_rlhf.runtime.world import World
+from tests.support.rl import chat_row, episode_parts
+from tests.support.runs import rl_line, run_python
+from tests.support.tiny import tiny_model, tiny_tokenizer
+
+STOP = tuple(range(3, 60))
+"""A random actor ends its turns now and then."""
+SAMPLING = RolloutConfig(
+    prompts_per_step=3, max_prompt_tokens=80, sampling=SamplingParams(n=2, max_new_tokens=120, temperature=0.8)
+)
+ALGORITHM = GRPOConfig(kl=None, loss_normalization="token", mini_batches=1)
+PROMPTS = [chat_row("a", turns=3), chat_row("bcd", turns=1), chat_row("ef", turns=3)]
+
+
+class Numbered:
+    """Replies with the number of the turn, for as many turns as the row wants; each turn earns its number."""
+
+    def __init__(self, *, stop: Any = ()) -> None:
+        self._turn, self.stop_strings = 0, stop
+
+    def reset(self, row: Mapping[str, Any]) -> None:
+        self._turns = row["turns"]
+
+    def step(self, completion: str) -> tuple[str, float, bool]:
+        self._turn += 1
+        return f"turn {self._turn}", float(self._turn), self._turn == self._turns
+
+
+def client_of(base_url: str, api_key: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=60)
+
+
+def play_numbered(
+    base_url: str, api_key: str, model: str, row: dict[str, Any], *, stop: Any = (), repeats: bool = False
+) -> float:
+    """The same game, played by a client."""
+    messages, game, reward = list(row["prompt"]), Numbered(), 0.0
+    game.reset(row)
+    with client_of(base_url, api_key) as client:
+        while True:
+            more = {"stop": list(stop)} if stop else {}
+            (choice,) = client.chat.completions.create(
+                model=model, messages=messages, extra_body={"return_token_ids": True}, **more
+            ).choices
+            whole = tiny_tokenizer().decode(choice.token_ids, skip_special_tokens=True)
+            said = whole if repeats else choice.message.content
+            messages.append({"role": "assistant", "content": said})
+            observation, earned, done = game.step(said)
+            reward += earned
+            if done:
+                return reward
+            messages.append({"role": "tool", "tool_call_id": "1", "content": observation})
+
+
+REPORTED: dict[str, list[list[int]]] = {}
+"""Token ids of the turns of each episode, as the API reported them."""
+
+
+async def talk(base_url: str, api_key: str, model: str, row: dict[str, Any], *, turns: int) -> float:
+    """A conversation of many short turns."""
+    messages, mine = list(row["prompt"]), REPORTED.setdefault(base_url, [])
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=300) as client:
+        for _ in range(turns):
+            answer = await client.chat.completions.create(
+                model="gpt", messages=messages, max_tokens=2, extra_body={"return_token_ids": True}
+            )
+            (choice,) = answer.choices
+            mine.append(choice.token_ids)
+            messages += [{"role": "assistant", "content": choice.message.content}, {"role": "user", "content": "x"}]
+    return 1.0
+
+
+def branch(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:
+    """One answer, then another conversation, then both continued, streamed; longer prompts have more."""
+    own = {"model": model, "max_tokens": 6, "stream": True}
+    length = len(row["prompt"][0]["content"])
+    with client_of(base_url, api_key) as client:
+        for text in (row["prompt"][0]["content"], "other")[:length]:
+            messages = [{"role": "user", "content": text}]
+            for _ in range(2):
+                pieces = client.chat.completions.create(messages=messages, **own)
+                said = "".join(choice.delta.content or "" for piece in pieces for choice in piece.choices)
+                messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "more"}]
+    return float(length)
+
+
+def continue_texts(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> None:
+    """Completions of text, and of token ids, that continue each other."""
+    with client_of(base_url, api_key) as client:
+        text = "ab"
+        for _ in range(2):
+            more = {"extra_body": {"return_token_ids": True}}
+            answer = client.completions.create(model=model, prompt=text, max_tokens=4, **more)
+            text += tiny_tokenizer().decode(answer.choices[0].token_ids)
+        ids = [7, 8]
+        for _ in range(2):
+            answer = client.completions.create(model=model, prompt=ids, max_tokens=4, **more)
+            ids = [*answer.choices[0].prompt_token_ids, *answer.choices[0].token_ids, 9]
+
+
+def misbehave(base_url: str, api_key: str, model: str, row: dict[str, Any], *, how: str) -> Any:
+    client = client_of(base_url, api_key)
+    if how != "silent":
+        client.chat.completions.create(model=model, messages=row["prompt"], max_tokens=3)
+    if how == "raises":
+        raise KeyError("secret")
+    if how == "hangs":
+        time.sleep(5)
+    if how == "overruns":
+        for _ in range(9):
+            client.chat.completions.create(model=model, messages=row["prompt"], max_tokens=3)
+    if how == "probes":
+        root = base_url.partition("/episodes")[0]
+        ours = {"Authorization": f"Bearer {api_key}"}
+        assert httpx2.get(f"{base_url}/models", headers=ours).json()["data"][0]["id"] == "actor"
+        assert httpx2.get(f"{base_url}/models").status_code == 401
+        assert httpx2.get(f"{root}/episodes/other/v1/models", headers=ours).status_code == 404
+        assert httpx2.get(f"{root}/v1/models", headers=ours).status_code == 404
+        return 1.5
+    return "good" if how == "wrong" else 2.0
+
+
+def parts_of(
+    world: World, path: str, program: Any, *, sampling: RolloutConfig = SAMPLING, options: Any = None, **settings: Any
+) -> RLParts:
+    config = EnvironmentConfig(program=f"{program.__module__}:{program.__name__}", options=options or {}, **settings)
+    return episode_parts(world, path, config, sampling=sampling, algorithm=ALGORITHM, stop_token_ids=STOP)
+
+
+def learned(rollout: Rollout, row: int) -> list[int]:
+    return rollout.input_ids[row][rollout.response_mask[row]].tolist()
+
+
+@pytest.mark.parametrize(("stops", "repeats"), [(False, False), (True, False), (True, True)])
+def test_a_program_learns_from_the_tokens_of_the_environment_with_the_same_replies(
+    stops: bool, repeats: bool, world: World, paths: dict[str, str]
+) -> None:
+    settings: dict[str, Any] = {"max_turns": 3, "max_turn_tokens": 12}
+    sampled = parts_of(world, paths["actor"], play_numbered, **settings).sampler.sample(PROMPTS, step=1)
+    text = tiny_tokenizer().decode(learned(sampled, 0)[:12], skip_special_tokens=True)
+    stop = [text[2:4]] if stops else []
+    built_in = episode_parts(
+        world,
+        paths["actor"],
+        EnvironmentConfig(path=f"{Numbered.__module__}:Numbered", options={"stop": stop}, **settings),
+        sampling=SAMPLING,
+        algorithm=ALGORITHM,
+        stop_token_ids=STOP,
+    )
+    expected = built_in.sampler.sample(PROMPTS, step=1)
+    options = {"stop": stop, "repeats": repeats}
+    parts = parts_of(world, paths["actor"], play_numbered, options=options, **settings)
+    for found in (
+        parts.sampler.sample(PROMPTS, step=1),
+        parts.sampler.finish(parts.sampler.begin(PROMPTS, step=1))[0],
+    ):
+        assert found.samples is not None and found.samples.tolist() == [0, 1, 0, 1, 0, 1]
+        for name in ("input_ids", "response_mask", "stopped", "weight_versions"):
+            assert torch.equal(getattr(found, name), getattr(expected, name)), name
+        torch.testing.assert_close(found.sampled_logprobs, expected.sampled_logprobs)
+        torch.testing.assert_close(found.drawn_logprobs, expected.drawn_logprobs)
+        assert found.turn_rewards is not None and expected.turn_rewards is not None
+        assert torch.equal(found.turn_rewards.sum(dim=1), expected.turn_rewards.sum(dim=1))
+        assert episode_metrics(found) == {**episode_metrics(expected), "environment/sequences": 1.0}
+
+
+def test_of_a_thousand_turns_none_is_tokenised_again(world: World, tmp_path: Path) -> None:
+    tiny_model(max_position_embeddings=8192).save_pretrained(tmp_path)
+    sampling = replace(SAMPLING, sampling=replace(SAMPLING.sampling, n=20, max_new_tokens=1000))
+    parts = parts_of(
+        world, str(tmp_path), talk, sampling=sampling, options={"turns": 25}, max_turns=25, timeout_seconds=600
+    )
+    REPORTED.clear()
+    rollout = parts.sampler.sample(PROMPTS[:2], step=1)
+    assert len(rollout) == 40, "one sequence for each episode"
+    assert sum(map(len, REPORTED.values())) == 1000
+    found = sorted(learned(rollout, row) for row in range(40))
+    expected = sorted([token for turn in turns for token in turn] for turns in REPORTED.values())
+    again = sum(a != b for row, other in zip(found, expected, strict=True) for a, b in zip(row, other, strict=True))
+    assert again == 0
+
+
+def test_another_conversation_is_another_sequence_with_the_reward_of_its_episode(
+    world: World, paths: dict[str, str]
+) -> None:
+    parts = parts_of(world, paths["actor"], branch)
+    prompts = [chat_row("q"), chat_row("longer")]
+    rollout = parts.scorer.score(prompts, parts.sampler.sample(prompts, step=1))
+    assert rollout.groups is not None and rollout.groups.tolist() == [0, 0, 1, 1, 1, 1]
+    assert rollout.samples is not None and rollout.samples.tolist() == [0, 1, 0, 0, 1, 1]
+    assert rollout.scores is not None and rollout.scores.tolist() == [1, 1, 6, 6, 6, 6]
+    assert rollout.metrics["environment/sequences"] == 1.5 and rollout.metrics["environment/turns"] == 3
+    assert rollout.metrics["environment/reward"] == 3.5
+    first, other = (tiny_tokenizer().decode(rollout.input_ids[row]) for row in (2, 3))
+    assert first.startswith("<|im_start|>user\nlonger") and other.startswith("<|im_start|>user\nother")
+    scores = torch.tensor([1.0, 2.0, 3.0, 3.0, 5.0, 5.0])
+    rewards = torch.zeros_like(rollout.sampled_logprobs)
+    rewards[torch.arange(6), rollout.lengths - 1] = scores
+    scored = parts.scorer.compute_logprobs(
+        replace(rollout, scores=scores, turn_rewards=rewards), parts.planner.plan(rollout)
+    )
+    torch.testing.assert_close(scored.old_logprobs, rollout.sampled_logprobs, atol=1e-5, rtol=1e-4)
+    batch = parts.estimate(scored, kl_coef=0.0)
+    found = [float(batch.advantages[row][rollout.response_mask[row]].mean()) for row in range(6)]
+    for (low, high), rows in (((1, 2), (0, 1)), ((3, 5), (2, 4))):  # an episode counts once
+        advantage = (high - low) / 2 / ((high - low) / 2**0.5 + 1e-4)
+        assert [found[row] for row in rows] == pytest.approx([-advantage, advantage])
+    assert found[2:6:2] == pytest.approx(found[3:6:2])
+
+
+def test_texts_and_token_ids_continue_by_their_beginning(world: World, paths: dict[str, str]) -> None:
+    parts = parts_of(world, paths["actor"], continue_texts)
+    rollout = parts.sampler.sample(PROMPTS[:1], step=1)
+    assert rollout.samples is not None and rollout.samples.tolist() == [0, 0, 1, 1]
+    assert rollout.input_ids[1, :2].tolist() == [7, 8] and rollout.turn_rewards is not None
+    assert float(rollout.turn_rewards.abs().sum()) == 0
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("raises", "it raised KeyError: 'secret'"),
+        ("hangs", "it took longer than 1 s"),
+        ("wrong", "a program must return a finite number or None, it returned 'good'"),
+    ],
+)
+def test_what_fails_ends_the_run_or_has_no_reward(
+    how: str, reason: str, world: World, paths: dict[str, str], log_lines: list[str]
+) -> None:
+    settings: dict[str, Any] = {"options": {"how": how}, "timeout_seconds": 1.0 if how == "hangs" else 60.0}
+    with pytest.raises(UserError, match=re.escape(reason)):
+        parts_of(world, paths["actor"], misbehave, **settings).sampler.sample(PROMPTS, step=1)
+    zero = parts_of(world, paths["actor"], misbehave, on_failure="zero", **settings)
+    rollout = zero.sampler.sample(PROMPTS, step=1)
+    assert rollout.turn_rewards is not None and not rollout.turn_rewards.any() and not rollout.stopped.any()
+    assert any(reason in line for line in log_lines)
+
+
+def test_an_episode_without_an_answer_is_left_out(world: World, paths: dict[str, str]) -> None:
+    silent = parts_of(world, paths["actor"], misbehave, options={"how": "silent"}, on_failure="zero")
+    with pytest.raises(UserError, match="must make requests, none of 6 episodes has"):
+        silent.sampler.sample(PROMPTS, step=1)
+
+
+def test_who_goes_beyond_the_limits_is_truncated(world: World, paths: dict[str, str]) -> None:
+    parts = parts_of(world, paths["actor"], misbehave, options={"how": "overruns"}, max_turns=4)
+    rollout = parts.sampler.sample(PROMPTS[:1], step=1)
+    assert len(rollout) == 8 and not rollout.stopped.any(), "four sequences of each, as each asks the same again"
+    small = replace(SAMPLING, sampling=replace(SAMPLING.sampling, max_new_tokens=40))
+    played = parts_of(world, paths["actor"], talk, sampling=small, options={"turns": 50}, max_turns=50)
+    rollout = played.sampler.sample(PROMPTS, step=1)
+    followed = rollout.lengths - rollout.response_mask.int().argmax(dim=1)
+    assert int(followed.max()) <= 40 and not rollout.stopped.any()
+
+
+def test_only_the_episodes_own_address_answers(world: World, paths: dict[str, str]) -> None:
+    rollout = parts_of(world, paths["actor"], misbehave, options={"how": "probes"}).sampler.sample(PROMPTS, step=1)
+    assert rollout.turn_rewards is not None and rollout.turn_rewards.sum(dim=1).tolist() == [1.5] * 6
+
+
+def test_mistakes_are_named_before_the_run(world: World) -> None:
+    for settings, rule in (
+        ({"program": "x", "path": "m:C"}, "an environment is a class or a program"),
+        ({"program": "x"}, "environment.program must be module:function"),
+        ({"program": "m:f", "max_observation_tokens": 3}, "max_observation_tokens is read with environment.path"),
+    ):
+        with pytest.raises(UserError, match=rule):
+            EnvironmentConfig(**settings)
+    config = EnvironmentConfig(program="m:f")
+    with pytest.raises(UserError, match="got algorithm online_dpo, which counts completions"):
+        RLConfig(environment=config, algorithm=OnlineDPOConfig(), rollout=RolloutConfig(sampling=SamplingParams(n=2)))
+    with pytest.raises(UserError, match="got rollout.draft ngram: leave it out"):
+        RLConfig(environment=config, algorithm=ALGORITHM, rollout=replace(SAMPLING, draft="ngram"))
+    for program, options, rule in (
+        (f"{__name__}:SAMPLING", {}, "names a function, .* is a RolloutConfig"),
+        (f"{__name__}:misbehave", {"when": 1}, r"does not \(missing a required argument: 'how'\)|does not \("),
+        (f"{__name__}:absent", {}, "cannot be imported"),
+    ):
+        with pytest.raises(UserError, match=rule):
+            build_runner(
+                EnvironmentConfig(program=program, options=options),
+                rollout=SAMPLING,
+                tokenizer=tiny_tokenizer(),
+                world=world,
+            )
+
+
+def test_a_run_learns_from_a_program(tmp_path: Path, model_folder: Path) -> None:
+    (tmp_path / "game.py").write_text(
+        "import openai\n"
+        "def play(base_url, api_key, model, row):\n"
+        "    client = openai.OpenAI(base_url=base_url, api_key=api_key)\n"
+        "    answer = client.chat.completions.create(model=model, messages=row['prompt'], max_tokens=6)\n"
+        "    return sum(letter.islower() for letter in answer.choices[0].message.content) / 6\n"
+    )
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{number}"}) + "\n" for number in range(200)))
+    more = ["--algorithm", "grpo", "--rollout.sampling.n", "8", "--environment.program", f"{tmp_path}/game.py:play"]
+    more += ["--train.max_steps", "25", "--actor.optimizer.lr", "1e-2", "--logging.tensorboard", "false"]
+    done = run_python(rl_line(tmp_path / "out", model_folder, rows, *more))
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    rewards = [line["environment/reward"] for line in lines if "environment/reward" in line]
+    assert len(rewards) == 25
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.15, rewards
