@@ -6,7 +6,7 @@ WORKERS := $(shell expr $$(nproc 2>/dev/null || echo 2) + 1)
 PIP := $(VENV)/bin/pip install --quiet --constraint constraints.txt
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test families wheel-demo faults lint audit bench gpu venv clean
+.PHONY: demo test families wheel-demo faults lint audit docs bench gpu venv clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/python train.py $(ARGS)
@@ -42,6 +42,10 @@ audit: $(VENV)/.test
 		2>/dev/null; then $(VENV)/bin/pip-audit --local --skip-editable --progress-spinner off --desc off; \
 	else echo 'audit: skipped, cannot reach pypi.org'; fi
 
+# The documentation site, in build/site. A broken link, or a page that the navigation lacks, fails.
+docs: $(VENV)/.test
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
+
 bench: $(VENV)/.test
 	$(VENV)/bin/python benchmarks/cli_startup.py
 	$(VENV)/bin/python benchmarks/head_memory.py
@@ -66,7 +70,7 @@ $(VENV)/.demo: $(VENV)/.python setup.cfg constraints.txt
 	touch $@
 
 $(VENV)/.test: $(VENV)/.demo
-	$(PIP) --editable '.[demo,serve,test,lint]'
+	$(PIP) --editable '.[demo,serve,test,lint,docs]'
 	touch $@
 
 clean:

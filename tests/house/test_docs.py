@@ -1,30 +1,148 @@
-"""Pages that are generated are current, and links between pages lead somewhere."""
+"""Generated pages are current, links lead somewhere, and commands, keys, settings and code on pages are valid."""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import json
 import re
+import sys
+import textwrap
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
+import yaml
 
 import hybrid_rlhf
+from hybrid_rlhf.cli.main import COMMANDS
+from hybrid_rlhf.cli.train import with_bare_plan
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.inference import ChatConfig, GenerateConfig, ServeConfig
+from hybrid_rlhf.configs.parsing.command_line import parse_config
+from hybrid_rlhf.configs.parsing.schema import Layer, UnknownKey, find_hints, resolve
+from hybrid_rlhf.configs.pipeline import CalibrateConfig, PipelineConfig, PlanConfig
+from hybrid_rlhf.configs.preference import PreferenceStepConfig
+from hybrid_rlhf.configs.reward import RewardConfig
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sft import SFTConfig
+from tests.support.documents import LIBRARY, PAGES, blocks, commands, documented_metrics, library_texts
+from tests.support.runs import ROOT
 
-ROOT = Path(__file__).parents[2]
-PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+CONFIGS: dict[str, type] = {
+    **{"demo": PipelineConfig, "train": PipelineConfig, "plan": PlanConfig, "calibrate": CalibrateConfig},
+    **{"sft": SFTConfig, "reward": RewardConfig, "preference": PreferenceStepConfig, "rl": RLConfig},
+    **{"chat": ChatConfig, "generate": GenerateConfig, "serve": ServeConfig},
+}
+METRIC_FLOORS = ("rl", "supervised", "loop", "placement", "models", "runtime/observability")
+"""Folders of the library that make metrics."""
+NOT_METRICS = {"application/json"}
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def generator(name: str) -> ModuleType:
+    """A script of docs/ that writes a page."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_the_api_reference_is_current_and_whole() -> None:
-    spec = importlib.util.spec_from_file_location("generate_api", ROOT / "docs" / "generate_api.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = generator("generate_api")
     assert module.page() == module.PAGE.read_text(), "run: python docs/generate_api.py"
     assert {name for names in module.GROUPS.values() for name in names} == set(hybrid_rlhf.__all__)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_list_of_keys_is_current() -> None:
+    module = generator("generate_keys")
+    assert module.page() == module.PAGE.read_text(), "run: python docs/generate_keys.py"
+
+
+@each_page
 def test_links_lead_to_files(page: Path) -> None:
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     links = re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", text)
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    found = set(re.findall(r"[\w/]+\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert found == {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+
+
+@each_page
+def test_commands_parse(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    (tmp_path / "hostfile").write_text("node1 slots=8\nnode2 slots=8\n")
+    monkeypatch.chdir(tmp_path)
+    for name, words in commands(page):
+        assert name in COMMANDS, name
+        positional = "path" if name in ("chat", "generate", "serve") else None
+        if {"--help", "--help-all"}.isdisjoint(words) and name in CONFIGS:
+            parse_config(CONFIGS[name], with_bare_plan(words), prog=name, positional=positional)
+
+
+@each_page
+def test_blocks_are_valid(page: Path) -> None:
+    for block in blocks(page, "python"):
+        code = textwrap.dedent(block)
+        ast.parse(f"{{{code}}}" if code.startswith('"') else code)  # an entry of a table
+    for block in blocks(page, "json"):
+        json.loads(block)
+    for block in blocks(page, "yaml"):
+        content = yaml.safe_load(block)
+        assert any(accepts(kind, content) for kind in CONFIGS.values()), block
+
+
+def accepts(kind: type, content: dict[str, Any]) -> bool:
+    """Whether a config has these keys."""
+    try:
+        resolve(kind, [Layer(content, "page")])
+    except (UserError, UnknownKey):
+        return False
+    return True
+
+
+def test_keys_of_other_systems_become_keys_that_exist() -> None:
+    rows = re.findall(r"^\| [^|]+ \| ([^|]+) \| [^|]* \|$", (ROOT / "docs" / "migration.md").read_text(), re.MULTILINE)
+    keys = {key for row in rows for key in re.findall(r"`([\w.]+)`", row)} - {"algorithm.name"}
+    assert len(keys) > 45
+    steps = (SFTConfig, RewardConfig, PreferenceStepConfig, RLConfig, PipelineConfig)
+    assert [key for key in sorted(keys) if not any(find_hints(kind, key) for kind in steps)] == []
+
+
+def test_messages_of_the_troubleshooting_page_are_those_of_the_code() -> None:
+    rows = re.findall(r"^\| `([^`|]+)`", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+    messages = [row for row in rows if " " in row]
+    assert len(messages) > 30
+    parts = [part for message in messages for part in message.split("...") if len(part) > 3]
+    assert [part for part in parts if part.strip(" ") not in library_texts()] == []
+
+
+def test_metrics_of_the_code_are_documented() -> None:
+    """Each text of a metric's form; values in it may be anything."""
+    found = {name for file in LIBRARY if in_floors(file) for name in texts(file)}
+    metrics = {name for name in found if re.fullmatch(r"[a-z_]+/[a-z_*]+(/[a-z_*]+)?|\*/[a-z_]+", name)} - NOT_METRICS
+    assert len(metrics) > 70
+    patterns = {name: re.compile(re.escape(name).replace(r"\*", r"[\w.:/-]+")) for name in metrics}
+    listed = documented_metrics()
+    assert [name for name in sorted(metrics) if not any(map(patterns[name].fullmatch, listed))] == []
+
+
+def in_floors(file: Path) -> bool:
+    """Whether a file is in a folder that makes metrics."""
+    return str(file.relative_to(ROOT / "hybrid_rlhf")).startswith(METRIC_FLOORS)
+
+
+def texts(file: Path) -> set[str]:
+    """The texts of a file; an asterisk stands for a value in an f-string."""
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    joined = [node for node in nodes if isinstance(node, ast.JoinedStr)]
+    inside = {id(part) for node in joined for part in node.values}
+    plain = {str(node.value) for node in nodes if isinstance(node, ast.Constant) and id(node) not in inside}
+    return plain | {
+        "".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in node.values) for node in joined
+    }

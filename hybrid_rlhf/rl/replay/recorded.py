@@ -109,7 +109,7 @@ class RecordedStep:
             config,
             output_dir=str(scratch),
             resume=resume if checkpoint is None else str(checkpoint),
-            logging=replace(config.logging, samples_every=0, tensorboard=False, profile_steps=[]),
+            logging=replace(config.logging, samples_every=0, sinks=[], webhook=None, profile_steps=[]),
         )
 
     @property

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# One step on two nodes under Slurm:
+#   sbatch recipes/cluster/slurm.sh STEP FILE.yaml [--KEY VALUE ...]
+# STEP is sft, reward, preference or rl; FILE.yaml has the keys of that step, output_dir among them. The same line again
+# resumes from the newest checkpoint. Five minutes before the time limit Slurm signals this script, which runs on the node
+# of rank 0 and asks rank 0 for a checkpoint (docs/reliability.md).
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --time=24:00:00
+#SBATCH --signal=B:USR1@300
+set -euo pipefail
+step=$1 config=$2
+shift 2
+output=$(sed -n 's/^output_dir: *//p' "$config")
+trap 'read -r pid host < "$output/.lock" && kill -USR1 "$pid"' USR1
+export FIRST_NODE=$(hostname) GPUS=${GPUS:-8}
+srun bash -c 'exec torchrun --nnodes "$SLURM_NNODES" --node-rank "$SLURM_NODEID" --nproc-per-node "$GPUS" \
+    --master-addr "$FIRST_NODE" --master-port 29500 -m "hybrid_rlhf.cli.$0" --config "$@"' \
+    "$step" "$config" --resume auto "$@" &
+child=$! code=0
+while kill -0 "$child" 2> /dev/null; do
+    wait "$child" && code=0 || code=$?
+done
+exit "$code"

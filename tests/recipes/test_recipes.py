@@ -1,0 +1,157 @@
+"""Each recipe parses, fits the machine of its header by the planner, and runs two steps on a tiny model."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import runpy
+import shlex
+import subprocess
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hybrid_rlhf.cli import train
+from hybrid_rlhf.configs.parsing.command_line import parse_config, save_config
+from hybrid_rlhf.configs.pipeline import STEP_NAMES, PipelineConfig
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.memory.report import planned_phases
+from hybrid_rlhf.placement.machines.datasheets import DATA_SHEETS
+from tests.support.documents import undocumented_metrics
+from tests.support.runs import ROOT
+from tests.support.shapes import PUBLISHED, write_shape, write_tiny
+
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+FIELDS = ("machine", "plan", "memory", "start", "source")
+each_recipe = pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
+
+
+@pytest.fixture(autouse=True)
+def in_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths of recipes are those of the checkout."""
+    monkeypatch.chdir(ROOT)
+
+
+def header(file: Path) -> dict[str, str]:
+    """The fields of the comment that a recipe begins with."""
+    comment = re.match(r"(?:#.*\n)+", file.read_text())
+    assert comment is not None
+    text = re.sub(r"\n# {10}", " ", comment[0])
+    return dict(re.findall(r"^# (\w+): +(.*)$", text, re.MULTILINE))
+
+
+def pipeline_keys(file: Path, models: Path, write: Any) -> dict[str, Any]:
+    """A recipe as keys of a pipeline, each model replaced by a folder that `write` makes."""
+    content = yaml.safe_load(file.read_text())
+    if f"hybrid-rlhf train --config recipes/{file.name}" not in header(file)["start"]:
+        content = {"steps": "rl", "rl": content}
+
+    @functools.cache
+    def folder(name: str) -> str:
+        return str(write(name, models / name.replace("/", "--")))
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: replaced(inner) for key, inner in value.items()}
+        return folder(value) if isinstance(value, str) and value in PUBLISHED else value
+
+    found: dict[str, Any] = replaced({key: value for key, value in content.items() if key != "launcher"})
+    return found
+
+
+@each_recipe
+def test_a_recipe_says_how_it_is_started_and_parses(file: Path) -> None:
+    fields = header(file)
+    assert all(fields.get(name) for name in FIELDS), fields
+    words = shlex.split(fields["start"])
+    place = words.index(f"recipes/{file.name}")
+    if words[:2] == ["hybrid-rlhf", "train"]:
+        options = [word for word in words[place + 1 :] if not word.startswith("recipes/")]
+        kept = options[: 2 * sum(word.startswith("--") for word in options)]
+        parse_config(PipelineConfig, ["--config", str(file), *kept])
+    else:
+        parse_config(RLConfig, ["--config", str(file)])
+
+
+@each_recipe
+def test_a_recipe_fits_its_machine(file: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "recipe.yaml"
+    keys.write_text(yaml.safe_dump(pipeline_keys(file, tmp_path, write_shape)))
+    given = dict(re.findall(r"--(machine|ranks) ([\w-]+)", header(file)["plan"]))
+    gib = DATA_SHEETS[given["machine"]].device_gib
+    words = ["--config", str(keys), "--plan", "true", "--plan_device_gib", str(gib), "--plan_ranks", given["ranks"]]
+    planner, planned = planned_phases(*train.pipeline(PipelineConfig, words))
+    phases = [phase for of_step in planned.values() for phase in of_step]
+    assert all(phase.fits for phase in phases), phases
+    most = max(phases, key=lambda phase: phase.total)
+    amounts = f"{most.total / 2**30:.1f} of {planner.machine.device_bytes / 2**30:.1f}"
+    assert header(file)["memory"] == f"{amounts} GiB per GPU, in {most.name}"
+
+
+@pytest.mark.slow
+@each_recipe
+def test_a_recipe_runs(file: Path, tmp_path: Path, pair_rows: Path, world: Any) -> None:
+    rows = tmp_path / "rows.jsonl"
+    parsed = map(json.loads, pair_rows.read_text().splitlines())
+    rows.write_text("".join(json.dumps({**row, "answer": row["chosen"]}) + "\n" for row in parsed))
+    keys = tmp_path / "recipe.yaml"
+    keys.write_text(yaml.safe_dump(pipeline_keys(file, tmp_path / "models", write_tiny)))
+    config = parse_config(PipelineConfig, ["--config", str(keys)])
+    config = parse_config(PipelineConfig, ["--config", str(keys), *small_words(config, rows, tmp_path)])
+    for name in config.step_names:
+        step = train.step_config(name, config)
+        save_config(step, tmp_path / f"{name}.yaml")
+        import_module(train.MODULES[name]).main(["--config", str(tmp_path / f"{name}.yaml")])
+        folder = Path(step.output_dir)
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines][-2:] == [1, 2]
+        assert list(folder.rglob("model.safetensors"))
+        assert undocumented_metrics({metric for line in lines for metric in line}) == set()
+
+
+def small_words(config: PipelineConfig, rows: Path, folder: Path) -> list[str]:
+    """Options that make two short steps of each step of a recipe, on one rank."""
+    words = ["--output_dir", str(folder / "output"), "--data.sources", str(rows)]
+    for name in STEP_NAMES:
+        words += [f"--{name}.data.sources", str(rows), f"--{name}.data.cache_dir", str(folder / "cache")]
+        words += [f"--{name}.train.max_steps", "2", f"--{name}.data.max_eval_rows", "4"]
+        words += [f"--{name}.logging.tensorboard", "false"]
+        if name in config.step_names:
+            words += [f"--{name}.output_dir", str(folder / "output" / name)]
+        if name != "rl":
+            words += [f"--{name}.train.global_batch_size", "4", f"--{name}.data.max_length", "96"]
+    n = min(config.rl.rollout.sampling.n, 4)
+    words += [
+        "--rl.rollout.prompts_per_step",
+        "4",
+        "--rl.rollout.sampling.n",
+        str(n),
+        "--rl.algorithm.mini_batches",
+        "2",
+    ]
+    words += ["--rl.rollout.sampling.max_new_tokens", "12", "--rl.rollout.max_prompt_tokens", "300"]
+    if config.rl.environment is not None:
+        words += ["--rl.environment.max_turn_tokens", "4"]
+    return [*words, "--rl.rollout.tensor_parallel", "1", "--rl.rollout.kv_cache_gib", "0.1"]
+
+
+def test_the_verified_reward_compares_the_last_number() -> None:
+    correct = runpy.run_path(str(ROOT / "recipes" / "final_number.py"))["correct"]
+    texts = ["2 and 3 are 5", "it is 1,234.0.", "none", "5 or 6", "-4"]
+    assert correct([None] * 5, texts, answer=["5", "1234", "5", 5, "-4"], other=[0] * 5) == [1.0, 1.0, 0.0, 0.0, 1.0]
+
+
+def test_gsm8k_becomes_prompts_and_answers() -> None:
+    converted = runpy.run_path(str(ROOT / "recipes" / "prepare_gsm8k.py"))["converted"]
+    row = converted({"question": "1000+200?", "answer": "1000+200=<<1000+200=1200>>1200\n#### 1,200"})
+    assert row["prompt"].startswith("1000+200?\n") and row["answer"] == "1200"
+
+
+def test_cluster_scripts_parse() -> None:
+    for file in (ROOT / "recipes" / "cluster").glob("*.sh"):
+        done = subprocess.run(["bash", "-n", str(file)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr

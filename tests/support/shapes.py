@@ -1,0 +1,132 @@
+"""Configs of published models without weights, and tiny random models of the same families."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.support.tiny import VOCABULARY, tiny_tokenizer
+
+_QWEN25 = {"model_type": "qwen2", "vocab_size": 152064, "max_position_embeddings": 32768, "rope_theta": 1e6}
+_QWEN3 = {"vocab_size": 151936, "max_position_embeddings": 40960, "head_dim": 128, "rope_theta": 1e6}
+_LLAMA3 = {"model_type": "llama", "vocab_size": 128256, "max_position_embeddings": 8192, "rope_theta": 5e5}
+_OPT = {"model_type": "opt", "vocab_size": 50272, "max_position_embeddings": 2048}
+_QWEN25_HALF = {
+    **_QWEN25,
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Qwen/Qwen2.5-0.5B": _QWEN25_HALF,
+    "Qwen/Qwen2.5-0.5B-Instruct": _QWEN25_HALF,
+    "Qwen/Qwen2.5-7B-Instruct": {
+        **_QWEN25,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+    },
+    "Qwen/Qwen3-4B": {
+        **_QWEN3,
+        "model_type": "qwen3",
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+    },
+    "Qwen/Qwen3-30B-A3B": {
+        **_QWEN3,
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+    },
+    "meta-llama/Llama-3.2-1B-Instruct": {
+        **_LLAMA3,
+        "max_position_embeddings": 131072,
+        "head_dim": 64,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+    },
+    "meta-llama/Meta-Llama-3-8B": {
+        **_LLAMA3,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+    },
+    "facebook/opt-1.3b": {
+        **_OPT,
+        "hidden_size": 2048,
+        "word_embed_proj_dim": 2048,
+        "ffn_dim": 8192,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 32,
+    },
+    "facebook/opt-350m": {
+        **_OPT,
+        "hidden_size": 1024,
+        "word_embed_proj_dim": 512,
+        "do_layer_norm_before": False,
+        "ffn_dim": 4096,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+    },
+}
+"""The config of each model by its hub name, from the config.json that its authors publish."""
+_TINY = {
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 1024,
+    "hidden_size": 32,
+    "word_embed_proj_dim": 16,
+    "ffn_dim": 48,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+
+
+def write_shape(name: str, folder: Path) -> str:
+    """A folder with the config of a published model and no weights."""
+    AutoConfig.for_model(**PUBLISHED[name]).save_pretrained(folder)
+    return str(folder)
+
+
+def write_tiny(name: str, folder: Path) -> str:
+    """A folder with a tiny random model of a published model's family, and a tokenizer of bytes."""
+    sizes = {key: _TINY.get(key, value) for key, value in PUBLISHED[name].items()}
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**sizes, **_TOKENS})).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return str(folder)
