@@ -66,7 +66,7 @@ $(VENV)/.demo: $(VENV)/.python setup.cfg constraints.txt
 	touch $@
 
 $(VENV)/.test: $(VENV)/.demo
-	$(PIP) --editable '.[demo,serve,test,lint]'
+	$(PIP) --editable '.[board,demo,serve,test,lint]'
 	touch $@
 
 clean:

@@ -32,7 +32,7 @@ from hybrid_rlhf.models.pretrained.sources import resolve_model
 from hybrid_rlhf.runtime.world import solo_world
 
 ROOT = Path(__file__).parents[1]
-DEMO = ROOT / "hybrid_rlhf" / "configs" / "demo.yaml"
+DEMO = ROOT / "hybrid_rlhf" / "configs" / "commands" / "demo.yaml"
 LETTERS = "abcdefgh"
 COPY_TOKENS = 8
 REASONING_TASK = "family_relationships"

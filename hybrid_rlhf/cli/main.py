@@ -25,6 +25,7 @@ COMMANDS = {
     "chat": ("saved_models.chat", "Chat with a saved model in the terminal"),
     "generate": ("saved_models.generate", "Complete the prompts of a file"),
     "serve": ("saved_models.serve", "Serve a saved model over HTTP with OpenAI's API"),
+    "board": ("runs.board", "Show runs in a browser: curves, rollouts, preferences, chat, start and stop"),
     "plan": (
         "machine.plan",
         "Print the memory of each phase of `train` and the fastest placement; loads no weights",

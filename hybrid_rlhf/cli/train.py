@@ -31,7 +31,7 @@ from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE, forward_sign
 PipelineT = TypeVar("PipelineT", bound=PipelineConfig)
 ROOT = Path(__file__).parents[2]
 """Folder that contains the package: the checkout, or site-packages."""
-DEMO = ROOT / "hybrid_rlhf" / "configs" / "demo.yaml"
+DEMO = ROOT / "hybrid_rlhf" / "configs" / "commands" / "demo.yaml"
 MODULES = {
     "sft": "hybrid_rlhf.cli.sft",
     "reward": "hybrid_rlhf.cli.reward",

@@ -81,7 +81,7 @@ def test_one_package_and_one_command_are_installed(scripts: Path, home: Path) ->
     top = {name.split("/")[0] for name in installed if not name.startswith("../")}
     assert top == {"hybrid_rlhf", information.name}
     assert [name for name in installed if name.startswith("../")] == ["../../../bin/hybrid-rlhf"]
-    assert "hybrid_rlhf/configs/demo.yaml" in installed
+    assert "hybrid_rlhf/configs/commands/demo.yaml" in installed
     done = run([str(scripts / "hybrid-rlhf"), "--version"], home)
     assert (done.returncode, done.stdout) == (0, f"hybrid-rlhf {hybrid_rlhf.__version__}\n"), done.stderr
 

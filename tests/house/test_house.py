@@ -86,7 +86,7 @@ def test_algorithms_are_short_and_repeat_nothing() -> None:
 
 def test_every_yaml_belongs_to_a_config() -> None:
     """A new file needs a line here, and parses."""
-    types = {"hybrid_rlhf/configs/demo.yaml": PipelineConfig}
+    types = {"hybrid_rlhf/configs/commands/demo.yaml": PipelineConfig}
     found = [path for folder in ("hybrid_rlhf", "training", "inference") for path in (ROOT / folder).rglob("*.yaml")]
     assert {str(path.relative_to(ROOT)) for path in found} == set(types)
     for name, config_type in types.items():
@@ -94,7 +94,7 @@ def test_every_yaml_belongs_to_a_config() -> None:
 
 
 def test_the_demo_parses() -> None:
-    config = parse_config(PipelineConfig, [], defaults=ROOT / "hybrid_rlhf" / "configs" / "demo.yaml")
+    config = parse_config(PipelineConfig, [], defaults=ROOT / "hybrid_rlhf" / "configs" / "commands" / "demo.yaml")
     assert config.base_model == "embedded"
 
 

@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hybrid_rlhf.runtime.files.json_lines import JsonLinesFile, drop_lines_after, read_lines
+from hybrid_rlhf.runtime.files.names import METRICS_FILE
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 
-METRICS_FILE = "metrics.jsonl"
 logger = logging.getLogger(LOGGER_NAME)
 
 
