@@ -11,6 +11,7 @@ from types import FrameType
 
 import uvicorn
 
+from hybrid_rlhf.board.chat import Load
 from hybrid_rlhf.board.events import EventHub
 from hybrid_rlhf.board.routes.app import build_app
 from hybrid_rlhf.board.workspace import Workspace
@@ -33,17 +34,18 @@ class BoardServer(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def run_board(config: BoardConfig, report: Callable[[str], None]) -> None:
+def run_board(config: BoardConfig, load: Load, report: Callable[[str], None]) -> None:
     """Serve the board until SIGTERM or SIGINT.
 
     Args:
         config: the settings.
+        load: gives engine and tokenizer of a model, when someone chats with it.
         report: receives a line with the address when requests are answered.
 
     Raises:
         UserError: if a folder is missing or the address cannot be taken.
     """
-    workspace = Workspace(config)
+    workspace = Workspace(config, load)
     listener = _listener(config.host, config.port)
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}/"

@@ -90,7 +90,7 @@ class Training:
             if not settings.exists():
                 settings = run.folder / BOARD_CONFIG
             words = ("--resume", "auto", "--output_dir", str(run.folder))
-            self._launch(run.folder, command_line(summary["command"], settings, *words), _ranks(run.folder))
+            self._launch(run.folder, command_line(summary["command"], settings, *words), world_size(run.folder))
 
     def is_alive(self, run_id: str) -> bool:
         """Whether a process that this board started for a run lives."""
@@ -109,7 +109,7 @@ class Training:
         return name
 
 
-def _ranks(folder: Path) -> int:
+def world_size(folder: Path) -> int:
     """On how many ranks the newest checkpoint was written; 1 without one."""
     manifests = sorted((folder / CHECKPOINTS).glob(f"step_*/{MANIFEST}"), key=lambda file: file.stat().st_mtime)
     try:

@@ -13,7 +13,8 @@ from fastapi.responses import FileResponse, Response, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
-from hybrid_rlhf.board.routes import runs, samples
+from hybrid_rlhf.board.processes.jobs import UnknownJob
+from hybrid_rlhf.board.routes import chat, jobs, preferences, runs, samples, training
 from hybrid_rlhf.board.routes.access import BoardAccess
 from hybrid_rlhf.board.routes.answers import answer, error_answer
 from hybrid_rlhf.board.runs.folders import UnknownRun
@@ -23,7 +24,7 @@ from hybrid_rlhf.configs.commands.board import BoardConfig
 from hybrid_rlhf.configs.errors import UserError
 
 STATIC = Path(__file__).parents[1] / "static"
-_STATUSES: dict[type[Exception], int] = {UnknownRun: 404, UnknownSample: 404, UserError: 400}
+_STATUSES: dict[type[Exception], int] = {UnknownRun: 404, UnknownSample: 404, UnknownJob: 404, UserError: 400}
 
 
 def build_app(workspace: Workspace, config: BoardConfig, *, report: Callable[[], None]) -> FastAPI:
@@ -64,7 +65,7 @@ def build_app(workspace: Workspace, config: BoardConfig, *, report: Callable[[],
     async def events() -> Response:
         return StreamingResponse(workspace.hub.stream(), media_type="text/event-stream")
 
-    for subject in (runs, samples):
+    for subject in (runs, samples, jobs, preferences, chat, training):
         app.include_router(subject.routes(workspace))
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
     return app

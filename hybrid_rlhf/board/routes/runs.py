@@ -55,7 +55,7 @@ def routes(workspace: Workspace) -> APIRouter:
                 **summary,
                 "config": summaries.config(run)[0],
                 "metric_names": metrics.names(),
-                "memory_plan": None,
+                "memory_plan": workspace.memory_plan(run),
                 "files": files[:_MOST_FILES],
             }
         )

@@ -39,7 +39,7 @@ class Samples:
 
     def page(self, query: SampleQuery) -> dict[str, Any]:
         """GET /api/runs/RUN/samples."""
-        view = self._view()
+        view = self.view()
         found = find(view, query)
         recorded = set(self._records.steps())
         steps = view.column("step")
@@ -73,7 +73,7 @@ class Samples:
 
     def line(self, step: int, position: int) -> dict[str, Any]:
         """The row of samples.jsonl of a sample; see `sample`."""
-        view = self._view()
+        view = self.view()
         row = row_of(view, step, position)
         if row is None:
             raise UnknownSample(f"step and index must be of a recorded sample, got {step} and {position}: see samples")
@@ -81,7 +81,7 @@ class Samples:
 
     def prompts(self, query: PromptQuery) -> dict[str, Any]:
         """GET /api/runs/RUN/prompts, the most frequent first."""
-        view = self._view()
+        view = self.view()
         numbers, starts, order = self._grouped(view)
         counts = np.diff(np.append(starts, len(order)))
         kept = np.arange(len(numbers))
@@ -108,7 +108,7 @@ class Samples:
 
     def of_prompt(self, key: str, most: int) -> tuple[list[dict[str, Any]] | None, list[dict[str, Any]]]:
         """The messages of a prompt, none if the run does not have it, and rows of its samples."""
-        view = self._view()
+        view = self.view()
         rows = np.flatnonzero(view.column("prompt") == key_number(key))[:most]
         if not len(rows):
             return None, []
@@ -120,7 +120,8 @@ class Samples:
         """Whether the tokens of a step are recorded."""
         return step in self._records.steps()
 
-    def _view(self) -> IndexView:
+    def view(self) -> IndexView:
+        """What is indexed, after a moment for new lines."""
         self.index.update(_CATCH_UP_SECONDS)
         return self.index.view()
 

@@ -7,12 +7,16 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from itertools import takewhile
+from typing import Any
 
 from hybrid_rlhf.configs.commands.board import BoardConfig
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.inference import InferenceConfig
 from hybrid_rlhf.configs.parsing.command_line import parse_config, user_errors
 
 _PACKAGES = ("fastapi", "uvicorn")
+_KV_CACHE_GIB = 1.0
+"""Of each model of a chat: a run may need the rest of the device."""
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
@@ -29,7 +33,14 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
             )
         from hybrid_rlhf.board.server import run_board
 
-        run_board(config, report=lambda line: print(line, flush=True))
+        run_board(config, _load, report=lambda line: print(line, flush=True))
+
+
+def _load(config: InferenceConfig) -> Any:
+    """Engine and tokenizer of a model; torch is imported when the first is loaded."""
+    from hybrid_rlhf.cli.saved_models.loading import load_engine
+
+    return load_engine(config, kv_cache_gib=_KV_CACHE_GIB)
 
 
 if __name__ == "__main__":
