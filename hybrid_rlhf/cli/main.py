@@ -1,18 +1,21 @@
 """The console script `hybrid-rlhf COMMAND`: one subcommand per module of this package.
 
-Only the module of the chosen command is imported, so that `--help` and `--version` need no torch.
+Only the module of the chosen command is imported, so that `--help` and `--version` need no torch. `--json` belongs to
+every command: it is taken out of the line here, and `configs/parsing/output.py` prints results and errors accordingly.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 
 from hybrid_rlhf import __version__
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.command_line import user_errors
+from hybrid_rlhf.configs.parsing.output import JSON_OPTION, json_output, print_result
 
 PROGRAM = "hybrid-rlhf"
 COMMANDS = {
@@ -22,6 +25,7 @@ COMMANDS = {
     "reward": ("reward", "Train a reward model"),
     "preference": ("preference", "Train on preferences without a reward model: DPO, KTO, ORPO, ..."),
     "rl": ("rl", "Train by reinforcement learning: PPO, GRPO, RLOO, ..."),
+    "data": ("data.subcommands", "Check, convert, split and blend files of rows"),
     "chat": ("saved_models.chat", "Chat with a saved model in the terminal"),
     "generate": ("saved_models.generate", "Complete the prompts of a file"),
     "serve": ("saved_models.serve", "Serve a saved model over HTTP with OpenAI's API"),
@@ -31,6 +35,8 @@ COMMANDS = {
         "Print the memory of each phase of `train` and the fastest placement; loads no weights",
     ),
     "calibrate": ("machine.calibrate", "Measure how fast this machine is, for the times of `plan`"),
+    "env": ("machine.env", "Print versions, devices and optional packages, and what is wrong with them"),
+    "completion": ("machine.completion", "Print a script that completes the line in bash, zsh or fish"),
 }
 """Subcommands: the module below this package that has a function `main`, and a line of help."""
 
@@ -38,36 +44,60 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the subcommand that the first argument names."""
     words = list(sys.argv[1:] if argv is None else argv)
+    with json_output() if JSON_OPTION in words else contextlib.nullcontext():
+        _run([word for word in words if word != JSON_OPTION])
+
+
+def _run(words: list[str]) -> None:
     with user_errors():
         if not words or words[0] in ("-h", "--help"):
-            print(_help())
+            about = {name: text for name, (_, text) in COMMANDS.items()}
+            print_result({"command": PROGRAM, "subcommands": about}, _help(about))
             return
         name, *rest = words
         if name == "--version":
-            print(f"{PROGRAM} {__version__}")
+            print_result({"version": __version__}, f"{PROGRAM} {__version__}")
             return
-        if name not in COMMANDS:
-            (nearest,) = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.0)
-            raise UserError(f"unknown command {name!r}: the nearest is {nearest}; {PROGRAM} --help lists all")
-        module, _ = COMMANDS[name]
+        module, _ = COMMANDS[chosen_name(name, COMMANDS, PROGRAM)]
         import_module(f"hybrid_rlhf.cli.{module}").main(rest, prog=f"{PROGRAM} {name}")
 
 
-def _help() -> str:
-    width = max(map(len, COMMANDS))
+def chosen_name(word: str, names: Iterable[str], prog: str) -> str:
+    """A word of the line, if it is one of the names.
+
+    Raises:
+        UserError: with the nearest name, if it is not.
+    """
+    known = list(names)
+    if word not in known:
+        (nearest,) = difflib.get_close_matches(word, known, n=1, cutoff=0.0)
+        raise UserError(f"unknown command {word!r}: the nearest is {nearest}; {prog} --help lists all")
+    return word
+
+
+def usage(prog: str, about: Mapping[str, str], *, what: str) -> str:
+    """The usage of a command with others below it, with a line for each."""
+    width = max(map(len, about))
     return "\n".join(
         [
-            f"usage: {PROGRAM} COMMAND [--config FILE.yaml] [--KEY VALUE ...]",
+            f"usage: {prog} {what} [--config FILE.yaml] [--KEY VALUE ...]",
             "",
-            "Supervised fine-tuning, reward models, preference losses and reinforcement learning of language models.",
+            *(f"  {name:{width}}  {text}" for name, text in about.items()),
             "",
-            "commands:",
-            *(f"  {name:{width}}  {text}" for name, (_, text) in COMMANDS.items()),
+            f"`{prog} {what} --help` lists the keys with their types, units and defaults.",
+        ]
+    )
+
+
+def _help(about: Mapping[str, str]) -> str:
+    width = max(map(len, about))
+    return "\n".join(
+        [
+            usage(PROGRAM, about, what="COMMAND"),
             "",
             "options:",
             f"  {'--version':{width}}  Print the version",
-            "",
-            f"`{PROGRAM} COMMAND --help` lists the keys of a command with their types, units and defaults.",
+            f"  {JSON_OPTION:{width}}  Of every command: print results and errors as JSON, anything else on stderr",
         ]
     )
 

@@ -14,9 +14,11 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
     with user_errors():
         stop_with_launcher()
         config = parse_config(SFTConfig, argv, prog=prog)
+        from hybrid_rlhf.cli.train import print_run
         from hybrid_rlhf.supervised.build import run_sft
 
         run_sft(config)
+        print_run(config.output_dir)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from typing import Any, TextIO, TypeVar
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.command_line import parse_config, read_config, save_config, user_errors
+from hybrid_rlhf.configs.parsing.output import print_document, print_result, wants_json
 from hybrid_rlhf.configs.parsing.resuming import changed_keys
 from hybrid_rlhf.configs.pipeline import FOLDERS, STEP_NAMES, PipelineConfig, has_model, start_of
 from hybrid_rlhf.configs.sections.rules import require
@@ -54,12 +55,33 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
             from hybrid_rlhf.memory.report import report as report_memory
 
             lines, fits = report_memory(config, steps)
-            print("\n".join(lines))
+            print_result({"fits": fits, "lines": lines}, "\n".join(lines))
             sys.exit(0 if fits else 1)
         for name in config.step_names:
             run_step(name, steps[name], config)
+        changes: dict[str, Any] = {}
         if config.step_names[-1] in ("rl", "preference"):
-            show_changes(steps, last=config.step_names[-1])
+            changes = show_changes(steps, last=config.step_names[-1])
+        if wants_json():
+            runs = {name: run_document(steps[name].output_dir) for name in config.step_names}
+            print_document({"output_dir": config.output_dir, "steps": runs, **changes})
+
+
+def print_run(folder: str) -> None:
+    """Print, with --json, where the run of a step is and its last metrics; on the main rank."""
+    if wants_json() and os.environ.get("RANK", "0") == "0":
+        print_document(run_document(folder))
+
+
+def run_document(folder: str) -> dict[str, Any]:
+    """The folder of a run, with the last value of each metric."""
+    from hybrid_rlhf.runtime.observability.metrics import read_metrics
+
+    return {
+        "output_dir": folder,
+        "finished": (Path(folder) / "finished.json").exists(),
+        "metrics": {name: value for line in read_metrics(Path(folder)) for name, value in line.items()},
+    }
 
 
 def pipeline(
@@ -140,14 +162,14 @@ def step_config(name: str, config: PipelineConfig) -> Any:
     return step
 
 
-def show_changes(steps: dict[str, Any], *, last: str) -> None:
-    """Print held-out metrics before and after each step, and completions of the models."""
+def show_changes(steps: dict[str, Any], *, last: str) -> dict[str, Any]:
+    """Print held-out metrics before and after each step, and completions of the models; return them for programs."""
     from hybrid_rlhf.cli.saved_models.comparison import report
 
     folders = {name: step.output_dir for name, step in steps.items() if name in ("sft", "reward", last)}
     sft = steps["sft"]
     base_model = sft.model.path if start_of(steps[last]) == sft.output_dir else None
-    report(base_model=base_model, folders=folders, last=steps[last])
+    return report(base_model=base_model, folders=folders, last=steps[last])
 
 
 def run_step(name: str, step: Any, config: PipelineConfig) -> None:
@@ -186,6 +208,8 @@ def run_step(name: str, step: Any, config: PipelineConfig) -> None:
         print(f"\nerror: step {name} failed with exit code {code}: {' '.join(command)}", file=sys.stderr)
         if code in SIGNALS:
             print(SIGNALS[code], file=sys.stderr)
+        if wants_json():
+            print_document({"error": f"step {name} failed with exit code {code}", "log": logs / f"{FOLDERS[name]}.log"})
         print(f"last lines of {logs / FOLDERS[name]}.log:", file=sys.stderr)
         print("".join(f"  {line}" for line in tail), end="", file=sys.stderr)
         sys.exit(code)

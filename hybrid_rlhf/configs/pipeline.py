@@ -182,8 +182,6 @@ class PlanConfig(PipelineConfig):
     """Mean length of the prompts; null: half of rl.rollout.max_prompt_tokens."""
     completion_tokens: float | None = None
     """Mean length of the completions; null: half of rl.rollout.sampling.max_new_tokens. Lengths have a long tail."""
-    json: bool = False
-    """Print one JSON object instead of tables."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

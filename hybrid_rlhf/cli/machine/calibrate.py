@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 from hybrid_rlhf.configs.parsing.command_line import parse_config, user_errors
+from hybrid_rlhf.configs.parsing.output import print_result
 from hybrid_rlhf.configs.pipeline import CalibrateConfig
 
 
@@ -24,13 +25,15 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
             other = differences(stored_key(path))
             if not other:
                 read_curves(path)
-                print(f"this machine is measured: {path}; --renew true measures it again")
+                text = f"this machine is measured: {path}; --renew true measures it again"
+                print_result({"curves": path, "measured": False}, text)
                 return
             print(f"{path} differs in {', '.join(other)}: measuring again")
         start = time.monotonic()
         curves = calibrate(ranks, quick=config.quick, show=print)
         path = save_curves(curves, ranks, config.cache_dir)
-        print(f"measured in {time.monotonic() - start:.0f} s: {path}")
+        seconds = time.monotonic() - start
+        print_result({"curves": path, "measured": True, "seconds": seconds}, f"measured in {seconds:.0f} s: {path}")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ this one, or of a data sheet (`--machine h100`).
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid_rlhf.cli import train
 from hybrid_rlhf.configs.parsing.command_line import user_errors
+from hybrid_rlhf.configs.parsing.output import print_result
 from hybrid_rlhf.configs.pipeline import PlanConfig
 from hybrid_rlhf.configs.sections.rules import require
 
@@ -35,15 +35,11 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
         here = _as_configured(config)
         planner, planned = planned_phases(here, steps)
         answer = _placement(config, steps["rl"], planner) if "rl" in planned else None
-        if config.json:
-            print(
-                json.dumps({"memory": _memory(planned), "rl": None if answer is None else answer.to_dict()}, indent=1)
-            )
-            sys.exit(0 if all(phase.fits for phases in planned.values() for phase in phases) else 1)
         lines, fits = table(planner, planned, steps)
         if "rl" in planned:
             lines += ["", *([_NO_CURVES] if answer is None else answer.lines())]
-        print("\n".join(lines))
+        document = {"fits": fits, "memory": _memory(planned), "rl": None if answer is None else answer.to_dict()}
+        print_result(document, "\n".join(lines))
         sys.exit(0 if fits else 1)
 
 

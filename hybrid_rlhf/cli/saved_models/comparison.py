@@ -7,7 +7,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,22 +60,39 @@ class LastStep:
         return cls(label, str(config.model.path), str(folder), config, length // 2, length // 2)
 
 
-def report(*, base_model: str | None, folders: Mapping[str, str], last: RLConfig | PreferenceStepConfig) -> None:
+def report(
+    *, base_model: str | None, folders: Mapping[str, str], last: RLConfig | PreferenceStepConfig
+) -> dict[str, Any]:
     """Print the metrics of the runs, greedy completions, and the command that chats with the last model.
 
     Args:
         base_model: model that the SFT model of the last step started from; None: the last step started from another.
         folders: folders of the runs, by step.
         last: config of the last step.
+
+    Returns:
+        the same for programs.
     """
     console = Console(width=None if Console().is_terminal else 120)
     step = LastStep.of(last)
-    console.print(metrics_table({name: Path(folder) for name, folder in folders.items()}, label=step.label))
+    changes = metric_changes({name: Path(folder) for name, folder in folders.items()}, label=step.label)
+    console.print(metrics_table(changes))
     prompts = held_out_prompts(step)
     before = {"start": step.start} if base_model is None else {"base": base_model, "SFT": step.start}
-    console.print(completions({**before, step.label: step.model}, prompts, step))
+    models = {**before, step.label: step.model}
+    texts = completions(models, prompts, step)
+    console.print(completions_table(texts))
     command = chat_command(Path(step.model), prompts[0])
     console.print(Text.assemble("\nChat with the model:  ", (command, "bold")), soft_wrap=True)
+    return {
+        "changes": [
+            {"metric": change.label, "before": change.before, "after": change.after, "change": change.change}
+            for change in changes
+        ],
+        "models": models,
+        "completions": texts,
+        "chat": command,
+    }
 
 
 def chat_command(actor: Path, prompt: list[Message]) -> str:
@@ -92,30 +109,71 @@ def chat_command(actor: Path, prompt: list[Message]) -> str:
     return f"{command} {shlex.quote(str(actor))}{system}"
 
 
-def metrics_table(folders: Mapping[str, Path], *, label: str) -> Table:
+@dataclass(frozen=True)
+class MetricChange:
+    """A held-out metric before and after a step."""
+
+    label: str
+    before: float | None
+    """None: only the change is defined."""
+    after: float | None
+    change: float
+    """Relative to `before` if `relative`."""
+    form: str = "{:+.2f}"
+    """Format of the values."""
+    relative: bool = False
+
+    def cells(self) -> tuple[str, str, str, str]:
+        """The row of a table."""
+        values = ["" if value is None else self.form.format(value) for value in (self.before, self.after)]
+        form = "{:+.0%}" if self.relative else "{:+.2f}" if self.before is None else "{:+.3f}"
+        return self.label, values[0], values[1], form.format(self.change)
+
+
+def metric_changes(folders: Mapping[str, Path], *, label: str) -> list[MetricChange]:
     """Held-out metrics before and after each step that has a run; the last step is named by its algorithm."""
-    table = Table("held-out metric", "before", "after", "change", title="What changed")
+    found: list[MetricChange | None] = []
     for step, folder in folders.items():
         if step == "sft":
-            _add(table, "SFT perplexity", _held_out(folder, "eval/perplexity"), "{:.1f}", relative=True)
+            found += [_change(folder, "eval/perplexity", "SFT perplexity", "{:.1f}", relative=True)]
         elif step == "reward":
-            _add(table, "reward accuracy on pairs", _held_out(folder, "eval/accuracy"), "{:.3f}")
+            found += [_change(folder, "eval/accuracy", "reward accuracy on pairs", "{:.3f}")]
         elif step == "preference":
-            _add(table, f"{label} accuracy on pairs", _held_out(folder, "eval/accuracy"), "{:.3f}")
-            _add(table, f"{label} margin", _held_out(folder, "eval/margin"), "{:+.3f}")
+            found += [_change(folder, "eval/accuracy", f"{label} accuracy on pairs", "{:.3f}")]
+            found += [_change(folder, "eval/margin", f"{label} margin", "{:+.3f}")]
         else:
-            _add_scores(table, folder, label)
+            found += _score_changes(folder, label)
+    return [change for change in found if change is not None]
+
+
+def metrics_table(changes: Sequence[MetricChange]) -> Table:
+    """The changes as a table."""
+    table = Table("held-out metric", "before", "after", "change", title="What changed")
+    for change in changes:
+        table.add_row(*change.cells())
     return table
 
 
-def _add_scores(table: Table, folder: Path, label: str) -> None:
-    scores, deviation = _held_out(folder, "eval/scores"), _held_out(folder, "eval/scores_std")
-    _add(table, f"{label} mean score", scores, "{:+.3f}")
-    if scores and deviation:
-        gain = (scores[1] - scores[0]) / max(deviation[0], 1e-8)
-        table.add_row("  in standard deviations of the SFT scores", "", "", f"{gain:+.2f}")
-    _add(table, f"{label} mean KL per completion (nats)", _held_out(folder, "eval/kl"), "{:.2f}")
-    _add(table, f"{label} mean completion length (tokens)", _held_out(folder, "eval/mean_length"), "{:.1f}")
+def _score_changes(folder: Path, label: str) -> list[MetricChange | None]:
+    scores, spread = _held_out(folder, "eval/scores"), _held_out(folder, "eval/scores_std")
+    in_stds = None
+    if scores and spread:
+        gain = (scores[1] - scores[0]) / max(spread[0], 1e-8)
+        in_stds = MetricChange("  in standard deviations of the SFT scores", None, None, gain)
+    return [
+        _change(folder, "eval/scores", f"{label} mean score", "{:+.3f}"),
+        in_stds,
+        _change(folder, "eval/kl", f"{label} mean KL per completion (nats)", "{:.2f}"),
+        _change(folder, "eval/mean_length", f"{label} mean completion length (tokens)", "{:.1f}"),
+    ]
+
+
+def _change(folder: Path, metric: str, label: str, form: str, *, relative: bool = False) -> MetricChange | None:
+    values = _held_out(folder, metric)
+    if values is None:
+        return None
+    before, after = values
+    return MetricChange(label, before, after, after / before - 1 if relative else after - before, form, relative)
 
 
 def held_out_prompts(step: LastStep) -> list[list[Message]]:
@@ -132,11 +190,10 @@ def held_out_prompts(step: LastStep) -> list[list[Message]]:
     return [json.loads(text) for text in rows[:_SHOWN_PROMPTS]["prompt"]]
 
 
-def completions(models: Mapping[str, str], prompts: list[list[Message]], step: LastStep) -> Table:
-    """Greedy completions of each prompt by each model."""
+def completions(models: Mapping[str, str], prompts: list[list[Message]], step: LastStep) -> list[dict[str, str]]:
+    """Greedy completions of each prompt by each model: a mapping with `prompt` and the name of each model."""
     device, trusted = default_device(), step.config.model.trust_remote_code
     tokenizer = _tokenizer(step, solo_world(device))
-    table = Table("prompt", *models, title="Greedy completions of held-out prompts", show_lines=True)
     texts_by_model: list[list[str]] = []
     for path in models.values():
         engine = GenerationEngine.from_pretrained(
@@ -147,9 +204,17 @@ def completions(models: Mapping[str, str], prompts: list[list[Message]], step: L
         sampled = engine.generate(ids, sampling)
         engine.close()  # the next model needs its memory
         texts_by_model.append([tokenizer.decode(c[0].token_ids, skip_special_tokens=True).strip() for c in sampled])
-    for messages, *texts in zip(prompts, *texts_by_model, strict=True):
-        # Text, because rich reads a plain str as markup
-        table.add_row(*(Text(text) for text in (messages[-1].get("content", ""), *texts)))
+    return [
+        {"prompt": messages[-1].get("content", ""), **dict(zip(models, texts, strict=True))}
+        for messages, *texts in zip(prompts, *texts_by_model, strict=True)
+    ]
+
+
+def completions_table(texts: Sequence[Mapping[str, str]]) -> Table:
+    """The completions as a table."""
+    table = Table(*texts[0], title="Greedy completions of held-out prompts", show_lines=True)
+    for row in texts:
+        table.add_row(*map(Text, row.values()))  # Text, because rich reads a plain str as markup
     return table
 
 
@@ -168,11 +233,3 @@ def _held_out(folder: Path, name: str) -> tuple[float, float] | None:
     """First and last value of a held-out metric; None if it was logged less than twice."""
     values: list[Any] = [line[name] for line in read_metrics(folder) if name in line]
     return (values[0], values[-1]) if len(values) >= 2 else None
-
-
-def _add(table: Table, label: str, values: tuple[float, float] | None, form: str, *, relative: bool = False) -> None:
-    if values is None:
-        return
-    before, after = values
-    change = f"{(after / before - 1):+.0%}" if relative else f"{after - before:+.3f}"
-    table.add_row(label, form.format(before), form.format(after), change)

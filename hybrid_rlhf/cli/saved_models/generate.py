@@ -13,6 +13,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.files.atomic import write_whole
 from hybrid_rlhf.configs.inference import GenerateConfig
 from hybrid_rlhf.configs.parsing.command_line import parse_config, user_errors
+from hybrid_rlhf.configs.parsing.output import print_result
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
@@ -51,7 +52,8 @@ def _generate(config: GenerateConfig) -> None:
     write_whole(output, "".join(lines))
     tokens = sum(len(sample.token_ids) for samples in completions for sample in samples)
     rate = f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} tokens per second"
-    print(f"{len(rows):,} prompts, {rate}: {output}")
+    document = {"output": output, "prompts": len(rows), "tokens": tokens, "seconds": seconds}
+    print_result(document, f"{len(rows):,} prompts, {rate}: {output}")
 
 
 def _writable(path: str) -> Path:

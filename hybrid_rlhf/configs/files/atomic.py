@@ -5,8 +5,13 @@ Why here: the lowest floor writes one too.
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
+
+from hybrid_rlhf.configs.errors import UserError
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -15,13 +20,43 @@ def write_whole(path: Path, content: str | bytes) -> None:
     Raises:
         OSError: when it cannot be written; nothing is left beside it.
     """
+    with whole_file(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write to, which takes its place at the end of the block; after an exception it is removed.
+
+    Raises:
+        OSError: when it cannot be written; nothing is left beside it.
+    """
     beside = path.with_name(f"{path.name}.partial")
     try:
         with beside.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
-    except OSError:
+    except BaseException:
         beside.unlink(missing_ok=True)
         raise
+
+
+def output_file(path: str | Path, key: str, *, overwrite: bool) -> Path:
+    """The place of a new file, with its folder.
+
+    Raises:
+        UserError: naming `key`, if the file exists and may not be replaced, or cannot be written.
+    """
+    file = Path(path).expanduser()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        is_there, writable = os.path.lexists(file), os.access(file.parent, os.W_OK)
+    except OSError:  # a file where a folder should be
+        is_there = writable = False
+    if not writable or (is_there and not file.is_file()):
+        raise UserError(f"{key} must be a file that can be written, got {path}: choose another")
+    if is_there and not overwrite:
+        raise UserError(f"{key} must be a new file, {path} exists: choose another, or give --overwrite true")
+    return file

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import re
@@ -26,7 +27,8 @@ from hybrid_rlhf.configs.files.credentials import redacted
 from hybrid_rlhf.configs.files.disk_faults import disk_fault
 from hybrid_rlhf.configs.files.reading import parse_yaml, read_text
 from hybrid_rlhf.configs.parsing.derived import derived_defaults, lora_rates
-from hybrid_rlhf.configs.parsing.help import help_text
+from hybrid_rlhf.configs.parsing.help import help_document, help_text
+from hybrid_rlhf.configs.parsing.output import print_document, print_result, wants_json
 from hybrid_rlhf.configs.parsing.schema import (
     Key,
     Layer,
@@ -60,15 +62,15 @@ def parse_config(
         argv: the words of the line; none: the process's own.
         prog: the name that --help shows.
         defaults: a YAML file that lies under the user's files.
-        positional: a key that the first word of the line may give without its name.
+        positional: a key that the first word of the line may give without its name; a list takes all first words.
 
     Raises:
         UserError: for an unknown key, a wrong value, a file that cannot be read, or a rule of the config.
         SystemExit: after --help.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    if positional is not None and words and not words[0].startswith("-"):
-        words[0] = f"--{positional}={words[0]}"
+    if positional is not None:
+        words = _with_positional(words, positional, takes_all=any(map(is_list, find_hints(config_type, positional))))
     files, overrides, wants_help = _sort_words(words, config_type)
     layers = [] if defaults is None else [Layer(_read_file(str(defaults)), str(defaults), strict=False)]
     layers += [Layer(_read_file(file), file) for file in files]
@@ -76,7 +78,9 @@ def parse_config(
     if wants_help:
         tree = _resolved(config_type, layers)
         prog = prog or Path(sys.argv[0]).name
-        print(help_text(tree, derived_defaults(tree), prog=prog, everything=wants_help == "--help-all"), end="")
+        derived, everything = derived_defaults(tree), wants_help == "--help-all"
+        text = help_text(tree, derived, prog=prog, everything=everything)
+        print_result(help_document(tree, derived, prog=prog, everything=everything), text.rstrip("\n"))
         sys.exit(0)
     return build_config(config_type, layers)
 
@@ -163,7 +167,7 @@ def flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Turn a user's mistake, or a disk's fault, into one line on stderr and exit code 2."""
+    """Turn a user's mistake, or a disk's fault, into one line on stderr, or JSON on stdout, and exit code 2."""
     try:
         yield
     except UserError as error:
@@ -178,7 +182,10 @@ def _stop(message: str, *, every_rank: bool) -> NoReturn:
     # Every rank meets the same mistake, and one per host reports it.
     if every_rank or os.environ.get("LOCAL_RANK", "0") == "0":
         rank = f"rank {os.environ.get('RANK')}: " if every_rank and os.environ.get("WORLD_SIZE", "1") != "1" else ""
-        print(f"error: {rank}{redacted(message)}", file=sys.stderr, flush=True)
+        if wants_json():
+            print_document({"error": f"{rank}{redacted(message)}"})
+        else:
+            print(f"error: {rank}{redacted(message)}", file=sys.stderr, flush=True)
     sys.exit(2)
 
 
@@ -213,6 +220,16 @@ def _instance(section: Section, parsed: Any) -> Any:
         raise UserError(
             f"{section.name}.{text}" if section.name and text.split()[0] in section.keys else text
         ) from None
+
+
+def _with_positional(words: list[str], key: str, *, takes_all: bool) -> list[str]:
+    """The words with the first of them, or all before the first option, as the value of a key."""
+    first = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
+    if not first:
+        return words
+    if takes_all:
+        return [f"--{key}={json.dumps(first)}", *words[len(first) :]]
+    return [f"--{key}={first[0]}", *words[1:]]
 
 
 def _sort_words(words: list[str], config_type: type) -> tuple[list[str], list[Layer], str | None]:

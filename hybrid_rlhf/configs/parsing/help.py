@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
+from hybrid_rlhf.configs.parsing.listing import choices_of
 from hybrid_rlhf.configs.parsing.schema import Section, type_name
 
 _WIDTH = 110
@@ -34,6 +35,26 @@ def help_text(tree: Section, chosen: Mapping[str, Any], *, prog: str, everything
     for section in tree.walk(off=everything):
         lines += _section_lines(section, chosen, everything=everything)
     return "\n".join(lines) + "\n"
+
+
+def help_document(tree: Section, chosen: Mapping[str, Any], *, prog: str, everything: bool) -> dict[str, Any]:
+    """The same for programs; `choices` are the values that a key takes, null where they are not listed."""
+    keys = []
+    for section in tree.walk(off=everything):
+        if section.variants:
+            about, default = field_docs(section.kind)["name"], getattr(section.kind, "name", "")
+            keys.append(_described(f"{section.name}.name", about, "str", default, list(section.variants)))
+        for key in section.keys.values():
+            if everything or not key.advanced:
+                about = field_docs(key.owner).get(key.name.rpartition(".")[2], "")
+                default, choices = chosen.get(key.name, key.default), choices_of(key.hint)
+                keys.append(_described(key.name, about, type_name(key.hint), default, choices))
+    about = _text(inspect.getdoc(tree.kind) or "")
+    return {"command": prog, "about": about, "config": f"{tree.kind.__module__}.{tree.kind.__name__}", "keys": keys}
+
+
+def _described(name: str, about: str, kind: str, default: Any, choices: list[str] | None) -> dict[str, Any]:
+    return {"name": name, "about": about, "type": kind, "default": default, "choices": choices}
 
 
 def shown_keys(tree: Section, *, everything: bool = False) -> list[str]:

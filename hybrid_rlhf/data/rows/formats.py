@@ -119,7 +119,7 @@ def read_preference_row(location: str, row: Row) -> PreferenceRow:
         prompt = _turns(location, row, "prompt", role="user")
         chosen, rejected = _without_prompt(prompt, chosen), _without_prompt(prompt, rejected)
     else:
-        shared = _shared_prefix(chosen, rejected)
+        shared = shared_prefix(chosen, rejected)
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
     for column, completion in (("chosen", chosen), ("rejected", rejected)):
         _require_assistant(location, column, completion)
@@ -280,7 +280,8 @@ def _without_prompt(prompt: Sequence[Message], completion: list[Message]) -> lis
     return completion[len(prompt) :] if completion[: len(prompt)] == list(prompt) else completion
 
 
-def _shared_prefix(first: Sequence[Message], second: Sequence[Message]) -> int:
+def shared_prefix(first: Sequence[Message], second: Sequence[Message]) -> int:
+    """The number of leading turns that two conversations share."""
     shared = 0
     while shared < min(len(first), len(second)) and first[shared] == second[shared]:
         shared += 1

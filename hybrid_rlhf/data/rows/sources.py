@@ -26,6 +26,8 @@ from hybrid_rlhf.configs.sections.data import DataSource
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 
 Row = dict[str, Any]
+OnBadLine = Callable[[UserError], None]
+"""Receives the error of a line that is not a row; what it raises ends the reading."""
 _FILE_TYPES = (".jsonl", ".json", ".parquet")
 _SOURCE_RULE = "a data source must be a file, a folder or a hub name"
 
@@ -37,13 +39,17 @@ class RowReader:
     source: DataSource
     fingerprint: str
     """A hash of the content."""
-    _read: Any
+    _read: Callable[[OnBadLine], Iterator[tuple[str, Row]]]
     count: Callable[[], int | None] = lambda: None
     """The number of rows, if it can be found without reading them; None: unknown."""
 
     def __iter__(self) -> Iterator[tuple[str, Row]]:
         """Yield (location, row); the location is FILE:LINE, or FILE and the number of the row in a table."""
-        return iter(self._read())
+        return _not_empty(self.source, self._read(_raise))
+
+    def readable_rows(self, on_bad_line: OnBadLine) -> Iterator[tuple[str, Row]]:
+        """The same without lines of a JSONL file that are not rows; there may be no rows."""
+        return self._read(on_bad_line)
 
 
 def open_source(source: str | DataSource) -> RowReader:
@@ -75,9 +81,8 @@ def _open_file(source: DataSource, path: Path) -> RowReader:
         with path.open("rb") as file:
             fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
     if path.suffix == ".jsonl":
-        rows = partial(_read_lines, path)
-        return RowReader(source, fingerprint, lambda: _not_empty(source, rows()), lambda: _count_lines(path))
-    return RowReader(source, fingerprint, lambda: _not_empty(source, _read_list(path)))
+        return RowReader(source, fingerprint, partial(_read_lines, path), lambda: _count_lines(path))
+    return RowReader(source, fingerprint, lambda _: _read_list(path))
 
 
 @contextlib.contextmanager
@@ -102,12 +107,22 @@ def _not_empty(source: DataSource, rows: Iterator[tuple[str, Row]]) -> Iterator[
     yield from rows
 
 
-def _read_lines(path: Path) -> Iterator[tuple[str, Row]]:
+def _raise(error: UserError) -> None:
+    raise error
+
+
+def _read_lines(path: Path, on_bad_line: OnBadLine) -> Iterator[tuple[str, Row]]:
     try:
         with path.open(encoding="utf-8-sig") as file:
             for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield _parsed(line, f"{path}:{number}")
+                if not line.strip():
+                    continue
+                try:
+                    found = _parsed(line, f"{path}:{number}")
+                except UserError as error:
+                    on_bad_line(error)
+                    continue
+                yield found
     except UnicodeDecodeError as error:
         raise not_text(path) from error
 
@@ -156,7 +171,7 @@ def _open_table(source: DataSource, table: datasets.Dataset) -> RowReader:
     if not len(table):
         raise UserError(_empty(source))
 
-    def read() -> Iterator[tuple[str, Row]]:
+    def read(_: OnBadLine) -> Iterator[tuple[str, Row]]:
         # In Arrow format: datasets would decode images and audio, and download linked ones.
         with _readable(source):
             batches = table.with_format("arrow").iter(batch_size=1000)

@@ -1,0 +1,18 @@
+"""`hybrid-rlhf data blend a.jsonl=0.7 b.jsonl=0.3 --output OUT.jsonl`: several sources in one file."""
+
+from __future__ import annotations
+
+from hybrid_rlhf.configs.commands.data import BlendConfig
+from hybrid_rlhf.configs.files.atomic import output_file
+from hybrid_rlhf.configs.parsing.output import print_result
+
+
+def run(config: BlendConfig) -> None:
+    """Blend, and print how many rows each source gives."""
+    output = output_file(config.output, "--output", overwrite=config.overwrite)
+    from hybrid_rlhf.data.preparation.blending import blend_rows
+
+    taken = blend_rows(output, config.shares, rows=config.rows, seed=config.seed)
+    lines = [f"{rows:,} rows of {path}" for path, rows in taken.items()]
+    document = {"output": str(output), "rows": sum(taken.values()), "sources": taken}
+    print_result(document, "\n".join([*lines, f"{sum(taken.values()):,} rows in {output}"]))

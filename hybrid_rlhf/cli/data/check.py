@@ -1,0 +1,140 @@
+"""`hybrid-rlhf data check FILE`: what a step would make of a source, and every problem of its rows."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from hybrid_rlhf.cli.data.convert import problem_lines
+from hybrid_rlhf.configs.commands.data import CheckConfig
+from hybrid_rlhf.configs.parsing.output import print_result
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from transformers import PreTrainedTokenizerBase
+
+    from hybrid_rlhf.data.preparation.checking import CheckReport, RowPreview
+
+_LEARNED = {"sft": "loss", "preference": "loss", "reward": "compared", "rl": ""}
+_SHOWN_CHARACTERS = 600
+_BAR = 40
+
+
+def run(config: CheckConfig) -> None:
+    """Check; exit code 1 if a row has a problem."""
+    tokenizer = None if config.tokenizer is None else _tokenizer(config, config.tokenizer)
+    from hybrid_rlhf.data.preparation.checking import check_source
+
+    report = check_source(
+        config.path, task=config.task, tokenizer=tokenizer, limit=config.max_length, previews=config.preview
+    )
+    print_result(_document(report), _text(report))
+    if report.problems.count:
+        sys.exit(1)
+
+
+def _tokenizer(config: CheckConfig, model: str) -> PreTrainedTokenizerBase:
+    from hybrid_rlhf.models.pretrained.sources import resolve_model
+    from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
+    from hybrid_rlhf.runtime.world import default_device, solo_world
+
+    return load_tokenizer(
+        resolve_model(model, world=solo_world(default_device())),
+        trust_remote_code=config.trust_remote_code,
+        chat_template=config.chat_template,
+        chat_template_kwargs=config.chat_template_kwargs,
+    )
+
+
+def _document(report: CheckReport) -> dict[str, Any]:
+    from hybrid_rlhf.data.preparation.checking import histogram
+
+    tokens = None
+    if report.lengths:
+        tokens = {
+            "limit": report.limit,
+            "too_long": report.too_long,
+            "unusable": report.unusable,
+            "total": sum(report.lengths),
+            "longest": max(report.lengths),
+            "histogram": [dict(zip(("from", "to", "rows"), each, strict=True)) for each in histogram(report.lengths)],
+            "unrendered": dict(report.unrendered),
+        }
+    return {
+        "path": report.path,
+        "task": report.task,
+        "rows": report.rows,
+        "columns": dict(report.columns),
+        "read_as": dict(report.forms),
+        "tokens": tokens,
+        "previews": [
+            {
+                "location": each.location,
+                "tokens": each.tokens,
+                "spans": [{"text": text, "learned": learned} for text, learned in each.spans],
+            }
+            for each in report.previews
+        ],
+        "problems": report.problems.count,
+        "problem_texts": report.problems.texts,
+    }
+
+
+def _text(report: CheckReport) -> str:
+    """The report as the console shows it, in colour on a terminal."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(soft_wrap=True, highlight=False)
+    with console.capture() as captured:
+        for line in _summary(report):
+            console.print(Text(line))
+        for preview in report.previews:
+            _print_preview(console, preview, _LEARNED[report.task])
+        for line in problem_lines(report.problems.texts, report.problems.count):
+            console.print(Text(line, style="red"))
+        count = report.problems.count
+        console.print(
+            Text(f"{count:,} problem{'s' * (count != 1)}", style="bold red")
+            if count
+            else Text("no problems", "bold green")
+        )
+    return captured.get().rstrip("\n")
+
+
+def _summary(report: CheckReport) -> list[str]:
+    from hybrid_rlhf.data.preparation.checking import histogram
+
+    columns = ", ".join(f"{name} ({count:,})" for name, count in report.columns.most_common())
+    lines = [f"{report.rows:,} rows for {report.task}; columns: {columns or 'none'}"]
+    lines += [f"{count:,} rows are read as {form}" for form, count in report.forms.most_common()]
+    if not report.lengths:
+        return [*lines, "give --tokenizer MODEL for lengths, loss masks and previews"]
+    lines.append(f"{sum(report.lengths):,} tokens in {len(report.lengths):,} rows; lengths in tokens:")
+    bins = histogram(report.lengths)
+    most = max(count for _, _, count in bins)
+    for first, last, count in bins:
+        lines.append(f"  {first:>7,} to {last:>7,} {count:>9,}  {'█' * round(_BAR * count / most)}".rstrip())
+    lines.append(
+        f"{report.too_long:,} rows exceed {report.limit:,} tokens: data.too_long drops or truncates them; "
+        f"{report.unusable:,} have nothing to learn within them and are dropped"
+    )
+    if report.unrendered:
+        names = ", ".join(f"{name} ({count:,})" for name, count in report.unrendered.most_common())
+        lines.append(f"the chat template does not render {names}")
+    return lines
+
+
+def _print_preview(console: Console, preview: RowPreview, learned: str) -> None:
+    """The spans of a row, those that are learned marked in the margin and green."""
+    from rich.text import Text
+
+    about = f", {preview.learned_tokens:,} with {learned}" if learned == "loss" else ""
+    console.print(Text(f"\n{preview.location}: {preview.tokens:,} tokens{about}", style="bold"))
+    margin = len(learned) + 2
+    for text, is_learned in preview.spans:
+        if len(text) > _SHOWN_CHARACTERS:
+            text = f"{text[: _SHOWN_CHARACTERS // 2]} ... {text[-_SHOWN_CHARACTERS // 2 :]}"
+        begin = f"{learned}: " if is_learned else " " * margin
+        body = text.replace("\n", "\n" + " " * margin)
+        console.print(Text(begin + body, style="green" if is_learned else "dim"))

@@ -1,0 +1,44 @@
+"""`hybrid-rlhf data convert FILE --output OUT.jsonl`: a published format into rows of every step."""
+
+from __future__ import annotations
+
+import sys
+
+from hybrid_rlhf.configs.commands.data import ConvertConfig
+from hybrid_rlhf.configs.files.atomic import output_file
+from hybrid_rlhf.configs.parsing.output import print_result
+
+SHOWN = 20
+"""Problems that are printed for people; JSON has more."""
+
+
+def run(config: ConvertConfig) -> None:
+    """Convert; exit code 1 if a row cannot be converted and skip_bad is off."""
+    output = output_file(config.output, "--output", overwrite=config.overwrite)
+    from hybrid_rlhf.data.conversion.converting import convert
+
+    report = convert(config.path, output, format=config.format, ranked_as=config.ranked_as, skip_bad=config.skip_bad)
+    failed = bool(report.problems.count) and not config.skip_bad
+    lines = problem_lines(report.problems.texts, report.problems.count)
+    if failed:
+        lines.append("nothing is written: fix the rows above, or leave them out with --skip_bad true")
+    else:
+        skipped = f", {report.problems.count:,} left out" if report.problems.count else ""
+        lines.append(f"{report.rows:,} rows of {report.format}{skipped}: {report.written:,} rows in {output}")
+    document = {
+        "format": report.format,
+        "rows": report.rows,
+        "written": report.written,
+        "output": None if failed else str(output),
+        "problems": report.problems.count,
+        "problem_texts": report.problems.texts,
+    }
+    print_result(document, "\n".join(lines))
+    if failed:
+        sys.exit(1)
+
+
+def problem_lines(texts: list[str], count: int) -> list[str]:
+    """The first problems, and how many more there are."""
+    more = [f"... and {count - SHOWN:,} more problems"] if count > SHOWN else []
+    return [*texts[:SHOWN], *more]

@@ -1,0 +1,24 @@
+"""`hybrid-rlhf data split FILE --parts train=0.9,test=0.1`: files that share no prompt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hybrid_rlhf.configs.commands.data import SplitConfig
+from hybrid_rlhf.configs.files.atomic import output_file
+from hybrid_rlhf.configs.parsing.output import print_result
+
+
+def run(config: SplitConfig) -> None:
+    """Split, and print where the parts are."""
+    source = Path(config.path).expanduser()
+    folder = Path(config.output_dir).expanduser() if config.output_dir else source.parent if source.exists() else Path()
+    outputs = {
+        name: output_file(folder / f"{source.stem}.{name}.jsonl", "each part", overwrite=config.overwrite)
+        for name, _ in config.shares
+    }
+    from hybrid_rlhf.data.preparation.splitting import split_rows
+
+    counts = split_rows(config.path, outputs, config.shares, by=config.by, seed=config.seed)
+    document = {"parts": {name: {"rows": counts[name], "path": str(file)} for name, file in outputs.items()}}
+    print_result(document, "\n".join(f"{counts[name]:,} rows in {file}" for name, file in outputs.items()))

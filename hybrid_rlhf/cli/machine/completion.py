@@ -1,0 +1,58 @@
+"""`hybrid-rlhf completion bash|zsh|fish`: a script that completes the line, made from the help of each command.
+
+The script holds all words itself, so that completion starts no Python. It is made again after an update:
+
+    hybrid-rlhf completion bash > ~/.local/share/bash-completion/completions/hybrid-rlhf
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from typing import Any
+
+from hybrid_rlhf.cli import main as script
+from hybrid_rlhf.cli.machine.scripts import SCRIPTS, CompletedCommand
+from hybrid_rlhf.configs.commands.machine import CompletionConfig
+from hybrid_rlhf.configs.parsing.command_line import parse_config, user_errors
+from hybrid_rlhf.configs.parsing.listing import every_key
+from hybrid_rlhf.configs.parsing.output import JSON_OPTION, print_result
+
+
+def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
+    """Print the script of a shell."""
+    with user_errors():
+        words = list(sys.argv[1:] if argv is None else argv)
+        config = parse_config(CompletionConfig, words, prog=prog, positional="shell")
+        text = SCRIPTS[config.shell](script.PROGRAM, list(completed_commands()))
+        print_result({"shell": config.shell, "script": text}, text)
+
+
+def completed_commands(words: Sequence[str] = ()) -> Iterator[CompletedCommand]:
+    """A command and those below it, with the keys of each."""
+    document = _help(words)
+    subcommands: dict[str, str] = document.get("subcommands", {})
+    keys: dict[str, list[str]] = {}
+    if "config" in document:
+        module, _, name = document["config"].rpartition(".")
+        keys = every_key(getattr(import_module(module), name))
+    yield CompletedCommand(tuple(words), subcommands, keys)
+    for name in subcommands:
+        yield from completed_commands([*words, name])
+
+
+def _help(words: Sequence[str]) -> dict[str, Any]:
+    """The help of a command as JSON."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        script.main([*words, "--help", JSON_OPTION])
+    document: dict[str, Any] = json.loads(printed.getvalue())
+    return document
+
+
+if __name__ == "__main__":
+    main()

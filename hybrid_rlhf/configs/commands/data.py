@@ -1,0 +1,161 @@
+"""Settings of `hybrid-rlhf data check`, `convert`, `split` and `blend`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections.rules import require, require_template_variables, setting
+
+CheckedTask = Literal["auto", "sft", "reward", "preference", "rl"]
+FormatName = Literal[
+    "auto", "hh", "sharegpt", "alpaca", "openassistant", "ultrafeedback", "openai_comparisons", "openai_messages"
+]
+RankedAs = Literal["ranks", "pairs", "messages"]
+_PARTS_EXAMPLE = "train=0.9,test=0.1"
+_SOURCE = "a data source must be named, got none: give a file, a folder or a hub name"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckConfig:
+    """Read all rows of a source as a step would, and report its columns, lengths and problems; exit code 1 if a row
+    has a problem."""
+
+    path: str = ""
+    """A .jsonl, .json or .parquet file, a folder of datasets.save_to_disk, or a hub name."""
+    task: CheckedTask = "auto"
+    """Step that the rows are for; auto: by the columns of the first row."""
+    tokenizer: str | None = None
+    """Model whose tokenizer and chat template are used: a folder, a hub name, or "embedded"; null: lengths, loss masks
+    and previews are left out."""
+    max_length: int | None = None
+    """Longest row, or prompt for RL, in tokens; null: the step's default."""
+    preview: int = 3
+    """Rows that are shown as the model reads them."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the tokenizer. Only for sources you trust."""
+    chat_template: str | None = None
+    """Jinja file that replaces the tokenizer's chat template; null: the tokenizer's."""
+    chat_template_kwargs: dict[str, Any] = setting(default_factory=dict, advanced=True)
+    """Variables of the chat template, such as {enable_thinking: false}."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.path), _SOURCE)
+        require_template_variables(self.chat_template_kwargs)
+        require(self.preview >= 0, f"preview must be 0 or more, got {self.preview}: raise it")
+        require(
+            self.max_length is None or self.max_length >= 2,
+            f"max_length must be 2 tokens or more, got {self.max_length}: raise it",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertConfig:
+    """Convert a data set in a published format into rows that every step reads (docs/conversations.md)."""
+
+    path: str = ""
+    """A .jsonl, .json or .parquet file, a folder of datasets.save_to_disk, or a hub name."""
+    output: str = ""
+    """JSONL file to write."""
+    format: FormatName = "auto"
+    """Format of the source; auto: by the columns of its first row."""
+    ranked_as: RankedAs = "ranks"
+    """How ranked completions (openassistant, ultrafeedback) are written. ranks: all of them, with ranks; pairs: the
+    best and the worst as chosen and rejected; messages: conversations with the best."""
+    skip_bad: bool = False
+    """Leave out rows that cannot be converted; otherwise one such row fails the command and nothing is written."""
+    overwrite: bool = False
+    """Replace the output if it exists."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.path), _SOURCE)
+        require(bool(self.output), "--output must name a file, got none: give for example --output rows.jsonl")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitConfig:
+    """Split the rows of a source into files, so that no prompt is in two of them."""
+
+    path: str = ""
+    """A .jsonl, .json or .parquet file, a folder of datasets.save_to_disk, or a hub name."""
+    parts: str = ""
+    """Names and shares of the parts, such as train=0.9,test=0.1. Rows are assigned by a hash, so that shares are
+    approximate and a row stays in its part when others are added."""
+    by: str = "prompt"
+    """What decides the part of a row: its prompt, or the value of a column."""
+    seed: int = 0
+    """Seed of the hash."""
+    output_dir: str | None = None
+    """Folder of the files, named after the source and the part: rows.train.jsonl; null: the source's own folder, or the
+    current one for a hub name."""
+    overwrite: bool = False
+    """Replace files that exist."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.path), _SOURCE)
+        names = [name for name, _ in self.shares]
+        require(len(names) >= 2, f"parts must name two parts or more, got {self.parts!r}: for example {_PARTS_EXAMPLE}")
+        require(len(set(names)) == len(names), f"a part is named once, got {self.parts!r}: keep one of each")
+        odd = next((name for name in names if not re.fullmatch(r"[\w-]+", name)), None)
+        require(
+            odd is None,
+            f"a part's name has letters, digits, _ and -, got {odd!r}: choose another, as in {_PARTS_EXAMPLE}",
+        )
+
+    @property
+    def shares(self) -> list[tuple[str, float]]:
+        """Name and share of each part."""
+        words = [word.strip() for word in self.parts.split(",") if word.strip()]
+        return read_shares(words, f"parts must be NAME=SHARE, comma-separated, for example {_PARTS_EXAMPLE}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlendConfig:
+    """Mix rows of several sources in given shares into one file, none of them twice."""
+
+    sources: list[str] = field(default_factory=list)
+    """SOURCE=SHARE of each source: a file, a folder or a hub name, and its share of the rows."""
+    output: str = ""
+    """JSONL file to write."""
+    rows: int | None = None
+    """Rows to write; null: as many as the shares allow."""
+    seed: int = 0
+    """Seed of the choice of rows and of their order."""
+    overwrite: bool = False
+    """Replace the output if it exists."""
+
+    def __post_init__(self) -> None:
+        paths = [path for path, _ in self.shares]
+        require(bool(paths), "sources must name data, got none: give for example a.jsonl=0.7 b.jsonl=0.3")
+        require(
+            len(set(paths)) == len(paths), f"a source is given once, got {' '.join(self.sources)}: keep one of each"
+        )
+        require(bool(self.output), "--output must name a file, got none: give for example --output rows.jsonl")
+        require(self.rows is None or self.rows >= 1, f"rows must be 1 or more, got {self.rows}: raise it")
+
+    @property
+    def shares(self) -> list[tuple[str, float]]:
+        """Path and share of each source."""
+        return read_shares(self.sources, "sources must be SOURCE=SHARE, for example a.jsonl=0.7 b.jsonl=0.3")
+
+
+def read_shares(words: Sequence[str], rule: str) -> list[tuple[str, float]]:
+    """Names with shares above 0, from words such as train=0.9.
+
+    Raises:
+        UserError: beginning with the rule.
+    """
+    found = []
+    for word in words:
+        name, _, text = word.rpartition("=")
+        try:
+            share = float(text)
+        except ValueError:
+            share = 0.0
+        if not name or not 0 < share < float("inf"):
+            raise UserError(f"{rule}, got {word!r}: give a share above 0")
+        found.append((name, share))
+    return found

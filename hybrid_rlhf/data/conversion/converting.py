@@ -1,0 +1,132 @@
+"""Converts a source in a published format into a JSONL file of rows that every step reads.
+
+Rows are read and written one at a time. Each row that is written has been read by the reader of its step, so that a
+converted file has no row that training refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import get_args
+
+from hybrid_rlhf.configs.commands.data import FormatName, RankedAs
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.files.atomic import whole_file
+from hybrid_rlhf.data.conversion.dialogues import dialogue_pair, is_dialogue
+from hybrid_rlhf.data.conversion.records import Conversion, LocatedRow, RankedCompletions, Record, row_by_row
+from hybrid_rlhf.data.conversion.scored import comparison_row, is_comparison, is_ultrafeedback, ultrafeedback_row
+from hybrid_rlhf.data.conversion.trees import is_tree, tree_records
+from hybrid_rlhf.data.conversion.turns import alpaca_row, is_alpaca, is_openai, is_sharegpt, openai_row, sharegpt_row
+from hybrid_rlhf.data.preparation.lines import json_line
+from hybrid_rlhf.data.rows.formats import read_preference_row, read_prompt_row, read_sft_row
+from hybrid_rlhf.data.rows.problems import RowProblems
+from hybrid_rlhf.data.rows.sources import Row, found_columns, open_source
+from hybrid_rlhf.runtime.observability.progress import ProgressLog
+
+
+@dataclass(frozen=True)
+class PublishedFormat:
+    """How a format is recognised by the columns of a row, and converted."""
+
+    matches: Callable[[Row], bool]
+    conversion: Conversion
+
+
+FORMATS: dict[FormatName, PublishedFormat] = {
+    "hh": PublishedFormat(is_dialogue, row_by_row(dialogue_pair)),
+    "sharegpt": PublishedFormat(is_sharegpt, row_by_row(sharegpt_row)),
+    "ultrafeedback": PublishedFormat(is_ultrafeedback, row_by_row(ultrafeedback_row)),
+    "alpaca": PublishedFormat(is_alpaca, row_by_row(alpaca_row)),
+    "openassistant": PublishedFormat(is_tree, tree_records),
+    "openai_comparisons": PublishedFormat(is_comparison, row_by_row(comparison_row)),
+    "openai_messages": PublishedFormat(is_openai, row_by_row(openai_row)),
+}
+"""In the order in which they are tried."""
+assert {"auto", *FORMATS} == set(get_args(FormatName))
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What a conversion has read and written."""
+
+    format: FormatName
+    rows: int
+    written: int
+    """0 if a problem has kept the output from being written."""
+    problems: RowProblems
+
+
+class _Abandoned(Exception):
+    """There are problems, so that the output is removed."""
+
+
+def convert(path: str, output: Path, *, format: FormatName, ranked_as: RankedAs, skip_bad: bool) -> ConversionReport:
+    """Convert a source.
+
+    Args:
+        path: a file, a folder or a hub name.
+        output: JSONL file, which takes its place only when it is complete.
+        format: the format of the source; auto: the first that matches the first row.
+        ranked_as: how ranked completions are written.
+        skip_bad: leave out rows that cannot be converted; otherwise they leave the output unwritten.
+
+    Raises:
+        UserError: if the source cannot be read, no format matches, or it has no row for the output.
+    """
+    problems, read, written = RowProblems(), 0, 0
+    source = open_source(path)
+    rows = source.readable_rows(problems.add)
+    first = next(rows, None)
+    if first is None:
+        raise UserError(f"a data source must have rows, {path} has none that can be read: {_first(problems)}")
+    chosen = _detected(*first) if format == "auto" else format
+    progress = ProgressLog(f"converting {path}", total=source.count())
+
+    def counted() -> Iterator[LocatedRow]:
+        nonlocal read
+        for located in progress.track(chain([first], rows)):
+            read += 1
+            yield located
+
+    try:
+        with whole_file(output) as file:
+            for location, record in FORMATS[chosen].conversion(counted(), ranked_as, problems):
+                with problems.collected():
+                    file.write(json_line(_checked(location, record, ranked_as)))
+                    written += 1
+            if problems.count and not skip_bad:
+                raise _Abandoned
+            if not written:
+                raise UserError(f"{path} must have a row that becomes one of {chosen}, got none: {_first(problems)}")
+    except _Abandoned:
+        written = 0
+    return ConversionReport(chosen, read, written, problems)
+
+
+def _detected(location: str, row: Row) -> FormatName:
+    found = next((name for name, published in FORMATS.items() if published.matches(row)), None)
+    if found is None:
+        raise UserError(
+            f"{location}: a row must be in one of the formats {', '.join(FORMATS)}, got columns {found_columns(row)}: "
+            "name the format with --format, or rename columns"
+        )
+    return found
+
+
+def _checked(location: str, record: Record, ranked_as: RankedAs) -> Row:
+    """The row of a record, which a step can read."""
+    row = record.written(location, ranked_as) if isinstance(record, RankedCompletions) else record
+    if "rejected" in row or "responses" in row:
+        read_preference_row(location, row)
+    elif set(row) & {"messages", "completion", "chosen"}:
+        read_sft_row(location, row)
+    else:
+        read_prompt_row(location, row)
+    return row
+
+
+def _first(problems: RowProblems) -> str:
+    return problems.texts[0] if problems.texts else "check the file, or name the format with --format"

@@ -1,0 +1,92 @@
+"""What a format makes of a row: a row in the form of rows/formats.py, or ranked completions, written in one of three
+forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hybrid_rlhf.configs.commands.data import RankedAs
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.data.chat.messages import Message
+from hybrid_rlhf.data.rows.problems import RowProblems
+from hybrid_rlhf.data.rows.sources import Row
+
+LocatedRow = tuple[str, Row]
+
+
+@dataclass(frozen=True)
+class RankedCompletions:
+    """Completions of a prompt in an order of preference."""
+
+    prompt: list[Message]
+    completions: list[Message]
+    """One turn each."""
+    ranks: list[float]
+    """Of each completion; lower is better."""
+
+    def written(self, location: str, ranked_as: RankedAs) -> Row:
+        """The row in one of the three forms.
+
+        Raises:
+            UserError: for a pair of equal ranks.
+        """
+        if ranked_as == "ranks":
+            return {"prompt": self.prompt, "responses": [[turn] for turn in self.completions], "ranks": self.ranks}
+        best = self.completions[self.ranks.index(min(self.ranks))]
+        if ranked_as == "messages":
+            return {"messages": [*self.prompt, best]}
+        if min(self.ranks) == max(self.ranks):
+            raise UserError(f"{location}: a pair needs two different ranks, got {self.ranks}: remove the row")
+        worst = self.completions[self.ranks.index(max(self.ranks))]
+        return pair_row(self.prompt, [best], [worst])
+
+
+Record = Row | RankedCompletions
+Conversion = Callable[[Iterable[LocatedRow], RankedAs, RowProblems], Iterator[tuple[str, Record]]]
+"""From the rows of a source to records with their location; rows that cannot be converted are noted as problems."""
+
+
+def row_by_row(convert: Callable[[str, Row], Record]) -> Conversion:
+    """The conversion of a format in which each row stands for itself."""
+
+    def conversion(rows: Iterable[LocatedRow], _: RankedAs, problems: RowProblems) -> Iterator[tuple[str, Record]]:
+        for location, row in rows:
+            record: Record | None = None
+            with problems.collected():
+                record = convert(location, row)
+            if record is not None:
+                yield location, record
+
+    return conversion
+
+
+def pair_row(prompt: Sequence[Message], chosen: Sequence[Message], rejected: Sequence[Message]) -> Row:
+    """A row of a preference pair."""
+    return {"prompt": list(prompt), "chosen": list(chosen), "rejected": list(rejected)}
+
+
+def column(location: str, row: Row, name: str, kind: type, what: str) -> Any:
+    """The value of a column.
+
+    Raises:
+        UserError: if it is missing or of another type.
+    """
+    value = row.get(name)
+    if not isinstance(value, kind):
+        found = "none" if name not in row else type(value).__name__
+        raise UserError(f"{location}: column {name!r} must be {what}, got {found}: fix the row")
+    return value
+
+
+def text_column(location: str, row: Row, name: str) -> str:
+    """The text of a column, which is not empty.
+
+    Raises:
+        UserError: if it is.
+    """
+    text: str = column(location, row, name, str, "text")
+    if not text.strip():
+        raise UserError(f"{location}: column {name!r} must not be empty, got {text!r}: fill it or remove the row")
+    return text

@@ -1,0 +1,129 @@
+"""OpenAssistant: trees of messages, one message per row with its `parent_id`, or one tree per row with `replies`.
+
+Source: Köpf et al. 2023, "OpenAssistant Conversations" (arXiv 2304.07327), and the data sets oasst1 and oasst2.
+Assistant messages that reply to the same message have a `rank`, 0 for the best. Messages that are deleted, or failed
+their review, are left out with their replies.
+
+The rows of a tree may be anywhere in a source, so that all messages are read before the first is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from hybrid_rlhf.configs.commands.data import RankedAs
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.data.chat.messages import Message
+from hybrid_rlhf.data.conversion.records import LocatedRow, RankedCompletions, Record, text_column
+from hybrid_rlhf.data.rows.formats import is_number
+from hybrid_rlhf.data.rows.problems import RowProblems
+from hybrid_rlhf.data.rows.sources import Row
+
+_ROLES = {"prompter": "user", "assistant": "assistant"}
+
+
+@dataclass
+class TreeMessage:
+    """A message and its replies."""
+
+    location: str
+    message: Message
+    rank: float | None
+    is_left_out: bool
+    parent: str | None = None
+    """Id of the message that it replies to; None: it begins a tree."""
+    replies: list[TreeMessage] = field(default_factory=list)
+
+    def answers(self) -> list[TreeMessage]:
+        """The replies of the assistant, the best first."""
+        found = [reply for reply in self.kept_replies() if reply.message["role"] == "assistant"]
+        return sorted(found, key=lambda reply: float("inf") if reply.rank is None else reply.rank)
+
+    def kept_replies(self) -> list[TreeMessage]:
+        """The replies that are not left out."""
+        return [reply for reply in self.replies if not reply.is_left_out]
+
+
+def is_tree(row: Row) -> bool:
+    """Whether a row is a message of a tree, or a whole tree."""
+    is_message = {"message_id", "text", "role"} <= set(row)
+    return is_message or (isinstance(row.get("prompt"), dict) and "replies" in row["prompt"])
+
+
+def tree_records(
+    rows: Iterable[LocatedRow], ranked_as: RankedAs, problems: RowProblems
+) -> Iterator[tuple[str, Record]]:
+    """Ranked completions of each message that has them, or the conversations with the best answers."""
+    messages: dict[str, TreeMessage] = {}
+    for location, row in rows:
+        with problems.collected():
+            if "message_id" in row:
+                _add(messages, location, row)
+            else:
+                for nested in _nested(row["prompt"] if isinstance(row.get("prompt"), dict) else row):
+                    _add(messages, location, nested)
+    for name, message in messages.items():
+        if message.parent is not None and message.parent in messages:
+            messages[message.parent].replies.append(message)
+        elif message.parent is not None:
+            problems.add(
+                UserError(f"{message.location}: the parent {message.parent} of message {name} is missing: add it")
+            )
+    for message in messages.values():
+        if message.parent is None and not message.is_left_out:
+            yield from _conversations(message) if ranked_as == "messages" else _comparisons(message)
+
+
+def _add(messages: dict[str, TreeMessage], location: str, row: Row) -> None:
+    name, parent = row.get("message_id"), row.get("parent_id")
+    role = _ROLES.get(str(row.get("role")))
+    if not isinstance(name, str) or name in messages:
+        raise UserError(f"{location}: a message has a 'message_id' of its own, got {name!r}: fix the row")
+    if role is None:
+        raise UserError(
+            f"{location}: column 'role' must be prompter or assistant, got {row.get('role')!r}: fix the row"
+        )
+    message = {"role": role, "content": text_column(location, row, "text")}
+    is_left_out = row.get("deleted") is True or row.get("review_result") is False
+    messages[name] = TreeMessage(
+        location, message, float(row["rank"]) if is_number(row.get("rank")) else None, is_left_out, parent
+    )
+
+
+def _nested(root: Row) -> Iterator[Row]:
+    """The messages of a tree, each with its parent."""
+    waiting: list[Row] = [{**root, "parent_id": None}]
+    while waiting:
+        message = waiting.pop(0)
+        yield message
+        replies = message.get("replies") or []
+        waiting += [{**reply, "parent_id": message.get("message_id")} for reply in replies if isinstance(reply, dict)]
+
+
+def _comparisons(root: TreeMessage) -> Iterator[tuple[str, Record]]:
+    """The ranked answers to each message of a tree."""
+    waiting = [(root, [root.message])]
+    while waiting:
+        message, path = waiting.pop(0)
+        ranked = [(reply, reply.rank) for reply in message.answers() if reply.rank is not None]
+        if len({rank for _, rank in ranked}) > 1:
+            yield (
+                message.location,
+                RankedCompletions(path, [reply.message for reply, _ in ranked], [rank for _, rank in ranked]),
+            )
+        waiting += [(reply, [*path, reply.message]) for reply in message.kept_replies()]
+
+
+def _conversations(root: TreeMessage) -> Iterator[tuple[str, Record]]:
+    """The longest conversations of a tree in which each turn of the assistant is the best."""
+    waiting = [(root, [root.message])]
+    while waiting:
+        message, path = waiting.pop(0)
+        if message.message["role"] == "user":
+            waiting += [(best, [*path, best.message]) for best in message.answers()[:1]]
+            continue
+        going_on = [reply for reply in message.kept_replies() if reply.answers()]
+        if not going_on:
+            yield root.location, {"messages": path}
+        waiting += [(reply, [*path, reply.message]) for reply in going_on]

@@ -1,0 +1,128 @@
+"""Formats that list turns: ShareGPT, Alpaca, and the messages of OpenAI.
+
+ShareGPT: `conversations` with `from` and `value`, optional `system` and `tools`. Alpaca (Taori et al. 2023):
+`instruction`, `input` and `output`, optional `history` (pairs) and `system`; instruction and input are joined by a line
+break, as in LLaMA-Factory. Both may have `chosen` and `rejected` in place of the last turn. OpenAI: `messages`, or for
+preferences `input`, `preferred_output` and `non_preferred_output`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.data.chat.messages import Message
+from hybrid_rlhf.data.conversion.records import column, pair_row, text_column
+from hybrid_rlhf.data.conversion.tool_calls import read_calls, tools_column, with_tool_calls
+from hybrid_rlhf.data.rows.sources import Row
+
+_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "function_call": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+    "tool": "tool",
+}
+_MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
+_PREFERRED = ("preferred_output", "non_preferred_output")
+
+
+def is_sharegpt(row: Row) -> bool:
+    """Whether a row has the conversation of ShareGPT."""
+    turns = row.get("conversations")
+    return isinstance(turns, list) and bool(turns) and isinstance(turns[0], dict) and "from" in turns[0]
+
+
+def sharegpt_row(location: str, row: Row) -> Row:
+    """A conversation, or a pair."""
+    turns = column(location, row, "conversations", list, "a list of turns")
+    system = row.get("system")
+    messages = [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
+    messages += [_shared_turn(f"{location}: column 'conversations'", turn) for turn in turns]
+    if "chosen" in row and "rejected" in row:
+        replies = [_shared_turn(f"{location}: column {name!r}", row[name]) for name in ("chosen", "rejected")]
+        return _completed(location, row, messages, replies)
+    return _completed(location, row, messages, [])
+
+
+def _shared_turn(place: str, turn: Any) -> Message:
+    if not isinstance(turn, dict) or not {"from", "value"} <= set(turn):
+        raise UserError(f"{place}: a turn must have 'from' and 'value', got {turn!r}: fix the row")
+    role = _ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
+    if role is None:
+        raise UserError(f"{place}: 'from' must be one of {', '.join(_ROLES)}, got {turn['from']!r}: fix the row")
+    if turn["from"] == "function_call":
+        return {"role": role, "tool_calls": read_calls(place, turn["value"])}
+    return {"role": role, "content": turn["value"]}
+
+
+def is_alpaca(row: Row) -> bool:
+    """Whether a row has an instruction with its output."""
+    return "instruction" in row and ("output" in row or {"chosen", "rejected"} <= set(row))
+
+
+def alpaca_row(location: str, row: Row) -> Row:
+    """A conversation, or a pair."""
+    messages: list[Message] = []
+    if isinstance(row.get("system"), str) and row["system"].strip():
+        messages.append({"role": "system", "content": row["system"]})
+    for pair in row.get("history") or ():
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise UserError(f"{location}: column 'history' must have pairs of texts, got {pair!r}: fix the row")
+        messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    instruction, more = text_column(location, row, "instruction"), row.get("input") or ""
+    if not isinstance(more, str):
+        raise UserError(f"{location}: column 'input' must be text, got {type(more).__name__}: fix the row")
+    messages.append({"role": "user", "content": f"{instruction}\n{more}" if more.strip() else instruction})
+    if "output" in row:
+        return _completed(location, row, [*messages, _reply(location, row, "output")], [])
+    return _completed(location, row, messages, [_reply(location, row, name) for name in ("chosen", "rejected")])
+
+
+def _reply(location: str, row: Row, name: str) -> Message:
+    return {"role": "assistant", "content": text_column(location, row, name)}
+
+
+def is_openai(row: Row) -> bool:
+    """Whether a row has messages, or a preference in the format of OpenAI."""
+    if "input" in row and set(_PREFERRED) <= set(row):
+        return True
+    return any(isinstance(row.get(name), list) for name in _MESSAGE_COLUMNS)
+
+
+def openai_row(location: str, row: Row) -> Row:
+    """The row with messages and tools in one style; other columns are kept."""
+    if set(_PREFERRED) <= set(row):
+        inside = column(location, row, "input", dict, "an object with 'messages'")
+        messages = column(f"{location}: column 'input'", inside, "messages", list, "a list of messages")
+        replies = [column(location, row, name, list, "a list of one message") for name in _PREFERRED]
+        if any(len(reply) != 1 for reply in replies):
+            raise UserError(f"{location}: columns {' and '.join(_PREFERRED)} must have one message each: fix the row")
+        return _completed(location, inside, messages, [reply[0] for reply in replies])
+    converted = dict(row)
+    for name in _MESSAGE_COLUMNS:
+        if isinstance(row.get(name), list):
+            converted[name] = with_tool_calls(f"{location}: column {name!r}", row[name])
+    start: list[Message] = next(
+        (converted[n] for n in ("messages", "prompt") if isinstance(converted.get(n), list)), []
+    )
+    kept = {name: value for name, value in converted.items() if name not in ("tools", "functions")}
+    return kept | tools_column(location, row, start)
+
+
+def _completed(location: str, row: Row, messages: list[Any], replies: list[Any]) -> Row:
+    """A conversation, or a pair if there are two replies to it, with the row's tools."""
+    turns = with_tool_calls(location, messages)
+    tools = tools_column(location, row, turns)
+    if not replies:
+        return {"messages": turns, **tools}
+    chosen, rejected = (with_tool_calls(location, [reply]) for reply in replies)
+    return {**pair_row(turns, chosen, rejected), **tools}

@@ -1,0 +1,4 @@
+"""Files of rows before training: checked, split and blended.
+
+Read `checking.py` (what a step would make of a source), then `splitting.py` and `blending.py`; `lines.py` writes rows.
+"""

@@ -1,0 +1,77 @@
+"""Blends sources: rows in given shares, none twice, in a mixed order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import compress
+from pathlib import Path
+
+import numpy as np
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.files.atomic import whole_file
+from hybrid_rlhf.data.preparation.lines import json_line
+from hybrid_rlhf.data.rows.sources import Row, RowReader, open_source
+
+
+def blend_rows(output: Path, shares: Sequence[tuple[str, float]], *, rows: int | None, seed: int) -> dict[str, int]:
+    """Write a seeded choice of rows of each source, in the order of the source, the sources mixed evenly.
+
+    Args:
+        output: JSONL file, which takes its place only when it is complete.
+        shares: path and share of each source; shares need not add up to 1.
+        rows: rows to write; None: as many as the shares allow.
+        seed: of the choice and the order.
+
+    Returns:
+        the rows taken from each source.
+
+    Raises:
+        UserError: if a source cannot be read, or has fewer rows than its share.
+    """
+    sources = [open_source(path) for path, _ in shares]
+    counts = [_count(source) for source in sources]
+    taken = _taken(shares, counts, rows)
+    choices = [
+        _chosen_rows(source, count, number, [seed, index])
+        for index, (source, count, number) in enumerate(zip(sources, counts, taken, strict=True))
+    ]
+    order = np.repeat(np.arange(len(sources)), taken)
+    np.random.default_rng([seed, len(sources)]).shuffle(order)
+    with whole_file(output) as file:
+        for index in order.tolist():
+            file.write(json_line(next(choices[index])))
+    return {path: number for (path, _), number in zip(shares, taken, strict=True)}
+
+
+def _taken(shares: Sequence[tuple[str, float]], counts: Sequence[int], rows: int | None) -> list[int]:
+    """Rows of each source; whole numbers that add up to the total, by the largest remainders."""
+    whole = sum(share for _, share in shares)
+    parts = [share / whole for _, share in shares]
+    possible = min(int(count / part) for count, part in zip(counts, parts, strict=True))
+    total = possible if rows is None else rows
+    exact = np.asarray(parts) * total
+    floors = np.floor(exact + 1e-9).astype(int)
+    by_remainder = np.argsort(floors - exact, kind="stable")
+    floors[by_remainder[: total - int(floors.sum())]] += 1
+    taken = floors.tolist()
+    for (path, _), count, number in zip(shares, counts, taken, strict=True):
+        if number > count:
+            raise UserError(
+                f"a source must have the rows of its share, {path} has {count:,} of {number:,}: give --rows {possible} "
+                "or lower its share"
+            )
+        if not number:
+            raise UserError(f"each source must give a row, {path} gives none of {total:,}: raise --rows or its share")
+    return taken
+
+
+def _chosen_rows(source: RowReader, count: int, number: int, seed: list[int]) -> Iterator[Row]:
+    chosen = np.zeros(count, dtype=bool)
+    chosen[np.random.default_rng(seed).permutation(count)[:number]] = True
+    return (row for _, row in compress(source, chosen))
+
+
+def _count(source: RowReader) -> int:
+    count = source.count()
+    return sum(1 for _ in source) if count is None else count

@@ -1,0 +1,216 @@
+"""What a step would make of a source: each row is read and encoded as in training, and every problem is kept.
+
+Nothing is trained or cached. Lengths are those before truncation.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_rlhf.configs.commands.data import CheckedTask
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.reward import RewardObjectiveConfig
+from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.configs.sft import SFTDataConfig
+from hybrid_rlhf.data.conversion.converting import FORMATS
+from hybrid_rlhf.data.encoding import (
+    encode_conversation_row,
+    encode_labelled_row,
+    encode_preference_row,
+    encode_prompt_row,
+)
+from hybrid_rlhf.data.rows.formats import (
+    read_labelled_row,
+    read_preference_row,
+    read_prompt_row,
+    read_sft_row,
+    read_stepwise_row,
+)
+from hybrid_rlhf.data.rows.problems import RowProblems
+from hybrid_rlhf.data.rows.sources import Row, missing_columns_error, open_source
+from hybrid_rlhf.data.rows.stepwise import encode_stepwise_row
+from hybrid_rlhf.runtime.observability.progress import ProgressLog
+
+_NO_LIMIT = 2**31
+_SEPARATOR = RewardObjectiveConfig().step_separator
+Read = Callable[[str, Row], Any]
+Encode = Callable[[str, Row, PreTrainedTokenizerBase, int], list[dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class RowForm:
+    """Columns that a step accepts together, and how it reads them."""
+
+    columns: tuple[str, ...]
+    read: Read
+    encode: Encode
+
+
+def _sft(location: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int) -> list[dict[str, Any]]:
+    return encode_conversation_row(location, read_sft_row(location, row), tokenizer, limit)
+
+
+def _steps(location: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int) -> list[dict[str, Any]]:
+    return encode_stepwise_row(location, row, tokenizer, limit, separator=_SEPARATOR)
+
+
+_PAIRS = (
+    RowForm(("prompt", "responses", "ranks"), read_preference_row, encode_preference_row),
+    RowForm(("prompt", "completion", "label"), read_labelled_row, encode_labelled_row),
+    RowForm(("prompt", "chosen", "rejected"), read_preference_row, encode_preference_row),
+    RowForm(("chosen", "rejected"), read_preference_row, encode_preference_row),
+)
+FORMS: dict[CheckedTask, tuple[RowForm, ...]] = {
+    "reward": (RowForm(("prompt", "completions", "labels"), read_stepwise_row, _steps), *_PAIRS),
+    "preference": _PAIRS,
+    "sft": tuple(
+        RowForm(columns, read_sft_row, _sft)
+        for columns in (("messages",), ("prompt", "completion"), ("prompt", "chosen"), ("chosen",), ("text",))
+    ),
+    "rl": tuple(RowForm(columns, read_prompt_row, encode_prompt_row) for columns in (("prompt",), ("messages",))),
+}
+"""The forms of each step's rows, in the order in which its reader prefers them. The order of the steps is that in which
+a step is guessed: a row with fewer columns fits the later ones too."""
+
+
+@dataclass(frozen=True)
+class RowPreview:
+    """A row as the model reads it."""
+
+    location: str
+    spans: list[tuple[str, bool]]
+    """Text, and whether it is learned: it carries loss, or is a completion that is compared."""
+    tokens: int
+    learned_tokens: int
+
+
+@dataclass
+class CheckReport:
+    """What a step finds in a source."""
+
+    path: str
+    task: CheckedTask
+    limit: int
+    """Longest row, or prompt for RL, in tokens."""
+    rows: int = 0
+    columns: Counter[str] = field(default_factory=Counter)
+    """Rows that have each column."""
+    forms: Counter[str] = field(default_factory=Counter)
+    """Rows that are read in each form, such as "prompt + chosen + rejected"."""
+    problems: RowProblems = field(default_factory=RowProblems)
+    lengths: list[int] = field(default_factory=list)
+    """Tokens of each encoded row, of the longest completion with its prompt; empty without a tokenizer."""
+    too_long: int = 0
+    """Encoded rows beyond the limit: data.too_long drops or truncates them."""
+    unusable: int = 0
+    """Encoded rows with nothing to learn within the limit: always dropped."""
+    unrendered: Counter[str] = field(default_factory=Counter)
+    """What the chat template does not render, by key, role or `tools`."""
+    previews: list[RowPreview] = field(default_factory=list)
+
+
+def check_source(
+    path: str,
+    *,
+    task: CheckedTask = "auto",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    limit: int | None = None,
+    previews: int = 3,
+) -> CheckReport:
+    """Read all rows of a source as a step does.
+
+    Args:
+        path: a file, a folder or a hub name.
+        task: the step; auto: the first whose columns the first row has.
+        tokenizer: encodes rows; None: they are only read.
+        limit: longest row, or prompt for RL, in tokens; None: the step's default.
+        previews: rows to show.
+
+    Raises:
+        UserError: if the source cannot be opened, or its step cannot be guessed.
+    """
+    source = open_source(path)
+    progress = ProgressLog(f"checking {path}", total=source.count())
+    problems, report = RowProblems(), None
+    for location, row in progress.track(source.readable_rows(problems.add)):
+        if report is None:
+            chosen = _guessed(location, row) if task == "auto" else task
+            report = CheckReport(path, chosen, limit or _default_limit(chosen), problems=problems)
+        report.rows += 1
+        report.columns.update(row.keys())
+        with problems.collected():
+            _check_row(report, location, row, tokenizer, previews)
+    return report or CheckReport(path, task, limit or 0, problems=problems)
+
+
+def histogram(lengths: Sequence[int], *, bins: int = 10) -> list[tuple[int, int, int]]:
+    """(shortest, longest, rows) of equal ranges of lengths, from 1 token to the longest row."""
+    width = -(-max(lengths, default=0) // bins) or 1
+    counts = Counter(max(length - 1, 0) // width for length in lengths)
+    return [(number * width + 1, (number + 1) * width, counts[number]) for number in range(max(counts, default=-1) + 1)]
+
+
+def _guessed(location: str, row: Row) -> CheckedTask:
+    published = next((name for name, each in FORMATS.items() if name != "openai_messages" and each.matches(row)), None)
+    if published is not None:
+        raise UserError(
+            f"{location}: a row must be in a form that steps read, got the format {published}: convert it with "
+            "hybrid-rlhf data convert"
+        )
+    for task, forms in FORMS.items():
+        # The reward model and preference losses read the same pairs.
+        if _form(forms, row) is not None:
+            return "preference" if task == "reward" and "completions" not in row else task
+    wanted = [" + ".join(form.columns) for forms in FORMS.values() for form in forms]
+    raise missing_columns_error(location, row, list(dict.fromkeys(wanted)))
+
+
+def _default_limit(task: CheckedTask) -> int:
+    return RolloutConfig().max_prompt_tokens if task == "rl" else SFTDataConfig().max_length
+
+
+def _form(forms: Sequence[RowForm], row: Row) -> RowForm | None:
+    return next((form for form in forms if set(form.columns) <= set(row)), None)
+
+
+def _check_row(
+    report: CheckReport, location: str, row: Row, tokenizer: PreTrainedTokenizerBase | None, previews: int
+) -> None:
+    forms = FORMS[report.task]
+    form = _form(forms, row)
+    if form is None:
+        raise missing_columns_error(location, row, [" + ".join(form.columns) for form in forms])
+    if "prompt" not in row and isinstance(row.get("chosen"), str):
+        raise UserError(
+            f"{location}: columns 'chosen' and 'rejected' with text need a prompt, got none: add it; dialogues are "
+            "converted with hybrid-rlhf data convert"
+        )
+    form.read(location, row)
+    if tokenizer is not None:
+        encoded = form.encode(location, row, tokenizer, report.limit)
+        whole = form.encode(location, row, tokenizer, _NO_LIMIT) if any(each["cut"] for each in encoded) else encoded
+        report.lengths += [each["length"] for each in whole]
+        report.too_long += sum(each["cut"] for each in encoded)
+        report.unusable += sum(not each["usable"] for each in encoded)
+        report.unrendered.update(key for each in encoded for key in each["ignored"].split(",") if key)
+        if report.rows <= previews:
+            report.previews += [_preview(location, *part, tokenizer) for each in encoded for part in _sequences(each)]
+    report.forms[" + ".join(form.columns)] += 1
+
+
+def _sequences(encoded: dict[str, Any]) -> list[tuple[list[int], list[bool]]]:
+    """Token ids of an encoded row, with what of them is learned."""
+    if "masks" in encoded:
+        return list(zip(encoded["responses"], encoded["masks"], strict=True))
+    return [(encoded["input_ids"], encoded.get("loss_mask") or [False] * len(encoded["input_ids"]))]
+
+
+def _preview(location: str, ids: list[int], mask: list[bool], tokenizer: PreTrainedTokenizerBase) -> RowPreview:
+    edges = [0, *(i for i in range(1, len(ids)) if mask[i] != mask[i - 1]), len(ids)]
+    spans = [(str(tokenizer.decode(ids[a:b])), mask[a]) for a, b in zip(edges, edges[1:], strict=False) if a < b]
+    return RowPreview(location, spans, len(ids), sum(mask))

@@ -1,0 +1,103 @@
+"""Splits a source into files by a hash, so that rows with the same prompt are in the same file.
+
+The part of a row depends on its prompt and the seed alone: it stays the same when rows are added, removed or reordered,
+and a prompt that occurs twice is never in training and test data at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import BinaryIO
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.files.atomic import whole_file
+from hybrid_rlhf.data.chat.messages import Message
+from hybrid_rlhf.data.preparation.lines import json_line
+from hybrid_rlhf.data.rows.formats import read_preference_row, read_prompt_row
+from hybrid_rlhf.data.rows.sources import Row, missing_columns_error, open_source
+from hybrid_rlhf.runtime.observability.progress import ProgressLog
+
+
+def split_rows(
+    path: str, outputs: Mapping[str, Path], shares: Sequence[tuple[str, float]], *, by: str, seed: int
+) -> dict[str, int]:
+    """Write each row of a source to the file of its part.
+
+    Args:
+        path: a file, a folder or a hub name.
+        outputs: JSONL file of each part; they take their places only when all are complete.
+        shares: name and share of each part.
+        by: "prompt", or the column whose value decides.
+        seed: of the hash.
+
+    Returns:
+        the rows of each part.
+
+    Raises:
+        UserError: if the source cannot be read, a row has no prompt or no such column, or a part gets no row.
+    """
+    counts = dict.fromkeys(outputs, 0)
+    edges = list(accumulate(share for _, share in shares))
+    source = open_source(path)
+    progress = ProgressLog(f"splitting {path}", total=source.count())
+    with contextlib.ExitStack() as stack:
+        files: dict[str, BinaryIO] = {name: stack.enter_context(whole_file(file)) for name, file in outputs.items()}
+        for location, row in progress.track(source):
+            key = prompt_key(location, row) if by == "prompt" else _column_key(location, row, by)
+            part = shares[bisect_right(edges[:-1], position(key, seed) * edges[-1])][0]
+            files[part].write(json_line(row))
+            counts[part] += 1
+        empty = next((name for name, count in counts.items() if not count), None)
+        if empty is not None:
+            raise UserError(
+                f"each part must get a row, {empty} gets none of the {sum(counts.values()):,} rows: raise its share, "
+                "or give another --seed"
+            )
+    return counts
+
+
+def position(key: str, seed: int) -> float:
+    """A number in [0, 1) that depends on a key and the seed."""
+    digest = hashlib.sha256(f"{seed}\0{key}".encode(errors="surrogatepass")).digest()
+    return int.from_bytes(digest[:6], "big") / 2**48
+
+
+def prompt_key(location: str, row: Row) -> str:
+    """What is equal for rows with the same prompt: the turns before the first answer, or plain text.
+
+    Raises:
+        UserError: for a row without a prompt.
+    """
+    if "prompt" in row:
+        prompt = read_prompt_row(location, row).messages
+    elif "messages" in row:
+        prompt = _before_the_answer(read_prompt_row(location, row).messages)
+    elif "chosen" in row and "rejected" in row:
+        prompt = _before_the_answer(read_preference_row(location, row).prompt)
+    elif isinstance(row.get("text"), str):
+        return str(row["text"]).strip()
+    else:
+        raise missing_columns_error(location, row, ["prompt", "messages", "chosen + rejected", "text"])
+    return json.dumps([[turn["role"], turn.get("content", "").strip()] for turn in prompt])
+
+
+def _before_the_answer(messages: Sequence[Message]) -> list[Message]:
+    """The turns up to the first of the assistant that follows one of the user."""
+    asked = False
+    for number, message in enumerate(messages):
+        if asked and message["role"] == "assistant":
+            return list(messages[:number])
+        asked = asked or message["role"] == "user"
+    return list(messages)
+
+
+def _column_key(location: str, row: Row, column: str) -> str:
+    if column not in row:
+        raise missing_columns_error(location, row, [f"{column} (--by)"])
+    return json.dumps(row[column], sort_keys=True, default=str)

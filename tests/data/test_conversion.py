@@ -1,0 +1,343 @@
+"""Published formats, in the shapes in which they are distributed, become rows that the readers of the steps accept."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybrid_rlhf.configs.commands.data import FormatName, RankedAs
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.data.conversion.converting import ConversionReport, convert
+from hybrid_rlhf.data.conversion.dialogues import dialogue_pair
+from hybrid_rlhf.data.conversion.tool_calls import with_tool_calls
+from hybrid_rlhf.data.conversion.turns import alpaca_row, sharegpt_row
+from hybrid_rlhf.data.rows.formats import read_preference_row, read_sft_row
+from hybrid_rlhf.data.rows.sources import Row, open_source
+
+Write = Callable[..., Path]
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def converted(
+    file: Path, *, format: FormatName = "auto", ranked_as: RankedAs = "ranks", skip_bad: bool = False
+) -> tuple[list[Row], ConversionReport]:
+    """The rows of a converted file, and what was reported."""
+    output = file.with_suffix(".out.jsonl")
+    report = convert(str(file), output, format=format, ranked_as=ranked_as, skip_bad=skip_bad)
+    rows = [row for _, row in open_source(str(output))] if output.exists() else []
+    return rows, report
+
+
+def test_dialogues_become_pairs_after_their_shared_turns(write_jsonl: Write) -> None:
+    start = "\n\nHuman: What is a crumpet?\n\nAssistant: A kind of bread.\n\nHuman: Sweet?\n\nAssistant:"
+    file = write_jsonl([{"chosen": f"{start} Not by itself.\n\nIt is savoury.", "rejected": f"{start} Yes."}])
+    rows, report = converted(file)
+    assert (report.format, report.rows, report.written, report.problems.count) == ("hh", 1, 1, 0)
+    assert rows == [
+        {
+            "prompt": [user("What is a crumpet?"), assistant("A kind of bread."), user("Sweet?")],
+            "chosen": [assistant("Not by itself.\n\nIt is savoury.")],
+            "rejected": [assistant("Yes.")],
+        }
+    ]
+
+
+def test_sharegpt_turns_with_calls_become_messages(write_jsonl: Write) -> None:
+    tool = {"name": "weather", "description": "now", "parameters": {"type": "object", "properties": {}}}
+    call = {"name": "weather", "arguments": {"city": "Paris"}}
+    row = {
+        "conversations": [
+            {"from": "human", "value": "weather in Paris?"},
+            {"from": "function_call", "value": json.dumps(call)},
+            {"from": "observation", "value": '{"sky": "clear"}'},
+            {"from": "gpt", "value": "It is clear."},
+        ],
+        "system": "Be brief.",
+        "tools": json.dumps([tool]),
+    }
+    (found,), report = converted(write_jsonl([row]))
+    assert report.format == "sharegpt"
+    assert found["tools"] == [{"type": "function", "function": tool}]
+    assert [m["role"] for m in found["messages"]] == ["system", "user", "assistant", "tool", "assistant"]
+    assert found["messages"][2]["tool_calls"] == [{"type": "function", "function": call}]
+    assert found["messages"][3] == {"role": "tool", "name": "weather", "content": '{"sky": "clear"}'}
+
+
+def test_sharegpt_and_alpaca_pairs(write_jsonl: Write) -> None:
+    shared = {
+        "conversations": [{"from": "human", "value": "q"}],
+        "chosen": {"from": "gpt", "value": "a"},
+        "rejected": {"from": "gpt", "value": "b"},
+    }
+    alpaca = {"instruction": "q", "input": "", "chosen": "a", "rejected": "b"}
+    expected = [{"prompt": [user("q")], "chosen": [assistant("a")], "rejected": [assistant("b")]}]
+    for row, name in ((shared, "sharegpt"), (alpaca, "alpaca")):
+        rows, report = converted(write_jsonl([row], f"{name}.jsonl"))
+        assert rows == expected and report.format == name
+
+
+def test_alpaca_rows_keep_history_and_input(tmp_path: Path) -> None:
+    rows = [
+        {"instruction": "Add.", "input": "1 and 2", "output": "3"},
+        {"instruction": "Again", "input": "", "output": "4", "system": "You add.", "history": [["1 and 1", "2"]]},
+    ]
+    file = tmp_path / "alpaca.json"  # as it is distributed: one list
+    file.write_text(json.dumps(rows))
+    found, report = converted(file)
+    assert report.format == "alpaca"
+    assert found[0]["messages"] == [user("Add.\n1 and 2"), assistant("3")]
+    history = [user("1 and 1"), assistant("2")]
+    assert found[1]["messages"] == [{"role": "system", "content": "You add."}, *history, user("Again"), assistant("4")]
+
+
+def tree_message(name: str, parent: str | None, text: str, rank: int | None = None, **more: Any) -> Row:
+    """A row of oasst1."""
+    role = "assistant" if name.startswith("a") else "prompter"
+    return {"message_id": name, "parent_id": parent, "text": text, "role": role, "rank": rank, "lang": "en", **more}
+
+
+TREE = [
+    tree_message("a2", "p1", "worse", 1),  # before its parent, as rows may be in any order
+    tree_message("p1", None, "question"),
+    tree_message("a1", "p1", "better", 0),
+    tree_message("a3", "p1", "spam", 2, deleted=True),
+    tree_message("p2", "a1", "and then?", None),
+    tree_message("a4", "p2", "this", None),
+    tree_message("p3", "a2", "why?", None),
+    tree_message("a5", "p3", "so", None),
+]
+
+
+def test_trees_become_ranked_answers_or_the_best_conversations(write_jsonl: Write) -> None:
+    file = write_jsonl(TREE)
+    rows, report = converted(file)
+    assert (report.format, report.rows) == ("openassistant", len(TREE))
+    assert rows == [
+        {"prompt": [user("question")], "responses": [[assistant("better")], [assistant("worse")]], "ranks": [0.0, 1.0]}
+    ]
+    best = [user("question"), assistant("better"), user("and then?"), assistant("this")]
+    file.with_suffix(".out.jsonl").unlink()
+    assert converted(file, ranked_as="messages")[0] == [{"messages": best}]
+
+
+def test_a_tree_in_one_row_is_the_same(write_jsonl: Write) -> None:
+    flat, _ = converted(write_jsonl(TREE, "flat.jsonl"))
+    by_parent: dict[str | None, list[Row]] = {}
+    for message in TREE:
+        by_parent.setdefault(message["parent_id"], []).append(message)
+
+    def nested(message: Row) -> Row:
+        own = {key: value for key, value in message.items() if key != "parent_id"}
+        return own | {"replies": [nested(reply) for reply in by_parent.get(message["message_id"], [])]}
+
+    root = nested(by_parent[None][0])
+    tree = {"message_tree_id": "p1", "tree_state": "ready_for_export", "prompt": root}
+    rows, report = converted(write_jsonl([tree], "nested.jsonl"))
+    assert rows == flat and report.format == "openassistant"
+
+
+def test_a_message_without_its_parent_is_a_problem(write_jsonl: Write) -> None:
+    file = write_jsonl([*TREE, tree_message("a9", "gone", "lost", 0)])
+    rows, report = converted(file)
+    assert rows == [] and report.problems.texts == [
+        f"{file}:{len(TREE) + 1}: the parent gone of message a9 is missing: add it"
+    ]
+    assert len(converted(file, skip_bad=True)[0]) == 1
+
+
+def feedback(text: str, score: Any = None, rating: str | None = None) -> Row:
+    """A completion of UltraFeedback."""
+    ratings = {name: {"Rating": rating, "Rationale": "..."} for name in ("helpfulness", "honesty")}
+    scores = {} if score is None else {"overall_score": score, "fine-grained_score": 1.0}
+    return {"model": "m", "response": text, "annotations": ratings if rating else {}, **scores}
+
+
+@pytest.mark.parametrize(
+    ("ranked_as", "row"),
+    [
+        ("ranks", {"responses": [[assistant(t)] for t in "abc"], "ranks": [2.0, 1.0, 3.0]}),
+        ("pairs", {"chosen": [assistant("b")], "rejected": [assistant("c")]}),
+    ],
+)
+def test_scores_become_ranks_or_a_pair(ranked_as: RankedAs, row: Row, write_jsonl: Write) -> None:
+    completions = [feedback("a", 6.5), feedback("b", 8.0), feedback("c", rating="2")]
+    file = write_jsonl([{"source": "x", "instruction": "q", "completions": completions}])
+    rows, report = converted(file, ranked_as=ranked_as)
+    assert rows == [{"prompt": [user("q")], **row}] and report.format == "ultrafeedback"
+
+
+def test_the_best_of_scored_completions_is_a_conversation(write_jsonl: Write) -> None:
+    rows = [{"instruction": "q", "completions": [feedback("a", 6.5), feedback("b", 8.0)]}]
+    assert converted(write_jsonl(rows), ranked_as="messages")[0] == [{"messages": [user("q"), assistant("b")]}]
+
+
+def test_equal_scores_and_missing_ones_are_problems(write_jsonl: Write) -> None:
+    equal = {"instruction": "q", "completions": [feedback("a", 7), feedback("b", 7)]}
+    missing = {"instruction": "q", "completions": [feedback("a", 7), feedback("b", rating="N/A")]}
+    file = write_jsonl([equal, missing])
+    for ranked_as in ("ranks", "pairs"):
+        rows, report = converted(file, ranked_as=ranked_as)  # type: ignore[arg-type]
+        assert rows == [] and report.problems.count == 2
+        assert f"{file}:1: " in report.problems.texts[0] and "two different ranks" in report.problems.texts[0]
+        assert report.problems.texts[1].startswith(f"{file}:2: completion 2 must have a score")
+
+
+def test_comparisons_of_summaries_and_answers(write_jsonl: Write) -> None:
+    summaries = {
+        "info": {"id": "t3", "post": "My cat sleeps.", "title": "Cat", "subreddit": "aww"},
+        "summaries": [{"text": " one", "policy": "sup2"}, {"text": " two", "policy": "ref"}],
+        "choice": 1,
+        "worker": "w",
+    }
+    (row,), report = converted(write_jsonl([summaries], "summaries.jsonl"))
+    assert report.format == "openai_comparisons"
+    assert row["prompt"] == [user("SUBREDDIT: r/aww\n\nTITLE: Cat\n\nPOST: My cat sleeps.\n\nTL;DR:")]
+    assert (row["chosen"], row["rejected"]) == ([assistant("two")], [assistant("one")])
+    answers = {"question": {"full_text": "q"}, "answer_0": "a", "answer_1": "b", "score_0": 0.5, "score_1": -0.5}
+    (row,), _ = converted(write_jsonl([answers], "answers.jsonl"))
+    assert (row["chosen"], row["rejected"]) == ([assistant("a")], [assistant("b")])
+
+
+CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "sky"}}}
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"tool_calls": [{"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": "sky"}'}}]},
+        {"function_call": {"name": "look", "arguments": '{"at": "sky"}'}},
+        {"content": '<tool_call>\n{"name": "look", "arguments": {"at": "sky"}}\n</tool_call>'},
+        {"content": "<tool_call>\n{'arguments': {'at': 'sky'}, 'name': 'look'}\n</tool_call>"},
+    ],
+    ids=["openai", "function_call", "hermes", "hermes with Python's quotes"],
+)
+@pytest.mark.parametrize("result", [{"role": "tool", "content": "blue"}, {"role": "function", "content": "blue"}])
+def test_calls_of_all_styles_become_one(turn: Row, result: Row, write_jsonl: Write) -> None:
+    row = {"messages": [user("sky?"), {"role": "assistant", **turn}, result, assistant("Blue.")]}
+    (found,), report = converted(write_jsonl([row]))
+    assert report.format == "openai_messages"
+    (call,) = found["messages"][1]["tool_calls"]
+    assert {key: call[key] for key in ("type", "function")} == CALL
+    assert "content" not in found["messages"][1] and "function_call" not in found["messages"][1]
+    assert found["messages"][2] == {"role": "tool", "name": "look", "content": "blue"}
+
+
+def test_several_calls_and_results_in_one_text() -> None:
+    calls = "".join(f'<tool_call>{{"name": "f{i}", "arguments": {{}}}}</tool_call>' for i in (1, 2))
+    results = "<tool_response>one</tool_response><tool_response>two</tool_response>"
+    turns = [assistant(f"Looking.\n{calls}"), {"role": "tool", "content": results}]
+    said, first, second = with_tool_calls("f:1", turns)
+    assert said["content"] == "Looking." and [c["function"]["name"] for c in said["tool_calls"]] == ["f1", "f2"]
+    assert (first["name"], first["content"], second["name"], second["content"]) == ("f1", "one", "f2", "two")
+
+
+def test_tools_that_the_system_prompt_lists_are_not_listed_twice(write_jsonl: Write) -> None:
+    system = {"from": "system", "value": "You may call <tools>[...]</tools>"}
+    turns = [system, {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    (row,), _ = converted(write_jsonl([{"conversations": turns, "tools": '[{"name": "look"}]'}]))
+    assert "tools" not in row
+
+
+def test_openai_preferences(write_jsonl: Write) -> None:
+    row = {
+        "input": {"messages": [user("q")], "tools": [], "parallel_tool_calls": True},
+        "preferred_output": [assistant("a")],
+        "non_preferred_output": [assistant("b")],
+    }
+    rows, _ = converted(write_jsonl([row]))
+    assert rows == [{"prompt": [user("q")], "chosen": [assistant("a")], "rejected": [assistant("b")]}]
+
+
+BAD = [
+    ({"conversations": [{"from": "alien", "value": "x"}]}, "'from' must be one of human"),
+    ({"conversations": [{"from": "human", "value": "x"}]}, "must have an assistant turn"),
+    ({"conversations": [{"from": "function_call", "value": "not json"}]}, "must be JSON"),
+    ({"conversations": "text"}, "column 'conversations' must be a list of turns, got str"),
+    ({"conversations": [{"from": "gpt", "value": "<tool_call>{}"}]}, "must end with </tool_call>"),
+]
+
+
+def test_each_bad_row_is_a_problem_with_its_line(write_jsonl: Write) -> None:
+    good = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
+    file = write_jsonl([good, *(row for row, _ in BAD)])
+    with file.open("a") as opened:
+        opened.write("{broken\n")
+    rows, report = converted(file)
+    assert rows == [] and report.written == 0 and list(file.parent.iterdir()) == [file], "nothing is left behind"
+    texts = sorted(report.problems.texts)
+    assert len(texts) == len(BAD) + 1
+    for number, (text, (_, reason)) in enumerate(zip(texts, BAD, strict=False), start=2):
+        assert text.startswith(f"{file}:{number}: ") and reason in text
+    assert texts[-1].startswith(f"{file}:{len(BAD) + 2}: a line must be JSON")
+    rows, report = converted(file, skip_bad=True)
+    assert rows == [{"messages": [user("q"), assistant("a")]}]
+    assert (report.written, report.problems.count) == (1, len(BAD) + 1)
+
+
+def test_an_unknown_format_names_the_columns_and_the_formats(write_jsonl: Write) -> None:
+    with pytest.raises(UserError, match=r"one of the formats hh, sharegpt.*got columns body, title"):
+        converted(write_jsonl([{"title": "a", "body": "b"}]))
+
+
+def test_the_output_stays_when_all_rows_are_bad(write_jsonl: Write, tmp_path: Path) -> None:
+    file, output = write_jsonl([{"chosen": "\n\nHuman: a", "rejected": "\n\nHuman: a"}]), tmp_path / "old.jsonl"
+    output.write_text("mine\n")
+    with pytest.raises(UserError, match="must have a row"):
+        convert(str(file), output, format="hh", ranked_as="ranks", skip_bad=True)
+    assert output.read_text() == "mine\n"
+
+
+def test_it_converts_a_thousand_rows_a_second(write_jsonl: Write) -> None:
+    """At least 50,000 a minute; the time of the processor, as other tests run beside this one."""
+    turns = [{"from": name, "value": "some words " * 50} for name in ("human", "gpt") * 3]
+    file = write_jsonl([{"conversations": turns}] * 3000)
+    start = time.process_time()
+    assert converted(file)[1].written == 3000
+    assert time.process_time() - start < 3.0
+
+
+# Texts as people write them, without what the formats use as marks.
+texts = (
+    st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=30)
+    .map(str.strip)
+    .filter(lambda text: text and not any(mark in text for mark in ("Human:", "Assistant:", "<tool")))
+)
+rounds = st.lists(st.tuples(texts, texts), max_size=3)
+
+
+@given(rounds, texts, st.lists(texts, min_size=2, max_size=2, unique=True))
+def test_any_dialogue_is_read_back(earlier: list[tuple[str, str]], last: str, answers: list[str]) -> None:
+    prompt = [turn for asked, said in earlier for turn in (user(asked), assistant(said))] + [user(last)]
+    names = {"user": "Human", "assistant": "Assistant"}
+    written = "".join(f"\n\n{names[turn['role']]}: {turn['content']}" for turn in prompt)
+    pair = {
+        name: f"{written}\n\nAssistant: {answer}" for name, answer in zip(("chosen", "rejected"), answers, strict=True)
+    }
+    record = read_preference_row("f:1", dialogue_pair("f:1", pair))
+    assert record.prompt == prompt
+    assert record.completions == [[assistant(answer)] for answer in answers]
+
+
+@given(rounds, texts, texts)
+def test_any_conversation_is_read_back(earlier: list[tuple[str, str]], last: str, answer: str) -> None:
+    messages = [turn for asked, said in earlier for turn in (user(asked), assistant(said))]
+    messages += [user(last), assistant(answer)]
+    names = {"user": "human", "assistant": "gpt"}
+    shared = {"conversations": [{"from": names[turn["role"]], "value": turn["content"]} for turn in messages]}
+    alpaca = {"instruction": last, "output": answer, "history": [list(each) for each in earlier]}
+    for row in (sharegpt_row("f:1", shared), alpaca_row("f:1", alpaca)):
+        assert read_sft_row("f:1", row).messages == messages

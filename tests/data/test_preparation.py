@@ -1,0 +1,225 @@
+"""Sources before training: what a check finds, and how rows are split and blended."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.data.preparation.blending import blend_rows
+from hybrid_rlhf.data.preparation.checking import check_source, histogram
+from hybrid_rlhf.data.preparation.splitting import position, prompt_key, split_rows
+from hybrid_rlhf.data.rows.sources import Row, open_source
+
+Write = Callable[..., Path]
+MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+
+
+def rows_of(file: Path) -> list[Row]:
+    return [row for _, row in open_source(str(file))]
+
+
+@pytest.mark.parametrize(
+    ("row", "task", "form"),
+    [
+        ({"messages": MESSAGES, "id": 3}, "sft", "messages"),
+        ({"prompt": "q", "completion": "a"}, "sft", "prompt + completion"),
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, "preference", "prompt + chosen + rejected"),
+        ({"prompt": "q", "responses": ["a", "b"], "ranks": [1, 2]}, "preference", "prompt + responses + ranks"),
+        ({"prompt": "q", "completion": "a", "label": True}, "preference", "prompt + completion + label"),
+        ({"prompt": "q", "completions": ["a"], "labels": [1]}, "reward", "prompt + completions + labels"),
+        ({"prompt": "q", "answer": "42"}, "rl", "prompt"),
+        ({"text": "plain"}, "sft", "text"),
+    ],
+)
+def test_the_step_is_guessed_and_the_form_named(
+    row: Row, task: str, form: str, write_jsonl: Write, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    report = check_source(str(write_jsonl([row] * 2)), tokenizer=tokenizer)
+    assert (report.task, dict(report.forms), report.problems.texts) == (task, {form: 2}, [])
+    assert report.columns == Counter({name: 2 for name in row})
+    assert len(report.lengths) == 2 and report.lengths[0] > 0
+
+
+def test_all_problems_are_kept_with_their_lines(write_jsonl: Write) -> None:
+    rows = [{"messages": MESSAGES}, {"messages": []}, {"text": ""}, {"messages": MESSAGES[:1]}, {"other": 1}]
+    file = write_jsonl(rows)
+    with file.open("a") as opened:
+        opened.write("{broken\n\n[1]\n")
+    report = check_source(str(file), task="sft")
+    assert (report.rows, report.forms["messages"], report.problems.count) == (5, 1, 6)
+    wanted = {
+        2: "column 'messages'",
+        3: "column 'text' must not be empty",
+        4: "must have an assistant turn",
+        5: "a row must have",
+        6: "a line must be JSON",
+        8: "a row must be a JSON object",
+    }
+    assert len(report.problems.texts) == len(wanted)
+    for line, reason in wanted.items():
+        assert any(text.startswith(f"{file}:{line}: ") and reason in text for text in report.problems.texts), line
+
+
+def test_a_preview_marks_what_is_learned(write_jsonl: Write, tokenizer: PreTrainedTokenizerFast) -> None:
+    report = check_source(str(write_jsonl([{"messages": MESSAGES}] * 3)), tokenizer=tokenizer, previews=2)
+    assert len(report.previews) == 2
+    preview = report.previews[0]
+    assert "".join(text for text, _ in preview.spans) == (
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>\n"
+    )
+    assert [text for text, learned in preview.spans if learned] == ["hello<|im_end|>"]
+    assert preview.learned_tokens == len("hello") + 1
+
+
+def test_lengths_are_those_before_truncation(write_jsonl: Write, tokenizer: PreTrainedTokenizerFast) -> None:
+    long = [{"role": "user", "content": "x" * 50}, {"role": "assistant", "content": "y"}]
+    file = write_jsonl([{"messages": MESSAGES}, {"messages": long}])
+    report = check_source(str(file), tokenizer=tokenizer, limit=30)
+    assert (report.too_long, report.unusable) == (1, 1)  # the answer is beyond the limit
+    assert report.lengths[1] - report.lengths[0] == 50 + 1 - len("hi") - len("hello")
+    assert check_source(str(file), tokenizer=tokenizer).too_long == 0
+
+
+def test_what_the_template_drops_is_counted(write_jsonl: Write, tokenizer: PreTrainedTokenizerFast) -> None:
+    thinking = [MESSAGES[0], {**MESSAGES[1], "reasoning_content": "hm"}]
+    report = check_source(str(write_jsonl([{"messages": thinking}])), tokenizer=tokenizer)
+    assert dict(report.unrendered) == {"reasoning_content": 1}
+
+
+def test_a_published_format_is_named(write_jsonl: Write) -> None:
+    for row, name in (
+        ({"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"}, "hh"),
+        ({"conversations": [{"from": "human", "value": "q"}]}, "sharegpt"),
+        ({"instruction": "q", "output": "a"}, "alpaca"),
+    ):
+        with pytest.raises(UserError, match=f"got the format {name}: convert it with hybrid-rlhf data convert"):
+            check_source(str(write_jsonl([row])))
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=50))
+def test_a_histogram_has_every_row_once(lengths: list[int]) -> None:
+    bins = histogram(lengths)
+    assert sum(count for _, _, count in bins) == len(lengths) and len(bins) <= 10
+    for first, last, count in bins:
+        assert count == sum(first <= length <= last for length in lengths)
+
+
+def split(file: Path, *, shares: dict[str, float], by: str = "prompt", seed: int = 0) -> dict[str, list[Row]]:
+    """The rows of each part."""
+    outputs = {name: file.with_name(f"{name}.jsonl") for name in shares}
+    counts = split_rows(str(file), outputs, list(shares.items()), by=by, seed=seed)
+    found = {name: rows_of(path) for name, path in outputs.items()}
+    assert {name: len(rows) for name, rows in found.items()} == counts
+    return found
+
+
+def test_parts_share_no_prompt_and_lose_no_row(write_jsonl: Write) -> None:
+    rows = [{"prompt": f"q{i % 100}", "chosen": f"a{i}", "rejected": "b"} for i in range(300)]
+    parts = split(write_jsonl(rows), shares={"train": 0.8, "test": 0.2})
+    assert sorted(row["chosen"] for part in parts.values() for row in part) == sorted(row["chosen"] for row in rows)
+    train, test = ({row["prompt"] for row in parts[name]} for name in ("train", "test"))
+    assert not train & test and 8 <= len(test) <= 32
+    order = [int(row["chosen"][1:]) for row in parts["train"]]
+    assert order == sorted(order), "the order of the source is kept"
+
+
+def test_a_row_stays_in_its_part_when_others_come(write_jsonl: Write) -> None:
+    rows = [{"prompt": f"q{i}"} for i in range(200)]
+    few = split(write_jsonl(rows[::2]), shares={"a": 1, "b": 1})
+    many = split(write_jsonl(rows[::-1]), shares={"a": 1, "b": 1})
+    for name in "ab":
+        assert {row["prompt"] for row in few[name]} <= {row["prompt"] for row in many[name]}
+    other = split(write_jsonl(rows), shares={"a": 1, "b": 1}, seed=1)
+    assert {row["prompt"] for row in other["a"]} != {row["prompt"] for row in many["a"]}
+
+
+def test_rows_are_split_by_a_column(write_jsonl: Write) -> None:
+    rows = [{"text": f"t{i}", "topic": i % 20} for i in range(100)]
+    parts = split(write_jsonl(rows), shares={"a": 1, "b": 1}, by="topic")
+    assert not {row["topic"] for row in parts["a"]} & {row["topic"] for row in parts["b"]}
+    with pytest.raises(UserError, match=r"rows.jsonl:1: a row must have colour \(--by\), got columns text, topic"):
+        split(write_jsonl(rows), shares={"a": 1, "b": 1}, by="colour")
+
+
+def test_an_empty_part_is_refused_and_nothing_is_written(write_jsonl: Write, tmp_path: Path) -> None:
+    file = write_jsonl([{"prompt": "q"}])
+    with pytest.raises(UserError, match="each part must get a row"):
+        split(file, shares={"a": 1, "b": 1})
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_one_prompt_has_one_key_in_all_forms() -> None:
+    question = [{"role": "user", "content": "q"}]
+    answer, other = ([{"role": "assistant", "content": text}] for text in "ab")
+    forms: list[Row] = [
+        {"prompt": "q", "chosen": "a", "rejected": "b"},
+        {"prompt": question, "completion": answer},
+        {"messages": [*question, *answer]},
+        {"messages": [*question, *answer, *question, *other]},
+        {"chosen": [*question, *answer], "rejected": [*question, *other]},
+    ]
+    assert len({prompt_key("f:1", row) for row in forms}) == 1
+    assert prompt_key("f:1", {"prompt": "p"}) != prompt_key("f:1", forms[0])
+
+
+@given(st.text(), st.integers(0, 2**32))
+def test_positions_are_shares(key: str, seed: int) -> None:
+    assert 0 <= position(key, seed) < 1
+
+
+def blended(
+    folder: Path, shares: list[tuple[str, float]], *, rows: int | None = None, seed: int = 0
+) -> tuple[list[Row], dict[str, int]]:
+    """The rows of a blend, and how many each source gives."""
+    taken = blend_rows(folder / "blend.jsonl", shares, rows=rows, seed=seed)
+    return rows_of(folder / "blend.jsonl"), taken
+
+
+def test_a_blend_has_the_shares_and_no_row_twice(write_jsonl: Write, tmp_path: Path) -> None:
+    a = write_jsonl([{"text": f"a{i}"} for i in range(70)], "a.jsonl")
+    b = tmp_path / "b.json"
+    b.write_text(json.dumps([{"text": f"b{i}"} for i in range(100)]))
+    shares = [(str(a), 0.7), (str(b), 0.3)]
+    rows, taken = blended(tmp_path, shares)
+    assert taken == {str(a): 70, str(b): 30}, "as many as the shares allow"
+    found = [row["text"] for row in rows]
+    assert len(set(found)) == 100 and sum(text.startswith("a") for text in found) == 70
+    assert found != sorted(found) and "b" in "".join(found[:30]), "the sources are mixed"
+    assert blended(tmp_path, shares)[0] == rows and blended(tmp_path, shares, seed=1)[0] != rows
+    assert blended(tmp_path, shares, rows=10)[1] == {str(a): 7, str(b): 3}
+
+
+def test_a_blend_repeats_no_row(write_jsonl: Write, tmp_path: Path) -> None:
+    shares = [(str(write_jsonl([{"text": name}] * 4, f"{name}.jsonl")), 1.0) for name in "ab"]
+    with pytest.raises(UserError, match=r"has 4 of 5: give --rows 8 or lower its share"):
+        blended(tmp_path, shares, rows=10)
+    with pytest.raises(UserError, match="gives none of 1"):
+        blended(tmp_path, shares, rows=1)
+    assert not (tmp_path / "blend.jsonl").exists()
+
+
+@given(counts=st.lists(st.integers(1, 40), min_size=2, max_size=4), weights=st.lists(st.integers(1, 9), min_size=4))
+def test_the_largest_blend_always_fits(
+    counts: list[int], weights: list[int], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("blend")
+    shares = []
+    for number, count in enumerate(counts):
+        file = folder / f"{number}.jsonl"
+        file.write_text('{"text": "t"}\n' * count)
+        shares.append((str(file), weights[number] / 7))
+    try:
+        rows, taken = blended(folder, shares)
+    except UserError as error:
+        assert "gives none" in str(error)  # a share of a few rows
+    else:
+        assert len(rows) == sum(taken.values())
+        assert all(taken[path] <= count for (path, _), count in zip(shares, counts, strict=True))
