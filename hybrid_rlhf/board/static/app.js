@@ -62,7 +62,7 @@ function Help({ onClose }) {
 function Connection() {
   const connected = useConnected();
   return html`<span class=${`connection ${connected ? "on" : ""}`} role="status">
-    <span class="dot" aria-hidden="true"></span>${connected ? "Live" : "Connecting"}</span>`;
+    <span class="dot" aria-hidden="true"></span><span class="connection-text">${connected ? "Live" : "Connecting"}</span></span>`;
 }
 
 function Frame() {

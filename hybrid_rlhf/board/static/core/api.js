@@ -134,6 +134,7 @@ export function useEvents(kind, subscriber) {
 export function useConnected() {
   const [state, setState] = useState(connected);
   useEffect(() => {
+    if (!source) connect();
     statusListeners.add(setState);
     return () => statusListeners.delete(setState);
   }, []);

@@ -56,6 +56,7 @@ function options({ lines, log, width, height, formatX, onCursor }) {
     height,
     series: [{}, ...series],
     bands,
+    padding: [8, 12, 0, 0],
     legend: { show: false },
     cursor: { y: false, sync: { key: "curves" }, drag: { x: true, y: false } },
     scales: { x: { time: false }, y: log ? { distr: 3 } : {} },

@@ -1,15 +1,16 @@
 /** Which runs a view shows. */
 import { html } from "../core/dom.js";
 import { setQuery } from "../core/route.js";
+import { CURVE_COLORS } from "../core/theme.js";
 
-/** Chips of the chosen runs, and a list to add others. Colours are those of the curves. */
-export function RunsPicker({ runs, chosen, colored = true, most = 12 }) {
+/** Chips of the chosen runs, and a list to add others; `colorOf` is the colour of a run's curves, where there are some. */
+export function RunsPicker({ runs, chosen, colorOf, most = 12 }) {
   const ids = chosen.map((run) => run.id);
   const rest = runs.filter((run) => !ids.includes(run.id));
   const show = (run) => setQuery({ run });
   return html`<div class="picker" role="group" aria-label="Runs shown">
-    ${chosen.map((run, place) => html`<span class="chip" key=${run.id}>
-      ${colored && html`<span class=${`swatch curve-${place % 8}`} aria-hidden="true"></span>`}
+    ${chosen.map((run) => html`<span class="chip" key=${run.id}>
+      ${colorOf && html`<span class=${`swatch curve-${colorOf(run) % CURVE_COLORS}`} aria-hidden="true"></span>`}
       <span class="chip-name" title=${run.folder}>${run.name}</span>
       ${chosen.length > 1 && html`<button class="chip-remove" aria-label=${`Hide ${run.name}`} onClick=${() => show(ids.filter((id) => id !== run.id))}>✕</button>`}
     </span>`)}

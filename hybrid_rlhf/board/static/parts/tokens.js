@@ -33,6 +33,9 @@ export function allColumns({ columns, response }) {
   return Object.fromEntries(Object.entries(found).sort(([a], [b]) => order(a) - order(b)));
 }
 
+/** Names of tokens that show nothing; a part of a character has no text. */
+const spoken = (text) => (text.trim() ? null : text ? "space" : "part of a character");
+
 const visible = (text) => text.replaceAll("\n", "⏎\n").replaceAll("\t", "⇥\t");
 
 function tokenStyle(value, scale) {
@@ -78,7 +81,7 @@ export function Tokens({ tokens, column, onColumn, place, onPlace, children }) {
   // The spans are made once per column: moving the selection over thousands of tokens changes two of them by hand.
   const text = useMemo(() => {
     const spans = tokens.ids.map((id, index) => html`<span key=${index} id=${`token-${index}`} role="option" aria-selected="false" class=${tokenClass(columns[shown][index], scale, tokens.response[index])}
-      data-place=${index} style=${tokenStyle(columns[shown][index], scale)}>${visible(tokens.texts?.[index] ?? `#${id} `)}</span>`);
+      aria-label=${spoken(visible(tokens.texts?.[index] ?? `#${id}`))} data-place=${index} style=${tokenStyle(columns[shown][index], scale)}>${visible(tokens.texts?.[index] ?? `#${id} `)}</span>`);
     if (spans.length <= 4 * PART) return spans;
     return Array.from({ length: Math.ceil(spans.length / PART) }, (_, part) => html`<div key=${`part-${part}`} role="group" aria-label=${`Tokens from ${part * PART}`} class="token-part">${spans.slice(part * PART, (part + 1) * PART)}</div>`);
   }, [tokens, columns, shown, scale]);

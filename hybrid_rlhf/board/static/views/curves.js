@@ -73,7 +73,7 @@ function MetricChart({ name, store, groups, colors, weight, log, x }) {
     });
     if (!lines.length) return [];
     const color = colors.get(runs[0].id);
-    const label = runs.length > 1 ? `${runs[0].name} and ${plural(runs.length - 1, "seed")} more` : runs[0].name;
+    const label = runs.length > 1 ? `${runs[0].name}, ${runs.length} seeds` : runs[0].name;
     return [{ label, color, ...(lines.length > 1 ? band(lines) : lines[0]) }];
   }), [name, x, groups, ...sources]);
   const formatX = x === "time" ? formatSeconds : undefined;
@@ -92,13 +92,13 @@ export function Curves({ query }) {
   const weight = Number(query.smooth ?? 0) || 0;
   const x = query.x === "time" ? "time" : "step";
   const groups = useMemo(() => families(chosen, details, bands), [chosen.map((run) => run.id).join(), details, bands]);
-  const colors = new Map(chosen.map((run, place) => [run.id, place]));
+  const colors = new Map(groups.flatMap((members, place) => members.map((run) => [run.id, place])));
   const names = [...new Set(chosen.flatMap((run) => details[run.id]?.metric_names ?? []))];
   const words = (query.q ?? "").toLowerCase().split(/\s+/).filter(Boolean);
   const shown = names.filter((name) => words.every((word) => name.toLowerCase().includes(word)));
   if (loading) return html`<${ViewHead} title="Curves" /><${Loading} what="runs" />`;
   return html`
-    <${ViewHead} title="Curves"><${RunsPicker} runs=${runs} chosen=${chosen} /></${ViewHead}>
+    <${ViewHead} title="Curves"><${RunsPicker} runs=${runs} chosen=${chosen} colorOf=${(run) => colors.get(run.id)} /></${ViewHead}>
     <${ErrorLine} text=${error ?? detailError ?? store.error} />
     <div class="toolbar" role="search" aria-label="Metrics">
       <${QueryInput} name="q" value=${query.q} label="Search metrics" placeholder="Search metrics" search />

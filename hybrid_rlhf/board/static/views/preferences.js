@@ -94,7 +94,7 @@ export function Preferences() {
     <div class="message-text" dir="auto">${shown[side] || html`<span class="muted">(empty)</span>`}</div>
     <button class="button primary" disabled=${busy} onClick=${() => choose(side)}><kbd>${key}</kbd> This one is better</button></section>`;
   return html`
-    <${ViewHead} title="Preferences"><${RunsPicker} runs=${runs.filter((run) => run.has_samples)} chosen=${chosen} colored=${false} />
+    <${ViewHead} title="Preferences"><${RunsPicker} runs=${runs.filter((run) => run.has_samples)} chosen=${chosen} />
       <label class="field-inline"><span>Your name</span><input class="input compact" value=${who} onInput=${(event) => setWho(event.target.value)} autocomplete="nickname" /></label>
       <button class="button" disabled=${!summary.data?.count} onClick=${() => setTraining(true)}>Train a reward model</button></${ViewHead}>
     ${summary.data && html`<${Summary} summary=${summary.data} />`}

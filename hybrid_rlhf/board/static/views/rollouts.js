@@ -1,6 +1,6 @@
 /** Samples of a run: filters, a list of any length, or the groups of a step side by side. */
 import { useData, useEvents } from "../core/api.js";
-import { html, useMemo, useState } from "../core/dom.js";
+import { html, useEffect, useMemo, useState } from "../core/dom.js";
 import { formatNumber } from "../core/format.js";
 import { link, setQuery } from "../core/route.js";
 import { useChosen, useRuns } from "../core/runs.js";
@@ -15,6 +15,8 @@ const FILTERS = ["step", "text", "component", "component_min", "component_max", 
 const ROW_HEIGHT = 76;
 const NARROW_ROW_HEIGHT = 128;
 const GROUP_ROWS = 100;
+/** Between two looks at an index that is being built. */
+const INDEXING_MS = 500;
 
 /** The part of the address that the server understands. */
 function sampleQuery(query) {
@@ -36,13 +38,14 @@ function Range({ name, title, query }) {
 }
 
 function Filters({ query, steps, components, groups }) {
+  const step = query.step ?? (groups ? String(steps.at(-1) ?? "") : "");
   const active = FILTERS.filter((key) => query[key] && key !== "text" && key !== "step").length;
   const clear = () => setQuery(Object.fromEntries([...FILTERS, "prompt"].map((key) => [key, null])));
   return html`<div class="toolbar filters" role="search" aria-label="Samples">
     <${QueryInput} name="text" value=${query.text} label="Search prompts and completions" placeholder="Search prompts and completions" search />
-    <label class="field-inline"><span>Step</span><select class="input compact" value=${query.step ?? ""} onChange=${(event) => setQuery({ step: event.target.value || null })}>
+    <label class="field-inline"><span>Step</span><select class="input compact" value=${step} onChange=${(event) => setQuery({ step: event.target.value || null })}>
       ${!groups && html`<option value="">all</option>`}
-      ${[...steps].reverse().map((step) => html`<option key=${step} value=${step} selected=${String(step) === query.step}>${step}</option>`)}
+      ${[...steps].reverse().map((other) => html`<option key=${other} value=${other} selected=${String(other) === step}>${other}</option>`)}
     </select></label>
     ${!groups && html`<label class="field-inline"><span>Sort by</span><select class="input compact" value=${query.sort ?? "step"} onChange=${(event) => setQuery({ sort: event.target.value })}>
       ${SORTS.map(([key, title]) => html`<option key=${key} value=${key} selected=${key === (query.sort ?? "step")}>${title}</option>`)}
@@ -104,6 +107,17 @@ export function Rollouts({ query }) {
     facets.reload();
   });
   const filter = useMemo(() => sampleQuery(query), [JSON.stringify(query)]);
+  const indexing = facets.data?.indexed < 1;
+  // The server refuses a component that it has not read of yet.
+  const known = facets.data && (!indexing || !filter.component || facets.data.components.includes(filter.component));
+  useEffect(() => {
+    if (!indexing) return undefined;
+    const timer = setTimeout(() => {
+      setRevision((value) => value + 1);
+      facets.reload();
+    }, INDEXING_MS);
+    return () => clearTimeout(timer);
+  }, [facets.data]);
   if (loading) return html`<${ViewHead} title="Rollouts" /><${Loading} what="runs" />`;
   const groups = query.view === "groups";
   return html`
@@ -111,12 +125,12 @@ export function Rollouts({ query }) {
     <${ErrorLine} text=${error} />
     ${!run?.has_samples ? html`<${Empty} title="No samples here">A run records samples every <code>logging.samples_every</code> steps, which is 0 in this one, or it has made no step yet.</${Empty}>` : html`
       <${Filters} query=${query} steps=${facets.data?.steps ?? []} components=${facets.data?.components ?? []} groups=${groups} />
-      ${groups ? facets.data && html`<${Groups} run=${run} query=${query} steps=${facets.data.steps} />` : html`
+      ${groups ? facets.data && html`<${Groups} run=${run} query=${query} steps=${facets.data.steps} />` : !known ? html`<${ErrorLine} text=${facets.error} />${!facets.error && html`<${Loading} what="samples" />`}` : html`
         <${VirtualList} path=${`/api/runs/${run.id}/samples`} query=${filter} revision=${revision} rowHeight=${narrow ? NARROW_ROW_HEIGHT : ROW_HEIGHT} label="Samples"
           renderRow=${(row) => html`<${SampleRow} run=${run.id} row=${row} />`}>
           ${({ answer, error: listError, shown }) => html`<${ErrorLine} text=${listError} />
-            ${!answer && !listError && html`<${Loading} what="samples" />`}
-            ${answer && answer.total === 0 && html`<${Empty} title="No sample matches">Widen the ranges or clear the filters.</${Empty}>`}
+            ${((!answer && !listError) || (answer?.total === 0 && answer.indexed < 1)) && html`<${Loading} what="samples" />`}
+            ${answer?.total === 0 && answer.indexed >= 1 && html`<${Empty} title="No sample matches">Widen the ranges or clear the filters.</${Empty}>`}
             ${answer && answer.total > 0 && html`<p class="result-count" role="status">${count(answer.total, answer.total_is_limited)}${shown < answer.total ? `, the first ${formatNumber(shown)} are listed: filter for the others` : ""}${answer.indexed < 1 ? `, ${Math.floor(100 * answer.indexed)} % read so far` : ""}</p>`}`}
         </${VirtualList}>`}`}`;
 }

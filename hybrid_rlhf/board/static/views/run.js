@@ -1,7 +1,7 @@
 /** One run: its state, where its time and memory go, its settings; stop and resume. */
 import { post, useData, useEvents } from "../core/api.js";
 import { html, useState } from "../core/dom.js";
-import { formatAgo, formatNumber, formatSeconds, shortPath } from "../core/format.js";
+import { formatAgo, formatNumber, shortPath } from "../core/format.js";
 import { link } from "../core/route.js";
 import { useChosen, useRuns } from "../core/runs.js";
 import { Dialog, Empty, ErrorLine, Fact, Loading, State, ViewHead } from "../parts/basic.js";
@@ -79,7 +79,6 @@ export function Run({ query }) {
       <${Fact} name="Model" title=${run.model}>${shortPath(run.model)}</${Fact}>
       <${Fact} name="Seed">${run.seed ?? "–"}</${Fact}>
       <${Fact} name="Changed">${formatAgo(run.updated_seconds)}</${Fact}>
-      ${run.updated_seconds > run.started_seconds && html`<${Fact} name="Since its start">${formatSeconds(run.updated_seconds - run.started_seconds)}</${Fact}>`}
     </dl>
     <div class="columns">
       <section class="card"><header class="card-head"><h2>Time of each step</h2></header>

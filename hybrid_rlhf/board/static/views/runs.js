@@ -21,7 +21,7 @@ function Row({ run, marked, onMark }) {
     <td data-label="State"><${State} state=${run.state} /></td>
     <td data-label="Step"><${Progress} run=${run} /></td>
     <td data-label="Algorithm">${run.algorithm ?? run.command ?? "–"}</td>
-    <td data-label="Model" title=${run.model}>${shortPath(run.model)}</td>
+    <td data-label="Model" class="cell-model" title=${run.model}>${shortPath(run.model)}</td>
     <td data-label="Seed" class="number">${run.seed ?? "–"}</td>
     <td data-label="Last values" class="cell-values">${values.length
       ? values.map(([name, value]) => html`<span key=${name} title=${name}><span class="muted">${name.split("/").at(-1)}</span> ${formatNumber(value)}</span>`)

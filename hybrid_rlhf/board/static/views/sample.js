@@ -48,8 +48,8 @@ export function Sample({ query }) {
   const siblings = useData(run ? `/api/runs/${run}/samples` : null, { step: query.step, limit: 1 });
   const name = runs.find((found) => found.id === run)?.name ?? "run";
   const total = siblings.data?.total ?? 0;
-  const place = query.place === undefined ? null : Number(query.place);
   const tokens = sample?.tokens;
+  const place = query.place !== undefined && tokens && Number(query.place) < tokens.ids.length ? Number(query.place) : null;
   const view = tokens && query.view === "tokens" ? "tokens" : "messages";
   const show = (next) => next >= 0 && next < total && go("sample", { ...query, index: next, place: null });
   const look = (next) => setQuery({ view: next === "messages" ? null : next });

@@ -48,7 +48,7 @@ export function Signals() {
   const order = { alert: 0, warning: 1 };
   const sorted = [...(signals ?? [])].sort((a, b) => order[a.severity] - order[b.severity] || b.step - a.step);
   return html`
-    <${ViewHead} title="Signals" note="Patterns that often precede a failed run. Each is a reason to look, not a verdict."><${RunsPicker} runs=${runs} chosen=${chosen} colored=${false} /></${ViewHead}>
+    <${ViewHead} title="Signals" note="Patterns that often precede a failed run. Each is a reason to look, not a verdict."><${RunsPicker} runs=${runs} chosen=${chosen} /></${ViewHead}>
     <${ErrorLine} text=${listError ?? error} />
     ${(loading || !signals) && !error && html`<${Loading} what="signals" />`}
     ${signals && !sorted.length && html`<${Empty} title="Nothing stands out">No rule is met in the metrics and samples so far.</${Empty}>`}
