@@ -30,6 +30,7 @@ class ServedBoard:
 
     process: subprocess.Popen[str]
     url: str
+    client: httpx2.Client
 
     def get(self, path: str, **query: Any) -> Any:
         """The content of an answer, which must be good."""
@@ -39,11 +40,11 @@ class ServedBoard:
 
     def ask(self, path: str, **query: Any) -> httpx2.Response:
         """An answer, whatever it is."""
-        return httpx2.get(f"{self.url}{path}", params=query, timeout=60)
+        return self.client.get(path, params=query)
 
     def post(self, path: str, content: Any, headers: Mapping[str, str] = POST) -> httpx2.Response:
         """The answer to a POST."""
-        return httpx2.post(f"{self.url}{path}", json=content, headers=dict(headers), timeout=60)
+        return self.client.post(path, json=content, headers=dict(headers))
 
     def run(self, name: str) -> dict[str, Any]:
         """The row of a run in the list."""
@@ -65,7 +66,8 @@ def served_board(*folders: Path, words: Sequence[str] = ()) -> Iterator[ServedBo
         assert process.stdout is not None
         started = re.fullmatch(r"board of \d+ runs on (http://\S+:\d+)/\S*\n", process.stdout.readline())
         assert started is not None
-        yield ServedBoard(process, started[1])
+        with httpx2.Client(base_url=started[1], timeout=60) as client:
+            yield ServedBoard(process, started[1], client)
     finally:
         process.terminate()
         try:

@@ -122,6 +122,8 @@ class SampleIndex:
         self._folder, self._removed_at_exit = _index_folder(run)
         self._lock = threading.Lock()
         self._state, self._stamp = IndexState(), 0
+        self._is_checked = False
+        """Whether the text search of an earlier board was looked at."""
         self._writing: TextIndex | None = None
         self._searching: TextIndex | None = None
         self._search_lock = threading.Lock()
@@ -142,7 +144,7 @@ class SampleIndex:
             return True  # another thread is indexing
         try:
             self._load()
-            if file_size(self.samples) == self._state.end and self._continues():
+            if self._is_checked and file_size(self.samples) == self._state.end and self._continues():
                 return False
             with self._writer() as is_writer:
                 return self._read_on(time.monotonic() + seconds) if is_writer else True
@@ -153,6 +155,7 @@ class SampleIndex:
         self._load()  # another board may have written before this one could
         if not self._state.generation or not self._continues() or not self._has_texts():
             self._begin_generation()
+        self._is_checked = True
         try:
             with open_regular(self.samples) as file:
                 for lines in complete_lines(file, self._state.end):
