@@ -70,7 +70,7 @@ $(VENV)/.demo: $(VENV)/.python setup.cfg constraints.txt
 	touch $@
 
 $(VENV)/.test: $(VENV)/.demo
-	$(PIP) --editable '.[demo,serve,test,lint,docs]'
+	$(PIP) --editable '.[board,demo,docs,lint,serve,test]'
 	touch $@
 
 clean:

@@ -32,6 +32,7 @@ COMMANDS = {
     "evaluate": ("saved_models.evaluate", "Measure a saved model: perplexity, accuracy, win rate, pass@k, lm-eval"),
     "export": ("saved_models.export", "Write a model for other programs: adapters merged, another dtype, GGUF"),
     "push": ("saved_models.push", "Upload a saved model to the Hugging Face hub"),
+    "board": ("runs.board", "Show runs in a browser: curves, rollouts, preferences, chat, start and stop"),
     "replay": ("runs.replay", "Generate samples of an RL run again, branch from them, or score other completions"),
     "plan": (
         "machine.plan",

@@ -29,6 +29,7 @@ from hybrid_rlhf.runtime.files.checkpoint_folder import (
     rename_superseded,
 )
 from hybrid_rlhf.runtime.files.folder_lock import FolderLock
+from hybrid_rlhf.runtime.files.names import CONFIG_FILE, FINISHED_FILE, LOG_FILE
 from hybrid_rlhf.runtime.liveness.launcher import stop_with_launcher
 from hybrid_rlhf.runtime.liveness.signals import ignore_save_requests
 from hybrid_rlhf.runtime.liveness.watchdog import Watchdog
@@ -55,8 +56,6 @@ from hybrid_rlhf.runtime.world import (
     shared_user_errors,
 )
 
-CONFIG_FILE = "config.yaml"
-FINISHED_FILE = "finished.json"
 DATA_FILE = "data.json"
 """What became of the rows of the sources."""
 _RESUME_MODES = ("never", "auto")
@@ -207,7 +206,7 @@ def start_run(config: StepConfig, callbacks: Sequence[Callback] = ()) -> Iterato
             failure = world.broadcast_object(_claim(folder, resume, lock, changed) if world.is_main else None)
             if failure is not None:
                 raise UserError(failure)
-            setup_logging(world, file=folder / "log.txt")
+            setup_logging(world, file=folder / LOG_FILE)
             initial_resume = _initial_resume(folder, config.resume)
             checkpoint = _checkpoint(folder, resume, initial_resume, world)
             warm_start = _warm_start(initial_resume, checkpoint)

@@ -82,6 +82,7 @@ def test_one_package_and_one_command_are_installed(scripts: Path, home: Path) ->
     assert top == {"hybrid_rlhf", information.name}
     assert [name for name in installed if name.startswith("../")] == ["../../../bin/hybrid-rlhf"]
     assert "hybrid_rlhf/configs/commands/demo.yaml" in installed
+    assert "hybrid_rlhf/board/static/views/runs.js" in installed
     done = run([str(scripts / "hybrid-rlhf"), "--version"], home)
     assert (done.returncode, done.stdout) == (0, f"hybrid-rlhf {hybrid_rlhf.__version__}\n"), done.stderr
 

@@ -1,4 +1,5 @@
 """Settings of the commands that neither train nor use a model.
 
-Read `data.py` (`hybrid-rlhf data ...`) and `machine.py` (`env`, `completion`); `demo.yaml` has those of the demo.
+Read `data.py` (`hybrid-rlhf data ...`), `machine.py` (`env`, `completion`) and `board.py` (`board`); `demo.yaml` has
+the settings of the demo.
 """

@@ -21,11 +21,10 @@ from typing import Any
 from hybrid_rlhf.configs.files.atomic import write_whole
 from hybrid_rlhf.configs.sections.training import CheckpointConfig
 from hybrid_rlhf.runtime.files.durable import checksum, flush
+from hybrid_rlhf.runtime.files.names import CHECKPOINTS, MANIFEST
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.world import World
 
-CHECKPOINTS = "checkpoints"
-MANIFEST = "manifest.json"
 FORMAT = 1
 _NAME = re.compile(r"step_(\d+)(?:_update_(\d+))?")
 _PARTIAL_NAME = re.compile(_NAME.pattern + r"\.partial")

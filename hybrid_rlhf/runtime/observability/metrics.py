@@ -22,12 +22,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from hybrid_rlhf.configs.sections.run import SinkName
 from hybrid_rlhf.runtime.files.json_lines import JsonLinesFile, drop_lines_after, read_lines
+from hybrid_rlhf.runtime.files.names import METRICS_FILE
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.observability.sinks.files import CsvSink, TensorBoardSink
 from hybrid_rlhf.runtime.observability.sinks.sink import MetricsSink, Outcome, SinkThread, TrackedRun, read_ids
 from hybrid_rlhf.runtime.observability.sinks.trackers import MlflowSink, TrackioSink, WandbSink
 
-METRICS_FILE = "metrics.jsonl"
 SINKS: dict[SinkName, type[MetricsSink]] = {
     "tensorboard": TensorBoardSink,
     "csv": CsvSink,

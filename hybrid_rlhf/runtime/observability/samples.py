@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_rlhf.runtime.files.json_lines import JsonLinesFile, drop_lines_after
+from hybrid_rlhf.runtime.files.names import SAMPLES_FILE
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME, shortened
 
-SAMPLES_FILE = "samples.jsonl"
 _SHOWN = 2
 logger = logging.getLogger(LOGGER_NAME)
 

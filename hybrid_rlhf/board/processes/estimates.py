@@ -1,0 +1,112 @@
+"""Memory and speed of a form's settings, by `hybrid-rlhf plan` in a process of its own: planning imports torch.
+
+One plan is made at a time. A newer question ends the process of the one before it, which is of settings that the user
+has left behind.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess  # for types  # nosec B404
+import tempfile
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hybrid_rlhf.board.processes.commands import command_line, end_process, start_process, write_settings
+from hybrid_rlhf.board.processes.form import read_form
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.parsing.command_line import plain
+
+_MOST_KEPT = 64
+_SECONDS = 180.0
+
+
+class Estimates:
+    """Plans of settings; those of the same settings are kept."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._turn, self._lock = threading.Lock(), threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._newest: object = None
+
+    def of_form(self, command: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """POST /api/form/estimate: what is wrong with the values, or the plan."""
+        try:
+            config, processes = read_form(command, values)
+            if config.model.path is None:
+                raise UserError("model.path must name the model to start from, got none: give one")
+            return {"problem": None, **self.plan(command, plain(config), processes)}
+        except UserError as error:
+            return {"problem": str(error), "memory": [], "step_seconds": None}
+
+    def plan(self, command: str, settings: Mapping[str, Any], processes: int) -> dict[str, Any]:
+        """Memory of each phase, and seconds of a step of RL where the machine was calibrated.
+
+        Raises:
+            UserError: if it cannot be planned, or a newer question came.
+        """
+        key = json.dumps([command, settings, processes], sort_keys=True, default=str)
+        me = self._newest = object()
+        with self._lock:
+            if key in self._known:
+                return self._known[key]
+            if self._process is not None:
+                end_process(self._process)
+        with self._turn:
+            if self._newest is not me:
+                raise UserError("the settings have changed: ask again")
+            found = _plan(self._run(command, settings, processes))
+        with self._lock:
+            self._known[key] = found
+            while len(self._known) > _MOST_KEPT:
+                self._known.popitem(last=False)
+        return found
+
+    def close(self) -> None:
+        """End the present plan."""
+        self._newest = None
+        with self._lock:
+            if self._process is not None:
+                end_process(self._process)
+
+    def _run(self, command: str, settings: Mapping[str, Any], processes: int) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory(prefix="hybrid_rlhf_board_") as folder:
+            file = Path(folder) / "plan.yaml"
+            write_settings(file, {"steps": command, "plan_ranks": processes, command: dict(settings)})
+            process = start_process(
+                command_line("plan", file, "--json"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+            with self._lock:
+                self._process = process
+            try:
+                output, errors = process.communicate(timeout=_SECONDS)
+            except subprocess.TimeoutExpired:
+                end_process(process)
+                raise UserError(f"a plan takes at most {_SECONDS:.0f} s, this one took longer: try again") from None
+            finally:
+                with self._lock:
+                    self._process = None
+        if process.returncode < 0:
+            raise UserError("the settings have changed: ask again")
+        try:
+            found = json.loads(output)
+        except ValueError:
+            lines = errors.decode(errors="replace").strip().splitlines()
+            raise UserError((lines or ["the plan has no result"])[-1].removeprefix("error: ")) from None
+        if not isinstance(found, dict) or "memory" not in found:
+            raise UserError(str(found.get("error", found)) if isinstance(found, dict) else str(found))
+        return found
+
+
+def _plan(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What the board shows of a plan."""
+    memory = [
+        {"phase": phase["phase"], "gib": phase["total"] / 2**30, "fits": phase["fits"]} for phase in found["memory"]
+    ]
+    plans = (found.get("rl") or {}).get("plans", [])
+    seconds = next((plan["step_seconds"] for plan in plans if plan.get("fits") and "step_seconds" in plan), None)
+    return {"memory": memory, "step_seconds": seconds}

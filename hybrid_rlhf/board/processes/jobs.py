@@ -1,0 +1,152 @@
+"""Short commands with a result, one at a time: each needs most of the machine.
+
+A command prints JSON: `{"error": ...}` or its result on the last line of its standard output. The lines of its standard
+error are its progress.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess  # for types  # nosec B404
+import tempfile
+import threading
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from hybrid_rlhf.board.events import EventHub
+from hybrid_rlhf.board.processes.commands import command_line, end_process, start_process, write_settings
+from hybrid_rlhf.configs.errors import UserError
+
+_MOST_KEPT = 200
+_MOST_WAITING = 20
+_LONGEST_RESULT = 64 * 2**20
+_PROGRESS_SECONDS = 0.3
+
+
+class UnknownJob(UserError):
+    """There is no job of that id."""
+
+
+@dataclass
+class CommandJob:
+    """A command that waits, runs or has ended."""
+
+    name: str
+    settings: Mapping[str, Any]
+    id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    state: str = "running"
+    progress: str = "waiting"
+    error: str | None = None
+    result: Any = None
+    ended: Future[None] = field(default_factory=Future)
+
+    def shown(self) -> dict[str, Any]:
+        """GET /api/jobs/JOB."""
+        return {"state": self.state, "progress": self.progress, "error": self.error, "result": self.result}
+
+
+class Jobs:
+    """Runs commands one after the other."""
+
+    def __init__(self, hub: EventHub) -> None:
+        """Take where progress goes."""
+        self._hub = hub
+        self._jobs: OrderedDict[str, CommandJob] = OrderedDict()
+        self._lock = threading.Lock()
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="board-jobs")
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
+
+    def start(self, name: str, settings: Mapping[str, Any]) -> CommandJob:
+        """Queue a command with its nested settings.
+
+        Raises:
+            UserError: if too many wait.
+        """
+        job = CommandJob(name, settings)
+        with self._lock:
+            if self._closed or sum(other.state == "running" for other in self._jobs.values()) >= _MOST_WAITING:
+                raise UserError(f"at most {_MOST_WAITING} jobs wait, these do: try again when some have ended")
+            self._jobs[job.id] = job
+            for ended in [each.id for each in self._jobs.values() if each.state != "running"][:-_MOST_KEPT]:
+                del self._jobs[ended]
+            self._worker.submit(self._run, job)
+        return job
+
+    def get(self, job_id: str) -> CommandJob:
+        """A job.
+
+        Raises:
+            UnknownJob: if there is none of that id.
+        """
+        with self._lock:
+            job = self._jobs.get(job_id)
+        if job is None:
+            raise UnknownJob(f"job must be the id of a job of this board, got {job_id[:40]!r}: start it again")
+        return job
+
+    def close(self) -> None:
+        """End the present command; those that wait do not begin."""
+        with self._lock:
+            self._closed = True
+            process = self._process
+        if process is not None:
+            end_process(process)
+        self._worker.shutdown(wait=True, cancel_futures=True)
+
+    def _run(self, job: CommandJob) -> None:
+        try:
+            job.result = self._result(job)
+            job.state = "done"
+        except UserError as error:
+            job.state, job.error = "failed", str(error)
+        except Exception as error:
+            job.state, job.error = "failed", f"{job.name} could not be run ({type(error).__name__}: {error})"
+            raise
+        finally:
+            job.ended.set_result(None)
+            self._publish(job)
+
+    def _result(self, job: CommandJob) -> Any:
+        with tempfile.TemporaryDirectory(prefix="hybrid_rlhf_board_") as folder:
+            settings = Path(folder) / "settings.yaml"
+            write_settings(settings, job.settings)
+            with self._lock:
+                if self._closed:
+                    raise UserError("the board ends: start the job again")
+                process = self._process = start_process(
+                    command_line(job.name, settings, "--json"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+                )
+            assert process.stdout is not None and process.stderr is not None
+            progress = threading.Thread(target=self._follow, args=(job, process.stderr), daemon=True)
+            progress.start()
+            output = process.stdout.read(_LONGEST_RESULT)
+            code = process.wait()
+            progress.join(timeout=1)
+        last = output.strip().split(b"\n")[-1]
+        try:
+            result = json.loads(last)
+        except ValueError:
+            raise UserError(f"{job.name} ended with exit code {code} and no result: {job.progress}") from None
+        if not isinstance(result, dict) or "error" in result:
+            raise UserError(str(result.get("error") if isinstance(result, dict) else result))
+        return result
+
+    def _follow(self, job: CommandJob, lines: BinaryIO) -> None:
+        """Make the newest line of the command its progress."""
+        published = 0.0
+        for line in lines:
+            if text := line.decode(errors="replace").strip():
+                job.progress = text[:500]
+            if time.monotonic() - published > _PROGRESS_SECONDS:
+                published = time.monotonic()
+                self._publish(job)
+
+    def _publish(self, job: CommandJob) -> None:
+        self._hub.publish("job", {"job": job.id, "state": job.state, "progress": job.progress})

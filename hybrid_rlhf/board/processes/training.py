@@ -1,0 +1,120 @@
+"""Runs that the board starts, stops and resumes, as the commands of this package.
+
+A run is a process group of its own that outlives the board. Its settings (`board.yaml`) and what it prints
+(`board.log`) are in its folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess  # for types  # nosec B404
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hybrid_rlhf.board.processes.commands import command_line, start_process
+from hybrid_rlhf.board.processes.form import read_form
+from hybrid_rlhf.board.runs.folders import BOARD_CONFIG, RunFolder, RunFolders, run_id
+from hybrid_rlhf.board.runs.reading import open_regular
+from hybrid_rlhf.board.runs.summary import BOARD_LOG, RunSummaries, run_process
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.parsing.command_line import save_config
+from hybrid_rlhf.runtime.files.names import CHECKPOINTS, CONFIG_FILE, MANIFEST
+
+
+class Training:
+    """Starts and stops runs."""
+
+    def __init__(self, folders: RunFolders, summaries: RunSummaries) -> None:
+        """Take the board's folders and the states of runs."""
+        self._folders, self._summaries = folders, summaries
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._lock = threading.Lock()
+        summaries.is_starting = self.is_alive
+
+    def start(self, command: str, values: Mapping[str, Any]) -> str:
+        """Start a run of a form's values; its id.
+
+        Raises:
+            UserError: for a wrong value, or an output_dir outside of the board's folders or with something in it.
+        """
+        config, processes = read_form(command, values)
+        folder = self._folders.inside(config.output_dir)
+        with self._lock:
+            if folder.exists() and any(folder.iterdir()):
+                raise UserError(f"output_dir {config.output_dir} must be new, it has files: choose another")
+            folder.mkdir(parents=True, exist_ok=True)
+            settings = folder / BOARD_CONFIG
+            save_config(dataclasses.replace(config, output_dir=str(folder)), settings)
+            return self._launch(folder, command_line(command, settings), processes)
+
+    def start_with(self, command: str, folder: Path, values: Mapping[str, Any]) -> str:
+        """Start a run in a folder that has its data already; see `start`."""
+        config, processes = read_form(command, values)
+        settings = folder / BOARD_CONFIG
+        save_config(dataclasses.replace(config, output_dir=str(folder)), settings)
+        with self._lock:
+            return self._launch(folder, command_line(command, settings), processes)
+
+    def stop(self, run: RunFolder) -> None:
+        """Ask a run to save and stop.
+
+        Raises:
+            UserError: if it does not run on this machine, or belongs to another user.
+        """
+        process = run_process(run.folder)
+        try:
+            if process is not None:
+                process.terminate()
+            elif self.is_alive(run.id):
+                self._processes[run.id].terminate()
+            else:
+                raise UserError(f"{run.name} does not run on this machine: reload the list")
+        except PermissionError as error:
+            raise UserError(f"{run.name} cannot be stopped ({error.strerror}): ask the user who started it") from error
+
+    def resume(self, run: RunFolder) -> None:
+        """Resume a run from its last complete checkpoint, on as many processes.
+
+        Raises:
+            UserError: if it runs, has ended, or is not of this package.
+        """
+        with self._lock:
+            summary = self._summaries.summary(run)
+            if summary["state"] not in ("stopped", "broken") or summary["command"] is None:
+                raise UserError(f"a run can be resumed after it was stopped, {run.name} is {summary['state']}")
+            settings = run.folder / CONFIG_FILE
+            if not settings.exists():
+                settings = run.folder / BOARD_CONFIG
+            words = ("--resume", "auto", "--output_dir", str(run.folder))
+            self._launch(run.folder, command_line(summary["command"], settings, *words), world_size(run.folder))
+
+    def is_alive(self, run_id: str) -> bool:
+        """Whether a process that this board started for a run lives."""
+        process = self._processes.get(run_id)
+        return process is not None and process.poll() is None
+
+    def _launch(self, folder: Path, command: list[str], processes: int) -> str:
+        if processes > 1:
+            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+            command = [sys.executable, *launcher, *command[1:]]
+        with (folder / BOARD_LOG).open("ab") as log:
+            process = start_process(command, stdout=log, stderr=subprocess.STDOUT, cwd=Path.cwd())
+        name = run_id(folder)
+        self._processes[name] = process
+        self._folders.scan()
+        return name
+
+
+def world_size(folder: Path) -> int:
+    """On how many ranks the newest checkpoint was written; 1 without one."""
+    manifests = sorted((folder / CHECKPOINTS).glob(f"step_*/{MANIFEST}"), key=lambda file: file.stat().st_mtime)
+    try:
+        with open_regular(manifests[-1]) as file:
+            ranks = json.load(file)["content"]["world_size"]
+    except (IndexError, OSError, ValueError, KeyError, TypeError):  # the run itself reports a broken checkpoint
+        return 1
+    return ranks if isinstance(ranks, int) and 1 <= ranks <= 1024 else 1

@@ -1,0 +1,140 @@
+"""Who may ask: pages of this board alone.
+
+A page of another origin in the same browser can send requests to 127.0.0.1, and a name that an attacker's DNS moves to
+127.0.0.1 even makes it the same origin. So the Host must be an address or a name of this machine, and a request that
+changes something needs a header and a content type that a form or an image cannot send. A board that other machines
+reach needs a token besides, which a browser keeps as a cookie.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import json
+import socket
+from http.cookies import CookieError, SimpleCookie
+from urllib.parse import parse_qs
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from hybrid_rlhf.board.routes.answers import error_answer
+
+COOKIE = "board_token"
+MOST_BODY_BYTES = 4 * 2**20
+"""A completion of a hundred thousand tokens is a tenth of it."""
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "object-src 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+
+
+class BoardAccess:
+    """ASGI middleware: refuses what no page of the board sends, and adds the headers of security to all answers."""
+
+    def __init__(self, app: ASGIApp, host: str, token: str | None) -> None:
+        """Take the application, the configured host, and the token; None: everybody who reaches the board may ask."""
+        self._app, self._token = app, token
+        self._names = {"localhost", host.lower(), socket.gethostname().lower()}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        headers = Headers(scope=scope)
+        refusal = self._refusal(scope, headers)
+        if refusal is None and scope["method"] == "POST":
+            content = await _body(receive)
+            refusal = content if isinstance(content, Response) else None
+            receive = _replayed(content, receive) if isinstance(content, bytes) else receive
+        await (self._app if refusal is None else refusal)(scope, receive, with_headers)
+
+    def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
+        """Why a request is refused, as an answer; None: it is not."""
+        if not self._is_own_name(headers.get("host", "")):
+            return error_answer("Host must be an address or a name of this machine: open the board by that", 403)
+        if scope["method"] not in ("GET", "HEAD", "POST"):
+            return error_answer(f"the method must be GET or POST, got {scope['method'][:20]}", 405)
+        if self._token is not None and scope["path"] != "/health":
+            given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
+            if scope["path"] == "/" and self._is_token(given):
+                moved = RedirectResponse("/", 303)
+                moved.set_cookie(COOKIE, self._token, httponly=True, samesite="strict")
+                return moved
+            if not self._is_token(_cookie(headers)):
+                return error_answer("this board needs its token: open it as http://HOST:PORT/?token=TOKEN", 401)
+        if scope["method"] == "POST":
+            if headers.get("x-board") != "1":
+                return error_answer("a POST needs the header X-Board: 1", 403)
+            if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+                return error_answer("a POST needs Content-Type: application/json", 415)
+        return None
+
+    def _is_own_name(self, host: str) -> bool:
+        """Whether a Host header is an address, which no DNS gives, or a name of this machine."""
+        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return name.lower() in self._names
+        return True
+
+    def _is_token(self, given: str) -> bool:
+        assert self._token is not None
+        return hmac.compare_digest(given.encode(), self._token.encode())
+
+
+def _cookie(headers: Headers) -> str:
+    try:
+        found = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
+    except CookieError:
+        return ""
+    return "" if found is None else found.value
+
+
+async def _body(receive: Receive) -> bytes | Response:
+    """The whole body of a request, or its refusal."""
+    content = bytearray()
+    while True:
+        message = await receive()
+        content += message.get("body", b"")
+        if len(content) > MOST_BODY_BYTES:
+            return error_answer(f"a body has at most {MOST_BODY_BYTES} bytes: shorten it", 413)
+        if not message.get("more_body"):
+            break
+    try:
+        values = json.loads(bytes(content) or b"{}")
+        json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError:
+        return error_answer("the body has half of a surrogate pair: remove it", 400)
+    except (ValueError, RecursionError) as error:
+        return error_answer(f"the body must be JSON with finite numbers ({str(error)[:100]})", 400)
+    if not isinstance(values, dict):
+        return error_answer(f"the body must be an object, got a {type(values).__name__}", 400)
+    return bytes(content) or b"{}"
+
+
+def _replayed(content: bytes, receive: Receive) -> Receive:
+    """A channel that gives a body that was read already, then what follows."""
+    waiting = [content]
+
+    async def replay() -> Message:
+        if waiting:
+            return {"type": "http.request", "body": waiting.pop(), "more_body": False}
+        return await receive()
+
+    return replay

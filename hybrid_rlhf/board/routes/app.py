@@ -1,0 +1,95 @@
+"""The application: all routes, the page, and errors as one line of JSON."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse, Response, StreamingResponse
+from fastapi.staticfiles import StaticFiles
+from starlette.exceptions import HTTPException
+
+from hybrid_rlhf.board.processes.jobs import UnknownJob
+from hybrid_rlhf.board.routes import chat, jobs, preferences, runs, samples, training
+from hybrid_rlhf.board.routes.access import BoardAccess
+from hybrid_rlhf.board.routes.answers import answer, error_answer
+from hybrid_rlhf.board.runs.folders import UnknownRun
+from hybrid_rlhf.board.samples.rows import UnknownSample
+from hybrid_rlhf.board.workspace import Workspace
+from hybrid_rlhf.configs.commands.board import BoardConfig
+from hybrid_rlhf.configs.errors import UserError
+
+STATIC = Path(__file__).parents[1] / "static"
+_STATUSES: dict[type[Exception], int] = {UnknownRun: 404, UnknownSample: 404, UnknownJob: 404, UserError: 400}
+
+
+def build_app(workspace: Workspace, config: BoardConfig, *, report: Callable[[], None]) -> FastAPI:
+    """The application.
+
+    Args:
+        workspace: what the board has open; closed with the application.
+        config: its settings.
+        report: called when requests are answered.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        workspace.open()
+        report()
+        yield
+        workspace.close()
+
+    app = FastAPI(title="hybrid-rlhf board", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    for kind, status in _STATUSES.items():
+        app.add_exception_handler(kind, _handler(status))
+    app.add_exception_handler(RequestValidationError, _wrong_request)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(OSError, _handler(503))
+    app.add_exception_handler(sqlite3.Error, _handler(503))
+    app.add_exception_handler(Exception, _internal_error)  # it is logged too
+    app.add_middleware(BoardAccess, host=config.host, token=config.token)
+
+    @app.get("/")
+    async def page() -> Response:
+        return FileResponse(STATIC / "index.html")
+
+    @app.get("/health")
+    async def health() -> Response:
+        return answer({"status": "ok"})
+
+    @app.get("/api/events")
+    async def events() -> Response:
+        return StreamingResponse(workspace.hub.stream(), media_type="text/event-stream")
+
+    for subject in (runs, samples, jobs, preferences, chat, training):
+        app.include_router(subject.routes(workspace))
+    app.mount("/static", StaticFiles(directory=STATIC), name="static")
+    return app
+
+
+def _handler(status: int) -> Callable[[Request, Exception], Awaitable[Response]]:
+    async def handle(request: Request, error: Exception) -> Response:
+        return error_answer(str(error), status)
+
+    return handle
+
+
+async def _wrong_request(request: Request, error: Exception) -> Response:
+    """The first rule that a query, a path or a body breaks."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"][1:]) or str(first["loc"][0])
+    return error_answer(f"{place}: {first['msg']}, got {str(first.get('input'))[:80]!r}", 400)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return error_answer(f"{error.detail}: {request.method} {request.url.path[:200]}", error.status_code)
+
+
+async def _internal_error(request: Request, error: Exception) -> Response:
+    return error_answer("internal error, see the log of the board: report it", 500)

@@ -1,0 +1,79 @@
+"""Judgements of people: the next pair, a judgement, a summary, and training on them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from hybrid_rlhf.board.routes.answers import answer
+from hybrid_rlhf.board.workspace import Workspace
+from hybrid_rlhf.configs.errors import UserError
+
+_PAIRS = "pairs.jsonl"
+
+
+class PairQuery(BaseModel):
+    """The query of GET /api/preferences/next."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    run: list[str] = Field(min_length=1, max_length=2)
+
+
+class JudgementBody(BaseModel):
+    """POST /api/preferences."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    pair: str = Field(max_length=100)
+    choice: Literal["left", "right", "equal"]
+    who: str = Field(min_length=1, max_length=200)
+
+
+class RewardTrainingBody(BaseModel):
+    """POST /api/preferences/train."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    model: str = Field(min_length=1, max_length=4000)
+    output_dir: str = Field(min_length=1, max_length=4000)
+    options: dict[str, Any] = {}
+
+
+def routes(workspace: Workspace) -> APIRouter:
+    """The routes of this subject."""
+    router = APIRouter(prefix="/api/preferences")
+    preferences, folders = workspace.preferences, workspace.folders
+
+    @router.get("/next")
+    def following(query: Annotated[PairQuery, Query()]) -> Response:
+        runs = [folders.get(run_id) for run_id in dict.fromkeys(query.run)]
+        return answer(preferences.next([workspace.samples(run) for run in runs]))
+
+    @router.post("")
+    def judge(body: JudgementBody) -> Response:
+        return answer({"count": preferences.judge(body.pair, body.choice, body.who)})
+
+    @router.get("/summary")
+    def summary() -> Response:
+        return answer(preferences.summary())
+
+    @router.post("/train")
+    def train(body: RewardTrainingBody) -> Response:
+        folder = folders.inside(body.output_dir)
+        if folder.exists() and any(folder.iterdir()):
+            raise UserError(f"output_dir {body.output_dir} must be new, it has files: choose another")
+        folder.mkdir(parents=True, exist_ok=True)
+        pairs = folder / _PAIRS
+        values = {**body.options, "model.path": body.model, "data.sources": [str(pairs)]}
+        try:
+            preferences.write_pairs(pairs)
+            return answer({"run": workspace.training.start_with("reward", folder, values)})
+        except UserError:
+            pairs.unlink(missing_ok=True)
+            folder.rmdir()
+            raise
+
+    return router

@@ -1,0 +1,77 @@
+"""Runs: the list, one of them, curves, the timeline of a step."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from hybrid_rlhf.board.routes.answers import answer
+from hybrid_rlhf.board.workspace import Workspace
+
+_MOST_RUNS, _MOST_NAMES, _MOST_FILES = 50, 500, 2000
+_Step = Annotated[int | None, Field(ge=0, lt=2**31)]
+
+
+class MetricsQuery(BaseModel):
+    """The query of GET /api/metrics."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    run: list[str] = Field(min_length=1, max_length=_MOST_RUNS)
+    name: list[str] = Field([], max_length=_MOST_NAMES)
+    after: _Step = None
+    points: int = Field(1000, ge=2, le=20_000)
+
+
+class TimelineQuery(BaseModel):
+    """The query of GET /api/runs/RUN/timeline."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    first: _Step = Field(None, alias="from")
+    last: _Step = Field(None, alias="to")
+
+
+def routes(workspace: Workspace) -> APIRouter:
+    """The routes of this subject."""
+    router = APIRouter(prefix="/api")
+    folders, summaries = workspace.folders, workspace.summaries
+
+    @router.get("/runs")
+    def listed() -> Response:
+        return answer([summaries.summary(run) for run in folders.all()])
+
+    @router.get("/runs/{run_id}")
+    def one(run_id: str) -> Response:
+        run = folders.get(run_id)
+        metrics = workspace.metrics(run)
+        summary = summaries.summary(run)
+        summary["problem"] = summary["problem"] or metrics.problem
+        files = sorted(entry.name + "/" * entry.is_dir() for entry in run.folder.iterdir())
+        return answer(
+            {
+                **summary,
+                "config": summaries.config(run)[0],
+                "metric_names": metrics.names(),
+                "memory_plan": workspace.memory_plan(run),
+                "files": files[:_MOST_FILES],
+            }
+        )
+
+    @router.get("/metrics")
+    def metrics(query: Annotated[MetricsQuery, Query()]) -> Response:
+        chosen = [folders.get(run_id) for run_id in dict.fromkeys(query.run)]
+        return answer(
+            {
+                run.id: workspace.metrics(run).series(query.name, after=query.after, points=query.points)
+                for run in chosen
+            }
+        )
+
+    @router.get("/runs/{run_id}/timeline")
+    def timeline(run_id: str, query: Annotated[TimelineQuery, Query()]) -> Response:
+        return answer(workspace.metrics(folders.get(run_id)).timeline(query.first, query.last))
+
+    return router

@@ -1,0 +1,46 @@
+"""Samples: pages of rows, one with its tokens, prompts, and a prompt across runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Query, Response
+
+from hybrid_rlhf.board.routes.answers import answer
+from hybrid_rlhf.board.samples.queries import PROMPT_KEY, PromptQuery, SampleQuery
+from hybrid_rlhf.board.samples.rows import UnknownSample
+from hybrid_rlhf.board.workspace import Workspace
+
+_MOST_OF_PROMPT = 500
+"""Samples of a prompt over all runs."""
+
+
+def routes(workspace: Workspace) -> APIRouter:
+    """The routes of this subject."""
+    router = APIRouter(prefix="/api")
+    folders = workspace.folders
+
+    @router.get("/runs/{run_id}/samples")
+    def page(run_id: str, query: Annotated[SampleQuery, Query()]) -> Response:
+        return answer(workspace.samples(folders.get(run_id)).page(query))
+
+    @router.get("/runs/{run_id}/samples/{step}/{index}")
+    def one(run_id: str, step: int, index: int) -> Response:
+        return answer(workspace.samples(folders.get(run_id)).sample(step, index))
+
+    @router.get("/runs/{run_id}/prompts")
+    def prompts(run_id: str, query: Annotated[PromptQuery, Query()]) -> Response:
+        return answer(workspace.samples(folders.get(run_id)).prompts(query))
+
+    @router.get("/prompts/{key}")
+    def prompt(key: Annotated[str, Path(pattern=PROMPT_KEY)]) -> Response:
+        messages, rows = None, list[dict[str, object]]()
+        for run in folders.all():
+            if workspace.summaries.summary(run)["has_samples"] and len(rows) < _MOST_OF_PROMPT:
+                found, more = workspace.samples(run).of_prompt(key, _MOST_OF_PROMPT - len(rows))
+                messages, rows = messages or found, rows + more
+        if messages is None:
+            raise UnknownSample(f"prompt must be a key of /api/runs/RUN/prompts, got {key}: see there")
+        return answer({"prompt": messages, "rows": rows})
+
+    return router

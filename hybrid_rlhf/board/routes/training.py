@@ -1,0 +1,71 @@
+"""Runs started, stopped and resumed, and the form of their settings; signals."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from hybrid_rlhf.board.processes.form import form_fields
+from hybrid_rlhf.board.routes.answers import answer
+from hybrid_rlhf.board.workspace import Workspace
+
+
+class FormQuery(BaseModel):
+    """The query of GET /api/form."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    command: str = Field(max_length=40)
+    algorithm: str | None = Field(None, min_length=1, max_length=40)
+
+
+class FormBody(BaseModel):
+    """The values of a form, by dotted key."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    command: str = Field(max_length=40)
+    values: dict[str, Any]
+
+
+class EmptyBody(BaseModel):
+    """A request without values."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+def routes(workspace: Workspace) -> APIRouter:
+    """The routes of this subject."""
+    router = APIRouter(prefix="/api")
+    folders, training = workspace.folders, workspace.training
+
+    @router.get("/form")
+    def form(query: Annotated[FormQuery, Query()]) -> Response:
+        return answer({"fields": form_fields(query.command, query.algorithm)})
+
+    @router.post("/form/estimate")
+    def estimate(body: FormBody) -> Response:
+        return answer(workspace.estimates.of_form(body.command, body.values))
+
+    @router.post("/runs")
+    def start(body: FormBody) -> Response:
+        return answer({"run": training.start(body.command, body.values)})
+
+    @router.post("/runs/{run_id}/stop")
+    def stop(run_id: str, body: EmptyBody) -> Response:
+        training.stop(folders.get(run_id))
+        return answer({})
+
+    @router.post("/runs/{run_id}/resume")
+    def resume(run_id: str, body: EmptyBody) -> Response:
+        training.resume(folders.get(run_id))
+        return answer({})
+
+    @router.get("/runs/{run_id}/signals")
+    def signals(run_id: str) -> Response:
+        return answer([dataclasses.asdict(signal) for signal in workspace.signals(folders.get(run_id))])
+
+    return router

@@ -1,0 +1,163 @@
+"""The curves of a run: metrics.jsonl, read on from where the last reading ended, and thinned out for a screen.
+
+A curve is thinned out by the smallest and the largest value of each bucket of steps, so that no peak is lost.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybrid_rlhf.board.runs.reading import complete_lines, finite, number, open_regular, parsed
+
+Floats = NDArray[np.float64]
+_MOST_NAMES = 2000
+_NOT_METRICS = ("step", "time_seconds")
+_TIME, _SECONDS, _MEMORY, _GIB = "time/", "_seconds", "memory/", "_gib"
+_NOT_PHASES = ("time/step_seconds", "time/hidden_generation_seconds")
+"""The sum of the phases, and work that runs beside them."""
+
+
+class MetricsFile:
+    """The metrics of one run, as columns; may be used by several threads."""
+
+    def __init__(self, path: Path) -> None:
+        """Take the file, which need not exist yet."""
+        self._path, self._lock = path, threading.Lock()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._offset, self._inode = 0, -1
+        self._steps, self._times = array("q"), array("d")
+        self._columns: dict[str, array[float]] = {}
+        self.problem: str | None = None
+
+    def update(self) -> dict[str, Any] | None:
+        """Read what was appended; the last new line, none without one.
+
+        A file that became shorter or another, because a resumed run dropped its last lines, is read from the start.
+        """
+        newest = None
+        with self._lock:
+            try:
+                with open_regular(self._path) as file:
+                    found = os.fstat(file.fileno())
+                    if found.st_ino != self._inode or found.st_size < self._offset:
+                        self._clear()
+                        self._inode = found.st_ino
+                    for lines in complete_lines(file, self._offset):
+                        for offset, line in lines:
+                            newest = self._add(offset, line) or newest
+                            self._offset = offset + len(line) + 1
+            except FileNotFoundError:
+                self._clear()
+            except OSError as error:
+                self.problem = f"{self._path.name} cannot be read ({error.strerror})"
+            except ValueError as error:
+                self.problem = f"{self._path.name}: {error}"
+        return newest
+
+    def _add(self, offset: int, line: bytes) -> dict[str, Any] | None:
+        content = parsed(line)
+        if content is None:
+            self.problem = f"{self._path.name}: the line at byte {offset} is no JSON with a step"
+            return None
+        rows = len(self._steps)
+        self._steps.append(content["step"])
+        self._times.append(number(content.get("time_seconds")))
+        for name, value in content.items():
+            if name in _NOT_METRICS or isinstance(value, str | list | dict):
+                continue
+            if name not in self._columns:
+                if len(self._columns) >= _MOST_NAMES:
+                    self.problem = f"{self._path.name} has more than {_MOST_NAMES} metrics: the others are not shown"
+                    continue
+                self._columns[name] = array("d", [np.nan]) * rows
+            self._columns[name].append(number(value))
+        for column in self._columns.values():
+            if len(column) == rows:
+                column.append(np.nan)
+        return content
+
+    def names(self) -> list[str]:
+        """The metrics, sorted."""
+        with self._lock:
+            return sorted(self._columns)
+
+    def columns(self, names: Sequence[str]) -> tuple[NDArray[np.int64], Floats, dict[str, Floats]]:
+        """Steps [n], seconds since the start [n], and the values [n] of those of the names that there are."""
+        with self._lock:
+            values = {name: np.array(self._columns[name]) for name in names if name in self._columns}
+            return np.array(self._steps, np.int64), np.array(self._times), values
+
+    def series(self, names: Sequence[str], *, after: int | None, points: int) -> dict[str, Any]:
+        """Curves of at most `points` points.
+
+        Args:
+            names: metrics; those that the run does not have are left out.
+            after: only later steps; None: all.
+            points: most points.
+        """
+        steps, times, values = self.columns(names)
+        kept = np.ones(len(steps), bool) if after is None else steps > after
+        steps, times, values = steps[kept], times[kept], {name: value[kept] for name, value in values.items()}
+        if len(steps) > points:
+            starts = np.linspace(0, len(steps), max(points // 2, 1), endpoint=False).astype(np.int64)
+            ends = np.append(starts[1:], len(steps)) - 1
+            values = {name: _extremes(value, starts) for name, value in values.items()}
+            places = np.stack([starts, ends], axis=1).ravel()
+            steps, times = steps[places], times[places]
+        return {
+            "step": steps.tolist(),
+            "time_seconds": [finite(value) for value in times],
+            "values": {name: [finite(value) for value in column] for name, column in values.items()},
+        }
+
+    def timeline(self, first: int | None, last: int | None, *, points: int = 500) -> dict[str, Any]:
+        """Seconds of each phase and memory by step; beyond `points` steps the means of neighbours."""
+        shown = [
+            name
+            for name in self.names()
+            if (name.startswith(_TIME) and name.endswith(_SECONDS) and name not in _NOT_PHASES)
+            or (name.startswith(_MEMORY) and name.endswith(_GIB))
+        ]
+        steps, _, values = self.columns(shown)
+        kept = np.ones(len(steps), bool)
+        kept &= steps >= (1 if first is None else first)
+        if last is not None:
+            kept &= steps <= last
+        steps, values = steps[kept], {name: value[kept] for name, value in values.items()}
+        if len(steps) > points:
+            starts = np.linspace(0, len(steps), points, endpoint=False).astype(np.int64)
+            steps, values = steps[starts], {name: _means(value, starts) for name, value in values.items()}
+        parts: dict[str, dict[str, list[float | None]]] = {"phases": {}, "memory": {}}
+        for name, column in values.items():
+            part, prefix, suffix = ("phases", _TIME, _SECONDS) if name.startswith(_TIME) else ("memory", _MEMORY, _GIB)
+            parts[part][name.removeprefix(prefix).removesuffix(suffix)] = [finite(value) for value in column]
+        return {"steps": steps.tolist(), **parts}
+
+
+def _extremes(values: Floats, starts: NDArray[np.int64]) -> Floats:
+    """The smallest and the largest value of each bucket [2 * buckets], the earlier one first."""
+    low, high = np.fmin.reduceat(values, starts), np.fmax.reduceat(values, starts)
+    sizes = np.diff(np.append(starts, len(values)))
+    bucket, places = np.repeat(np.arange(len(starts)), sizes), np.arange(len(values))
+    where_low, where_high = (
+        np.minimum.reduceat(np.where(values == found[bucket], places, len(values)), starts) for found in (low, high)
+    )
+    falls = (where_high < where_low)[:, None]
+    return np.where(falls, np.stack([high, low], axis=1), np.stack([low, high], axis=1)).ravel()
+
+
+def _means(values: Floats, starts: NDArray[np.int64]) -> Floats:
+    present = np.isfinite(values)
+    counts = np.add.reduceat(present.astype(float), starts)
+    sums = np.add.reduceat(np.where(present, values, 0.0), starts)
+    return np.divide(sums, counts, out=np.full(len(starts), np.nan), where=counts > 0)

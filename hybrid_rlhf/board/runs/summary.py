@@ -1,0 +1,193 @@
+"""The state of a run folder, with what is wrong with it; nothing in a folder is an error of the board."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from hybrid_rlhf.board.runs.folders import BOARD_CONFIG, RunFolder
+from hybrid_rlhf.board.runs.reading import file_size, last_line, open_regular, read_run_config
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.preference import PreferenceStepConfig
+from hybrid_rlhf.configs.reward import RewardConfig
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sft import SFTConfig
+from hybrid_rlhf.runtime.files.folder_lock import LOCK_FILE
+from hybrid_rlhf.runtime.files.names import CONFIG_FILE, FINISHED_FILE, METRICS_FILE, SAMPLES_FILE
+
+COMMANDS: dict[str, type] = {
+    "rl": RLConfig,
+    "sft": SFTConfig,
+    "reward": RewardConfig,
+    "preference": PreferenceStepConfig,
+}
+"""The config of each training command."""
+BOARD_LOG = "board.log"
+"""What a run that the board started prints."""
+_FEWEST_KEYS = 5
+"""Top-level keys that a config shares with one of these, if it is one."""
+_SILENT_SECONDS = 600.0
+"""A run of another host, whose process cannot be looked for, is taken for stopped after so long without a line."""
+
+
+class RunSummaries:
+    """Summaries of runs; a config is read again when it changes."""
+
+    def __init__(self) -> None:
+        self.is_starting: Callable[[str], bool] = lambda run_id: False
+        """Whether a process that the board started for a run lives, which may not hold its folder yet."""
+        self._configs: dict[str, tuple[Any, dict[str, Any], str | None]] = {}
+        self._steps: dict[str, tuple[Any, int | None, str | None]] = {}
+        self._lock = threading.Lock()
+
+    def config(self, run: RunFolder) -> tuple[dict[str, Any], str | None]:
+        """The settings of a run, and why they cannot be read."""
+        file = run.folder / CONFIG_FILE
+        if file_size(file) < 0 and file_size(run.folder / BOARD_CONFIG) >= 0:
+            file = run.folder / BOARD_CONFIG
+        try:
+            found = file.lstat()
+            stamp = (found.st_mtime_ns, found.st_size, found.st_ino)
+        except OSError as error:
+            return {}, f"{CONFIG_FILE} cannot be read ({error.strerror})"
+        with self._lock:
+            known = self._configs.get(run.id)
+        if known is None or known[0] != stamp:
+            try:
+                known = (stamp, read_run_config(file), None)
+            except (OSError, UserError) as error:
+                known = (stamp, {}, str(error) if isinstance(error, UserError) else f"{CONFIG_FILE}: {error.strerror}")
+            with self._lock:
+                self._configs[run.id] = known
+        return known[1], known[2]
+
+    def summary(self, run: RunFolder) -> dict[str, Any]:
+        """A row of the list of runs; see the contract in docs/board.md."""
+        config, problem = self.config(run)
+        command = command_of(config)
+        is_foreign = problem is None and command is None
+        if is_foreign:
+            problem = f"{CONFIG_FILE} is not of a run of hybrid-rlhf"
+        step, metrics_problem = self._last_step(run)
+        problem = problem or metrics_problem
+        has_ended = file_size(run.folder / FINISHED_FILE) >= 0
+        is_running = self.is_starting(run.id) or (
+            not has_ended and (run_process(run.folder) is not None or _beats_elsewhere(run.folder))
+        )
+        if is_foreign:
+            state = "foreign"
+        elif is_running:
+            state, problem = "running", None if step is None else problem
+        else:
+            state = "broken" if problem else "finished" if has_ended else "stopped"
+            problem = _printed_error(run.folder) or problem if state == "broken" else problem
+        most = _text_or_number(config, "train", "max_steps")
+        return {
+            "id": run.id,
+            "name": run.name,
+            "folder": str(run.folder),
+            "state": state,
+            "problem": problem,
+            "step": step or 0,
+            "total_steps": most if isinstance(most, int) and most > 0 else step if has_ended else None,
+            "command": command,
+            "algorithm": _text_or_number(config, "algorithm", "name"),
+            "model": _text_or_number(config, "model", "path"),
+            "seed": _text_or_number(config, "seed"),
+            "started_seconds": _changed(run.folder / CONFIG_FILE),
+            "updated_seconds": _changed(run.folder / METRICS_FILE) or _changed(run.folder / CONFIG_FILE),
+            "has_samples": file_size(run.folder / SAMPLES_FILE) > 0,
+            "has_tokens": next((run.folder / "tokens").glob("step_*.safetensors"), None) is not None,
+        }
+
+    def _last_step(self, run: RunFolder) -> tuple[int | None, str | None]:
+        """The last step in the metrics, or what is wrong with them; read again when they change."""
+        file = run.folder / METRICS_FILE
+        if file_size(file) < 0:
+            return None, f"{METRICS_FILE} is missing: the run ended before its first step"
+        stamp = (file_size(file), _changed(file))
+        with self._lock:
+            known = self._steps.get(run.id)
+        if known is None or known[0] != stamp:
+            try:
+                line = last_line(file)
+                fault = f"{METRICS_FILE} has no complete last line with a step" if line is None else None
+                known = (stamp, None if line is None else int(line["step"]), fault)
+            except OSError as error:
+                known = (stamp, None, f"{METRICS_FILE} cannot be read ({error.strerror})")
+            with self._lock:
+                self._steps[run.id] = known
+        return known[1], known[2]
+
+
+def command_of(config: dict[str, Any]) -> str | None:
+    """The command whose config it is, by its keys; None: of none."""
+    fields = {name: {field.name for field in dataclasses.fields(kind)} for name, kind in COMMANDS.items()}
+    keys = set(map(str, config))
+    name = max(fields, key=lambda name: len(keys & fields[name]) - len(keys - fields[name]))
+    return name if len(keys & fields[name]) >= _FEWEST_KEYS else None
+
+
+def run_process(folder: Path) -> psutil.Process | None:
+    """The process of rank 0, if it lives on this host and holds the lock of the folder.
+
+    The lock itself is not tried: a run that starts at that moment would be refused.
+    """
+    lock = folder / LOCK_FILE
+    try:
+        with open_regular(lock) as file:
+            pid, host = file.read(300).decode(errors="replace").split()
+        if host != socket.gethostname() or not pid.isdecimal():
+            return None
+        process = psutil.Process(int(pid))
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return None
+        place = os.path.realpath(lock)
+        return process if any(opened.path == place for opened in process.open_files()) else None
+    except psutil.AccessDenied:
+        return process
+    except (OSError, ValueError, OverflowError, psutil.Error):
+        return None
+
+
+def _printed_error(folder: Path) -> str | None:
+    """The error with which a run that the board started ended."""
+    try:
+        with open_regular(folder / BOARD_LOG) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 10_000))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return None
+    return next((line[:1000] for line in reversed(lines) if line.startswith("error: ")), None)
+
+
+def _beats_elsewhere(folder: Path) -> bool:
+    try:
+        with open_regular(folder / LOCK_FILE) as file:
+            host = file.read(300).decode(errors="replace").split()[1:]
+    except OSError:
+        return False
+    newest = max(_changed(folder / METRICS_FILE) or 0.0, _changed(folder / CONFIG_FILE) or 0.0)
+    return host not in ([], [socket.gethostname()]) and time.time() - newest < _SILENT_SECONDS
+
+
+def _changed(file: Path) -> float | None:
+    """When a file was last changed, in seconds since 1970."""
+    try:
+        return file.lstat().st_mtime
+    except OSError:
+        return None
+
+
+def _text_or_number(config: Any, *keys: str) -> Any:
+    for key in keys:
+        config = config.get(key) if isinstance(config, dict) else None
+    return config if isinstance(config, str | int) and not isinstance(config, bool) else None

@@ -1,0 +1,211 @@
+"""Samples as the API shows them: rows of a list, one with its tokens, and the prompts of a run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hybrid_rlhf.board.runs.folders import RunFolder
+from hybrid_rlhf.board.runs.reading import finite, is_count, number
+from hybrid_rlhf.board.samples.index import IndexView, SampleIndex, prompt_messages, prompt_number
+from hybrid_rlhf.board.samples.queries import PromptQuery, SampleQuery, find, key_number, prompt_key, row_of
+from hybrid_rlhf.board.samples.texts import preview
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.runtime.observability.token_records import TokenRecord, TokenRecords
+
+TokenTexts = Callable[[RunFolder, list[int]], list[str] | None]
+"""The text of each token of a run; None: its tokenizer is not here."""
+_CATCH_UP_SECONDS = 0.2
+"""How long a request waits for lines that are not indexed yet; the watcher indexes the rest."""
+
+
+class UnknownSample(UserError):
+    """There is no sample of that step and index, or no prompt of that key."""
+
+
+class Samples:
+    """The samples of one run."""
+
+    def __init__(self, run: RunFolder, token_texts: TokenTexts) -> None:
+        """Take the run, and what decodes its tokens."""
+        self.run, self.index = run, SampleIndex(run)
+        self._records, self._token_texts = TokenRecords(run.folder), token_texts
+        self._groups: tuple[Any, Any] = (None, None)
+        self._lock = threading.Lock()
+
+    def page(self, query: SampleQuery) -> dict[str, Any]:
+        """GET /api/runs/RUN/samples."""
+        view = self.view()
+        found = find(view, query)
+        recorded = set(self._records.steps())
+        steps = view.column("step")
+        return {
+            "total": found.total,
+            "total_is_limited": found.is_limited,
+            "indexed": self.index.progress,
+            "steps": np.unique(steps).tolist(),
+            "components": list(view.state.components),
+            "rows": [self._row(view, int(row), recorded) for row in found.rows],
+        }
+
+    def sample(self, step: int, position: int) -> dict[str, Any]:
+        """GET /api/runs/RUN/samples/STEP/INDEX.
+
+        Raises:
+            UnknownSample: if there is none.
+        """
+        row = self.line(step, position)
+        messages = prompt_messages(row)
+        tokens = self._tokens(step, position)
+        return {
+            **_numbers(row, position),
+            "prompt_key": prompt_key(prompt_number(messages)),
+            "prompt": messages,
+            "completion": str(row["completion"]),
+            "advantage": finite(number(row.get("advantage"))),
+            "weight_versions": row.get("weight_versions"),
+            "tokens": None if tokens is None else self._shown_tokens(tokens),
+        }
+
+    def line(self, step: int, position: int) -> dict[str, Any]:
+        """The row of samples.jsonl of a sample; see `sample`."""
+        view = self.view()
+        row = row_of(view, step, position)
+        if row is None:
+            raise UnknownSample(f"step and index must be of a recorded sample, got {step} and {position}: see samples")
+        return self.index.line(view, row)
+
+    def prompts(self, query: PromptQuery) -> dict[str, Any]:
+        """GET /api/runs/RUN/prompts, the most frequent first."""
+        view = self.view()
+        numbers, starts, order = self._grouped(view)
+        counts = np.diff(np.append(starts, len(order)))
+        kept = np.arange(len(numbers))
+        if query.text and view.texts is not None:
+            kept = np.flatnonzero(np.isin(numbers, view.texts.prompts_with(query.text)))
+        kept = kept[np.argsort(-counts[kept], kind="stable")]
+        page = kept[query.offset : query.offset + query.limit]
+        texts = {} if view.texts is None else view.texts.previews([int(numbers[place]) for place in page])
+        scores, steps = view.column("score"), view.column("step")
+        rows = []
+        for place in page:
+            members = order[starts[place] : starts[place] + counts[place]]
+            values = scores[members][np.isfinite(scores[members])]
+            rows.append(
+                {
+                    "prompt_key": prompt_key(numbers[place]),
+                    "preview": texts.get(int(numbers[place]), ""),
+                    "samples": int(counts[place]),
+                    "steps": np.unique(steps[members]).tolist(),
+                    "mean_score": finite(values.mean()) if len(values) else None,
+                }
+            )
+        return {"total": len(kept), "rows": rows}
+
+    def of_prompt(self, key: str, most: int) -> tuple[list[dict[str, Any]] | None, list[dict[str, Any]]]:
+        """The messages of a prompt, none if the run does not have it, and rows of its samples."""
+        view = self.view()
+        rows = np.flatnonzero(view.column("prompt") == key_number(key))[:most]
+        if not len(rows):
+            return None, []
+        recorded = set(self._records.steps())
+        messages = prompt_messages(self.index.line(view, int(rows[0])))
+        return messages, [{"run": self.run.id, **self._row(view, int(row), recorded)} for row in rows]
+
+    def has_tokens(self, step: int) -> bool:
+        """Whether the tokens of a step are recorded."""
+        return step in self._records.steps()
+
+    def view(self) -> IndexView:
+        """What is indexed, after a moment for new lines."""
+        self.index.update(_CATCH_UP_SECONDS)
+        return self.index.view()
+
+    def _row(self, view: IndexView, row: int, recorded: set[int]) -> dict[str, Any]:
+        content = self.index.line(view, row)
+        messages = prompt_messages(content)
+        return {
+            **_numbers(content, int(view.column("index")[row])),
+            "prompt_key": prompt_key(prompt_number(messages)),
+            "prompt_preview": preview(messages[-1].get("content") if messages else ""),
+            "completion_preview": preview(content["completion"]),
+            "has_tokens": content["step"] in recorded,
+        }
+
+    def _tokens(self, step: int, position: int) -> TokenRecord | None:
+        try:
+            return self._records.read(step, position)
+        except (FileNotFoundError, IndexError):
+            return None
+        except (OSError, ValueError) as error:
+            raise UserError(f"the token record of step {step} cannot be read ({error}): restore it") from error
+
+    def _shown_tokens(self, record: TokenRecord) -> dict[str, Any]:
+        return {
+            "prompt_length": record.prompt_length,
+            "ids": record.ids,
+            "texts": self._token_texts(self.run, record.ids),
+            "response": [int(sampled) for sampled in record.response],
+            "columns": record.columns,
+        }
+
+    def _grouped(self, view: IndexView) -> tuple[Any, Any, Any]:
+        """Prompts, where the rows of each begin in the order, and the order; kept until rows are added."""
+        state = view.state
+        with self._lock:
+            if self._groups[0] != (state.generation, state.rows):
+                column = np.array(view.column("prompt"))
+                order = np.argsort(column, kind="stable")
+                numbers, starts = np.unique(column[order], return_index=True)
+                self._groups = ((state.generation, state.rows), (numbers, starts, order))
+            groups: tuple[Any, Any, Any] = self._groups[1]
+            return groups
+
+
+def _numbers(row: dict[str, Any], position: int) -> dict[str, Any]:
+    """What a list and a single sample share; older runs lack some of it."""
+    parts, group, length = row.get("components"), row.get("group"), row.get("length")
+    stopped = row.get("stopped")
+    return {
+        "step": row["step"],
+        "index": position,
+        "group": group if is_count(group) else None,
+        "score": finite(number(row.get("score"))),
+        "kl": finite(number(row.get("kl"))),
+        "length": length if is_count(length) else None,
+        "components": {str(name): finite(number(value)) for name, value in parts.items()}
+        if isinstance(parts, dict)
+        else {},
+        "stopped": stopped if isinstance(stopped, bool) else None,
+    }
+
+
+def token_texts_of(files: Callable[[RunFolder], list[Path]]) -> TokenTexts:
+    """Decodes tokens by the first tokenizer.json of some places; tokenizers are kept."""
+    from tokenizers import Tokenizer
+
+    known: dict[str, Any] = {}
+
+    def texts(run: RunFolder, ids: list[int]) -> list[str] | None:
+        if run.id not in known:
+            file = next((file for file in files(run) if file.is_file()), None)
+            if file is None:
+                return None
+            known[run.id] = Tokenizer.from_file(str(file))
+        return _pieces(known[run.id], ids)
+
+    return texts
+
+
+def _pieces(tokenizer: Any, ids: list[int]) -> list[str]:
+    """The text of each token after the one before it: some tokenizers write a space only between two tokens."""
+    alone = [tokenizer.decode([token], skip_special_tokens=False) for token in ids]
+    pieces = alone[:1]
+    for place in range(1, len(ids)):
+        pair = tokenizer.decode(ids[place - 1 : place + 1], skip_special_tokens=False)
+        pieces.append(pair.removeprefix(alone[place - 1]) if pair.startswith(alone[place - 1]) else alone[place])
+    return pieces

@@ -1,0 +1,96 @@
+/** A conversation with one or two saved models, streamed, each with a history of its own. */
+import { postForStream, streamed, useData } from "../core/api.js";
+import { html, useEffect, useRef, useState } from "../core/dom.js";
+import { formatNumber } from "../core/format.js";
+import { setQuery } from "../core/route.js";
+import { useSetting } from "../core/settings.js";
+import { Empty, ErrorLine, Field, Loading, ViewHead } from "../parts/basic.js";
+import { Message } from "../parts/messages.js";
+
+const SAMPLING = { temperature: 0.7, top_p: 1, max_new_tokens: 256, seed: 0 };
+const FIELDS = [["temperature", "Temperature", 0, 5, 0.05], ["top_p", "Top p", 0.01, 1, 0.01], ["max_new_tokens", "Longest answer", 1, 100000, 1], ["seed", "Seed", 0, 2 ** 31 - 1, 1]];
+
+/** The messages of one model: [{role, content, score?, error?, streaming?}], and what sends the next. */
+function useConversation() {
+  const [messages, setMessages] = useState([]);
+  const abort = useRef(null);
+  const last = (change) => setMessages((old) => [...old.slice(0, -1), { ...old.at(-1), ...change(old.at(-1)) }]);
+  useEffect(() => () => abort.current?.abort(), []);
+  const send = async (model, text, system, sampling) => {
+    const history = [...messages.filter((message) => !message.error), { role: "user", content: text }];
+    setMessages([...history, { role: "assistant", content: "", streaming: true }]);
+    abort.current = new AbortController();
+    const asked = [...(system ? [{ role: "system", content: system }] : []), ...history].map(({ role, content }) => ({ role, content }));
+    try {
+      const response = await postForStream("/api/chat", { models: [model], messages: asked, sampling }, abort.current.signal);
+      for await (const part of streamed(response)) {
+        if (part.error) throw new Error(part.error);
+        last((message) => (part.done ? { score: part.score } : { content: message.content + part.delta }));
+      }
+      last(() => ({ streaming: false }));
+    } catch (error) {
+      const stopped = abort.current.signal.aborted;
+      last(() => ({ streaming: false, error: stopped ? null : error.message }));
+    }
+  };
+  const clear = () => {
+    abort.current?.abort();
+    setMessages([]);
+  };
+  return { messages, send, clear, stop: () => abort.current?.abort(), busy: Boolean(messages.at(-1)?.streaming) };
+}
+
+function ModelSelect({ models, value, label, optional, onChange }) {
+  return html`<label class="field-inline"><span>${label}</span><select class="input compact" value=${value ?? ""} onChange=${(event) => onChange(event.target.value)}>
+    ${optional && html`<option value="">none</option>`}
+    ${models.map((model) => html`<option key=${model.path} value=${model.path} selected=${model.path === value}>${model.name}</option>`)}</select></label>`;
+}
+
+function Column({ name, conversation }) {
+  const end = useRef(null);
+  useEffect(() => end.current?.scrollIntoView({ block: "nearest" }), [conversation.messages]);
+  return html`<section class="card chat-column" aria-label=${`Conversation with ${name}`}><h2>${name}</h2>
+    <div class="conversation" role="log">${conversation.messages.map((message, place) => html`<${Message} key=${place} role=${message.role} text=${message.content || (message.streaming ? "…" : "")}>
+      ${message.score !== null && message.score !== undefined && html`<p class="message-score"><span class="muted">score</span> <b>${formatNumber(message.score)}</b></p>`}
+      <${ErrorLine} text=${message.error} /></${Message}>`)}<div ref=${end}></div></div></section>`;
+}
+
+export function Chat({ query }) {
+  const { data: models, error, loading } = useData("/api/models");
+  const [sampling, setSampling] = useSetting("sampling", SAMPLING);
+  const [system, setSystem] = useState("");
+  const [text, setText] = useState("");
+  const sides = [useConversation(), useConversation()];
+  const paths = [query.model[0] ?? models?.[0]?.path, query.model[1]].filter(Boolean);
+  const busy = sides.some((side) => side.busy);
+  const nameOf = (path) => models?.find((model) => model.path === path)?.name ?? path;
+  const send = (event) => {
+    event?.preventDefault();
+    if (!text.trim() || busy) return;
+    paths.forEach((path, place) => sides[place].send(path, text.trim(), system.trim(), sampling));
+    setText("");
+  };
+  const choose = (place) => (path) => {
+    sides[place].clear();
+    const next = [paths[0], paths[1]];
+    next[place] = path;
+    setQuery({ model: next.filter(Boolean) });
+  };
+  const press = (event) => event.key === "Enter" && !event.shiftKey && !event.isComposing && send(event);
+  return html`
+    <${ViewHead} title="Chat">${models?.length > 0 && html`
+      <${ModelSelect} models=${models} value=${paths[0]} label="Model" onChange=${choose(0)} />
+      <${ModelSelect} models=${models} value=${paths[1]} label="Next to" optional onChange=${choose(1)} />
+      <button class="button" onClick=${() => sides.forEach((side) => side.clear())} disabled=${!sides[0].messages.length}>Start over</button>`}</${ViewHead}>
+    <${ErrorLine} text=${error} />
+    ${loading && html`<${Loading} what="models" />`}
+    ${models && !models.length && html`<${Empty} title="No saved model yet">A run saves its model when it ends. Models below the board's folders appear here.</${Empty}>`}
+    ${paths.length > 0 && html`
+      <details class="card"><summary>Sampling and system prompt</summary>
+        <div class="form-row">${FIELDS.map(([key, label, min, max, step]) => html`<${Field} key=${key} label=${label}><input class="input narrow" type="number" min=${min} max=${max} step=${step} value=${sampling[key]}
+          onChange=${(event) => event.target.value !== "" && setSampling({ ...sampling, [key]: Number(event.target.value) })} /></${Field}>`)}</div>
+        <${Field} label="System prompt"><textarea class="input" rows="2" value=${system} onInput=${(event) => setSystem(event.target.value)}></textarea></${Field}></details>
+      <div class=${`chat-columns ${paths.length > 1 ? "two" : ""}`}>${paths.map((path, place) => html`<${Column} key=${path + place} name=${nameOf(path)} conversation=${sides[place]} />`)}</div>
+      <form class="composer" onSubmit=${send}><textarea class="input" rows="2" aria-label="Message" placeholder="Message. Enter sends, Shift+Enter is a new line." value=${text} onInput=${(event) => setText(event.target.value)} onKeyDown=${press}></textarea>
+        ${busy ? html`<button type="button" class="button" onClick=${() => sides.forEach((side) => side.stop())}>Stop</button>` : html`<button type="submit" class="button primary" disabled=${!text.trim()}>Send</button>`}</form>`}`;
+}

@@ -1,0 +1,90 @@
+/** One run: its state, where its time and memory go, its settings; stop and resume. */
+import { post, useData, useEvents } from "../core/api.js";
+import { html, useState } from "../core/dom.js";
+import { formatAgo, formatNumber, shortPath } from "../core/format.js";
+import { link } from "../core/route.js";
+import { useChosen, useRuns } from "../core/runs.js";
+import { Dialog, Empty, ErrorLine, Fact, Loading, State, ViewHead } from "../parts/basic.js";
+import { RunPicker } from "../parts/picker.js";
+import { Memory, Timeline } from "../parts/timeline.js";
+
+/** A config as flat rows, the way the command line writes keys. */
+export function flatConfig(config, prefix = "") {
+  return Object.entries(config ?? {}).flatMap(([key, value]) => (value !== null && typeof value === "object" && !Array.isArray(value)
+    ? flatConfig(value, `${prefix}${key}.`)
+    : [[`${prefix}${key}`, Array.isArray(value) ? JSON.stringify(value) : String(value)]]));
+}
+
+function Actions({ run, onDone }) {
+  const [asked, setAsked] = useState(null);
+  const [error, setError] = useState(null);
+  const [busy, setBusy] = useState(false);
+  const act = async (action) => {
+    setBusy(true);
+    setError(null);
+    try {
+      await post(`/api/runs/${run.id}/${action}`, {});
+      onDone();
+    } catch (failure) {
+      setError(failure.message);
+    }
+    setBusy(false);
+    setAsked(null);
+  };
+  return html`
+    ${run.state === "running" && html`<button class="button" disabled=${busy} onClick=${() => setAsked("stop")}>Stop</button>`}
+    ${run.state === "stopped" && html`<button class="button primary" disabled=${busy} onClick=${() => act("resume")}>Resume</button>`}
+    ${asked && html`<${Dialog} title=${`Stop ${run.name}?`} onClose=${() => setAsked(null)}>
+      <p>The run writes a checkpoint after the present step and ends. It can be resumed.</p>
+      <footer><button class="button" onClick=${() => setAsked(null)}>Keep training</button>
+        <button class="button danger" disabled=${busy} onClick=${() => act("stop")}>Stop the run</button></footer>
+    </${Dialog}>`}
+    <${ErrorLine} text=${error} />`;
+}
+
+function Settings({ config }) {
+  const [text, setText] = useState("");
+  const rows = flatConfig(config).filter(([key, value]) => `${key} ${value}`.toLowerCase().includes(text.toLowerCase()));
+  return html`<section class="card">
+    <header class="card-head"><h2>Settings</h2>
+      <input class="input compact" type="search" data-search placeholder="Search settings" aria-label="Search settings" value=${text} onInput=${(event) => setText(event.target.value)} /></header>
+    ${rows.length ? html`<div class="settings" tabindex="0" role="region" aria-label="Settings of the run"><table class="table compact"><thead class="visually-hidden"><tr><th scope="col">Key</th><th scope="col">Value</th></tr></thead>
+      <tbody>${rows.map(([key, value]) => html`<tr key=${key}><th scope="row"><code>${key}</code></th><td><code>${value}</code></td></tr>`)}</tbody></table></div>`
+      : html`<p class="muted">${text ? "No setting matches." : "The run has no readable config."}</p>`}
+  </section>`;
+}
+
+export function Run({ query }) {
+  const { runs, error, loading, reload } = useRuns();
+  const [run] = useChosen(runs);
+  const detail = useData(run && `/api/runs/${run.id}`);
+  const timeline = useData(run && `/api/runs/${run.id}/timeline`);
+  useEvents("metrics", (event) => event.run === run?.id && timeline.reload());
+  if (loading) return html`<${ViewHead} title="Run" /><${Loading} what="the run" />`;
+  if (!run || (query.run.length && run.id !== query.run[0])) {
+    return html`<${ViewHead} title="Run" /><${ErrorLine} text=${error} /><${Empty} title="There is no such run">It may have been moved or removed. See <a href=${link("runs")}>all runs</a>.</${Empty}>`;
+  }
+  return html`
+    <${ViewHead} title=${run.name} note=${run.folder}>
+      <${RunPicker} runs=${runs} run=${run} />
+      <a class="button" href=${link("curves", { run: run.id })}>Curves</a>
+      ${run.has_samples && html`<a class="button" href=${link("rollouts", { run: run.id })}>Rollouts</a>`}
+      <${Actions} run=${run} onDone=${reload} />
+    </${ViewHead}>
+    <${ErrorLine} text=${detail.error ?? run.problem} />
+    <dl class="facts card">
+      <${Fact} name="State"><${State} state=${run.state} /></${Fact}>
+      <${Fact} name="Step">${formatNumber(run.step)}${run.total_steps ? ` of ${formatNumber(run.total_steps)}` : ""}</${Fact}>
+      <${Fact} name="Algorithm">${run.algorithm ?? run.command ?? "–"}</${Fact}>
+      <${Fact} name="Model" title=${run.model}>${shortPath(run.model)}</${Fact}>
+      <${Fact} name="Seed">${run.seed ?? "–"}</${Fact}>
+      <${Fact} name="Changed">${formatAgo(run.updated_seconds)}</${Fact}>
+    </dl>
+    <div class="columns">
+      <section class="card"><header class="card-head"><h2>Time of each step</h2></header>
+        <${ErrorLine} text=${timeline.error} />${timeline.data ? html`<${Timeline} timeline=${timeline.data} />` : html`<${Loading} what="the timeline" />`}</section>
+      <section class="card"><header class="card-head"><h2>Memory</h2></header>
+        ${timeline.data && detail.data && html`<${Memory} plan=${detail.data.memory_plan} measured=${timeline.data.memory} />`}</section>
+    </div>
+    ${detail.data && html`<${Settings} config=${detail.data.config} />`}`;
+}

@@ -1,0 +1,58 @@
+/** All runs below the board's folders, with their last values; the marked ones are compared. */
+import { html, useState } from "../core/dom.js";
+import { formatAgo, formatNumber, plural, shortPath } from "../core/format.js";
+import { link } from "../core/route.js";
+import { useRuns } from "../core/runs.js";
+import { Empty, ErrorLine, Loading, State, ViewHead } from "../parts/basic.js";
+
+function Progress({ run }) {
+  const { step, total_steps: total } = run;
+  if (step === null || step === undefined) return html`<span class="muted">–</span>`;
+  return html`<span class="progress-text">${formatNumber(step)}${total ? html`<span class="muted"> / ${formatNumber(total)}</span>` : ""}</span>
+    ${total > 0 && html`<span class="progress" aria-hidden="true"><span style=${{ width: `${Math.min(100, (100 * step) / total)}%` }}></span></span>`}`;
+}
+
+function Row({ run, marked, onMark }) {
+  const values = Object.entries(run.last ?? {}).slice(0, 3);
+  return html`<tr class=${marked ? "marked" : ""}>
+    <td class="cell-mark"><input type="checkbox" checked=${marked} onChange=${onMark} aria-label=${`Compare ${run.name}`} /></td>
+    <th scope="row" class="cell-name"><a href=${link("run", { run: run.id })} data-entry>${run.name}</a>
+      ${run.problem && html`<span class="problem">${run.problem}</span>`}</th>
+    <td data-label="State"><${State} state=${run.state} /></td>
+    <td data-label="Step"><${Progress} run=${run} /></td>
+    <td data-label="Algorithm">${run.algorithm ?? run.command ?? "–"}</td>
+    <td data-label="Model" class="cell-model" title=${run.model}>${shortPath(run.model)}</td>
+    <td data-label="Seed" class="number">${run.seed ?? "–"}</td>
+    <td data-label="Last values" class="cell-values">${values.length
+      ? values.map(([name, value]) => html`<span key=${name} title=${name}><span class="muted">${name.split("/").at(-1)}</span> ${formatNumber(value)}</span>`)
+      : html`<span class="muted">–</span>`}</td>
+    <td data-label="Changed">${formatAgo(run.updated_seconds)}</td>
+    <td class="cell-links">${run.has_samples && html`<a href=${link("rollouts", { run: run.id })} aria-label=${`Rollouts of ${run.name}`}>Rollouts</a>`}
+      <a href=${link("curves", { run: run.id })} aria-label=${`Curves of ${run.name}`}>Curves</a></td>
+  </tr>`;
+}
+
+export function Runs() {
+  const { runs, error, loading, reload } = useRuns();
+  const [marked, setMarked] = useState([]);
+  const [text, setText] = useState("");
+  const shown = runs.filter((run) => `${run.name} ${run.model} ${run.algorithm}`.toLowerCase().includes(text.toLowerCase()));
+  const mark = (id) => setMarked(marked.includes(id) ? marked.filter((other) => other !== id) : [...marked, id]);
+  const training = runs.filter((run) => run.state === "running").length;
+  return html`
+    <${ViewHead} title="Runs" note=${runs.length ? `${plural(runs.length, "run")}${training ? `, ${training} training now` : ""}` : null}>
+      <input class="input" type="search" data-search placeholder="Search runs" aria-label="Search runs" value=${text} onInput=${(event) => setText(event.target.value)} />
+      <a class=${`button primary ${marked.length ? "" : "disabled"}`} aria-disabled=${!marked.length} href=${marked.length ? link("curves", { run: marked }) : null}>
+        Compare${marked.length ? ` ${marked.length}` : ""}</a>
+    </${ViewHead}>
+    <${ErrorLine} text=${error} retry=${reload} />
+    ${loading && html`<${Loading} what="runs" />`}
+    ${!loading && !error && !runs.length && html`<${Empty} title="No runs yet">Start one with <code>hybrid-rlhf train</code> or under <a href=${link("start")}>New run</a>. It appears here with its first step.</${Empty}>`}
+    ${runs.length > 0 && !shown.length && html`<${Empty} title="No run matches">Nothing has “${text}” in its name, model or algorithm.</${Empty}>`}
+    ${shown.length > 0 && html`<div class="card table-card"><table class="table runs-table">
+      <thead><tr><th scope="col"><span class="visually-hidden">Compare</span></th>
+        ${["Run", "State", "Step", "Algorithm", "Model", "Seed", "Last values", "Changed"].map((name) => html`<th scope="col" key=${name}>${name}</th>`)}
+        <th scope="col"><span class="visually-hidden">Links</span></th></tr></thead>
+      <tbody>${shown.map((run) => html`<${Row} key=${run.id} run=${run} marked=${marked.includes(run.id)} onMark=${() => mark(run.id)} />`)}</tbody>
+    </table></div>`}`;
+}

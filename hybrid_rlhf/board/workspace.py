@@ -1,0 +1,143 @@
+"""What one board has open: its runs with their curves and samples, jobs, preferences, chats."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from hybrid_rlhf.board.chat import Chats, Load
+from hybrid_rlhf.board.events import EventHub, Watcher
+from hybrid_rlhf.board.preferences import Preferences
+from hybrid_rlhf.board.processes.estimates import Estimates
+from hybrid_rlhf.board.processes.jobs import Jobs
+from hybrid_rlhf.board.processes.training import Training, world_size
+from hybrid_rlhf.board.runs.folders import RunFolder, RunFolders
+from hybrid_rlhf.board.runs.metrics import MetricsFile
+from hybrid_rlhf.board.runs.summary import RunSummaries
+from hybrid_rlhf.board.samples.rows import Samples, token_texts_of
+from hybrid_rlhf.board.signals import MetricCurve, SampledStep, Signal, find_signals
+from hybrid_rlhf.configs.commands.board import BoardConfig
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.runtime.files.names import METRICS_FILE
+
+_MOST_OPEN = 16
+"""Runs whose curves are kept in memory."""
+_SIGNAL_TEXTS = 64
+"""Completions of a step that are searched for repeated phrases."""
+OpenT = TypeVar("OpenT")
+
+
+class Workspace:
+    """The state of a board; may be used by several threads."""
+
+    def __init__(self, config: BoardConfig, load: Load) -> None:
+        """Take the settings, and what loads a model for a chat.
+
+        Raises:
+            UserError: if a folder is missing.
+        """
+        self.folders = RunFolders([Path(folder) for folder in config.folders])
+        self.summaries, self.hub = RunSummaries(), EventHub()
+        self.jobs, self.estimates, self.chats = Jobs(self.hub), Estimates(), Chats(load)
+        self.training = Training(self.folders, self.summaries)
+        self.preferences = Preferences(self.folders.roots[0])
+        self._planner = ThreadPoolExecutor(1, thread_name_prefix="board-plans")
+        self._plans: dict[str, dict[str, float] | None] = {}
+        self._metrics: OrderedDict[str, MetricsFile] = OrderedDict()
+        self._samples: OrderedDict[str, Samples] = OrderedDict()
+        self._token_texts = token_texts_of(self._tokenizer_files)
+        self._lock = threading.Lock()
+        self._watcher = Watcher(self.folders, self.hub, self._index_on)
+
+    def open(self) -> None:
+        """Begin to watch; called on the loop of the server."""
+        self.hub.open()
+        self._watcher.start()
+
+    def close(self) -> None:
+        """Stop what runs."""
+        self._watcher.close()
+        self._planner.shutdown(wait=False, cancel_futures=True)
+        self.estimates.close()
+        self.jobs.close()
+        self.chats.close()
+        for samples in self._samples.values():
+            samples.index.close()
+
+    def metrics(self, run: RunFolder) -> MetricsFile:
+        """The curves of a run, up to date."""
+        metrics = self._kept(self._metrics, run, lambda: MetricsFile(run.folder / METRICS_FILE))
+        metrics.update()
+        return metrics
+
+    def samples(self, run: RunFolder) -> Samples:
+        """The samples of a run."""
+        return self._kept(self._samples, run, lambda: Samples(run, self._token_texts), most=None)
+
+    def memory_plan(self, run: RunFolder) -> dict[str, float] | None:
+        """GiB of each phase as planned; None until the plan is made, and where it cannot be."""
+        with self._lock:
+            if run.id not in self._plans:
+                self._plans[run.id] = None
+                self._planner.submit(self._plan, run)
+            return self._plans[run.id]
+
+    def _plan(self, run: RunFolder) -> None:
+        summary, (config, _) = self.summaries.summary(run), self.summaries.config(run)
+        if summary["command"] is None or summary["model"] is None:
+            return
+        with contextlib.suppress(UserError):  # a model that is no longer here
+            found = self.estimates.plan(summary["command"], {**config, "resume": "never"}, world_size(run.folder))
+            self._plans[run.id] = {phase["phase"]: phase["gib"] for phase in found["memory"]}
+            self.hub.publish("runs", {})
+
+    def signals(self, run: RunFolder) -> list[Signal]:
+        """What should be looked at in a run."""
+        metrics = self.metrics(run)
+        steps, _, columns = metrics.columns(metrics.names())
+        curves = {name: MetricCurve.of(steps, values) for name, values in columns.items()}
+        return find_signals(curves, self._sampled(run))
+
+    def _sampled(self, run: RunFolder) -> list[SampledStep]:
+        """The first and the last step with samples, with some texts of each."""
+        samples = self.samples(run)
+        view = samples.view()
+        step, index, group, score = (view.column(name) for name in ("step", "index", "group", "score"))
+        found = []
+        for number in sorted({int(step[0]), int(step[-1])}) if view.rows else ():
+            rows = np.flatnonzero(step == number)
+            texts = [str(samples.index.line(view, int(row))["completion"]) for row in rows[:_SIGNAL_TEXTS]]
+            found.append(SampledStep(number, index[rows], group[rows], score[rows].astype(float), texts))
+        return found
+
+    def _kept(
+        self, opened: OrderedDict[str, OpenT], run: RunFolder, make: Callable[[], OpenT], most: int | None = _MOST_OPEN
+    ) -> OpenT:
+        with self._lock:
+            if run.id not in opened:
+                opened[run.id] = make()
+            opened.move_to_end(run.id)
+            while most is not None and len(opened) > most:
+                opened.popitem(last=False)
+            return opened[run.id]
+
+    def _index_on(self) -> bool:
+        """Index new samples of the runs that someone has looked at."""
+        with self._lock:
+            opened = list(self._samples.values())
+        return any([samples.index.update(0.3) for samples in opened])
+
+    def _tokenizer_files(self, run: RunFolder) -> list[Path]:
+        """Where the tokenizer of a run may lie."""
+        config: dict[str, Any] = self.summaries.config(run)[0]
+        model = config.get("model")
+        path = model.get("path") if isinstance(model, dict) else None
+        folders = [run.folder / "actor", run.folder, *([Path(path)] if isinstance(path, str) else [])]
+        return [folder / "tokenizer.json" for folder in folders]

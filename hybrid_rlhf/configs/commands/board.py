@@ -1,0 +1,45 @@
+"""Settings of `hybrid-rlhf board`."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass, field
+
+from hybrid_rlhf.configs.sections.rules import require
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoardConfig:
+    """Show training runs in a browser: curves, rollouts, preferences, chat, start and stop."""
+
+    folders: list[str] = field(default_factory=lambda: ["output"])
+    """Folders with runs, at any depth; new runs and judgements are written to the first."""
+    host: str = "127.0.0.1"
+    """Address to listen on. Any other than of this machine alone needs a token, because the board starts processes."""
+    port: int = 8765
+    """Port to listen on; 0: any that is free."""
+    token: str | None = None
+    """What a browser must know, as in http://HOST:PORT/?token=TOKEN; null: nothing."""
+    open: bool = False
+    """Open the page in this machine's browser."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.folders), "folders must name a folder with runs, got none: give for example output")
+        require(0 <= self.port < 65536, f"port must be in 0..65535, got {self.port}: choose another")
+        require(
+            self.token is None or len(self.token) >= 8,
+            "token must have 8 characters or more, got fewer: give a longer one, or leave it out",
+        )
+        require(
+            self.token is not None or is_own_host(self.host),
+            f"a board that other machines reach needs a token, got host {self.host} without one: give --token, or "
+            "leave host out",
+        )
+
+
+def is_own_host(host: str) -> bool:
+    """Whether an address is reached from this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

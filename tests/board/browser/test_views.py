@@ -1,0 +1,211 @@
+"""Each view shows what the API says, follows the files, and can be used by keyboard."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.support.board import ServedBoard, append_metrics
+from tests.support.browser import show, wait_until
+from tests.support.showcase import MARKUP
+
+
+def _id(board: ServedBoard, name: str) -> str:
+    return str(board.run(name)["id"])
+
+
+def _chart(page: Any, name: str) -> Any:
+    return page.locator("figure.chart", has=page.get_by_role("heading", name=name, exact=True))
+
+
+def test_runs_are_listed_with_what_is_wrong_and_compared(board: ServedBoard, page: Any) -> None:
+    show(page, board.url, "runs")
+    assert page.locator(".runs-table tbody tr").count() == len(board.get("/api/runs"))
+    broken = page.get_by_role("row", name="gsm-ppo-lr1e-3")
+    assert "broken" in broken.inner_text() and "metrics.jsonl is missing" in broken.inner_text()
+    page.get_by_label("Compare gsm-grpo-seed1").check()
+    page.get_by_label("Compare gsm-ppo", exact=True).check()
+    page.get_by_role("link", name="Compare 2").click()
+    page.wait_for_selector("figure.chart .u-over")
+    assert page.url.count("run=") == 2 and page.locator(".chip").all_inner_texts()[0].startswith("gsm-grpo-seed1")
+
+
+def test_curves_show_the_last_values_and_bands_over_seeds(board: ServedBoard, page: Any) -> None:
+    runs = [_id(board, f"gsm-grpo-seed{seed}") for seed in (1, 2, 3)]
+    query = "&".join(f"run={run}" for run in runs)
+    show(page, board.url, f"curves?{query}&q=scores")
+    chart = _chart(page, "objective/scores")
+    chart.locator(".u-over").wait_for()
+    found = board.get("/api/metrics", run=runs, name="objective/scores")
+    mean = sum(found[run]["values"]["objective/scores"][-1] for run in runs) / 3
+    assert chart.locator(".chart-values").inner_text().strip() == f"{mean:.3g}"
+    assert page.locator("figure.chart h3").all_inner_texts() == ["objective/scores", "objective/scores_std"]
+    page.get_by_label("Band over seeds").uncheck()
+    wait_until(page, "document.querySelectorAll('.chart-label').length === 6")
+    assert page.locator(".chart-label").first.inner_text() == "gsm-grpo-seed1"
+    assert "bands=0" in page.url
+
+
+def test_a_focused_chart_is_read_with_arrow_keys(board: ServedBoard, page: Any) -> None:
+    run = _id(board, "gsm-ppo")
+    show(page, board.url, f"curves?run={run}&q=objective/kl")
+    _chart(page, "objective/kl").locator(".u-over").wait_for()
+    page.locator(".chart-canvas").focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    wait_until(page, "document.querySelector('.chart-place').textContent === 'step 2'")
+    values = board.get("/api/metrics", run=run, name="objective/kl")[run]["values"]["objective/kl"]
+    assert f"{values[1]:.3g}" in page.locator(".chart-values").inner_text()
+
+
+def test_a_new_line_appears_within_seconds(board: ServedBoard, page: Any) -> None:
+    run = board.run("many")
+    show(page, board.url, f"curves?run={run['id']}&q=objective/scores")
+    _chart(page, "objective/scores").locator(".u-over").wait_for()
+    page.get_by_text("Live", exact=True).wait_for()
+    begin = time.monotonic()
+    append_metrics(Path(run["folder"]), run["step"] + 1, **{"objective/scores": 7.125})
+    wait_until(page, "document.querySelector('.chart-values').textContent.includes('7.125')", seconds=5)
+    print(f"shown after {time.monotonic() - begin:.2f} s")
+
+
+def test_rollouts_are_filtered_and_only_visible_rows_exist(board: ServedBoard, page: Any) -> None:
+    run = _id(board, "many")
+    show(page, board.url, f"rollouts?run={run}")
+    page.get_by_text("5,000 samples").wait_for()
+    assert page.locator(".sample-row").count() < 40
+    page.locator(".virtual").evaluate("box => box.scrollTo(0, box.scrollHeight)")
+    page.get_by_text("number 0 of step 1", exact=False).first.wait_for()
+    page.get_by_label("Search prompts and completions").fill("number 17 of step 3")
+    total = board.get(f"/api/runs/{run}/samples", text="number 17 of step 3")["total"]
+    page.get_by_text(re.compile(rf"^{total} samples?$")).wait_for()
+    assert "text=number+17" in page.url
+    page.get_by_text("Clear").click()
+    page.get_by_text("Ranges").click()
+    page.get_by_label("Score at least").fill("995")
+    total = board.get(f"/api/runs/{run}/samples", score_min=995)["total"]
+    page.get_by_text(re.compile(rf"^{total} samples$")).wait_for()
+
+
+def test_groups_stand_side_by_side_and_lead_to_their_prompt(board: ServedBoard, page: Any) -> None:
+    show(page, board.url, f"rollouts?run={_id(board, 'gsm-ppo')}&view=groups")
+    assert page.locator(".group").count() == 6 and page.locator(".group").first.locator(".sample-card").count() == 4
+    page.get_by_role("link", name="All steps").first.click()
+    page.get_by_role("heading", name="Prompt", exact=True).wait_for()
+    page.get_by_text("64 samples in 4 runs").wait_for()
+
+
+def test_markup_of_a_completion_is_text(board: ServedBoard, page: Any) -> None:
+    show(page, board.url, f"sample?run={_id(board, 'gsm-ppo')}&step=60&index=23")
+    page.locator(".message-assistant .message-text", has_text=MARKUP).wait_for()
+    page.get_by_role("button", name="Tokens").click()
+    page.locator(".token").first.wait_for()
+    assert MARKUP in "".join(page.locator(".token").all_text_contents())
+    assert page.title() == "Sample · Board" and page.locator("main img").count() == 0
+
+
+def test_tokens_are_read_by_keyboard(board: ServedBoard, page: Any) -> None:
+    run = _id(board, "gsm-ppo")
+    tokens = board.get(f"/api/runs/{run}/samples/60/4")["tokens"]
+    show(page, board.url, f"sample?run={run}&step=60&index=4")
+    page.keyboard.press("v")
+    page.locator(".token-text").focus()
+    page.keyboard.press("ArrowRight")
+    first = tokens["prompt_length"]
+    page.get_by_text(f"position {first}, id {tokens['ids'][first]}, sampled").wait_for()
+    shown = page.locator(".strip .current dd").inner_text().replace("−", "-").replace("+", "")
+    assert float(shown) == float(f"{tokens['columns']['advantages'][first]:.4g}") or abs(float(shown)) < 1
+    page.get_by_label("Colour by").select_option("mask")
+    assert "column=mask" in page.url
+    colours = page.locator(".token").evaluate_all("spans => spans.map(span => span.style.backgroundColor !== '')")
+    assert colours == [bool(sampled) for sampled in tokens["response"]]
+    page.keyboard.press("Escape")
+    page.keyboard.press("m")
+    page.locator(".message-assistant").wait_for()
+
+
+def test_the_timeline_adds_up(board: ServedBoard, page: Any) -> None:
+    show(page, board.url, f"run?run={_id(board, 'gsm-ppo')}")
+    rows = page.locator(".timeline tbody tr")
+    assert rows.count() == 4
+    shares = [float(text.split()[0]) for text in rows.locator("td:nth-child(2)").all_inner_texts()]
+    assert abs(sum(shares) - 100) < 0.3 and shares == sorted(shares, reverse=True)
+    page.get_by_label("Search settings").fill("seed")
+    assert page.locator(".settings tbody tr").first.inner_text().split() == ["seed", "1"]
+
+
+def test_signals_name_their_evidence_and_source(board: ServedBoard, page: Any) -> None:
+    run = _id(board, "gsm-ppo")
+    found = board.get(f"/api/runs/{run}/signals")
+    show(page, board.url, f"signals?run={run}")
+    assert found and page.locator(".signal").count() == len(found)
+    text = page.locator("main").inner_text()
+    assert all(signal["what"] in text and signal["source"] in text for signal in found)
+
+
+def test_preferences_are_blind_and_judged_by_keys(board: ServedBoard, page: Any) -> None:
+    show(page, board.url, f"preferences?run={_id(board, 'gsm-grpo-seed1')}")
+    page.locator(".answer").first.wait_for()
+    assert "score" not in page.locator(".answers").inner_text()
+    page.keyboard.press("s")
+    wait_until(page, "!document.querySelector('.answer button').disabled")
+    assert board.get("/api/preferences/summary")["count"] == 0
+    page.keyboard.press("1")
+    page.get_by_text("1 judgement", exact=False).wait_for()
+    wait_until(page, "!document.querySelector('.answer button').disabled")
+    page.keyboard.press("0")
+    page.get_by_text("2 judgements", exact=False).wait_for()
+    summary = board.get("/api/preferences/summary")
+    assert summary["by"] == {"me": 2}
+    lines = [json.loads(line) for line in Path(summary["pairs_file"]).read_text().splitlines()]
+    assert len(lines) == 2
+
+
+def test_keys_and_theme(board: ServedBoard, page: Any) -> None:
+    page.emulate_media(color_scheme="light")
+    show(page, board.url, "runs")
+    page.keyboard.press("?")
+    page.get_by_role("dialog", name="Keyboard").wait_for()
+    page.keyboard.press("Escape")
+    page.keyboard.press("g")
+    page.keyboard.press("c")
+    page.get_by_role("heading", name="Curves", exact=True).wait_for()
+    background = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(background)
+    page.keyboard.press("t")
+    page.keyboard.press("t")
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark" and page.evaluate(background) != light
+    page.reload()
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    page.wait_for_selector("main h1")
+    page.keyboard.press("t")
+    page.keyboard.press("?")
+    page.get_by_label("Shortcuts of one key").uncheck()
+    page.keyboard.press("Escape")
+    page.keyboard.press("g")
+    page.keyboard.press("r")
+    assert page.locator("main h1").inner_text() == "Curves"
+    page.evaluate("localStorage.clear()")
+
+
+def test_the_form_checks_settings_while_they_are_entered(board: ServedBoard, page: Any) -> None:
+    show(page, board.url, "start?command=sft")
+    page.get_by_text("model.path must name").wait_for()
+    page.get_by_label("Search settings").fill("train.max_steps")
+    page.get_by_label("train.max_steps").fill("many")
+    page.get_by_text("train.max_steps", exact=False).and_(page.locator(".estimate p")).wait_for()
+    assert page.get_by_role("button", name="Start the run").is_disabled()
+
+
+def test_views_say_what_is_missing(board: ServedBoard, page: Any) -> None:
+    show(page, board.url, "nowhere")
+    page.get_by_text("There is no such view").wait_for()
+    show(page, board.url, "run?run=unknown")
+    page.get_by_text("There is no such run").wait_for()
+    show(page, board.url, "rollouts?run=" + _id(board, "gsm-ppo-lr1e-3"))
+    page.get_by_text("No samples here").wait_for()
+    show(page, board.url, "chat")
+    page.get_by_text("No saved model yet").wait_for()

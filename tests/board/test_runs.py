@@ -1,0 +1,222 @@
+"""The list of runs, whatever is in their folders, curves, and what changes during training."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import numpy as np
+import pytest
+
+from hybrid_rlhf.board.runs.metrics import MetricsFile
+from tests.support.board import (
+    ServedBoard,
+    append_metrics,
+    append_rows,
+    hold_lock,
+    sample_rows,
+    served_board,
+    write_run,
+)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("board") / "output"
+    write_run(folder / "good", steps=3, samples=2, train={"max_steps": 5})
+    write_run(folder / "deep" / "er" / "grpo", steps=1, algorithm={"name": "grpo"}, rollout={"sampling": {"n": 4}})
+    finished = write_run(folder / "finished", steps=2)
+    (finished / "finished.json").write_text('{"models": ["actor"]}\n')
+    write_run(folder / "unborn")
+    cut = write_run(folder / "cut", steps=2)
+    (cut / "metrics.jsonl").write_bytes((cut / "metrics.jsonl").read_bytes() + b'{"step": 3, "time_sec')
+    noise = write_run(folder / "noise", steps=1)
+    (noise / "metrics.jsonl").write_bytes(os.urandom(5000) + b"\n")
+    (noise / "samples.jsonl").write_bytes(os.urandom(5000) + b'\n{"step": 1}\n[]\n')
+    bad = write_run(folder / "bad_config", steps=1)
+    (bad / "config.yaml").write_text("a: [1\nb: }")
+    foreign = folder / "foreign"
+    foreign.mkdir()
+    (foreign / "config.yaml").write_text("learning_rate: 1\nname: other\n")
+    (foreign / "metrics.jsonl").write_text('{"step": 4, "loss": 2.5}\n')
+    linked = write_run(folder / "linked", steps=1)
+    (linked / "metrics.jsonl").unlink()
+    (linked / "metrics.jsonl").symlink_to("/etc/passwd")
+    pipe = write_run(folder / "pipe", steps=1)
+    (pipe / "metrics.jsonl").unlink()
+    os.mkfifo(pipe / "metrics.jsonl")
+    (folder / "secret.txt").write_text("not for the board")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def board(runs: Path) -> Iterator[ServedBoard]:
+    with served_board(runs) as served:
+        yield served
+
+
+def test_every_folder_is_listed_with_its_state_and_what_is_wrong(board: ServedBoard) -> None:
+    listed = {run["name"]: run for run in board.get("/api/runs")}
+    states = {name: run["state"] for name, run in listed.items()}
+    assert states == {
+        "good": "stopped",
+        "deep/er/grpo": "stopped",
+        "finished": "finished",
+        "unborn": "broken",
+        "cut": "stopped",
+        "noise": "broken",
+        "bad_config": "broken",
+        "foreign": "foreign",
+        "linked": "broken",
+        "pipe": "broken",
+    }
+    assert all((run["problem"] is None) == (run["state"] in ("stopped", "finished")) for run in listed.values())
+    good = listed["good"]
+    assert (good["step"], good["total_steps"], good["command"], good["algorithm"]) == (3, 5, "rl", "ppo")
+    assert (good["seed"], good["model"], good["has_samples"], good["has_tokens"]) == (1, "some/model", True, False)
+    assert listed["deep/er/grpo"]["algorithm"] == "grpo"
+    assert listed["finished"]["total_steps"] == 2
+    assert listed["cut"]["step"] == 2
+
+
+def test_no_folder_is_an_internal_error(board: ServedBoard) -> None:
+    for run in board.get("/api/runs"):
+        for path in ("", "/timeline", "/samples", "/prompts", "/signals", "/samples/1/0"):
+            answer = board.ask(f"/api/runs/{run['id']}{path}")
+            assert answer.status_code < 500 or "regular" in answer.json()["error"], (run["name"], path, answer.text)
+        answer = board.ask("/api/metrics", run=run["id"], name="objective/kl")
+        assert answer.status_code == 200 and "root:" not in answer.text
+
+
+def test_a_run_has_its_settings_metrics_and_files(board: ServedBoard) -> None:
+    run = board.get(f"/api/runs/{board.run('good')['id']}")
+    assert run["config"]["algorithm"]["name"] == "ppo"
+    assert "objective/kl" in run["metric_names"] and "time_seconds" not in run["metric_names"]
+    assert {"config.yaml", "metrics.jsonl", "samples.jsonl"} <= set(run["files"])
+
+
+def test_curves_are_of_the_runs_that_were_asked_for(board: ServedBoard) -> None:
+    good, other = board.run("good")["id"], board.run("finished")["id"]
+    found = board.get("/api/metrics", run=[good, other], name=["objective/kl", "missing"])
+    assert found[good] == {
+        "step": [1, 2, 3],
+        "time_seconds": [5.5, 11.0, 16.5],
+        "values": {"objective/kl": [0.1, 0.2, pytest.approx(0.3)]},
+    }
+    assert found[other]["step"] == [1, 2]
+    later = board.get("/api/metrics", run=good, name="objective/kl", after=2)
+    assert later[good]["step"] == [3]
+
+
+def test_the_timeline_has_the_parts_of_a_step(board: ServedBoard) -> None:
+    found = board.get(f"/api/runs/{board.run('good')['id']}/timeline", **{"from": 2, "to": 3})
+    assert found == {
+        "steps": [2, 3],
+        "phases": {"generation": [2.0, 2.0], "training": [3.0, 3.0]},
+        "memory": {"peak": [1.5, 1.5]},
+    }
+
+
+def test_a_thinned_out_curve_keeps_its_peaks(tmp_path: Path) -> None:
+    values = np.sin(np.arange(5000) / 50.0)
+    values[1234], values[4321], values[77] = 50.0, -40.0, np.nan
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for step, value in enumerate(values):
+            shown = None if np.isnan(value) else value
+            file.write(json.dumps({"step": step, "time_seconds": step, "x": shown}) + "\n")
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.update()
+    found = metrics.series(["x"], after=None, points=100)
+    curve = found["values"]["x"]
+    assert len(curve) == len(found["step"]) == 100 and found["step"] == sorted(found["step"])
+    assert max(curve) == 50.0 and min(curve) == -40.0 and None not in curve
+    assert found["step"][0] == 0 and found["step"][-1] == 4999
+
+
+def test_metrics_are_read_on_and_again_after_a_resume(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        append_metrics(tmp_path, step)
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    assert metrics.update() is not None and metrics.update() is None
+    append_metrics(tmp_path, 4, late=1.0)
+    newest = metrics.update()
+    assert newest is not None and newest["step"] == 4
+    assert metrics.series(["late"], after=None, points=10)["values"]["late"] == [None, None, None, 1.0]
+    lines = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "beside").write_bytes(b"".join(lines[:2]))
+    os.replace(tmp_path / "beside", tmp_path / "metrics.jsonl")
+    append_metrics(tmp_path, 3)
+    metrics.update()
+    assert metrics.series([], after=None, points=10)["step"] == [1, 2, 3] and metrics.problem is None
+
+
+def test_a_run_that_holds_its_folder_is_running(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "output" / "live", steps=1)
+    process = hold_lock(folder)
+    try:
+        with served_board(tmp_path / "output") as board:
+            assert board.run("live")["state"] == "running"
+            process.kill()
+            process.wait()
+            assert board.run("live")["state"] == "stopped"
+    finally:
+        process.kill()
+
+
+def test_two_boards_tell_of_new_metrics_samples_and_runs_within_two_seconds(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "output" / "live", steps=1)
+    with served_board(tmp_path / "output") as one, served_board(tmp_path / "output") as two:
+        events = [_Events(board) for board in (one, two)]
+        time.sleep(1.2)
+        start = time.monotonic()
+        append_metrics(folder, 2)
+        append_rows(folder, sample_rows(2, 3))
+        shutil.copytree(folder, tmp_path / "output" / "new")
+        for listener, board in zip(events, (one, two), strict=True):
+            metrics = listener.wait("metrics")
+            assert time.monotonic() - start < 2.5  # the second of the two listeners waits for the first
+            assert metrics["step"] == 2 and metrics["values"]["objective/scores"] == 0.2
+            assert metrics["run"] == board.run("live")["id"]
+            assert listener.wait("samples")["step"] == 2
+            listener.wait("runs")
+            assert board.run("new")["step"] == 2
+            page = board.get(f"/api/runs/{metrics['run']}/samples", sort="score", order="desc")
+            assert [row["index"] for row in page["rows"]] == [2, 1, 0]
+
+
+class _Events:
+    """Collects the events of a board."""
+
+    def __init__(self, board: ServedBoard) -> None:
+        self._found: list[tuple[str, dict[str, object]]] = []
+        self._ready = threading.Event()
+        threading.Thread(target=self._listen, args=(board.url,), daemon=True).start()
+        assert self._ready.wait(10)
+
+    def _listen(self, url: str) -> None:
+        name = ""
+        try:
+            with httpx2.stream("GET", f"{url}/api/events", timeout=60) as stream:
+                for line in stream.iter_lines():
+                    self._ready.set()
+                    if line.startswith("event: "):
+                        name = line.removeprefix("event: ")
+                    elif line.startswith("data: "):
+                        self._found.append((name, json.loads(line.removeprefix("data: "))))
+        except httpx2.HTTPError:
+            pass  # the board has ended
+
+    def wait(self, name: str, seconds: float = 10.0) -> dict[str, object]:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            found = [content for event, content in self._found if event == name]
+            if found:
+                return found[0]
+            time.sleep(0.02)
+        raise AssertionError(f"no event {name}: {self._found}")

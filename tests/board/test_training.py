@@ -1,0 +1,107 @@
+"""Runs started, stopped and resumed from the board; the form of their settings, and its estimate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid_rlhf.board.processes.form import form_fields, read_form
+from hybrid_rlhf.board.runs.summary import COMMANDS
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.parsing.command_line import config_tree, flat, plain
+from tests.support.board import ServedBoard, served_board
+from tests.support.generation import wait_until
+from tests.support.steps import write_rows
+
+
+@pytest.fixture(scope="module")
+def board(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedBoard]:
+    folder = tmp_path_factory.mktemp("board") / "output"
+    folder.mkdir()
+    with served_board(folder) as served:
+        yield served
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_form_has_every_key_with_its_default(command: str) -> None:
+    fields = {field["key"]: field for field in form_fields(command, None)}
+    tree = config_tree(COMMANDS[command])
+    assert set(tree.all_keys(off=True)) < set(fields)
+    assert all(field["help"] for key, field in fields.items() if not key.endswith(".name"))
+    assert {field["type"] for field in fields.values()} <= {"int", "float", "bool", "str", "choice", "list"}
+    shown = {key: fields[key]["default"] for key in tree.all_keys() if fields[key]["default"] is not None}
+    config, processes = read_form(command, {key: value for key, value in shown.items() if value != []})
+    read = flat(plain(config))
+    assert processes == 1 and {key: read[key] for key in shown} == shown
+
+
+def test_a_form_is_of_an_algorithm() -> None:
+    ppo, grpo = ({field["key"] for field in form_fields("rl", name)} for name in ("ppo", "grpo"))
+    assert "algorithm.name" in ppo & grpo and ppo - grpo and any(key.startswith("critic.") for key in ppo - grpo)
+    for command, algorithm in (("rl", "none"), ("none", None)):
+        with pytest.raises(UserError):
+            form_fields(command, algorithm)
+
+
+@pytest.mark.parametrize(
+    ("values", "word"),
+    [
+        ({"model.pth": "x"}, "model.path"),
+        ({"train.max_steps": "many"}, "train.max_steps"),
+        ({"model": "x", "model.path": "y"}, "model"),
+        ({"launcher.num_processes": 0}, "launcher.num_processes"),
+        ({"seed": [1, 2]}, "seed"),
+        ({}, "model.path"),
+    ],
+)
+def test_a_wrong_form_says_what_is_wrong(board: ServedBoard, values: dict[str, Any], word: str) -> None:
+    found = board.post("/api/form/estimate", {"command": "sft", "values": values}).json()
+    assert word in found["problem"] and found["memory"] == []
+
+
+def test_an_estimate_has_the_memory_of_each_phase(board: ServedBoard, model_folder: Path) -> None:
+    values = {"model.path": str(model_folder), "train.global_batch_size": 4}
+    found = board.post("/api/form/estimate", {"command": "sft", "values": values}).json()
+    assert found["problem"] is None and found["step_seconds"] is None
+    (phase,) = found["memory"]
+    assert phase["phase"] == "SFT training" and 0 < phase["gib"] < 1 and phase["fits"] is True
+
+
+@pytest.mark.slow
+def test_a_run_is_started_stopped_and_resumed(board: ServedBoard, model_folder: Path, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl")
+    values = {"model.path": str(model_folder), "data.sources": [str(rows)], "output_dir": "mine"}
+    values |= {"train.global_batch_size": 4, "data.max_length": 64, "train.max_steps": 100_000}
+    values |= {"data.cache_dir": str(tmp_path / "cache"), "logging.tensorboard": False, "train.epochs": 100_000}
+    started = board.post("/api/runs", {"command": "sft", "values": values})
+    assert started.status_code == 200, started.text
+    run = started.json()["run"]
+    try:
+        assert board.run("mine")["state"] == "running"
+        wait_until(lambda: board.run("mine")["step"] >= 2)
+        assert board.post(f"/api/runs/{run}/resume", {}).status_code == 400
+        assert board.post(f"/api/runs/{run}/stop", {}).status_code == 200
+        wait_until(lambda: board.run("mine")["state"] == "stopped")
+        stopped = board.run("mine")
+        assert stopped["command"] == "sft" and "checkpoints/" in board.get(f"/api/runs/{run}")["files"]
+        refused = board.post(f"/api/runs/{run}/stop", {})
+        assert refused.status_code == 400 and "does not run" in refused.json()["error"]
+        assert board.post(f"/api/runs/{run}/resume", {}).status_code == 200
+        wait_until(lambda: board.run("mine")["step"] > stopped["step"])
+        steps = board.get("/api/metrics", run=run, name="train/loss")[run]["step"]
+        assert steps == sorted(set(steps))  # no step is repeated
+        assert board.post("/api/runs", {"command": "sft", "values": values}).status_code == 400
+    finally:
+        board.post(f"/api/runs/{run}/stop", {})
+        wait_until(lambda: board.run("mine")["state"] != "running")
+
+
+def test_a_run_that_cannot_start_shows_its_error(board: ServedBoard, model_folder: Path) -> None:
+    values = {"model.path": str(model_folder), "data.sources": ["/no/such/file.jsonl"], "output_dir": "broken"}
+    assert board.post("/api/runs", {"command": "sft", "values": values}).status_code == 200
+    wait_until(lambda: board.run("broken")["state"] != "running")
+    run = board.run("broken")
+    assert run["state"] == "broken" and "/no/such/file.jsonl" in run["problem"] and run["problem"].startswith("error: ")

@@ -1,0 +1,139 @@
+"""Run folders as runs leave them, and a board over them in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+from hybrid_rlhf.configs.parsing.command_line import build_config, save_config
+from hybrid_rlhf.configs.parsing.schema import Layer
+from hybrid_rlhf.configs.rl import RLConfig
+from tests.support.runs import ENVIRONMENT, ROOT
+
+POST = {"X-Board": "1"}
+WORDS = "river stone cloud lantern harvest window copper meadow signal garden".split()
+
+
+@dataclass
+class ServedBoard:
+    """A board and how to ask it."""
+
+    process: subprocess.Popen[str]
+    url: str
+    client: httpx2.Client
+
+    def get(self, path: str, **query: Any) -> Any:
+        """The content of an answer, which must be good."""
+        answer = self.ask(path, **query)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def ask(self, path: str, **query: Any) -> httpx2.Response:
+        """An answer, whatever it is."""
+        return self.client.get(path, params=query)
+
+    def post(self, path: str, content: Any, headers: Mapping[str, str] = POST) -> httpx2.Response:
+        """The answer to a POST."""
+        return self.client.post(path, json=content, headers=dict(headers))
+
+    def run(self, name: str) -> dict[str, Any]:
+        """The row of a run in the list."""
+        (found,) = [run for run in self.get("/api/runs") if run["name"] == name]
+        return dict(found)
+
+
+@contextlib.contextmanager
+def served_board(*folders: Path, words: Sequence[str] = ()) -> Iterator[ServedBoard]:
+    """A board over folders, stopped at the end."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hybrid_rlhf", "board", *map(str, folders), "--port", "0", *words],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**ENVIRONMENT, "HOME": str(folders[0].parent)},
+        cwd=ROOT,
+    )
+    try:
+        assert process.stdout is not None
+        started = re.fullmatch(r"board of \d+ runs on (http://\S+:\d+)/\S*\n", process.stdout.readline())
+        assert started is not None
+        with httpx2.Client(base_url=started[1], timeout=60) as client:
+            yield ServedBoard(process, started[1], client)
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=20)
+        finally:
+            process.kill()
+
+
+def write_run(folder: Path, *, steps: int = 0, samples: int = 0, seed: int = 1, **settings: Any) -> Path:
+    """The folder of an RL run with so many steps and samples per step, none of which was trained."""
+    folder.mkdir(parents=True)
+    layer = {"seed": seed, "output_dir": str(folder), "model": {"path": "some/model"}, **settings}
+    save_config(build_config(RLConfig, [Layer(layer)]), folder / "config.yaml")
+    for step in range(1, steps + 1):
+        append_metrics(folder, step)
+        append_rows(folder, sample_rows(step, samples))
+    return folder
+
+
+def append_metrics(folder: Path, step: int, **more: float | None) -> None:
+    """A line of metrics.jsonl."""
+    values = {"objective/scores": step / 10, "objective/kl": 0.1 * step, "time/generation_seconds": 2.0}
+    values |= {"time/training_seconds": 3.0, "time/step_seconds": 5.5, "memory/peak_gib": 1.5}
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": step, "time_seconds": 5.5 * step, **values, **more}) + "\n")
+
+
+def append_rows(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Lines of samples.jsonl."""
+    if rows:
+        with (folder / "samples.jsonl").open("ab") as file:
+            file.write(b"".join(json.dumps(row).encode() + b"\n" for row in rows))
+
+
+def sample_rows(step: int, count: int, *, group: int = 4) -> list[dict[str, Any]]:
+    """Samples of a step, in groups of the same prompt; scores rise with the index and fall with the step."""
+    return [
+        {
+            "step": step,
+            "prompt": [{"role": "user", "content": f"Say {WORDS[index // group % len(WORDS)]}"}],
+            "completion": f"{WORDS[(index + step) % len(WORDS)]} number {index} of step {step}",
+            "score": index - 0.5 * step,
+            "kl": 0.01 * index,
+            "weight_versions": [[step - 1, 5 + index]],
+            "index": index,
+            "group": index // group,
+            "prompt_row": index // group,
+            "length": 5 + index,
+            "stopped": index % 3 > 0,
+            "components": {"model": float(index), "length": -0.5 * step},
+            "advantage": 0.1 * index,
+        }
+        for index in range(count)
+    ]
+
+
+def hold_lock(folder: Path) -> subprocess.Popen[bytes]:
+    """A process that holds the lock of a folder, as a run does, until it is killed."""
+    code = f"""
+import sys, time
+from pathlib import Path
+from hybrid_rlhf.runtime.files.folder_lock import FolderLock
+assert FolderLock(Path({str(folder)!r})).acquire() is None
+print("held", flush=True)
+time.sleep(600)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=dict(os.environ), cwd=ROOT)
+    assert process.stdout is not None and process.stdout.readline() == b"held\n"
+    return process
