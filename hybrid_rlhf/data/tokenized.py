@@ -23,7 +23,6 @@ from hybrid_rlhf.configs.sections.data import DataConfig, DataSource, RowDataCon
 from hybrid_rlhf.configs.sft import ConditionConfig
 from hybrid_rlhf.data.cache import cached_rows, tokenizer_key
 from hybrid_rlhf.data.chat.conversation import RULES_VERSION
-from hybrid_rlhf.data.counts import RowCounts
 from hybrid_rlhf.data.encoding import (
     encode_conversation_row,
     encode_labelled_row,
@@ -31,6 +30,7 @@ from hybrid_rlhf.data.encoding import (
     encode_prompt_row,
 )
 from hybrid_rlhf.data.rows.conditional import ScoreBuckets, find_score_buckets
+from hybrid_rlhf.data.rows.counts import RowCounts
 from hybrid_rlhf.data.rows.formats import head_index, read_ptx_row, read_sft_row
 from hybrid_rlhf.data.rows.sources import Row, open_source
 from hybrid_rlhf.data.rows.stepwise import encode_stepwise_row

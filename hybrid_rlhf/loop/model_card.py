@@ -8,13 +8,11 @@ from __future__ import annotations
 import math
 import os
 import re
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from hybrid_rlhf import __version__
 from hybrid_rlhf.configs.parsing.command_line import nested, read_config
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
@@ -22,6 +20,7 @@ from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.data import DataSource
 from hybrid_rlhf.configs.sections.run import StepConfig
 from hybrid_rlhf.configs.sft import SFTConfig
+from hybrid_rlhf.loop.report.environment import versions
 from hybrid_rlhf.models.pretrained.cards import read_card_metadata, render_card
 from hybrid_rlhf.runtime.observability.metrics import format_value, read_metrics
 from hybrid_rlhf.runtime.run import Run
@@ -30,7 +29,6 @@ _HUB_NAME = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}")
 _SETTINGS = ("algorithm", "objective", "train", "optimizer", "lora", "actor", "critic", "rollout", "distill", "seed")
 """Keys of a config that describe the training, and sections whose keys do."""
 _NOT_SHOWN = re.compile(r"(^|\.)(path|resume|cache_dir|save_\w+|keep_\w+|teacher|placement.*)(\.|$)")
-_PACKAGES = ("torch", "transformers", "deepspeed")
 
 
 def model_card(run: Run, name: str, *, generates: bool) -> str:
@@ -65,17 +63,6 @@ def model_card(run: Run, name: str, *, generates: bool) -> str:
         f"{run.world.size} {'process' if run.world.size == 1 else 'processes'}.",
     ]
     return render_card(metadata, "\n\n".join(part for part in text if part))
-
-
-def versions() -> dict[str, str]:
-    """Versions of this library and of those that decide what a model computes."""
-    found = {"hybrid_rlhf": __version__}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def _method(config: StepConfig) -> tuple[str, str]:

@@ -20,8 +20,8 @@ from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.run import StepConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.data.chat.conversation import turn_end
-from hybrid_rlhf.data.counts import RowCounts
 from hybrid_rlhf.data.rows.conditional import CONDITION_FILE, ScoreBuckets
+from hybrid_rlhf.data.rows.counts import RowCounts
 from hybrid_rlhf.engines.builder import EngineSpec, build_engine
 from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.engines.engine import ModelEngine, Role

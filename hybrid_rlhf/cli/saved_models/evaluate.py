@@ -66,7 +66,7 @@ def _measure(config: EvaluateConfig) -> tuple[str, Measurement]:
 
 def _document(config: EvaluateConfig, measure: str, found: Measurement) -> dict[str, Any]:
     """Results with what is needed to repeat them."""
-    from hybrid_rlhf.loop.model_card import versions
+    from hybrid_rlhf.loop.report.environment import versions
 
     values = {name: asdict(value) if hasattr(value, "low") else value for name, value in found.values.items()}
     return {

@@ -17,7 +17,8 @@ from hybrid_rlhf.data.chat.conversation import encode_completion
 from hybrid_rlhf.data.chat.messages import row_tools
 from hybrid_rlhf.data.tokenized import load_prompt_data
 from hybrid_rlhf.loop.non_finite import json_number
-from hybrid_rlhf.loop.setup import memory_advice, start_step
+from hybrid_rlhf.loop.setup import start_step
+from hybrid_rlhf.memory.out_of_memory import explain_out_of_memory
 from hybrid_rlhf.rl.batch import MiniBatchPlanner, Rollout
 from hybrid_rlhf.rl.replay.recorded import RecordedStep
 from hybrid_rlhf.rl.rewards import CompletionTexts, Reward
@@ -56,7 +57,7 @@ def rescore(recorded: RecordedStep, index: int, completion: str, scratch: Path) 
         "prompt_row" in row,
         f"rescore needs prompt_row in samples.jsonl, step {recorded.step} was written without it: take a newer run",
     )
-    with start_run(config) as run, memory_advice(config, run):
+    with start_run(config) as run, explain_out_of_memory(config, run.world, lambda: run.watchdog.phase):
         path, tokenizer = start_step(config, run, config.model.path)
         prompts = load_prompt_data(
             config.data,

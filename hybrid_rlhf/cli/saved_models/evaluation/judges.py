@@ -19,8 +19,8 @@ from typing import Any
 from hybrid_rlhf.cli.saved_models.loading import find_model
 from hybrid_rlhf.cli.saved_models.scoring import SavedScorer
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.files.urls import expanded_url, shown_url
 from hybrid_rlhf.configs.inference import EvaluateConfig, JudgeConfig
-from hybrid_rlhf.configs.sections.rewards import expanded_url, shown_url
 from hybrid_rlhf.data.rows.formats import PromptRow
 from hybrid_rlhf.models.pretrained.folders import first_line
 from hybrid_rlhf.runtime.background import retry_delay_seconds
