@@ -68,7 +68,8 @@ def print_result(document: Mapping[str, Any], text: str) -> None:
 def print_document(document: Mapping[str, Any]) -> None:
     """Print a line of JSON, on the main rank; only with --json.
 
-    A document with a key `event` is progress, any other the result. Numbers that are not finite become null, dataclasses objects, and any other type its text.
+    A document with a key `event` is progress, any other the result. Numbers that are not finite become null,
+    dataclasses objects, and any other type its text.
     """
     global _has_result
     assert _documents is not None
