@@ -68,7 +68,7 @@ def test_dropped_rows_are_in_no_tensor_and_no_figure(world: World, paths: dict[s
     for name, tensor in whole.tensors().items():
         expected, found = tensor[kept], computed[name]
         expected = expected[:, :width] if expected.dim() == 2 else expected
-        if name in ("old_logprobs", "ref_logprobs", "old_values"):
+        if name in ("old_logprobs", "ref_logprobs", "entropy", "old_values"):
             torch.testing.assert_close(found[mask], expected[mask], atol=1e-5, rtol=1e-5)
         else:
             assert torch.equal(found, expected), name
