@@ -94,6 +94,12 @@ def test_what_the_template_drops_is_counted(write_jsonl: Write, tokenizer: PreTr
     assert dict(report.unrendered) == {"reasoning_content": 1}
 
 
+def test_a_source_without_rows_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("\n\n")
+    with pytest.raises(UserError, match="must have rows"):
+        check_source(str(tmp_path / "rows.jsonl"))
+
+
 def test_a_published_format_is_named(write_jsonl: Write) -> None:
     for row, name in (
         ({"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"}, "hh"),
