@@ -248,6 +248,7 @@ def _tokenize(
     """All rows of a source in order, from the cache if it has them."""
     with shared_user_errors(world):
         rows = open_source(source)
+        fingerprint = rows.fingerprint
 
     def make() -> Iterator[dict[str, Any]]:
         progress = ProgressLog(f"tokenising {rows.source.path}", total=rows.count())
@@ -259,7 +260,7 @@ def _tokenize(
 
     key = {
         "kind": encoding.name,
-        "content": rows.fingerprint,
+        "content": fingerprint,
         "tokenizer": tokenizer_key(tokenizer),
         "limit": limit,
         "too_long": config.too_long,

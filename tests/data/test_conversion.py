@@ -6,19 +6,20 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_rlhf.configs.commands.data import FormatName, RankedAs
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.data.conversion.converting import ConversionReport, convert
+from hybrid_rlhf.data.conversion.converting import FORMATS, ConversionReport, checked, convert
 from hybrid_rlhf.data.conversion.dialogues import dialogue_pair
 from hybrid_rlhf.data.conversion.tool_calls import with_tool_calls
 from hybrid_rlhf.data.conversion.turns import alpaca_row, sharegpt_row
 from hybrid_rlhf.data.rows.formats import read_preference_row, read_sft_row
+from hybrid_rlhf.data.rows.problems import RowProblems
 from hybrid_rlhf.data.rows.sources import Row, open_source
 
 Write = Callable[..., Path]
@@ -150,11 +151,13 @@ def test_a_tree_in_one_row_is_the_same(write_jsonl: Write) -> None:
     assert rows == flat and report.format == "openassistant"
 
 
-def test_a_message_without_its_parent_is_a_problem(write_jsonl: Write) -> None:
-    file = write_jsonl([*TREE, tree_message("a9", "gone", "lost", 0)])
+def test_a_message_outside_of_a_tree_is_a_problem(write_jsonl: Write) -> None:
+    circle = [tree_message("p8", "a8", "round"), tree_message("a8", "p8", "and round")]
+    file = write_jsonl([*TREE, tree_message("a9", "gone", "lost", 0), *circle])
     rows, report = converted(file)
     assert rows == [] and report.problems.texts == [
-        f"{file}:{len(TREE) + 1}: the parent gone of message a9 is missing: add it"
+        f"{file}:{len(TREE) + number}: the parent {parent!r} is in no tree: add it"
+        for number, parent in enumerate(("gone", "a8", "p8"), start=1)
     ]
     assert len(converted(file, skip_bad=True)[0]) == 1
 
@@ -319,6 +322,7 @@ texts = (
 rounds = st.lists(st.tuples(texts, texts), max_size=3)
 
 
+@settings(deadline=None)
 @given(rounds, texts, st.lists(texts, min_size=2, max_size=2, unique=True))
 def test_any_dialogue_is_read_back(earlier: list[tuple[str, str]], last: str, answers: list[str]) -> None:
     prompt = [turn for asked, said in earlier for turn in (user(asked), assistant(said))] + [user(last)]
@@ -332,6 +336,7 @@ def test_any_dialogue_is_read_back(earlier: list[tuple[str, str]], last: str, an
     assert record.completions == [[assistant(answer)] for answer in answers]
 
 
+@settings(deadline=None)
 @given(rounds, texts, texts)
 def test_any_conversation_is_read_back(earlier: list[tuple[str, str]], last: str, answer: str) -> None:
     messages = [turn for asked, said in earlier for turn in (user(asked), assistant(said))]
@@ -341,3 +346,34 @@ def test_any_conversation_is_read_back(earlier: list[tuple[str, str]], last: str
     alpaca = {"instruction": last, "output": answer, "history": [list(each) for each in earlier]}
     for row in (sharegpt_row("f:1", shared), alpaca_row("f:1", alpaca)):
         assert read_sft_row("f:1", row).messages == messages
+
+
+EXAMPLES: dict[FormatName, Row] = {
+    "hh": {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"},
+    "sharegpt": {"conversations": [{"from": "human", "value": "q"}], "system": "s", "tools": "[]", "chosen": {}},
+    "alpaca": {"instruction": "q", "input": "i", "output": "a", "history": [["a", "b"]], "system": "s"},
+    "ultrafeedback": {"instruction": "q", "completions": [feedback("a", 1), feedback("b", rating="2")]},
+    "openassistant": tree_message("p1", None, "q"),
+    "openai_comparisons": {"info": {"article": "x"}, "summaries": [{"text": "a"}, {"text": "b"}], "choice": 0},
+    "openai_messages": {"messages": [user("q"), assistant("a")], "tools": [], "input": {}, "preferred_output": []},
+}
+KEYS = ["role", "content", "from", "value", "tool_calls", "function_call", "response", "annotations", "text", "replies"]
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["", "{", "[1]", "text", "assistant"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(name=st.sampled_from(list(EXAMPLES)), data=st.data())
+def test_any_value_of_any_column_is_converted_or_a_problem(name: FormatName, data: st.DataObject) -> None:
+    row = dict(EXAMPLES[name])
+    for column in data.draw(st.sets(st.sampled_from([*row, "prompt", "non_preferred_output"]), min_size=1)):
+        row[column] = data.draw(anything)
+    problems = RowProblems()
+    for ranked_as in get_args(RankedAs):
+        for location, record in FORMATS[name].conversion([("f:1", row)], ranked_as, problems):
+            with problems.collected():
+                checked(location, record, ranked_as)
+    assert all(text.startswith("f:1: ") for text in problems.texts)

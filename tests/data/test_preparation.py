@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -94,6 +94,12 @@ def test_what_the_template_drops_is_counted(write_jsonl: Write, tokenizer: PreTr
     assert dict(report.unrendered) == {"reasoning_content": 1}
 
 
+def test_a_source_without_rows_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("\n\n")
+    with pytest.raises(UserError, match="must have rows"):
+        check_source(str(tmp_path / "rows.jsonl"))
+
+
 def test_a_published_format_is_named(write_jsonl: Write) -> None:
     for row, name in (
         ({"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"}, "hh"),
@@ -104,6 +110,7 @@ def test_a_published_format_is_named(write_jsonl: Write) -> None:
             check_source(str(write_jsonl([row])))
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=50))
 def test_a_histogram_has_every_row_once(lengths: list[int]) -> None:
     bins = histogram(lengths)
@@ -170,6 +177,7 @@ def test_one_prompt_has_one_key_in_all_forms() -> None:
     assert prompt_key("f:1", {"prompt": "p"}) != prompt_key("f:1", forms[0])
 
 
+@settings(deadline=None)
 @given(st.text(), st.integers(0, 2**32))
 def test_positions_are_shares(key: str, seed: int) -> None:
     assert 0 <= position(key, seed) < 1
@@ -206,6 +214,7 @@ def test_a_blend_repeats_no_row(write_jsonl: Write, tmp_path: Path) -> None:
     assert not (tmp_path / "blend.jsonl").exists()
 
 
+@settings(deadline=None, max_examples=25)
 @given(counts=st.lists(st.integers(1, 40), min_size=2, max_size=4), weights=st.lists(st.integers(1, 9), min_size=4))
 def test_the_largest_blend_always_fits(
     counts: list[int], weights: list[int], tmp_path_factory: pytest.TempPathFactory

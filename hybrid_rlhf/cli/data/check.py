@@ -28,7 +28,7 @@ def run(config: CheckConfig) -> None:
     report = check_source(
         config.path, task=config.task, tokenizer=tokenizer, limit=config.max_length, previews=config.preview
     )
-    print_result(_document(report), _text(report))
+    print_result(_document(report), _text(report, has_tokenizer=tokenizer is not None))
     if report.problems.count:
         sys.exit(1)
 
@@ -80,7 +80,7 @@ def _document(report: CheckReport) -> dict[str, Any]:
     }
 
 
-def _text(report: CheckReport) -> str:
+def _text(report: CheckReport, *, has_tokenizer: bool) -> str:
     """The report as the console shows it, in colour on a terminal."""
     from rich.console import Console
     from rich.text import Text
@@ -89,6 +89,8 @@ def _text(report: CheckReport) -> str:
     with console.capture() as captured:
         for line in _summary(report):
             console.print(Text(line))
+        if not has_tokenizer:
+            console.print("give --tokenizer MODEL for lengths, loss masks and previews")
         for preview in report.previews:
             _print_preview(console, preview, _LEARNED[report.task])
         for line in problem_lines(report.problems.texts, report.problems.count):
@@ -109,7 +111,7 @@ def _summary(report: CheckReport) -> list[str]:
     lines = [f"{report.rows:,} rows for {report.task}; columns: {columns or 'none'}"]
     lines += [f"{count:,} rows are read as {form}" for form, count in report.forms.most_common()]
     if not report.lengths:
-        return [*lines, "give --tokenizer MODEL for lengths, loss masks and previews"]
+        return lines
     lines.append(f"{sum(report.lengths):,} tokens in {len(report.lengths):,} rows; lengths in tokens:")
     bins = histogram(report.lengths)
     most = max(count for _, _, count in bins)

@@ -95,7 +95,7 @@ def convert(path: str, output: Path, *, format: FormatName, ranked_as: RankedAs,
         with whole_file(output) as file:
             for location, record in FORMATS[chosen].conversion(counted(), ranked_as, problems):
                 with problems.collected():
-                    file.write(json_line(_checked(location, record, ranked_as)))
+                    file.write(json_line(checked(location, record, ranked_as)))
                     written += 1
             if problems.count and not skip_bad:
                 raise _Abandoned
@@ -116,8 +116,12 @@ def _detected(location: str, row: Row) -> FormatName:
     return found
 
 
-def _checked(location: str, record: Record, ranked_as: RankedAs) -> Row:
-    """The row of a record, which a step can read."""
+def checked(location: str, record: Record, ranked_as: RankedAs) -> Row:
+    """The row of a record.
+
+    Raises:
+        UserError: if no step can read it.
+    """
     row = record.written(location, ranked_as) if isinstance(record, RankedCompletions) else record
     if "rejected" in row or "responses" in row:
         read_preference_row(location, row)

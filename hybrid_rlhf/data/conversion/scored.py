@@ -32,6 +32,8 @@ def ultrafeedback_row(location: str, row: Row) -> RankedCompletions:
     """The completions, ranked by their scores; equal scores have equal ranks."""
     prompt = text_column(location, row, "instruction")
     completions = column(location, row, "completions", list, "a list of completions")
+    if not completions:
+        raise UserError(f"{location}: column 'completions' must have completions, got none: remove the row")
     texts, scores = [], []
     for number, completion in enumerate(completions, start=1):
         place = f"{location}: completion {number}"

@@ -9,13 +9,13 @@ The rows of a tree may be anywhere in a source, so that all messages are read be
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hybrid_rlhf.configs.commands.data import RankedAs
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.messages import Message
-from hybrid_rlhf.data.conversion.records import LocatedRow, RankedCompletions, Record, text_column
+from hybrid_rlhf.data.conversion.records import LocatedRow, RankedCompletions, Record, column, text_column
 from hybrid_rlhf.data.rows.formats import is_number
 from hybrid_rlhf.data.rows.problems import RowProblems
 from hybrid_rlhf.data.rows.sources import Row
@@ -61,25 +61,37 @@ def tree_records(
             if "message_id" in row:
                 _add(messages, location, row)
             else:
-                for nested in _nested(row["prompt"] if isinstance(row.get("prompt"), dict) else row):
+                for nested in _nested(location, column(location, row, "prompt", dict, "a message with replies")):
                     _add(messages, location, nested)
-    for name, message in messages.items():
-        if message.parent is not None and message.parent in messages:
-            messages[message.parent].replies.append(message)
-        elif message.parent is not None:
-            problems.add(
-                UserError(f"{message.location}: the parent {message.parent} of message {name} is missing: add it")
-            )
     for message in messages.values():
-        if message.parent is None and not message.is_left_out:
-            yield from _conversations(message) if ranked_as == "messages" else _comparisons(message)
+        if message.parent in messages:
+            messages[message.parent].replies.append(message)
+    roots = [message for message in messages.values() if message.parent is None]
+    for message in _outside(messages, roots):
+        problems.add(UserError(f"{message.location}: the parent {message.parent!r} is in no tree: add it"))
+    for root in roots:
+        if not root.is_left_out:
+            yield from _conversations(root) if ranked_as == "messages" else _comparisons(root)
+
+
+def _outside(messages: Mapping[str, TreeMessage], roots: Sequence[TreeMessage]) -> Iterator[TreeMessage]:
+    """The messages that no root leads to: a parent is missing, or they reply to each other."""
+    waiting, reached = list(roots), set[int]()
+    while waiting:
+        message = waiting.pop()
+        reached.add(id(message))
+        waiting += message.replies
+    return (message for message in messages.values() if id(message) not in reached)
 
 
 def _add(messages: dict[str, TreeMessage], location: str, row: Row) -> None:
     name, parent = row.get("message_id"), row.get("parent_id")
     role = _ROLES.get(str(row.get("role")))
-    if not isinstance(name, str) or name in messages:
-        raise UserError(f"{location}: a message has a 'message_id' of its own, got {name!r}: fix the row")
+    if not isinstance(name, str) or name in messages or not isinstance(parent, str | None):
+        raise UserError(
+            f"{location}: a message has a 'message_id' of its own and the 'parent_id' of another, got {name!r} and "
+            f"{parent!r}: fix the row"
+        )
     if role is None:
         raise UserError(
             f"{location}: column 'role' must be prompter or assistant, got {row.get('role')!r}: fix the row"
@@ -91,14 +103,16 @@ def _add(messages: dict[str, TreeMessage], location: str, row: Row) -> None:
     )
 
 
-def _nested(root: Row) -> Iterator[Row]:
+def _nested(location: str, root: Row) -> Iterator[Row]:
     """The messages of a tree, each with its parent."""
     waiting: list[Row] = [{**root, "parent_id": None}]
     while waiting:
         message = waiting.pop(0)
         yield message
-        replies = message.get("replies") or []
-        waiting += [{**reply, "parent_id": message.get("message_id")} for reply in replies if isinstance(reply, dict)]
+        replies = column(location, {"replies": [], **message}, "replies", list, "a list of messages")
+        if not all(isinstance(reply, dict) for reply in replies):
+            raise UserError(f"{location}: column 'replies' must be a list of messages, got {replies!r}: fix the row")
+        waiting += [{**reply, "parent_id": message.get("message_id")} for reply in replies]
 
 
 def _comparisons(root: TreeMessage) -> Iterator[tuple[str, Record]]:

@@ -74,7 +74,7 @@ def alpaca_row(location: str, row: Row) -> Row:
     messages: list[Message] = []
     if isinstance(row.get("system"), str) and row["system"].strip():
         messages.append({"role": "system", "content": row["system"]})
-    for pair in row.get("history") or ():
+    for pair in column(location, {**row, "history": row.get("history") or []}, "history", list, "a list of pairs"):
         if not isinstance(pair, list) or len(pair) != 2:
             raise UserError(f"{location}: column 'history' must have pairs of texts, got {pair!r}: fix the row")
         messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]

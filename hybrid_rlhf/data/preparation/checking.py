@@ -145,6 +145,8 @@ def check_source(
         report.columns.update(row.keys())
         with problems.collected():
             _check_row(report, location, row, tokenizer, previews)
+    if report is None and not problems.count:
+        raise UserError(f"a data source must have rows, {path} is empty: check the path")
     return report or CheckReport(path, task, limit or 0, problems=problems)
 
 

@@ -37,11 +37,16 @@ class RowReader:
     """The rows of one source, each with its location for error messages."""
 
     source: DataSource
-    fingerprint: str
-    """A hash of the content."""
+    _fingerprint: Callable[[], str]
     _read: Callable[[OnBadLine], Iterator[tuple[str, Row]]]
     count: Callable[[], int | None] = lambda: None
     """The number of rows, if it can be found without reading them; None: unknown."""
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the content, which is read for it."""
+        with _readable(self.source):
+            return self._fingerprint()
 
     def __iter__(self) -> Iterator[tuple[str, Row]]:
         """Yield (location, row); the location is FILE:LINE, or FILE and the number of the row in a table."""
@@ -78,8 +83,7 @@ def _open_file(source: DataSource, path: Path) -> RowReader:
     with _readable(source):
         if path.suffix == ".parquet":
             return _open_table(source, datasets.Dataset(pyarrow.parquet.read_table(path, memory_map=True)))
-        with path.open("rb") as file:
-            fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
+    fingerprint = partial(_file_fingerprint, path)
     if path.suffix == ".jsonl":
         return RowReader(source, fingerprint, partial(_read_lines, path), lambda: _count_lines(path))
     return RowReader(source, fingerprint, lambda _: _read_list(path))
@@ -178,9 +182,7 @@ def _open_table(source: DataSource, table: datasets.Dataset) -> RowReader:
             for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), start=1):
                 yield f"{source.path}: row {number}", _without_nulls(row)
 
-    with _readable(source):  # this reads every value
-        fingerprint = _table_fingerprint(table, source.path)
-    return RowReader(source, fingerprint, read, lambda: len(table))
+    return RowReader(source, partial(_table_fingerprint, table, source.path), read, lambda: len(table))
 
 
 def _without_nulls(value: Any) -> Any:
@@ -192,6 +194,11 @@ def _without_nulls(value: Any) -> Any:
 
 def _empty(source: DataSource) -> str:
     return f"a data source must have rows, {source.path} is empty: check the path"
+
+
+def _file_fingerprint(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _table_fingerprint(table: datasets.Dataset, name: str) -> str:
