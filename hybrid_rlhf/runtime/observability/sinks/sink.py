@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.files.atomic import write_whole
 from hybrid_rlhf.configs.files.credentials import redacted
+from hybrid_rlhf.configs.sections.run import SinkName
 from hybrid_rlhf.runtime.background import BackgroundQueue
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 
@@ -115,7 +116,7 @@ class _Call:
     outcome: Outcome | None = None
 
 
-def require_installed(kinds: Mapping[str, type[MetricsSink]], names: Sequence[str]) -> None:
+def require_installed(kinds: Mapping[SinkName, type[MetricsSink]], names: Sequence[SinkName]) -> None:
     """Refuse sinks whose package is missing, before anything is loaded.
 
     Raises:
