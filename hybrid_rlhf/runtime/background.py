@@ -92,12 +92,15 @@ class BackgroundQueue(Generic[T]):
             self._discarded += 1
 
     def close(self, within_seconds: float) -> int:
-        """Wait until all items are handled, for a limited time; return how many are not."""
+        """Wait until all items are handled, for a limited time; return how many are not, which are discarded."""
         until = time.monotonic() + within_seconds
         with contextlib.suppress(queue.Full):
             self._items.put(None, timeout=within_seconds)
         self._thread.join(max(0.0, until - time.monotonic()))
-        return 0 if self._is_broken else self._discarded + (self._items.qsize() if self._thread.is_alive() else 0)
+        if self._is_broken:
+            return 0
+        left, self._is_broken = self._items.qsize() if self._thread.is_alive() else 0, True
+        return self._discarded + left
 
     def _run(self) -> None:
         while (item := self._items.get()) is not None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hybrid_rlhf.loop.advice.curves import Curves
-from hybrid_rlhf.loop.advice.rules import RULES, Rule
+from hybrid_rlhf.loop.advice.rules import RULES, AdviceRule
 
 _VALUE = re.compile(r"\{(\w+):([^}]*)\}")
 
@@ -29,7 +29,7 @@ class Finding:
 class Advisor:
     """Takes the metrics of each step, and finds the rules that fire."""
 
-    def __init__(self, rules: Sequence[Rule] = RULES) -> None:
+    def __init__(self, rules: Sequence[AdviceRule] = RULES) -> None:
         self._rules, self._curves = rules, Curves()
         self._firing: set[str] = set()
 
@@ -47,7 +47,7 @@ def findings(lines: Iterable[Mapping[str, float]]) -> list[Finding]:
     return [finding for line in lines for finding in advisor.watch(int(line["step"]), line)]
 
 
-def _finding(step: int, rule: Rule, evidence: str, curves: Curves) -> Finding:
+def _finding(step: int, rule: AdviceRule, evidence: str, curves: Curves) -> Finding:
     def value(match: re.Match[str]) -> str:
         return format(curves.value(match[1].replace("__", "/")), match[2])
 

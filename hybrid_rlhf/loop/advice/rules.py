@@ -10,7 +10,7 @@ from hybrid_rlhf.loop.advice.curves import Curves
 
 
 @dataclass(frozen=True)
-class Rule:
+class AdviceRule:
     """A sign of an unhealthy run."""
 
     name: str
@@ -24,21 +24,21 @@ class Rule:
 _SPREAD = "{objective__scores_std:.3g}"
 
 RULES = (
-    Rule(
+    AdviceRule(
         "KL explosion",
         rl.kl_explosion,
         "the policy leaves the reference, and the reward model no longer describes its completions: raise "
         "algorithm.kl.coef, lower actor.optimizer.lr, or set algorithm.target_kl",
         "Gao, Schulman, Hilton 2022, Scaling Laws for Reward Model Overoptimization (arXiv 2210.10760), section 3",
     ),
-    Rule(
+    AdviceRule(
         "entropy collapse",
         rl.entropy_collapse,
         "the policy samples almost one completion per prompt and explores no more: raise algorithm.entropy_coef or the "
         "upper bound of algorithm.clip, or lower actor.optimizer.lr",
         "Yu et al. 2025, DAPO (arXiv 2503.14476), section 3.1",
     ),
-    Rule(
+    AdviceRule(
         "length drift",
         rl.length_drift,
         "read completions in samples.jsonl: if they repeat themselves or stop early, the reward prefers their length; "
@@ -46,7 +46,7 @@ RULES = (
         "Singhal et al. 2023, A Long Way to Go (arXiv 2310.03716); Liu et al. 2025, Dr. GRPO (arXiv 2503.20783), "
         "section 3",
     ),
-    Rule(
+    AdviceRule(
         "truncated completions",
         rl.truncation,
         "almost no completion ends by itself: raise rollout.sampling.max_new_tokens if completions need more, or "
@@ -54,7 +54,7 @@ RULES = (
         "algorithm.penalties.length helps too",
         "Huang et al. 2024, The N+ Implementation Details of RLHF with PPO (arXiv 2403.17031); DAPO, section 3.4",
     ),
-    Rule(
+    AdviceRule(
         "clip fraction",
         rl.clip_fraction,
         "updates change the policy more than the clip allows, so much of the rollout teaches nothing: lower "
@@ -62,7 +62,7 @@ RULES = (
         "Schulman et al. 2017, PPO (arXiv 1707.06347), section 3; clipfrac in Huang et al. 2022, The 37 Implementation "
         "Details of PPO, debug variables",
     ),
-    Rule(
+    AdviceRule(
         "negative explained variance",
         rl.explained_variance,
         "the critic predicts returns worse than a constant: raise critic.optimizer.lr ({critic__lr:.3g}) or "
@@ -70,41 +70,41 @@ RULES = (
         f"{_SPREAD}, to 1 (algorithm.score_scaling running)",
         "explained_variance in Huang et al. 2022, The 37 Implementation Details of PPO, debug variables",
     ),
-    Rule(
+    AdviceRule(
         "saturated scores",
         rl.saturated_scores,
         "completions score alike, so there is little left to prefer: add harder prompts, or a reward that tells good "
         "completions apart",
         "Yu et al. 2025, DAPO (arXiv 2503.14476), section 3.2, on prompts whose completions all have the same reward",
     ),
-    Rule(
+    AdviceRule(
         "groups of equal scores",
         rl.equal_groups,
         "most groups have advantage 0 and teach nothing: use prompts of medium difficulty, raise rollout.sampling.n or "
         "temperature, or set algorithm.dynamic_sampling",
         "Yu et al. 2025, DAPO (arXiv 2503.14476), section 3.2",
     ),
-    Rule(
+    AdviceRule(
         "sampler and trainer disagree",
         rl.sampler_mismatch,
         "the gradient is off-policy without the algorithm knowing: set rollout.dtype float32 or leave "
         "rollout.quantization out, or set algorithm.correction",
         "Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training",
     ),
-    Rule(
+    AdviceRule(
         "loss not finite",
         training.loss_not_finite,
         "lower the learning rate, and use bfloat16 or float32 instead of float16; the rows of skipped updates are in "
         "the folder nonfinite",
         "Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740), section 3.2",
     ),
-    Rule(
+    AdviceRule(
         "skipped steps",
         training.skipped_steps,
         "gradients or scores are not finite: read the rows in the folder nonfinite, and lower the learning rate",
         "Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740), section 3.2",
     ),
-    Rule(
+    AdviceRule(
         "gradient spikes",
         training.gradient_spikes,
         "some batches move the weights far more than others: lower the learning rate, raise its warm-up or the batch "
@@ -112,7 +112,7 @@ RULES = (
         "Pascanu et al. 2013 (arXiv 1211.5063), section 3.2; Chowdhery et al. 2022, PaLM (arXiv 2204.02311), "
         "section 5.1",
     ),
-    Rule(
+    AdviceRule(
         "overfitting",
         training.overfitting,
         "train for fewer epochs, or keep the best checkpoint (train.keep_best min:eval/loss); before RL one more epoch "
@@ -120,7 +120,7 @@ RULES = (
         "Prechelt 1998, Early Stopping - But When?; Ouyang et al. 2022, InstructGPT (arXiv 2203.02155), section 3.5, "
         "on more epochs before RL",
     ),
-    Rule(
+    AdviceRule(
         "accuracy at chance",
         training.accuracy_at_chance,
         "the pairs are not learned: check that chosen and rejected are not swapped or equal, that data.max_length does "

@@ -45,7 +45,7 @@ def render(template: str, **values: Any) -> str:
     folder = files(__package__)
     style = Markup(folder.joinpath("style.css").read_text(encoding="utf-8"))  # our own file  # nosec B704
     pages = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    pages.filters |= {"number": number, "duration": duration}
+    pages.filters |= {"number": number, "duration": duration, "first_upper": lambda text: text[:1].upper() + text[1:]}
     return pages.from_string(folder.joinpath(template).read_text(encoding="utf-8")).render(style=style, **values)
 
 

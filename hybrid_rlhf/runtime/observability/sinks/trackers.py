@@ -61,15 +61,15 @@ class MlflowSink(MetricsSink):
 
         self._client = MlflowClient()
         if run.run_id is not None:
-            self.run_id = run.run_id
-            self._client.update_run(run.run_id, status="RUNNING")
+            self.run_id = self._id = run.run_id
+            self._client.update_run(self._id, status="RUNNING")
             return
         found = self._client.get_experiment_by_name(run.project)
         experiment = self._client.create_experiment(run.project) if found is None else found.experiment_id
-        self.run_id = self._client.create_run(experiment, run_name=run.name).info.run_id
+        self.run_id = self._id = str(self._client.create_run(experiment, run_name=run.name).info.run_id)
         params = [Param(key, str(value)[:_MLFLOW_LONGEST_PARAM]) for key, value in run.params.items()]
         for start in range(0, len(params), _MLFLOW_PARAMS_PER_CALL):
-            self._client.log_batch(self.run_id, params=params[start : start + _MLFLOW_PARAMS_PER_CALL])
+            self._client.log_batch(self._id, params=params[start : start + _MLFLOW_PARAMS_PER_CALL])
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """See MetricsSink."""
@@ -77,11 +77,11 @@ class MlflowSink(MetricsSink):
 
         now = int(time.time() * 1000)
         batch = [Metric(name, float(value), now, step) for name, value in metrics.items()]
-        self._client.log_batch(self.run_id, metrics=batch)
+        self._client.log_batch(self._id, metrics=batch)
 
     def close(self, outcome: Outcome) -> None:
         """See MetricsSink."""
-        self._client.set_terminated(self.run_id, status=_MLFLOW_STATUS[outcome])
+        self._client.set_terminated(self._id, status=_MLFLOW_STATUS[outcome])
 
 
 class TrackioSink(MetricsSink):
