@@ -147,6 +147,8 @@ def _item_keys(kind: type) -> list[Entry]:
 
 def _shown(value: Any) -> str:
     """A default as YAML writes it."""
+    if isinstance(value, str):
+        return value.encode("unicode_escape").decode()  # in one line
     plain = list(value) if isinstance(value, tuple) else value
     return yaml.safe_dump(plain, default_flow_style=True, width=1000).removesuffix("...\n").strip()
 

@@ -8,6 +8,7 @@ import re
 import runpy
 import shlex
 import subprocess
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -37,14 +38,11 @@ def in_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def header(file: Path) -> dict[str, str]:
-    """The fields of the comment that a recipe begins with."""
-    comment = re.match(r"(?:#.*\n)+", file.read_text())
-    assert comment is not None
-    text = re.sub(r"\n# {10}", " ", comment[0])
-    return dict(re.findall(r"^# (\w+): +(.*)$", text, re.MULTILINE))
+    """The fields of the comment that a recipe begins with, each without further lines."""
+    return dict(re.findall(r"^# (\w+): +(.*)$", file.read_text(), re.MULTILINE))
 
 
-def pipeline_keys(file: Path, models: Path, write: Any) -> dict[str, Any]:
+def pipeline_keys(file: Path, models: Path, write: Callable[[str, Path], str]) -> dict[str, Any]:
     """A recipe as keys of a pipeline, each model replaced by a folder that `write` makes."""
     content = yaml.safe_load(file.read_text())
     if f"hybrid-rlhf train --config recipes/{file.name}" not in header(file)["start"]:
@@ -52,7 +50,7 @@ def pipeline_keys(file: Path, models: Path, write: Any) -> dict[str, Any]:
 
     @functools.cache
     def folder(name: str) -> str:
-        return str(write(name, models / name.replace("/", "--")))
+        return write(name, models / name.replace("/", "--"))
 
     def replaced(value: Any) -> Any:
         if isinstance(value, dict):
@@ -68,11 +66,9 @@ def test_a_recipe_says_how_it_is_started_and_parses(file: Path) -> None:
     fields = header(file)
     assert all(fields.get(name) for name in FIELDS), fields
     words = shlex.split(fields["start"])
-    place = words.index(f"recipes/{file.name}")
+    assert f"recipes/{file.name}" in words
     if words[:2] == ["hybrid-rlhf", "train"]:
-        options = [word for word in words[place + 1 :] if not word.startswith("recipes/")]
-        kept = options[: 2 * sum(word.startswith("--") for word in options)]
-        parse_config(PipelineConfig, ["--config", str(file), *kept])
+        parse_config(PipelineConfig, words[2:])
     else:
         parse_config(RLConfig, ["--config", str(file)])
 

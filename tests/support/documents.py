@@ -18,7 +18,7 @@ PAGES = [
 ]
 LIBRARY = sorted((ROOT / "hybrid_rlhf").rglob("*.py"))
 _COMMAND = re.compile(
-    r"^(?:\w+=\S+ )*(?:hybrid-rlhf (?P<name>[a-z]+)|.*?(?P<file>train\.py|training/\w+/main\.py)"
+    r"^(?:\w+=\S+ )*(?:hybrid-rlhf (?P<name>[a-z][a-z-]*)|.*?(?P<file>train\.py|training/\w+/main\.py)"
     r"|.*?-m hybrid_rlhf\.cli\.(?P<module>\w+))(?P<rest>(?: .*)?)$"
 )
 _FILES = {
