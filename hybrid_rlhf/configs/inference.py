@@ -81,6 +81,8 @@ class ServeConfig(InferenceConfig):
     """What requests must send as a bearer token, usually ${NAME} of an environment variable; null: nothing."""
     model_name: str | None = None
     """Name of the model in requests; null: its path."""
+    reward_model: str | None = None
+    """Reward model that scores conversations at /score: a folder or hub name, which is also its name in requests."""
     max_queue: int = 256
     """Most completions that wait; a request beyond is refused with status 429."""
     max_batch_rows: int = 64

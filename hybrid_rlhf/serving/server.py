@@ -20,6 +20,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import ServeConfig
 from hybrid_rlhf.generation import GenerationEngine
 from hybrid_rlhf.serving.app import build_app
+from hybrid_rlhf.serving.scores import ScoreService
 from hybrid_rlhf.serving.service import Service
 
 
@@ -29,6 +30,7 @@ def serve(
     *,
     api_key: str | None,
     report: Callable[[str], None],
+    load_scores: Callable[[], ScoreService] | None = None,
 ) -> None:
     """Serve a model until a signal stops it.
 
@@ -37,12 +39,14 @@ def serve(
         load: gives engine and tokenizer; called after the address was taken.
         api_key: what requests must send; none: nothing.
         report: receives a line with the address when the server accepts requests.
+        load_scores: gives the reward model; none: there is none.
 
     Raises:
         UserError: when the address cannot be taken, or one sequence of the longest kind does not fit in memory.
     """
     listener = bound_socket(config.host, config.port)
     engine, tokenizer = load()
+    scores = None if load_scores is None else load_scores()
     batch = engine.open(rows=config.max_batch_rows, max_tokens=config.max_sequence_tokens)
     service = Service(
         batch,
@@ -60,7 +64,7 @@ def serve(
         yield
         batch.close()
 
-    app = build_app(service, api_key=api_key, created=int(time.time()))
+    app = build_app(service, api_key=api_key, created=int(time.time()), scores=scores)
     app.router.lifespan_context = lifespan
     server = uvicorn.Server(
         uvicorn.Config(

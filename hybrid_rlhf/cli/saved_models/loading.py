@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import InferenceConfig
@@ -11,7 +11,7 @@ from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.data.chat.conversation import stop_token_ids
 from hybrid_rlhf.generation import GenerationEngine
 from hybrid_rlhf.models.pretrained.folders import warn_of_remote_code
-from hybrid_rlhf.models.pretrained.loading import training_dtype
+from hybrid_rlhf.models.pretrained.loading import load_model, training_dtype
 from hybrid_rlhf.models.pretrained.sources import resolve_model
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.runtime.world import default_device, solo_world
@@ -25,11 +25,7 @@ def load_engine(
     Raises:
         UserError: if there is no such model or device, or the device does not support the dtype.
     """
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("device cuda needs a GPU, torch finds none: set --device cpu")
-    device = default_device() if config.device == "auto" else torch.device(config.device)
-    if config.dtype == "float16" and device.type == "cpu":
-        raise UserError("dtype float16 needs a GPU, this is a CPU: set --dtype float32 or bfloat16")
+    device, dtype = _place(config)
     world = solo_world(device)
     warn_of_remote_code(config.trust_remote_code, world)
     path = resolve_model(config.path, world=world)
@@ -39,7 +35,6 @@ def load_engine(
         chat_template=config.chat_template,
         chat_template_kwargs=config.chat_template_kwargs,
     )
-    dtype = training_dtype(ModelConfig(dtype=config.dtype), device)
     engine = GenerationEngine.from_pretrained(
         path,
         dtype=dtype,
@@ -49,3 +44,28 @@ def load_engine(
     )
     engine.stop_token_ids |= {*stop_token_ids(tokenizer, None)}
     return engine, tokenizer
+
+
+def load_scorer(config: InferenceConfig, path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A reward model and its tokenizer, on the device and in the dtype of a config.
+
+    Raises:
+        UserError: if there is no such model, or it has no score head.
+    """
+    device, dtype = _place(config)
+    resolved = resolve_model(path, world=solo_world(device))
+    tokenizer = load_tokenizer(resolved, trust_remote_code=config.trust_remote_code)
+    own = ModelConfig(path=path, trust_remote_code=config.trust_remote_code)
+    model, is_new = load_model(resolved, "scorer", config=own, dtype=dtype, heads=None)
+    if is_new:
+        raise UserError(f"a reward model has a score head, {path} has none: give one that `hybrid-rlhf reward` saved")
+    return model.to(device).eval(), tokenizer  # type: ignore[arg-type]
+
+
+def _place(config: InferenceConfig) -> tuple[torch.device, torch.dtype]:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device cuda needs a GPU, torch finds none: set --device cpu")
+    device = default_device() if config.device == "auto" else torch.device(config.device)
+    if config.dtype == "float16" and device.type == "cpu":
+        raise UserError("dtype float16 needs a GPU, this is a CPU: set --dtype float32 or bfloat16")
+    return device, training_dtype(ModelConfig(dtype=config.dtype), device)

@@ -18,14 +18,20 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
         from hybrid_rlhf.serving.packages import require_packages
 
         require_packages("serve")
-        from hybrid_rlhf.cli.saved_models.loading import load_engine
+        from hybrid_rlhf.cli.saved_models.loading import load_engine, load_scorer
+        from hybrid_rlhf.serving.scores import ScoreService
         from hybrid_rlhf.serving.server import serve
+
+        def load_scores() -> ScoreService:
+            path = config.reward_model or ""
+            return ScoreService(*load_scorer(config, path), path)
 
         serve(
             config,
             lambda: load_engine(config, kv_cache_gib=config.kv_cache_gib),
             api_key=api_key,
             report=lambda line: print(line, flush=True),
+            load_scores=load_scores if config.reward_model else None,
         )
 
 

@@ -55,7 +55,8 @@ class Reply:
 
 def function_names(tools: Tools | None) -> frozenset[str]:
     """The functions that a conversation offers."""
-    functions = [tool.get("function", tool) for tool in tools or []]
+    given = [tool.get("function", tool) for tool in tools or []]
+    functions = [function for function in given if isinstance(function, dict)]
     return frozenset(str(function["name"]) for function in functions if isinstance(function.get("name"), str))
 
 
@@ -113,7 +114,7 @@ def _calls(text: str, names: Collection[str]) -> Iterator[ToolCall]:
 
 
 def _call(value: Any, names: Collection[str]) -> ToolCall:
-    if not isinstance(value, dict) or value.get("name") not in names:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or value["name"] not in names:
         raise _NoCall
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
