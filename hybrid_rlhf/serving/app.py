@@ -63,7 +63,7 @@ def build_app(
 
     @app.get("/health")
     async def health() -> Response:
-        if service.batch.failure is not None:
+        if service.failed:
             return error_response(503, "the batch has failed: restart the server", "server_error", "failed")
         return JSONResponse({"status": "ok"})
 
@@ -89,13 +89,13 @@ def _api(asked: Callable[[Request], Service], created: int, scores: ScoreService
     async def models(request: Request) -> dict[str, Any]:
         service = asked(request)
         others = [] if scores is None else [_entry(scores.name, created)]
-        return {"object": "list", "data": [_model(service, created), *others]}
+        served = [service, *service.adapters.values()]
+        return {"object": "list", "data": [*(_model(each, service, created) for each in served), *others]}
 
     @router.get("/models/{name:path}")
     async def model(request: Request, name: str) -> dict[str, Any]:
         service = asked(request)
-        service.check_name(name)
-        return _model(service, created)
+        return _model(service.of_model(name), service, created)
 
     @router.post("/chat/completions")
     async def chat_completions(request: Request) -> Response:
@@ -174,7 +174,8 @@ class EventStream(StreamingResponse):
             self._stream.close()
 
 
-async def _generate(service: Service, request: Request, body: GenerationBody) -> Response:
+async def _generate(asked: Service, request: Request, body: GenerationBody) -> Response:
+    service = asked.of_model(body.model)
     job = service.job(body)
     stream = service.start(job)
     answer = Answer(body, job, service.tokenizer)
@@ -232,8 +233,9 @@ async def _read(request: Request, kind: type[BodyT]) -> BodyT:
     return read_body(kind, bytes(content))
 
 
-def _model(service: Service, created: int) -> dict[str, Any]:
-    return {**_entry(service.name, created), "max_model_len": service.batch.max_tokens}
+def _model(service: Service, base: Service, created: int) -> dict[str, Any]:
+    entry = {**_entry(service.name, created), "max_model_len": service.batch.max_tokens}
+    return entry if service is base else {**entry, "parent": base.name}
 
 
 def _entry(name: str, created: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -122,6 +122,7 @@ class Service:
         sampling: SamplingParams,
         max_queue: int,
         metrics: ServerMetrics | None = None,
+        adapters: Mapping[str, OpenBatch] | None = None,
     ) -> None:
         """Take what serves.
 
@@ -132,10 +133,32 @@ class Service:
             sampling: for what a request does not name.
             max_queue: most completions that wait.
             metrics: that are counted; none: its own.
+            adapters: open batches of the model with adapters, by the names that requests give.
         """
         self.batch, self.tokenizer, self.name = batch, tokenizer, name
-        self.metrics = ServerMetrics(batch) if metrics is None else metrics
+        batches = adapters or {}
+        self.metrics = ServerMetrics([batch, *batches.values()]) if metrics is None else metrics
+        self.adapters = {
+            name: Service(each, tokenizer, name=name, sampling=sampling, max_queue=max_queue, metrics=self.metrics)
+            for name, each in batches.items()
+        }
+        """Services of the adapters."""
         self.defaults, self.max_queue = sampling, max_queue
+
+    def of_model(self, name: str) -> Service:
+        """The service of the model that a request names: this one, or that of an adapter.
+
+        Raises:
+            UnknownModel: when there is none.
+        """
+        found = self.adapters.get(name, self)
+        found.check_name(name)
+        return found
+
+    @property
+    def failed(self) -> bool:
+        """Whether a batch has failed."""
+        return self.batch.failure is not None or any(adapter.failed for adapter in self.adapters.values())
 
     def job(self, body: GenerationBody) -> Job:
         """The prompts of a request.
@@ -168,7 +191,8 @@ class Service:
     def check_name(self, name: str) -> None:
         """Raise UnknownModel unless this is the name of the served model."""
         if name != self.name:
-            raise UnknownModel(f"the model of this server is {self.name}, got {name[:100]!r}: name it")
+            known = ", ".join([self.name, *self.adapters])
+            raise UnknownModel(f"the model of this server is {known}, got {name[:100]!r}: name it")
 
     def start(self, job: Job) -> TokenStream:
         """Submit a job.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -10,6 +12,9 @@ from hybrid_rlhf.configs.inference import InferenceConfig
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.data.chat.conversation import stop_token_ids
 from hybrid_rlhf.generation import GenerationEngine
+from hybrid_rlhf.generation.backends.native import NativeBackend
+from hybrid_rlhf.generation.engine import default_stop_token_ids
+from hybrid_rlhf.models.pretrained.adapters import adapter_merged
 from hybrid_rlhf.models.pretrained.folders import warn_of_remote_code
 from hybrid_rlhf.models.pretrained.loading import load_model, training_dtype
 from hybrid_rlhf.models.pretrained.sources import resolve_model
@@ -26,15 +31,7 @@ def load_engine(
         UserError: if there is no such model or device, or the device does not support the dtype.
     """
     device, dtype = _place(config)
-    world = solo_world(device)
-    warn_of_remote_code(config.trust_remote_code, world)
-    path = resolve_model(config.path, world=world)
-    tokenizer = load_tokenizer(
-        path,
-        trust_remote_code=config.trust_remote_code,
-        chat_template=config.chat_template,
-        chat_template_kwargs=config.chat_template_kwargs,
-    )
+    path, tokenizer = _tokenizer(config, device)
     engine = GenerationEngine.from_pretrained(
         path,
         dtype=dtype,
@@ -44,6 +41,41 @@ def load_engine(
     )
     engine.stop_token_ids |= {*stop_token_ids(tokenizer, None)}
     return engine, tokenizer
+
+
+def load_adapted(
+    config: InferenceConfig, adapters: Mapping[str, str], *, kv_cache_gib: float
+) -> tuple[GenerationEngine, PreTrainedTokenizerBase, dict[str, GenerationEngine]]:
+    """As `load_engine`, and an engine for each adapter, which shares the weights that it does not adapt.
+
+    Args:
+        config: of the model.
+        adapters: peft folders by name.
+        kv_cache_gib: of each engine.
+
+    Raises:
+        UserError: also for a folder without an adapter of this model, and a model without inference weights.
+    """
+    device, dtype = _place(config)
+    path, tokenizer = _tokenizer(config, device)
+    own = ModelConfig(path=path, trust_remote_code=config.trust_remote_code)
+    loaded, _ = load_model(path, "causal_lm", config=own, dtype=dtype)
+    model = loaded.to(device).eval()  # type: ignore[arg-type]
+    stop = {*default_stop_token_ids(model), *stop_token_ids(tokenizer, None)}
+
+    def engine() -> GenerationEngine:
+        built = GenerationEngine.from_model(
+            model, stop_token_ids=stop, tokenizer=tokenizer, kv_cache_gib=kv_cache_gib, cuda_graphs=False
+        )
+        if not isinstance(built.backend, NativeBackend):
+            raise UserError(f"adapters need inference weights, {type(model).__name__} has none: serve merged models")
+        return built
+
+    found = {}
+    for name, folder in adapters.items():
+        with adapter_merged(model, folder):
+            found[name] = engine()
+    return engine(), tokenizer, found
 
 
 def load_scorer(config: InferenceConfig, path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -69,3 +101,17 @@ def _place(config: InferenceConfig) -> tuple[torch.device, torch.dtype]:
     if config.dtype == "float16" and device.type == "cpu":
         raise UserError("dtype float16 needs a GPU, this is a CPU: set --dtype float32 or bfloat16")
     return device, training_dtype(ModelConfig(dtype=config.dtype), device)
+
+
+def _tokenizer(config: InferenceConfig, device: torch.device) -> tuple[str, PreTrainedTokenizerBase]:
+    """The resolved model and its tokenizer."""
+    world = solo_world(device)
+    warn_of_remote_code(config.trust_remote_code, world)
+    path = resolve_model(config.path, world=world)
+    tokenizer = load_tokenizer(
+        path,
+        trust_remote_code=config.trust_remote_code,
+        chat_template=config.chat_template,
+        chat_template_kwargs=config.chat_template_kwargs,
+    )
+    return path, tokenizer
