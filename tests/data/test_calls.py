@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hybrid_rlhf.data.chat.calls import Reply, ToolCall, function_names, read_reply, shown_so_far
+from hybrid_rlhf.data.chat.calls import AssistantTurn, ToolCall, function_names, read_reply, shown_so_far
 from hybrid_rlhf.data.chat.messages import read_message
 
 NAMES = frozenset({"add", "get.time"})
@@ -27,8 +27,8 @@ HERMES = '<tool_call>\n{"name": "add", "arguments": {"x": 1, "y": [2]}}\n</tool_
     ],
 )  # fmt: skip
 def test_every_format_is_read(text: str, content: str, calls: list[ToolCall]) -> None:
-    assert read_reply(text, NAMES) == Reply(content, calls)
-    assert read_reply(text, frozenset()) == Reply(text)
+    assert read_reply(text, NAMES) == AssistantTurn(content, calls)
+    assert read_reply(text, frozenset()) == AssistantTurn(text)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_every_format_is_read(text: str, content: str, calls: list[ToolCall]) ->
     ],
 )
 def test_what_is_no_call_is_text(text: str) -> None:
-    assert read_reply(text, NAMES) == Reply(text)
+    assert read_reply(text, NAMES) == AssistantTurn(text)
 
 
 @pytest.mark.parametrize("text", [f"I add. \n{HERMES}", "a <b> tool_call", '{"name": "add"}', "  hi ", HERMES, "adx"])

@@ -1,7 +1,7 @@
 """Adapters of peft folders, merged into a model that stays as it is otherwise.
 
-Why beside `models/lora.py`: that has one adapter, which trains. Here each folder gives new tensors for the weights that it
-adapts; whoever reads the model meanwhile shares all others with the base.
+Why beside `models/lora.py`: that has one adapter, which trains. Here each folder gives new tensors for the weights
+that it adapts; whoever reads the model meanwhile shares all others with the base.
 """
 
 from __future__ import annotations

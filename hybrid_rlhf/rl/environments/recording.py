@@ -17,7 +17,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
-from hybrid_rlhf.data.chat.calls import Reply, function_names, read_reply
+from hybrid_rlhf.data.chat.calls import AssistantTurn, function_names, read_reply
 from hybrid_rlhf.data.chat.conversation import completion_text
 from hybrid_rlhf.data.chat.messages import Message, Tools
 from hybrid_rlhf.data.chat.template import render, token_ids
@@ -47,7 +47,7 @@ class _Turn:
     """Of its prompt and completion."""
     said: str
     """Text of the completion with special tokens."""
-    replies: tuple[Reply, ...]
+    replies: tuple[AssistantTurn, ...]
     """What a later conversation may have in its place."""
     sequence: Episode
 
