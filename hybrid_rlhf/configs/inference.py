@@ -86,6 +86,11 @@ class ServeConfig(InferenceConfig):
     """What requests must send as a bearer token, usually ${NAME} of an environment variable; null: nothing."""
     model_name: str | None = None
     """Name of the model in requests; null: its path."""
+    adapters: dict[str, str] = setting(default_factory=dict)
+    """LoRA adapters over the model, peft folders by the names that requests give; each has a KV cache of its own, of
+    kv_cache_gib."""
+    reward_model: str | None = None
+    """Reward model that scores conversations at /score: a folder or hub name, which is also its name in requests."""
     max_queue: int = 256
     """Most completions that wait; a request beyond is refused with status 429."""
     max_batch_rows: int = 64
@@ -115,6 +120,14 @@ class ServeConfig(InferenceConfig):
             f"kv_cache_gib must be above 0, got {self.kv_cache_gib}: raise it, or leave it out",
         )
         require(self.api_key is None or bool(self.api_key), "api_key must not be empty: give a key, or leave it out")
+        require(
+            not self.adapters or self.kv_cache_gib is not None,
+            "kv_cache_gib must be given with adapters, which have a KV cache each, got none: give the GiB of each",
+        )
+        require(
+            (self.model_name or self.path) not in self.adapters,
+            f"adapters must have other names than the model, got {self.model_name or self.path}: rename one",
+        )
 
     def expanded_api_key(self) -> str | None:
         """The API key with the values of its environment variables; never log it."""

@@ -76,6 +76,7 @@ class GenerationEngine:
         max_batch_rows: int | None = None,
         kv_cache_gib: float | None = None,
         prefill_tokens: int | None = None,
+        cuda_graphs: bool = True,
     ) -> Self:
         """Generate with a loaded model; its weights are used as they are and where they are.
 
@@ -89,10 +90,11 @@ class GenerationEngine:
             max_batch_rows: most completions to decode together; none: as many as fit in memory, 256 through the module.
             kv_cache_gib: memory for keys and values; none: what is free on the device. Native backend only.
             prefill_tokens: prompt tokens of one prefill; none: 2048 on a CPU, 16384 on a GPU. Native backend only.
+            cuda_graphs: capture decoding steps on a GPU; false where engines of several threads use the device.
         """
         decoder = _decoder(lm, backend, quantization, world=solo_world(lm.device), dtype=lm.dtype)
         return cls(
-            _backend(lm, decoder, max_batch_rows, kv_cache_gib, prefill_tokens),
+            _backend(lm, decoder, max_batch_rows, kv_cache_gib, prefill_tokens, cuda_graphs),
             stop_token_ids=default_stop_token_ids(lm) if stop_token_ids is None else stop_token_ids,
             tokenizer=tokenizer,
         )
@@ -333,12 +335,17 @@ def _backend(
     max_batch_rows: int | None,
     kv_cache_gib: float | None,
     prefill_tokens: int | None = None,
+    cuda_graphs: bool = True,
 ) -> GenerationBackend:
     """The native backend where the model has a decoder, else the module's."""
     if decoder is None:
         return ModuleBackend(lm, max_batch_rows=max_batch_rows)
     return NativeBackend(
-        decoder, max_batch_rows=max_batch_rows, kv_cache_gib=kv_cache_gib, prefill_tokens=prefill_tokens
+        decoder,
+        max_batch_rows=max_batch_rows,
+        kv_cache_gib=kv_cache_gib,
+        prefill_tokens=prefill_tokens,
+        cuda_graphs=cuda_graphs,
     )
 
 

@@ -47,6 +47,8 @@ class StreamedToken:
     """As in Completion."""
     finish_reason: FinishReason | None
     """Of the sample's last token."""
+    top: Sequence[tuple[int, float]] = ()
+    """The most likely tokens with their log-probs, as many as were asked for."""
 
 
 Deliver = Callable[[list[StreamedToken]], None]
@@ -103,7 +105,12 @@ class OpenBatch:
         return len(self._owners)
 
     def submit(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams], deliver: Deliver
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        deliver: Deliver,
+        *,
+        top_logprobs: int = 0,
     ) -> Submission:
         """Complete prompts, with the tokens of `GenerationEngine.generate`.
 
@@ -111,6 +118,7 @@ class OpenBatch:
             prompts: token ids.
             sampling: of all prompts, or of each, with the same n.
             deliver: called on the thread of the batch after each step that has tokens of these prompts.
+            top_logprobs: how many of the most likely tokens to report with each token, at most MOST_TOP_LOGPROBS.
 
         Raises:
             UserError: for what `generate` refuses, prompts and completions that are longer than `max_tokens`, and token
@@ -121,6 +129,8 @@ class OpenBatch:
         for index, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
             self._check(index, prompt, params)
         requests = self._engine.requests(prompts, each)
+        for request in requests:
+            request.top_logprobs = top_logprobs
         samples = each[0].n if each else 1
         places = [(request.prompt_index, place % samples) for place, request in enumerate(requests)]
         submission = Submission(dict(zip(requests, places, strict=True)), deliver)
@@ -212,7 +222,8 @@ class OpenBatch:
                 place = owner.samples[request]
                 ended = request.finish_reason
                 logprobs = request.logprobs[-1], request.sampling_logprobs[-1]
-                steps.setdefault(owner, []).append(StreamedToken(*place, token, *logprobs, ended))
+                top = request.top[-1] if request.top else ()
+                steps.setdefault(owner, []).append(StreamedToken(*place, token, *logprobs, ended, top))
                 if ended is not None:
                     del self._owners[request], owner.samples[request]
         for owner, tokens in steps.items():

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, SamplingMode
 from hybrid_rlhf.generation.model.layers import kernels_for
+from hybrid_rlhf.generation.sampling import MOST_TOP_LOGPROBS
 from hybrid_rlhf.generation.weights.split import share
 from hybrid_rlhf.runtime.world import World, solo_world
 
@@ -39,6 +40,16 @@ class SampledTokens:
     tokens: Tensor
     logprobs: Tensor
     sampling_logprobs: Tensor
+    top: tuple[Tensor, Tensor] | None = None
+    """The most likely tokens [B, k] int64 and their log-probs [B, k] float32, of the full distribution; none where no
+    request reports them."""
+
+    def stacked(self) -> Tensor:
+        """[3 + 2k, B] float64, to copy to the host at once; float64 represents every token id exactly."""
+        columns = [self.tokens, self.logprobs, self.sampling_logprobs]
+        if self.top is not None:
+            columns += [column for part in self.top for column in part.unbind(dim=1)]
+        return torch.stack([column.double() for column in columns])
 
 
 class Sampler:
@@ -52,8 +63,9 @@ class Sampler:
 
     def __call__(self, logits: Tensor, rows: DecodeBatch) -> SampledTokens:
         """Sample the next token of each row and append it to the row."""
+        top = self._top(logits, rows) if self._mode.top_logprobs else None  # before kernels may overwrite logits
         if self._kernels is not None:
-            return SampledTokens(*self._kernels.sample(logits, rows, self._mode))
+            return SampledTokens(*self._kernels.sample(logits, rows, self._mode), top=top)
         mode, greedy = self._mode, rows.greedy if self._mode.greedy else None
         if mode.draws_from_all:
             scaled = self._scaled(logits, rows)
@@ -67,7 +79,13 @@ class Sampler:
             raw = torch.log_softmax(self._scaled(logits, rows), dim=-1)
             logprobs = raw.gather(1, tokens[:, None]).squeeze(1)
         rows.append(tokens)
-        return SampledTokens(tokens, logprobs, sampling_logprobs)
+        return SampledTokens(tokens, logprobs, sampling_logprobs, top)
+
+    def _top(self, logits: Tensor, rows: DecodeBatch) -> tuple[Tensor, Tensor]:
+        whole = gather_vocabulary(logits, self._vocab_size, self._world)
+        logprobs = torch.log_softmax(self._scaled(whole, rows), dim=-1)
+        values, tokens = logprobs.topk(min(MOST_TOP_LOGPROBS, logprobs.shape[-1]), dim=-1)
+        return tokens, values
 
     def _scaled(self, logits: Tensor, rows: DecodeBatch) -> Tensor:
         return logits / rows.temperature if self._mode.temperature else logits

@@ -15,6 +15,8 @@ import torch
 
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 
+MOST_TOP_LOGPROBS = 20
+"""Most likely tokens that can be reported with a token (OpenAI's limit)."""
 FinishReason = Literal["stop", "length", "cancelled"]
 """cancelled: in an open batch only (open_batch.py)."""
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from hybrid_rlhf.data.chat.calls import ToolCall, function_names
 from hybrid_rlhf.generation.open_batch import StreamedToken
 from hybrid_rlhf.serving.bodies import ChatBody, GenerationBody
 from hybrid_rlhf.serving.service import Job, TokenStream
-from hybrid_rlhf.serving.text_stream import TextStream
+from hybrid_rlhf.serving.text_stream import ReplyStream, TextStream
 
 
 @dataclass
@@ -23,11 +24,13 @@ class AnswerPart:
 
     text: str = ""
     tokens: list[StreamedToken] = field(default_factory=list)
+    calls: Sequence[ToolCall] = ()
 
     @property
     def finish_reason(self) -> str | None:
-        """Of the last token."""
-        return self.tokens[-1].finish_reason if self.tokens else None
+        """Of the last token; tool_calls where the completion ends with calls."""
+        reason = self.tokens[-1].finish_reason if self.tokens else None
+        return "tool_calls" if self.calls and reason == "stop" else reason
 
 
 class Answer:
@@ -40,8 +43,10 @@ class Answer:
         # As completion_text in data/chat/conversation.py: without a template, a space follows the role's name.
         drops_space = self._is_chat and tokenizer.chat_template is None
 
-        def stream() -> TextStream:
-            return TextStream(self._decode, job.sampling.stop, drops_space=drops_space)
+        names = function_names(body.used_tools) if isinstance(body, ChatBody) else frozenset[str]()
+
+        def stream() -> ReplyStream:
+            return ReplyStream(TextStream(self._decode, job.sampling.stop, drops_space=drops_space), names)
 
         self._streams = [stream() for _ in range(len(job.prompts) * job.sampling.n)]
         self._offsets = [0] * len(self._streams)
@@ -57,9 +62,10 @@ class Answer:
         pieces = [AnswerPart() for _ in self._streams]
         async for tokens in stream.steps():
             for token in tokens:
-                index, text = self._add(token)
+                index, text, calls = self._add(token)
                 pieces[index].text += text
                 pieces[index].tokens.append(token)
+                pieces[index].calls = calls
         choices = [self._choice(index, piece) for index, piece in enumerate(pieces)]
         kind = "chat.completion" if self._is_chat else "text_completion"
         answer = {**self._head, "object": kind, "choices": choices, "usage": self._usage()}
@@ -80,19 +86,19 @@ class Answer:
                 yield _event({**head, **ids, "choices": [choice], **usage})
         async for tokens in stream.steps():
             for token in tokens:
-                index, text = self._add(token)
+                index, text, calls = self._add(token)
                 if text or token.finish_reason or wants_tokens:
-                    choices = [self._choice(index, AnswerPart(text, [token]), streamed=True)]
+                    choices = [self._choice(index, AnswerPart(text, [token], calls), streamed=True)]
                     yield _event({**head, "choices": choices, **usage})
         if usage:
             yield _event({**head, "choices": [], "usage": self._usage()})
         yield "data: [DONE]\n\n"
 
-    def _add(self, token: StreamedToken) -> tuple[int, str]:
-        """The index of a token's choice, and the text that it completes."""
+    def _add(self, token: StreamedToken) -> tuple[int, str, Sequence[ToolCall]]:
+        """The index of a token's choice, and the text and calls that it completes."""
         self._completion_tokens += 1
         index = token.prompt * self._job.sampling.n + token.sample
-        return index, self._streams[index].add(token.token_id, token.finish_reason)
+        return index, *self._streams[index].add(token.token_id, token.finish_reason)
 
     def _choice(self, index: int, piece: AnswerPart, *, streamed: bool = False) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "finish_reason": piece.finish_reason, "logprobs": None}
@@ -100,8 +106,13 @@ class Answer:
             choice["text"] = piece.text
         elif streamed:
             choice["delta"] = {"content": piece.text} if piece.text else {}
+            if piece.calls:
+                choice["delta"]["tool_calls"] = _shown_calls(piece.calls, indexed=True)
         else:
-            choice["message"] = {"role": "assistant", "content": piece.text, "refusal": None}
+            content = piece.text if piece.text or not piece.calls else None
+            choice["message"] = {"role": "assistant", "content": content, "refusal": None}
+            if piece.calls:
+                choice["message"]["tool_calls"] = _shown_calls(piece.calls)
         if self._body.wants_logprobs:
             choice["logprobs"] = self._chat_logprobs(piece) if self._is_chat else self._text_logprobs(index, piece)
         if self._body.return_token_ids:
@@ -113,10 +124,13 @@ class Answer:
     def _chat_logprobs(self, piece: AnswerPart) -> dict[str, Any]:
         shown = []
         for token in piece.tokens:
-            text = str(self._tokenizer.decode([token.token_id]))
-            entry = {"token": text, "logprob": token.logprob, "bytes": list(text.encode()), "top_logprobs": []}
-            shown.append(entry)
+            top = [self._shown_logprob(*likely) for likely in token.top]
+            shown.append({**self._shown_logprob(token.token_id, token.logprob), "top_logprobs": top})
         return {"content": shown, "refusal": None}
+
+    def _shown_logprob(self, token: int, logprob: float) -> dict[str, Any]:
+        text = str(self._tokenizer.decode([token]))
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
     def _text_logprobs(self, index: int, piece: AnswerPart) -> dict[str, Any]:
         texts, offsets = [], []
@@ -125,7 +139,12 @@ class Answer:
             offsets.append(self._offsets[index])
             self._offsets[index] += len(texts[-1])
         values = [token.logprob for token in piece.tokens]
-        return {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
+        top = None
+        if self._job.top_logprobs:
+            top = [
+                {str(self._tokenizer.decode([other])): value for other, value in token.top} for token in piece.tokens
+            ]
+        return {"tokens": texts, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
 
     def _usage(self) -> dict[str, int]:
         prompt, completion = sum(map(len, self._job.prompts)), self._completion_tokens
@@ -133,6 +152,18 @@ class Answer:
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def _shown_calls(calls: Sequence[ToolCall], *, indexed: bool = False) -> list[dict[str, Any]]:
+    return [
+        {
+            **({"index": place} if indexed else {}),
+            "id": uuid.uuid4().hex[:9],  # Mistral's templates take nine letters or digits
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+        }
+        for place, call in enumerate(calls)
+    ]
 
 
 def _event(content: dict[str, Any]) -> str:

@@ -18,7 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.serving.answers import Answer
-from hybrid_rlhf.serving.bodies import BodyT, ChatBody, CompletionBody, GenerationBody, read_body
+from hybrid_rlhf.serving.bodies import BodyT, ChatBody, CompletionBody, GenerationBody, ScoreBody, read_body
+from hybrid_rlhf.serving.scores import ScoreService
 from hybrid_rlhf.serving.service import BatchEnded, QueueFull, Service, TokenStream, UnknownEpisode, UnknownModel
 
 _MOST_BODY_BYTES = 32 * 2**20
@@ -35,7 +36,12 @@ _STATUSES: dict[type[Exception], tuple[int, str, str | None]] = {
 
 
 def build_app(
-    service: Service, *, api_key: str | None, created: int, episodes: Callable[[str], Service] | None = None
+    service: Service,
+    *,
+    api_key: str | None,
+    created: int,
+    episodes: Callable[[str], Service] | None = None,
+    scores: ScoreService | None = None,
 ) -> FastAPI:
     """The application.
 
@@ -45,6 +51,7 @@ def build_app(
         created: when the model was loaded, in seconds since 1970.
         episodes: gives the service of an episode by its name, whose API is then below /episodes/NAME/v1, or raises
             UnknownEpisode; none: the API of `service` is below /v1.
+        scores: of a reward model, at /score and /v1/score; none: those do not exist.
     """
     app = FastAPI(title="hybrid-rlhf serve", docs_url=None, redoc_url=None)
     for kind, (status, error_type, code) in _STATUSES.items():
@@ -56,7 +63,7 @@ def build_app(
 
     @app.get("/health")
     async def health() -> Response:
-        if service.batch.failure is not None:
+        if service.failed:
             return error_response(503, "the batch has failed: restart the server", "server_error", "failed")
         return JSONResponse({"status": "ok"})
 
@@ -67,23 +74,28 @@ def build_app(
     def asked(request: Request) -> Service:
         return service if episodes is None else episodes(request.path_params["episode"])
 
-    app.include_router(_api(asked, created), prefix="/v1" if episodes is None else "/episodes/{episode}/v1")
+    app.include_router(_api(asked, created, scores), prefix="/v1" if episodes is None else "/episodes/{episode}/v1")
+    if scores is not None:
+        for path in ("/score", "/v1/score"):
+            app.add_api_route(path, _scored(service, scores), methods=["POST"])
     return app
 
 
-def _api(asked: Callable[[Request], Service], created: int) -> APIRouter:
+def _api(asked: Callable[[Request], Service], created: int, scores: ScoreService | None) -> APIRouter:
     """Routes of OpenAI's API, of the service that `asked` gives for a request."""
     router = APIRouter()
 
     @router.get("/models")
     async def models(request: Request) -> dict[str, Any]:
-        return {"object": "list", "data": [_model(asked(request), created)]}
+        service = asked(request)
+        others = [] if scores is None else [_entry(scores.name, created)]
+        served = [service, *service.adapters.values()]
+        return {"object": "list", "data": [*(_model(each, service, created) for each in served), *others]}
 
     @router.get("/models/{name:path}")
     async def model(request: Request, name: str) -> dict[str, Any]:
         service = asked(request)
-        service.check_name(name)
-        return _model(service, created)
+        return _model(service.of_model(name), service, created)
 
     @router.post("/chat/completions")
     async def chat_completions(request: Request) -> Response:
@@ -94,6 +106,16 @@ def _api(asked: Callable[[Request], Service], created: int) -> APIRouter:
         return await _generate(asked(request), request, await _read(request, CompletionBody))
 
     return router
+
+
+def _scored(service: Service, scores: ScoreService) -> Callable[[Request], Awaitable[Response]]:
+    async def score(request: Request) -> Response:
+        body = await _read(request, ScoreBody)
+        if body.model != scores.name:
+            raise UnknownModel(f"the reward model of this server is {scores.name}, got {body.model[:100]!r}: name it")
+        return JSONResponse(await scores.answer(body, service.call))
+
+    return score
 
 
 def error_response(status: int, message: str, kind: str, code: str | None = None) -> JSONResponse:
@@ -120,7 +142,7 @@ class AccessCheck:
             await send(message)
 
         try:
-            if "/v1/" in scope["path"] and not self._is_allowed(Headers(scope=scope)):
+            if ("/v1/" in scope["path"] or scope["path"] == "/score") and not self._is_allowed(Headers(scope=scope)):
                 message = "requests must carry the server's API key, this one does not: send Authorization: Bearer KEY"
                 refusal = error_response(401, message, "authentication_error", "invalid_api_key")
                 await refusal(scope, receive, counted)
@@ -152,7 +174,8 @@ class EventStream(StreamingResponse):
             self._stream.close()
 
 
-async def _generate(service: Service, request: Request, body: GenerationBody) -> Response:
+async def _generate(asked: Service, request: Request, body: GenerationBody) -> Response:
+    service = asked.of_model(body.model)
     job = service.job(body)
     stream = service.start(job)
     answer = Answer(body, job, service.tokenizer)
@@ -210,9 +233,13 @@ async def _read(request: Request, kind: type[BodyT]) -> BodyT:
     return read_body(kind, bytes(content))
 
 
-def _model(service: Service, created: int) -> dict[str, Any]:
-    limits = {"max_model_len": service.batch.max_tokens}
-    return {"id": service.name, "object": "model", "created": created, "owned_by": "hybrid_rlhf", **limits}
+def _model(service: Service, base: Service, created: int) -> dict[str, Any]:
+    entry = {**_entry(service.name, created), "max_model_len": service.batch.max_tokens}
+    return entry if service is base else {**entry, "parent": base.name}
+
+
+def _entry(name: str, created: int) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": created, "owned_by": "hybrid_rlhf"}
 
 
 def _handler(status: int, kind: str, code: str | None) -> Callable[[Request, Exception], Awaitable[Response]]:

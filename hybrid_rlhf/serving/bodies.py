@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
+from hybrid_rlhf.generation.sampling import MOST_TOP_LOGPROBS
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (None, 0),
@@ -22,7 +23,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
     "echo": (None, False),
     "best_of": (None, 1),
-    "top_logprobs": (None, 0),
     "tool_choice": (None, "auto", "none"),
     "modalities": (None, ["text"]),
 }
@@ -34,7 +34,7 @@ _IGNORED = (
 """Keys that ask for nothing that could change an answer here."""
 _MOST_SAMPLES = 128
 """OpenAI's limit on `n`."""
-BodyT = TypeVar("BodyT", bound="GenerationBody")
+BodyT = TypeVar("BodyT", bound="_StrictBody")
 
 
 class _StrictBody(BaseModel):
@@ -106,6 +106,21 @@ class GenerationBody(_StrictBody):
         """Whether the answer has the log-probs of its tokens."""
         return False
 
+    @property
+    def most_likely(self) -> int:
+        """How many of the most likely tokens the answer has with each token."""
+        return 0
+
+    def check(self) -> None:
+        """Raise UserError for keys that do not go together."""
+        if self.prompt_logprobs:
+            raise UserError(
+                f"prompt_logprobs must be 0 (of the prompt's tokens), the engine keeps no others, got "
+                f"{self.prompt_logprobs}: send 0"
+            )
+        if self.prompt_logprobs is not None and self.stream:
+            raise UserError("prompt_logprobs needs stream false, got true: leave one out")
+
 
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
@@ -113,6 +128,7 @@ class ChatBody(GenerationBody):
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | None = None
     prompt_token_ids: list[int] | None = None
@@ -133,12 +149,23 @@ class ChatBody(GenerationBody):
         """See GenerationBody."""
         return bool(self.logprobs)
 
+    @property
+    def most_likely(self) -> int:
+        """See GenerationBody."""
+        return self.top_logprobs or 0
+
+    def check(self) -> None:
+        """See GenerationBody."""
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise UserError(f"top_logprobs needs logprobs true, got top_logprobs {self.top_logprobs} alone: send both")
+
 
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
-    logprobs: int | None = None
+    logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -156,6 +183,42 @@ class CompletionBody(GenerationBody):
     def wants_logprobs(self) -> bool:
         """See GenerationBody."""
         return self.logprobs is not None
+
+    @property
+    def most_likely(self) -> int:
+        """See GenerationBody."""
+        return self.logprobs or 0
+
+
+class ScoreBody(_StrictBody):
+    """POST /v1/score."""
+
+    model: str
+    messages: list[dict[str, Any]] | list[list[dict[str, Any]]] | None = None
+    """A conversation that ends with the assistant's answer, or several."""
+    prompt: str | list[str] | None = None
+    completion: str | list[str] | None = None
+    """Answers to the prompts, which are user turns."""
+
+    def conversations(self) -> list[list[dict[str, Any]]]:
+        """Each of them.
+
+        Raises:
+            UserError: when there are none, or prompts and completions do not match.
+        """
+        prompts, completions = ([text] if isinstance(text, str) else text for text in (self.prompt, self.completion))
+        if self.messages and prompts is None and completions is None:
+            first = self.messages[0]
+            return [self.messages] if isinstance(first, dict) else self.messages  # type: ignore[list-item,return-value]
+        if self.messages is not None or not prompts or not completions or len(prompts) != len(completions):
+            raise UserError(
+                "a request for scores has messages, or as many prompts as completions, got "
+                f"{len(self.messages or [])}, {len(prompts or [])} and {len(completions or [])}: send one of them"
+            )
+        return [
+            [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
 
 
 def read_body(kind: type[BodyT], content: bytes) -> BodyT:
@@ -184,18 +247,8 @@ def read_body(kind: type[BodyT], content: bytes) -> BodyT:
         rules = [first["msg"], *(other["msg"] for other in others if other["loc"][:1] == first["loc"][:1])]
         place, rule = ".".join(map(str, first["loc"])), " or ".join(dict.fromkeys(rules))
         raise UserError(f"{place}: {rule}, got {_shown(first['input'])}: change it") from None
-    logprobs = getattr(body, "logprobs", None)
-    if not isinstance(logprobs, bool) and logprobs:
-        raise UserError(
-            f"logprobs must be 0 (of the sampled token), the engine keeps no others, got {logprobs}: send 0"
-        )
-    if body.prompt_logprobs:
-        raise UserError(
-            f"prompt_logprobs must be 0 (of the prompt's tokens), the engine keeps no others, got "
-            f"{body.prompt_logprobs}: send 0"
-        )
-    if body.prompt_logprobs is not None and body.stream:
-        raise UserError("prompt_logprobs needs stream false, got true: leave one out")
+    if isinstance(body, GenerationBody):
+        body.check()
     return body
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
 import uvicorn
 from fastapi import FastAPI
@@ -20,37 +21,61 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import ServeConfig
 from hybrid_rlhf.generation import GenerationEngine
 from hybrid_rlhf.serving.app import build_app
+from hybrid_rlhf.serving.scores import ScoreService
 from hybrid_rlhf.serving.service import Service
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """What a server serves."""
+
+    engine: GenerationEngine
+    tokenizer: PreTrainedTokenizerBase
+    adapters: Mapping[str, GenerationEngine] = field(default_factory=dict)
+    """Of the model with an adapter merged in, by the adapter's name."""
 
 
 def serve(
     config: ServeConfig,
-    load: Callable[[], tuple[GenerationEngine, PreTrainedTokenizerBase]],
+    load: Callable[[], LoadedModel],
     *,
     api_key: str | None,
     report: Callable[[str], None],
+    load_scores: Callable[[], ScoreService] | None = None,
 ) -> None:
     """Serve a model until a signal stops it.
 
     Args:
         config: the settings.
-        load: gives engine and tokenizer; called after the address was taken.
+        load: gives engines and tokenizer; called after the address was taken.
         api_key: what requests must send; none: nothing.
         report: receives a line with the address when the server accepts requests.
+        load_scores: gives the reward model; none: there is none.
 
     Raises:
         UserError: when the address cannot be taken, or one sequence of the longest kind does not fit in memory.
     """
     listener = bound_socket(config.host, config.port)
-    engine, tokenizer = load()
-    batch = engine.open(rows=config.max_batch_rows, max_tokens=config.max_sequence_tokens)
+    loaded = load()
+    engines = {"": loaded.engine, **loaded.adapters}
+    scores = None if load_scores is None else load_scores()
+    batches = {
+        name: engine.open(rows=config.max_batch_rows, max_tokens=config.max_sequence_tokens)
+        for name, engine in engines.items()
+    }
     service = Service(
-        batch,
-        tokenizer,
+        batches.pop(""),
+        loaded.tokenizer,
         name=config.model_name or config.path.rstrip("/"),
         sampling=config.sampling,
         max_queue=config.max_queue,
+        adapters=batches,
     )
+
+    def close() -> None:
+        for each in (service, *service.adapters.values()):
+            each.batch.close()
+
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
 
@@ -58,9 +83,9 @@ def serve(
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         report(f"serving {service.name} on http://{shown}:{port}/v1")
         yield
-        batch.close()
+        close()
 
-    app = build_app(service, api_key=api_key, created=int(time.time()))
+    app = build_app(service, api_key=api_key, created=int(time.time()), scores=scores)
     app.router.lifespan_context = lifespan
     server = uvicorn.Server(
         uvicorn.Config(
@@ -75,8 +100,9 @@ def serve(
     try:
         server.run(sockets=[listener])
     finally:
-        batch.close()
-        engine.close()
+        close()
+        for engine in engines.values():
+            engine.close()
 
 
 def bound_socket(host: str, port: int) -> socket.socket:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -22,6 +23,8 @@ from hybrid_rlhf.generation.open_batch import OpenBatch, StreamedToken
 from hybrid_rlhf.generation.sampling import SamplingParams
 from hybrid_rlhf.serving.bodies import ChatBody, CompletionBody, GenerationBody
 from hybrid_rlhf.serving.metrics import ServerMetrics
+
+ResultT = TypeVar("ResultT")
 
 
 class QueueFull(Exception):
@@ -46,6 +49,8 @@ class Job:
 
     prompts: list[list[int]]
     sampling: SamplingParams
+    top_logprobs: int = 0
+    """How many of the most likely tokens are reported with each token."""
     seeds: Sequence[int] = ()
     """One per prompt; empty: they follow from that of `sampling`."""
     record: Callable[[int, list[StreamedToken]], None] | None = None
@@ -68,7 +73,7 @@ class TokenStream:
 
         each = [replace(job.sampling, seed=seed) for seed in job.seeds]
         try:
-            self._submission = batch.submit(job.prompts, each or job.sampling, deliver)
+            self._submission = batch.submit(job.prompts, each or job.sampling, deliver, top_logprobs=job.top_logprobs)
         except RuntimeError as error:
             raise BatchEnded(str(error)) from error
         metrics.prompt_tokens.inc(sum(map(len, job.prompts)))
@@ -117,6 +122,7 @@ class Service:
         sampling: SamplingParams,
         max_queue: int,
         metrics: ServerMetrics | None = None,
+        adapters: Mapping[str, OpenBatch] | None = None,
     ) -> None:
         """Take what serves.
 
@@ -127,10 +133,32 @@ class Service:
             sampling: for what a request does not name.
             max_queue: most completions that wait.
             metrics: that are counted; none: its own.
+            adapters: open batches of the model with adapters, by the names that requests give.
         """
         self.batch, self.tokenizer, self.name = batch, tokenizer, name
-        self.metrics = ServerMetrics(batch) if metrics is None else metrics
+        batches = adapters or {}
+        self.metrics = ServerMetrics([batch, *batches.values()]) if metrics is None else metrics
+        self.adapters = {
+            name: Service(each, tokenizer, name=name, sampling=sampling, max_queue=max_queue, metrics=self.metrics)
+            for name, each in batches.items()
+        }
+        """Services of the adapters."""
         self.defaults, self.max_queue = sampling, max_queue
+
+    def of_model(self, name: str) -> Service:
+        """The service of the model that a request names: this one, or that of an adapter.
+
+        Raises:
+            UnknownModel: when there is none.
+        """
+        found = self.adapters.get(name, self)
+        found.check_name(name)
+        return found
+
+    @property
+    def failed(self) -> bool:
+        """Whether a batch has failed."""
+        return self.batch.failure is not None or any(adapter.failed for adapter in self.adapters.values())
 
     def job(self, body: GenerationBody) -> Job:
         """The prompts of a request.
@@ -141,7 +169,8 @@ class Service:
         """
         self.check_name(body.model)
         prompts = [self._chat_prompt(body)] if isinstance(body, ChatBody) else self._prompts(body)
-        return Job(prompts, self.sampling(body, longest_prompt=max(map(len, prompts), default=0)))
+        sampling = self.sampling(body, longest_prompt=max(map(len, prompts), default=0))
+        return Job(prompts, sampling, body.most_likely)
 
     def sampling(self, body: GenerationBody, *, longest_prompt: int) -> SamplingParams:
         """The sampling parameters of a request.
@@ -162,7 +191,8 @@ class Service:
     def check_name(self, name: str) -> None:
         """Raise UnknownModel unless this is the name of the served model."""
         if name != self.name:
-            raise UnknownModel(f"the model of this server is {self.name}, got {name[:100]!r}: name it")
+            known = ", ".join([self.name, *self.adapters])
+            raise UnknownModel(f"the model of this server is {known}, got {name[:100]!r}: name it")
 
     def start(self, job: Job) -> TokenStream:
         """Submit a job.
@@ -181,6 +211,17 @@ class Service:
             raise QueueFull(f"{self.batch.unfinished} completions run or wait, the limit is {most}: try again later")
         return TokenStream(self.batch, job, self.metrics)
 
+    def call(self, function: Callable[[], ResultT]) -> Future[ResultT]:
+        """Call a function on the thread that uses the device.
+
+        Raises:
+            BatchEnded: when the server stops.
+        """
+        try:
+            return self.batch.call(function)
+        except RuntimeError as error:
+            raise BatchEnded(str(error)) from error
+
     async def prompt_logprobs(self, prompt: Sequence[int]) -> list[dict[str, Any] | None]:
         """Log-probs of a prompt's tokens in vLLM's form; none for the first."""
         try:
@@ -196,11 +237,16 @@ class Service:
     def _chat_prompt(self, body: ChatBody) -> list[int]:
         if body.prompt_token_ids is not None:
             return body.prompt_token_ids
-        return encode_prompt(read_messages(body), self.tokenizer, tools=body.used_tools)
+        return encode_prompt(self.messages(body), self.tokenizer, tools=body.used_tools)
 
     def _prompts(self, body: GenerationBody) -> list[list[int]]:
         assert isinstance(body, CompletionBody)
         return [self.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
+
+    def messages(self, body: ChatBody) -> list[Message]:
+        """The conversation of a request, see `read_conversation`."""
+        _check_text(json.dumps(body.tools, ensure_ascii=False), "tools")
+        return read_conversation("messages", body.messages)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, with BOS if the tokenizer adds it."""
@@ -209,14 +255,18 @@ class Service:
         return [*leading_bos(text, self.tokenizer, plain=True), *ids]
 
 
-def read_messages(body: ChatBody) -> list[Message]:
-    """The conversation of a request, in the form that chat templates read.
+def read_conversation(name: str, conversation: Sequence[dict[str, Any]]) -> list[Message]:
+    """Messages in the form that chat templates read.
+
+    Args:
+        name: of the conversation, in error messages.
+        conversation: messages of a request.
 
     Raises:
         UserError: for a message that is none.
     """
-    _check_text(json.dumps([body.messages, body.tools], ensure_ascii=False), "messages")
-    return [_message(f"messages.{place}", message) for place, message in enumerate(body.messages)]
+    _check_text(json.dumps(conversation, ensure_ascii=False), name)
+    return [_message(f"{name}.{place}", message) for place, message in enumerate(conversation)]
 
 
 def _message(location: str, message: dict[str, Any]) -> Message:

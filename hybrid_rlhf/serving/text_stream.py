@@ -6,8 +6,9 @@ of the piece before it are decoded again, since some tokenizers write a space on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
+from hybrid_rlhf.data.chat.calls import ToolCall, read_reply, shown_so_far
 from hybrid_rlhf.generation.sampling import FinishReason
 
 _INCOMPLETE = "\ufffd"
@@ -58,3 +59,25 @@ class TextStream:
         longest = max(map(len, self._stop), default=1) - 1
         lengths = range(min(longest, len(text)), 0, -1)
         return next((size for size in lengths if any(stop.startswith(text[-size:]) for stop in self._stop)), 0)
+
+
+class ReplyStream:
+    """Text and tool calls of a completion while it is sampled: what may be part of a call waits for the end."""
+
+    def __init__(self, text: TextStream, names: Collection[str]) -> None:
+        """Args: the text of the tokens, and the functions that may be called."""
+        self._text, self._names = text, names
+        self._whole, self._shown = "", 0
+
+    def add(self, token: int, finish_reason: FinishReason | None) -> tuple[str, Sequence[ToolCall]]:
+        """What one more token completes; the rest of the text, and the calls, with the last one."""
+        piece = self._text.add(token, finish_reason)
+        if not self._names:
+            return piece, ()
+        self._whole += piece
+        before = self._shown
+        if finish_reason is None:
+            self._shown = max(before, shown_so_far(self._whole, self._names))
+            return self._whole[before : self._shown], ()
+        reply = read_reply(self._whole, self._names)
+        return reply.content[before:], reply.calls

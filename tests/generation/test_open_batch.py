@@ -183,3 +183,25 @@ def test_a_batch_that_ends_says_so_to_all(monkeypatch: pytest.MonkeyPatch) -> No
     assert steps.get(timeout=60) == []
     assert isinstance(batch.failure, ZeroDivisionError)
     batch.close()
+
+
+@pytest.mark.parametrize("backend", ["auto", "module"])
+def test_the_most_likely_tokens_are_those_of_the_full_softmax(backend: str) -> None:
+    engine, sampling = tiny_engine(backend=backend), replace(SAMPLED, temperature=0.7, top_p=0.9, n=1)
+    steps: queue.SimpleQueue[list[StreamedToken]] = queue.SimpleQueue()
+    found: list[StreamedToken] = []
+    with engine.open(rows=2, max_tokens=120) as batch:
+        plain = completed(batch, PROMPTS[:1], sampling)[0][0]
+        batch.submit(PROMPTS[:1], sampling, steps.put, top_logprobs=7)
+        while not found or found[-1].finish_reason is None:
+            found += steps.get(timeout=60)
+    assert [token.token_id for token in found] == [token.token_id for token in plain]
+    ids = [*PROMPTS[0], *(token.token_id for token in found)]
+    with torch.no_grad():
+        logits = tiny_model()(torch.tensor([ids])).logits[0, len(PROMPTS[0]) - 1 : -1]
+    expected = torch.log_softmax(logits.float() / 0.7, dim=-1).topk(7)
+    for place, token in enumerate(found):
+        assert [other for other, _ in token.top] == expected.indices[place].tolist()
+        torch.testing.assert_close(
+            torch.tensor([value for _, value in token.top]), expected.values[place], atol=1e-4, rtol=1e-4
+        )

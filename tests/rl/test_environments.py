@@ -32,7 +32,7 @@ from hybrid_rlhf.functional.advantages import gae, shaped_rewards
 from hybrid_rlhf.generation.sampling import Completion
 from hybrid_rlhf.rl.algorithms.grpo import GRPO
 from hybrid_rlhf.rl.batch import Rollout
-from hybrid_rlhf.rl.environments import StepResult, load_environment
+from hybrid_rlhf.rl.environments import StepResult, build_runner, load_environment
 from hybrid_rlhf.rl.environments.calculator import Calculator, compute
 from hybrid_rlhf.rl.environments.calls import CallFailure, EnvironmentCalls
 from hybrid_rlhf.rl.environments.episodes import Episode, as_rollout, episode_metrics
@@ -619,12 +619,13 @@ def test_the_page_is_right(tmp_path: Path, world: World, monkeypatch: pytest.Mon
     """docs/environments.md: its class works, its commands parse, its table has the defaults."""
     page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
     monkeypatch.chdir(tmp_path)
-    Path("guess.py").write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0])
+    for name, source in zip(("guess.py", "agent.py"), re.findall(r"```python\n(.*?)```", page, re.DOTALL), strict=True):
+        Path(name).write_text(source)
     commands = re.findall(r"^    python training/step3_ppo/main.py (.*?[^\\])$", page, re.DOTALL | re.MULTILINE)
     configs = [parse_config(RLConfig, shlex.split(line.replace("\\\n", " "))) for line in commands]
-    assert len(configs) == 3
+    assert len(configs) == 4
     for config in configs:
-        assert load_environment(config.environment, world) is not None
+        assert build_runner(config.environment, rollout=SAMPLING, tokenizer=tiny_tokenizer(), world=world) is not None
     make = load_environment(configs[0].environment, world)
     assert make is not None
     game: Any = make()

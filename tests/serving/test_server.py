@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,8 +22,9 @@ from hybrid_rlhf.configs.inference import ServeConfig
 from hybrid_rlhf.data.chat.conversation import completion_text, encode_prompt
 from hybrid_rlhf.generation import Completion, GenerationEngine, SamplingParams
 from tests.support.generation import wait_until
+from tests.support.serving import KEY, server_process
 
-KEY, NAME, ROWS, QUEUE, TOKENS = "a-key", "tiny", 4, 30, 3000
+NAME, ROWS, QUEUE, TOKENS = "tiny", 4, 30, 3000
 HELLO = [{"role": "user", "content": "hello"}]
 LONG: dict[str, Any] = {"max_tokens": TOKENS - 100, "extra_body": {"min_tokens": TOKENS - 100}}
 """A completion that no stop token ends, of many seconds."""
@@ -59,24 +58,12 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(model_folder: Path) -> Iterator[Served]:
-    line = [str(model_folder), "--port", "0", "--api_key", "${SERVE_KEY}", "--model_name", NAME]
+    line = [str(model_folder), "--model_name", NAME]
     line += ["--max_batch_rows", str(ROWS), "--max_queue", str(QUEUE), "--max_sequence_tokens", str(TOKENS)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "hybrid_rlhf.cli.main", "serve", *line],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "SERVE_KEY": KEY, "OMP_NUM_THREADS": "1"},
-    )
-    try:
-        assert process.stdout is not None
-        started = re.fullmatch(rf"serving {NAME} on (http://127\.0\.0\.1:\d+)/v1\n", process.stdout.readline())
-        assert started is not None
-        client = openai.OpenAI(base_url=f"{started[1]}/v1", api_key=KEY, max_retries=0, timeout=120)
+    with server_process(line) as (process, url):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=120)
         engine, tokenizer = load_engine(ServeConfig(path=str(model_folder)))
-        yield Served(process, started[1], client, engine, tokenizer)
-    finally:
-        process.kill()
-        process.wait()
+        yield Served(process, url, client, engine, tokenizer)
 
 
 def test_chat_completions_are_those_of_the_engine(served: Served) -> None:
@@ -273,8 +260,9 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
         (TEXT, {"top_p": "1"}, "top_p: Input should be a valid number, got '1'"),
         (TEXT, {"n": 0}, "n: Input should be greater than or equal to 1, got 0"),
         (TEXT, {"n": 99}, "a request has at most 34 completions"),
-        (TEXT, {"logprobs": 3}, "logprobs must be 0"),
-        (CHAT, {"logprobs": True, "top_logprobs": 3}, "top_logprobs is not supported, got 3: leave it out"),
+        (TEXT, {"logprobs": 21}, "logprobs: Input should be less than or equal to 20, got 21"),
+        (CHAT, {"logprobs": True, "top_logprobs": 21}, "less than or equal to 20, got 21"),
+        (CHAT, {"top_logprobs": 3}, "top_logprobs needs logprobs true, got top_logprobs 3 alone"),
         (TEXT, {"presence_penalty": 0.5}, "presence_penalty is not supported, got 0.5"),
         (TEXT, {"bets_of": 2}, "bets_of: Extra inputs are not permitted"),
         (TEXT, {"prompt": []}, "prompt must be text or token ids, got none"),

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import InferenceConfig
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.data.chat.conversation import stop_token_ids
 from hybrid_rlhf.generation import GenerationEngine
+from hybrid_rlhf.generation.backends.native import NativeBackend
+from hybrid_rlhf.generation.engine import default_stop_token_ids
+from hybrid_rlhf.models.pretrained.adapters import adapter_merged
 from hybrid_rlhf.models.pretrained.folders import warn_of_remote_code
-from hybrid_rlhf.models.pretrained.loading import training_dtype
+from hybrid_rlhf.models.pretrained.loading import load_model, training_dtype
 from hybrid_rlhf.models.pretrained.sources import resolve_model
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.runtime.world import default_device, solo_world
@@ -76,3 +80,51 @@ def load_engine(
     )
     engine.stop_token_ids |= {*stop_token_ids(place.tokenizer, None)}
     return engine, place.tokenizer
+
+
+def load_adapted(
+    config: InferenceConfig, adapters: Mapping[str, str], *, kv_cache_gib: float
+) -> tuple[GenerationEngine, PreTrainedTokenizerBase, dict[str, GenerationEngine]]:
+    """As `load_engine`, and an engine for each adapter, which shares the weights that it does not adapt.
+
+    Args:
+        config: of the model.
+        adapters: peft folders by name.
+        kv_cache_gib: of each engine.
+
+    Raises:
+        UserError: also for a folder without an adapter of this model, and a model without inference weights.
+    """
+    place = find_model(config)
+    own = ModelConfig(path=place.path, trust_remote_code=place.trust_remote_code)
+    loaded, _ = load_model(place.path, "causal_lm", config=own, dtype=place.dtype)
+    model = loaded.to(place.device).eval()  # type: ignore[arg-type]
+    stop = {*default_stop_token_ids(model), *stop_token_ids(place.tokenizer, None)}
+
+    def engine() -> GenerationEngine:
+        built = GenerationEngine.from_model(
+            model, stop_token_ids=stop, tokenizer=place.tokenizer, kv_cache_gib=kv_cache_gib, cuda_graphs=False
+        )
+        if not isinstance(built.backend, NativeBackend):
+            raise UserError(f"adapters need inference weights, {type(model).__name__} has none: serve merged models")
+        return built
+
+    found = {}
+    for name, folder in adapters.items():
+        with adapter_merged(model, folder):
+            found[name] = engine()
+    return engine(), place.tokenizer, found
+
+
+def load_scorer(config: InferenceConfig, path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A reward model and its tokenizer, on the device and in the dtype of a config.
+
+    Raises:
+        UserError: if there is no such model, or it has no score head.
+    """
+    place = find_model(config, path)
+    own = ModelConfig(path=path, trust_remote_code=place.trust_remote_code)
+    model, is_new = load_model(place.path, "scorer", config=own, dtype=place.dtype, heads=None)
+    if is_new:
+        raise UserError(f"a reward model has a score head, {path} has none: give one that `hybrid-rlhf reward` saved")
+    return model.to(place.device).eval(), place.tokenizer  # type: ignore[arg-type]

@@ -18,14 +18,25 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
         from hybrid_rlhf.serving.packages import require_packages
 
         require_packages("serve")
-        from hybrid_rlhf.cli.saved_models.loading import load_engine
-        from hybrid_rlhf.serving.server import serve
+        from hybrid_rlhf.cli.saved_models.loading import load_adapted, load_engine, load_scorer
+        from hybrid_rlhf.serving.scores import ScoreService
+        from hybrid_rlhf.serving.server import LoadedModel, serve
+
+        def load() -> LoadedModel:
+            if config.adapters and config.kv_cache_gib is not None:
+                return LoadedModel(*load_adapted(config, config.adapters, kv_cache_gib=config.kv_cache_gib))
+            return LoadedModel(*load_engine(config, kv_cache_gib=config.kv_cache_gib))
+
+        def load_scores() -> ScoreService:
+            path = config.reward_model or ""
+            return ScoreService(*load_scorer(config, path), path)
 
         serve(
             config,
-            lambda: load_engine(config, kv_cache_gib=config.kv_cache_gib),
+            load,
             api_key=api_key,
             report=lambda line: print(line, flush=True),
+            load_scores=load_scores if config.reward_model else None,
         )
 
 

@@ -2,5 +2,5 @@
 
 Read `conversation.py` first (tokens and loss mask of a conversation), then `template.py` (rendering, and what a
 template does with roles, earlier turns and reasoning), `messages.py` (one message) and `forms.py` (the formats
-templates expect).
+templates expect). `calls.py` reads the tool calls that a model has written.
 """

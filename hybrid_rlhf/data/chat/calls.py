@@ -38,7 +38,7 @@ class ToolCall:
 
 
 @dataclass(frozen=True)
-class Reply:
+class AssistantTurn:
     """A turn of the assistant."""
 
     content: str
@@ -55,11 +55,12 @@ class Reply:
 
 def function_names(tools: Tools | None) -> frozenset[str]:
     """The functions that a conversation offers."""
-    functions = [tool.get("function", tool) for tool in tools or []]
+    given = [tool.get("function", tool) for tool in tools or []]
+    functions = [function for function in given if isinstance(function, dict)]
     return frozenset(str(function["name"]) for function in functions if isinstance(function.get("name"), str))
 
 
-def read_reply(text: str, names: Collection[str]) -> Reply:
+def read_reply(text: str, names: Collection[str]) -> AssistantTurn:
     """Text and calls of a completion.
 
     Args:
@@ -67,16 +68,16 @@ def read_reply(text: str, names: Collection[str]) -> Reply:
         names: functions that may be called; none: everything is text.
     """
     if not names:
-        return Reply(text)
+        return AssistantTurn(text)
     try:
         tagged = _TAGGED.findall(text)
         if tagged:
             calls = [call for block in tagged for call in _calls(block, names)]
-            return Reply(_TAGGED.sub("", text).rstrip(), calls)
+            return AssistantTurn(_TAGGED.sub("", text).rstrip(), calls)
         calls = list(_calls(text, names))
-        return Reply("", calls) if calls else Reply(text)
+        return AssistantTurn("", calls) if calls else AssistantTurn(text)
     except (_NoCall, ValueError, RecursionError):
-        return Reply(text)
+        return AssistantTurn(text)
 
 
 def shown_so_far(text: str, names: Collection[str]) -> int:
@@ -113,7 +114,7 @@ def _calls(text: str, names: Collection[str]) -> Iterator[ToolCall]:
 
 
 def _call(value: Any, names: Collection[str]) -> ToolCall:
-    if not isinstance(value, dict) or value.get("name") not in names:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or value["name"] not in names:
         raise _NoCall
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):

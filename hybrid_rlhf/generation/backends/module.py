@@ -224,7 +224,7 @@ class _ModuleBatch:
             logits = logits.repeat_interleave(n, dim=0)
         while True:
             drawn = self._sampler(logits.float(), self._rows)
-            yield self._append(drawn.tokens.tolist(), drawn.logprobs.tolist(), drawn.sampling_logprobs.tolist())
+            yield self._append(drawn.stacked().tolist())
             live = [slot for slot, request in enumerate(self._live) if request.finish_reason is None]
             if not live:
                 return
@@ -236,12 +236,12 @@ class _ModuleBatch:
                 self._live = [self._live[slot] for slot in live]
             logits = module.step(state, tokens)
 
-    def _append(self, tokens: list[int], logprobs: list[float], sampling_logprobs: list[float]) -> NewTokens:
+    def _append(self, columns: list[list[float]]) -> NewTokens:
         new: NewTokens = []
-        for request, token, *both in zip(self._live, tokens, logprobs, sampling_logprobs, strict=True):
+        for request, (token, *values) in zip(self._live, zip(*columns, strict=True), strict=True):
             if request.finish_reason is None:
-                request.append(token, *both)
-                new.append((request, token))
+                request.append(int(token), *values)
+                new.append((request, int(token)))
         return new
 
 

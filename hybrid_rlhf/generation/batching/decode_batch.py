@@ -32,6 +32,7 @@ class SamplingMode:
     min_p: bool
     repetition_penalty: bool
     min_new_tokens: bool
+    top_logprobs: bool
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> SamplingMode:
@@ -44,6 +45,7 @@ class SamplingMode:
             min_p=any(p.min_p > 0 for p in each),
             repetition_penalty=any(p.repetition_penalty != 1 for p in each),
             min_new_tokens=any(p.min_new_tokens > 0 for p in each),
+            top_logprobs=any(request.top_logprobs for request in requests),
         )
 
     def covers(self, other: SamplingMode) -> bool:

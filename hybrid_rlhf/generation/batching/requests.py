@@ -33,6 +33,10 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     sampling_logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    top_logprobs: int = 0
+    """How many of the most likely tokens are reported with each token, at most MOST_TOP_LOGPROBS."""
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
+    """For each token these, the most likely first, with the log-probs of `logprobs`; none without `top_logprobs`."""
     records_routes: bool = False
     """Whether the completion reports the experts of its tokens."""
     fetch_routes: Callable[[], Tensor] | None = None
@@ -84,11 +88,14 @@ class Request:
         """New tokens except the first, which the prefill samples."""
         return max(0, self.new_tokens - 1)
 
-    def append(self, token: int, logprob: float, sampling_logprob: float) -> None:
-        """Add a token, and set the finish reason if it is the last."""
+    def append(self, token: int, logprob: float, sampling_logprob: float, *top: float) -> None:
+        """Add a token, and set the finish reason if it is the last; `top`: the likely tokens, then their log-probs."""
         self.token_ids.append(token)
         self.logprobs.append(logprob)
         self.sampling_logprobs.append(sampling_logprob)
+        if self.top_logprobs:
+            kept, half = self.top_logprobs, len(top) // 2
+            self.top.append([(int(other), value) for other, value in zip(top[:half][:kept], top[half:], strict=False)])
         if token in self.stop or self._ends_with_stop_string():
             self.finish_reason = "stop"
         elif len(self.token_ids) == len(self.uniforms):

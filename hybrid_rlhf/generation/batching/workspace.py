@@ -22,7 +22,7 @@ from hybrid_rlhf.generation.batching.requests import Request
 from hybrid_rlhf.generation.drafting.places import DraftPlaces
 from hybrid_rlhf.generation.model.attention import Attention, Chunks, DecodeRows
 from hybrid_rlhf.generation.model.decoder import Decoder
-from hybrid_rlhf.generation.sampler import SampledTokens, Sampler
+from hybrid_rlhf.generation.sampler import Sampler
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.world import close_with_world
 
@@ -33,7 +33,8 @@ _IDLE_STREAMS: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(
 """Capture streams of graphs that were destroyed, for reuse."""
 Step = Callable[[int], Tensor]
 Fetch = Callable[[], list[list[float]]]
-"""Waits for a step and returns its tokens, log-probs and sampling log-probs; a token of -1 is not kept."""
+"""Waits for a step and returns its tokens, log-probs and sampling log-probs, then the most likely tokens and their
+log-probs where they are reported; a token of -1 is not kept."""
 
 
 class Workspace:
@@ -185,7 +186,7 @@ class Workspace:
         prompts: Prompts | None = None,
         drafts: DraftPlaces | None = None,
     ) -> Tensor:
-        """[3, N + entering]: one step of the first `batch` rows and of chunks of prompts.
+        """[3 + 2k, N + entering]: one step of the first `batch` rows and of chunks of prompts.
 
         Args:
             batch: rows.
@@ -224,8 +225,8 @@ class Workspace:
             logits = ends[torch.cat([places, len(rows) + prompts.of_request])]
         drawn = self._sampler(logits, drawing)
         if drafts is None:
-            return _stacked(drawn)
-        return _stacked(drawn).where(drafts.accept(live, drawn.tokens), -1.0)
+            return drawn.stacked()
+        return drawn.stacked().where(drafts.accept(live, drawn.tokens), -1.0)
 
 
 @dataclass(frozen=True)
@@ -302,11 +303,6 @@ def _graph_rows(rows: int, most: int) -> int:
         step = max(_GRAPH_ROWS[-1] // 4, 1 << ((rows - 1).bit_length() - 4))
         return min(most, -(-rows // step) * step)
     return min(most, _GRAPH_ROWS[bisect.bisect_left(_GRAPH_ROWS, rows)])
-
-
-def _stacked(drawn: SampledTokens) -> Tensor:
-    """[3, B] float64, to copy to the host at once; float64 represents every token id exactly."""
-    return torch.stack([drawn.tokens.double(), drawn.logprobs.double(), drawn.sampling_logprobs.double()])
 
 
 def _fetch(result: Tensor) -> Fetch:

@@ -17,7 +17,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
-from hybrid_rlhf.data.chat.calls import Reply, function_names, read_reply
+from hybrid_rlhf.data.chat.calls import AssistantTurn, function_names, read_reply
 from hybrid_rlhf.data.chat.conversation import completion_text
 from hybrid_rlhf.data.chat.messages import Message, Tools
 from hybrid_rlhf.data.chat.template import render, token_ids
@@ -27,7 +27,7 @@ from hybrid_rlhf.rl.environments.episodes import Episode
 from hybrid_rlhf.rl.environments.observations import ids_after_turn
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.serving.bodies import ChatBody, CompletionBody, GenerationBody
-from hybrid_rlhf.serving.service import Job, Service, read_messages
+from hybrid_rlhf.serving.service import Job, Service
 
 logger = logging.getLogger(LOGGER_NAME)
 _PLACEHOLDER = "q7turnq7"
@@ -47,7 +47,7 @@ class _Turn:
     """Of its prompt and completion."""
     said: str
     """Text of the completion with special tokens."""
-    replies: tuple[Reply, ...]
+    replies: tuple[AssistantTurn, ...]
     """What a later conversation may have in its place."""
     sequence: Episode
 
@@ -125,7 +125,7 @@ class EpisodeService(Service):
             if not self.closed:
                 self._record(prompts[place], tokens, sampling.stop)
 
-        return Job([prompt.ids for prompt in prompts], sampling, seeds, record)
+        return Job([prompt.ids for prompt in prompts], sampling, body.most_likely, seeds, record)
 
     def _fixed(self, body: GenerationBody, prompts: Sequence[_Prompt]) -> SamplingParams:
         """A request's parameters, with those that training must know replaced by the run's."""
@@ -164,7 +164,7 @@ class EpisodeService(Service):
     def _chat(self, body: ChatBody) -> list[_Prompt]:
         if body.prompt_token_ids is not None:
             return [self._given(body.prompt_token_ids)]
-        messages, tools = read_messages(body), body.used_tools
+        messages, tools = self.messages(body), body.used_tools
         text = render(messages, self.tokenizer, tools=tools, add_generation_prompt=True)
         names = function_names(tools)
         for turn in reversed(self._turns):

@@ -1,0 +1,223 @@
+"""The server against its own engine: throughput, first tokens, and many streams of which some are abandoned.
+
+    python -m benchmarks.serving MODEL                       # all three, five rounds, two minutes of streams
+    python -m benchmarks.serving MODEL --rounds 1 --soak_seconds 5 --new_tokens 16   # a quick look
+
+`throughput`: tokens per second of 32 concurrent clients and of one call of the engine with the same prompts, seeds and
+lengths, in turn in one run; medians, and the median of the rounds' ratios. `first_token`: seconds to the first token of
+a stream on an idle server, of the engine's prefill with its first token, and of one decoding step. `soak`: 256 streams
+for two minutes, a third of which disconnect midway; answers that end are compared with the engine's, token by token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import psutil
+
+from hybrid_rlhf.cli.saved_models.loading import load_engine
+from hybrid_rlhf.configs.inference import ServeConfig
+from hybrid_rlhf.generation import GenerationEngine, SamplingParams
+
+CLIENTS, STREAMS, KINDS, PROMPT_TOKENS, MOST_TOKENS = 32, 256, 16, 64, 2048
+NAME = "model"
+
+
+def prompts(count: int) -> list[list[int]]:
+    """Random token ids, of similar lengths."""
+    chance = random.Random(0)
+    return [[chance.randrange(100, 250) for _ in range(PROMPT_TOKENS + place % 7)] for place in range(count)]
+
+
+def sampling(seed: int, tokens: int) -> SamplingParams:
+    """A completion of exactly so many tokens."""
+    return SamplingParams(max_new_tokens=tokens, min_new_tokens=tokens, seed=seed)
+
+
+def body(prompt: list[int], seed: int, tokens: int, **more: Any) -> dict[str, Any]:
+    """The same as a request."""
+    limits = {"max_tokens": tokens, "min_tokens": tokens, "seed": seed}
+    return {"model": NAME, "prompt": prompt, "return_token_ids": True, **limits, **more}
+
+
+@contextmanager
+def server(model: str, rows: int) -> Iterator[tuple[str, psutil.Process]]:
+    """A server of its own process, and its URL."""
+    line = [model, "--port", "0", "--model_name", NAME, "--max_batch_rows", str(rows), "--max_queue", "1024"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hybrid_rlhf", "serve", *line, "--max_sequence_tokens", str(MOST_TOKENS)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=dict(os.environ),
+    )
+    try:
+        assert process.stdout is not None
+        found = re.search(r"(http://\S+)/v1", process.stdout.readline())
+        assert found is not None, "the server did not start"
+        yield found[1], psutil.Process(process.pid)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+async def ask_all(url: str, tokens: int) -> float:
+    """Tokens per second of concurrent clients."""
+    async with httpx2.AsyncClient(timeout=600, limits=httpx2.Limits(max_connections=CLIENTS)) as client:
+        start = time.perf_counter()
+        answers = await asyncio.gather(
+            *(
+                client.post(f"{url}/v1/completions", json=body(prompt, seed, tokens))
+                for seed, prompt in enumerate(prompts(CLIENTS))
+            )
+        )
+        seconds = time.perf_counter() - start
+    assert all(answer.status_code == 200 for answer in answers)
+    return CLIENTS * tokens / seconds
+
+
+def generate_all(engine: GenerationEngine, tokens: int) -> float:
+    """Tokens per second of one call."""
+    given = prompts(CLIENTS)
+    start = time.perf_counter()
+    engine.generate(given, [sampling(seed, tokens) for seed in range(CLIENTS)])
+    return CLIENTS * tokens / (time.perf_counter() - start)
+
+
+def throughput(url: str, engine: GenerationEngine, rounds: int, tokens: int) -> dict[str, float]:
+    """Medians, after a round of warm-up."""
+    asyncio.run(ask_all(url, tokens)), generate_all(engine, tokens)
+    pairs = [(asyncio.run(ask_all(url, tokens)), generate_all(engine, tokens)) for _ in range(rounds)]
+    return {
+        "served_tokens_per_second": statistics.median(served for served, _ in pairs),
+        "offline_tokens_per_second": statistics.median(offline for _, offline in pairs),
+        "ratio": statistics.median(served / offline for served, offline in pairs),
+        "ratio_low": min(served / offline for served, offline in pairs),
+        "ratio_high": max(served / offline for served, offline in pairs),
+    }
+
+
+async def stream_times(url: str, prompt: list[int], seed: int, tokens: int) -> list[float]:
+    """Seconds from the request to each token of a stream."""
+    start, times = time.perf_counter(), []
+    async with httpx2.AsyncClient(timeout=600) as client:
+        async with client.stream(
+            "POST", f"{url}/v1/completions", json=body(prompt, seed, tokens, stream=True)
+        ) as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    times.append(time.perf_counter() - start)
+    return times
+
+
+def first_token(url: str, engine: GenerationEngine, rounds: int) -> dict[str, float]:
+    """Medians of a stream's first token, of the engine's first token, and of a step."""
+    streamed, prefills, steps = [], [], []
+    for seed, prompt in enumerate(prompts(rounds + 1)):
+        prompt = [token + seed % 7 for token in prompt] * 4  # no prefix is cached
+        times = asyncio.run(stream_times(url, prompt, seed, 16))
+        start = time.perf_counter()
+        engine.generate([prompt], sampling(seed, 1))
+        if seed:  # the first warms up
+            prefills.append(time.perf_counter() - start)
+            streamed.append(times[0])
+            steps.append(statistics.median(b - a for a, b in zip(times, times[1:], strict=False)))
+    return {
+        "first_token_seconds": statistics.median(streamed),
+        "prefill_seconds": statistics.median(prefills),
+        "step_seconds": statistics.median(steps),
+        "steps_after_prefill": statistics.median(
+            (first - prefill) / step for first, prefill, step in zip(streamed, prefills, steps, strict=True)
+        ),
+    }
+
+
+class Soak:
+    """Streams that are opened again as soon as they end, until the time is up."""
+
+    def __init__(self, url: str, expected: list[list[int]], tokens: int) -> None:
+        self._url, self._expected, self._tokens = url, expected, tokens
+        self.finished = self.abandoned = self.wrong = self.lost = 0
+
+    async def run(self, seconds: float, process: psutil.Process) -> list[int]:
+        """Resident bytes of the server, ten times."""
+        end, resident = time.monotonic() + seconds, list[int]()
+        limits = httpx2.Limits(max_connections=STREAMS)
+        async with httpx2.AsyncClient(timeout=600, limits=limits) as client:
+            streams = [asyncio.create_task(self._repeat(client, number, end)) for number in range(STREAMS)]
+            for _ in range(10):
+                await asyncio.sleep(seconds / 10)
+                resident.append(process.memory_info().rss)
+            await asyncio.gather(*streams)
+        return resident
+
+    async def _repeat(self, client: httpx2.AsyncClient, number: int, end: float) -> None:
+        chance = random.Random(number)
+        while time.monotonic() < end:
+            kind = chance.randrange(KINDS)
+            leaves = chance.randrange(1, self._tokens) if chance.random() < 1 / 3 else None
+            await self._stream(client, kind, leaves)
+
+    async def _stream(self, client: httpx2.AsyncClient, kind: int, leaves: int | None) -> None:
+        asked, ids = body(prompts(KINDS)[kind], kind, self._tokens, stream=True), list[int]()
+        ended = False
+        async with client.stream("POST", f"{self._url}/v1/completions", json=asked) as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    for choice in json.loads(line[6:]).get("choices", []):
+                        ids += choice["token_ids"]
+                ended = ended or line == "data: [DONE]"
+                if leaves is not None and len(ids) >= leaves:
+                    break
+        self.abandoned += not ended and leaves is not None
+        self.finished += ended
+        self.lost += not ended and leaves is None
+        self.wrong += ids != self._expected[kind][: len(ids)] or (ended and len(ids) != self._tokens)
+
+
+def soak(url: str, engine: GenerationEngine, process: psutil.Process, seconds: float, tokens: int) -> dict[str, float]:
+    """Counts of streams, and the server's memory."""
+    expected = [
+        engine.generate([prompt], sampling(kind, tokens))[0][0].token_ids for kind, prompt in enumerate(prompts(KINDS))
+    ]
+    streams = Soak(url, expected, tokens)
+    resident = asyncio.run(streams.run(seconds, process))
+    counts = {name: getattr(streams, name) for name in ("finished", "abandoned", "lost", "wrong")}
+    return {**counts, "gib_early": resident[2] / 2**30, "gib_end": resident[-1] / 2**30}
+
+
+def main() -> None:
+    """Measure, and print or write the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="folder or hub name")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--new_tokens", type=int, default=128)
+    parser.add_argument("--soak_seconds", type=float, default=120.0)
+    parser.add_argument("--json", type=Path, help="file to write")
+    args = parser.parse_args()
+    engine, _ = load_engine(ServeConfig(path=args.model))
+    result: dict[str, Any] = {}
+    with server(args.model, CLIENTS) as (url, process):
+        result["throughput"] = throughput(url, engine, args.rounds, args.new_tokens)
+        result["first_token"] = first_token(url, engine, args.rounds)
+        result["soak"] = soak(url, engine, process, args.soak_seconds, args.new_tokens // 2)
+    print(json.dumps(result, indent=2))
+    if args.json is not None:
+        args.json.write_text(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()

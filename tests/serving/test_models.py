@@ -1,0 +1,157 @@
+"""What `hybrid-rlhf serve` has beside its model: the scores of a reward model, and calls that a model writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from hybrid_rlhf.configs.sections.model import ModelConfig
+from hybrid_rlhf.data.chat.conversation import encode_completion, encode_prompt
+from hybrid_rlhf.models.policy import Scorer
+from hybrid_rlhf.models.pretrained.loading import load_model
+from tests.support.serving import KEY, server_process
+from tests.support.tiny import tiny_model, tiny_tokenizer
+
+CALL = 'Yes. <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+ASK: list[Any] = [{"role": "user", "content": "call"}]
+HEADERS = {"Authorization": f"Bearer {KEY}"}
+
+
+@pytest.fixture(scope="module")
+def caller_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that has learned one answer by heart, which is a call."""
+    folder, tokenizer, model = tmp_path_factory.mktemp("caller"), tiny_tokenizer(), tiny_model()
+    prompt = encode_prompt(ASK, tokenizer)
+    ids = torch.tensor([*prompt, *tokenizer(CALL, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id])
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    for _ in range(300):
+        loss = cross_entropy(model(ids[None]).logits[0, len(prompt) - 1 : -1], ids[len(prompt) :])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if loss < 0.01:
+            break
+    assert loss < 0.1
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reward_folder(paths: dict[str, str]) -> str:
+    tiny_tokenizer().save_pretrained(paths["reward"])
+    return paths["reward"]
+
+
+@pytest.fixture(scope="module")
+def url(caller_folder: Path, reward_folder: str) -> Iterator[str]:
+    line = [
+        str(caller_folder),
+        "--model_name",
+        "caller",
+        "--reward_model",
+        reward_folder,
+        "--max_sequence_tokens",
+        "256",
+    ]
+    with server_process([*line, "--max_sequence_tokens", "256"]) as (_, found):
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=120)
+
+
+def test_scores_are_those_of_the_reward_model_alone(url: str, reward_folder: str) -> None:
+    prompts, answers = ["hello", "a", "why? " * 9], ["yes", "a longer answer", "n"]
+    model, _ = load_model(reward_folder, "scorer", config=ModelConfig(), dtype=torch.float32)
+    expected = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        turns = [{"role": "user", "content": prompt}], [{"role": "assistant", "content": answer}]
+        ids = torch.tensor([encode_completion(*turns, tiny_tokenizer()).input_ids])
+        with torch.no_grad():
+            expected.append(float(Scorer(model)(ids, torch.ones_like(ids))[0, -1]))
+    both = [
+        [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    for path, body in (
+        ("/score", {"prompt": prompts, "completion": answers}),
+        ("/v1/score", {"messages": both}),
+        ("/v1/score", {"messages": both[0]}),
+        ("/score", {"prompt": prompts[0], "completion": answers[0]}),
+    ):
+        answer = httpx2.post(f"{url}{path}", json={"model": reward_folder, **body}, headers=HEADERS, timeout=60).json()
+        assert [row["index"] for row in answer["data"]] == list(range(len(answer["data"])))
+        scores = [row["score"] for row in answer["data"]]
+        assert scores == pytest.approx(expected[: len(scores)], abs=1e-5) and len(scores) in (1, 3)
+    assert len(set(expected)) == 3 and answer["usage"]["prompt_tokens"] > 0
+
+
+def test_bad_requests_for_scores_are_refused(url: str, reward_folder: str) -> None:
+    turn = {"role": "user", "content": "x"}
+    for status, body, rule in (
+        (404, {"model": "caller", "messages": [turn]}, "the reward model of this server is"),
+        (400, {"messages": [turn]}, "must end with a turn of the assistant, got user"),
+        (400, {"prompt": ["a", "b"], "completion": ["c"]}, "as many prompts as completions, got 0, 2 and 1"),
+        (400, {}, "as many prompts as completions"),
+        (400, {"prompt": "x" * 300, "completion": "y"}, "must have at most 256 tokens"),
+        (400, {"prompt": "\ud800", "completion": "y"}, "Unicode"),
+        (400, {"messages": [{"role": "king"}]}, "'role' and 'content'|a role must be one of"),
+    ):
+        content = json.dumps({"model": reward_folder, **body}).encode()
+        answer = httpx2.post(f"{url}/score", content=content, headers=HEADERS, timeout=60)
+        assert answer.status_code == status, answer.text
+        assert any(part in answer.json()["error"]["message"] for part in rule.split("|")), answer.text
+    assert httpx2.post(f"{url}/score", json={}).status_code == 401
+
+
+def test_calls_are_returned_as_calls(client: openai.OpenAI) -> None:
+    (choice,) = client.chat.completions.create(model="caller", messages=ASK, tools=TOOLS, temperature=0).choices
+    assert choice.finish_reason == "tool_calls" and choice.message.content == "Yes."
+    (call,) = choice.message.tool_calls
+    assert call.function.name == "f" and json.loads(call.function.arguments) == {"x": 1} and len(call.id) == 9
+    for more in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        plain = client.chat.completions.create(model="caller", messages=ASK, temperature=0, **more).choices[0]
+        assert plain.message.tool_calls is None and plain.finish_reason == "stop" and plain.message.content == CALL
+
+
+def test_streamed_calls_are_the_same(client: openai.OpenAI) -> None:
+    text, calls, reason = "", [], None
+    for chunk in client.chat.completions.create(model="caller", messages=ASK, tools=TOOLS, temperature=0, stream=True):
+        (choice,) = chunk.choices
+        text += choice.delta.content or ""
+        calls += choice.delta.tool_calls or []
+        reason = choice.finish_reason or reason
+    assert (text, reason) == ("Yes.", "tool_calls")
+    assert [(call.index, call.function.name) for call in calls] == [(0, "f")]
+
+
+def test_cut_calls_stay_text(client: openai.OpenAI) -> None:
+    cut = client.chat.completions.create(model="caller", messages=ASK, tools=TOOLS, temperature=0, max_tokens=30)
+    assert cut.choices[0].message.content == CALL[:30] and cut.choices[0].finish_reason == "length"
+
+
+def test_the_most_likely_tokens_come_with_each_token(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="caller", messages=ASK, max_tokens=5, logprobs=True, top_logprobs=3)
+    for entry in answer.choices[0].logprobs.content:
+        values = [top.logprob for top in entry.top_logprobs]
+        assert len(values) == 3 and values == sorted(values, reverse=True)
+    greedy = client.completions.create(model="caller", prompt="ab", max_tokens=4, logprobs=2, temperature=0)
+    logprobs = greedy.choices[0].logprobs
+    for token, value, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+        assert top[token] == pytest.approx(value, abs=1e-5) and max(top.values()) == top[token]
+
+
+def test_the_reward_model_is_listed(client: openai.OpenAI, reward_folder: str) -> None:
+    assert [model.id for model in client.models.list()] == ["caller", reward_folder]
