@@ -1,9 +1,9 @@
 /** Samples of a run: filters, a list of any length, or the groups of a step side by side. */
 import { useData, useEvents } from "../core/api.js";
-import { html, useEffect, useMemo, useState } from "../core/dom.js";
+import { html, useMemo, useState } from "../core/dom.js";
 import { formatNumber } from "../core/format.js";
 import { link, setQuery } from "../core/route.js";
-import { useChosen, useRuns } from "../core/runs.js";
+import { useChosen, useIndexing, useRuns } from "../core/runs.js";
 import { Choice, Empty, ErrorLine, Loading, QueryInput, ViewHead } from "../parts/basic.js";
 import { RunPicker } from "../parts/picker.js";
 import { SampleCard, SampleRow, count } from "../parts/sample_row.js";
@@ -15,8 +15,6 @@ const FILTERS = ["step", "text", "component", "component_min", "component_max", 
 const ROW_HEIGHT = 76;
 const NARROW_ROW_HEIGHT = 128;
 const GROUP_ROWS = 100;
-/** Between two looks at an index that is being built. */
-const INDEXING_MS = 500;
 
 /** The part of the address that the server understands. */
 function sampleQuery(query) {
@@ -107,17 +105,12 @@ export function Rollouts({ query }) {
     facets.reload();
   });
   const filter = useMemo(() => sampleQuery(query), [JSON.stringify(query)]);
-  const indexing = facets.data?.indexed < 1;
+  const indexing = useIndexing(facets.data, () => {
+    setRevision((value) => value + 1);
+    facets.reload();
+  });
   // The server refuses a component that it has not read of yet.
   const known = facets.data && (!indexing || !filter.component || facets.data.components.includes(filter.component));
-  useEffect(() => {
-    if (!indexing) return undefined;
-    const timer = setTimeout(() => {
-      setRevision((value) => value + 1);
-      facets.reload();
-    }, INDEXING_MS);
-    return () => clearTimeout(timer);
-  }, [facets.data]);
   if (loading) return html`<${ViewHead} title="Rollouts" /><${Loading} what="runs" />`;
   const groups = query.view === "groups";
   return html`
