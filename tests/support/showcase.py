@@ -128,7 +128,7 @@ def _row(step: int, index: int, random: np.random.Generator) -> dict[str, Any]:
     return {
         "step": step,
         "prompt": [
-            {"role": "system", "content": "Solve the problem. End with “The answer is N.”"},
+            {"role": "system", "content": 'Solve the problem. End with "The answer is N."'},
             {"role": "user", "content": _question(prompt)[0]},
         ],
         "completion": completion,

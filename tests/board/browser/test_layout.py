@@ -24,7 +24,7 @@ VIEWS = {
 }
 _CUT_OFF = """() => [...document.querySelectorAll('main *, .top *')].filter(element => {
   const box = element.getBoundingClientRect();
-  if (!box.width || box.right <= innerWidth + 1) return false;
+  if (!box.width || !element.checkVisibility() || box.right <= innerWidth + 1) return false;
   for (let outer = element; outer; outer = outer.parentElement) {
     if (['auto', 'scroll', 'hidden'].includes(getComputedStyle(outer).overflowX)) return false;
   }

@@ -92,6 +92,7 @@ def test_rollouts_are_filtered_and_only_visible_rows_exist(board: ServedBoard, p
 
 def test_groups_stand_side_by_side_and_lead_to_their_prompt(board: ServedBoard, page: Any) -> None:
     show(page, board.url, f"rollouts?run={_id(board, 'gsm-ppo')}&view=groups")
+    page.locator(".sample-card").first.wait_for()
     assert page.locator(".group").count() == 6 and page.locator(".group").first.locator(".sample-card").count() == 4
     page.get_by_role("link", name="All steps").first.click()
     page.get_by_role("heading", name="Prompt", exact=True).wait_for()
@@ -141,6 +142,7 @@ def test_signals_name_their_evidence_and_source(board: ServedBoard, page: Any) -
     run = _id(board, "gsm-ppo")
     found = board.get(f"/api/runs/{run}/signals")
     show(page, board.url, f"signals?run={run}")
+    page.locator(".signal").first.wait_for()
     assert found and page.locator(".signal").count() == len(found)
     text = page.locator("main").inner_text()
     assert all(signal["what"] in text and signal["source"] in text for signal in found)

@@ -13,7 +13,7 @@ const RANGES = [["score", "Score"], ["length", "Length"], ["kl", "KL"]];
 const SORTS = [["step", "Step"], ["score", "Score"], ["length", "Length"], ["kl", "KL"]];
 const FILTERS = ["step", "text", "component", "component_min", "component_max", ...RANGES.flatMap(([key]) => [`${key}_min`, `${key}_max`])];
 const ROW_HEIGHT = 76;
-const NARROW_ROW_HEIGHT = 128;
+const NARROW_ROW_HEIGHT = 144;
 const GROUP_ROWS = 100;
 
 /** The part of the address that the server understands. */
@@ -118,7 +118,7 @@ export function Rollouts({ query }) {
     <${ErrorLine} text=${error} />
     ${!run?.has_samples ? html`<${Empty} title="No samples here">A run records samples every <code>logging.samples_every</code> steps, which is 0 in this one, or it has made no step yet.</${Empty}>` : html`
       <${Filters} query=${query} steps=${facets.data?.steps ?? []} components=${facets.data?.components ?? []} groups=${groups} />
-      ${groups ? facets.data && html`<${Groups} run=${run} query=${query} steps=${facets.data.steps} />` : !known ? html`<${ErrorLine} text=${facets.error} />${!facets.error && html`<${Loading} what="samples" />`}` : html`
+      ${groups && facets.data ? html`<${Groups} run=${run} query=${query} steps=${facets.data.steps} />` : !known ? html`<${ErrorLine} text=${facets.error} />${!facets.error && html`<${Loading} what="samples" />`}` : html`
         <${VirtualList} path=${`/api/runs/${run.id}/samples`} query=${filter} revision=${revision} rowHeight=${narrow ? NARROW_ROW_HEIGHT : ROW_HEIGHT} label="Samples"
           renderRow=${(row) => html`<${SampleRow} run=${run.id} row=${row} />`}>
           ${({ answer, error: listError, shown }) => html`<${ErrorLine} text=${listError} />

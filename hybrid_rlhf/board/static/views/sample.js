@@ -21,6 +21,7 @@ function Components({ components }) {
 }
 
 function versions(pairs) {
+  if (pairs?.length === 1) return String(Array.isArray(pairs[0]) ? pairs[0][0] : pairs[0]);
   return (pairs ?? []).map((pair) => (Array.isArray(pair) ? `${pair[0]} (${plural(pair[1], "token")})` : String(pair))).join(", ") || "–";
 }
 
