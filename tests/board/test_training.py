@@ -31,8 +31,8 @@ def test_a_form_has_every_key_with_its_default(command: str) -> None:
     assert set(tree.all_keys(off=True)) < set(fields)
     assert all(field["help"] for key, field in fields.items() if not key.endswith(".name"))
     assert {field["type"] for field in fields.values()} <= {"int", "float", "bool", "str", "choice", "list"}
-    shown = {key: fields[key]["default"] for key in tree.all_keys() if fields[key]["default"] is not None}
-    config, processes = read_form(command, {key: value for key, value in shown.items() if value != []})
+    shown = {key: fields[key]["default"] for key in tree.all_keys() if fields[key]["default"] not in (None, [], {})}
+    config, processes = read_form(command, shown)
     read = flat(plain(config))
     assert processes == 1 and {key: read[key] for key in shown} == shown
 
@@ -50,7 +50,7 @@ def test_a_form_is_of_an_algorithm() -> None:
     [
         ({"model.pth": "x"}, "model.path"),
         ({"train.max_steps": "many"}, "train.max_steps"),
-        ({"model": "x", "model.path": "y"}, "model"),
+        ({"model": "x", "model.path": "y"}, "a value or a section"),
         ({"launcher.num_processes": 0}, "launcher.num_processes"),
         ({"seed": [1, 2]}, "seed"),
         ({}, "model.path"),

@@ -26,8 +26,8 @@ class SamplingBody(BaseModel):
 
     temperature: float = 0.7
     top_p: float = 0.95
-    max_new_tokens: int = Field(256, ge=1, le=4000)
-    seed: int | None = Field(None, ge=0, lt=2**63)
+    max_new_tokens: int = Field(default=256, ge=1, le=4000)
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
 
 
 class BoardChatBody(BaseModel):

@@ -1,0 +1,128 @@
+"""What a run records of each token of its rollouts, read without torch: `tokens/step_00000010.safetensors`.
+
+The arrays are flat, without padding. Row `n` of a rollout has the ids `offsets[n]` to `offsets[n + 1]`, first its
+prompt, and the entries `response_offsets[n]` to `response_offsets[n + 1]` of each column, one per response token. A
+reader loads those of its row alone. `token_log.py` writes them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+TOKENS = "tokens"
+COLUMN = "columns."
+"""Prefix of the names of columns."""
+DETAILS = "details"
+"""The only key of the metadata, because several are written in any order."""
+ENVIRONMENT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "HYBRID_RLHF_PRODUCTS")
+"""Variables that decide in which order numbers are summed."""
+_FILE = re.compile(r"step_(\d+)\.safetensors")
+
+
+@dataclass(frozen=True)
+class TokenRecord:
+    """One completion with its prompt, token by token."""
+
+    prompt_length: int
+    """Tokens before the completion."""
+    ids: list[int]
+    """Of the prompt and the completion."""
+    response: list[bool]
+    """Whether the actor sampled the token, for each of `ids`."""
+    columns: dict[str, list[float | None]]
+    """By name, for each of `ids`; None where the token is not sampled or the number is not finite."""
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, Any], index: int) -> TokenRecord:
+        """Row `index` of the arrays of a rollout, or of what reads them by slices.
+
+        Raises:
+            IndexError: if there is no such row.
+        """
+        offsets = arrays["offsets"][:]
+        if not 0 <= index < len(offsets) - 1:
+            raise IndexError(f"row {index} of {len(offsets) - 1}")
+        tokens = slice(*offsets[index : index + 2].tolist())
+        entries = slice(*arrays["response_offsets"][index : index + 2].tolist())
+        response = arrays["response"][tokens]
+        columns = {
+            name.removeprefix(COLUMN): arrays[name][entries] if entries.stop > entries.start else np.empty(0)
+            for name in arrays
+            if name.startswith(COLUMN)
+        }
+        if "ref_logprobs" in columns and "old_logprobs" in columns:
+            columns["kl"] = columns["old_logprobs"] - columns["ref_logprobs"]
+        return cls(
+            int(arrays["prompt_lengths"][index : index + 1][0]),
+            arrays["ids"][tokens].tolist(),
+            response.tolist(),
+            {name: _spread(values, response) for name, values in columns.items()},
+        )
+
+
+class TokenRecords:
+    """The token records of a run folder, complete ones only."""
+
+    def __init__(self, folder: Path) -> None:
+        """Take the run folder, which may have none."""
+        self._folder = folder / TOKENS
+
+    def steps(self) -> list[int]:
+        """The recorded steps, ascending."""
+        return sorted(record_files(self._folder))
+
+    def read(self, step: int, index: int) -> TokenRecord:
+        """One row of a step's rollout.
+
+        Args:
+            step: one of `steps`.
+            index: of the row in the rollout, as in samples.jsonl.
+
+        Raises:
+            FileNotFoundError: if the step is not recorded.
+            IndexError: if it has no such row.
+            ValueError: if its file is damaged.
+        """
+        try:
+            with safe_open(record_file(self._folder, step), framework="numpy") as file:
+                return TokenRecord.of({name: file.get_slice(name) for name in file.keys()}, index)  # noqa: SIM118
+        except (SafetensorError, KeyError) as error:
+            raise ValueError(f"{record_file(self._folder, step)} is not a token record ({error})") from error
+
+    def details(self, step: int) -> dict[str, Any]:
+        """How a step was computed: `ranks` is their number, `environment` the variables of ENVIRONMENT that were set.
+
+        It raises the errors of `read`.
+        """
+        try:
+            with safe_open(record_file(self._folder, step), framework="numpy") as file:
+                details: dict[str, Any] = json.loads((file.metadata() or {})[DETAILS])
+                return details
+        except (SafetensorError, KeyError, ValueError) as error:
+            raise ValueError(f"{record_file(self._folder, step)} is not a token record ({error})") from error
+
+
+def record_file(folder: Path, step: int) -> Path:
+    """The file of a step in the folder of records."""
+    return folder / f"step_{step:08}.safetensors"
+
+
+def record_files(folder: Path) -> dict[int, Path]:
+    """The files of a folder of records by step; others are not touched."""
+    found = ((_FILE.fullmatch(path.name), path) for path in folder.glob("step_*.safetensors"))
+    return {int(match[1]): path for match, path in found if match}
+
+
+def _spread(values: np.ndarray, response: np.ndarray) -> list[float | None]:
+    """Values of the response tokens at their places among all tokens."""
+    known = iter([value if math.isfinite(value) else None for value in values.tolist()])
+    return [next(known) if sampled else None for sampled in response.tolist()]
