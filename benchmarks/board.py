@@ -31,6 +31,7 @@ QUERIES: dict[str, dict[str, Any]] = {
     "component and length": {"component": "format", "component_min": 0.9, "length_max": 100},
     "a rare word": {"text": "needle"},
     "a common word": {"text": "word1"},
+    "beginnings of words": {"text": "word12*"},
     "last page by score": {"sort": "score", "offset": -50},
 }
 
@@ -43,12 +44,13 @@ def write_samples(folder: Path, steps: int, samples: int) -> int:
     for step in range(1, steps + 1):
         scores, kl = random.normal(size=samples), random.gamma(2.0, size=samples)
         lengths, words = random.integers(20, 200, samples), random.integers(0, len(WORDS), (samples, 40))
+        prompts = (125 * step + np.arange(samples) // 8) % 9973
         lines = []
         for index in range(samples):
             text = " ".join(WORDS[word] for word in words[index]) + (" needle" if index == step % 997 else "")
             lines.append(
-                f'{{"step": {step}, "prompt": [{{"role": "user", "content": "Question {(125 * step + index // 8) % 9973}"}}],'
-                f' "completion": "{text}", "score": {scores[index]:.6f}, "kl": {kl[index]:.6f}, '
+                f'{{"step": {step}, "prompt": [{{"role": "user", "content": "Question {prompts[index]}"}}], '
+                f'"completion": "{text}", "score": {scores[index]:.6f}, "kl": {kl[index]:.6f}, '
                 f'"weight_versions": [[{step}, {lengths[index]}]], "index": {index}, "group": {index // 8}, '
                 f'"length": {lengths[index]}, "stopped": true, "components": {{"model": {scores[index]:.6f}, '
                 f'"format": {index % 10 / 9:.3f}}}, "advantage": 0.1}}\n'

@@ -105,10 +105,13 @@ class Chats:
                     self._models[path] = LoadedModel(
                         engine, tokenizer, engine.open(rows=_ROWS, max_tokens=_MOST_TOKENS)
                     )
-            if reward is not None and (self._scorer is None or self._scorer[0] != reward):
-                self._scorer = None
+            models = {path: self._models[path] for path in paths}
+            if reward is None:
+                return models, None
+            if self._scorer is None or self._scorer[0] != reward:
+                self._scorer = None  # its memory is free before another is loaded
                 self._scorer = (reward, load_scorer(reward))
-            return {path: self._models[path] for path in paths}, None if reward is None else self._scorer[1]
+            return models, self._scorer[1]
 
 
 _tasks: set[asyncio.Task[None]] = set()

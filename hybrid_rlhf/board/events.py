@@ -126,8 +126,8 @@ class Watcher:
                 values = {
                     name: finite(number(value)) for name, value in line.items() if isinstance(value, int | float | None)
                 }
-                step = values.pop("step")
-                self._hub.publish("metrics", {"run": run.id, "step": step, "values": values})
+                del values["step"]
+                self._hub.publish("metrics", {"run": run.id, "step": line["step"], "values": values})
             if before[1] != now[1] and (line := last_line(run.folder / SAMPLES_FILE)) is not None:
                 self._hub.publish("samples", {"run": run.id, "step": line["step"]})
 

@@ -167,7 +167,7 @@ class Preferences:
         views = [source.view() for source in sources]
         prompts = [np.unique(view.column("prompt")) for view in views]
         if len(sources) == 2:
-            common = np.intersect1d(*prompts)
+            common = np.intersect1d(prompts[0], prompts[1])
         else:
             numbers, counts = np.unique(views[0].column("prompt"), return_counts=True)
             common = numbers[counts > 1]
@@ -178,7 +178,7 @@ class Preferences:
         picked = self._random.sample(rows[0], 2) if len(rows) == 1 else [self._random.choice(each) for each in rows]
         sides = [
             _side(source, view, row)
-            for source, view, row in zip(sources * (3 - len(sources)), views * (3 - len(views)), picked, strict=True)
+            for source, view, row in zip([*sources] * (3 - len(sources)), views * (3 - len(views)), picked, strict=True)
         ]
         self._random.shuffle(sides)
         first = sources[0].index.line(views[0], rows[0][0])

@@ -14,7 +14,7 @@ import uvicorn
 from hybrid_rlhf.board.chat import Load
 from hybrid_rlhf.board.events import EventHub
 from hybrid_rlhf.board.routes.app import build_app
-from hybrid_rlhf.board.workspace import Workspace
+from hybrid_rlhf.board.workspace import BoardWorkspace
 from hybrid_rlhf.configs.commands.board import BoardConfig
 from hybrid_rlhf.configs.errors import UserError
 
@@ -45,7 +45,7 @@ def run_board(config: BoardConfig, load: Load, report: Callable[[str], None]) ->
     Raises:
         UserError: if a folder is missing or the address cannot be taken.
     """
-    workspace = Workspace(config, load)
+    workspace = BoardWorkspace(config, load)
     listener = _listener(config.host, config.port)
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}/"

@@ -34,7 +34,7 @@ _SIGNAL_TEXTS = 64
 OpenT = TypeVar("OpenT")
 
 
-class Workspace:
+class BoardWorkspace:
     """The state of a board; may be used by several threads."""
 
     def __init__(self, config: BoardConfig, load: Load) -> None:

@@ -83,7 +83,7 @@ def test_another_model_takes_the_place_of_one(board: ServedBoard, folder: Path) 
         ({"models": ["no/such model"]}, "no/such model"),
         ({"models": ["MODEL"], "reward": "MODEL"}, "score head"),
         ({"models": ["MODEL"], "messages": [{"role": "user"}]}, "messages.0"),
-        ({"models": ["MODEL"], "messages": [{"role": "user", "content": "long " * 200}]}, "tokens"),
+        ({"models": ["MODEL"], "messages": [{"role": "user", "content": "long " * 2000}]}, "tokens"),
         ({"models": ["MODEL"], "sampling": {"temperature": -1.0}}, "temperature"),
         ({"models": []}, "models"),
     ],

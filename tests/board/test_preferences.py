@@ -10,7 +10,6 @@ import pytest
 import yaml
 
 from tests.support.board import ServedBoard, sample_rows, served_board, write_run
-from tests.support.generation import wait_until
 
 
 @pytest.fixture
@@ -86,8 +85,7 @@ def test_a_reward_model_is_trained_on_the_pairs(board: ServedBoard, tmp_path: Pa
     assert len(rows) == 5 and set(rows[0]) == {"prompt", "chosen", "rejected"}
     settings = yaml.safe_load((folder / "board.yaml").read_text())
     assert settings["data"]["sources"] == [str(folder / "pairs.jsonl")] and settings["output_dir"] == str(folder)
-    wait_until(lambda: board.run("preferred")["state"] != "running")
-    trained = board.run("preferred")
+    trained = board.wait("preferred", lambda run: run["state"] != "running")
     assert (trained["id"], trained["state"], trained["command"]) == (started.json()["run"], "finished", "reward"), (
         trained
     )

@@ -13,7 +13,6 @@ from hybrid_rlhf.board.runs.summary import COMMANDS
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.command_line import config_tree, flat, plain
 from tests.support.board import ServedBoard, served_board
-from tests.support.generation import wait_until
 from tests.support.steps import write_rows
 
 
@@ -32,8 +31,8 @@ def test_a_form_has_every_key_with_its_default(command: str) -> None:
     assert set(tree.all_keys(off=True)) < set(fields)
     assert all(field["help"] for key, field in fields.items() if not key.endswith(".name"))
     assert {field["type"] for field in fields.values()} <= {"int", "float", "bool", "str", "choice", "list"}
-    shown = {key: fields[key]["default"] for key in tree.all_keys() if fields[key]["default"] is not None}
-    config, processes = read_form(command, {key: value for key, value in shown.items() if value != []})
+    shown = {key: fields[key]["default"] for key in tree.all_keys() if fields[key]["default"] not in (None, [], {})}
+    config, processes = read_form(command, shown)
     read = flat(plain(config))
     assert processes == 1 and {key: read[key] for key in shown} == shown
 
@@ -51,7 +50,7 @@ def test_a_form_is_of_an_algorithm() -> None:
     [
         ({"model.pth": "x"}, "model.path"),
         ({"train.max_steps": "many"}, "train.max_steps"),
-        ({"model": "x", "model.path": "y"}, "model"),
+        ({"model": "x", "model.path": "y"}, "a value or a section"),
         ({"launcher.num_processes": 0}, "launcher.num_processes"),
         ({"seed": [1, 2]}, "seed"),
         ({}, "model.path"),
@@ -81,27 +80,25 @@ def test_a_run_is_started_stopped_and_resumed(board: ServedBoard, model_folder: 
     run = started.json()["run"]
     try:
         assert board.run("mine")["state"] == "running"
-        wait_until(lambda: board.run("mine")["step"] >= 2)
+        board.wait("mine", lambda run: run["step"] >= 2)
         assert board.post(f"/api/runs/{run}/resume", {}).status_code == 400
         assert board.post(f"/api/runs/{run}/stop", {}).status_code == 200
-        wait_until(lambda: board.run("mine")["state"] == "stopped")
-        stopped = board.run("mine")
+        stopped = board.wait("mine", lambda run: run["state"] == "stopped")
         assert stopped["command"] == "sft" and "checkpoints/" in board.get(f"/api/runs/{run}")["files"]
         refused = board.post(f"/api/runs/{run}/stop", {})
         assert refused.status_code == 400 and "does not run" in refused.json()["error"]
         assert board.post(f"/api/runs/{run}/resume", {}).status_code == 200
-        wait_until(lambda: board.run("mine")["step"] > stopped["step"])
+        board.wait("mine", lambda run: run["step"] > stopped["step"])
         steps = board.get("/api/metrics", run=run, name="train/loss")[run]["step"]
         assert steps == sorted(set(steps))  # no step is repeated
         assert board.post("/api/runs", {"command": "sft", "values": values}).status_code == 400
     finally:
         board.post(f"/api/runs/{run}/stop", {})
-        wait_until(lambda: board.run("mine")["state"] != "running")
+        board.wait("mine", lambda run: run["state"] != "running")
 
 
 def test_a_run_that_cannot_start_shows_its_error(board: ServedBoard, model_folder: Path) -> None:
     values = {"model.path": str(model_folder), "data.sources": ["/no/such/file.jsonl"], "output_dir": "broken"}
     assert board.post("/api/runs", {"command": "sft", "values": values}).status_code == 200
-    wait_until(lambda: board.run("broken")["state"] != "running")
-    run = board.run("broken")
+    run = board.wait("broken", lambda run: run["state"] != "running")
     assert run["state"] == "broken" and "/no/such/file.jsonl" in run["problem"] and run["problem"].startswith("error: ")

@@ -8,7 +8,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,14 @@ class ServedBoard:
         """The answer to a POST."""
         return self.client.post(path, json=content, headers=dict(headers))
 
+    def wait(self, name: str, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """The row of a run in the list once the condition holds; an assertion fails after four minutes."""
+        end = time.monotonic() + 240
+        while not holds(run := self.run(name)):
+            assert time.monotonic() < end, run
+            time.sleep(0.2)
+        return run
+
     def run(self, name: str) -> dict[str, Any]:
         """The row of a run in the list."""
         (found,) = [run for run in self.get("/api/runs") if run["name"] == name]
@@ -59,7 +68,7 @@ def served_board(*folders: Path, words: Sequence[str] = ()) -> Iterator[ServedBo
         [sys.executable, "-m", "hybrid_rlhf", "board", *map(str, folders), "--port", "0", *words],
         stdout=subprocess.PIPE,
         text=True,
-        env={**ENVIRONMENT, "HOME": str(folders[0].parent)},
+        env=ENVIRONMENT,
         cwd=ROOT,
     )
     try:

@@ -10,6 +10,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from hybrid_rlhf.runtime.files.names import FINISHED_FILE
 from tests.support.board import append_rows, write_run
 
 MARKUP = "<img src=x onerror=\"document.title='executed'\"><script>document.title='executed'</script>"
@@ -27,6 +28,7 @@ def write_showcase(folder: Path, *, steps: int = STEPS) -> Path:
         run = write_run(folder / f"gsm-grpo-seed{seed}", seed=seed, **_settings("grpo", steps))
         _write_metrics(run, steps, np.random.default_rng(seed), final=0.86)
         _write_samples(run, [step for step in RECORDED if step <= steps], tokenizer, seed)
+        (run / FINISHED_FILE).write_text("{}")
     run = write_run(folder / "gsm-ppo", seed=1, **_settings("ppo", 200))
     _write_metrics(run, steps, np.random.default_rng(9), final=0.71, longer=260)
     _write_samples(run, [step for step in RECORDED if step <= steps], tokenizer, 9)
@@ -126,7 +128,7 @@ def _row(step: int, index: int, random: np.random.Generator) -> dict[str, Any]:
     return {
         "step": step,
         "prompt": [
-            {"role": "system", "content": "Solve the problem. End with “The answer is N.”"},
+            {"role": "system", "content": 'Solve the problem. End with "The answer is N."'},
             {"role": "user", "content": _question(prompt)[0]},
         ],
         "completion": completion,

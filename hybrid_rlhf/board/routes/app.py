@@ -19,7 +19,7 @@ from hybrid_rlhf.board.routes.access import BoardAccess
 from hybrid_rlhf.board.routes.answers import answer, error_answer
 from hybrid_rlhf.board.runs.folders import UnknownRun
 from hybrid_rlhf.board.samples.rows import UnknownSample
-from hybrid_rlhf.board.workspace import Workspace
+from hybrid_rlhf.board.workspace import BoardWorkspace
 from hybrid_rlhf.configs.commands.board import BoardConfig
 from hybrid_rlhf.configs.errors import UserError
 
@@ -27,7 +27,7 @@ STATIC = Path(__file__).parents[1] / "static"
 _STATUSES: dict[type[Exception], int] = {UnknownRun: 404, UnknownSample: 404, UnknownJob: 404, UserError: 400}
 
 
-def build_app(workspace: Workspace, config: BoardConfig, *, report: Callable[[], None]) -> FastAPI:
+def build_app(workspace: BoardWorkspace, config: BoardConfig, *, report: Callable[[], None]) -> FastAPI:
     """The application.
 
     Args:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from hybrid_rlhf.board.routes.answers import answer
 from hybrid_rlhf.board.runs.folders import RunFolder, UnknownRun
-from hybrid_rlhf.board.workspace import Workspace
+from hybrid_rlhf.board.workspace import BoardWorkspace
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 
@@ -26,8 +26,8 @@ class SamplingBody(BaseModel):
 
     temperature: float = 0.7
     top_p: float = 0.95
-    max_new_tokens: int = Field(256, ge=1, le=4000)
-    seed: int | None = Field(None, ge=0, lt=2**63)
+    max_new_tokens: int = Field(default=256, ge=1, le=4000)
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
 
 
 class BoardChatBody(BaseModel):
@@ -41,7 +41,7 @@ class BoardChatBody(BaseModel):
     reward: _Path | None = None
 
 
-def routes(workspace: Workspace) -> APIRouter:
+def routes(workspace: BoardWorkspace) -> APIRouter:
     """The routes of this subject."""
     router = APIRouter(prefix="/api")
 
@@ -59,7 +59,7 @@ def routes(workspace: Workspace) -> APIRouter:
     return router
 
 
-def _model_of(workspace: Workspace, name: str) -> str:
+def _model_of(workspace: BoardWorkspace, name: str) -> str:
     """The model that a path or the id of a run names.
 
     Raises:
@@ -81,7 +81,7 @@ def saved_model(run: RunFolder) -> str | None:
     return next((str(folder) for folder in folders if (folder / "config.json").is_file()), None)
 
 
-def _name(workspace: Workspace, path: str) -> str:
+def _name(workspace: BoardWorkspace, path: str) -> str:
     roots = [str(root) for root in workspace.folders.roots if path.startswith(f"{root}/")]
     return path.removeprefix(f"{roots[0]}/") if roots else path
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from hybrid_rlhf.board.routes.answers import answer
 from hybrid_rlhf.board.runs.folders import RunFolder
-from hybrid_rlhf.board.workspace import Workspace
+from hybrid_rlhf.board.workspace import BoardWorkspace
 from hybrid_rlhf.configs.errors import UserError
 
 _COMMAND = "replay"
@@ -41,7 +41,7 @@ class BranchBody(SampleBody):
     samples: int = Field(4, ge=1, le=64)
 
 
-def routes(workspace: Workspace) -> APIRouter:
+def routes(workspace: BoardWorkspace) -> APIRouter:
     """The routes of this subject."""
     router = APIRouter(prefix="/api")
     folders, jobs = workspace.folders, workspace.jobs

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from hybrid_rlhf.board.routes.answers import answer
-from hybrid_rlhf.board.workspace import Workspace
+from hybrid_rlhf.board.workspace import BoardWorkspace
 from hybrid_rlhf.configs.errors import UserError
 
 _PAIRS = "pairs.jsonl"
@@ -42,7 +42,7 @@ class RewardTrainingBody(BaseModel):
     options: dict[str, Any] = {}
 
 
-def routes(workspace: Workspace) -> APIRouter:
+def routes(workspace: BoardWorkspace) -> APIRouter:
     """The routes of this subject."""
     router = APIRouter(prefix="/api/preferences")
     preferences, folders = workspace.preferences, workspace.folders

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from hybrid_rlhf.board.routes.answers import answer
-from hybrid_rlhf.board.workspace import Workspace
+from hybrid_rlhf.board.workspace import BoardWorkspace
 
 _MOST_RUNS, _MOST_NAMES, _MOST_FILES = 50, 500, 2000
 _Step = Annotated[int | None, Field(ge=0, lt=2**31)]
@@ -34,7 +34,7 @@ class TimelineQuery(BaseModel):
     last: _Step = Field(None, alias="to")
 
 
-def routes(workspace: Workspace) -> APIRouter:
+def routes(workspace: BoardWorkspace) -> APIRouter:
     """The routes of this subject."""
     router = APIRouter(prefix="/api")
     folders, summaries = workspace.folders, workspace.summaries

@@ -9,13 +9,13 @@ from fastapi import APIRouter, Path, Query, Response
 from hybrid_rlhf.board.routes.answers import answer
 from hybrid_rlhf.board.samples.queries import PROMPT_KEY, PromptQuery, SampleQuery
 from hybrid_rlhf.board.samples.rows import UnknownSample
-from hybrid_rlhf.board.workspace import Workspace
+from hybrid_rlhf.board.workspace import BoardWorkspace
 
 _MOST_OF_PROMPT = 500
 """Samples of a prompt over all runs."""
 
 
-def routes(workspace: Workspace) -> APIRouter:
+def routes(workspace: BoardWorkspace) -> APIRouter:
     """The routes of this subject."""
     router = APIRouter(prefix="/api")
     folders = workspace.folders

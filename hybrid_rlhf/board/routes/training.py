@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from hybrid_rlhf.board.processes.form import form_fields
 from hybrid_rlhf.board.routes.answers import answer
-from hybrid_rlhf.board.workspace import Workspace
+from hybrid_rlhf.board.workspace import BoardWorkspace
 
 
 class FormQuery(BaseModel):
@@ -37,7 +37,7 @@ class EmptyBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-def routes(workspace: Workspace) -> APIRouter:
+def routes(workspace: BoardWorkspace) -> APIRouter:
     """The routes of this subject."""
     router = APIRouter(prefix="/api")
     folders, training = workspace.folders, workspace.training

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.files.reading import parse_yaml
 
-CHUNK_BYTES = 4 * 2**20
+CHUNK_BYTES = 2**20
 LONGEST_LINE = 64 * 2**20
 """In bytes. A rollout's text is a thousandth of it; beyond, a file is no JSON Lines file."""
 _LONGEST_CONFIG = 2**20

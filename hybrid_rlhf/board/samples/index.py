@@ -186,19 +186,27 @@ class SampleIndex:
             if self._removed_at_exit:
                 shutil.rmtree(self._folder, ignore_errors=True)
 
-    def line(self, view: IndexView, row: int) -> dict[str, Any]:
-        """A row of samples.jsonl.
+    def lines(self, view: IndexView, rows: NDArray[np.int64]) -> list[dict[str, Any]]:
+        """Rows of samples.jsonl.
 
         Raises:
             OSError: if it cannot be read.
             UserError: if it is no longer what was indexed.
         """
+        found = []
+        offsets = view.column("offset")[rows].tolist()
         with open_regular(self.samples) as file:
-            file.seek(int(view.column("offset")[row]))
-            content = parsed(file.readline())
-        if content is None:
-            raise UserError(f"{SAMPLES_FILE} has changed since it was indexed: ask again")
-        return content
+            for offset in offsets:
+                file.seek(offset)
+                content = parsed(file.readline())
+                if content is None or "completion" not in content:
+                    raise UserError(f"{SAMPLES_FILE} has changed since it was indexed: ask again")
+                found.append(content)
+        return found
+
+    def line(self, view: IndexView, row: int) -> dict[str, Any]:
+        """One row; see `lines`."""
+        return self.lines(view, np.array([row]))[0]
 
     def _load(self) -> None:
         """The state on the disk, which another board may have written."""

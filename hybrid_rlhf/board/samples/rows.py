@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hybrid_rlhf.board.runs.folders import RunFolder
 from hybrid_rlhf.board.runs.reading import finite, is_count, number
@@ -42,14 +43,13 @@ class Samples:
         view = self.view()
         found = find(view, query)
         recorded = set(self._records.steps())
-        steps = view.column("step")
         return {
             "total": found.total,
             "total_is_limited": found.is_limited,
             "indexed": self.index.progress,
-            "steps": np.unique(steps).tolist(),
+            "steps": _distinct(view.column("step")),
             "components": list(view.state.components),
-            "rows": [self._row(view, int(row), recorded) for row in found.rows],
+            "rows": self._rows(view, found.rows, recorded),
         }
 
     def sample(self, step: int, position: int) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class Samples:
                     "prompt_key": prompt_key(numbers[place]),
                     "preview": texts.get(int(numbers[place]), ""),
                     "samples": int(counts[place]),
-                    "steps": np.unique(steps[members]).tolist(),
+                    "steps": _distinct(steps[members]),
                     "mean_score": finite(values.mean()) if len(values) else None,
                 }
             )
@@ -114,7 +114,7 @@ class Samples:
             return None, []
         recorded = set(self._records.steps())
         messages = prompt_messages(self.index.line(view, int(rows[0])))
-        return messages, [{"run": self.run.id, **self._row(view, int(row), recorded)} for row in rows]
+        return messages, [{"run": self.run.id, **row} for row in self._rows(view, rows, recorded)]
 
     def has_tokens(self, step: int) -> bool:
         """Whether the tokens of a step are recorded."""
@@ -125,11 +125,14 @@ class Samples:
         self.index.update(_CATCH_UP_SECONDS)
         return self.index.view()
 
-    def _row(self, view: IndexView, row: int, recorded: set[int]) -> dict[str, Any]:
-        content = self.index.line(view, row)
+    def _rows(self, view: IndexView, rows: NDArray[np.int64], recorded: set[int]) -> list[dict[str, Any]]:
+        lines, places = self.index.lines(view, rows), view.column("index")[rows].tolist()
+        return [self._row(line, place, recorded) for line, place in zip(lines, places, strict=True)]
+
+    def _row(self, content: dict[str, Any], position: int, recorded: set[int]) -> dict[str, Any]:
         messages = prompt_messages(content)
         return {
-            **_numbers(content, int(view.column("index")[row])),
+            **_numbers(content, position),
             "prompt_key": prompt_key(prompt_number(messages)),
             "prompt_preview": preview(messages[-1].get("content") if messages else ""),
             "completion_preview": preview(content["completion"]),
@@ -164,6 +167,12 @@ class Samples:
                 self._groups = ((state.generation, state.rows), (numbers, starts, order))
             groups: tuple[Any, Any, Any] = self._groups[1]
             return groups
+
+
+def _distinct(steps: NDArray[Any]) -> list[int]:
+    """The steps of a column in which most neighbours are equal, ascending."""
+    begins = np.flatnonzero(steps[1:] != steps[:-1]) + 1
+    return sorted({*steps[:1].tolist(), *steps[begins].tolist()})
 
 
 def _numbers(row: dict[str, Any], position: int) -> dict[str, Any]:

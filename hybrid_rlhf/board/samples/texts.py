@@ -81,7 +81,7 @@ class TextIndex:
         self._database.execute("INSERT INTO progress VALUES (?)", (before + len(rows),))
 
     def matches(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Rows whose completion has the words of a text, the last maybe unfinished, and prompts that have them.
+        """Rows whose completion has the words of a text, `word*` as a beginning, and prompts that have them.
 
         Raises:
             UserError: if the text has no word.
@@ -131,11 +131,13 @@ def preview(text: Any, longest: int = 200) -> str:
 
 
 def _query(text: str) -> str:
-    """Words as FTS5 reads them: quoted, all of them, the last one as a beginning."""
-    words = [word.replace('"', '""') for word in text.split() if any(map(str.isalnum, word))]
+    """Words as FTS5 reads them: quoted, all of them, as a beginning where the user wrote `word*`."""
+    words = [word for word in text.split() if any(map(str.isalnum, word))]
     if not words:
         raise UserError(f"text must have a word, got {text[:40]!r}: give one")
-    return " ".join(f'"{word}"' for word in words) + "*"
+    return " ".join(
+        '"{}"{}'.format(word.rstrip("*").replace('"', '""'), "*" if word.endswith("*") else "") for word in words
+    )
 
 
 def _text(text: str) -> str:

@@ -18,8 +18,7 @@ _PICTURES = {
     "curves": ("dark", _SIZE, "curves?run={grpo}&run={second}&run={third}&run={ppo}&smooth=0.6"),
     "groups": ("light", _SIZE, "rollouts?run={grpo}&view=groups"),
     "tokens": ("light", _SIZE, "sample?run={grpo}&step=60&index=3&view=tokens&place=61"),
-    "tokens_dark": ("dark", _SIZE, "sample?run={grpo}&step=60&index=3&view=tokens&place=61"),
-    "run": ("dark", _SIZE, "run?run={ppo}"),
+    "signals": ("dark", _SIZE, "signals?run={ppo}"),
     "preferences": ("light", _SIZE, "preferences?run={grpo}"),
     "phone": ("light", PHONE, "rollouts?run={ppo}"),
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.board import ServedBoard, append_metrics
-from tests.support.browser import show, wait_until
+from tests.support.browser import show, wait_in_page
 from tests.support.showcase import MARKUP
 
 
@@ -44,7 +44,7 @@ def test_curves_show_the_last_values_and_bands_over_seeds(board: ServedBoard, pa
     assert chart.locator(".chart-values").inner_text().strip() == f"{mean:.3g}"
     assert page.locator("figure.chart h3").all_inner_texts() == ["objective/scores", "objective/scores_std"]
     page.get_by_label("Band over seeds").uncheck()
-    wait_until(page, "document.querySelectorAll('.chart-label').length === 6")
+    wait_in_page(page, "document.querySelectorAll('.chart-label').length === 6")
     assert page.locator(".chart-label").first.inner_text() == "gsm-grpo-seed1"
     assert "bands=0" in page.url
 
@@ -56,7 +56,7 @@ def test_a_focused_chart_is_read_with_arrow_keys(board: ServedBoard, page: Any) 
     page.locator(".chart-canvas").focus()
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
-    wait_until(page, "document.querySelector('.chart-place').textContent === 'step 2'")
+    wait_in_page(page, "document.querySelector('.chart-place').textContent === 'step 2'")
     values = board.get("/api/metrics", run=run, name="objective/kl")[run]["values"]["objective/kl"]
     assert f"{values[1]:.3g}" in page.locator(".chart-values").inner_text()
 
@@ -68,7 +68,7 @@ def test_a_new_line_appears_within_seconds(board: ServedBoard, page: Any) -> Non
     page.get_by_text("Live", exact=True).wait_for()
     begin = time.monotonic()
     append_metrics(Path(run["folder"]), run["step"] + 1, **{"objective/scores": 7.125})
-    wait_until(page, "document.querySelector('.chart-values').textContent.includes('7.125')", seconds=5)
+    wait_in_page(page, "document.querySelector('.chart-values').textContent.includes('7.125')", seconds=5)
     print(f"shown after {time.monotonic() - begin:.2f} s")
 
 
@@ -92,6 +92,7 @@ def test_rollouts_are_filtered_and_only_visible_rows_exist(board: ServedBoard, p
 
 def test_groups_stand_side_by_side_and_lead_to_their_prompt(board: ServedBoard, page: Any) -> None:
     show(page, board.url, f"rollouts?run={_id(board, 'gsm-ppo')}&view=groups")
+    page.locator(".sample-card").first.wait_for()
     assert page.locator(".group").count() == 6 and page.locator(".group").first.locator(".sample-card").count() == 4
     page.get_by_role("link", name="All steps").first.click()
     page.get_by_role("heading", name="Prompt", exact=True).wait_for()
@@ -141,6 +142,7 @@ def test_signals_name_their_evidence_and_source(board: ServedBoard, page: Any) -
     run = _id(board, "gsm-ppo")
     found = board.get(f"/api/runs/{run}/signals")
     show(page, board.url, f"signals?run={run}")
+    page.locator(".signal").first.wait_for()
     assert found and page.locator(".signal").count() == len(found)
     text = page.locator("main").inner_text()
     assert all(signal["what"] in text and signal["source"] in text for signal in found)
@@ -151,11 +153,11 @@ def test_preferences_are_blind_and_judged_by_keys(board: ServedBoard, page: Any)
     page.locator(".answer").first.wait_for()
     assert "score" not in page.locator(".answers").inner_text()
     page.keyboard.press("s")
-    wait_until(page, "!document.querySelector('.answer button').disabled")
+    wait_in_page(page, "!document.querySelector('.answer button').disabled")
     assert board.get("/api/preferences/summary")["count"] == 0
     page.keyboard.press("1")
     page.get_by_text("1 judgement", exact=False).wait_for()
-    wait_until(page, "!document.querySelector('.answer button').disabled")
+    wait_in_page(page, "!document.querySelector('.answer button').disabled")
     page.keyboard.press("0")
     page.get_by_text("2 judgements", exact=False).wait_for()
     summary = board.get("/api/preferences/summary")

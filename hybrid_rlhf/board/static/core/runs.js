@@ -4,6 +4,7 @@ import { useEffect, useMemo, useRef } from "./dom.js";
 import { useRoute } from "./route.js";
 
 const RELOAD_MS = 1000;
+const INDEXING_MS = 500;
 
 /** {runs, error, loading, reload}, the latest first. */
 export function useRuns() {
@@ -31,4 +32,13 @@ export function useChosen(runs, suitable = () => true) {
   return latest ? [latest] : [];
 }
 
-export const isLive = (run) => run.state === "running";
+/** Whether the index behind a page of samples is still being built; asks again, by `reload`, until it is not. */
+export function useIndexing(page, reload) {
+  const indexing = page?.indexed < 1;
+  useEffect(() => {
+    if (!indexing) return undefined;
+    const timer = setTimeout(reload, INDEXING_MS);
+    return () => clearTimeout(timer);
+  }, [page]);
+  return indexing;
+}

@@ -8,7 +8,7 @@ import { Empty, ErrorLine, Field, Loading, ViewHead } from "../parts/basic.js";
 import { Message } from "../parts/messages.js";
 
 const SAMPLING = { temperature: 0.7, top_p: 1, max_new_tokens: 256, seed: 0 };
-const FIELDS = [["temperature", "Temperature", 0, 5, 0.05], ["top_p", "Top p", 0.01, 1, 0.01], ["max_new_tokens", "Longest answer", 1, 100000, 1], ["seed", "Seed", 0, 2 ** 31 - 1, 1]];
+const FIELDS = [["temperature", "Temperature", 0, 5, 0.05], ["top_p", "Top p", 0.01, 1, 0.01], ["max_new_tokens", "Longest answer", 1, 4000, 1], ["seed", "Seed", 0, 2 ** 31 - 1, 1]];
 
 /** The messages of one model: [{role, content, score?, error?, streaming?}], and what sends the next. */
 function useConversation() {
@@ -16,13 +16,13 @@ function useConversation() {
   const abort = useRef(null);
   const last = (change) => setMessages((old) => [...old.slice(0, -1), { ...old.at(-1), ...change(old.at(-1)) }]);
   useEffect(() => () => abort.current?.abort(), []);
-  const send = async (model, text, system, sampling) => {
+  const send = async (model, text, { system, sampling, reward }) => {
     const history = [...messages.filter((message) => !message.error), { role: "user", content: text }];
     setMessages([...history, { role: "assistant", content: "", streaming: true }]);
     abort.current = new AbortController();
     const asked = [...(system ? [{ role: "system", content: system }] : []), ...history].map(({ role, content }) => ({ role, content }));
     try {
-      const response = await postForStream("/api/chat", { models: [model], messages: asked, sampling }, abort.current.signal);
+      const response = await postForStream("/api/chat", { models: [model], messages: asked, sampling, reward: reward || null }, abort.current.signal);
       for await (const part of streamed(response)) {
         if (part.error) throw new Error(part.error);
         last((message) => (part.done ? { score: part.score } : { content: message.content + part.delta }));
@@ -59,6 +59,7 @@ export function Chat({ query }) {
   const { data: models, error, loading } = useData("/api/models");
   const [sampling, setSampling] = useSetting("sampling", SAMPLING);
   const [system, setSystem] = useState("");
+  const [reward, setReward] = useSetting("reward", "");
   const [text, setText] = useState("");
   const sides = [useConversation(), useConversation()];
   const paths = [query.model[0] ?? models?.[0]?.path, query.model[1]].filter(Boolean);
@@ -67,7 +68,7 @@ export function Chat({ query }) {
   const send = (event) => {
     event?.preventDefault();
     if (!text.trim() || busy) return;
-    paths.forEach((path, place) => sides[place].send(path, text.trim(), system.trim(), sampling));
+    paths.forEach((path, place) => sides[place].send(path, text.trim(), { system: system.trim(), sampling, reward: reward.trim() }));
     setText("");
   };
   const choose = (place) => (path) => {
@@ -86,10 +87,11 @@ export function Chat({ query }) {
     ${loading && html`<${Loading} what="models" />`}
     ${models && !models.length && html`<${Empty} title="No saved model yet">A run saves its model when it ends. Models below the board's folders appear here.</${Empty}>`}
     ${paths.length > 0 && html`
-      <details class="card"><summary>Sampling and system prompt</summary>
+      <details class="card"><summary>Sampling, system prompt, scores</summary>
         <div class="form-row">${FIELDS.map(([key, label, min, max, step]) => html`<${Field} key=${key} label=${label}><input class="input narrow" type="number" min=${min} max=${max} step=${step} value=${sampling[key]}
           onChange=${(event) => event.target.value !== "" && setSampling({ ...sampling, [key]: Number(event.target.value) })} /></${Field}>`)}</div>
-        <${Field} label="System prompt"><textarea class="input" rows="2" value=${system} onInput=${(event) => setSystem(event.target.value)}></textarea></${Field}></details>
+        <${Field} label="System prompt"><textarea class="input" rows="2" value=${system} onInput=${(event) => setSystem(event.target.value)}></textarea></${Field}>
+        <${Field} label="Score answers with" hint="Folder of a reward model; empty: no scores."><input class="input" value=${reward} onInput=${(event) => setReward(event.target.value)} spellcheck=${false} /></${Field}></details>
       <div class=${`chat-columns ${paths.length > 1 ? "two" : ""}`}>${paths.map((path, place) => html`<${Column} key=${path + place} name=${nameOf(path)} conversation=${sides[place]} />`)}</div>
       <form class="composer" onSubmit=${send}><textarea class="input" rows="2" aria-label="Message" placeholder="Message. Enter sends, Shift+Enter is a new line." value=${text} onInput=${(event) => setText(event.target.value)} onKeyDown=${press}></textarea>
         ${busy ? html`<button type="button" class="button" onClick=${() => sides.forEach((side) => side.stop())}>Stop</button>` : html`<button type="submit" class="button primary" disabled=${!text.trim()}>Send</button>`}</form>`}`;

@@ -109,6 +109,7 @@ export function Curves({ query }) {
       ${chosen.length > 1 && html`<${Toggle} label="Band over seeds" value=${bands} onChange=${(on) => setQuery({ bands: on ? null : 0 })} />`}
       <span class="muted toolbar-end">${plural(shown.length, "metric")}</span>
     </div>
+    ${chosen.length > 0 && !Object.keys(details).length && !detailError && html`<${Loading} what="metrics" />`}
     ${!chosen.length && html`<${Empty} title="No run has metrics yet">Curves appear with the first step of a run.</${Empty}>`}
     ${chosen.length > 0 && names.length > 0 && !shown.length && html`<${Empty} title="No metric matches">Nothing has “${query.q}” in its name.</${Empty}>`}
     ${sections(shown).map(([section, members]) => html`<section class="chart-section" key=${section}>

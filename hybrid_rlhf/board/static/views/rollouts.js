@@ -1,9 +1,9 @@
 /** Samples of a run: filters, a list of any length, or the groups of a step side by side. */
 import { useData, useEvents } from "../core/api.js";
-import { html, useEffect, useMemo, useState } from "../core/dom.js";
+import { html, useMemo, useState } from "../core/dom.js";
 import { formatNumber } from "../core/format.js";
 import { link, setQuery } from "../core/route.js";
-import { useChosen, useRuns } from "../core/runs.js";
+import { useChosen, useIndexing, useRuns } from "../core/runs.js";
 import { Choice, Empty, ErrorLine, Loading, QueryInput, ViewHead } from "../parts/basic.js";
 import { RunPicker } from "../parts/picker.js";
 import { SampleCard, SampleRow, count } from "../parts/sample_row.js";
@@ -13,10 +13,8 @@ const RANGES = [["score", "Score"], ["length", "Length"], ["kl", "KL"]];
 const SORTS = [["step", "Step"], ["score", "Score"], ["length", "Length"], ["kl", "KL"]];
 const FILTERS = ["step", "text", "component", "component_min", "component_max", ...RANGES.flatMap(([key]) => [`${key}_min`, `${key}_max`])];
 const ROW_HEIGHT = 76;
-const NARROW_ROW_HEIGHT = 128;
+const NARROW_ROW_HEIGHT = 144;
 const GROUP_ROWS = 100;
-/** Between two looks at an index that is being built. */
-const INDEXING_MS = 500;
 
 /** The part of the address that the server understands. */
 function sampleQuery(query) {
@@ -107,17 +105,12 @@ export function Rollouts({ query }) {
     facets.reload();
   });
   const filter = useMemo(() => sampleQuery(query), [JSON.stringify(query)]);
-  const indexing = facets.data?.indexed < 1;
+  const indexing = useIndexing(facets.data, () => {
+    setRevision((value) => value + 1);
+    facets.reload();
+  });
   // The server refuses a component that it has not read of yet.
   const known = facets.data && (!indexing || !filter.component || facets.data.components.includes(filter.component));
-  useEffect(() => {
-    if (!indexing) return undefined;
-    const timer = setTimeout(() => {
-      setRevision((value) => value + 1);
-      facets.reload();
-    }, INDEXING_MS);
-    return () => clearTimeout(timer);
-  }, [facets.data]);
   if (loading) return html`<${ViewHead} title="Rollouts" /><${Loading} what="runs" />`;
   const groups = query.view === "groups";
   return html`
@@ -125,7 +118,7 @@ export function Rollouts({ query }) {
     <${ErrorLine} text=${error} />
     ${!run?.has_samples ? html`<${Empty} title="No samples here">A run records samples every <code>logging.samples_every</code> steps, which is 0 in this one, or it has made no step yet.</${Empty}>` : html`
       <${Filters} query=${query} steps=${facets.data?.steps ?? []} components=${facets.data?.components ?? []} groups=${groups} />
-      ${groups ? facets.data && html`<${Groups} run=${run} query=${query} steps=${facets.data.steps} />` : !known ? html`<${ErrorLine} text=${facets.error} />${!facets.error && html`<${Loading} what="samples" />`}` : html`
+      ${groups && facets.data ? html`<${Groups} run=${run} query=${query} steps=${facets.data.steps} />` : !known ? html`<${ErrorLine} text=${facets.error} />${!facets.error && html`<${Loading} what="samples" />`}` : html`
         <${VirtualList} path=${`/api/runs/${run.id}/samples`} query=${filter} revision=${revision} rowHeight=${narrow ? NARROW_ROW_HEIGHT : ROW_HEIGHT} label="Samples"
           renderRow=${(row) => html`<${SampleRow} run=${run.id} row=${row} />`}>
           ${({ answer, error: listError, shown }) => html`<${ErrorLine} text=${listError} />

@@ -59,6 +59,7 @@ export function Run({ query }) {
   const [run] = useChosen(runs);
   const detail = useData(run && `/api/runs/${run.id}`);
   const timeline = useData(run && `/api/runs/${run.id}/timeline`);
+  useEvents("runs", detail.reload); // the memory plan is computed after the first answer
   useEvents("metrics", (event) => event.run === run?.id && timeline.reload());
   if (loading) return html`<${ViewHead} title="Run" /><${Loading} what="the run" />`;
   if (!run || (query.run.length && run.id !== query.run[0])) {

@@ -4,7 +4,7 @@ import { html } from "../core/dom.js";
 import { formatNumber, plural } from "../core/format.js";
 import { useKeys } from "../core/keys.js";
 import { go, link, setQuery } from "../core/route.js";
-import { useRuns } from "../core/runs.js";
+import { useIndexing, useRuns } from "../core/runs.js";
 import { Choice, Empty, ErrorLine, Fact, Loading, ViewHead } from "../parts/basic.js";
 import { Conversation, Message } from "../parts/messages.js";
 import { Branch, Replay, Rescore } from "../parts/sample_actions.js";
@@ -21,6 +21,7 @@ function Components({ components }) {
 }
 
 function versions(pairs) {
+  if (pairs?.length === 1) return String(Array.isArray(pairs[0]) ? pairs[0][0] : pairs[0]);
   return (pairs ?? []).map((pair) => (Array.isArray(pair) ? `${pair[0]} (${plural(pair[1], "token")})` : String(pair))).join(", ") || "–";
 }
 
@@ -43,9 +44,14 @@ export function Sample({ query }) {
   const run = query.run[0];
   const step = Number(query.step);
   const index = Number(query.index);
-  const path = run && Number.isInteger(step) && Number.isInteger(index) ? `/api/runs/${run}/samples/${step}/${index}` : null;
-  const { data: sample, error, loading } = useData(path);
-  const siblings = useData(run ? `/api/runs/${run}/samples` : null, { step: query.step, limit: 1 });
+  const named = run && Number.isInteger(step) && Number.isInteger(index);
+  const siblings = useData(named ? `/api/runs/${run}/samples` : null, { step, limit: 1 });
+  const indexing = useIndexing(siblings.data, siblings.reload);
+  // A sample that has not been indexed yet is asked for later.
+  const ready = siblings.data && (!indexing || siblings.data.total > index);
+  const { data: sample, error: sampleError, loading: sampleLoading } = useData(ready ? `/api/runs/${run}/samples/${step}/${index}` : null);
+  const error = siblings.error ?? sampleError;
+  const loading = sampleLoading || (named && !ready && !error);
   const name = runs.find((found) => found.id === run)?.name ?? "run";
   const total = siblings.data?.total ?? 0;
   const tokens = sample?.tokens;

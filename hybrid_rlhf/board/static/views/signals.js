@@ -9,19 +9,19 @@ import { RunsPicker } from "../parts/picker.js";
 import { sampleLink } from "../parts/sample_row.js";
 
 function useSignals(runs) {
-  const [state, setState] = useState({ signals: null, error: null });
+  const [state, setState] = useState({ key: null, signals: null, error: null });
   const [round, setRound] = useState(0);
   const key = runs.map((run) => run.id).join(",");
   useEvents("samples", ({ run }) => key.includes(run) && setRound((count) => count + 1));
   useEffect(() => {
     let current = true;
     Promise.all(runs.map(async (run) => (await get(`/api/runs/${run.id}/signals`)).map((signal) => ({ ...signal, run })))).then(
-      (found) => current && setState({ signals: found.flat(), error: null }),
-      (error) => current && setState({ signals: null, error: error.message }),
+      (found) => current && setState({ key, signals: found.flat(), error: null }),
+      (error) => current && setState({ key, signals: null, error: error.message }),
     );
     return () => { current = false; };
   }, [key, round]);
-  return state;
+  return state.key === key ? state : { signals: null, error: null }; // those of other runs are not shown
 }
 
 function Evidence({ run, item }) {
@@ -46,11 +46,11 @@ export function Signals() {
   const chosen = useChosen(runs, (run) => run.step > 0);
   const { signals, error } = useSignals(chosen);
   const order = { alert: 0, warning: 1 };
-  const sorted = [...(signals ?? [])].sort((a, b) => order[a.severity] - order[b.severity] || b.step - a.step);
+  const sorted = [...(loading ? [] : signals ?? [])].sort((a, b) => order[a.severity] - order[b.severity] || b.step - a.step);
   return html`
     <${ViewHead} title="Signals" note="Patterns that often precede a failed run. Each is a reason to look, not a verdict."><${RunsPicker} runs=${runs} chosen=${chosen} /></${ViewHead}>
     <${ErrorLine} text=${listError ?? error} />
     ${(loading || !signals) && !error && html`<${Loading} what="signals" />`}
-    ${signals && !sorted.length && html`<${Empty} title="Nothing stands out">No rule is met in the metrics and samples so far.</${Empty}>`}
+    ${!loading && signals && !sorted.length && html`<${Empty} title="Nothing stands out">No rule is met in the metrics and samples so far.</${Empty}>`}
     <div class="signals" aria-live="polite">${sorted.map((signal, place) => html`<${Signal} key=${place} signal=${signal} several=${chosen.length > 1} />`)}</div>`;
 }

@@ -1,0 +1,85 @@
+"""What the page does to runs and models: chat, stop, and jobs that say why they fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.board import ServedBoard, hold_lock, served_board, write_run
+from tests.support.browser import axe_findings, require_browser, show, wait_in_page
+from tests.support.tiny import tiny_model, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def own_board(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedBoard]:
+    """A board over a run without checkpoints and two tiny models."""
+    require_browser()
+    folder = tmp_path_factory.mktemp("board") / "output"
+    write_run(folder / "training", steps=3, samples=8)
+    for seed, name in enumerate(("first", "second")):
+        tiny_model(seed=seed).save_pretrained(folder / name)
+        tiny_tokenizer().save_pretrained(folder / name)
+    with served_board(folder) as board:
+        yield board
+
+
+def test_two_models_answer_side_by_side(own_board: ServedBoard, page: Any) -> None:
+    models = {model["name"]: model["path"] for model in own_board.get("/api/models")}
+    show(page, own_board.url, f"chat?model={models['first']}&model={models['second']}")
+    page.get_by_text("Sampling, system prompt, scores").click()
+    page.get_by_label("Longest answer").fill("12")
+    page.get_by_label("Temperature").fill("0")
+    page.get_by_label("Message", exact=True).fill("hello")
+    page.keyboard.press("Enter")
+    answers = page.locator(".message-assistant .message-text")
+    assert answers.count() == 2 and page.locator(".message-user").count() == 2
+    page.get_by_role("button", name="Send").wait_for(timeout=60_000)
+    left, right = answers.all_text_contents()
+    assert left and right and left != right and page.locator(".chat-column .error-line").count() == 0
+    page.get_by_label("Message", exact=True).fill("again")
+    page.get_by_role("button", name="Send").click()
+    page.get_by_role("button", name="Send").wait_for(timeout=60_000)
+    assert answers.count() == 4 and answers.all_text_contents()[0] == left
+    assert axe_findings(page) == []
+
+
+def test_a_run_is_stopped_after_a_question(own_board: ServedBoard, page: Any) -> None:
+    run = own_board.run("training")
+    process = hold_lock(Path(run["folder"]))
+    try:
+        show(page, own_board.url, f"run?run={run['id']}")
+        page.locator(".facts .state-running").wait_for()
+        page.get_by_role("button", name="Stop", exact=True).click()
+        dialog = page.get_by_role("dialog", name="Stop training?")
+        dialog.get_by_role("button", name="Keep training").click()
+        assert process.poll() is None
+        page.get_by_role("button", name="Stop", exact=True).click()
+        dialog.get_by_role("button", name="Stop the run").click()
+        page.locator(".facts .state-stopped").wait_for()
+        page.get_by_role("button", name="Resume").wait_for()
+        assert process.wait(timeout=10) != 0
+    finally:
+        process.kill()
+
+
+def test_a_job_that_fails_says_why(own_board: ServedBoard, page: Any) -> None:
+    """The run was never trained, so that it has no checkpoint."""
+    show(page, own_board.url, f"sample?run={own_board.run('training')['id']}&step=2&index=1")
+    page.get_by_role("heading", name="Replay").click()
+    page.get_by_role("button", name="Replay this sample").click()
+    page.locator(".sample-side [role=alert]").wait_for(timeout=60_000)
+    assert len(page.locator(".sample-side [role=alert]").inner_text()) > 20
+
+
+def test_a_board_that_ended_is_named(page: Any, tmp_path: Path) -> None:
+    write_run(tmp_path / "output" / "one", steps=2)
+    with served_board(tmp_path / "output") as board:
+        show(page, board.url, "runs")
+        page.get_by_text("Live", exact=True).wait_for()
+    page.get_by_text("Connecting", exact=True).wait_for()
+    page.evaluate("location.hash = '#/chat'")
+    page.get_by_text("The board does not answer.", exact=False).wait_for()
+    wait_in_page(page, "document.querySelector('h1').textContent === 'Chat'")
