@@ -192,6 +192,14 @@ def test_what_is_not_recorded_is_refused(folder: str, step: int, index: int, rul
         RecordedStep.read(ppo_run / folder, step).sample(index)
 
 
+def test_a_damaged_token_record_is_named(ppo_run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(ppo_run, folder)
+    record_file(folder / "tokens", 5).write_bytes(b"{}")
+    with pytest.raises(UserError, match="is not a token record .* remove it, and the replay compares texts"):
+        RecordedStep.read(folder, 5).tokens(0)
+
+
 def test_the_command_prints_what_it_found(ppo_run: Path) -> None:
     line = ["-m", "hybrid_rlhf", "replay", str(ppo_run), "--step", "5"]
     done = run_python([*line, "--index", "3"])
