@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
+from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.rules import require
@@ -73,23 +74,23 @@ class RecordedStep:
 
     def tokens(self, index: int) -> TokenRecord | None:
         """The tokens of a sample; none where the step has no token record."""
-        return self._records.read(self.step, index) if self._has_tokens else None
+        return None if self._details is None else TokenRecords(self.folder).read(self.step, index)
 
     @property
     def ranks(self) -> int:
         """The ranks that sampled the step; 1 where nothing tells."""
-        if self._has_tokens:
-            return int(self._records.details(self.step)["ranks"])
+        if self._details is not None:
+            return int(self._details["ranks"])
         checkpoint = newest_before(self.folder, self.step)
         return 1 if checkpoint is None else int(read_manifest(checkpoint)["world_size"])
 
     @property
     def environment(self) -> dict[str, str]:
         """The environment of this process with the variables that decide in which order the run summed numbers."""
-        if not self._has_tokens:
+        if self._details is None:
             return dict(os.environ)
         others = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
-        return others | self._records.details(self.step)["environment"]
+        return others | self._details["environment"]
 
     @cached_property
     def config(self) -> RLConfig:
@@ -112,10 +113,13 @@ class RecordedStep:
             logging=replace(config.logging, samples_every=0, sinks=[], webhook=None, profile_steps=[]),
         )
 
-    @property
-    def _records(self) -> TokenRecords:
-        return TokenRecords(self.folder)
-
     @cached_property
-    def _has_tokens(self) -> bool:
-        return self.step in self._records.steps()
+    def _details(self) -> dict[str, Any] | None:
+        """How the step was computed; none where it has no token record."""
+        records = TokenRecords(self.folder)
+        if self.step not in records.steps():
+            return None
+        try:
+            return records.details(self.step)
+        except ValueError as error:
+            raise UserError(f"{error}: remove it, and the replay compares texts") from error
