@@ -44,7 +44,7 @@ from hybrid_rlhf.runtime.observability.metrics import (
     read_metrics,
 )
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
-from hybrid_rlhf.runtime.observability.sinks.sink import Outcome, TrackedRun, require_installed
+from hybrid_rlhf.runtime.observability.sinks.sink import EndState, TrackedRun, require_installed
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.product_backend import choose_product_backend
 from hybrid_rlhf.runtime.world import (
@@ -158,29 +158,34 @@ class Run:
             enabled=self.world.is_main,
         )
 
-    def close(self, outcome: Outcome = "finished") -> None:
+    def close(self, end_state: EndState = "finished") -> None:
         """Close the metrics files."""
         if self._metrics is not None:
-            self._metrics.close(outcome)
+            self._metrics.close(end_state)
 
     def alert(self, event: str, text: str) -> None:
         """Send a message to the webhook, if there is one; returns at once. Rank 0 sends."""
         if self._alerts is not None:
-            self._alerts.send(event, text, step=self.watchdog.step)
+            self._alerts.send(event, text, step=self._last_step)
+
+    @property
+    def _last_step(self) -> int:
+        """The last one that was logged."""
+        return max(self.watchdog.step - 1, 0)
 
     def end(self, ending: Ending) -> None:
         """Close the metrics, call `at_end` and send the last message. Rank 0 does it, once; raises nothing."""
         if not self.world.is_main or self._has_ended:
             return
         self._has_ended = True
-        self.close(ending.outcome)
+        self.close(ending.end_state)
         for call in self.at_end:
             try:
                 call(self, ending)
             except Exception as error:  # noqa: BLE001 - the run's own ending is what counts
                 logger.warning("after the end of the run: %s: %s", type(error).__name__, error)
         if self._alerts is not None:
-            self._alerts.send(ending.outcome, ending.text, step=self.watchdog.step)
+            self._alerts.send(ending.end_state, ending.text, step=self._last_step)
             self._alerts.close()
 
 
@@ -227,7 +232,7 @@ def start_run(config: StepConfig, callbacks: Sequence[Callback] = ()) -> Iterato
                     initial_resume=initial_resume,
                     _alerts=alerts,
                 )
-                watchdog.on_end = lambda outcome, text: run.end(Ending(outcome, text))
+                watchdog.on_end = lambda end_state, text: run.end(Ending(end_state, text))
                 with _ended(run), _config_restored_on_error(run):
                     yield run
         finally:
@@ -254,7 +259,7 @@ def _check_logging(config: StepConfig, world: World) -> Alerts | None:
 
 @contextlib.contextmanager
 def _ended(run: Run) -> Iterator[None]:
-    """End the run with the outcome of the block."""
+    """End the run with the end_state of the block."""
     try:
         yield
     except BaseException as error:

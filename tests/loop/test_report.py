@@ -76,7 +76,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Pat
 def test_a_run_ends_with_a_report(trained: Path) -> None:
     report = json.loads((trained / "report.json").read_text(), parse_constant=lambda word: pytest.fail(word))
     run = report["run"]
-    assert (run["outcome"], run["step"], run["title"], run["ranks"]) == ("finished", 6, "SFT", 1)
+    assert (run["end_state"], run["step"], run["title"], run["ranks"]) == ("finished", 6, "SFT", 1)
     changed = [row["key"] for row in report["settings"] if row["changed"]]
     assert {"data.max_length", "train.max_steps", "data.too_long"} <= set(changed)
     assert [row["changed"] for row in report["settings"]] == sorted(row["changed"] for row in report["settings"])[::-1]
@@ -142,7 +142,7 @@ def test_a_failed_run_has_a_report_with_reason_and_advice(run: Run) -> None:
     for step in range(1, 12):
         run.log(step, {"objective/kl": 0.1 * step, "val/explained_variance": -0.4, "critic/lr": 1e-5})
     report, page = ended(run, ValueError("the cause"))
-    assert report["run"]["outcome"] == "failed" and report["run"]["reason"] == "ValueError: the cause"
+    assert report["run"]["end_state"] == "failed" and report["run"]["reason"] == "ValueError: the cause"
     (finding,) = report["advice"]
     assert (finding["rule"], finding["step"]) == ("negative explained variance", 10)
     for text in ("failed", "ValueError: the cause", "Negative explained variance", finding["source"]):
@@ -160,7 +160,7 @@ def test_values_that_are_not_finite_leave_gaps(run: Run) -> None:
 
 def test_a_run_that_stops_before_its_first_step_has_a_report(run: Run) -> None:
     report, page = ended(run, SystemExit(143))
-    assert report["run"]["outcome"] == "stopped" and report["curves"] == {}
+    assert report["run"]["end_state"] == "stopped" and report["curves"] == {}
     assert "The run ended before its first step." in page.text
 
 

@@ -40,15 +40,15 @@ def ended_with(error: BaseException | None, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "event", "text"),
     [
-        (None, "finished", "run: finished at step 7"),
-        (UserError("rows must have a prompt"), "failed", "run: failed at step 7: rows must have a prompt"),
+        (None, "finished", "run: finished after step 6"),
+        (UserError("rows must have a prompt"), "failed", "run: failed after step 6: rows must have a prompt"),
         (
             ValueError("bad key sk-abcdefghijklmnopqrstuv"),
             "failed",
-            "run: failed at step 7: ValueError: bad key ***",
+            "run: failed after step 6: ValueError: bad key ***",
         ),
-        (SystemExit(143), "stopped", "run: stopped at step 7: by a signal, after a checkpoint"),
-        (KeyboardInterrupt(), "stopped", "run: stopped at step 7: by Ctrl-C"),
+        (SystemExit(143), "stopped", "run: stopped after step 6: by a signal, after a checkpoint"),
+        (KeyboardInterrupt(), "stopped", "run: stopped after step 6: by Ctrl-C"),
     ],
 )
 def test_the_end_of_a_run_is_one_message(
@@ -61,7 +61,7 @@ def test_the_end_of_a_run_is_one_message(
         else:
             with pytest.raises(type(error)):
                 ended_with(error, tmp_path / "run")
-    assert server.messages == [{"text": text, "content": text, "event": event, "run": "run", "step": 7}]
+    assert server.messages == [{"text": text, "content": text, "event": event, "run": "run", "step": 6}]
 
 
 STALL = """
@@ -96,8 +96,8 @@ def test_a_stalled_run_says_so_before_the_watchdog_ends_it(tmp_path: Path) -> No
         )
     assert done.returncode == 70, done.stderr[-2000:]
     (message,) = server.messages
-    assert message["event"] == "stalled" and message["step"] == 2
-    assert "run: stalled at step 2: rank 0 is stalled: in step 2 since" in message["text"]
+    assert message["event"] == "stalled" and message["step"] == 1
+    assert "run: stalled after step 1: rank 0 is stalled: in step 2 since" in message["text"]
     assert server.url not in done.stdout + done.stderr
 
 
@@ -134,7 +134,7 @@ def test_a_dead_server_and_a_refusal_are_a_line_each(monkeypatch: pytest.MonkeyP
         alerts.send("finished", "", step=3)
         alerts.close()
     assert log_lines[-1:] == ["a message could not be sent to ${HOOK} (status 404)"]
-    assert server.messages[0]["text"] == "run: finished at step 3"
+    assert server.messages[0]["text"] == "run: finished after step 3"
 
 
 @pytest.mark.parametrize(
@@ -167,5 +167,5 @@ def test_an_ending_names_the_place_of_an_error() -> None:
         raise ZeroDivisionError("x\ny")
     except ZeroDivisionError as error:
         ending = Ending.of(error)
-    assert ending.outcome == "failed" and ending.text == "ZeroDivisionError: x y"
+    assert ending.end_state == "failed" and ending.text == "ZeroDivisionError: x y"
     assert ending.place.startswith(__file__) and ending.place.endswith("test_an_ending_names_the_place_of_an_error")

@@ -21,8 +21,8 @@ from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.runtime.background import BackgroundQueue
 from hybrid_rlhf.runtime.observability.metrics import SINKS, MetricsWriter
 from hybrid_rlhf.runtime.observability.sinks.sink import (
+    EndState,
     MetricsSink,
-    Outcome,
     SinkThread,
     TrackedRun,
     read_ids,
@@ -33,7 +33,7 @@ from hybrid_rlhf.runtime.run import start_run
 PARAMS = {"seed": 42, "optimizer.lr": 1e-5, "data.sources": ["rows.jsonl"], "lora": None}
 
 
-def write_twice(folder: Path, sink: SinkName, outcome: Outcome = "finished") -> str | None:
+def write_twice(folder: Path, sink: SinkName, end_state: EndState = "finished") -> str | None:
     """Steps 0 to 3, then the run again from a checkpoint after step 2; the id of the run, which stays."""
     tracked = TrackedRun(folder, "project", "folder-run", PARAMS)
     writer = MetricsWriter(folder, sinks=[sink], tracked=tracked, resumed_step=-1)
@@ -44,7 +44,7 @@ def write_twice(folder: Path, sink: SinkName, outcome: Outcome = "finished") -> 
     writer = MetricsWriter(folder, sinks=[sink], tracked=tracked, resumed_step=2)
     for step in (3, 4):
         writer.write(step, {"sft/loss": 9.0, "grad_norm": math.nan if step == 4 else 0.5})
-    writer.close(outcome)
+    writer.close(end_state)
     assert read_ids(folder).get(sink) == first
     return first
 
@@ -183,7 +183,7 @@ class SlowSink(MetricsSink):
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """See MetricsSink."""
 
-    def close(self, outcome: Outcome) -> None:
+    def close(self, end_state: EndState) -> None:
         """See MetricsSink."""
 
 

@@ -39,7 +39,7 @@ def collect(run: Run, ending: Ending) -> dict[str, Any]:
         "run": {
             "name": run.folder.resolve().name,
             "title": _title(run.config),
-            "outcome": ending.outcome,
+            "end_state": ending.end_state,
             "reason": ending.text,
             "place": ending.place,
             "step": curves.step,

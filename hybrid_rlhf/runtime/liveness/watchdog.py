@@ -20,7 +20,7 @@ from typing import NoReturn, Self
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.runtime.liveness.heartbeats import HeartbeatChannel, Message
 from hybrid_rlhf.runtime.liveness.stall_report import RankReport, diagnose, report_rank
-from hybrid_rlhf.runtime.observability.sinks.sink import Outcome
+from hybrid_rlhf.runtime.observability.sinks.sink import EndState
 from hybrid_rlhf.runtime.world import World
 
 STACKS = "stacks"
@@ -56,7 +56,7 @@ class Watchdog:
         """
         self.step = 0
         """The current or next step of the loop, for the names of phases."""
-        self.on_end: Callable[[Outcome, str], object] | None = None
+        self.on_end: Callable[[EndState, str], object] | None = None
         """Called on rank 0, for a limited time, before this thread ends the process."""
         self._world, self._limit, self._process = world, limit_seconds, os.getpid()
         self._folder = folder / STACKS
@@ -207,8 +207,8 @@ class Watchdog:
     def _call_on_end(self, text: str) -> None:
         """In a thread of its own: it may meet a lock that the main thread holds."""
         if self.on_end is not None:
-            outcome: Outcome = "failed" if self._stalled_since is None else "stalled"
-            call = threading.Thread(target=self.on_end, args=(outcome, text), daemon=True)
+            end_state: EndState = "failed" if self._stalled_since is None else "stalled"
+            call = threading.Thread(target=self.on_end, args=(end_state, text), daemon=True)
             call.start()
             call.join(_ON_END_SECONDS)
 

@@ -17,7 +17,7 @@ from hybrid_rlhf.configs.files.credentials import redacted
 from hybrid_rlhf.configs.files.urls import expanded_url, shown_url
 from hybrid_rlhf.runtime.background import BackgroundQueue
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME, shortened
-from hybrid_rlhf.runtime.observability.sinks.sink import Outcome
+from hybrid_rlhf.runtime.observability.sinks.sink import EndState
 
 REQUEST_SECONDS = 5.0
 """Longest request, and longest wait for the last message when the run ends."""
@@ -31,7 +31,7 @@ logger = logging.getLogger(LOGGER_NAME)
 class Ending:
     """How and why a run ends."""
 
-    outcome: Outcome
+    end_state: EndState
     reason: str = ""
     place: str = ""
     """The innermost line of an error that is not the user's."""
@@ -78,9 +78,9 @@ class Alerts:
         Args:
             event: `finished`, `stopped`, `failed`, `stalled`, or `advice`.
             text: what happened.
-            step: of the run.
+            step: the last that was logged.
         """
-        line = f"{self._run}: {event} at step {step}" + (f": {text}" if text else "")
+        line = f"{self._run}: {event} after step {step}" + (f": {text}" if text else "")
         line = redacted(shortened(line, _LONGEST_TEXT))
         self._queue.put({"text": line, "content": line, "event": event, "run": self._run, "step": step})
 

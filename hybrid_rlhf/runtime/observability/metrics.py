@@ -25,7 +25,7 @@ from hybrid_rlhf.runtime.files.json_lines import JsonLinesFile, drop_lines_after
 from hybrid_rlhf.runtime.files.names import METRICS_FILE
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.observability.sinks.files import CsvSink, TensorBoardSink
-from hybrid_rlhf.runtime.observability.sinks.sink import MetricsSink, Outcome, SinkThread, TrackedRun, read_ids
+from hybrid_rlhf.runtime.observability.sinks.sink import EndState, MetricsSink, SinkThread, TrackedRun, read_ids
 from hybrid_rlhf.runtime.observability.sinks.trackers import MlflowSink, TrackioSink, WandbSink
 
 SINKS: dict[SinkName, type[MetricsSink]] = {
@@ -85,12 +85,12 @@ class MetricsWriter:
         """Flush metrics.jsonl to disk: a checkpoint must not be ahead of it."""
         self._lines.flush()
 
-    def close(self, outcome: Outcome = "finished") -> None:
+    def close(self, end_state: EndState = "finished") -> None:
         """Write pending lines and close the sinks; a second call does nothing."""
         self._lines.close()
         sinks, self._sinks = self._sinks, []
         for sink in sinks:
-            sink.close(outcome)
+            sink.close(end_state)
 
 
 class StepDisplay:

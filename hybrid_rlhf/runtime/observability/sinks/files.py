@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_rlhf.configs.files.atomic import write_whole
-from hybrid_rlhf.runtime.observability.sinks.sink import MetricsSink, Outcome, TrackedRun
+from hybrid_rlhf.runtime.observability.sinks.sink import EndState, MetricsSink, TrackedRun
 
 CSV_FILE = "metrics.csv"
 
@@ -29,7 +29,7 @@ class TensorBoardSink(MetricsSink):
         for name, value in metrics.items():
             self._events.add_scalar(name, value, step)
 
-    def close(self, outcome: Outcome) -> None:
+    def close(self, end_state: EndState) -> None:
         """See MetricsSink."""
         self._events.close()
 
@@ -57,7 +57,7 @@ class CsvSink(MetricsSink):
         with self._path.open("a", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, self._columns).writerow(row)
 
-    def close(self, outcome: Outcome) -> None:
+    def close(self, end_state: EndState) -> None:
         """See MetricsSink."""
 
     def _write_all(self, rows: list[dict[str, Any]]) -> None:

@@ -23,7 +23,7 @@ from hybrid_rlhf.configs.sections.run import SinkName
 from hybrid_rlhf.runtime.background import BackgroundQueue
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 
-Outcome = Literal["finished", "stopped", "failed", "stalled"]
+EndState = Literal["finished", "stopped", "failed", "stalled"]
 """How a run ends; stopped: by a signal, and to be resumed."""
 IDS_FILE = "sinks.json"
 """Ids of the run in its trackers, by sink: a resumed run continues them."""
@@ -67,7 +67,7 @@ class MetricsSink(ABC):
         """Add the metrics of a step; values may be NaN or infinite."""
 
     @abstractmethod
-    def close(self, outcome: Outcome) -> None:
+    def close(self, end_state: EndState) -> None:
         """Write what is left, and mark the run as ended."""
 
 
@@ -83,9 +83,9 @@ class SinkThread:
         """Add the metrics of a step to the queue."""
         self._queue.put(_Call(step, dict(metrics)))
 
-    def close(self, outcome: Outcome, *, within_seconds: float = CLOSE_SECONDS) -> None:
+    def close(self, end_state: EndState, *, within_seconds: float = CLOSE_SECONDS) -> None:
         """Wait until everything is written, for a limited time."""
-        self._queue.put(_Call(outcome=outcome))
+        self._queue.put(_Call(end_state=end_state))
         if left := self._queue.close(within_seconds):
             logger.warning("%s does not answer: it lacks the last %d entries", self._kind.title, left)
 
@@ -93,10 +93,10 @@ class SinkThread:
         if self._sink is None:
             self._sink = self._kind(self._run)
             _keep_id(self._run.folder, self._kind.module, self._sink.run_id)
-        if call.outcome is None:
+        if call.end_state is None:
             self._sink.write(call.step, call.metrics)
         else:
-            self._sink.close(call.outcome)
+            self._sink.close(call.end_state)
 
     def _give_up(self, error: Exception) -> None:
         logger.warning(
@@ -113,7 +113,7 @@ class _Call:
 
     step: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
-    outcome: Outcome | None = None
+    end_state: EndState | None = None
 
 
 def require_installed(kinds: Mapping[SinkName, type[MetricsSink]], names: Sequence[SinkName]) -> None:

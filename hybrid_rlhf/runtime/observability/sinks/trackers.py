@@ -7,15 +7,17 @@ there twice, as no tracker drops them.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 
-from hybrid_rlhf.runtime.observability.sinks.sink import MetricsSink, Outcome, TrackedRun
+from hybrid_rlhf.runtime.observability.sinks.sink import EndState, MetricsSink, TrackedRun
 
 _MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED", "stalled": "FAILED"}
 _MLFLOW_LONGEST_PARAM, _MLFLOW_PARAMS_PER_CALL = 6000, 100
 """Limits of MLflow's server."""
 _STEP = "step"
+_LOGIN_SECONDS = 1.0
 
 
 class WandbSink(MetricsSink):
@@ -26,6 +28,8 @@ class WandbSink(MetricsSink):
     def __init__(self, run: TrackedRun) -> None:
         import wandb
 
+        # Without a key, W&B would ask for one on the terminal, in the middle of the run.
+        wandb.setup(wandb.Settings(login_timeout=_LOGIN_SECONDS))
         settings = wandb.Settings(console="off", silent=True)
         self._run = wandb.init(
             project=run.project,
@@ -36,6 +40,8 @@ class WandbSink(MetricsSink):
             config=dict(run.params),
             settings=settings,
         )
+        if self._run.disabled and os.environ.get("WANDB_MODE") != "disabled":
+            raise RuntimeError("there is no API key: run wandb login, or set WANDB_API_KEY or WANDB_MODE=offline")
         self.run_id = self._run.id
         # W&B's own step only grows, and would discard what a resumed run writes again.
         self._run.define_metric(_STEP)
@@ -45,9 +51,9 @@ class WandbSink(MetricsSink):
         """See MetricsSink."""
         self._run.log({_STEP: step, **metrics})
 
-    def close(self, outcome: Outcome) -> None:
+    def close(self, end_state: EndState) -> None:
         """See MetricsSink."""
-        self._run.finish(exit_code=0 if outcome == "finished" else 1)
+        self._run.finish(exit_code=0 if end_state == "finished" else 1)
 
 
 class MlflowSink(MetricsSink):
@@ -79,9 +85,9 @@ class MlflowSink(MetricsSink):
         batch = [Metric(name, float(value), now, step) for name, value in metrics.items()]
         self._client.log_batch(self._id, metrics=batch)
 
-    def close(self, outcome: Outcome) -> None:
+    def close(self, end_state: EndState) -> None:
         """See MetricsSink."""
-        self._client.set_terminated(self._id, status=_MLFLOW_STATUS[outcome])
+        self._client.set_terminated(self._id, status=_MLFLOW_STATUS[end_state])
 
 
 class TrackioSink(MetricsSink):
@@ -102,6 +108,6 @@ class TrackioSink(MetricsSink):
         """See MetricsSink."""
         self._run.log(dict(metrics), step=step)
 
-    def close(self, outcome: Outcome) -> None:
+    def close(self, end_state: EndState) -> None:
         """See MetricsSink."""
         self._run.finish()
