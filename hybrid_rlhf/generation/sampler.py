@@ -17,7 +17,7 @@ Shapes: B rows, V vocabulary, R ranks; logits are [B, V / R] float32.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -65,7 +65,8 @@ class Sampler:
         """Sample the next token of each row and append it to the row."""
         top = self._top(logits, rows) if self._mode.top_logprobs else None  # before kernels may overwrite logits
         if self._kernels is not None:
-            return SampledTokens(*self._kernels.sample(logits, rows, self._mode), top=top)
+            drawn = SampledTokens(*self._kernels.sample(logits, rows, self._mode))
+            return replace(drawn, top=top)
         mode, greedy = self._mode, rows.greedy if self._mode.greedy else None
         if mode.draws_from_all:
             scaled = self._scaled(logits, rows)
