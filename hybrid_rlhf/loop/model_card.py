@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 import os
 import re
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from hybrid_rlhf import __version__
 from hybrid_rlhf.configs.parsing.command_line import nested, read_config
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
@@ -30,7 +30,7 @@ _HUB_NAME = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}")
 _SETTINGS = ("algorithm", "objective", "train", "optimizer", "lora", "actor", "critic", "rollout", "distill", "seed")
 """Keys of a config that describe the training, and sections whose keys do."""
 _NOT_SHOWN = re.compile(r"(^|\.)(path|resume|cache_dir|save_\w+|keep_\w+|teacher|placement.*)(\.|$)")
-_PACKAGES = ("torch", "transformers", "deepspeed")
+_LIBRARY, _PACKAGES = __name__.partition(".")[0], ("torch", "transformers", "deepspeed")
 
 
 def model_card(run: Run, name: str, *, generates: bool) -> str:
@@ -69,7 +69,7 @@ def model_card(run: Run, name: str, *, generates: bool) -> str:
 
 def versions() -> dict[str, str]:
     """Versions of this library and of those that decide what a model computes."""
-    found = {"hybrid_rlhf": __version__}
+    found = {_LIBRARY: str(sys.modules[_LIBRARY].__version__)}
     for package in _PACKAGES:
         try:
             found[package] = version(package)
