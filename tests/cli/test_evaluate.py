@@ -229,9 +229,12 @@ def test_estimates() -> None:
     assert bootstrap([2.0, 2.0], [1.0, 1.0], seed=0, transform=np.exp) == Estimate(*[math.exp(2.0)] * 3)
 
 
-def test_tasks_of_the_harness_are_run_on_the_engine(tmp_path: Path, model_folder: Path) -> None:
+def test_tasks_of_the_harness_are_run_on_the_engine(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A task with choices, one with texts, both of a file."""
     pytest.importorskip("lm_eval")
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # starts pip and others, for a minute
     rows = [{"question": f"say {i}", "choices": ["aa", "b c"], "gold": i % 2, "answer": "x"} for i in range(5)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tasks = tmp_path / "tasks"

@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
@@ -21,17 +20,21 @@ from typing import Any, TextIO
 from hybrid_rlhf.configs.files.credentials import redacted
 
 JSON_OPTION = "--json"
-_documents: list[TextIO] = []
-"""Where documents go, innermost last; empty: the command prints text."""
+_documents: TextIO | None = None
+"""Where documents go; None: the command prints text."""
+_has_result = False
+"""Whether a document other than of progress has been printed."""
 
 
 @contextlib.contextmanager
 def json_output() -> Iterator[None]:
     """Inside the block results and errors are JSON on standard output, and what is printed goes to standard error.
 
-    An exception that is not a user's mistake is reported as an error too, and raised.
+    A command that fails without a document of its own prints an error, also after an exception that is not a user's
+    mistake, which is raised.
     """
-    _documents.append(sys.stdout)
+    global _documents, _has_result
+    outer, _documents, _has_result = (_documents, _has_result), sys.stdout, False
     try:
         with contextlib.redirect_stdout(sys.stderr):
             try:
@@ -39,13 +42,17 @@ def json_output() -> Iterator[None]:
             except Exception as error:
                 print_document({"error": redacted(f"{type(error).__name__}: {error}")})
                 raise
+            except SystemExit as stop:
+                if stop.code and not _has_result:
+                    print_document({"error": f"ended with exit code {stop.code}: see standard error"})
+                raise
     finally:
-        _documents.pop()
+        _documents, _has_result = outer
 
 
 def wants_json() -> bool:
     """Whether the command was asked for JSON."""
-    return bool(_documents)
+    return _documents is not None
 
 
 def print_result(document: Mapping[str, Any], text: str) -> None:
@@ -58,13 +65,15 @@ def print_result(document: Mapping[str, Any], text: str) -> None:
 
 
 def print_document(document: Mapping[str, Any]) -> None:
-    """Print a line of JSON, on the main rank; only with --json.
+    """Print a line of JSON; only with --json. A document with a key `event` is progress, any other the result.
 
     Numbers that are not finite become null, dataclasses objects, and any other type its text.
     """
-    if os.environ.get("RANK", "0") == "0":
-        _documents[-1].write(f"{json.dumps(_plain(document), allow_nan=False, default=str)}\n")
-        _documents[-1].flush()
+    global _has_result
+    assert _documents is not None
+    _has_result = _has_result or "event" not in document
+    _documents.write(f"{json.dumps(_plain(document), allow_nan=False, default=str)}\n")
+    _documents.flush()
 
 
 def _plain(value: Any) -> Any:
