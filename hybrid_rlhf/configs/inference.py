@@ -205,7 +205,7 @@ class EvaluateConfig(InferenceConfig):
     few_shot: int | None = setting(None, advanced=True)
     """Examples in the prompts of harness; null: as each task sets."""
     apply_chat_template: bool = False
-    """Whether the prompts of harness are rendered by the chat template, for models that are trained on conversations."""
+    """Whether the prompts of harness are rendered by the chat template, for models trained on conversations."""
     seed: int = 0
     """Seed of the sampling, of the bootstrap and of few-shot examples."""
     output: str | None = None
@@ -237,7 +237,7 @@ class EvaluateConfig(InferenceConfig):
         require(len(several) <= 1, f"one measure at a time, got {' and '.join(several)}: leave out all but one")
         require(
             self.chosen == "win_rate" or self.judge == JudgeConfig(),
-            f"judge goes with win_rate, got {self.judge.model or self.judge.url}: give --against MODEL, or leave it out",
+            f"judge goes with win_rate, got {self.judge.model or self.judge.url}: give --against, or leave it out",
         )
         require(
             self.chosen != "win_rate" or self.judge.model is not None or self.judge.url is not None,

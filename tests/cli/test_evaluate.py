@@ -18,6 +18,7 @@ from hybrid_rlhf.cli.saved_models import evaluate
 from hybrid_rlhf.cli.saved_models.evaluation.results import Estimate, bootstrap, pass_at_k, wilson
 from hybrid_rlhf.data.chat.conversation import encode_prompt
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
+from hybrid_rlhf.models.head_check import module_logprobs
 from hybrid_rlhf.models.pretrained.cards import read_card_metadata
 from hybrid_rlhf.runtime.observability.metrics import read_metrics
 from tests.support.ranks import run_main
@@ -31,6 +32,36 @@ def digits(prompts, completions, answer, **columns):
 
 def none(prompts, completions, **columns):
     return [None] * len(completions)
+"""
+
+TASK = """
+task: {name}
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {folder}/rows.jsonl
+test_split: test
+doc_to_text: "Q: {{{{question}}}}\\nA:"
+"""
+CHOOSE = """
+output_type: multiple_choice
+doc_to_choice: choices
+doc_to_target: gold
+metric_list:
+  - metric: acc
+"""
+WRITE = """
+output_type: generate_until
+doc_to_target: answer
+generation_kwargs:
+  until: ["\\n"]
+  max_gen_toks: 6
+  do_sample: false
+process_results: !function lengths.lengths
+metric_list:
+  - metric: mean_length
+    aggregation: mean
+    higher_is_better: true
 """
 
 
@@ -198,9 +229,43 @@ def test_estimates() -> None:
     assert bootstrap([2.0, 2.0], [1.0, 1.0], seed=0, transform=np.exp) == Estimate(*[math.exp(2.0)] * 3)
 
 
-def test_tasks_of_the_harness_are_run_on_the_engine(tmp_path: Path, model_folder: Path) -> None:
+def test_tasks_of_the_harness_are_run_on_the_engine(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A task with choices, one with texts, both of a file."""
     pytest.importorskip("lm_eval")
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # starts pip and others, for a minute
+    rows = [{"question": f"say {i}", "choices": ["aa", "b c"], "gold": i % 2, "answer": "x"} for i in range(5)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tasks = tmp_path / "tasks"
+    tasks.mkdir()
+    (tasks / "choose.yaml").write_text(TASK.format(name="tiny_choose", folder=tmp_path) + CHOOSE)
+    (tasks / "write.yaml").write_text(TASK.format(name="tiny_write", folder=tmp_path) + WRITE)
+    (tasks / "lengths.py").write_text("def lengths(doc, results):\n    return {'mean_length': len(results[0])}\n")
+    words = ("--tasks", "[tiny_choose, tiny_write]", "--tasks_folder", tasks, "--max_length", 64)
+    results = measured(tmp_path, model_folder, *words)["results"]
+    assert results["tiny_choose rows"] == results["tiny_write rows"] == 5
+    lm, tokenizer = tiny_model(), tiny_tokenizer()
+    right = []
+    for row in rows:
+        scores = []
+        for choice in row["choices"]:
+            context, text = tokenizer(f"Q: {row['question']}\nA:")["input_ids"], tokenizer(f" {choice}")["input_ids"]
+            scores.append(float(module_logprobs(lm, context + text)[-len(text) :].sum()))
+        right.append(int(np.argmax(scores)) == row["gold"])
+    assert results["tiny_choose acc"]["value"] == pytest.approx(np.mean(right))
+    engine = GenerationEngine.from_pretrained(str(model_folder), dtype=torch.float32)
+    greedy = SamplingParams(max_new_tokens=6, temperature=0.0)
+    sampled = engine.generate([tokenizer(f"Q: {row['question']}\nA:")["input_ids"] for row in rows], greedy)
+    texts = [tokenizer.decode(one.token_ids, skip_special_tokens=True).partition("\n")[0] for (one,) in sampled]
+    assert results["tiny_write mean_length"]["value"] == pytest.approx(np.mean([len(text) for text in texts]))
+
+
+def test_a_task_that_is_not_there_is_one_line(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("lm_eval")
+    with pytest.raises(SystemExit):
+        evaluate.main([str(model_folder), "--tasks", "no_such_task"])
+    assert "error: tasks must be tasks of lm-evaluation-harness, no_such_task is none" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

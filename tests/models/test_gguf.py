@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, GemmaTokenizer, PreTrainedModel
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
-from hybrid_rlhf.models.export import gguf_file
-from hybrid_rlhf.models.export.gguf_file import write_gguf
 from hybrid_rlhf.models.head_check import module_logprobs
+from hybrid_rlhf.models.pretrained.export import gguf_file
+from hybrid_rlhf.models.pretrained.export.gguf_file import write_gguf
 from hybrid_rlhf.models.pretrained.sources import resolve_model
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.runtime.world import solo_world

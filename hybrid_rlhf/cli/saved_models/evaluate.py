@@ -68,7 +68,7 @@ def _document(config: EvaluateConfig, measure: str, found: Measurement) -> dict[
     """Results with what is needed to repeat them."""
     from hybrid_rlhf.loop.report.environment import versions
 
-    values = {name: asdict(value) if hasattr(value, "low") else value for name, value in found.values.items()}
+    values = {name: value if isinstance(value, float | int) else asdict(value) for name, value in found.values.items()}
     return {
         "measure": measure,
         "model": config.path,

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_GGUF_TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "q8_0": "q8_0"}
+    from hybrid_rlhf.models.pretrained.export.gguf_file import GGUFType
+
+_GGUF_TYPES: dict[str, GGUFType] = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "q8_0": "q8_0"}
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
@@ -34,8 +36,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
 def _export(config: ExportConfig, output: Path) -> None:
     import torch
 
-    from hybrid_rlhf.models.export.adapters import merge_adapter
-    from hybrid_rlhf.models.export.gguf_file import write_gguf
+    from hybrid_rlhf.models.pretrained.export.adapters import merge_adapter
+    from hybrid_rlhf.models.pretrained.export.gguf_file import write_gguf
     from hybrid_rlhf.models.pretrained.folders import load_config, warn_of_remote_code
     from hybrid_rlhf.models.pretrained.sources import resolve_model
     from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
@@ -58,7 +60,7 @@ def _export(config: ExportConfig, output: Path) -> None:
     if config.format == "gguf":
         result["logprob_change"] = write_gguf(
             output, lm, tokenizer, weights=_GGUF_TYPES[dtype], name=Path(config.path).name
-        )  # type: ignore[arg-type]
+        )
         text = f"{output}: {dtype}, read back; log-probs change by {result['logprob_change']:.2g} nats on average"
     else:
         _save_folder(

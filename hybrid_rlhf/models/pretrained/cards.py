@@ -1,7 +1,7 @@
 """The README.md of a model folder: metadata of the Hugging Face hub as YAML, and a text.
 
-A card that this library wrote ends with a checksum of itself. It is replaced by that of a later save only as long as the
-checksum holds: a card that a user wrote or changed stays.
+A card that this library wrote ends with a checksum of itself. It is replaced by that of a later save only as long as
+the checksum holds: a card that a user wrote or changed stays.
 """
 
 from __future__ import annotations

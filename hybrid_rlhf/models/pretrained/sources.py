@@ -116,5 +116,5 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def quiet_console() -> contextlib.AbstractContextManager[object]:
-    """Suppress the progress bar with which transformers reads a GGUF file, which would fill a log; not on a terminal."""
+    """Suppress the progress bar of transformers for a GGUF file, which would fill a log; not on a terminal."""
     return contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())

@@ -63,9 +63,9 @@ def harness(config: EvaluateConfig, place: Place) -> Measurement:
             metric, _, rule = name.partition(",")
             if not isinstance(value, int | float) or metric.endswith("_stderr") or not rule:
                 continue
-            error = metrics.get(f"{metric}_stderr,{rule}")
+            stderr = metrics.get(f"{metric}_stderr,{rule}")
             key = f"{task} {metric}" if rule == "none" else f"{task} {metric} ({rule})"
-            spread = Z95 * error if isinstance(error, float) else None
+            spread = Z95 * stderr if isinstance(stderr, float) else None
             values[key] = float(value) if spread is None else Estimate(float(value), value - spread, value + spread)
         rows = results.get("n-samples", {}).get(task, {}).get("effective")
         if rows:

@@ -59,8 +59,8 @@ def wilson(values: Sequence[float]) -> Estimate:
 
 
 def bootstrap(
-    totals: Sequence[float],
-    counts: Sequence[float],
+    totals: Sequence[float] | np.ndarray,
+    counts: Sequence[float] | np.ndarray,
     *,
     seed: int,
     transform: Callable[[np.ndarray], np.ndarray] = np.asarray,

@@ -1,8 +1,8 @@
 """How each family is written to a GGUF file: llama.cpp's name of its architecture, metadata, layout of the weights.
 
 llama.cpp differs from Hugging Face in two ways: it rotates neighbouring elements of Llama's queries and keys instead of
-the two halves of a head, so their rows are reordered, and it multiplies by the weight of a Gemma norm where Hugging Face
-multiplies by one more. Whatever metadata cannot express shows when the file is read back (gguf_file.py).
+the two halves of a head, so their rows are reordered, and it multiplies by the weight of a Gemma norm where Hugging
+Face multiplies by one more. Whatever metadata cannot express shows when the file is read back (gguf_file.py).
 
 Source: the GGUF specification and llama.cpp's conversion script.
 """

@@ -19,15 +19,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.models.export.gguf_families import (
+from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens
+from hybrid_rlhf.models.pretrained.export.gguf_families import (
     GGUFFamily,
     gguf_family,
     head_size,
     write_metadata,
     written_weight,
 )
-from hybrid_rlhf.models.export.gguf_vocabulary import write_vocabulary
-from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens
+from hybrid_rlhf.models.pretrained.export.gguf_vocabulary import write_vocabulary
 from hybrid_rlhf.models.pretrained.folders import reading
 from hybrid_rlhf.models.pretrained.sources import quiet_console, quiet_transformers
 from hybrid_rlhf.runtime.files.durable import flush
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
 
 GGUFType = Literal["f32", "f16", "bf16", "q8_0"]
+_PLAIN: dict[str, np.dtype[Any]] = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16)}
+"""Types that numpy has; others are bytes."""
 _FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 _WEIGHT_TOLERANCE = {"f32": 1e-6, "f16": 1e-3, "bf16": 8e-3, "q8_0": 8e-3}
 """Largest change of a weight, relative to the largest weight of its tensor: the rounding of the type."""
@@ -115,7 +117,7 @@ def _write(
         kinds = [_kind(weight, weights) for _, _, weight in named]
         for (written, _, weight), kind in zip(named, kinds, strict=True):
             shape = quant_shape_to_byte_shape(weight.shape, kind)
-            plain = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16)}.get(kind.name)
+            plain = _PLAIN.get(kind.name)
             writer.add_tensor_info(
                 written,
                 shape if plain is None else weight.shape,
