@@ -31,7 +31,7 @@ _ROWS, _MOST_TOKENS = 4, 4096
 
 
 @dataclass(frozen=True)
-class LoadedModel:
+class ChatModel:
     """A model that answers."""
 
     engine: GenerationEngine
@@ -50,7 +50,7 @@ class Chats:
     def __init__(self, load: Load) -> None:
         """Take what loads the engine and the tokenizer of a model."""
         self._load = load
-        self._models: OrderedDict[str, LoadedModel] = OrderedDict()
+        self._models: OrderedDict[str, ChatModel] = OrderedDict()
         self._scorer: tuple[str, Score] | None = None
         self._lock = threading.Lock()
 
@@ -93,7 +93,7 @@ class Chats:
             task.add_done_callback(_tasks.discard)
         return _events(events, len(paths), submissions)
 
-    def _loaded(self, paths: Sequence[str], reward: str | None) -> tuple[dict[str, LoadedModel], Score | None]:
+    def _loaded(self, paths: Sequence[str], reward: str | None) -> tuple[dict[str, ChatModel], Score | None]:
         """The models of paths and the reward model, loaded if they are not."""
         with self._lock:
             for path in list(self._models):
@@ -102,7 +102,7 @@ class Chats:
             for path in paths:
                 if path not in self._models:
                     engine, tokenizer = self._load(InferenceConfig(path=path))
-                    self._models[path] = LoadedModel(
+                    self._models[path] = ChatModel(
                         engine, tokenizer, engine.open(rows=_ROWS, max_tokens=_MOST_TOKENS)
                     )
             models = {path: self._models[path] for path in paths}
@@ -124,37 +124,23 @@ def load_scorer(path: str) -> Score:
     Raises:
         UserError: if it is none.
     """
-    import torch
-
     from hybrid_rlhf.configs.sections.model import ModelConfig
-    from hybrid_rlhf.data.chat.conversation import encode_completion
-    from hybrid_rlhf.models.policy import Scorer, scores_at_end
-    from hybrid_rlhf.models.pretrained.loading import load_model, training_dtype
+    from hybrid_rlhf.models.pretrained.loading import training_dtype
     from hybrid_rlhf.models.pretrained.sources import resolve_model
     from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
     from hybrid_rlhf.runtime.world import default_device, solo_world
+    from hybrid_rlhf.serving.saved_scorer import SavedScorer
 
-    device, settings = default_device(), ModelConfig()
+    device = default_device()
     source = resolve_model(path, world=solo_world(device))
-    tokenizer = load_tokenizer(source)
-    model, is_new = load_model(source, "scorer", config=settings, dtype=training_dtype(settings, device), heads=None)
-    if is_new:
-        raise UserError(f"reward must be a reward model, {path} has no score head: give the output of step 2")
-    scorer = Scorer(model.to(device).eval())
-
-    def score(messages: Messages, completion: str) -> float:
-        ids = encode_completion(messages, [{"role": "assistant", "content": completion}], tokenizer).input_ids
-        tokens = torch.tensor([ids], device=device)
-        with torch.no_grad():
-            mask = torch.ones_like(tokens, dtype=torch.bool)
-            return float(scores_at_end(scorer(tokens, mask), mask).float().sum())
-
-    return score
+    dtype = training_dtype(ModelConfig(), device)
+    scorer = SavedScorer(source, load_tokenizer(source), name=path, device=device, dtype=dtype)
+    return lambda messages, completion: sum(scorer.score([(messages, completion, None)])[0])
 
 
 async def _answer(
     number: int,
-    model: LoadedModel,
+    model: ChatModel,
     tokens: asyncio.Queue[list[StreamedToken]],
     events: asyncio.Queue[dict[str, Any] | Exception],
     sampling: SamplingParams,
@@ -186,7 +172,7 @@ async def _answer(
 
 
 async def _events(
-    events: asyncio.Queue[dict[str, Any] | Exception], unfinished: int, submissions: list[tuple[LoadedModel, Any]]
+    events: asyncio.Queue[dict[str, Any] | Exception], unfinished: int, submissions: list[tuple[ChatModel, Any]]
 ) -> AsyncIterator[dict[str, Any]]:
     """Events until all models are done; a client that leaves cancels them."""
     try:

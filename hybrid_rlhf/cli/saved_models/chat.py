@@ -20,8 +20,8 @@ from hybrid_rlhf.configs.parsing.values import check_values
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from hybrid_rlhf.cli.saved_models.scoring import SavedScorer
     from hybrid_rlhf.generation.chat import ChatSession
+    from hybrid_rlhf.serving.saved_scorer import SavedScorer
 
 HELP = """\
 /clear            clear the conversation
@@ -81,8 +81,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
     with user_errors():
         words = list(sys.argv[1:] if argv is None else argv)
         config = parse_config(ChatConfig, words, prog=prog, positional=("path", "compare"))
-        from hybrid_rlhf.cli.saved_models.loading import find_model, load_engine
-        from hybrid_rlhf.cli.saved_models.scoring import SavedScorer
+        from hybrid_rlhf.cli.saved_models.loading import find_model, load_engine, load_scorer
         from hybrid_rlhf.data.chat.conversation import encode_prompt
         from hybrid_rlhf.generation.chat import ChatSession
 
@@ -97,7 +96,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
             config.sampling,
             view=_view(),
             load=load,
-            load_scorer=lambda name: SavedScorer(find_model(config, name)),
+            load_scorer=lambda name: load_scorer(find_model(config, name)),
         )
         if config.compare is not None:
             session.compare(config.compare)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import InferenceConfig
@@ -21,6 +21,7 @@ from hybrid_rlhf.models.pretrained.loading import load_model, training_dtype
 from hybrid_rlhf.models.pretrained.sources import resolve_model
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.runtime.world import default_device, solo_world
+from hybrid_rlhf.serving.saved_scorer import SavedScorer
 
 
 @dataclass(frozen=True)
@@ -116,15 +117,17 @@ def load_adapted(
     return engine(), place.tokenizer, found
 
 
-def load_scorer(config: InferenceConfig, path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A reward model and its tokenizer, on the device and in the dtype of a config.
+def load_scorer(place: Place) -> SavedScorer:
+    """The reward model of a place.
 
     Raises:
-        UserError: if there is no such model, or it has no score head.
+        UserError: if it has no score head.
     """
-    place = find_model(config, path)
-    own = ModelConfig(path=path, trust_remote_code=place.trust_remote_code)
-    model, is_new = load_model(place.path, "scorer", config=own, dtype=place.dtype, heads=None)
-    if is_new:
-        raise UserError(f"a reward model has a score head, {path} has none: give one that `hybrid-rlhf reward` saved")
-    return model.to(place.device).eval(), place.tokenizer  # type: ignore[arg-type]
+    return SavedScorer(
+        place.path,
+        place.tokenizer,
+        name=place.name,
+        device=place.device,
+        dtype=place.dtype,
+        trust_remote_code=place.trust_remote_code,
+    )

@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
         from hybrid_rlhf.serving.packages import require_packages
 
         require_packages("serve")
-        from hybrid_rlhf.cli.saved_models.loading import load_adapted, load_engine, load_scorer
+        from hybrid_rlhf.cli.saved_models.loading import find_model, load_adapted, load_engine, load_scorer
         from hybrid_rlhf.serving.scores import ScoreService
         from hybrid_rlhf.serving.server import LoadedModel, serve
 
@@ -28,8 +28,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
             return LoadedModel(*load_engine(config, kv_cache_gib=config.kv_cache_gib))
 
         def load_scores() -> ScoreService:
-            path = config.reward_model or ""
-            return ScoreService(*load_scorer(config, path), path)
+            return ScoreService(load_scorer(find_model(config, config.reward_model)))
 
         serve(
             config,

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from hybrid_rlhf.cli.saved_models.evaluation.results import Measurement, bootstrap, wilson
-from hybrid_rlhf.cli.saved_models.loading import Place
-from hybrid_rlhf.cli.saved_models.scoring import SavedScorer
+from hybrid_rlhf.cli.saved_models.loading import Place, load_scorer
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import EvaluateConfig
 from hybrid_rlhf.configs.sections.model import ModelConfig
@@ -71,7 +70,7 @@ def perplexity(config: EvaluateConfig, place: Place) -> Measurement:
 @torch.no_grad()
 def accuracy(config: EvaluateConfig, place: Place) -> Measurement:
     """Share of the pairs in which the chosen completion has the higher score; the interval is over rows."""
-    scorer = SavedScorer(place)
+    scorer = load_scorer(place)
     encoded: list[dict[str, Any]] = []
     for where, row in source_rows(config):
         head = {"head": head_index(where, row, scorer.heads)} if scorer.heads else {}

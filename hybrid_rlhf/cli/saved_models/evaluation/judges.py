@@ -16,8 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from hybrid_rlhf.cli.saved_models.loading import find_model
-from hybrid_rlhf.cli.saved_models.scoring import SavedScorer
+from hybrid_rlhf.cli.saved_models.loading import find_model, load_scorer
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.files.urls import expanded_url, shown_url
 from hybrid_rlhf.configs.inference import EvaluateConfig, JudgeConfig
@@ -70,16 +69,12 @@ class RewardJudge:
             UserError: when there is no such model.
         """
         self._place = find_model(config, config.judge.model)
-        self._batch_rows = config.batch_rows
 
     def verdicts(self, prompts: Sequence[PromptRow], ours: Sequence[str], theirs: Sequence[str]) -> list[Verdict]:
         """On each prompt."""
-        scorer = SavedScorer(self._place)
+        scorer = load_scorer(self._place)
         first, second = (
-            scorer.score(
-                [(row.messages, text, row.tools) for row, text in zip(prompts, texts, strict=True)],
-                batch_rows=self._batch_rows,
-            )
+            scorer.score([(row.messages, text, row.tools) for row, text in zip(prompts, texts, strict=True)])
             for texts in (ours, theirs)
         )
         margins = [sum(own) - sum(other) for own, other in zip(first, second, strict=True)]
@@ -98,7 +93,7 @@ class EndpointJudge:
         import httpx2
 
         self._config = config
-        url = expanded_url(config.url or "").rstrip("/")
+        url = expanded_url(config.url or "", key="judge.url").rstrip("/")
         self._shown = shown_url(config.url or "")
         headers = {}
         if config.api_key_env is not None:

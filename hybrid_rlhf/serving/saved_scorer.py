@@ -1,0 +1,107 @@
+"""A saved reward model that scores conversations given as messages: for the server, `chat`, `evaluate` and the board.
+
+A conversation is rendered and tokenised as in the reward model's training, and its score is read at the last token, as
+RL does for a reward model with a tokenizer of its own (rl/rewards/models.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections.model import ModelConfig
+from hybrid_rlhf.data.chat.conversation import encode_completion
+from hybrid_rlhf.data.chat.messages import Message, Tools
+from hybrid_rlhf.models.policy import Scorer, scores_at_end
+from hybrid_rlhf.models.pretrained.folders import load_config
+from hybrid_rlhf.models.pretrained.loading import is_scorer, load_model, position_limit, stored_heads
+
+_MOST_BATCH_TOKENS = 8192
+"""Of one forward, unless one conversation alone is longer."""
+
+
+class SavedScorer:
+    """A reward model and its tokenizer."""
+
+    def __init__(
+        self,
+        path: str,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        name: str,
+        device: torch.device,
+        dtype: torch.dtype,
+        trust_remote_code: bool = False,
+    ) -> None:
+        """Load it; `name` is what errors call it.
+
+        Raises:
+            UserError: when it is no reward model.
+        """
+        config = load_config(path, trust_remote_code=trust_remote_code)
+        if not is_scorer(config):
+            raise UserError(
+                f"a reward model must have a score head, {name} has none: give one that a reward step saved"
+            )
+        settings = ModelConfig(path=path, trust_remote_code=trust_remote_code)
+        lm, _ = load_model(path, "scorer", config=settings, dtype=dtype, heads=None)
+        self.name, self.tokenizer, self.device = name, tokenizer, device
+        self.heads = stored_heads(config)
+        """Names of its scores; empty for a single one."""
+        self.model = Scorer(lm.to(device).eval())  # type: ignore[arg-type]
+        self._limit = position_limit(lm)
+
+    def encode(
+        self, prompt: list[Message], completion: list[Message], *, tools: Tools | None = None, shown: str
+    ) -> list[int]:
+        """The tokens of a conversation, which errors call `shown`.
+
+        Raises:
+            UserError: when it cannot be rendered, or is longer than the model reads.
+        """
+        ids = encode_completion(prompt, completion, self.tokenizer, tools=tools).input_ids
+        if self._limit is not None and len(ids) > self._limit:
+            raise UserError(f"{shown} must have at most {self._limit} tokens, got {len(ids)}: shorten it")
+        return ids
+
+    @torch.no_grad()
+    def scores(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """Scores [n] float32 of token rows in one forward, or [n, heads] of a model with several."""
+        ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(self.device)
+        lengths = torch.tensor([len(row) for row in rows], device=self.device)
+        mask = torch.arange(ids.shape[1], device=self.device) < lengths[:, None]
+        return scores_at_end(self.model(ids, mask), mask).cpu()
+
+    def score(self, conversations: Sequence[tuple[list[Message], str, Tools | None]]) -> list[list[float]]:
+        """One score per head, after the last token of each conversation.
+
+        Args:
+            conversations: prompts, completions, and the tools that the assistant may call.
+
+        Raises:
+            UserError: see `encode`.
+        """
+        rows = [
+            self.encode(prompt, [{"role": "assistant", "content": text}], tools=tools, shown="a scored conversation")
+            for prompt, text, tools in conversations
+        ]
+        scores: dict[int, list[float]] = {}
+        for places in batches(rows):
+            found = self.scores([rows[place] for place in places])
+            scores |= zip(places, found.view(len(places), -1).tolist(), strict=True)
+        return [scores[place] for place in range(len(rows))]
+
+
+def batches(rows: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Places of rows that are computed together: of similar lengths, and few tokens."""
+    found: list[list[int]] = []
+    for place in sorted(range(len(rows)), key=lambda place: -len(rows[place])):
+        if not found or (len(found[-1]) + 1) * len(rows[found[-1][0]]) > _MOST_BATCH_TOKENS:
+            found.append([])
+        found[-1].append(place)
+    return found
