@@ -40,7 +40,7 @@ def test_a_job_that_fails_says_why(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_sample_is_replayed_branched_and_scored(tmp_path: Path, model_folder: Path) -> None:
-    more = ["--logging.samples_every", "1", "--reward.components", f"[{REWARD}]", "--logging.tensorboard", "false"]
+    more = ["--logging.samples_every", "1", "--reward.components", f"[{REWARD}]"]
     line = rl_line(tmp_path / "output" / "rl", model_folder, write_rows(tmp_path / "rows.jsonl"), *more)
     done = run_python(line)
     assert done.returncode == 0, done.stderr[-3000:]
