@@ -74,7 +74,7 @@ def test_a_run_is_started_stopped_and_resumed(board: ServedBoard, model_folder: 
     rows = write_rows(tmp_path / "rows.jsonl")
     values = {"model.path": str(model_folder), "data.sources": [str(rows)], "output_dir": "mine"}
     values |= {"train.global_batch_size": 4, "data.max_length": 64, "train.max_steps": 100_000}
-    values |= {"data.cache_dir": str(tmp_path / "cache"), "logging.tensorboard": False, "train.epochs": 100_000}
+    values |= {"data.cache_dir": str(tmp_path / "cache"), "train.epochs": 100_000}
     started = board.post("/api/runs", {"command": "sft", "values": values})
     assert started.status_code == 200, started.text
     run = started.json()["run"]

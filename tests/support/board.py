@@ -146,3 +146,8 @@ time.sleep(600)
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=dict(os.environ), cwd=ROOT)
     assert process.stdout is not None and process.stdout.readline() == b"held\n"
     return process
+
+
+def length_reward(prompts: Sequence[Any], completions: Sequence[str], **_: Any) -> list[float]:
+    """A reward function: the number of words."""
+    return [float(len(completion.split())) for completion in completions]

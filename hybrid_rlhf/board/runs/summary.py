@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from hybrid_rlhf.board.runs.folders import BOARD_CONFIG, RunFolder
-from hybrid_rlhf.board.runs.reading import file_size, last_line, open_regular, read_run_config
+from hybrid_rlhf.board.runs.reading import file_size, finite, last_line, number, open_regular, read_run_config
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
@@ -34,6 +34,15 @@ BOARD_LOG = "board.log"
 """What a run that the board started prints."""
 _FEWEST_KEYS = 5
 """Top-level keys that a config shares with one of these, if it is one."""
+_LAST_VALUES = (
+    "objective/scores",
+    "objective/kl",
+    "completions/mean_length",
+    "train/loss",
+    "eval/loss",
+    "eval/accuracy",
+)
+"""Metrics whose last values the list of runs shows, of those that a run has."""
 _SILENT_SECONDS = 600.0
 """A run of another host, whose process cannot be looked for, is taken for stopped after so long without a line."""
 
@@ -45,7 +54,7 @@ class RunSummaries:
         self.is_starting: Callable[[str], bool] = lambda run_id: False
         """Whether a process that the board started for a run lives, which may not hold its folder yet."""
         self._configs: dict[str, tuple[Any, dict[str, Any], str | None]] = {}
-        self._steps: dict[str, tuple[Any, int | None, str | None]] = {}
+        self._lines: dict[str, tuple[Any, dict[str, Any] | None, str | None]] = {}
         self._lock = threading.Lock()
 
     def config(self, run: RunFolder) -> tuple[dict[str, Any], str | None]:
@@ -76,7 +85,8 @@ class RunSummaries:
         is_foreign = problem is None and command is None
         if is_foreign:
             problem = f"{CONFIG_FILE} is not of a run of hybrid-rlhf"
-        step, metrics_problem = self._last_step(run)
+        line, metrics_problem = self._last_line(run)
+        step, values = (None, {}) if line is None else (int(line["step"]), line)
         problem = problem or metrics_problem
         has_ended = file_size(run.folder / FINISHED_FILE) >= 0
         is_running = self.is_starting(run.id) or (
@@ -97,6 +107,7 @@ class RunSummaries:
             "state": state,
             "problem": problem,
             "step": step or 0,
+            "last": {name: finite(number(values[name])) for name in _LAST_VALUES if name in values},
             "total_steps": most if isinstance(most, int) and most > 0 else step if has_ended else None,
             "command": command,
             "algorithm": _text_or_number(config, "algorithm", "name"),
@@ -108,23 +119,23 @@ class RunSummaries:
             "has_tokens": next((run.folder / "tokens").glob("step_*.safetensors"), None) is not None,
         }
 
-    def _last_step(self, run: RunFolder) -> tuple[int | None, str | None]:
-        """The last step in the metrics, or what is wrong with them; read again when they change."""
+    def _last_line(self, run: RunFolder) -> tuple[dict[str, Any] | None, str | None]:
+        """The last line of the metrics, or what is wrong with them; read again when they change."""
         file = run.folder / METRICS_FILE
         if file_size(file) < 0:
             return None, f"{METRICS_FILE} is missing: the run ended before its first step"
         stamp = (file_size(file), _changed(file))
         with self._lock:
-            known = self._steps.get(run.id)
+            known = self._lines.get(run.id)
         if known is None or known[0] != stamp:
             try:
                 line = last_line(file)
                 fault = f"{METRICS_FILE} has no complete last line with a step" if line is None else None
-                known = (stamp, None if line is None else int(line["step"]), fault)
+                known = (stamp, line, fault)
             except OSError as error:
                 known = (stamp, None, f"{METRICS_FILE} cannot be read ({error.strerror})")
             with self._lock:
-                self._steps[run.id] = known
+                self._lines[run.id] = known
         return known[1], known[2]
 
 

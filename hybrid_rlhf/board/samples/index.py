@@ -193,6 +193,8 @@ class SampleIndex:
             OSError: if it cannot be read.
             UserError: if it is no longer what was indexed.
         """
+        if not len(rows):
+            return []
         found = []
         offsets = view.column("offset")[rows].tolist()
         with open_regular(self.samples) as file:

@@ -20,6 +20,8 @@ from hybrid_rlhf.runtime.observability.token_records import TokenRecord, TokenRe
 
 TokenTexts = Callable[[RunFolder, list[int]], list[str] | None]
 """The text of each token of a run; None: its tokenizer is not here."""
+_MOST_BYTES = 4
+"""Of a character, so most tokens of one."""
 _CATCH_UP_SECONDS = 0.2
 """How long a request waits for lines that are not indexed yet; the watcher indexes the rest."""
 
@@ -211,10 +213,16 @@ def token_texts_of(files: Callable[[RunFolder], list[Path]]) -> TokenTexts:
 
 
 def _pieces(tokenizer: Any, ids: list[int]) -> list[str]:
-    """The text of each token after the one before it: some tokenizers write a space only between two tokens."""
-    alone = [tokenizer.decode([token], skip_special_tokens=False) for token in ids]
-    pieces = alone[:1]
-    for place in range(1, len(ids)):
-        pair = tokenizer.decode(ids[place - 1 : place + 1], skip_special_tokens=False)
-        pieces.append(pair.removeprefix(alone[place - 1]) if pair.startswith(alone[place - 1]) else alone[place])
+    """The text of each token after the one before it: some tokenizers write a space only between two tokens.
+
+    Of a character that several tokens share, the last has the text and the others none.
+    """
+    pieces, begin = list[str](), 0
+    for end in range(1, len(ids) + 1):
+        before = tokenizer.decode(ids[max(begin - 1, 0) : begin], skip_special_tokens=False)
+        text = tokenizer.decode(ids[max(begin - 1, 0) : end], skip_special_tokens=False)
+        text = text.removeprefix(before) if text.startswith(before) else tokenizer.decode(ids[begin:end])
+        is_part = text.endswith("\ufffd") and end - begin < _MOST_BYTES and end < len(ids)
+        pieces.append("" if is_part else text)
+        begin = begin if is_part else end
     return pieces

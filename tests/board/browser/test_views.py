@@ -26,6 +26,8 @@ def test_runs_are_listed_with_what_is_wrong_and_compared(board: ServedBoard, pag
     assert page.locator(".runs-table tbody tr").count() == len(board.get("/api/runs"))
     broken = page.get_by_role("row", name="gsm-ppo-lr1e-3")
     assert "broken" in broken.inner_text() and "metrics.jsonl is missing" in broken.inner_text()
+    last = board.run("gsm-ppo")["last"]["objective/scores"]
+    assert f"scores {last:.3g}" in page.locator(".runs-table").inner_text()
     page.get_by_label("Compare gsm-grpo-seed1").check()
     page.get_by_label("Compare gsm-ppo", exact=True).check()
     page.get_by_role("link", name="Compare 2").click()

@@ -70,30 +70,33 @@ export async function* streamed(response) {
  */
 export function useData(path, query = {}) {
   const target = path && address(path, query);
-  const [state, setState] = useState({ data: null, error: null, loading: true });
+  const [state, setState] = useState({ data: null, error: null, done: null });
   const [round, setRound] = useState(0);
   const shown = useRef(null);
   useEffect(() => {
     if (!target) {
-      setState({ data: null, error: null, loading: false });
+      shown.current = null;
+      setState({ data: null, error: null, done: null });
       return undefined;
     }
     const abort = new AbortController();
-    const samePath = shown.current === path;
-    setState((old) => ({ data: samePath ? old.data : null, error: null, loading: true }));
+    if (shown.current !== path) setState({ data: null, error: null, done: null });
     get(target, {}, abort.signal).then(
       (data) => {
         shown.current = path;
-        setState({ data, error: null, loading: false });
+        setState({ data, error: null, done: target });
       },
       (error) => {
-        if (!abort.signal.aborted) setState((old) => ({ data: old.data, error: error.message, loading: false }));
+        if (!abort.signal.aborted) setState((old) => ({ data: old.data, error: error.message, done: target }));
       },
     );
     return () => abort.abort();
   }, [target, round]);
   const reload = useCallback(() => setRound((count) => count + 1), []);
-  return { ...state, reload };
+  // What was shown of another path is not this one's, not even for the frame before the effect.
+  const data = shown.current === path ? state.data : null;
+  const error = state.done === target ? state.error : null;
+  return { data, error, loading: Boolean(target) && state.done !== target, reload };
 }
 
 const KINDS = ["runs", "metrics", "samples", "job"];

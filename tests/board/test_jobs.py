@@ -1,0 +1,62 @@
+"""Replay, branch and rescore from the board, on a run that was really made."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.board import ServedBoard, served_board, write_run
+from tests.support.runs import rl_line, run_python
+from tests.support.steps import write_rows
+
+REWARD = '{name: length, function: "tests.support.board:length_reward"}'
+
+
+def ended(board: ServedBoard, job: str) -> dict[str, Any]:
+    """A job once it has ended."""
+    end = time.monotonic() + 240
+    while (found := board.get(f"/api/jobs/{job}"))["state"] == "running":
+        assert time.monotonic() < end, found
+        time.sleep(0.2)
+    return dict(found)
+
+
+def test_a_job_that_fails_says_why(tmp_path: Path) -> None:
+    write_run(tmp_path / "output" / "run", steps=1, samples=2)
+    with served_board(tmp_path / "output") as board:
+        run = board.run("run")["id"]
+        job = board.post(f"/api/runs/{run}/replay", {"step": 1, "index": 0}).json()["job"]
+        failed = ended(board, job)
+        assert failed["state"] == "failed" and failed["error"] and "\n" not in failed["error"], failed
+        scored = board.post(f"/api/runs/{run}/rescore", {"step": 1, "index": 0, "completion": "other"})
+        assert scored.status_code == 400 and list(scored.json()) == ["error"]
+        missing = board.post(f"/api/runs/{run}/replay", {"step": 1, "index": 7})
+        assert missing.status_code == 404
+        board.post(f"/api/runs/{run}/replay", {"step": 1, "index": 1})  # the end of the board ends it
+
+
+@pytest.mark.slow
+def test_a_sample_is_replayed_branched_and_scored(tmp_path: Path, model_folder: Path) -> None:
+    more = ["--logging.samples_every", "1", "--reward.components", f"[{REWARD}]"]
+    line = rl_line(tmp_path / "output" / "rl", model_folder, write_rows(tmp_path / "rows.jsonl"), *more)
+    done = run_python(line)
+    assert done.returncode == 0, done.stderr[-3000:]
+    with served_board(tmp_path / "output") as board:
+        run = board.run("rl")["id"]
+        sample = board.get(f"/api/runs/{run}/samples/1/1")
+        assert sample["tokens"] is not None and "".join(sample["tokens"]["texts"])
+        where = {"step": 1, "index": 1}
+        scored = board.post(f"/api/runs/{run}/rescore", {**where, "completion": "four words are here"}).json()
+        assert scored["score"] == 4.0 and scored["components"] == {"length": 4.0}, scored
+        replayed = ended(board, board.post(f"/api/runs/{run}/replay", where).json()["job"])
+        assert replayed["state"] == "done", replayed
+        start = sample["tokens"]["prompt_length"]
+        assert replayed["result"]["identical"]
+        assert replayed["result"]["token_ids"] == sample["tokens"]["ids"][start:]
+        body = {**where, "token": start, "text": None, "samples": 2}
+        branched = ended(board, board.post(f"/api/runs/{run}/branch", body).json()["job"])
+        assert branched["state"] == "done", branched
+        assert len(branched["result"]["completions"]) == 2
