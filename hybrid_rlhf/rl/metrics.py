@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.functional.groups import group_mean, group_std
+from hybrid_rlhf.functional.groups import group_size, group_std
 from hybrid_rlhf.functional.masking import masked_mean, masked_sum
 from hybrid_rlhf.generation.batching.requests import DecodeWork
 from hybrid_rlhf.rl.batch import Batch, Rollout
@@ -40,11 +40,15 @@ def rollout_metrics(batch: Batch) -> dict[str, float]:
 
 
 def _equal_groups(rollout: Rollout, scores: Tensor) -> dict[str, float]:
-    """The share of groups whose scores are all equal, which have no advantages; {} without groups of several."""
-    if rollout.groups is None or len(rollout.groups.unique()) == len(rollout.groups):
+    """The share of groups whose scores are all equal, so that they have no advantages; {} without groups of several."""
+    if rollout.groups is None:
+        return {}
+    sizes = group_size(rollout.groups)
+    weights = (sizes > 1) / sizes  # 1 in each group of several
+    if not weights.any():
         return {}
     equal = group_std(scores, groups=rollout.groups) == 0
-    return {"rollout/frac_reward_zero_std": float(group_mean(equal.float(), groups=rollout.groups).mean())}
+    return {"rollout/frac_reward_zero_std": float((equal * weights).sum() / weights.sum())}
 
 
 def evaluation_metrics(rollout: Rollout, *, prefix: str) -> dict[str, float]:

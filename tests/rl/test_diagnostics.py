@@ -1,18 +1,22 @@
-"""Settings that cannot act, and rates that follow from others, are in the log."""
+"""Metrics and log lines from which a user sees that a run cannot learn."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.loop.setup import start_step
 from hybrid_rlhf.rl.build import plan_step
+from hybrid_rlhf.rl.metrics import _equal_groups
 from hybrid_rlhf.rl.roles import place_roles
 from hybrid_rlhf.runtime.run import start_run
+from tests.support.rl import rollout_of_rows
 
 
 @pytest.mark.parametrize(
@@ -55,3 +59,16 @@ def test_the_log_tells_the_rate_of_adapters(
     assert not told("--lora.rank", "16", "--optimizer.lr", "1e-4") and not told()
     both = told("--actor.lora.rank", "4", "--critic.lora.rank", "4")
     assert [text.split(" is ")[0].split()[-1] for text in both] == ["actor.optimizer.lr", "critic.optimizer.lr"]
+
+
+def test_groups_of_equal_scores_are_counted() -> None:
+    scores = torch.tensor([1.0, 1.0, 0.0, 1.0, 2.0])
+
+    def share(groups: list[int]) -> dict[str, float]:
+        return _equal_groups(replace(rollout_of_rows(), groups=torch.tensor(groups)), scores)
+
+    name = "rollout/frac_reward_zero_std"
+    assert share([0, 0, 1, 1, 1]) == {name: pytest.approx(0.5)}, "by group, not by completion"
+    assert share([0, 0, 1, 2, 1]) == {name: pytest.approx(0.5)}, "a group of one is no group"
+    assert share([0, 0, 1, 0, 1]) == {name: pytest.approx(0.5)}
+    assert share([0, 1, 2, 3, 4]) == {}, "without groups of several there is nothing to compare"
