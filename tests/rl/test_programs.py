@@ -26,6 +26,7 @@ from hybrid_rlhf.rl.environments import build_runner
 from hybrid_rlhf.rl.environments.episodes import episode_metrics
 from hybrid_rlhf.rl.parts import RLParts
 from hybrid_rlhf.runtime.world import World
+from tests.support.ranks import run_ranks
 from tests.support.rl import chat_row, episode_parts
 from tests.support.runs import rl_line, run_python
 from tests.support.tiny import tiny_model, tiny_tokenizer
@@ -233,6 +234,27 @@ def test_another_conversation_is_another_sequence_with_the_reward_of_its_episode
         advantage = (high - low) / 2 / ((high - low) / 2**0.5 + 1e-4)
         assert [found[row] for row in rows] == pytest.approx([-advantage, advantage])
     assert found[2:6:2] == pytest.approx(found[3:6:2])
+
+
+def on_ranks(world: World, path: str) -> list[dict[str, Any]]:
+    """Rollouts of episodes with several sequences, of two prompts and of one, which leaves a rank without any."""
+    parts = parts_of(world, path, branch)
+    found = []
+    for prompts in ([chat_row("longer"), chat_row("q")], [chat_row("longer")]):
+        tensors = parts.sampler.sample(prompts, step=1).tensors()
+        found.append({name: tensors[name].tolist() for name in ("input_ids", "response_mask", "groups", "samples")})
+    sampling = replace(SAMPLING, tensor_parallel=world.size)
+    shared = parts_of(world, path, branch, sampling=sampling).sampler if world.size > 1 else None
+    if shared is not None:
+        with pytest.raises(UserError, match="samples on one rank, got 2 that share the model"):
+            shared.sample([chat_row("q")], step=1)
+    return found
+
+
+def test_episodes_are_the_same_on_two_ranks(tmp_path: Path, world: World, paths: dict[str, str]) -> None:
+    alone = on_ranks(world, paths["actor"])
+    assert [len(rollout["groups"]) for rollout in alone] == [6, 4]
+    assert run_ranks(on_ranks, 2, tmp_path, paths["actor"]) == [alone, alone]
 
 
 def test_texts_and_token_ids_continue_by_their_beginning(world: World, paths: dict[str, str]) -> None:
