@@ -10,8 +10,18 @@ from typing import Any
 
 import yaml
 
+from hybrid_rlhf.cli.data.subcommands import SUBCOMMANDS
 from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS
-from hybrid_rlhf.configs.inference import ChatConfig, GenerateConfig, ServeConfig
+from hybrid_rlhf.configs.commands.board import BoardConfig
+from hybrid_rlhf.configs.commands.replay import ReplayConfig
+from hybrid_rlhf.configs.inference import (
+    ChatConfig,
+    EvaluateConfig,
+    ExportConfig,
+    GenerateConfig,
+    PushConfig,
+    ServeConfig,
+)
 from hybrid_rlhf.configs.parsing.command_line import config_tree
 from hybrid_rlhf.configs.parsing.derived import derived_defaults
 from hybrid_rlhf.configs.parsing.help import field_docs
@@ -32,7 +42,12 @@ STEPS: dict[str, tuple[type, Sequence[str]]] = {
     "preference": (PreferenceStepConfig, tuple(PREFERENCE_LOSSES)),
     "rl": (RLConfig, tuple(RL_ALGORITHMS)),
 }
-COMMANDS = {"chat": ChatConfig, "generate": GenerateConfig, "serve": ServeConfig, "calibrate": CalibrateConfig}
+COMMANDS = {
+    **{"chat": ChatConfig, "generate": GenerateConfig, "serve": ServeConfig, "evaluate": EvaluateConfig},
+    **{"export": ExportConfig, "push": PushConfig, "board": BoardConfig, "replay": ReplayConfig},
+    **{f"data {name}": config for name, (config, _, _) in SUBCOMMANDS.items()},
+    "calibrate": CalibrateConfig,
+}
 ITEMS = {"data.sources": DataSource, "reward.components": RewardComponentConfig}
 """Lists whose items may be mappings."""
 INTRODUCTION = """# Keys

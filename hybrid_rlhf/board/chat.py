@@ -102,9 +102,7 @@ class Chats:
             for path in paths:
                 if path not in self._models:
                     engine, tokenizer = self._load(InferenceConfig(path=path))
-                    self._models[path] = ChatModel(
-                        engine, tokenizer, engine.open(rows=_ROWS, max_tokens=_MOST_TOKENS)
-                    )
+                    self._models[path] = ChatModel(engine, tokenizer, engine.open(rows=_ROWS, max_tokens=_MOST_TOKENS))
             models = {path: self._models[path] for path in paths}
             if reward is None:
                 return models, None

@@ -16,11 +16,23 @@ import pytest
 import yaml
 
 import hybrid_rlhf
+from hybrid_rlhf.cli.data.subcommands import SUBCOMMANDS
 from hybrid_rlhf.cli.main import COMMANDS
 from hybrid_rlhf.cli.train import with_bare_plan
+from hybrid_rlhf.configs.commands.board import BoardConfig
+from hybrid_rlhf.configs.commands.machine import CompletionConfig, EnvConfig
+from hybrid_rlhf.configs.commands.replay import ReplayConfig
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.inference import ChatConfig, GenerateConfig, ServeConfig
+from hybrid_rlhf.configs.inference import (
+    ChatConfig,
+    EvaluateConfig,
+    ExportConfig,
+    GenerateConfig,
+    PushConfig,
+    ServeConfig,
+)
 from hybrid_rlhf.configs.parsing.command_line import parse_config
+from hybrid_rlhf.configs.parsing.output import JSON_OPTION
 from hybrid_rlhf.configs.parsing.schema import Layer, UnknownKey, find_hints, resolve
 from hybrid_rlhf.configs.pipeline import CalibrateConfig, PipelineConfig, PlanConfig
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
@@ -34,7 +46,16 @@ CONFIGS: dict[str, type] = {
     **{"demo": PipelineConfig, "train": PipelineConfig, "plan": PlanConfig, "calibrate": CalibrateConfig},
     **{"sft": SFTConfig, "reward": RewardConfig, "preference": PreferenceStepConfig, "rl": RLConfig},
     **{"chat": ChatConfig, "generate": GenerateConfig, "serve": ServeConfig},
+    **{"evaluate": EvaluateConfig, "export": ExportConfig, "push": PushConfig},
+    **{"board": BoardConfig, "replay": ReplayConfig, "env": EnvConfig, "completion": CompletionConfig},
+    **{f"data {name}": config for name, (config, _, _) in SUBCOMMANDS.items()},
 }
+POSITIONAL: dict[str, str | tuple[str, ...]] = {
+    **{"chat": ("path", "compare"), "push": ("path", "repo"), "board": "folders", "completion": "shell"},
+    **dict.fromkeys(("generate", "serve", "evaluate", "export", "replay"), "path"),
+    **{f"data {name}": key for name, (_, key, _) in SUBCOMMANDS.items()},
+}
+"""Keys that the first words give."""
 METRIC_FLOORS = ("rl", "supervised", "loop", "placement", "models", "runtime/observability")
 """Folders of the library that make metrics."""
 NOT_METRICS = {"application/json"}
@@ -80,9 +101,11 @@ def test_commands_parse(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     for name, words in commands(page):
         assert name in COMMANDS, name
-        positional = "path" if name in ("chat", "generate", "serve") else None
-        if {"--help", "--help-all"}.isdisjoint(words) and name in CONFIGS:
-            parse_config(CONFIGS[name], with_bare_plan(words), prog=name, positional=positional)
+        words = [word for word in words if word != JSON_OPTION]
+        if {"--help", "--help-all"}.isdisjoint(words) and words:
+            if name == "data":
+                name, words = f"data {words[0]}", words[1:]
+            parse_config(CONFIGS[name], with_bare_plan(words), prog=name, positional=POSITIONAL.get(name, ()))
 
 
 @each_page

@@ -14,7 +14,7 @@ from tests.support.runs import ROOT
 PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     ROOT / "recipes" / "README.md",
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *(ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md")),
 ]
 LIBRARY = sorted((ROOT / "hybrid_rlhf").rglob("*.py"))
 _COMMAND = re.compile(
