@@ -54,7 +54,7 @@ def start(folders: Path, tmp_path: Path) -> Iterator[Start]:
             env={**os.environ, **settings},
             dimensions=(40, 100),
             encoding="utf-8",
-            timeout=60,
+            timeout=120,
         )
         running.append(terminal)
         terminal.expect_exact(_PROMPT)
@@ -121,7 +121,7 @@ def test_commands_are_completed_and_ctrl_c_stops_a_reply(start: Start, folders: 
     said(terminal, "/set min_new_tokens 100000")
     terminal.send("hello\r")
     terminal.expect_exact("\x1b[?2004l")  # the prompt has ended
-    terminal.expect_exact("\x1b[?25l")  # the reply is shown, without a cursor
+    terminal.expect_exact("\x1b[2K")  # the reply has begun, and is shown again with more text
     terminal.sendintr()
     terminal.expect_exact("[stopped]")
     terminal.expect_exact(_PROMPT)

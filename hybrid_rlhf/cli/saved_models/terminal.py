@@ -64,8 +64,8 @@ class Terminal:
     def show_replies(self, replies: Mapping[str, Generator[str, None, None]]) -> None:
         """See ChatView: all at once, the end of a long one while it grows, then the whole."""
         texts, notes, pending = dict.fromkeys(replies, ""), dict.fromkeys(replies, ""), dict(replies)
-        with Live(console=self._console, refresh_per_second=10, transient=True) as live:
-            try:
+        try:
+            with Live(console=self._console, refresh_per_second=10, transient=True) as live:
                 while pending:
                     for name, pieces in list(pending.items()):
                         try:
@@ -76,10 +76,10 @@ class Terminal:
                             notes[name] = f"error: {error}"
                             del pending[name]
                     live.update(_Tail(_side_by_side(texts, notes)))
-            except KeyboardInterrupt:
-                for name, pieces in pending.items():
-                    pieces.close()  # keeps what was said
-                    notes[name] = "[stopped]"
+        except KeyboardInterrupt:
+            for name, pieces in pending.items():
+                pieces.close()  # keeps what was said
+                notes[name] = "[stopped]"
         self._console.print(_side_by_side(texts, notes))
 
     def _history(self) -> History:
