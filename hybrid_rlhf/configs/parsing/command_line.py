@@ -53,7 +53,7 @@ def parse_config(
     *,
     prog: str | None = None,
     defaults: Path | None = None,
-    positional: str | None = None,
+    positional: str | Sequence[str] = (),
 ) -> ConfigT:
     """A config from `--config FILE.yaml` and dotted overrides such as `--optimizer.lr 1e-5`.
 
@@ -62,15 +62,15 @@ def parse_config(
         argv: the words of the line; none: the process's own.
         prog: the name that --help shows.
         defaults: a YAML file that lies under the user's files.
-        positional: a key that the first word of the line may give without its name; a list takes all first words.
+        positional: keys whose values the first words of the line may give without their names; a list takes all words
+            up to the first option.
 
     Raises:
         UserError: for an unknown key, a wrong value, a file that cannot be read, or a rule of the config.
         SystemExit: after --help.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    if positional is not None:
-        words = _with_positional(words, positional, takes_all=any(map(is_list, find_hints(config_type, positional))))
+    words = _with_positional(words, [positional] if isinstance(positional, str) else positional, config_type)
     files, overrides, wants_help = _sort_words(words, config_type)
     layers = [] if defaults is None else [Layer(_read_file(str(defaults)), str(defaults), strict=False)]
     layers += [Layer(_read_file(file), file) for file in files]
@@ -222,14 +222,16 @@ def _instance(section: Section, parsed: Any) -> Any:
         ) from None
 
 
-def _with_positional(words: list[str], key: str, *, takes_all: bool) -> list[str]:
-    """The words with the first of them, or all before the first option, as the value of a key."""
+def _with_positional(words: list[str], keys: Sequence[str], config_type: type) -> list[str]:
+    """The words with those before the first option as the values of keys."""
     first = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
-    if not first:
-        return words
-    if takes_all:
-        return [f"--{key}={json.dumps(first)}", *words[len(first) :]]
-    return [f"--{key}={first[0]}", *words[1:]]
+    rest, named = words[len(first) :], list[str]()
+    for key in keys:
+        if first and any(map(is_list, find_hints(config_type, key))):
+            named, first = [*named, f"--{key}={json.dumps(first)}"], []
+        elif first:
+            named.append(f"--{key}={first.pop(0)}")
+    return [*named, *first, *rest]
 
 
 def _sort_words(words: list[str], config_type: type) -> tuple[list[str], list[Layer], str | None]:
