@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from hybrid_rlhf.configs.commands.data import FormatName, RankedAs
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.data.conversion.converting import FORMATS, ConversionReport, checked, convert
-from hybrid_rlhf.data.conversion.dialogues import dialogue_pair
-from hybrid_rlhf.data.conversion.tool_calls import with_tool_calls
-from hybrid_rlhf.data.conversion.turns import alpaca_row, sharegpt_row
+from hybrid_rlhf.data.preparation.conversion.converting import FORMATS, ConversionReport, checked, convert
+from hybrid_rlhf.data.preparation.conversion.dialogues import dialogue_pair
+from hybrid_rlhf.data.preparation.conversion.tool_calls import with_tool_calls
+from hybrid_rlhf.data.preparation.conversion.turns import alpaca_row, sharegpt_row
 from hybrid_rlhf.data.rows.formats import read_preference_row, read_sft_row
 from hybrid_rlhf.data.rows.problems import RowProblems
 from hybrid_rlhf.data.rows.sources import Row, open_source

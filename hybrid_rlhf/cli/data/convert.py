@@ -15,7 +15,7 @@ SHOWN = 20
 def run(config: ConvertConfig) -> None:
     """Convert; exit code 1 if a row cannot be converted and skip_bad is off."""
     output = output_file(config.output, "--output", overwrite=config.overwrite)
-    from hybrid_rlhf.data.conversion.converting import convert
+    from hybrid_rlhf.data.preparation.conversion.converting import convert
 
     report = convert(config.path, output, format=config.format, ranked_as=config.ranked_as, skip_bad=config.skip_bad)
     failed = bool(report.problems.count) and not config.skip_bad

@@ -62,16 +62,15 @@ def parse_config(
         argv: the words of the line; none: the process's own.
         prog: the name that --help shows.
         defaults: a YAML file that lies under the user's files.
-        positional: keys whose values the first words of the line may give without their names; a list takes all first
-            words that are left.
+        positional: keys whose values the first words of the line may give without their names; a list takes all words
+            up to the first option.
 
     Raises:
         UserError: for an unknown key, a wrong value, a file that cannot be read, or a rule of the config.
         SystemExit: after --help.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    keys = [positional] if isinstance(positional, str) else positional
-    words = _with_positional(words, {key: any(map(is_list, find_hints(config_type, key))) for key in keys})
+    words = _with_positional(words, [positional] if isinstance(positional, str) else positional, config_type)
     files, overrides, wants_help = _sort_words(words, config_type)
     layers = [] if defaults is None else [Layer(_read_file(str(defaults)), str(defaults), strict=False)]
     layers += [Layer(_read_file(file), file) for file in files]
@@ -237,14 +236,15 @@ def _instance(section: Section, parsed: Any) -> Any:
         ) from None
 
 
-def _with_positional(words: list[str], takes_all: Mapping[str, bool]) -> list[str]:
-    """The words with the first ones, up to an option, as the values of keys."""
+def _with_positional(words: list[str], keys: Sequence[str], config_type: type) -> list[str]:
+    """The words with those before the first option as the values of keys."""
     first = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
-    rest, named = words[len(first) :], []
-    for key, is_long in takes_all.items():
-        if first:
-            named.append(f"--{key}={json.dumps(first) if is_long else first[0]}")
-            first = [] if is_long else first[1:]
+    rest, named = words[len(first) :], list[str]()
+    for key in keys:
+        if first and any(map(is_list, find_hints(config_type, key))):
+            named, first = [*named, f"--{key}={json.dumps(first)}"], []
+        elif first:
+            named.append(f"--{key}={first.pop(0)}")
     return [*named, *first, *rest]
 
 

@@ -17,13 +17,13 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.reward import RewardObjectiveConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sft import SFTDataConfig
-from hybrid_rlhf.data.conversion.converting import FORMATS
 from hybrid_rlhf.data.encoding import (
     encode_conversation_row,
     encode_labelled_row,
     encode_preference_row,
     encode_prompt_row,
 )
+from hybrid_rlhf.data.preparation.conversion.converting import FORMATS
 from hybrid_rlhf.data.rows.formats import (
     read_labelled_row,
     read_preference_row,

@@ -12,8 +12,8 @@ from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.messages import Message
-from hybrid_rlhf.data.conversion.records import column, pair_row, text_column
-from hybrid_rlhf.data.conversion.tool_calls import read_calls, tools_column, with_tool_calls
+from hybrid_rlhf.data.preparation.conversion.records import column, pair_row, text_column
+from hybrid_rlhf.data.preparation.conversion.tool_calls import read_calls, tools_column, with_tool_calls
 from hybrid_rlhf.data.rows.sources import Row
 
 _ROLES = {

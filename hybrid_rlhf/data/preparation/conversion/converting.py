@@ -15,11 +15,29 @@ from typing import get_args
 from hybrid_rlhf.configs.commands.data import FormatName, RankedAs
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.files.atomic import whole_file
-from hybrid_rlhf.data.conversion.dialogues import dialogue_pair, is_dialogue
-from hybrid_rlhf.data.conversion.records import Conversion, LocatedRow, RankedCompletions, Record, row_by_row
-from hybrid_rlhf.data.conversion.scored import comparison_row, is_comparison, is_ultrafeedback, ultrafeedback_row
-from hybrid_rlhf.data.conversion.trees import is_tree, tree_records
-from hybrid_rlhf.data.conversion.turns import alpaca_row, is_alpaca, is_openai, is_sharegpt, openai_row, sharegpt_row
+from hybrid_rlhf.data.preparation.conversion.dialogues import dialogue_pair, is_dialogue
+from hybrid_rlhf.data.preparation.conversion.records import (
+    Conversion,
+    LocatedRow,
+    RankedCompletions,
+    Record,
+    row_by_row,
+)
+from hybrid_rlhf.data.preparation.conversion.scored import (
+    comparison_row,
+    is_comparison,
+    is_ultrafeedback,
+    ultrafeedback_row,
+)
+from hybrid_rlhf.data.preparation.conversion.trees import is_tree, tree_records
+from hybrid_rlhf.data.preparation.conversion.turns import (
+    alpaca_row,
+    is_alpaca,
+    is_openai,
+    is_sharegpt,
+    openai_row,
+    sharegpt_row,
+)
 from hybrid_rlhf.data.preparation.lines import json_line
 from hybrid_rlhf.data.rows.formats import read_preference_row, read_prompt_row, read_sft_row
 from hybrid_rlhf.data.rows.problems import RowProblems
