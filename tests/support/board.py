@@ -75,7 +75,7 @@ def served_board(*folders: Path, words: Sequence[str] = ()) -> Iterator[ServedBo
         assert process.stdout is not None
         started = re.fullmatch(r"board of \d+ runs on (http://\S+:\d+)/\S*\n", process.stdout.readline())
         assert started is not None
-        with httpx2.Client(base_url=started[1], timeout=60) as client:
+        with httpx2.Client(base_url=started[1], timeout=300) as client:
             yield ServedBoard(process, started[1], client)
     finally:
         process.terminate()
