@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 import secrets
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -91,7 +92,7 @@ class ProgramRunner:
         longest = self._rollout.max_prompt_tokens + self._rollout.sampling.max_new_tokens
         with timers("generation"), generation.open(rows=rows, max_tokens=longest) as batch:
             sampling = self._rollout.sampling
-            shared = Service(batch, self._tokenizer, name=MODEL, sampling=sampling, max_queue=episodes)
+            shared = Service(batch, self._tokenizer, name=MODEL, sampling=sampling, max_queue=sys.maxsize)
             played = [
                 _Played(place, sample, environment_row(prompt), self._service(shared, generation, params, sample))
                 for place, (prompt, params) in enumerate(zip(prompts, requests, strict=True))
@@ -115,8 +116,8 @@ class ProgramRunner:
         return EpisodeService(
             shared,
             config=self._config,
-            rollout=self._rollout,
-            seed=(params.seed or 0, sample),
+            sampling=params,
+            sample=sample,
             weight_version=generation.weight_version,
             stop_token_ids=generation.stop_token_ids,
         )

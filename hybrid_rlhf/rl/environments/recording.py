@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
-from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.data.chat.calls import AssistantTurn, function_names, read_reply
 from hybrid_rlhf.data.chat.conversation import completion_text
@@ -72,8 +71,8 @@ class EpisodeService(Service):
         shared: Service,
         *,
         config: EnvironmentConfig,
-        rollout: RolloutConfig,
-        seed: tuple[int, int],
+        sampling: SamplingParams,
+        sample: int,
         weight_version: int,
         stop_token_ids: frozenset[int],
     ) -> None:
@@ -82,22 +81,22 @@ class EpisodeService(Service):
         Args:
             shared: service of all episodes of the rollout.
             config: limits of an episode.
-            rollout: how it is sampled.
-            seed: of the prompt, and the number of the sample.
+            sampling: of the prompt, with its seed.
+            sample: its number among those of the prompt.
             weight_version: recorded for each sampled token.
             stop_token_ids: tokens that end every completion.
         """
-        sampling = replace(rollout.sampling, n=1)
         batch = shared.batch
         super().__init__(
             batch,
             shared.tokenizer,
             name=shared.name,
-            sampling=sampling,
+            sampling=replace(sampling, n=1),
             max_queue=shared.max_queue,
             metrics=shared.metrics,
         )
-        self._config, self._seed, self._version, self._stop = config, seed, weight_version, stop_token_ids
+        self._config, self._seed = config, (sampling.seed or 0, sample)
+        self._version, self._stop = weight_version, stop_token_ids
         self._turns: list[_Turn] = []
         self._requested = 0
         self.sequences: list[Episode] = []
