@@ -115,7 +115,7 @@ def small_words(config: PipelineConfig, rows: Path, folder: Path) -> list[str]:
     for name in STEP_NAMES:
         words += [f"--{name}.data.sources", str(rows), f"--{name}.data.cache_dir", str(folder / "cache")]
         words += [f"--{name}.train.max_steps", "2", f"--{name}.data.max_eval_rows", "4"]
-        words += [f"--{name}.logging.tensorboard", "false"]
+        words += [f"--{name}.logging.sinks", "[]"]
         if name in config.step_names:
             words += [f"--{name}.output_dir", str(folder / "output" / name)]
         if name != "rl":

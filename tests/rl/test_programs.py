@@ -345,7 +345,7 @@ def test_a_run_learns_from_a_program(tmp_path: Path, model_folder: Path) -> None
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{number}"}) + "\n" for number in range(200)))
     more = ["--algorithm", "grpo", "--rollout.sampling.n", "8", "--environment.program", f"{tmp_path}/game.py:play"]
-    more += ["--train.max_steps", "25", "--actor.optimizer.lr", "1e-2", "--logging.tensorboard", "false"]
+    more += ["--train.max_steps", "25", "--actor.optimizer.lr", "1e-2", "--logging.sinks", "[]"]
     done = run_python(rl_line(tmp_path / "out", model_folder, rows, *more))
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import re
 import shlex
 from collections.abc import Iterable, Iterator
@@ -46,7 +47,7 @@ def commands(page: Path) -> Iterator[tuple[str, list[str]]]:
         if found is None or "==" in line:  # a line of output
             continue
         name = found["name"] or found["module"] or next(name for key, name in _FILES.items() if key in found["file"])
-        words = shlex.split(found["rest"], comments=True)
+        words = list(itertools.takewhile(lambda word: word not in (">", "|"), shlex.split(found["rest"], comments=True)))
         yield name, [word for word in words if word not in ("...", "&")]
 
 
