@@ -64,7 +64,7 @@ RULES = {
     "--algorithm.correction.count_masked false": ("algorithm.correction.count_masked", "got False"),
     "--ptx.sources [x]": ("ptx.coef", "got 0.0"),
     "--ptx.coef 1": ("ptx.sources", "got none"),
-    "--environment.max_turns 4": ("environment.path", "got ''"),
+    "--environment.max_turns 4": ("environment.path", "got None"),
     "--rollout.sampling.seed 3": ("rollout.sampling", "got seed 3"),
     "--rollout.sampling.stop x": ("rollout.sampling", "got stop ['x']"),
     "--rollout.sampling.repetition_penalty 1.2": ("rollout.sampling", "got repetition_penalty 1.2"),

@@ -47,7 +47,9 @@ def commands(page: Path) -> Iterator[tuple[str, list[str]]]:
         if found is None or "==" in line:  # a line of output
             continue
         name = found["name"] or found["module"] or next(name for key, name in _FILES.items() if key in found["file"])
-        words = list(itertools.takewhile(lambda word: word not in (">", "|"), shlex.split(found["rest"], comments=True)))
+        words = list(
+            itertools.takewhile(lambda word: word not in (">", "|"), shlex.split(found["rest"], comments=True))
+        )
         yield name, [word for word in words if word not in ("...", "&")]
 
 

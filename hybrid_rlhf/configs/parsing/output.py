@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
@@ -66,7 +65,7 @@ def print_result(document: Mapping[str, Any], text: str) -> None:
 
 
 def print_document(document: Mapping[str, Any]) -> None:
-    """Print a line of JSON, on the main rank; only with --json.
+    """Print a line of JSON; only with --json.
 
     A document with a key `event` is progress, any other the result. Numbers that are not finite become null,
     dataclasses objects, and any other type its text.
@@ -74,9 +73,8 @@ def print_document(document: Mapping[str, Any]) -> None:
     global _has_result
     assert _documents is not None
     _has_result = _has_result or "event" not in document
-    if os.environ.get("RANK", "0") == "0":
-        _documents.write(f"{json.dumps(_plain(document), allow_nan=False, default=str)}\n")
-        _documents.flush()
+    _documents.write(f"{json.dumps(_plain(document), allow_nan=False, default=str)}\n")
+    _documents.flush()
 
 
 def _plain(value: Any) -> Any:
