@@ -13,7 +13,7 @@ from hybrid_rlhf.configs.sections.sampling import SamplingParams
 
 _SERVE_KEYS = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _CHAT_KEYS = tuple(name for name in vars(SamplingParams()) if name != "n")
-_MEASURES = {"win_rate": "against", "pass_rate": "reward", "harness": "tasks"}
+_MEASURES = {"win_rate": "against", "pass_rate": "reward", "harness": "tasks"}  # nosec B105
 """What a measure needs besides rows; those that are not listed need nothing."""
 
 

@@ -42,8 +42,8 @@ class EnvironmentConfig:
         if self.program is None:
             require(
                 all((self.path or "").rpartition(":")),
-                f"environment.path must be module:Class or path/to/file.py:Class, got {self.path!r}: give the class, or "
-                "environment.program",
+                f"environment.path must be module:Class or path/to/file.py:Class, got {self.path!r}: give the "
+                "class, or environment.program",
             )
         else:
             require(
