@@ -78,7 +78,9 @@ def test_metrics_carry_every_name_from_the_first_step(finished: tuple[Path, list
         assert not {*wanted, *ALL_STEPS} - first
     assert lines[1]["val/explained_variance"] == 0, "the last were step 3's, whose critic has a head of zeros"
     samples = [json.loads(line) for line in (finished[0] / "step3_ppo" / "samples.jsonl").read_text().splitlines()]
-    assert len(samples) == 8 and {"step", "prompt", "completion", "score", "kl", "weight_versions"} == samples[0].keys()
+    places, values = {"step", "index", "group", "prompt_row"}, {"score", "components", "kl", "advantage", "length"}
+    assert len(samples) == 8
+    assert places | values | {"prompt", "completion", "stopped", "weight_versions"} == samples[0].keys()
 
 
 def test_the_output_shows_what_changed_and_the_next_command(finished: tuple[Path, list[str], str]) -> None:
