@@ -19,7 +19,7 @@ from hybrid_rlhf.data.chat.conversation import encode_completion
 from hybrid_rlhf.data.chat.messages import Message, Tools
 from hybrid_rlhf.models.policy import Scorer, scores_at_end
 from hybrid_rlhf.models.pretrained.folders import load_config
-from hybrid_rlhf.models.pretrained.loading import is_scorer, load_model, position_limit, stored_heads
+from hybrid_rlhf.models.pretrained.loading import is_scorer, load_model, stored_heads
 
 _MOST_BATCH_TOKENS = 8192
 """Of one forward, unless one conversation alone is longer."""
@@ -54,7 +54,7 @@ class SavedScorer:
         self.heads = stored_heads(config)
         """Names of its scores; empty for a single one."""
         self.model = Scorer(lm.to(device).eval())  # type: ignore[arg-type]
-        self._limit = position_limit(lm)
+        self._limit: int | None = getattr(lm.config, "max_position_embeddings", None)
 
     def encode(
         self, prompt: list[Message], completion: list[Message], *, tools: Tools | None = None, shown: str
