@@ -31,7 +31,8 @@ def separate_rows(lm: PreTrainedModel) -> None:
         name = family.names[family.mixer_role].format(layer)
         if name in modules:  # not every layer is recurrent
             mixer = modules[name.rpartition(".")[0]]
-            mixer.__class__ = _of_rows(type(mixer), attends)
+            kind: Any = type(mixer)
+            mixer.__class__ = _of_rows(kind, attends)
 
 
 @functools.cache
