@@ -33,7 +33,7 @@ from hybrid_rlhf.engines.residency.offload import OffloadedWeights
 from hybrid_rlhf.functional.losses import LossSum
 from hybrid_rlhf.models.activation_offload import ActivationOffload
 from hybrid_rlhf.models.lora import adapters_off, has_lora
-from hybrid_rlhf.models.packing import packs
+from hybrid_rlhf.models.packing import pads
 from hybrid_rlhf.models.structure import layer_list
 from hybrid_rlhf.runtime.world import World
 
@@ -165,8 +165,8 @@ class ModelEngine:
 
     @property
     def packs(self) -> bool:
-        """Whether batches are packed, without padding; others compute rows x longest tokens."""
-        return packs(self.lm)
+        """Whether all layers compute batches without padding; some of other models compute rows x longest tokens."""
+        return not pads(self.lm)
 
     @property
     def facts(self) -> EngineFacts:

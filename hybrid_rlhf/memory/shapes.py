@@ -26,7 +26,7 @@ from hybrid_rlhf.memory.live_bytes import LiveBytes
 from hybrid_rlhf.models.activation_offload import ActivationOffload
 from hybrid_rlhf.models.families import keep_float32_logits
 from hybrid_rlhf.models.lora import base_weight, choose_trained, lora_layers
-from hybrid_rlhf.models.packing import packs, places
+from hybrid_rlhf.models.packing import layer_masks, packs, places
 from hybrid_rlhf.models.policy import HeadLogprobs
 from hybrid_rlhf.models.pretrained.embedded import embedded_gguf
 from hybrid_rlhf.models.pretrained.folders import load_config, reading
@@ -262,7 +262,7 @@ def _forward(lm: PreTrainedModel, batch: BatchShape) -> Tensor:
     arguments = {}
     if packs(lm):
         mask = places([batch.length] * batch.rows, [batch.rows], device=ids.device)
-        arguments = {"position_ids": ids, "attention_mask": mask}
+        arguments = {"position_ids": ids, "attention_mask": layer_masks(lm, mask)}
     hidden = backbone_of(lm)(input_ids=ids, use_cache=False, **arguments).last_hidden_state.flatten(0, 1)
     if lm.get_output_embeddings() is None:
         return lm.score(hidden).float().sum()  # type: ignore[operator, union-attr]

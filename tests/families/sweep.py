@@ -293,7 +293,8 @@ is refused with the line in the table. The same checks run when a model is loade
 - **Generation**: *inference weights* are the library's own decoder ({native} types): continuous batching, CUDA graphs,
   tensor parallelism. *module* is the Hugging Face module ({module} types): rows are padded; where padding changes the
   result, prompts of one length decode together; without a usable cache each step computes the whole sequence.
-- **Training**: *packed* rows have no padding ({packed} types); others are padded ({padded} types).
+- **Training**: *packed* rows have no padding ({packed} types), except in recurrent layers and Llama 4's attention;
+  others are padded ({padded} types).
 - **Reward model**: the type has a sequence classifier with a score per token; critics are reward models too.
 
 | Type | Generation | Training | Tensor parallel | LoRA | Reward model |

@@ -6,13 +6,19 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from hybrid_rlhf.models import packing
 from hybrid_rlhf.models.families import PACKING_FAMILIES
-from hybrid_rlhf.models.packing import PACKED_ATTENTION, packs, use_packing
+from hybrid_rlhf.models.packing import PACKED_ATTENTION, batches, packs, rows, use_packing
 from hybrid_rlhf.models.policy import Policy, Scorer
 from tests.support.families import variant
 from tests.support.model_types import tiny_of_type
-from tests.support.models import HEAD_FAMILIES, assert_same_gradients, build_model, packed_and_padded, padded_rows
+from tests.support.models import (
+    HEAD_FAMILIES,
+    assert_same_gradients,
+    build_model,
+    checkpointed,
+    packed_and_padded,
+    padded_rows,
+)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -20,12 +26,7 @@ from tests.support.models import HEAD_FAMILIES, assert_same_gradients, build_mod
 def test_packed_rows_give_the_logprobs_and_gradients_of_padded_ones(family: str, checkpointing: bool) -> None:
     packed, padded = packed_and_padded(family)
     if checkpointing:
-        packed.gradient_checkpointing_enable({"use_reentrant": False})
-        packed.train()
-        for module in packed.modules():  # as models/pretrained/loading.py leaves them
-            for name in ("p", "dropout", "attention_dropout"):
-                if isinstance(getattr(module, name, None), float):
-                    setattr(module, name, 0.0)
+        checkpointed(packed)
     for left in (False, True):
         ids, mask = padded_rows([9, 1, 5, 7], left=left)
         wanted = mask.clone()
@@ -45,15 +46,15 @@ def test_types_that_pack_have_the_gradients_of_padded_ones(model_type: str) -> N
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2"])
 def test_rows_of_like_lengths_are_attended_to_together(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(packing._MIN_SAVING, "cpu", 1)
+    monkeypatch.setitem(batches._MIN_SAVING, "cpu", 1)
     packed, padded = packed_and_padded(family)
     ids, mask = padded_rows([3, 9, 1, 7, 9, 4], left=False)
-    given = packing.pack(packed, ids, mask).arguments["attention_mask"]
+    given = batches.pack(packed, ids, mask).arguments["attention_mask"]
     groups = given.groups
-    for one, other in zip(packing._groups_of(given.clone()), groups, strict=True):  # ZeRO-3 drops the attribute
-        assert (one.rows, one.longest) == (other.rows, other.longest)
+    for one, other in zip(rows.groups_of(given.clone()), groups, strict=True):  # ZeRO-3 drops the attribute
+        assert (one.lengths, one.longest) == (other.lengths, other.longest)
         assert torch.equal(one.places, other.places) and torch.equal(one.tokens, other.tokens)
-    shapes = [(len(group.places), group.rows, group.longest) for group in groups]
+    shapes = [(len(group.places), len(group.lengths), group.longest) for group in groups]
     assert shapes == [(25, 3, 9), (4, 1, 4), (3, 1, 3), (1, 1, 1)], "tokens, rows, length of the longest"
     assert_same_gradients(Policy(packed), Policy(padded), ids, mask, mask, 0.7)
     torch.testing.assert_close(
@@ -84,7 +85,7 @@ def test_rows_of_equal_lengths_need_no_copies(monkeypatch: pytest.MonkeyPatch) -
     packed, padded = packed_and_padded("llama")
     ids, mask = padded_rows([7, 7, 7])
     for name in ("_Pad", "_Unpad"):
-        monkeypatch.delattr(packing, name)
+        monkeypatch.delattr(rows, name)
     assert_same_gradients(Policy(packed), Policy(padded), ids, mask, mask)
 
 

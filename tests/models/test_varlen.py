@@ -8,18 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.models import packing, varlen
+from hybrid_rlhf.models.packing import varlen
 from hybrid_rlhf.models.policy import Policy
 from hybrid_rlhf.runtime import world
-from tests.support.models import assert_same_gradients, packed_and_padded, padded_rows
-from tests.support.tensors import VARLEN_CALLS, slow_varlen
+from tests.support.models import assert_same_gradients, checkpointed, packed_and_padded, padded_rows
+from tests.support.tensors import VARLEN_CALLS, take_slow_varlen
 
 
 @pytest.fixture
 def on_varlen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel is taken everywhere."""
-    VARLEN_CALLS.clear()
-    monkeypatch.setattr(packing, "varlen_attention", lambda device, dtype, head_dim: slow_varlen)
+    take_slow_varlen(monkeypatch)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -29,12 +28,7 @@ def test_rows_packed_for_a_varlen_kernel_learn_as_padded_ones(
 ) -> None:
     packed, padded = packed_and_padded({"gemma3": "gemma3_text", "pythia": "gpt_neox"}.get(family, family))
     if checkpointing:
-        packed.gradient_checkpointing_enable({"use_reentrant": False})
-        packed.train()
-        for module in packed.modules():
-            for name in ("p", "dropout", "attention_dropout"):
-                if isinstance(getattr(module, name, None), float):
-                    setattr(module, name, 0.0)
+        checkpointed(packed)
     for left in (False, True):
         ids, mask = padded_rows([9, 1, 5, 7], left=left)
         wanted = mask.clone()

@@ -79,6 +79,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "kimi_linear": {**_LATENT, "layer_types": _HYBRID},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "llama4_text": {"floor_scale": 4, "attn_scale": 0.5},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "nemotron": {"num_key_value_heads": 2},
     "reformer": {"is_decoder": True, "axial_pos_shape": [16, 16], "axial_pos_embds_dim": [32, 32]},

@@ -72,6 +72,16 @@ def packed_and_padded(family: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     return packed, padded
 
 
+def checkpointed(model: PreTrainedModel) -> None:
+    """Let a model train with activation checkpointing, without dropout as models/pretrained/loading.py leaves it."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    for module in model.modules():
+        for name in ("p", "dropout", "attention_dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+
+
 def assert_same_gradients(packed: torch.nn.Module, padded: torch.nn.Module, *arguments: object) -> None:
     """The same outputs, and gradients of a weighted sum of them."""
     outputs = []

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from hybrid_rlhf.models.packing import attention, batches
 
 VARLEN_CALLS: list[int] = []
 """Sequences of each call of the kernel."""
@@ -26,6 +29,13 @@ class LargestTensor(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 self.elements = max(self.elements, tensor.numel())
         return out
+
+
+def take_slow_varlen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention of packed rows takes the kernel below everywhere."""
+    VARLEN_CALLS.clear()
+    for module in (attention, batches):
+        monkeypatch.setattr(module, "varlen_attention", lambda device, dtype, head_dim: slow_varlen)
 
 
 def slow_varlen(

@@ -17,7 +17,7 @@ class MicroBatches:
     tokens: int = 8192
     """Real tokens, at most, unless a row alone has more."""
     padded: bool = False
-    """Whether the model takes padded rows only: tokens are then rows x the longest."""
+    """Whether some layers of the model compute padding: tokens are then rows x the longest."""
 
 
 @dataclass(frozen=True)

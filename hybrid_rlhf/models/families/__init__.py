@@ -12,7 +12,7 @@ from hybrid_rlhf.models.families.head import (
     head_convention,
     keep_float32_logits,
 )
-from hybrid_rlhf.models.families.lookup import FAMILIES, family_of, unread_weights
+from hybrid_rlhf.models.families.lookup import FAMILIES, family_of, has_mixers, unread_weights
 from hybrid_rlhf.models.families.training import PACKING_FAMILIES, WITHOUT_ADAPTERS, WITHOUT_ROUTER_LOSSES
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "HeadConvention",
     "family_of",
     "has_float32_logits",
+    "has_mixers",
     "head_convention",
     "keep_float32_logits",
     "unread_weights",

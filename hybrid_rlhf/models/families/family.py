@@ -40,8 +40,17 @@ class Family:
     """Fields of Experts, for a family with a mixture of experts."""
     recurrence: Callable[[PreTrainedConfig], tuple[str, dict[str, Any]]] | None = None
     """Kind of the recurrent layers and its fields (generation/weights/recurrence.py), for a family that has some."""
+    reads_index: bool = False
+    """Whether attention reads the index of a token in its row, beside its position."""
 
     def __post_init__(self) -> None:
         unknown = sorted(name for name in self.names.keys() - ROLES if not name.startswith("recurrent_"))
         if unknown:
             raise ValueError(f"a family names the modules of roles (ROLES), got {', '.join(unknown)}")
+
+    @property
+    def mixer_role(self) -> str | None:
+        """Role of a weight of the modules that keep sequences apart only if each is a row; none: there are none."""
+        if self.recurrence is not None:
+            return "recurrent_out"
+        return "o" if self.reads_index else None

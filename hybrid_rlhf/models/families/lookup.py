@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hybrid_rlhf.models.families.family import Family
 from hybrid_rlhf.models.families.layered import LAYERED_FAMILIES
@@ -32,6 +32,12 @@ def family_of(lm: PreTrainedModel) -> Family | None:
         for role, modules in places.items()
     }
     return replace(family, names=renamed)
+
+
+def has_mixers(config: PreTrainedConfig) -> bool:
+    """Whether a model has modules that keep sequences apart only if each is a row (`mixer_role` of its family)."""
+    family = FAMILIES.get(config.get_text_config().model_type)
+    return family is not None and family.mixer_role is not None
 
 
 def unread_weights(lm: PreTrainedModel, names: Iterable[str]) -> tuple[str, ...]:

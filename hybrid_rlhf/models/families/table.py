@@ -386,6 +386,7 @@ FAMILIES: dict[str, Family] = {
         _llama4,
         {"norms behind scaled rotary positions": lambda c: c.use_qk_norm and c.rope_parameters["rope_type"] == "yarn"},
         experts=llama4_experts,
+        reads_index=True,
     ),
     "granitemoe": Family(_GRANITE_MOE, _granite, experts=granite_experts),
     "granitemoeshared": Family(_GRANITE_SHARED, _granite, experts=granite_experts),

@@ -1,0 +1,130 @@
+"""Attention of packed rows, each row for itself.
+
+Position ids restart at each row, by which transformers' flash attention separates rows. With any other kernel,
+attention is computed here: on a GPU in bfloat16 and float16 by one call of a varlen kernel (varlen.py); elsewhere, and
+for soft-capped scores, queries, keys and values are padded for attention only, in groups of rows with similar lengths,
+so that little of it is padding.
+
+Shapes: N real tokens of all rows, A heads, K KV heads, D head size, L tokens of the longest row of a group.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from hybrid_rlhf.models.packing.rows import groups_of, is_packed
+from hybrid_rlhf.models.packing.varlen import varlen_attention
+
+PACKED_ATTENTION = "hybrid_rlhf_packed"
+"""Name of our function among transformers' attention implementations."""
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **other: Any,
+) -> tuple[Tensor, None]:
+    """Attention of packed rows; padded rows (generation through the module) are computed as by transformers.
+
+    Args:
+        module: the layer's attention.
+        query: [1, A, N, D].
+        key: [1, K, N, D].
+        value: as key.
+        attention_mask: the boundaries of the rows (see `ends`), or the row of each token (see `places`);
+            anything else is a mask of padded rows.
+        scaling: scores are multiplied by it; none: 1 / sqrt(D).
+        sliding_window: tokens that a query attends to, itself included; none: all before it.
+        softcap: scores s become softcap * tanh(s / softcap).
+        s_aux: [A], a score per head that takes part in the softmax but has no value (attention sinks of gpt-oss).
+        other: further arguments of transformers to attention functions.
+
+    Returns:
+        [1, N, A, D], and None in place of attention weights.
+    """
+    if attention_mask is None or not is_packed(attention_mask):
+        if softcap is None and s_aux is None:
+            return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **other)  # type: ignore[no-any-return]
+        mixed = _attend(query, key, value, attention_mask, scaling, softcap, s_aux)
+        return mixed.transpose(1, 2).contiguous(), None
+    if attention_mask.dtype == torch.int32:
+        return _attend_varlen(query, key, value, attention_mask, scaling, sliding_window), None
+    groups = groups_of(attention_mask)
+    counts = [len(group.places) for group in groups]
+    parts = zip(*(x[0].transpose(0, 1).split(counts) for x in (query, key, value)), strict=True)
+    outputs = []
+    for tokens, group in zip(parts, groups, strict=True):
+        q, k, v = (group.pad(x).transpose(1, 2) for x in tokens)
+        mixed = _attend(q, k, v, _window(group.longest, sliding_window, query.device), scaling, softcap, s_aux)
+        outputs.append(group.unpad(mixed.transpose(1, 2)))
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None], None
+
+
+def _attend_varlen(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, window: int | None
+) -> Tensor:
+    """[1, N, A, D] of queries [1, A, N, D], with the mask of `ends`."""
+    attend = varlen_attention(query.device, query.dtype, query.shape[-1])
+    assert attend is not None, f"rows were packed for a varlen kernel, which has no {query.dtype}"
+    ends = mask.flatten()
+    longest = getattr(mask, "longest", None) or int(ends.diff().max())  # see groups_of
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return attend(q, k, v, (ends, ends), (longest, longest), scale=scaling, window=window)[None]
+
+
+def _window(length: int, size: int | None, device: torch.device) -> Tensor | None:
+    """[L, L], true where a query attends to a key; none where a causal mask is enough."""
+    if size is None or size >= length:
+        return None
+    place = torch.arange(length, device=device)
+    distance = place[:, None] - place
+    return (distance >= 0) & (distance < size)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """[B, A, L, D] of padded rows; causal without a mask."""
+    gqa = query.shape[1] != key.shape[1]
+    if softcap is None and sinks is None:
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa
+        )
+    if gqa:
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is None:
+        mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).tril(
+            scores.shape[3] - scores.shape[2]
+        )
+    # Not -inf: a padded query attends to no key, and its NaN would spread.
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores)], dim=-1)
+    weights = scores.softmax(dim=-1, dtype=torch.float32)[..., : key.shape[2]]
+    return weights.to(value.dtype) @ value
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+AttentionMaskInterface.register(PACKED_ATTENTION, sdpa_mask)

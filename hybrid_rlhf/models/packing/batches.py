@@ -1,0 +1,131 @@
+"""A batch as a packed row, for the models whose layers keep the rows of it apart.
+
+Shapes: B rows, T time, N real tokens of all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hybrid_rlhf.functional.masking import position_ids
+from hybrid_rlhf.models.families import PACKING_FAMILIES, has_mixers
+from hybrid_rlhf.models.packing.attention import PACKED_ATTENTION
+from hybrid_rlhf.models.packing.mixers import separate_rows
+from hybrid_rlhf.models.packing.rows import ends, places
+from hybrid_rlhf.models.packing.varlen import head_size, varlen_attention
+
+_MIN_LENGTH_RATIO = 0.75
+"""Shortest row of a group, as a share of its longest."""
+_MOST_GROUPS = 4
+_MIN_SAVING = {"cpu": 2**12, "cuda": 2**22}
+"""Attention scores per head that another group must save, since it costs another attention call."""
+_LAYER_KINDS = ("full_attention", "chunked_attention", "linear_attention", "conv")
+"""Kinds of layers for which transformers makes a mask each, in models with mixers."""
+
+
+def use_packing(lm: PreTrainedModel) -> None:
+    """Let a model use packed rows if its family and kernel support them; others use padded rows."""
+    if lm.config.model_type in PACKING_FAMILIES and lm.config._attn_implementation in ("sdpa", "eager"):
+        lm.set_attn_implementation(PACKED_ATTENTION)
+        vars(lm)["has_own_scores"] = _has_own_scores(lm)  # read for every batch
+        if has_mixers(lm.config):
+            separate_rows(lm)
+
+
+def packs(lm: PreTrainedModel) -> bool:
+    """Whether a model uses packed rows. Flash attention of transformers has no mask, which mixers need."""
+    kernel = lm.config._attn_implementation
+    flash = kernel.startswith("flash") and not has_mixers(lm.config)
+    return lm.config.model_type in PACKING_FAMILIES and (kernel == PACKED_ATTENTION or flash)
+
+
+def pads(lm: PreTrainedModel) -> bool:
+    """Whether some layers compute padding: all of them where rows are padded, mixers in any case."""
+    return not packs(lm) or has_mixers(lm.config)
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Rows [B, T] as one row of real tokens."""
+
+    arguments: dict[str, Any]
+    """Arguments of the backbone: tokens and positions [1, N], and the boundaries of rows."""
+    order: Tensor | None
+    """Index [N] of each real token of [B, T] in the packed row; none: the same order."""
+
+    def unpacked(self, states: Tensor) -> Tensor:
+        """States [N, H] of the packed row in the order of [B, T]."""
+        return states if self.order is None else states.index_select(0, self.order)
+
+    def packed(self, values: Tensor) -> Tensor:
+        """The inverse of `unpacked`."""
+        return values if self.order is None else torch.empty_like(values).index_copy_(0, self.order, values)
+
+
+def pack(lm: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> PackedBatch:
+    """Remove padding from rows [B, T], wherever it is."""
+    real = attention_mask.bool()
+    if lm.config._attn_implementation != PACKED_ATTENTION:
+        return PackedBatch(_arguments(lm, input_ids, real, None), None)
+    if _has_varlen_kernel(lm, real.device):
+        return PackedBatch(_arguments(lm, input_ids, real, ends(real.sum(dim=1))), None)
+    sizes = real.sum(dim=1).tolist()
+    rows = sorted(range(len(sizes)), key=lambda row: -sizes[row])
+    longest_first = [sizes[row] for row in rows]
+    groups = _groups(longest_first, min_saving=_MIN_SAVING[real.device.type])
+    order = None
+    if len(groups) > 1:
+        sizes = longest_first
+        place = torch.empty_like(real, dtype=torch.long)
+        place[rows] = real[rows].flatten().cumsum(dim=0).view(real.shape) - 1
+        order = place[real]
+        input_ids, real = input_ids[rows], real[rows]
+    return PackedBatch(_arguments(lm, input_ids, real, places(sizes, groups, device=real.device)), order)
+
+
+def layer_masks(lm: PreTrainedModel, mask: Tensor) -> Tensor | dict[str, Tensor]:
+    """The boundaries of rows as a model takes them: with mixers one mask for each kind of layer, since
+    transformers gives recurrent layers no 4D mask."""
+    return dict.fromkeys(_LAYER_KINDS, mask) if has_mixers(lm.config) else mask
+
+
+def _arguments(lm: PreTrainedModel, input_ids: Tensor, real: Tensor, mask: Tensor | None) -> dict[str, Any]:
+    """Arguments of the backbone for the real tokens of rows [B, T] with these boundaries, if it needs them."""
+    arguments = {"input_ids": input_ids[real][None], "position_ids": position_ids(real)[real][None]}
+    return arguments if mask is None else {**arguments, "attention_mask": layer_masks(lm, mask)}
+
+
+def _has_varlen_kernel(lm: PreTrainedModel, device: torch.device) -> bool:
+    """Whether a varlen kernel computes a model's attention."""
+    config = lm.config.get_text_config()
+    if vars(lm)["has_own_scores"] or config.is_heterogeneous:  # the latter has heads of several sizes
+        return False
+    return varlen_attention(device, lm.dtype, head_size(config)) is not None
+
+
+def _groups(lengths: Sequence[int], *, min_saving: int) -> list[int]:
+    """Sizes of groups of rows, longest row first, that share one attention call; a new group must save scores."""
+    groups: list[int] = []
+    start = 0
+    for row in range(1, len(lengths)):
+        saving = (len(lengths) - row) * (lengths[start] ** 2 - lengths[row] ** 2)
+        if (
+            lengths[row] <= _MIN_LENGTH_RATIO * lengths[start]
+            and saving >= min_saving
+            and len(groups) < _MOST_GROUPS - 1
+        ):
+            groups.append(row - start)
+            start = row
+    return [*groups, len(lengths) - start]
+
+
+def _has_own_scores(lm: PreTrainedModel) -> bool:
+    """Whether attention does more to its scores than a varlen kernel does: soft caps, sinks."""
+    capped = getattr(lm.config, "attn_logit_softcapping", None) is not None
+    return capped or any(name.endswith(".sinks") for name, _ in lm.named_parameters())

@@ -1,0 +1,149 @@
+"""The rows inside a packed row: their boundaries, as a mask that reaches the layers, and padding for what mixes tokens.
+
+transformers passes a 4D mask on unchanged, also when activation checkpointing runs a layer again in backward.
+
+Shapes: B rows, N real tokens of all rows, L of the longest.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.models.packing.varlen import boundaries
+
+_GROUP = 2**32
+"""Factor of the group in the values of a mask; the rest is the row."""
+
+
+@dataclass(frozen=True)
+class PaddedRows:
+    """Rows of a packed row that are computed together, padded to the longest of them."""
+
+    lengths: tuple[int, ...]
+    longest: int
+    places: Tensor
+    """Index [n] of each token in the padded rows [rows * longest]."""
+    tokens: Tensor
+    """Token [rows * longest] at each padded index; at padding the last of its row, so that a NaN stays in its row."""
+    padding: Tensor
+    """Padded indices without a token."""
+
+    @staticmethod
+    def of(lengths: Sequence[int], *, device: torch.device) -> PaddedRows:
+        """Rows with these lengths, in the order of the packed row."""
+        sizes, longest = torch.tensor(lengths), max(lengths)
+        time = torch.arange(longest)
+        real = time < sizes[:, None]
+        tokens = (sizes.cumsum(0) - sizes)[:, None] + torch.minimum(time, sizes[:, None] - 1)
+        tokens.clamp_(min=0)  # for an empty first row
+        flat = real.flatten()
+        return PaddedRows(
+            tuple(lengths),
+            longest,
+            flat.nonzero().squeeze(1).to(device),
+            tokens.flatten().to(device),
+            (~flat).nonzero().squeeze(1).to(device),
+        )
+
+    def pad(self, x: Tensor) -> Tensor:
+        """Tokens [n, ...] to padded rows [rows, longest, ...]."""
+        padded = _Pad.apply(x, self) if len(self.padding) else x
+        return padded.unflatten(0, (len(self.lengths), self.longest))  # type: ignore[no-any-return]
+
+    def unpad(self, x: Tensor) -> Tensor:
+        """The inverse of `pad`."""
+        flat = x.flatten(0, 1)
+        return _Unpad.apply(flat, self) if len(self.padding) else flat  # type: ignore[no-any-return]
+
+
+def places(lengths: Sequence[int], sizes: Sequence[int], *, device: torch.device) -> Tensor:
+    """The row of each token and the group of each row, as a mask of attention: int64 [1, 1, 1, N], with the groups as
+    an attribute.
+
+    Args:
+        lengths: of the rows, in the order of the packed row.
+        sizes: rows of each group.
+        device: of the tokens.
+    """
+    groups, start = [], 0
+    for size in sizes:
+        groups.append(PaddedRows.of(lengths[start : start + size], device=device))
+        start += size
+    rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    group_of_row = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    mask: Any = (group_of_row[rows] * _GROUP + rows).to(device)[None, None, None]
+    mask.groups = groups
+    return mask  # type: ignore[no-any-return]
+
+
+def ends(lengths: Tensor) -> Tensor:
+    """Boundaries of rows with lengths [B] as a mask of a varlen kernel: int32 [1, 1, 1, B + 1], with the longest length
+    as an attribute."""
+    mask: Any = boundaries(lengths)[None, None, None]
+    mask.longest = int(lengths.max())
+    return mask  # type: ignore[no-any-return]
+
+
+def groups_of(mask: Tensor) -> list[PaddedRows]:
+    """The groups of `places`. ZeRO-3 passes a copy without the attribute to layers that take the mask by position."""
+    known: list[PaddedRows] | None = getattr(mask, "groups", None)
+    return _decoded(tuple(mask.flatten().tolist()), mask.device) if known is None else known
+
+
+def rows_of(mask: Any) -> PaddedRows:
+    """All rows of `places` or `ends` as one group, without those that have no token; kept with the mask."""
+    known: PaddedRows | None = getattr(mask, "rows", None)
+    if known is None:
+        if mask.dtype == torch.int32:
+            lengths = mask.flatten().diff().tolist()
+        else:
+            lengths = [length for group in groups_of(mask) for length in group.lengths]
+        known = mask.rows = PaddedRows.of([length for length in lengths if length], device=mask.device)
+    return known
+
+
+def is_packed(mask: Tensor | None) -> bool:
+    """Whether a mask is that of `places` or `ends`, and not one of padded rows."""
+    return mask is not None and mask.dim() == 4 and mask.dtype in (torch.int32, torch.int64)
+
+
+@functools.lru_cache(maxsize=4)
+def _decoded(codes: tuple[int, ...], device: torch.device) -> list[PaddedRows]:
+    """The groups of a mask's values; rows without a token are left out."""
+    rows = Counter(codes)
+    by_group = itertools.groupby(rows, key=lambda code: code // _GROUP)
+    return [PaddedRows.of([rows[code] for code in codes_of_group], device=device) for _, codes_of_group in by_group]
+
+
+class _Pad(torch.autograd.Function):
+    """[N, ...] to [B * L, ...]; padding holds the last token of its row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: PaddedRows) -> Tensor:
+        ctx.rows = rows
+        return x.index_select(0, rows.tokens)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.index_select(0, ctx.rows.places), None  # the gradient of padding is 0, see _Unpad
+
+
+class _Unpad(torch.autograd.Function):
+    """[B * L, ...] to [N, ...]; padding gets a gradient of 0."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: PaddedRows) -> Tensor:
+        ctx.rows = rows
+        return x.index_select(0, rows.places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.index_select(0, ctx.rows.tokens).index_fill_(0, ctx.rows.padding, 0.0), None
