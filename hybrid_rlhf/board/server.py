@@ -34,13 +34,13 @@ class BoardServer(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def run_board(config: BoardConfig, load: Load, report: Callable[[str], None]) -> None:
+def run_board(config: BoardConfig, load: Load, report: Callable[[int, str], None]) -> None:
     """Serve the board until SIGTERM or SIGINT.
 
     Args:
         config: the settings.
         load: gives engine and tokenizer of a model, when someone chats with it.
-        report: receives a line with the address when requests are answered.
+        report: receives the number of runs and the URL when requests are answered.
 
     Raises:
         UserError: if a folder is missing or the address cannot be taken.
@@ -51,7 +51,7 @@ def run_board(config: BoardConfig, load: Load, report: Callable[[str], None]) ->
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
 
     def started() -> None:
-        report(f"board of {len(workspace.folders.all())} runs on {url}{'?token=...' if config.token else ''}")
+        report(len(workspace.folders.all()), f"{url}{'?token=...' if config.token else ''}")
         if config.open:
             shown = url if config.token is None else f"{url}?token={config.token}"
             threading.Thread(target=webbrowser.open, args=(shown,), daemon=True).start()

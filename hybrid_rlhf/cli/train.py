@@ -49,7 +49,6 @@ SIGNALS = {
 def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
     """Parse, run the steps that are not finished, and print what changed."""
     with user_errors():
-        argv = with_bare_plan(sys.argv[1:] if argv is None else argv)
         config, steps = pipeline(PipelineConfig, argv, prog=prog)
         if config.plan:
             from hybrid_rlhf.memory.report import report as report_memory
@@ -88,7 +87,7 @@ def run_document(folder: str) -> dict[str, Any]:
 
 
 def pipeline(
-    config_type: type[PipelineT], argv: Sequence[str], *, prog: str | None = None
+    config_type: type[PipelineT], argv: Sequence[str] | None, *, prog: str | None = None
 ) -> tuple[PipelineT, dict[str, Any]]:
     """The config of a line, and those of its steps, resolved and checked together.
 
@@ -102,13 +101,6 @@ def pipeline(
     check_seeds(steps)
     check_models(steps, config)
     return config, steps
-
-
-def with_bare_plan(words: Sequence[str]) -> list[str]:
-    """The arguments, with --plan=true for a --plan without a value."""
-    following = [*words, "--"][1:]
-    bare = [word == "--plan" and after.startswith("--") for word, after in zip(words, following, strict=True)]
-    return ["--plan=true" if alone else word for word, alone in zip(words, bare, strict=True)]
 
 
 def demo_config(config_type: type[PipelineT], argv: Sequence[str] | None, *, prog: str | None = None) -> PipelineT:

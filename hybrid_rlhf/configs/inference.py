@@ -68,6 +68,8 @@ class GenerateConfig(InferenceConfig):
     """Source of prompts: a file, folder or hub name with a `prompt` or `messages` column."""
     output: str = ""
     """JSONL file to write: the input's columns, and `completions`."""
+    overwrite: bool = False
+    """Replace the output if it exists."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -210,6 +212,8 @@ class EvaluateConfig(InferenceConfig):
     """Seed of the sampling, of the bootstrap and of few-shot examples."""
     output: str | None = None
     """JSON file to write, with the results, settings and versions; null: none."""
+    overwrite: bool = False
+    """Replace the output if it exists."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

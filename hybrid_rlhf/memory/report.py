@@ -29,9 +29,13 @@ def report(config: PipelineConfig, steps: Mapping[str, AnyStep]) -> tuple[list[s
 
 
 def table(
-    planner: Planner, planned: Mapping[str, Sequence[PhaseMemory]], steps: Mapping[str, AnyStep]
+    planner: Planner,
+    planned: Mapping[str, Sequence[PhaseMemory]],
+    steps: Mapping[str, AnyStep],
+    *,
+    single: bool = False,
 ) -> tuple[list[str], bool]:
-    """The same of phases that are planned already."""
+    """The same of phases that are planned already; `single`: of one step, whose keys stand for themselves."""
     machine = planner.machine
     host = "" if machine.host_bytes is None else f", {_gib(machine.host_bytes)} of host memory"
     lines = [
@@ -43,7 +47,7 @@ def table(
         lines += map(_line, phases)
         if not all(phase.fits for phase in phases):
             good = False
-            lines.append(f"  {_advice(planner, name, steps[name])}")
+            lines.append(f"  {_advice(planner, name, steps[name], prefix='' if single else f'{name}.')}")
     return lines, good
 
 
@@ -81,11 +85,11 @@ def _ranks(config: PipelineConfig) -> int | None:
     return sum(int(slots) for slots in re.findall(r"slots=(\d+)", Path(file).read_text()))
 
 
-def _advice(planner: Planner, name: str, config: AnyStep) -> str:
+def _advice(planner: Planner, name: str, config: AnyStep, *, prefix: str) -> str:
     settings = remedy(planner, config)
     if settings is None:
         return f"{name} does not fit with any known setting: use more ranks or a smaller model"
-    words = " ".join(f"--{name}.{key} {str(value).lower()}" for key, value in settings.items())
+    words = " ".join(f"--{prefix}{key} {str(value).lower()}" for key, value in settings.items())
     return f"{name} fits with {words}"
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.files.reading import regular_file
@@ -30,6 +30,7 @@ from hybrid_rlhf.models.packing import layer_masks, packs, places
 from hybrid_rlhf.models.policy import HeadLogprobs
 from hybrid_rlhf.models.pretrained.embedded import embedded_gguf
 from hybrid_rlhf.models.pretrained.folders import load_config, reading
+from hybrid_rlhf.models.pretrained.gguf.reading import read_gguf_config
 from hybrid_rlhf.models.pretrained.loading import AUTO_CLASS, Architecture, adapt_config, adapt_model
 from hybrid_rlhf.models.pretrained.sources import EMBEDDED_MODEL, quiet_transformers
 from hybrid_rlhf.models.structure import backbone_of, layer_list
@@ -194,7 +195,7 @@ def read_config(path: str, *, trust_remote_code: bool = False) -> PreTrainedConf
         return load_config(path, trust_remote_code=trust_remote_code)
     regular_file(source, "a model file must exist")
     with quiet_transformers(), reading(f"{path} is no model that transformers knows", "check the path"):
-        return AutoConfig.from_pretrained(str(source.parent), gguf_file=source.name)
+        return read_gguf_config(source)
 
 
 def _build(

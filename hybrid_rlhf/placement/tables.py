@@ -39,8 +39,8 @@ class PlacementAnswer:
         """The fastest plan; none if none fits."""
         return self.result.best
 
-    def lines(self) -> list[str]:
-        """The tables that a user reads."""
+    def lines(self, key: str = "rl.placement") -> list[str]:
+        """The tables that a user reads; `key` sets the placement."""
         lengths, cluster = self.job.lengths, self.cluster
         new_tokens = lengths.mean_row - lengths.prompt_tokens
         hosts = f"{cluster.hosts} host{'s' * (cluster.hosts > 1)}"
@@ -58,7 +58,7 @@ class PlacementAnswer:
             if self.cluster.ranks > 1:
                 setting = self.best.plan.placement_setting()
                 given = yaml.safe_dump(setting, default_flow_style=True, sort_keys=False, width=math.inf).strip()
-                lines.append("  set it with --rl.placement '" + given.replace("'", '"') + "'")
+                lines.append(f"  set it with --{key} '" + given.replace("'", '"') + "'")
         return lines
 
     def why(self, candidate: Candidate) -> str:

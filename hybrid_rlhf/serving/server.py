@@ -40,7 +40,7 @@ def serve(
     load: Callable[[], LoadedModel],
     *,
     api_key: str | None,
-    report: Callable[[str], None],
+    report: Callable[[str, str], None],
     load_scores: Callable[[], ScoreService] | None = None,
 ) -> None:
     """Serve a model until a signal stops it.
@@ -49,7 +49,7 @@ def serve(
         config: the settings.
         load: gives engines and tokenizer; called after the address was taken.
         api_key: what requests must send; none: nothing.
-        report: receives a line with the address when the server accepts requests.
+        report: receives the name of the model and the base URL of the API when the server accepts requests.
         load_scores: gives the reward model; none: there is none.
 
     Raises:
@@ -81,7 +81,7 @@ def serve(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        report(f"serving {service.name} on http://{shown}:{port}/v1")
+        report(service.name, f"http://{shown}:{port}/v1")
         yield
         close()
 

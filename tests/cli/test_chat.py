@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import re
 from datetime import date
@@ -158,9 +159,30 @@ def test_generate_completes_a_file(model_folder: Path, tmp_path: Path, capsys: p
     assert first == second and first["finish_reason"] in ("stop", "length") and first["logprob"] < 0
     assert [row["completions"][0]["text"] for row in rows] == [greedily(model_folder, text) for text in ("hi", "yo")]
     assert "2 prompts, " in capsys.readouterr().out
-    main(["generate", *line, "--json"])
+    with pytest.raises(SystemExit):
+        generate.main(line)
+    assert "--output must be a new file" in (err := capsys.readouterr().err) and "give --overwrite\n" in err
+    main(["generate", *line, "--overwrite", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert (found["output"], found["prompts"]) == (str(output), 2) and found["tokens"] > 0
+
+
+def test_with_json_a_chat_is_events_and_ends_with_the_messages(
+    model_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"hi\n/set top_p 7\n{'long ' * 60}\n"))
+    monkeypatch.setattr(GenerationEngine, "max_positions", 256)
+    main(["chat", str(model_folder), "--sampling.max_new_tokens", "4", "--sampling.temperature", "0", "--json"])
+    *events, result = map(json.loads, capsys.readouterr().out.splitlines())
+    said = {
+        kind: [event for event in events if event["event"] == kind] for kind in ("notice", "piece", "reply", "refusal")
+    }
+    assert sum(map(len, said.values())) == len(events) and "error: top_p must be in" in said["notice"][1]["text"]
+    (reply,) = said["reply"]
+    assert reply["text"] == "".join(piece["text"] for piece in said["piece"]).strip() and not reply["stopped"]
+    assert [(refusal["model"], "256 positions" in refusal["text"]) for refusal in said["refusal"]] == [("model", True)]
+    answer = greedily(model_folder, "hi").strip()
+    assert result == {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": answer}]}
 
 
 def test_columns_that_json_lacks_are_written_as_text(model_folder: Path, tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_split_and_blend(write_jsonl: Write, tmp_path: Path, capsys: pytest.Capt
     assert (code, found["rows"], set(found["sources"].values())) == (0, 6, {3})
     code, out, err = called(words, capsys)
     assert (code, out) == (2, "") and err == (
-        f"error: --output must be a new file, {output} exists: choose another, or give --overwrite true\n"
+        f"error: --output must be a new file, {output} exists: choose another, or give --overwrite\n"
     )
     assert called([*words, "--overwrite", "true"], capsys)[0] == 0
 

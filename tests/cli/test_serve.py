@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from pathlib import Path
 
 import pytest
 
+from hybrid_rlhf.cli.main import main
 from hybrid_rlhf.cli.saved_models import serve
 
 
@@ -42,6 +44,17 @@ def test_a_port_that_is_taken_is_named(model_folder: Path, capsys: pytest.Captur
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert f"127.0.0.1:{port} (Address already in use)" in refusal([str(model_folder), "--port", str(port)], capsys)
+
+
+def test_with_json_the_address_is_an_event(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server itself is in tests/serving."""
+    monkeypatch.setattr(
+        "hybrid_rlhf.serving.server.serve", lambda *_, report, **__: report("m", "http://127.0.0.1:8000/v1")
+    )
+    main(["serve", "m", "--json"])
+    event, result = map(json.loads, capsys.readouterr().out.splitlines())
+    assert event == {"event": "serving", "model": "m", "url": "http://127.0.0.1:8000/v1"}
+    assert result["model"] == "m" and result["seconds"] >= 0
 
 
 def test_a_missing_package_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from hybrid_rlhf.cli.train import with_bare_plan
 from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS
+from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.command_line import config_tree, parse_config, save_config, user_errors
 from hybrid_rlhf.configs.parsing.help import field_docs, shown_keys
 from hybrid_rlhf.configs.pipeline import PipelineConfig
@@ -151,11 +151,18 @@ def test_parsing_and_help_load_no_torch() -> None:
         assert text in " ".join(done.stdout.split())
 
 
-def test_plan_may_stand_bare_and_the_line_may_be_empty() -> None:
-    assert with_bare_plan([]) == []
-    assert with_bare_plan(["--plan"]) == ["--plan=true"]
-    assert with_bare_plan(["--plan", "--seed", "1"]) == ["--plan=true", "--seed", "1"]
-    assert with_bare_plan(["--plan", "false", "--seed", "1"]) == ["--plan", "false", "--seed", "1"]
+def test_a_switch_may_stand_bare_and_the_line_may_be_empty() -> None:
+    for line, plan, seed in (
+        ([], False, None),
+        (["--plan"], True, None),
+        (["--plan", "--seed", "1"], True, 1),
+        (["--plan", "false", "--seed", "1"], False, 1),
+        (["--seed=1", "--plan"], True, 1),
+    ):
+        config = parse_config(PipelineConfig, line)
+        assert (config.plan, config.seed) == (plan, seed), line
+    with pytest.raises(UserError, match="--seed needs a value, got none"):
+        parse_config(PipelineConfig, ["--seed", "--plan"])
 
 
 def test_help_shows_the_defaults_that_a_choice_brings(capsys: pytest.CaptureFixture[str]) -> None:

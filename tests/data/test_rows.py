@@ -108,6 +108,8 @@ BAD_ROWS = [
         "'chosen' and 'rejected' must differ, both are 'a'",
     ),
     (read_preference_row, {"prompt": "q", "chosen": "a", "rejected": 3}, "column 'rejected' .* got int"),
+    (read_preference_row, {"chosen": "a b", "rejected": "a c"}, "with text need a prompt, got none: add it, convert"),
+    (read_preference_row, {"chosen": [USER, ANSWER], "rejected": "c"}, "with text need a prompt, got none"),
     (read_preference_row, {**GOOD, "margin": "1"}, "column 'margin' .* number, got '1'"),
     (read_preference_row, {**GOOD, "margin": True}, "column 'margin' .* number, got True"),
     (read_preference_row, {**GOOD, "margin": None}, "column 'margin' .* number, got None"),

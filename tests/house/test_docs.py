@@ -18,7 +18,6 @@ import yaml
 import hybrid_rlhf
 from hybrid_rlhf.cli.data.subcommands import SUBCOMMANDS
 from hybrid_rlhf.cli.main import COMMANDS
-from hybrid_rlhf.cli.train import with_bare_plan
 from hybrid_rlhf.configs.commands.board import BoardConfig
 from hybrid_rlhf.configs.commands.machine import CompletionConfig, EnvConfig
 from hybrid_rlhf.configs.commands.replay import ReplayConfig
@@ -105,7 +104,7 @@ def test_commands_parse(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         if {"--help", "--help-all"}.isdisjoint(words) and words:
             if name == "data":
                 name, words = f"data {words[0]}", words[1:]
-            parse_config(CONFIGS[name], with_bare_plan(words), prog=name, positional=POSITIONAL.get(name, ()))
+            parse_config(CONFIGS[name], words, prog=name, positional=POSITIONAL.get(name, ()))
 
 
 @each_page

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,16 @@ from transformers import AutoModelForCausalLM, GemmaTokenizer, PreTrainedModel
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.models.head_check import module_logprobs
-from hybrid_rlhf.models.pretrained.export import gguf_file
-from hybrid_rlhf.models.pretrained.export.gguf_file import write_gguf
+from hybrid_rlhf.models.pretrained.gguf import writing
+from hybrid_rlhf.models.pretrained.gguf.positions import read_scaling
+from hybrid_rlhf.models.pretrained.gguf.reading import read_gguf, read_gguf_config
+from hybrid_rlhf.models.pretrained.gguf.writing import write_gguf
 from hybrid_rlhf.models.pretrained.sources import resolve_model
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.runtime.world import solo_world
+from tests.support.model_types import tiny_of_type
 from tests.support.models import build_model
-from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import VOCABULARY, tiny_config, tiny_model, tiny_tokenizer
 
 pytest.importorskip("gguf")
 PROBE = list(range(3, 40))
@@ -35,17 +39,82 @@ def family(name: str, **changes: Any) -> PreTrainedModel:
         "qwen3": {"head_dim": 128},
         "gemma2": GEMMA2,
         "gemma3_text": {"head_dim": 256, "query_pre_attn_scalar": 256},
+        "phi3": {},
     }[name]
     return build_model(name, **{"max_position_embeddings": 256, **found, **changes})
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"])
+def mixture(name: str, **changes: Any) -> PreTrainedModel:
+    """A random mixture of experts."""
+    return tiny_of_type(name, vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=2, pad_token_id=2, **changes)
+
+
+def rotary(kind: str, **settings: Any) -> dict[str, Any]:
+    """Settings of scaled positions, of a model whose original context is shorter than the probe."""
+    known = {} if kind == "linear" else {"original_max_position_embeddings": 16}
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, **known, **settings}}
+
+
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "long_factor": [1.0, 2.0, 3.0, 4.0], "short_factor": [1.0] * 4}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+MORE: dict[str, Callable[[], PreTrainedModel]] = {
+    "mixtral": lambda: mixture("mixtral"),
+    "qwen2_moe": lambda: mixture("qwen2_moe", shared_expert_intermediate_size=80),
+    "qwen3_moe": lambda: mixture("qwen3_moe", norm_topk_prob=True),
+    "phi3 with windows": lambda: family("phi3", sliding_window=7),
+    "phi3, some elements rotated": lambda: family(
+        "phi3", rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    ),
+    "phi3, longrope": lambda: family("phi3", rope_parameters=LONGROPE, original_max_position_embeddings=64),
+    "llama, linear": lambda: tiny_model(**rotary("linear")),
+    "qwen2, yarn": lambda: family("qwen2", **rotary("yarn")),
+    "qwen3, yarn with betas": lambda: family("qwen3", **rotary("yarn", beta_fast=16.0, beta_slow=2.0)),
+    "llama, llama3": lambda: tiny_model(**rotary("llama3", **LLAMA3)),
+    "mixtral, llama3": lambda: mixture("mixtral", **rotary("llama3", **LLAMA3)),
+}
+"""What transformers reads in part or not at all, and our own reader completes."""
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"])
 def test_a_family_computes_the_same_after_it_is_read_back(name: str, tmp_path: Path) -> None:
     lm, file = family(name), tmp_path / "model.gguf"
     assert write_gguf(file, lm, tiny_tokenizer(), weights="f32", name="tiny") < 1e-4
     read = AutoModelForCausalLM.from_pretrained(str(tmp_path), gguf_file=file.name, dtype=torch.float32)
     torch.testing.assert_close(module_logprobs(read, PROBE), module_logprobs(lm, PROBE), atol=1e-4, rtol=1e-4)
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_experts_and_scaled_positions_are_read_back(name: str, tmp_path: Path) -> None:
+    lm, file = MORE[name](), tmp_path / "model.gguf"
+    assert write_gguf(file, lm, tiny_tokenizer(), weights="f32", name="tiny") < 1e-4
+    found, _ = read_gguf(file)
+    assert type(found) is type(lm)
+    torch.testing.assert_close(module_logprobs(found, PROBE), module_logprobs(lm, PROBE), atol=1e-4, rtol=1e-4)
+
+
+def test_factors_of_another_scaling_than_llama_3s_are_kept(tmp_path: Path) -> None:
+    """A file of another program: its factors are what it computes."""
+    lm, file = tiny_model(**rotary("llama3", **LLAMA3)), tmp_path / "model.gguf"
+    write_gguf(file, lm, tiny_tokenizer(), weights="f32", name="tiny")
+    config = read_gguf_config(file)
+    factors = torch.tensor([1.0, 1.5, 2.5, 3.0])
+    read_scaling(config, {}, {"rope_freqs.weight": factors})
+    assert config.rope_parameters["rope_type"] == "longrope"
+    read = AutoModelForCausalLM.from_config(config)
+    plain = AutoModelForCausalLM.from_config(tiny_config()).model.rotary_emb.inv_freq
+    torch.testing.assert_close(read.model.rotary_emb.inv_freq, plain / factors)
+    assert read.model.rotary_emb.attention_scaling == 1.0
+
+
+def test_routers_stay_float32_in_a_small_type(tmp_path: Path) -> None:
+    """As llama.cpp reads them."""
+    from gguf import GGUFReader
+
+    write_gguf(tmp_path / "m.gguf", mixture("qwen2_moe"), tiny_tokenizer(), weights="q8_0", name="tiny")
+    types = {tensor.name: tensor.tensor_type.name for tensor in GGUFReader(tmp_path / "m.gguf").tensors}
+    assert types["blk.0.ffn_gate_inp.weight"] == types["blk.0.ffn_gate_inp_shexp.weight"] == "F32"
+    assert types["blk.0.ffn_gate_exps.weight"] == types["blk.0.ffn_up_shexp.weight"] == "Q8_0"
 
 
 @pytest.mark.parametrize(("weights", "least", "most"), [("f16", 0, 0.01), ("bf16", 1e-4, 0.1), ("q8_0", 1e-4, 0.1)])
@@ -98,13 +167,15 @@ def test_a_sentencepiece_vocabulary_is_read_back(tmp_path: Path) -> None:
 
 
 def test_what_the_format_cannot_express_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
-    scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
     cases = [
         (build_model("opt"), "f32", "got OPTForCausalLM"),
-        (tiny_model(rope_parameters=scaled), "f32", "without scaling of positions"),
+        (tiny_model(**rotary("dynamic")), "f32", "without rotary positions of the kind dynamic"),
+        (family("qwen2", **rotary("llama3", **LLAMA3)), "f32", "without rotary positions of the kind llama3"),
+        (family("qwen2", **rotary("yarn", attention_factor=1.0)), "f32", "attention_scaling of its rotary positions"),
         (family("mistral", sliding_window=4), "f32", "without sliding window"),
-        (family("qwen3", head_dim=64), "f32", "must be readable by transformers"),
         (family("gemma2", attn_logit_softcapping=20.0), "f32", "attn_logit_softcapping 20.0 becomes 50.0"),
+        (mixture("qwen3_moe", norm_topk_prob=False), "f32", "norm_topk_prob False becomes True"),
+        (mixture("qwen2_moe", mlp_only_layers=[1]), "f32", "no name for the weight model.layers.1.mlp.gate_proj"),
     ]
     for lm, weights, rule in cases:
         with pytest.raises(UserError, match=rule):
@@ -115,7 +186,7 @@ def test_what_the_format_cannot_express_is_refused_and_nothing_is_left(tmp_path:
 def test_a_file_with_other_weights_is_not_given_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The layout that llama.cpp does not have."""
     plain = lambda name, weight, family, config: weight.detach().float().contiguous()  # noqa: E731
-    monkeypatch.setattr(gguf_file, "written_weight", plain)
+    monkeypatch.setattr(writing, "written_weight", plain)
     with pytest.raises(UserError, match=r"must compute what the model does, the weight .*q_proj.* changes"):
         write_gguf(tmp_path / "model.gguf", tiny_model(), tiny_tokenizer(), weights="f32", name="tiny")
     assert not list(tmp_path.iterdir())

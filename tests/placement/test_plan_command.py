@@ -13,12 +13,15 @@ import torch
 
 from hybrid_rlhf.cli.machine import plan
 from hybrid_rlhf.cli.main import main
-from hybrid_rlhf.configs.parsing.command_line import parse_config
+from hybrid_rlhf.configs.parsing.command_line import parse_config, save_config
+from hybrid_rlhf.configs.preference import PreferenceStepConfig
+from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.rl import RewardSumConfig, RLConfig
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.placement import Placement, RolePlacement
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.training import ZeroConfig
+from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.memory.plan import Device, Planner
 from hybrid_rlhf.memory.shapes import Shapes
 from hybrid_rlhf.placement.job import JobReader, default_lengths
@@ -102,6 +105,45 @@ def test_smaller_micro_batches_make_room(shape: str, capsys: pytest.CaptureFixtu
     assert found["65536"]["fits"], found["65536"]["why"]
     assert found["65536"]["settings"]["train.micro_batch_tokens"] in (16384, 32768)
     assert "train.micro_batch_tokens" not in found["16384"]["settings"]
+
+
+@pytest.mark.parametrize(
+    ("step", "kind"), [("sft", SFTConfig), ("reward", RewardConfig), ("preference", PreferenceStepConfig)]
+)
+def test_one_step_is_planned_by_its_own_line(
+    step: str, kind: type, shape: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The same numbers as the step has in the pipeline."""
+    machine = ["--machine", "4090", "--ranks", "2", "--json"]
+    own = ["--data.max_length", "300", "--zero.stage", "2", "--model.path", shape]
+    text, code = printed([step, *own, *machine], capsys)
+    inside = ["--base_model", shape, *(f"--{step}.{word[2:]}" if word.startswith("--") else word for word in own)]
+    whole, _ = printed([*inside, "--steps", step, *machine], capsys)
+    assert code == 0 and json.loads(text)["rl"] is None
+    assert json.loads(text)["memory"] == json.loads(whole)["memory"] != []
+    file = tmp_path / "step.yaml"
+    save_config(parse_config(kind, own), file)
+    guessed, _ = printed(["--config", str(file), *machine], capsys)
+    assert json.loads(guessed) == json.loads(text), "the keys of a whole file say which step it is"
+
+
+def test_a_step_that_does_not_fit_is_advised_in_its_own_keys(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text, code = printed(["sft", "--model.path", shape, "--plan_device_gib", "3.5"], capsys)
+    assert code == 1 and "sft fits with --" in text and "--sft." not in text
+
+
+def test_a_file_of_several_steps_needs_the_name_of_one(
+    shape: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "step.yaml"
+    file.write_text(f"model: {{path: {shape}}}\n")
+    with pytest.raises(SystemExit) as stopped:
+        plan.main(["--config", str(file)])
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and f"hybrid-rlhf plan sft --config {file}" in error and error.count("\n") == 1
+    with pytest.raises(SystemExit):
+        plan.main(["reward", "--optimizer.lr", "1e-5"])
+    assert "a plan of reward needs a model" in capsys.readouterr().err
 
 
 def test_without_curves_the_memory_is_planned_alone(

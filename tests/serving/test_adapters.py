@@ -116,7 +116,7 @@ def test_mistakes_are_named(model_folder: Path, folders: dict[str, str], tmp_pat
         load_adapted(config, {"a": str(tmp_path)}, kv_cache_gib=0.01)
     other = get_peft_model(tiny_model(hidden_size=64), LoraConfig(r=2, target_modules=["q_proj"]))
     other.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="for this model"):
+    with pytest.raises(UserError, match="must fit LlamaForCausalLM"):
         load_adapted(config, {"a": str(tmp_path)}, kv_cache_gib=0.01)
     dora = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))
     dora.save_pretrained(tmp_path / "dora")

@@ -1,21 +1,29 @@
 """`hybrid-rlhf plan`: the memory of each phase of `hybrid-rlhf train`, and the fastest placement of the roles of RL.
 
-`train --plan` prints the memory alone. Times need curves of the machine: those that `hybrid-rlhf calibrate` measured on
-this one, or of a data sheet (`--machine h100`).
+`plan sft`, `plan reward`, `plan preference` and `plan rl` take the line of that command in place of `train`'s; a config
+file whose keys only one of them has needs no such word. `train --plan` prints the memory alone. Times need curves of
+the machine: those that `hybrid-rlhf calibrate` measured on this one, or of a data sheet (`--machine h100`).
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from hybrid_rlhf.cli import train
-from hybrid_rlhf.configs.parsing.command_line import user_errors
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.files.reading import parse_yaml, read_text
+from hybrid_rlhf.configs.parsing.command_line import parse_config, user_errors
 from hybrid_rlhf.configs.parsing.output import print_result
 from hybrid_rlhf.configs.pipeline import PlanConfig
+from hybrid_rlhf.configs.preference import PreferenceStepConfig
+from hybrid_rlhf.configs.reward import RewardConfig
+from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.rules import require
+from hybrid_rlhf.configs.sft import SFTConfig
 
 if TYPE_CHECKING:
     from hybrid_rlhf.memory.plan import PhaseMemory, Planner
@@ -24,23 +32,72 @@ if TYPE_CHECKING:
 
 _NO_CURVES = "times are not predicted: run hybrid-rlhf calibrate first, or name a machine, for example --machine h100"
 
+_STEPS: dict[str, type] = {
+    "sft": SFTConfig,
+    "reward": RewardConfig,
+    "preference": PreferenceStepConfig,
+    "rl": RLConfig,
+}
+_OWN = ("machine", "ranks", "hosts", "link_gib_per_second", "prompt_tokens", "completion_tokens", "plan_device_gib")
+"""Options of the plan on the line of a single step; those of `launcher` are too."""
+
 
 def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
     """Print the plan of the line that `train` would run; exit code 1 if a phase does not fit."""
     with user_errors():
-        words = [*train.with_bare_plan(sys.argv[1:] if argv is None else argv), "--plan=true"]
-        config, steps = train.pipeline(PlanConfig, words, prog=prog)
+        words = list(sys.argv[1:] if argv is None else argv)
+        name = words.pop(0) if words and words[0] in _STEPS else _step_of_files(words)
+        if name is None:
+            config, steps = train.pipeline(PlanConfig, [*words, "--plan=true"], prog=prog)
+        else:
+            config, steps = _single(name, words, prog=prog)
         from hybrid_rlhf.memory.report import planned_phases, table
 
         here = _as_configured(config)
         planner, planned = planned_phases(here, steps)
         answer = _placement(config, steps["rl"], planner) if "rl" in planned else None
-        lines, fits = table(planner, planned, steps)
+        lines, fits = table(planner, planned, steps, single=name is not None)
         if "rl" in planned:
-            lines += ["", *([_NO_CURVES] if answer is None else answer.lines())]
+            key = "placement" if name is not None else "rl.placement"
+            lines += ["", *([_NO_CURVES] if answer is None else answer.lines(key))]
         document = {"fits": fits, "memory": _memory(planned), "rl": None if answer is None else answer.to_dict()}
         print_result(document, "\n".join(lines))
         sys.exit(0 if fits else 1)
+
+
+def _single(name: str, words: Sequence[str], *, prog: str | None) -> tuple[PlanConfig, dict[str, Any]]:
+    """The plan of one step from its own line, which may have options of the plan too."""
+    own: list[str] = []
+    rest: list[str] = []
+    place = rest
+    for word in words:
+        if word.startswith("--"):
+            key = word.removeprefix("--").partition("=")[0]
+            place = own if key in _OWN or key.startswith("launcher.") else rest
+        place.append(word)
+    step = parse_config(_STEPS[name], rest, prog=None if prog is None else f"{prog} {name}")
+    require(step.model.path is not None, f"a plan of {name} needs a model, got none: give --model.path")
+    return parse_config(PlanConfig, [*own, f"--steps={name}", "--plan=true"], prog=prog), {name: step}
+
+
+def _step_of_files(words: Sequence[str]) -> str | None:
+    """The step whose settings the config files of a line hold; none: those of `train`.
+
+    Raises:
+        UserError: when several steps have all their keys.
+    """
+    files = [after for word, after in itertools.pairwise(words) if word == "--config"]
+    files += [word.removeprefix("--config=") for word in words if word.startswith("--config=")]
+    keys = {key for file in files for key in parse_yaml(read_text(file, "--config must name a file"), file)}
+    if not keys - {field.name for field in fields(PlanConfig)}:
+        return None
+    fitting = [name for name, kind in _STEPS.items() if keys <= {field.name for field in fields(kind)}]
+    if len(fitting) > 1:
+        raise UserError(
+            f"a plan of one step names it, {' and '.join(files)} may be of {', '.join(fitting)}: write for example "
+            f"hybrid-rlhf plan {fitting[0]} --config {files[0]}"
+        )
+    return fitting[0] if fitting else None
 
 
 def _as_configured(config: PlanConfig) -> PlanConfig:

@@ -13,6 +13,7 @@ from hybrid_rlhf.configs.commands.board import BoardConfig
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import InferenceConfig
 from hybrid_rlhf.configs.parsing.command_line import parse_config, user_errors
+from hybrid_rlhf.configs.parsing.output import print_document, print_result, wants_json
 
 _PACKAGES = ("fastapi", "uvicorn")
 _KV_CACHE_GIB = 1.0
@@ -33,7 +34,12 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
             )
         from hybrid_rlhf.board.server import run_board
 
-        run_board(config, _load, report=lambda line: print(line, flush=True))
+        def report(runs: int, url: str) -> None:
+            print_result({"event": "serving", "runs": runs, "url": url}, f"board of {runs} runs on {url}")
+
+        run_board(config, _load, report=report)
+        if wants_json():
+            print_document({"folders": config.folders})
 
 
 def _load(config: InferenceConfig) -> Any:

@@ -1,6 +1,7 @@
 """`hybrid-rlhf chat MODEL [MODEL2]`: chat with a saved model, or with two side by side, in the terminal.
 
-What is typed and shown is the view's: `PlainView` where input or output is not a terminal, otherwise `terminal.py`.
+What is typed and shown is the view's: `json_view.py` with --json, `PlainView` where input or output is not a terminal,
+otherwise `terminal.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import ChatConfig
 from hybrid_rlhf.configs.parsing.command_line import parse_config, user_errors
+from hybrid_rlhf.configs.parsing.output import print_document, wants_json
 from hybrid_rlhf.configs.parsing.values import check_values
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 
@@ -101,9 +103,15 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
         if config.compare is not None:
             session.compare(config.compare)
         session.run()
+        if wants_json():
+            print_document(session.content())
 
 
 def _view() -> ChatView:
+    if wants_json():
+        from hybrid_rlhf.cli.saved_models.json_view import JSONView
+
+        return JSONView()
     if not (sys.stdin.isatty() and sys.stdout.isatty()) or os.environ.get("TERM") == "dumb":
         return PlainView()
     from hybrid_rlhf.cli.saved_models.terminal import Terminal
@@ -162,6 +170,11 @@ class Session:
                 self._view.show_replies(
                     {name: talk.say(line, self._sampling) for name, talk in self._conversations.items()}
                 )
+
+    def content(self) -> dict[str, Any]:
+        """The messages so far, and with a second model those of its conversation."""
+        compared = {name: talk.transcript() for name, talk in self._others.items()}
+        return {"messages": self._first.transcript()} | ({"compared": compared} if compared else {})
 
     def compare(self, name: str) -> None:
         """Let a second model answer, which is given the conversation so far; "": no longer."""
@@ -253,12 +266,9 @@ class Session:
         file = Path(os.path.expanduser(name))
         if file.exists():
             raise UserError(f"/save writes a new file, {file} exists: choose another name")
-        content: dict[str, Any] = {"messages": self._first.transcript()}
-        if self._others:
-            content["compared"] = {name: talk.transcript() for name, talk in self._others.items()}
         beside = file.with_name(f"{file.name}.partial")
         try:
-            beside.write_text(json.dumps(content, ensure_ascii=False, indent=2))
+            beside.write_text(json.dumps(self.content(), ensure_ascii=False, indent=2))
             os.replace(beside, file)
         except OSError as error:
             raise UserError(f"/save cannot write {file} ({error.strerror}): choose another folder") from error

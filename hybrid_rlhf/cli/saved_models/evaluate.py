@@ -7,11 +7,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.atomic import write_whole
+from hybrid_rlhf.configs.files.atomic import output_file, write_whole
 from hybrid_rlhf.configs.inference import EvaluateConfig
 from hybrid_rlhf.configs.parsing.command_line import parse_config, plain, user_errors
 from hybrid_rlhf.configs.parsing.output import print_result
@@ -25,11 +24,9 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
     with user_errors():
         words = list(sys.argv[1:] if argv is None else argv)
         config = parse_config(EvaluateConfig, words, prog=prog, positional="path")
-        output = None if config.output is None else Path(config.output).expanduser()
-        if output is not None:
-            if output.exists():
-                raise UserError(f"--output must be a new file, {config.output} exists: choose another")
-            output.parent.mkdir(parents=True, exist_ok=True)
+        output = None
+        if config.output is not None:
+            output = output_file(config.output, "--output", overwrite=config.overwrite)
         if config.chosen == "harness" and find_spec("lm_eval") is None:
             raise UserError(
                 "tasks need lm-evaluation-harness, which is not installed: pip install 'hybrid_rlhf[harness]'"

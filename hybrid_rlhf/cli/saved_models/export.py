@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from hybrid_rlhf.models.pretrained.export.gguf_file import GGUFType
+    from hybrid_rlhf.models.pretrained.gguf.writing import GGUFType
 
 _GGUF_TYPES: dict[str, GGUFType] = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "q8_0": "q8_0"}
 
@@ -36,9 +36,9 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
 def _export(config: ExportConfig, output: Path) -> None:
     import torch
 
-    from hybrid_rlhf.models.pretrained.export.adapters import merge_adapter
-    from hybrid_rlhf.models.pretrained.export.gguf_file import write_gguf
+    from hybrid_rlhf.models.pretrained.adapters import merge_adapter
     from hybrid_rlhf.models.pretrained.folders import load_config, warn_of_remote_code
+    from hybrid_rlhf.models.pretrained.gguf.writing import write_gguf
     from hybrid_rlhf.models.pretrained.sources import resolve_model
     from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
     from hybrid_rlhf.runtime.world import solo_world

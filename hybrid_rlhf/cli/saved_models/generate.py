@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
-from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.atomic import write_whole
+from hybrid_rlhf.configs.files.atomic import output_file, write_whole
 from hybrid_rlhf.configs.inference import GenerateConfig
 from hybrid_rlhf.configs.parsing.command_line import parse_config, user_errors
 from hybrid_rlhf.configs.parsing.output import print_result
@@ -30,7 +27,7 @@ def _generate(config: GenerateConfig) -> None:
     from hybrid_rlhf.data.rows.formats import read_prompt_row
     from hybrid_rlhf.data.rows.sources import open_source
 
-    output = _writable(config.output)
+    output = output_file(config.output, "--output", overwrite=config.overwrite)
     rows = [(row, read_prompt_row(place, row)) for place, row in open_source(config.input)]
     engine, tokenizer = load_engine(config)
     prompts = [encode_prompt(prompt.messages, tokenizer, tools=prompt.tools) for _, prompt in rows]
@@ -54,19 +51,6 @@ def _generate(config: GenerateConfig) -> None:
     rate = f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} tokens per second"
     document = {"output": output, "prompts": len(rows), "tokens": tokens, "seconds": seconds}
     print_result(document, f"{len(rows):,} prompts, {rate}: {output}")
-
-
-def _writable(path: str) -> Path:
-    """The output file; one that cannot be written is refused before generation starts."""
-    output = Path(os.path.expanduser(path))
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        writable = os.access(output.parent, os.W_OK) and (output.is_file() or not os.path.lexists(output))
-    except OSError:  # a file where a folder should be
-        writable = False
-    if not writable:
-        raise UserError(f"--output must be a file that can be written, got {path}: choose another")
-    return output
 
 
 if __name__ == "__main__":

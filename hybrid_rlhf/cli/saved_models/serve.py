@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 
 from hybrid_rlhf.configs.inference import ServeConfig
 from hybrid_rlhf.configs.parsing.command_line import parse_config, user_errors
+from hybrid_rlhf.configs.parsing.output import print_document, print_result, wants_json
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
@@ -30,13 +32,13 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
         def load_scores() -> ScoreService:
             return ScoreService(load_scorer(find_model(config, config.reward_model)))
 
-        serve(
-            config,
-            load,
-            api_key=api_key,
-            report=lambda line: print(line, flush=True),
-            load_scores=load_scores if config.reward_model else None,
-        )
+        def report(name: str, url: str) -> None:
+            print_result({"event": "serving", "model": name, "url": url}, f"serving {name} on {url}")
+
+        start = time.perf_counter()
+        serve(config, load, api_key=api_key, report=report, load_scores=load_scores if config.reward_model else None)
+        if wants_json():
+            print_document({"model": config.model_name or config.path, "seconds": time.perf_counter() - start})
 
 
 if __name__ == "__main__":

@@ -58,5 +58,5 @@ def output_file(path: str | Path, key: str, *, overwrite: bool) -> Path:
     if not writable or (is_there and not file.is_file()):
         raise UserError(f"{key} must be a file that can be written, got {path}: choose another")
     if is_there and not overwrite:
-        raise UserError(f"{key} must be a new file, {path} exists: choose another, or give --overwrite true")
+        raise UserError(f"{key} must be a new file, {path} exists: choose another, or give --overwrite")
     return file

@@ -1,7 +1,7 @@
 """The command line: YAML files and dotted overrides to a frozen config, and back. The only user of jsonargparse.
 
-Files come first and overrides over them, wherever they stand on the line. A user's mistake is one line on stderr and
-exit code 2.
+Files come first and overrides over them, wherever they stand on the line; a switch without a value is on. A user's
+mistake is one line on stderr and exit code 2.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import os
 import re
 import sys
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -256,8 +257,9 @@ def _sort_words(words: list[str], config_type: type) -> tuple[list[str], list[La
     faulty = next((word for word in words if not is_text(word)), None)
     if faulty is not None:
         raise UserError(f"the line must be text that UTF-8 can write, got {faulty!r}: write it again")
-    rest = iter(words)
-    for word in rest:
+    rest = deque(words)
+    while rest:
+        word = rest.popleft()
         name, equals, value = word.removeprefix("--").partition("=")
         if word in ("-h", "--help", "--help-all"):
             wants_help = word if wants_help != "--help-all" else wants_help
@@ -266,14 +268,17 @@ def _sort_words(words: list[str], config_type: type) -> tuple[list[str], list[La
             raise UserError(f"options start with --, got {word!r}: write --KEY VALUE, see --help")
         if name not in ("config", "local_rank") and not _is_known(config_type, name):
             raise unknown_key(UnknownKey(name, Layer({})), config_type, [])
-        if not equals:
-            value = next(rest, "--")
-            if value.startswith("--"):
-                raise UserError(f"--{name} needs a value, got none: write --{name} VALUE")
+        hints = find_hints(config_type, name)
+        if not equals and rest and not rest[0].startswith("--"):
+            value = rest.popleft()
+        elif not equals and bool in hints:
+            value = "true"
+        elif not equals:
+            raise UserError(f"--{name} needs a value, got none: write --{name} VALUE")
         if name == "config":
             files.append(value)
         elif name != "local_rank":  # the deepspeed launcher appends it; LOCAL_RANK has the same value
-            overrides.append(Layer(nested({name: _value(name, value, find_hints(config_type, name))})))
+            overrides.append(Layer(nested({name: _value(name, value, hints)})))
     return files, overrides, wants_help
 
 

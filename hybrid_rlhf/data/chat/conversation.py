@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
@@ -261,13 +262,12 @@ def _encode(text: str, spans: Sequence[tuple[int, int]], tokenizer: PreTrainedTo
     if not tokenizer.is_fast:
         return _encode_in_parts(text, spans, tokenizer)
     encoding: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    mask = [False] * len(encoding["input_ids"])
+    starts, stops = np.asarray(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
+    mask = np.zeros(len(starts), dtype=bool)
     for begin, end in spans:
-        for index, (start, stop) in enumerate(encoding["offset_mapping"]):
-            if stop > begin and start < end and start != stop:
-                mask[index] = True
+        mask |= (stops > begin) & (starts < end) & (starts != stops)
     bos = leading_bos(text, tokenizer)
-    return EncodedSequence([*bos, *encoding["input_ids"]], [False] * len(bos) + mask)
+    return EncodedSequence([*bos, *encoding["input_ids"]], [False] * len(bos) + mask.tolist())
 
 
 def _encode_in_parts(

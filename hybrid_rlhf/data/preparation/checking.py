@@ -187,13 +187,9 @@ def _check_row(
     form = _form(forms, row)
     if form is None:
         raise missing_columns_error(location, row, [" + ".join(form.columns) for form in forms])
-    if "prompt" not in row and isinstance(row.get("chosen"), str):
-        raise UserError(
-            f"{location}: columns 'chosen' and 'rejected' with text need a prompt, got none: add it; dialogues are "
-            "converted with hybrid-rlhf data convert"
-        )
-    form.read(location, row)
-    if tokenizer is not None:
+    if tokenizer is None:
+        form.read(location, row)
+    else:
         encoded = form.encode(location, row, tokenizer, report.limit)
         whole = form.encode(location, row, tokenizer, _NO_LIMIT) if any(each["cut"] for each in encoded) else encoded
         report.lengths += [each["length"] for each in whole]

@@ -3,7 +3,7 @@
 | step | columns |
 |---|---|
 | SFT | messages; prompt + completion; prompt + chosen; text |
-| reward, preference | prompt + chosen + rejected (the prompt may be implicit), margin; or prompt + responses + ranks |
+| reward, preference | prompt + chosen + rejected (messages may begin with it), margin; or prompt + responses + ranks |
 | KTO, reward from labels | prompt + completion + label; or the above: chosen is desirable, rejected is not |
 | process reward | prompt + completions (the steps of one completion) + labels |
 | RL | prompt; or messages, without their last assistant turn; other columns are passed to reward functions |
@@ -113,6 +113,12 @@ def read_preference_row(location: str, row: Row) -> PreferenceRow:
         raise UserError(
             f"{location}: columns 'chosen' and 'rejected' must differ, both are {shortened(str(row['chosen']))!r}: "
             "change one or remove the row"
+        )
+    if "prompt" not in row and any(isinstance(row[name], str) for name in ("chosen", "rejected")):
+        # Their common characters are no turn: a template would render them as part of the assistant's.
+        raise UserError(
+            f"{location}: columns 'chosen' and 'rejected' with text need a prompt, got none: add it, convert dialogues "
+            "with hybrid-rlhf data convert, or remove the row"
         )
     chosen, rejected = (_turns(location, row, name, role="assistant") for name in ("chosen", "rejected"))
     if "prompt" in row:

@@ -19,9 +19,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.files.cache import cache_folder
@@ -29,12 +27,15 @@ from hybrid_rlhf.configs.files.credentials import redacted
 from hybrid_rlhf.configs.files.reading import regular_file
 from hybrid_rlhf.models.pretrained.embedded import embedded_gguf
 from hybrid_rlhf.models.pretrained.folders import check_folder, first_line
+from hybrid_rlhf.models.pretrained.gguf.reading import read_gguf
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.world import World, run_once_per_host
 
 logger = logging.getLogger(LOGGER_NAME)
 
 EMBEDDED_MODEL = "embedded"
+_READER = 2
+"""Part of the name of a dequantised model: increase it whenever files are read in another way."""
 _HUB_NAME = re.compile(r"(\w[\w.-]{0,95}/)?\w[\w.-]{0,95}")
 
 
@@ -70,7 +71,7 @@ def _dequantised(source: Path, *, world: World, cache_dir: str | None) -> Path:
     source = regular_file(source, "a model file must exist")
     root = cache_folder(cache_dir) / "gguf"
     stat = source.stat()
-    key = hashlib.sha256(f"{source.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}".encode()).hexdigest()[:16]
+    key = hashlib.sha256(f"{_READER}\0{source.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}".encode()).hexdigest()[:16]
     target = root / f"{source.stem}-{key}"
     run_once_per_host(world, lambda: _try_dequantise(source, target))
     return target
@@ -86,8 +87,7 @@ def _try_dequantise(source: Path, target: Path) -> str | None:
     beside = target.with_name(f"{target.name}.{os.getpid()}.partial")
     try:
         with quiet_transformers(), quiet_console():
-            model = AutoModelForCausalLM.from_pretrained(str(source.parent), gguf_file=source.name, dtype=torch.float32)
-            tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
+            model, tokenizer = read_gguf(source)
             if hasattr(model.config, "quantization_config"):
                 del model.config.quantization_config  # the weights are dequantised
             model.hf_quantizer = None

@@ -1,7 +1,7 @@
-"""Writes a causal LM to a GGUF file, reads it back as transformers does, and compares before the file gets its name.
+"""Writes a causal LM to a GGUF file, reads it back (reading.py), and compares before the file gets its name.
 
-Compared are the settings that the file cannot state or transformers does not read, every weight, the log-probs of a few
-tokens, and the tokens of a text. A family whose file would compute something else is so refused, not written.
+Compared are the settings, the frequencies of rotary positions, every weight, the log-probs of a few tokens, and the
+tokens of a text. A model whose file would compute something else is so refused, not written.
 """
 
 from __future__ import annotations
@@ -9,26 +9,29 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens
-from hybrid_rlhf.models.pretrained.export.gguf_families import (
+from hybrid_rlhf.models.pretrained.folders import reading
+from hybrid_rlhf.models.pretrained.gguf.families import (
     GGUFFamily,
+    NamedPart,
     gguf_family,
     head_size,
+    named_parts,
     write_metadata,
     written_weight,
 )
-from hybrid_rlhf.models.pretrained.export.gguf_vocabulary import write_vocabulary
-from hybrid_rlhf.models.pretrained.folders import reading
+from hybrid_rlhf.models.pretrained.gguf.positions import rotary, scaling_tensors
+from hybrid_rlhf.models.pretrained.gguf.reading import read_gguf
+from hybrid_rlhf.models.pretrained.gguf.vocabulary import write_vocabulary
 from hybrid_rlhf.models.pretrained.sources import quiet_console, quiet_transformers
 from hybrid_rlhf.runtime.files.durable import flush
 
@@ -49,6 +52,7 @@ _NOT_COMPARED = {
     "attention_dropout",
     "bos_token_id",
     "dtype",
+    "embd_pdrop",
     "eos_token_id",
     "id2label",
     "initializer_range",
@@ -56,12 +60,20 @@ _NOT_COMPARED = {
     "max_window_layers",
     "mlp_dropout",
     "model_type",
+    "output_router_logits",
     "pad_token_id",
     "pretraining_tp",
+    "resid_pdrop",
+    "rope_parameters",
+    "router_aux_loss_coef",
+    "router_jitter_noise",
     "transformers_version",
     "use_cache",
 }
-"""Keys of a config that do not change what a causal LM computes, or that the tokenizer has."""
+"""Keys of a config that do not change what a causal LM computes, that the tokenizer has, or that are compared by what
+they compute."""
+_ROUTERS = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
+"""Weights that llama.cpp always has in float32, besides vectors."""
 
 
 def write_gguf(
@@ -113,14 +125,15 @@ def _write(
         writer.add_file_type(LlamaFileType[_FILE_TYPES[weights]])
         write_metadata(writer, family, lm.config, name)
         write_vocabulary(writer, tokenizer, lm.config.vocab_size)
-        named = list(_named(lm, family))
-        kinds = [_kind(weight, weights) for _, _, weight in named]
-        for (written, _, weight), kind in zip(named, kinds, strict=True):
-            shape = quant_shape_to_byte_shape(weight.shape, kind)
+        parts = list(named_parts(lm, family))
+        parts += [NamedPart(name, name, name, value) for name, value in scaling_tensors(lm.config).items()]
+        kinds = [_kind(part, weights) for part in parts]
+        for part, kind in zip(parts, kinds, strict=True):
+            shape = quant_shape_to_byte_shape(part.value.shape, kind)
             plain = _PLAIN.get(kind.name)
             writer.add_tensor_info(
-                written,
-                shape if plain is None else weight.shape,
+                part.written,
+                shape if plain is None else part.value.shape,
                 plain or np.dtype(np.uint8),
                 math.prod(shape),
                 raw_dtype=kind,
@@ -128,50 +141,31 @@ def _write(
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for (_, own, weight), kind in zip(named, kinds, strict=True):
-            writer.write_tensor_data(quantize(written_weight(own, weight, family, lm.config).numpy(), kind))
+        for part, kind in zip(parts, kinds, strict=True):
+            writer.write_tensor_data(quantize(written_weight(part.part, part.value, family, lm.config).numpy(), kind))
     finally:
         writer.close()
 
 
-def _named(lm: PreTrainedModel, family: GGUFFamily) -> Iterator[tuple[str, str, Tensor]]:
-    """Names of the weights in the file and in the model, and the weights; a tied head is left out.
-
-    Raises:
-        UserError: when the family has no name for one.
-    """
-    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-
-    (architecture,) = (key for key, value in MODEL_ARCH_NAMES.items() if value == family.architecture)
-    names = get_tensor_name_map(architecture, lm.config.num_hidden_layers)
-    for own, weight in lm.named_parameters():
-        written = names.get_name(own, try_suffixes=(".weight", ".bias"))
-        if written is None:
-            raise UserError(
-                f"format gguf has no name for the weight {own} of {type(lm).__name__}: set --format safetensors"
-            )
-        yield written, own, weight
-
-
-def _kind(weight: Tensor, weights: GGUFType) -> GGMLQuantizationType:
+def _kind(part: NamedPart, weights: GGUFType) -> GGMLQuantizationType:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    if weight.dim() == 1:
+    if part.value.dim() == 1 or part.written.endswith(_ROUTERS):
         return GGMLQuantizationType.F32
     kind = GGMLQuantizationType[weights.upper()]
-    fits = weight.shape[-1] % GGML_QUANT_SIZES[kind][0] == 0
+    fits = part.value.shape[-1] % GGML_QUANT_SIZES[kind][0] == 0
     return kind if fits else GGMLQuantizationType.F16
 
 
 def _checked(file: Path, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, weights: GGUFType) -> float:
     """Read a file back and compare; returns the mean change of the probe's log-probs."""
-    rule = f"a GGUF file of {type(lm).__name__} must be readable by transformers"
+    rule = f"a GGUF file of {type(lm).__name__} must be readable"
     with quiet_transformers(), quiet_console(), reading(rule, "set --format safetensors"):
-        found = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32)
-        own = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+        found, own = read_gguf(file)
     if (setting := _different_setting(lm, found)) is not None:
         key, before, after = setting
         raise _differs(f"{key} {before} becomes {after}")
+    _check_positions(lm, found)
     stored = dict(found.named_parameters())
     for name, weight in lm.named_parameters():
         expected, read = weight.detach().float().cpu(), stored[name].detach()
@@ -189,6 +183,25 @@ def _checked(file: Path, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     if ids[0] != ids[1]:
         raise _differs("its tokenizer splits text differently")
     return change
+
+
+def _check_positions(lm: PreTrainedModel, found: PreTrainedModel) -> None:
+    """Refuse another scale or other frequencies of rotary positions, those of long contexts included."""
+    before, after = _positions(lm), _positions(found)
+    for name, expected in before.items():
+        if name not in after or not torch.allclose(expected, after[name], rtol=1e-5, atol=0.0):
+            raise _differs(f"{name} of its rotary positions changes")
+
+
+def _positions(lm: PreTrainedModel) -> dict[str, Tensor]:
+    found = {
+        name: torch.as_tensor(value).float().cpu()
+        for module in lm.modules()
+        for name, value in [*module.named_buffers(recurse=False), *vars(module).items()]
+        if name.endswith(("inv_freq", "attention_scaling")) and not name.endswith("long_inv_freq")
+    }
+    first = rotary(lm.config)[0]
+    return found | {key: torch.tensor(first[key]) for key in ("long_factor",) if key in first}
 
 
 def _differs(what: str) -> UserError:
