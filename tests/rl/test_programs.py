@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,70 +14,21 @@ import openai
 import pytest
 import torch
 
-from hybrid_rlhf.configs.algorithms import GRPOConfig, OnlineDPOConfig
+from hybrid_rlhf.configs.algorithms import OnlineDPOConfig
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
-from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.configs.sections.rollout import EndpointConfig, RolloutConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.rl.batch import Rollout
 from hybrid_rlhf.rl.environments import build_runner
 from hybrid_rlhf.rl.environments.episodes import episode_metrics
-from hybrid_rlhf.rl.parts import RLParts
 from hybrid_rlhf.runtime.world import World
+from tests.support.programs import ALGORITHM, PROMPTS, SAMPLING, STOP, Numbered, client_of, parts_of, play_numbered
 from tests.support.ranks import run_ranks
 from tests.support.rl import chat_row, episode_parts
 from tests.support.runs import rl_line, run_python
 from tests.support.tiny import tiny_model, tiny_tokenizer
-
-STOP = tuple(range(3, 60))
-"""A random actor ends its turns now and then."""
-SAMPLING = RolloutConfig(
-    prompts_per_step=3, max_prompt_tokens=80, sampling=SamplingParams(n=2, max_new_tokens=120, temperature=0.8)
-)
-ALGORITHM = GRPOConfig(kl=None, loss_normalization="token", mini_batches=1)
-PROMPTS = [chat_row("a", turns=3), chat_row("bcd", turns=1), chat_row("ef", turns=3)]
-
-
-class Numbered:
-    """Replies with the number of the turn, for as many turns as the row wants; each turn earns its number."""
-
-    def __init__(self, *, stop: Any = ()) -> None:
-        self._turn, self.stop_strings = 0, stop
-
-    def reset(self, row: Mapping[str, Any]) -> None:
-        self._turns = row["turns"]
-
-    def step(self, completion: str) -> tuple[str, float, bool]:
-        self._turn += 1
-        return f"turn {self._turn}", float(self._turn), self._turn == self._turns
-
-
-def client_of(base_url: str, api_key: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=60)
-
-
-def play_numbered(
-    base_url: str, api_key: str, model: str, row: dict[str, Any], *, stop: Any = (), repeats: bool = False
-) -> float:
-    """The same game, played by a client."""
-    messages, game, reward = list(row["prompt"]), Numbered(), 0.0
-    game.reset(row)
-    with client_of(base_url, api_key) as client:
-        while True:
-            more = {"stop": list(stop)} if stop else {}
-            (choice,) = client.chat.completions.create(
-                model=model, messages=messages, extra_body={"return_token_ids": True}, **more
-            ).choices
-            whole = tiny_tokenizer().decode(choice.token_ids, skip_special_tokens=True)
-            said = whole if repeats else choice.message.content
-            messages.append({"role": "assistant", "content": said})
-            observation, earned, done = game.step(said)
-            reward += earned
-            if done:
-                return reward
-            messages.append({"role": "tool", "tool_call_id": "1", "content": observation})
-
 
 REPORTED: dict[str, list[list[int]]] = {}
 """Token ids of the turns of each episode, as the API reported them."""
@@ -146,13 +96,6 @@ def misbehave(base_url: str, api_key: str, model: str, row: dict[str, Any], *, h
         assert httpx2.get(f"{root}/v1/models", headers=ours).status_code == 404
         return 1.5
     return "good" if how == "wrong" else 2.0
-
-
-def parts_of(
-    world: World, path: str, program: Any, *, sampling: RolloutConfig = SAMPLING, options: Any = None, **settings: Any
-) -> RLParts:
-    config = EnvironmentConfig(program=f"{program.__module__}:{program.__name__}", options=options or {}, **settings)
-    return episode_parts(world, path, config, sampling=sampling, algorithm=ALGORITHM, stop_token_ids=STOP)
 
 
 def learned(rollout: Rollout, row: int) -> list[int]:
@@ -315,6 +258,16 @@ def test_mistakes_are_named_before_the_run(world: World) -> None:
     ):
         with pytest.raises(UserError, match=rule):
             EnvironmentConfig(**settings)
+    with pytest.raises(UserError, match=r"rollout.endpoint.api_key must be \$\{NAME\}"):
+        EndpointConfig(api_key="plain")
+    for endpoint, environment, rule in (
+        (EndpointConfig(), EnvironmentConfig(path="m:C"), "rollout.endpoint is for programs, got environment.path m:C"),
+        (EndpointConfig(host="0.0.0.0"), None, "api_key must be given where other machines connect, got none"),
+        (None, EnvironmentConfig(max_turns=2), "give the class, environment.program, or --rollout.endpoint true"),
+    ):
+        with pytest.raises(UserError, match=rule):
+            RLConfig(environment=environment, algorithm=ALGORITHM, rollout=replace(SAMPLING, endpoint=endpoint))
+    assert RLConfig(algorithm=ALGORITHM, rollout=replace(SAMPLING, endpoint=EndpointConfig())).environment is not None
     config = EnvironmentConfig(program="m:f")
     with pytest.raises(UserError, match="got algorithm online_dpo, which counts completions"):
         RLConfig(environment=config, algorithm=OnlineDPOConfig(), rollout=RolloutConfig(sampling=SamplingParams(n=2)))

@@ -1,20 +1,20 @@
-"""Adapters of peft folders, merged into a model that stays as it is otherwise.
+"""LoRA adapters of peft folders, as the low-rank factors of the weights that they change.
 
-Why beside `models/lora.py`: that has one adapter, which trains. Here each folder gives new tensors for the weights
-that it adapts; whoever reads the model meanwhile shares all others with the base.
+Why beside `models/lora.py`: that has one adapter, which trains. Here a model stays as it is, and whoever computes with
+it adds the factors (generation/model/adapters.py).
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel
 from peft.tuners.lora import LoraLayer
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.models.pretrained.folders import reading
@@ -22,26 +22,25 @@ from hybrid_rlhf.models.pretrained.folders import reading
 _NAME = "default"
 
 
-@contextlib.contextmanager
-def adapter_merged(model: PreTrainedModel, folder: str) -> Iterator[None]:
-    """Inside, the adapted weights of a model are new tensors with the adapter of a folder merged in.
+@dataclass(frozen=True)
+class LowRank:
+    """What an adapter adds to a weight of N outputs and K inputs: up @ down."""
 
-    Raises:
-        UserError: when the folder has no adapter of this model that can be merged.
-    """
-    modules = {model.get_submodule(name): merged for name, merged in _merged_weights(model, folder).items()}
-    kept = {module: module.weight for module in modules}
-    for module, merged in modules.items():
-        module.weight = nn.Parameter(merged, requires_grad=False)  # another object: readers keep this one
-    try:
-        yield
-    finally:
-        for module, weight in kept.items():
-            module.weight = weight
+    up: Tensor
+    """[N, r], with the adapter's scale."""
+    down: Tensor
+    """[r, K]."""
+    transposed: bool
+    """Whether the weight is stored [K, N]."""
 
 
 @torch.no_grad()
-def _merged_weights(model: PreTrainedModel, folder: str) -> dict[str, torch.Tensor]:
+def read_adapter(model: PreTrainedModel, folder: str) -> dict[str, LowRank]:
+    """The factors by the names of the weights; the model, whose weights are frozen, is the same afterwards.
+
+    Raises:
+        UserError: when the folder has no adapter of this model that consists of such factors.
+    """
     if not (Path(folder) / "adapter_config.json").is_file():
         raise UserError(f"an adapter is a folder with adapter_config.json, {folder} has none: check the path")
     rule, fix = f"peft cannot read the adapter {folder} for this model", "give one that was trained on it"
@@ -56,10 +55,18 @@ def _merged_weights(model: PreTrainedModel, folder: str) -> dict[str, torch.Tens
     with reading(rule, fix):
         wrapped = PeftModel.from_pretrained(model, folder, adapter_name=_NAME, use_safetensors=True)
     try:
-        return {
-            name: layer.get_base_layer().weight.data + layer.get_delta_weight(_NAME)
-            for name, layer in model.named_modules()
-            if isinstance(layer, LoraLayer)
-        }
+        layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, LoraLayer)]
+        return {f"{name}.weight": _factors(name, layer, folder) for name, layer in layers}
     finally:
         wrapped.unload()
+
+
+def _factors(name: str, layer: LoraLayer, folder: str) -> LowRank:
+    base = layer.get_base_layer()
+    if not isinstance(base, (nn.Linear, Conv1D)) or layer.lora_bias[_NAME]:
+        raise UserError(
+            f"an adapter must change linear layers without biases of its own, {folder} changes {name} "
+            f"({type(base).__name__}): merge it into the model and serve that"
+        )
+    up, down = layer.lora_B[_NAME].weight, layer.lora_A[_NAME].weight
+    return LowRank(up * layer.scaling[_NAME], down.clone(), isinstance(base, Conv1D))
