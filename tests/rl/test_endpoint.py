@@ -15,7 +15,7 @@ import torch
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rollout import EndpointConfig
 from hybrid_rlhf.runtime.world import World
-from tests.support.programs import PROMPTS, SAMPLING, client_of, parts_of, play_numbered
+from tests.support.programs import PROMPTS, SAMPLING, client_of, play_numbered, program_parts
 
 ASKED: list[tuple[str, str]] = []
 """Address and key of each episode."""
@@ -52,9 +52,9 @@ def test_programs_outside_of_the_run_learn_the_same(
 ) -> None:
     monkeypatch.setenv("PLAY_KEY", "a-key")
     settings: dict[str, Any] = {"max_turns": 3, "max_turn_tokens": 12, "options": {"stop": ["x"]}}
-    expected = parts_of(world, paths["actor"], play_numbered, **settings).sampler.sample(PROMPTS, step=1)
+    expected = program_parts(world, paths["actor"], play_numbered, **settings).sampler.sample(PROMPTS, step=1)
     sampling = replace(SAMPLING, endpoint=EndpointConfig(api_key="${PLAY_KEY}"))
-    parts = parts_of(world, paths["actor"], None, sampling=sampling, **settings)
+    parts = program_parts(world, paths["actor"], None, sampling=sampling, **settings)
     (url,) = re.findall(r"ask the actor at (http://127\.0\.0\.1:\d+) while", " ".join(log_lines))
     ended, statuses = threading.Event(), set[tuple[str, int]]()
     given = url, {"Authorization": "Bearer a-key"}, ended, statuses
@@ -72,7 +72,7 @@ def test_programs_outside_of_the_run_learn_the_same(
             program.join()
     wanted = {("take", 200), ("wrong", 400), ("first", 200), ("again", 404), ("late", 404)}
     assert wanted <= statuses <= {*wanted, ("take", 204)}
-    alone = parts_of(world, paths["actor"], None, sampling=sampling, timeout_seconds=0.5)
+    alone = program_parts(world, paths["actor"], None, sampling=sampling, timeout_seconds=0.5)
     with pytest.raises(UserError, match=r"rollout.endpoint failed in 6 of 6 episodes: it took longer than 0.5 s"):
         alone.sampler.sample(PROMPTS, step=1)
 
@@ -85,11 +85,11 @@ def test_the_address_of_programs_is_that_of_the_config(
         port = free.getsockname()[1]
         sampling = replace(SAMPLING, endpoint=EndpointConfig(port=port, api_key="${PLAY_KEY}"))
         with pytest.raises(UserError, match=f"got 127.0.0.1:{port} .*in use"):
-            parts_of(world, paths["actor"], ask_once, sampling=sampling)
+            program_parts(world, paths["actor"], ask_once, sampling=sampling)
     ASKED.clear()
-    parts_of(world, paths["actor"], ask_once, sampling=sampling).sampler.sample(PROMPTS, step=1)
+    program_parts(world, paths["actor"], ask_once, sampling=sampling).sampler.sample(PROMPTS, step=1)
     assert len(ASKED) == 6
     assert all(url.startswith(f"http://127.0.0.1:{port}/episodes/") and key == "a-key" for url, key in ASKED)
     monkeypatch.delenv("PLAY_KEY")
     with pytest.raises(UserError, match=r"rollout.endpoint.api_key: .* PLAY_KEY is not set"):
-        parts_of(world, paths["actor"], ask_once, sampling=sampling)
+        program_parts(world, paths["actor"], ask_once, sampling=sampling)

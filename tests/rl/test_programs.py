@@ -24,7 +24,7 @@ from hybrid_rlhf.rl.batch import Rollout
 from hybrid_rlhf.rl.environments import build_runner
 from hybrid_rlhf.rl.environments.episodes import episode_metrics
 from hybrid_rlhf.runtime.world import World
-from tests.support.programs import ALGORITHM, PROMPTS, SAMPLING, STOP, Numbered, client_of, parts_of, play_numbered
+from tests.support.programs import ALGORITHM, PROMPTS, SAMPLING, STOP, Numbered, client_of, play_numbered, program_parts
 from tests.support.ranks import run_ranks
 from tests.support.rl import chat_row, episode_parts
 from tests.support.runs import rl_line, run_python
@@ -107,7 +107,7 @@ def test_a_program_learns_from_the_tokens_of_the_environment_with_the_same_repli
     stops: bool, repeats: bool, world: World, paths: dict[str, str]
 ) -> None:
     settings: dict[str, Any] = {"max_turns": 3, "max_turn_tokens": 12}
-    sampled = parts_of(world, paths["actor"], play_numbered, **settings).sampler.sample(PROMPTS, step=1)
+    sampled = program_parts(world, paths["actor"], play_numbered, **settings).sampler.sample(PROMPTS, step=1)
     text = tiny_tokenizer().decode(learned(sampled, 0)[:12], skip_special_tokens=True)
     stop = [text[2:4]] if stops else []
     built_in = episode_parts(
@@ -120,7 +120,7 @@ def test_a_program_learns_from_the_tokens_of_the_environment_with_the_same_repli
     )
     expected = built_in.sampler.sample(PROMPTS, step=1)
     options = {"stop": stop, "repeats": repeats}
-    parts = parts_of(world, paths["actor"], play_numbered, options=options, **settings)
+    parts = program_parts(world, paths["actor"], play_numbered, options=options, **settings)
     for found in (
         parts.sampler.sample(PROMPTS, step=1),
         parts.sampler.finish(parts.sampler.begin(PROMPTS, step=1))[0],
@@ -138,7 +138,7 @@ def test_a_program_learns_from_the_tokens_of_the_environment_with_the_same_repli
 def test_of_a_thousand_turns_none_is_tokenised_again(world: World, tmp_path: Path) -> None:
     tiny_model(max_position_embeddings=8192).save_pretrained(tmp_path)
     sampling = replace(SAMPLING, sampling=replace(SAMPLING.sampling, n=20, max_new_tokens=1000))
-    parts = parts_of(
+    parts = program_parts(
         world, str(tmp_path), talk, sampling=sampling, options={"turns": 25}, max_turns=25, timeout_seconds=600
     )
     REPORTED.clear()
@@ -154,7 +154,7 @@ def test_of_a_thousand_turns_none_is_tokenised_again(world: World, tmp_path: Pat
 def test_another_conversation_is_another_sequence_with_the_reward_of_its_episode(
     world: World, paths: dict[str, str]
 ) -> None:
-    parts = parts_of(world, paths["actor"], branch)
+    parts = program_parts(world, paths["actor"], branch)
     prompts = [chat_row("q"), chat_row("longer")]
     rollout = parts.scorer.score(prompts, parts.sampler.sample(prompts, step=1))
     assert rollout.groups is not None and rollout.groups.tolist() == [0, 0, 1, 1, 1, 1]
@@ -181,13 +181,13 @@ def test_another_conversation_is_another_sequence_with_the_reward_of_its_episode
 
 def on_ranks(world: World, path: str) -> list[dict[str, Any]]:
     """Rollouts of episodes with several sequences, of two prompts and of one, which leaves a rank without any."""
-    parts = parts_of(world, path, branch)
+    parts = program_parts(world, path, branch)
     found = []
     for prompts in ([chat_row("longer"), chat_row("q")], [chat_row("longer")]):
         tensors = parts.sampler.sample(prompts, step=1).tensors()
         found.append({name: tensors[name].tolist() for name in ("input_ids", "response_mask", "groups", "samples")})
     sampling = replace(SAMPLING, tensor_parallel=world.size)
-    shared = parts_of(world, path, branch, sampling=sampling).sampler if world.size > 1 else None
+    shared = program_parts(world, path, branch, sampling=sampling).sampler if world.size > 1 else None
     if shared is not None:
         with pytest.raises(UserError, match="samples on one rank, got 2 that share the model"):
             shared.sample([chat_row("q")], step=1)
@@ -201,7 +201,7 @@ def test_episodes_are_the_same_on_two_ranks(tmp_path: Path, world: World, paths:
 
 
 def test_texts_and_token_ids_continue_by_their_beginning(world: World, paths: dict[str, str]) -> None:
-    parts = parts_of(world, paths["actor"], continue_texts)
+    parts = program_parts(world, paths["actor"], continue_texts)
     rollout = parts.sampler.sample(PROMPTS[:1], step=1)
     assert rollout.samples is not None and rollout.samples.tolist() == [0, 0, 1, 1]
     assert rollout.input_ids[1, :2].tolist() == [7, 8] and rollout.turn_rewards is not None
@@ -221,32 +221,32 @@ def test_what_fails_ends_the_run_or_has_no_reward(
 ) -> None:
     settings: dict[str, Any] = {"options": {"how": how}, "timeout_seconds": 1.0 if how == "hangs" else 60.0}
     with pytest.raises(UserError, match=re.escape(reason)):
-        parts_of(world, paths["actor"], misbehave, **settings).sampler.sample(PROMPTS, step=1)
-    zero = parts_of(world, paths["actor"], misbehave, on_failure="zero", **settings)
+        program_parts(world, paths["actor"], misbehave, **settings).sampler.sample(PROMPTS, step=1)
+    zero = program_parts(world, paths["actor"], misbehave, on_failure="zero", **settings)
     rollout = zero.sampler.sample(PROMPTS, step=1)
     assert rollout.turn_rewards is not None and not rollout.turn_rewards.any() and not rollout.stopped.any()
     assert any(reason in line for line in log_lines)
 
 
 def test_an_episode_without_an_answer_is_left_out(world: World, paths: dict[str, str]) -> None:
-    silent = parts_of(world, paths["actor"], misbehave, options={"how": "silent"}, on_failure="zero")
+    silent = program_parts(world, paths["actor"], misbehave, options={"how": "silent"}, on_failure="zero")
     with pytest.raises(UserError, match="must make requests, none of 6 episodes has"):
         silent.sampler.sample(PROMPTS, step=1)
 
 
 def test_who_goes_beyond_the_limits_is_truncated(world: World, paths: dict[str, str]) -> None:
-    parts = parts_of(world, paths["actor"], misbehave, options={"how": "overruns"}, max_turns=4)
+    parts = program_parts(world, paths["actor"], misbehave, options={"how": "overruns"}, max_turns=4)
     rollout = parts.sampler.sample(PROMPTS[:1], step=1)
     assert len(rollout) == 8 and not rollout.stopped.any(), "four sequences of each, as each asks the same again"
     small = replace(SAMPLING, sampling=replace(SAMPLING.sampling, max_new_tokens=40))
-    played = parts_of(world, paths["actor"], talk, sampling=small, options={"turns": 50}, max_turns=50)
+    played = program_parts(world, paths["actor"], talk, sampling=small, options={"turns": 50}, max_turns=50)
     rollout = played.sampler.sample(PROMPTS, step=1)
     followed = rollout.lengths - rollout.response_mask.int().argmax(dim=1)
     assert int(followed.max()) <= 40 and not rollout.stopped.any()
 
 
 def test_only_the_episodes_own_address_answers(world: World, paths: dict[str, str]) -> None:
-    rollout = parts_of(world, paths["actor"], misbehave, options={"how": "probes"}).sampler.sample(PROMPTS, step=1)
+    rollout = program_parts(world, paths["actor"], misbehave, options={"how": "probes"}).sampler.sample(PROMPTS, step=1)
     assert rollout.turn_rewards is not None and rollout.turn_rewards.sum(dim=1).tolist() == [1.5] * 6
 
 

@@ -40,6 +40,7 @@ class Numbered:
 
 
 def client_of(base_url: str, api_key: str) -> openai.OpenAI:
+    """The client of an episode."""
     return openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=60)
 
 
@@ -65,9 +66,10 @@ def play_numbered(
             messages.append({"role": "tool", "tool_call_id": "1", "content": observation})
 
 
-def parts_of(
+def program_parts(
     world: World, path: str, program: Any, *, sampling: RolloutConfig = SAMPLING, options: Any = None, **settings: Any
 ) -> RLParts:
+    """The parts of a run whose episodes a program plays; none: programs outside of it."""
     name = program and f"{program.__module__}:{program.__name__}"
     config = EnvironmentConfig(program=name, options=options or {}, **settings)
     return episode_parts(world, path, config, sampling=sampling, algorithm=ALGORITHM, stop_token_ids=STOP)
