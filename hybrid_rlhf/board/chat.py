@@ -159,7 +159,7 @@ async def _answer(
             if not new:
                 raise UserError("the model was unloaded before its answer ended: ask again")
             for token in new:
-                if piece := stream.add(token.token_id, token.finish_reason):
+                if piece := stream.add([token.token_id], token.finish_reason):
                     text += piece
                     events.put_nowait({"model": number, "delta": piece})
                 ended |= token.finish_reason is not None

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hybrid_rlhf.configs.files.credentials import fill_placeholders, placeholders
+from hybrid_rlhf.configs.files.credentials import expanded
 from hybrid_rlhf.configs.sections.rules import require, require_template_variables, setting
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 
 _SERVE_KEYS = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_GENERATING_KEYS = (
+    *("adapters", "reward_model", "max_queue", "max_batch_rows", "max_sequence_tokens", "kv_cache_gib", "sampling"),
+)
 _CHAT_KEYS = tuple(name for name in vars(SamplingParams()) if name != "n")
-_MEASURES = {"win_rate": "against", "pass_rate": "reward", "harness": "tasks"}  # nosec B105
+_MEASURES = {"win_rate": "against", "pass_rate": "reward", "harness": "tasks", "inspect": "inspect_tasks"}  # nosec B105
 """What a measure needs besides rows; those that are not listed need nothing."""
 
 
@@ -78,7 +80,7 @@ class GenerateConfig(InferenceConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(InferenceConfig):
-    """Serve a model over HTTP with OpenAI's API."""
+    """Serve a model over HTTP with OpenAI's API, or a reward model that scores conversations."""
 
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0: all interfaces, which needs an api_key unless the network is private."""
@@ -89,8 +91,7 @@ class ServeConfig(InferenceConfig):
     model_name: str | None = None
     """Name of the model in requests; null: its path."""
     adapters: dict[str, str] = setting(default_factory=dict)
-    """LoRA adapters over the model, peft folders by the names that requests give; each has a KV cache of its own, of
-    kv_cache_gib."""
+    """LoRA adapters over the model, peft folders by the names that requests give."""
     reward_model: str | None = None
     """Reward model that scores conversations at /score: a folder or hub name, which is also its name in requests."""
     max_queue: int = 256
@@ -123,22 +124,29 @@ class ServeConfig(InferenceConfig):
         )
         require(self.api_key is None or bool(self.api_key), "api_key must not be empty: give a key, or leave it out")
         require(
-            not self.adapters or self.kv_cache_gib is not None,
-            "kv_cache_gib must be given with adapters, which have a KV cache each, got none: give the GiB of each",
-        )
-        require(
-            (self.model_name or self.path) not in self.adapters,
-            f"adapters must have other names than the model, got {self.model_name or self.path}: rename one",
+            self.served_name not in self.adapters,
+            f"adapters must have other names than the model, got {self.served_name}: rename one",
         )
 
     def expanded_api_key(self) -> str | None:
         """The API key with the values of its environment variables; never log it."""
-        if self.api_key is None:
-            return None
-        values = {name: os.environ.get(name, "") for name in placeholders(self.api_key)}
-        for name, value in values.items():
-            require(bool(value), f"api_key: ${{NAME}} must be a set variable, {name} is not set: export {name}=...")
-        return fill_placeholders(self.api_key, values)
+        return None if self.api_key is None else expanded(self.api_key, key="api_key")
+
+    @property
+    def served_name(self) -> str:
+        """Name of the model in requests."""
+        return self.model_name or self.path.rstrip("/")
+
+    def check_scores_alone(self) -> None:
+        """Raise UserError for keys that a reward model which is served alone does not read."""
+        plain = ServeConfig(path=self.path)
+        for name in _GENERATING_KEYS:
+            value = getattr(self, name)
+            require(
+                value == getattr(plain, name),
+                f"{name} is read where the served model generates, {self.path} is a reward model, got {value}: leave "
+                "it out",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,12 +184,13 @@ class JudgeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(InferenceConfig):
-    """Measure a saved model on held-out rows, against another model, or with lm-evaluation-harness."""
+    """Measure a saved model on held-out rows, against another model, or with lm-evaluation-harness or Inspect AI."""
 
-    measure: Literal["auto", "perplexity", "accuracy", "win_rate", "pass_rate", "harness"] = "auto"
+    measure: Literal["auto", "perplexity", "accuracy", "win_rate", "pass_rate", "harness", "inspect"] = "auto"
     """perplexity: of the assistant's tokens in conversations; accuracy: of a reward model on preference pairs;
     win_rate: against another model, by a judge; pass_rate: pass@k and mean@k of a verified reward; harness: tasks of
-    lm-evaluation-harness. auto: by what else is given, else accuracy of a reward model and perplexity of others."""
+    lm-evaluation-harness; inspect: tasks of Inspect AI. auto: by what else is given, else accuracy of a reward model
+    and perplexity of others."""
     data: list[str] = setting(default_factory=list)
     """Rows, in the columns of the step whose measure it is: files, folders or hub names."""
     max_rows: int | None = None
@@ -208,6 +217,8 @@ class EvaluateConfig(InferenceConfig):
     """Examples in the prompts of harness; null: as each task sets."""
     apply_chat_template: bool = False
     """Whether the prompts of harness are rendered by the chat template, for models trained on conversations."""
+    inspect_tasks: list[str] = setting(default_factory=list)
+    """Tasks of Inspect AI: FILE.py, FILE.py@TASK, or PACKAGE/TASK of an installed package."""
     seed: int = 0
     """Seed of the sampling, of the bootstrap and of few-shot examples."""
     output: str | None = None
@@ -248,8 +259,8 @@ class EvaluateConfig(InferenceConfig):
             "win_rate needs a judge, got none: give --judge.model REWARD_MODEL or --judge.url URL",
         )
         require(
-            self.chosen == "harness" or bool(self.data),
-            "evaluate needs rows, got none: give --data FILE, or --tasks of lm-evaluation-harness",
+            self.chosen in ("harness", "inspect") or bool(self.data),
+            "evaluate needs rows, got none: give --data FILE, --tasks of lm-evaluation-harness or --inspect_tasks",
         )
         require(
             self.chosen != "pass_rate" or max(self.k) <= self.sampling.n,

@@ -201,8 +201,15 @@ class RLConfig(StepConfig):
             "faults.check_weights compares weights that a sampler with ranks of its own receives, got placement "
             f"{self.placement}: leave it out, or give --placement separation",
         )
-        if self.environment is not None and self.environment.program is not None:
-            self._check_program(name)
+        if self.rollout.endpoint is not None and self.environment is None:
+            object.__setattr__(self, "environment", EnvironmentConfig())
+        if self.environment is not None and self.environment.path is None:
+            self._check_program(name, self.environment)
+        require(
+            self.rollout.endpoint is None or self.environment is None or self.environment.path is None,
+            "rollout.endpoint is for programs, got environment.path "
+            f"{self.environment and self.environment.path}: leave one out",
+        )
         if self.rollout.policy_lag:
             self._check_ahead(alone)
         if self.rollout.partial is not None:
@@ -274,8 +281,19 @@ class RLConfig(StepConfig):
             "--algorithm.correction.method truncate or mask",
         )
 
-    def _check_program(self, name: str) -> None:
-        rollout = self.rollout
+    def _check_program(self, name: str, environment: EnvironmentConfig) -> None:
+        """Rules of programs, of the run or outside of it."""
+        rollout, endpoint = self.rollout, self.rollout.endpoint
+        require(
+            environment.program is not None or endpoint is not None,
+            "environment.path must be module:Class or path/to/file.py:Class, got none: give the class, "
+            "environment.program, or --rollout.endpoint true",
+        )
+        require(
+            environment.program is not None or endpoint is None or endpoint.is_local or endpoint.api_key is not None,
+            "rollout.endpoint.api_key must be given where other machines connect, got none with "
+            f"rollout.endpoint.host {endpoint and endpoint.host}: give ${{NAME}} of an environment variable",
+        )
         for key, value, needed in (
             ("tensor_parallel", rollout.tensor_parallel, 1),
             ("draft", rollout.draft, None),
@@ -283,11 +301,11 @@ class RLConfig(StepConfig):
         ):
             require(
                 value == needed,
-                f"environment.program is answered while it runs, got rollout.{key} {value}: leave it out",
+                f"a program is answered while it runs, got rollout.{key} {value}: leave it out",
             )
         require(
             self.algorithm.takes_sequences,
-            f"environment.program has episodes of several sequences, got algorithm {name}, which counts completions: "
+            f"a program has episodes of several sequences, got algorithm {name}, which counts completions: "
             "give another, such as grpo",
         )
 

@@ -6,7 +6,7 @@ The engine checks prompts, makes requests of them and collects results; a backen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -25,8 +25,9 @@ from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.model.quantised import Quantization
 from hybrid_rlhf.generation.open_batch import OpenBatch
 from hybrid_rlhf.generation.sampling import Completion, FinishedShare, SamplingParams, per_request, uniform_stream
-from hybrid_rlhf.generation.weights.conversion import check_inference_weights, decoder_of
+from hybrid_rlhf.generation.weights.conversion import check_inference_weights, decoder_of, decoder_with_adapters
 from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens
+from hybrid_rlhf.models.pretrained.adapters import read_adapter
 from hybrid_rlhf.models.pretrained.loading import load_model
 from hybrid_rlhf.models.pretrained.sources import resolve_model
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
@@ -47,6 +48,7 @@ class GenerationEngine:
         tokenizer: PreTrainedTokenizerBase | None = None,
         weight_version: int = 0,
         drafter: Drafter | None = None,
+        adapters: Sequence[str] = (),
     ) -> None:
         """Take a backend; see `from_pretrained` and `from_model` for engines that build theirs.
 
@@ -56,12 +58,15 @@ class GenerationEngine:
             tokenizer: for stop strings.
             weight_version: recorded for every token.
             drafter: speculative decoding of all completions; none: only where `generate` is given one.
+            adapters: names of those that the backend has, in the order of their numbers.
         """
         self._backend: GenerationBackend | None = backend
         self.stop_token_ids = frozenset(stop_token_ids)
         self._tokenizer = tokenizer
         self.weight_version = weight_version
         self._drafter = drafter
+        self.adapters = tuple(adapters)
+        """Names of the adapters that a prompt may choose."""
         self._work_before, self._work = backend.work, DecodeWork()
 
     @classmethod
@@ -77,6 +82,7 @@ class GenerationEngine:
         kv_cache_gib: float | None = None,
         prefill_tokens: int | None = None,
         cuda_graphs: bool = True,
+        adapters: Mapping[str, str] | None = None,
     ) -> Self:
         """Generate with a loaded model; its weights are used as they are and where they are.
 
@@ -91,12 +97,23 @@ class GenerationEngine:
             kv_cache_gib: memory for keys and values; none: what is free on the device. Native backend only.
             prefill_tokens: prompt tokens of one prefill; none: 2048 on a CPU, 16384 on a GPU. Native backend only.
             cuda_graphs: capture decoding steps on a GPU; false where engines of several threads use the device.
+            adapters: LoRA adapters beside the weights, folders of peft by the names that prompts choose. Native backend
+                without quantization.
+
+        Raises:
+            UserError: for an adapter of another model or kind, or one that the inference weights do not take.
         """
-        decoder = _decoder(lm, backend, quantization, world=solo_world(lm.device), dtype=lm.dtype)
+        world = solo_world(lm.device)
+        if adapters:
+            read = {name: read_adapter(lm, folder) for name, folder in adapters.items()}
+            decoder: Decoder | None = decoder_with_adapters(lm, read, world=world, dtype=lm.dtype)
+        else:
+            decoder = _decoder(lm, backend, quantization, world=world, dtype=lm.dtype)
         return cls(
             _backend(lm, decoder, max_batch_rows, kv_cache_gib, prefill_tokens, cuda_graphs),
             stop_token_ids=default_stop_token_ids(lm) if stop_token_ids is None else stop_token_ids,
             tokenizer=tokenizer,
+            adapters=tuple(adapters or ()),
         )
 
     @classmethod
@@ -187,6 +204,7 @@ class GenerationEngine:
         drafter: Drafter | None = None,
         begun: Sequence[Sequence[Completion]] = (),
         until: FinishedShare | None = None,
+        adapters: Sequence[str | None] = (),
     ) -> list[list[Completion]]:
         """Complete each prompt. Tensor-parallel ranks must all call, with the same prompts and seeds.
 
@@ -203,6 +221,7 @@ class GenerationEngine:
                 with other weights; their prompt and tokens are computed again. Native backend.
             until: return when enough prompts are finished, and the other completions so far. Native backend; none: all
                 are finished.
+            adapters: the adapter of each prompt, none for the model itself; empty: of all prompts none.
 
         Returns:
             completions[i][j]: sample j of prompt i. The result of a prompt depends on its own seed alone.
@@ -216,6 +235,8 @@ class GenerationEngine:
         requests = self.requests(prompts, sampling)
         if (until is not None or any(begun)) and not self.backend.continues:
             raise UserError("begun and until need inference weights, got the model's own module: leave them out")
+        for request, adapter in ((each, adapters[each.prompt_index]) for each in requests if adapters):
+            request.adapter = self.adapter_number(adapter)
         _continue(requests, begun)
         if until is not None:
             limit = TokenLimit(until, requests)
@@ -237,6 +258,17 @@ class GenerationEngine:
         for request in requests:
             results[request.prompt_index].append(request.completion(self.weight_version))
         return results
+
+    def adapter_number(self, name: str | None) -> int:
+        """The number by which the backend knows an adapter; 0: the model itself.
+
+        Raises:
+            UserError: when there is none of this name.
+        """
+        if name is not None and name not in self.adapters:
+            known = ", ".join(self.adapters) or "none"
+            raise UserError(f"an adapter must be one of the engine's, {known}, got {name}: name one of them")
+        return 0 if name is None else 1 + self.adapters.index(name)
 
     def open(self, *, rows: int, max_tokens: int) -> OpenBatch:
         """Decode requests of other threads as they arrive, until the batch is closed.

@@ -111,6 +111,7 @@ class OpenBatch:
         deliver: Deliver,
         *,
         top_logprobs: int = 0,
+        adapter: str | None = None,
     ) -> Submission:
         """Complete prompts, with the tokens of `GenerationEngine.generate`.
 
@@ -119,6 +120,7 @@ class OpenBatch:
             sampling: of all prompts, or of each, with the same n.
             deliver: called on the thread of the batch after each step that has tokens of these prompts.
             top_logprobs: how many of the most likely tokens to report with each token, at most MOST_TOP_LOGPROBS.
+            adapter: one of the engine's; none: the model itself.
 
         Raises:
             UserError: for what `generate` refuses, prompts and completions that are longer than `max_tokens`, and token
@@ -129,8 +131,9 @@ class OpenBatch:
         for index, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
             self._check(index, prompt, params)
         requests = self._engine.requests(prompts, each)
+        number = self._engine.adapter_number(adapter)
         for request in requests:
-            request.top_logprobs = top_logprobs
+            request.top_logprobs, request.adapter = top_logprobs, number
         samples = each[0].n if each else 1
         places = [(request.prompt_index, place % samples) for place, request in enumerate(requests)]
         submission = Submission(dict(zip(requests, places, strict=True)), deliver)
@@ -181,9 +184,10 @@ class OpenBatch:
             self._arrivals.call(run)
         return result
 
-    def prompt_logprobs(self, tokens: Sequence[int]) -> Future[list[float]]:
+    def prompt_logprobs(self, tokens: Sequence[int], *, adapter: str | None = None) -> Future[list[float]]:
         """Log-probs of all tokens of a prompt but the first, at temperature 1."""
-        return self.call(lambda: self._backend.prompt_logprobs(tokens))
+        number = self._engine.adapter_number(adapter)
+        return self.call(lambda: self._backend.prompt_logprobs(tokens, number))
 
     def close(self) -> None:
         """End after the present step. What has not finished receives its last, empty delivery."""

@@ -32,8 +32,9 @@ from hybrid_rlhf.runtime.world import World, shared_user_errors
 class InferencePolicy:
     """A Policy in inference weights; the ranks of the decoder call with the same rows."""
 
-    def __init__(self, decoder: Decoder) -> None:
-        self._decoder = decoder
+    def __init__(self, decoder: Decoder, adapter: int = 0) -> None:
+        """Args: the weights, and the number of the adapter that all tokens have; 0: none."""
+        self._decoder, self._adapter = decoder, adapter
 
     @torch.no_grad()
     def __call__(
@@ -42,7 +43,7 @@ class InferencePolicy:
         """Log-probs and entropies of the tokens of a mask, see Policy."""
         real = attention_mask.bool()
         places, wanted = places_before(real, token_mask)
-        states, labels = whole_hidden(self._decoder, input_ids, real)[places], input_ids[wanted]
+        states, labels = whole_hidden(self._decoder, input_ids, real, self._adapter)[places], input_ids[wanted]
         found = torch.zeros(2, len(labels), dtype=torch.float32, device=labels.device)
         for start in range(0, len(labels), HEAD_CHUNK_TOKENS):
             part = slice(start, start + HEAD_CHUNK_TOKENS)
@@ -65,7 +66,7 @@ class InferenceScorer:
         return scatter_tokens(self._decoder.logits(whole_hidden(self._decoder, input_ids, real)).squeeze(-1), real)
 
 
-def whole_hidden(decoder: Decoder, input_ids: Tensor, real: Tensor) -> Tensor:
+def whole_hidden(decoder: Decoder, input_ids: Tensor, real: Tensor, adapter: int = 0) -> Tensor:
     """Last hidden states [N, H] of the real tokens of [B, T], row by row, before the final norm."""
     device, layout = input_ids.device, CacheLayout.of_one_pass(decoder.architecture)
     lengths = [length for length in real.sum(dim=1).tolist() if length]
@@ -82,10 +83,12 @@ def whole_hidden(decoder: Decoder, input_ids: Tensor, real: Tensor) -> Tensor:
     states = decoder.new_states(len(lengths))
     slots = None if states is None else torch.arange(len(lengths), device=device)
     chunks = Chunks(pages.to(device), [0] * len(lengths), lengths, slots)
+    tokens = input_ids[real]
     return decoder.hidden(
-        input_ids[real],
+        tokens,
         position_ids(real)[real],
         attention.step(None, chunks),
+        adapters=torch.full_like(tokens, adapter) if adapter else None,
         states=None if states is None else states.step(None, chunks),
     )
 

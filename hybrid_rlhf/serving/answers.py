@@ -58,14 +58,19 @@ class Answer:
         }
 
     async def whole(self, stream: TokenStream) -> dict[str, Any]:
-        """The answer after the last token."""
+        """The answer after the last token.
+
+        Text is decoded at the end: between two steps it would keep the batch waiting, as Python runs one thread at a
+        time.
+        """
         pieces = [AnswerPart() for _ in self._streams]
         async for tokens in stream.steps():
             for token in tokens:
-                index, text, calls = self._add(token)
-                pieces[index].text += text
-                pieces[index].tokens.append(token)
-                pieces[index].calls = calls
+                pieces[self._index(token)].tokens.append(token)
+        for piece in pieces:
+            before, _ = self._add(piece.tokens[:-1])
+            rest, piece.calls = self._add(piece.tokens[-1:])
+            piece.text = before + rest
         choices = [self._choice(index, piece) for index, piece in enumerate(pieces)]
         kind = "chat.completion" if self._is_chat else "text_completion"
         answer = {**self._head, "object": kind, "choices": choices, "usage": self._usage()}
@@ -86,7 +91,7 @@ class Answer:
                 yield _event({**head, **ids, "choices": [choice], **usage})
         async for tokens in stream.steps():
             for token in tokens:
-                index, text, calls = self._add(token)
+                index, (text, calls) = self._index(token), self._add([token])
                 if text or token.finish_reason or wants_tokens:
                     choices = [self._choice(index, AnswerPart(text, [token], calls), streamed=True)]
                     yield _event({**head, "choices": choices, **usage})
@@ -94,11 +99,17 @@ class Answer:
             yield _event({**head, "choices": [], "usage": self._usage()})
         yield "data: [DONE]\n\n"
 
-    def _add(self, token: StreamedToken) -> tuple[int, str, Sequence[ToolCall]]:
-        """The index of a token's choice, and the text and calls that it completes."""
-        self._completion_tokens += 1
-        index = token.prompt * self._job.sampling.n + token.sample
-        return index, *self._streams[index].add(token.token_id, token.finish_reason)
+    def _index(self, token: StreamedToken) -> int:
+        """Of the token's choice."""
+        return token.prompt * self._job.sampling.n + token.sample
+
+    def _add(self, tokens: Sequence[StreamedToken]) -> tuple[str, Sequence[ToolCall]]:
+        """The text and calls that tokens of one choice complete."""
+        if not tokens:
+            return "", ()
+        self._completion_tokens += len(tokens)
+        ids = [token.token_id for token in tokens]
+        return self._streams[self._index(tokens[0])].add(ids, tokens[-1].finish_reason)
 
     def _choice(self, index: int, piece: AnswerPart, *, streamed: bool = False) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "finish_reason": piece.finish_reason, "logprobs": None}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -15,14 +16,16 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from torch import Tensor
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.serving.answers import Answer
-from hybrid_rlhf.serving.bodies import BodyT, ChatBody, CompletionBody, GenerationBody, ScoreBody, read_body
+from hybrid_rlhf.serving.bodies import ChatBody, CompletionBody, GenerationBody, ScoreBody, read_request
+from hybrid_rlhf.serving.episodes import EpisodeQueue, episode_routes
+from hybrid_rlhf.serving.metrics import ServerMetrics
 from hybrid_rlhf.serving.scores import ScoreService
 from hybrid_rlhf.serving.service import BatchEnded, QueueFull, Service, TokenStream, UnknownEpisode, UnknownModel
 
-_MOST_BODY_BYTES = 32 * 2**20
 _CLIENT_CLOSED = 499
 """Status that is counted for a client that disconnects; it receives none."""
 _STATUSES: dict[type[Exception], tuple[int, str, str | None]] = {
@@ -33,6 +36,8 @@ _STATUSES: dict[type[Exception], tuple[int, str, str | None]] = {
     BatchEnded: (503, "server_error", "stopped"),
 }
 """HTTP status, and OpenAI's type and code, of what a request may raise."""
+_OPEN_PATHS = ("/health", "/metrics")
+"""Those that need no key and have no texts."""
 
 
 def build_app(
@@ -41,9 +46,10 @@ def build_app(
     api_key: str | None,
     created: int,
     episodes: Callable[[str], Service] | None = None,
+    queue: EpisodeQueue | None = None,
     scores: ScoreService | None = None,
 ) -> FastAPI:
-    """The application.
+    """The application of a model that generates.
 
     Args:
         service: of the model.
@@ -51,33 +57,66 @@ def build_app(
         created: when the model was loaded, in seconds since 1970.
         episodes: gives the service of an episode by its name, whose API is then below /episodes/NAME/v1, or raises
             UnknownEpisode; none: the API of `service` is below /v1.
+        queue: of the episodes that programs outside of this process play; none: there are none.
         scores: of a reward model, at /score and /v1/score; none: those do not exist.
     """
-    app = FastAPI(title="hybrid-rlhf serve", docs_url=None, redoc_url=None)
-    for kind, (status, error_type, code) in _STATUSES.items():
-        app.add_exception_handler(kind, _handler(status, error_type, code))
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(Exception, _internal_error)  # it is logged too
-
-    app.add_middleware(AccessCheck, service=service, api_key=api_key)
-
-    @app.get("/health")
-    async def health() -> Response:
-        if service.failed:
-            return error_response(503, "the batch has failed: restart the server", "server_error", "failed")
-        return JSONResponse({"status": "ok"})
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    app = _bare_app(service.metrics, api_key, lambda: service.failed)
 
     def asked(request: Request) -> Service:
         return service if episodes is None else episodes(request.path_params["episode"])
 
     app.include_router(_api(asked, created, scores), prefix="/v1" if episodes is None else "/episodes/{episode}/v1")
+    if queue is not None:
+        app.include_router(episode_routes(queue))
     if scores is not None:
-        for path in ("/score", "/v1/score"):
-            app.add_api_route(path, _scored(service, scores), methods=["POST"])
+        _add_scores(app, scores, service.call)
+    return app
+
+
+def build_scoring_app(scores: ScoreService, *, api_key: str | None, created: int) -> FastAPI:
+    """The application of a reward model alone; see `build_app`."""
+    app = _bare_app(ServerMetrics(None), api_key, lambda: False)
+    thread = ThreadPoolExecutor(1, "scores")  # the only one that uses the device
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_entry(scores.name, created)]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        scores.check_name(name)
+        return _entry(name, created)
+
+    @app.post("/v1/chat/completions")
+    @app.post("/v1/completions")
+    async def refuse() -> Response:
+        raise UserError(
+            f"completions need a model that generates, {scores.name} is a reward model: send conversations to /score"
+        )
+
+    _add_scores(app, scores, thread.submit)
+    return app
+
+
+def _bare_app(metrics: ServerMetrics, api_key: str | None, failed: Callable[[], bool]) -> FastAPI:
+    """Errors, access, health and metrics."""
+    app = FastAPI(title="hybrid-rlhf serve", docs_url=None, redoc_url=None)
+    for kind, (status, error_type, code) in _STATUSES.items():
+        app.add_exception_handler(kind, _handler(status, error_type, code))
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _internal_error)  # it is logged too
+    app.add_middleware(AccessCheck, metrics=metrics, api_key=api_key)
+
+    @app.get("/health")
+    async def health() -> Response:
+        if failed():
+            return error_response(503, "the batch has failed: restart the server", "server_error", "failed")
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/metrics")
+    async def counted() -> Response:
+        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
     return app
 
 
@@ -94,28 +133,31 @@ def _api(asked: Callable[[Request], Service], created: int, scores: ScoreService
 
     @router.get("/models/{name:path}")
     async def model(request: Request, name: str) -> dict[str, Any]:
+        if scores is not None and name == scores.name:
+            return _entry(name, created)
         service = asked(request)
         return _model(service.of_model(name), service, created)
 
     @router.post("/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        return await _generate(asked(request), request, await _read(request, ChatBody))
+        return await _generate(asked(request), request, await read_request(request, ChatBody))
 
     @router.post("/completions")
     async def completions(request: Request) -> Response:
-        return await _generate(asked(request), request, await _read(request, CompletionBody))
+        return await _generate(asked(request), request, await read_request(request, CompletionBody))
 
     return router
 
 
-def _scored(service: Service, scores: ScoreService) -> Callable[[Request], Awaitable[Response]]:
-    async def score(request: Request) -> Response:
-        body = await _read(request, ScoreBody)
-        if body.model != scores.name:
-            raise UnknownModel(f"the reward model of this server is {scores.name}, got {body.model[:100]!r}: name it")
-        return JSONResponse(await scores.answer(body, service.call))
+def _add_scores(app: FastAPI, scores: ScoreService, call: Callable[[Callable[[], Tensor]], Future[Tensor]]) -> None:
+    """Add the routes of scores; `call` has the thread that uses the device call a function."""
 
-    return score
+    @app.post("/score")
+    @app.post("/v1/score")
+    async def score(request: Request) -> Response:
+        body = await read_request(request, ScoreBody)
+        scores.check_name(body.model)
+        return JSONResponse(await scores.answer(body, call))
 
 
 def error_response(status: int, message: str, kind: str, code: str | None = None) -> JSONResponse:
@@ -126,8 +168,8 @@ def error_response(status: int, message: str, kind: str, code: str | None = None
 class AccessCheck:
     """ASGI middleware: refuses requests without the API key, and counts all."""
 
-    def __init__(self, app: ASGIApp, service: Service, api_key: str | None) -> None:
-        self._app, self._service, self._api_key = app, service, api_key
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics, api_key: str | None) -> None:
+        self._app, self._metrics, self._api_key = app, metrics, api_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
@@ -142,7 +184,7 @@ class AccessCheck:
             await send(message)
 
         try:
-            if ("/v1/" in scope["path"] or scope["path"] == "/score") and not self._is_allowed(Headers(scope=scope)):
+            if scope["path"] not in _OPEN_PATHS and not self._is_allowed(Headers(scope=scope)):
                 message = "requests must carry the server's API key, this one does not: send Authorization: Bearer KEY"
                 refusal = error_response(401, message, "authentication_error", "invalid_api_key")
                 await refusal(scope, receive, counted)
@@ -150,7 +192,7 @@ class AccessCheck:
                 await self._app(scope, receive, counted)
         finally:
             path = getattr(scope.get("route"), "path", "other")  # a label has few values, whatever is asked for
-            self._service.metrics.requests.labels(path, str(status)).inc()
+            self._metrics.requests.labels(path, str(status)).inc()
 
     def _is_allowed(self, headers: Headers) -> bool:
         if self._api_key is None:
@@ -222,15 +264,6 @@ async def _closed_by_errors(events: AsyncIterator[str]) -> AsyncIterator[str]:
             yield event
     except BatchEnded as error:
         yield f"data: {bytes(error_response(503, str(error), 'server_error', 'stopped').body).decode()}\n\n"
-
-
-async def _read(request: Request, kind: type[BodyT]) -> BodyT:
-    content = bytearray()
-    async for part in request.stream():
-        content += part
-        if len(content) > _MOST_BODY_BYTES:
-            raise HTTPException(413, f"a body has at most {_MOST_BODY_BYTES} bytes: shorten it")
-    return read_body(kind, bytes(content))
 
 
 def _model(service: Service, base: Service, created: int) -> dict[str, Any]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 from typing import Any, TypeVar
 
+from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.exceptions import HTTPException
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
@@ -32,6 +34,7 @@ _IGNORED = (
     *("parallel_tool_calls", "reasoning_effort", "verbosity"),
 )
 """Keys that ask for nothing that could change an answer here."""
+_MOST_BODY_BYTES = 32 * 2**20
 _MOST_SAMPLES = 128
 """OpenAI's limit on `n`."""
 BodyT = TypeVar("BodyT", bound="_StrictBody")
@@ -190,6 +193,13 @@ class CompletionBody(GenerationBody):
         return self.logprobs or 0
 
 
+class RewardBody(_StrictBody):
+    """POST /episodes/NAME/reward."""
+
+    reward: float | None = Field(allow_inf_nan=False)
+    """Of the whole episode; null: 0, where a reward component gives more."""
+
+
 class ScoreBody(_StrictBody):
     """POST /v1/score."""
 
@@ -219,6 +229,21 @@ class ScoreBody(_StrictBody):
             [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
+
+
+async def read_request(request: Request, kind: type[BodyT]) -> BodyT:
+    """Read, parse and check the body of a request.
+
+    Raises:
+        HTTPException: when it is too long.
+        UserError: see `read_body`.
+    """
+    content = bytearray()
+    async for part in request.stream():
+        content += part
+        if len(content) > _MOST_BODY_BYTES:
+            raise HTTPException(413, f"a body has at most {_MOST_BODY_BYTES} bytes: shorten it")
+    return read_body(kind, bytes(content))
 
 
 def read_body(kind: type[BodyT], content: bytes) -> BodyT:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from hybrid_rlhf.generation.open_batch import OpenBatch
@@ -14,8 +12,8 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 class ServerMetrics:
     """What /metrics shows."""
 
-    def __init__(self, batches: Sequence[OpenBatch]) -> None:
-        """Args: the batches, whose load is read when the metrics are."""
+    def __init__(self, batch: OpenBatch | None) -> None:
+        """Args: the batch, whose load is read when the metrics are; none: nothing is generated."""
         self._registry = CollectorRegistry()
 
         def gauge(name: str, text: str) -> Gauge:
@@ -27,15 +25,14 @@ class ServerMetrics:
         def histogram(name: str, text: str) -> Histogram:
             return Histogram(f"hybrid_rlhf_{name}", text, registry=self._registry, buckets=_SECONDS)
 
-        gauge("rows_running", "Completions that are decoded").set_function(
-            lambda: sum(batch.load.rows for batch in batches)
-        )
-        gauge("rows_waiting", "Completions that wait for a row or for memory").set_function(
-            lambda: sum(max(0, batch.unfinished - batch.load.rows) for batch in batches)
-        )
-        gauge("kv_cache_used_ratio", "Part of the KV cache that running completions hold").set_function(
-            lambda: sum(batch.load.used_pages for batch in batches) / max(1, sum(batch.load.pages for batch in batches))
-        )
+        if batch is not None:
+            gauge("rows_running", "Completions that are decoded").set_function(lambda: batch.load.rows)
+            gauge("rows_waiting", "Completions that wait for a row or for memory").set_function(
+                lambda: max(0, batch.unfinished - batch.load.rows)
+            )
+            gauge("kv_cache_used_ratio", "Part of the KV cache that running completions hold").set_function(
+                lambda: batch.load.used_pages / max(1, batch.load.pages)
+            )
         self.requests = counter("requests", "Requests by path and HTTP status", ("path", "status"))
         self.prompt_tokens = counter("prompt_tokens", "Tokens of accepted prompts")
         self.completion_tokens = counter("completion_tokens", "Tokens sampled")

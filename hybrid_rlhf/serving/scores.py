@@ -1,4 +1,4 @@
-"""Scores of conversations by a reward model, beside the served model."""
+"""Scores of conversations by a reward model, alone or beside a served model."""
 
 from __future__ import annotations
 
@@ -13,15 +13,20 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.messages import Message
 from hybrid_rlhf.serving.bodies import ScoreBody
 from hybrid_rlhf.serving.saved_scorer import SavedScorer, batches
-from hybrid_rlhf.serving.service import read_conversation
+from hybrid_rlhf.serving.service import UnknownModel, read_conversation
 
 
 class ScoreService:
     """One reward model."""
 
-    def __init__(self, scorer: SavedScorer) -> None:
-        """Take the model; requests give its name."""
-        self.name, self._scorer = scorer.name, scorer
+    def __init__(self, scorer: SavedScorer, *, name: str | None = None) -> None:
+        """Args: the model, and the name that requests give; none: that of the model."""
+        self.name, self._scorer = name or scorer.name, scorer
+
+    def check_name(self, name: str) -> None:
+        """Raise UnknownModel unless this is the name of the reward model."""
+        if name != self.name:
+            raise UnknownModel(f"the reward model of this server is {self.name}, got {name[:100]!r}: name it")
 
     async def answer(self, body: ScoreBody, call: Callable[[Callable[[], Tensor]], Future[Tensor]]) -> dict[str, Any]:
         """The scores of a request, in its order.

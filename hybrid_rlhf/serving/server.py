@@ -9,9 +9,9 @@ from __future__ import annotations
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import uvicorn
 from fastapi import FastAPI
@@ -20,72 +20,61 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import ServeConfig
 from hybrid_rlhf.generation import GenerationEngine
-from hybrid_rlhf.serving.app import build_app
+from hybrid_rlhf.serving.app import build_app, build_scoring_app
 from hybrid_rlhf.serving.scores import ScoreService
 from hybrid_rlhf.serving.service import Service
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """What a server serves."""
+    """A model that generates."""
 
     engine: GenerationEngine
     tokenizer: PreTrainedTokenizerBase
-    adapters: Mapping[str, GenerationEngine] = field(default_factory=dict)
-    """Of the model with an adapter merged in, by the adapter's name."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a server serves: a model that generates, a reward model, or both."""
+
+    model: LoadedModel | None
+    scores: ScoreService | None
 
 
 def serve(
-    config: ServeConfig,
-    load: Callable[[], LoadedModel],
-    *,
-    api_key: str | None,
-    report: Callable[[str, str], None],
-    load_scores: Callable[[], ScoreService] | None = None,
+    config: ServeConfig, load: Callable[[], Served], *, api_key: str | None, report: Callable[[str, str], None]
 ) -> None:
-    """Serve a model until a signal stops it.
+    """Serve models until a signal stops it.
 
     Args:
         config: the settings.
-        load: gives engines and tokenizer; called after the address was taken.
+        load: gives the models; called after the address was taken.
         api_key: what requests must send; none: nothing.
         report: receives the name of the model and the base URL of the API when the server accepts requests.
-        load_scores: gives the reward model; none: there is none.
 
     Raises:
         UserError: when the address cannot be taken, or one sequence of the longest kind does not fit in memory.
     """
     listener = bound_socket(config.host, config.port)
-    loaded = load()
-    engines = {"": loaded.engine, **loaded.adapters}
-    scores = None if load_scores is None else load_scores()
-    batches = {
-        name: engine.open(rows=config.max_batch_rows, max_tokens=config.max_sequence_tokens)
-        for name, engine in engines.items()
-    }
-    service = Service(
-        batches.pop(""),
-        loaded.tokenizer,
-        name=config.model_name or config.path.rstrip("/"),
-        sampling=config.sampling,
-        max_queue=config.max_queue,
-        adapters=batches,
-    )
+    served = load()
+    service = None if served.model is None else _service(config, served.model)
+    created = int(time.time())
+    if service is not None:
+        app = build_app(service, api_key=api_key, created=created, scores=served.scores)
+    else:
+        assert served.scores is not None
+        app = build_scoring_app(served.scores, api_key=api_key, created=created)
 
     def close() -> None:
-        for each in (service, *service.adapters.values()):
-            each.batch.close()
-
-    host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
+        if service is not None:
+            service.batch.close()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        report(service.name, f"http://{shown}:{port}/v1")
+        report(config.served_name, f"{url_of(*listener.getsockname()[:2])}/v1")
         yield
         close()
 
-    app = build_app(service, api_key=api_key, created=int(time.time()), scores=scores)
     app.router.lifespan_context = lifespan
     server = uvicorn.Server(
         uvicorn.Config(
@@ -101,8 +90,25 @@ def serve(
         server.run(sockets=[listener])
     finally:
         close()
-        for engine in engines.values():
-            engine.close()
+        if served.model is not None:
+            served.model.engine.close()
+
+
+def _service(config: ServeConfig, model: LoadedModel) -> Service:
+    """The service of a model, whose batch is open."""
+    return Service(
+        model.engine.open(rows=config.max_batch_rows, max_tokens=config.max_sequence_tokens),
+        model.tokenizer,
+        name=config.served_name,
+        sampling=config.sampling,
+        max_queue=config.max_queue,
+        adapters=model.engine.adapters,
+    )
+
+
+def url_of(host: str, port: int) -> str:
+    """The URL of an address, without a path."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def bound_socket(host: str, port: int) -> socket.socket:

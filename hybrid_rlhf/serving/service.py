@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -56,6 +56,8 @@ class Job:
     record: Callable[[int, list[StreamedToken]], None] | None = None
     """Called with the number of a prompt and the tokens of a completion, when it ends and before its last token is
     given out."""
+    adapter: str | None = None
+    """Of all prompts; none: the model itself."""
 
 
 class TokenStream:
@@ -73,7 +75,9 @@ class TokenStream:
 
         each = [replace(job.sampling, seed=seed) for seed in job.seeds]
         try:
-            self._submission = batch.submit(job.prompts, each or job.sampling, deliver, top_logprobs=job.top_logprobs)
+            self._submission = batch.submit(
+                job.prompts, each or job.sampling, deliver, top_logprobs=job.top_logprobs, adapter=job.adapter
+            )
         except RuntimeError as error:
             raise BatchEnded(str(error)) from error
         metrics.prompt_tokens.inc(sum(map(len, job.prompts)))
@@ -122,7 +126,8 @@ class Service:
         sampling: SamplingParams,
         max_queue: int,
         metrics: ServerMetrics | None = None,
-        adapters: Mapping[str, OpenBatch] | None = None,
+        adapters: Sequence[str] = (),
+        adapter: str | None = None,
     ) -> None:
         """Take what serves.
 
@@ -133,15 +138,13 @@ class Service:
             sampling: for what a request does not name.
             max_queue: most completions that wait.
             metrics: that are counted; none: its own.
-            adapters: open batches of the model with adapters, by the names that requests give.
+            adapters: names of adapters that requests give in place of the model's.
+            adapter: that all completions have; none: the model itself.
         """
         self.batch, self.tokenizer, self.name = batch, tokenizer, name
-        batches = adapters or {}
-        self.metrics = ServerMetrics([batch, *batches.values()]) if metrics is None else metrics
-        self.adapters = {
-            name: Service(each, tokenizer, name=name, sampling=sampling, max_queue=max_queue, metrics=self.metrics)
-            for name, each in batches.items()
-        }
+        self.metrics, self._adapter = ServerMetrics(batch) if metrics is None else metrics, adapter
+        shared: dict[str, Any] = {"sampling": sampling, "max_queue": max_queue, "metrics": self.metrics}
+        self.adapters = {name: Service(batch, tokenizer, name=name, adapter=name, **shared) for name in adapters}
         """Services of the adapters."""
         self.defaults, self.max_queue = sampling, max_queue
 
@@ -157,8 +160,8 @@ class Service:
 
     @property
     def failed(self) -> bool:
-        """Whether a batch has failed."""
-        return self.batch.failure is not None or any(adapter.failed for adapter in self.adapters.values())
+        """Whether the batch has failed."""
+        return self.batch.failure is not None
 
     def job(self, body: GenerationBody) -> Job:
         """The prompts of a request.
@@ -170,7 +173,7 @@ class Service:
         self.check_name(body.model)
         prompts = [self._chat_prompt(body)] if isinstance(body, ChatBody) else self._prompts(body)
         sampling = self.sampling(body, longest_prompt=max(map(len, prompts), default=0))
-        return Job(prompts, sampling, body.most_likely)
+        return Job(prompts, sampling, body.most_likely, adapter=self._adapter)
 
     def sampling(self, body: GenerationBody, *, longest_prompt: int) -> SamplingParams:
         """The sampling parameters of a request.
@@ -225,7 +228,7 @@ class Service:
     async def prompt_logprobs(self, prompt: Sequence[int]) -> list[dict[str, Any] | None]:
         """Log-probs of a prompt's tokens in vLLM's form; none for the first."""
         try:
-            future = self.batch.prompt_logprobs(prompt)
+            future = self.batch.prompt_logprobs(prompt, adapter=self._adapter)
         except RuntimeError as error:
             raise BatchEnded(str(error)) from error
         found = await asyncio.wrap_future(future)

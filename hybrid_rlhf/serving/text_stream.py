@@ -36,9 +36,9 @@ class TextStream:
         self._held = ""
         """Text that may be the beginning of a stop string."""
 
-    def add(self, token: int, finish_reason: FinishReason | None) -> str:
-        """The text that one more token completes; the rest of the text with the last one."""
-        self._tokens.append(token)
+    def add(self, tokens: Sequence[int], finish_reason: FinishReason | None) -> str:
+        """The text that further tokens complete; the rest of the text with the last one, which comes alone."""
+        self._tokens += tokens
         before, through = self._decode(self._tokens[: self._shown]), self._decode(self._tokens)
         if finish_reason is None and (len(through) <= len(before) or through.endswith(_INCOMPLETE)):
             return ""
@@ -69,9 +69,9 @@ class ReplyStream:
         self._text, self._names = text, names
         self._whole, self._shown = "", 0
 
-    def add(self, token: int, finish_reason: FinishReason | None) -> tuple[str, Sequence[ToolCall]]:
-        """What one more token completes; the rest of the text, and the calls, with the last one."""
-        piece = self._text.add(token, finish_reason)
+    def add(self, tokens: Sequence[int], finish_reason: FinishReason | None) -> tuple[str, Sequence[ToolCall]]:
+        """What further tokens complete; the rest of the text, and the calls, with the last one, which comes alone."""
+        piece = self._text.add(tokens, finish_reason)
         if not self._names:
             return piece, ()
         self._whole += piece

@@ -261,6 +261,43 @@ def test_tasks_of_the_harness_are_run_on_the_engine(
     assert results["tiny_write mean_length"]["value"] == pytest.approx(np.mean([len(text) for text in texts]))
 
 
+INSPECT = """
+from inspect_ai import Task, task
+from inspect_ai.dataset import Sample
+from inspect_ai.scorer import Score, Target, mean, scorer, stderr
+
+@scorer(metrics=[mean(), stderr()])
+def length():
+    async def score(state, target: Target):
+        return Score(value=float(len(state.output.completion)))
+    return score
+
+@task
+def lengths():
+    return Task(dataset=[Sample(input=f"say {n}", target="x") for n in range(5)], scorer=length())
+
+"""
+
+
+def test_tasks_of_inspect_are_run_on_the_engine(
+    tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("inspect_ai")
+    (tmp_path / "tasks.py").write_text(INSPECT)
+    words = (model_folder, "--sampling.temperature", 0, "--sampling.max_new_tokens", 9, "--max_length", 64)
+    document = measured(tmp_path, *words, "--inspect_tasks", f"{tmp_path}/tasks.py@lengths")
+    assert document["measure"] == "inspect" and document["results"]["lengths rows"] == 5
+    engine, tokenizer = GenerationEngine.from_pretrained(str(model_folder), dtype=torch.float32), tiny_tokenizer()
+    prompts = [encode_prompt([{"role": "user", "content": f"say {n}"}], tokenizer) for n in range(5)]
+    sampled = engine.generate(prompts, SamplingParams(max_new_tokens=9, temperature=0.0))
+    lengths = [len(tokenizer.decode(one.token_ids, skip_special_tokens=True)) for (one,) in sampled]
+    found = document["results"]["lengths length mean"]
+    assert found["value"] == pytest.approx(np.mean(lengths)) and found["low"] < found["value"] < found["high"]
+    with pytest.raises(SystemExit):
+        measured(tmp_path, *words, "--inspect_tasks", f"{tmp_path}/tasks.py@absent")
+    assert "error: tasks of Inspect must" in capsys.readouterr().err
+
+
 def test_a_task_that_is_not_there_is_one_line(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("lm_eval")
     with pytest.raises(SystemExit):

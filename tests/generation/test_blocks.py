@@ -108,7 +108,7 @@ def test_sequences_that_share_blocks_find_their_own_tokens(
         end(0)
     assert pool.used_pages == 0 and pool.available_pages == blocks * layout.tables
     pool.forget_prefixes()
-    assert len(pool._free) == len(set(pool._free)) == pool.pages and not pool._root.children
+    assert len(pool._free) == len(set(pool._free)) == pool.pages and not pool._roots
 
 
 def test_a_block_is_copied_only_when_all_of_it_is_computed() -> None:

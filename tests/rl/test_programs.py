@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,70 +14,21 @@ import openai
 import pytest
 import torch
 
-from hybrid_rlhf.configs.algorithms import GRPOConfig, OnlineDPOConfig
+from hybrid_rlhf.configs.algorithms import OnlineDPOConfig
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
-from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.configs.sections.rollout import EndpointConfig, RolloutConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.rl.batch import Rollout
 from hybrid_rlhf.rl.environments import build_runner
 from hybrid_rlhf.rl.environments.episodes import episode_metrics
-from hybrid_rlhf.rl.parts import RLParts
 from hybrid_rlhf.runtime.world import World
+from tests.support.programs import ALGORITHM, PROMPTS, SAMPLING, STOP, Numbered, client_of, play_numbered, program_parts
 from tests.support.ranks import run_ranks
 from tests.support.rl import chat_row, episode_parts
 from tests.support.runs import rl_line, run_python
 from tests.support.tiny import tiny_model, tiny_tokenizer
-
-STOP = tuple(range(3, 60))
-"""A random actor ends its turns now and then."""
-SAMPLING = RolloutConfig(
-    prompts_per_step=3, max_prompt_tokens=80, sampling=SamplingParams(n=2, max_new_tokens=120, temperature=0.8)
-)
-ALGORITHM = GRPOConfig(kl=None, loss_normalization="token", mini_batches=1)
-PROMPTS = [chat_row("a", turns=3), chat_row("bcd", turns=1), chat_row("ef", turns=3)]
-
-
-class Numbered:
-    """Replies with the number of the turn, for as many turns as the row wants; each turn earns its number."""
-
-    def __init__(self, *, stop: Any = ()) -> None:
-        self._turn, self.stop_strings = 0, stop
-
-    def reset(self, row: Mapping[str, Any]) -> None:
-        self._turns = row["turns"]
-
-    def step(self, completion: str) -> tuple[str, float, bool]:
-        self._turn += 1
-        return f"turn {self._turn}", float(self._turn), self._turn == self._turns
-
-
-def client_of(base_url: str, api_key: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=60)
-
-
-def play_numbered(
-    base_url: str, api_key: str, model: str, row: dict[str, Any], *, stop: Any = (), repeats: bool = False
-) -> float:
-    """The same game, played by a client."""
-    messages, game, reward = list(row["prompt"]), Numbered(), 0.0
-    game.reset(row)
-    with client_of(base_url, api_key) as client:
-        while True:
-            more = {"stop": list(stop)} if stop else {}
-            (choice,) = client.chat.completions.create(
-                model=model, messages=messages, extra_body={"return_token_ids": True}, **more
-            ).choices
-            whole = tiny_tokenizer().decode(choice.token_ids, skip_special_tokens=True)
-            said = whole if repeats else choice.message.content
-            messages.append({"role": "assistant", "content": said})
-            observation, earned, done = game.step(said)
-            reward += earned
-            if done:
-                return reward
-            messages.append({"role": "tool", "tool_call_id": "1", "content": observation})
-
 
 REPORTED: dict[str, list[list[int]]] = {}
 """Token ids of the turns of each episode, as the API reported them."""
@@ -148,13 +98,6 @@ def misbehave(base_url: str, api_key: str, model: str, row: dict[str, Any], *, h
     return "good" if how == "wrong" else 2.0
 
 
-def parts_of(
-    world: World, path: str, program: Any, *, sampling: RolloutConfig = SAMPLING, options: Any = None, **settings: Any
-) -> RLParts:
-    config = EnvironmentConfig(program=f"{program.__module__}:{program.__name__}", options=options or {}, **settings)
-    return episode_parts(world, path, config, sampling=sampling, algorithm=ALGORITHM, stop_token_ids=STOP)
-
-
 def learned(rollout: Rollout, row: int) -> list[int]:
     return rollout.input_ids[row][rollout.response_mask[row]].tolist()
 
@@ -164,7 +107,7 @@ def test_a_program_learns_from_the_tokens_of_the_environment_with_the_same_repli
     stops: bool, repeats: bool, world: World, paths: dict[str, str]
 ) -> None:
     settings: dict[str, Any] = {"max_turns": 3, "max_turn_tokens": 12}
-    sampled = parts_of(world, paths["actor"], play_numbered, **settings).sampler.sample(PROMPTS, step=1)
+    sampled = program_parts(world, paths["actor"], play_numbered, **settings).sampler.sample(PROMPTS, step=1)
     text = tiny_tokenizer().decode(learned(sampled, 0)[:12], skip_special_tokens=True)
     stop = [text[2:4]] if stops else []
     built_in = episode_parts(
@@ -177,7 +120,7 @@ def test_a_program_learns_from_the_tokens_of_the_environment_with_the_same_repli
     )
     expected = built_in.sampler.sample(PROMPTS, step=1)
     options = {"stop": stop, "repeats": repeats}
-    parts = parts_of(world, paths["actor"], play_numbered, options=options, **settings)
+    parts = program_parts(world, paths["actor"], play_numbered, options=options, **settings)
     for found in (
         parts.sampler.sample(PROMPTS, step=1),
         parts.sampler.finish(parts.sampler.begin(PROMPTS, step=1))[0],
@@ -195,7 +138,7 @@ def test_a_program_learns_from_the_tokens_of_the_environment_with_the_same_repli
 def test_of_a_thousand_turns_none_is_tokenised_again(world: World, tmp_path: Path) -> None:
     tiny_model(max_position_embeddings=8192).save_pretrained(tmp_path)
     sampling = replace(SAMPLING, sampling=replace(SAMPLING.sampling, n=20, max_new_tokens=1000))
-    parts = parts_of(
+    parts = program_parts(
         world, str(tmp_path), talk, sampling=sampling, options={"turns": 25}, max_turns=25, timeout_seconds=600
     )
     REPORTED.clear()
@@ -211,7 +154,7 @@ def test_of_a_thousand_turns_none_is_tokenised_again(world: World, tmp_path: Pat
 def test_another_conversation_is_another_sequence_with_the_reward_of_its_episode(
     world: World, paths: dict[str, str]
 ) -> None:
-    parts = parts_of(world, paths["actor"], branch)
+    parts = program_parts(world, paths["actor"], branch)
     prompts = [chat_row("q"), chat_row("longer")]
     rollout = parts.scorer.score(prompts, parts.sampler.sample(prompts, step=1))
     assert rollout.groups is not None and rollout.groups.tolist() == [0, 0, 1, 1, 1, 1]
@@ -238,13 +181,13 @@ def test_another_conversation_is_another_sequence_with_the_reward_of_its_episode
 
 def on_ranks(world: World, path: str) -> list[dict[str, Any]]:
     """Rollouts of episodes with several sequences, of two prompts and of one, which leaves a rank without any."""
-    parts = parts_of(world, path, branch)
+    parts = program_parts(world, path, branch)
     found = []
     for prompts in ([chat_row("longer"), chat_row("q")], [chat_row("longer")]):
         tensors = parts.sampler.sample(prompts, step=1).tensors()
         found.append({name: tensors[name].tolist() for name in ("input_ids", "response_mask", "groups", "samples")})
     sampling = replace(SAMPLING, tensor_parallel=world.size)
-    shared = parts_of(world, path, branch, sampling=sampling).sampler if world.size > 1 else None
+    shared = program_parts(world, path, branch, sampling=sampling).sampler if world.size > 1 else None
     if shared is not None:
         with pytest.raises(UserError, match="samples on one rank, got 2 that share the model"):
             shared.sample([chat_row("q")], step=1)
@@ -258,7 +201,7 @@ def test_episodes_are_the_same_on_two_ranks(tmp_path: Path, world: World, paths:
 
 
 def test_texts_and_token_ids_continue_by_their_beginning(world: World, paths: dict[str, str]) -> None:
-    parts = parts_of(world, paths["actor"], continue_texts)
+    parts = program_parts(world, paths["actor"], continue_texts)
     rollout = parts.sampler.sample(PROMPTS[:1], step=1)
     assert rollout.samples is not None and rollout.samples.tolist() == [0, 0, 1, 1]
     assert rollout.input_ids[1, :2].tolist() == [7, 8] and rollout.turn_rewards is not None
@@ -278,32 +221,32 @@ def test_what_fails_ends_the_run_or_has_no_reward(
 ) -> None:
     settings: dict[str, Any] = {"options": {"how": how}, "timeout_seconds": 1.0 if how == "hangs" else 60.0}
     with pytest.raises(UserError, match=re.escape(reason)):
-        parts_of(world, paths["actor"], misbehave, **settings).sampler.sample(PROMPTS, step=1)
-    zero = parts_of(world, paths["actor"], misbehave, on_failure="zero", **settings)
+        program_parts(world, paths["actor"], misbehave, **settings).sampler.sample(PROMPTS, step=1)
+    zero = program_parts(world, paths["actor"], misbehave, on_failure="zero", **settings)
     rollout = zero.sampler.sample(PROMPTS, step=1)
     assert rollout.turn_rewards is not None and not rollout.turn_rewards.any() and not rollout.stopped.any()
     assert any(reason in line for line in log_lines)
 
 
 def test_an_episode_without_an_answer_is_left_out(world: World, paths: dict[str, str]) -> None:
-    silent = parts_of(world, paths["actor"], misbehave, options={"how": "silent"}, on_failure="zero")
+    silent = program_parts(world, paths["actor"], misbehave, options={"how": "silent"}, on_failure="zero")
     with pytest.raises(UserError, match="must make requests, none of 6 episodes has"):
         silent.sampler.sample(PROMPTS, step=1)
 
 
 def test_who_goes_beyond_the_limits_is_truncated(world: World, paths: dict[str, str]) -> None:
-    parts = parts_of(world, paths["actor"], misbehave, options={"how": "overruns"}, max_turns=4)
+    parts = program_parts(world, paths["actor"], misbehave, options={"how": "overruns"}, max_turns=4)
     rollout = parts.sampler.sample(PROMPTS[:1], step=1)
     assert len(rollout) == 8 and not rollout.stopped.any(), "four sequences of each, as each asks the same again"
     small = replace(SAMPLING, sampling=replace(SAMPLING.sampling, max_new_tokens=40))
-    played = parts_of(world, paths["actor"], talk, sampling=small, options={"turns": 50}, max_turns=50)
+    played = program_parts(world, paths["actor"], talk, sampling=small, options={"turns": 50}, max_turns=50)
     rollout = played.sampler.sample(PROMPTS, step=1)
     followed = rollout.lengths - rollout.response_mask.int().argmax(dim=1)
     assert int(followed.max()) <= 40 and not rollout.stopped.any()
 
 
 def test_only_the_episodes_own_address_answers(world: World, paths: dict[str, str]) -> None:
-    rollout = parts_of(world, paths["actor"], misbehave, options={"how": "probes"}).sampler.sample(PROMPTS, step=1)
+    rollout = program_parts(world, paths["actor"], misbehave, options={"how": "probes"}).sampler.sample(PROMPTS, step=1)
     assert rollout.turn_rewards is not None and rollout.turn_rewards.sum(dim=1).tolist() == [1.5] * 6
 
 
@@ -315,6 +258,16 @@ def test_mistakes_are_named_before_the_run(world: World) -> None:
     ):
         with pytest.raises(UserError, match=rule):
             EnvironmentConfig(**settings)
+    with pytest.raises(UserError, match=r"rollout.endpoint.api_key must be \$\{NAME\}"):
+        EndpointConfig(api_key="plain")
+    for endpoint, environment, rule in (
+        (EndpointConfig(), EnvironmentConfig(path="m:C"), "rollout.endpoint is for programs, got environment.path m:C"),
+        (EndpointConfig(host="0.0.0.0"), None, "api_key must be given where other machines connect, got none"),
+        (None, EnvironmentConfig(max_turns=2), "give the class, environment.program, or --rollout.endpoint true"),
+    ):
+        with pytest.raises(UserError, match=rule):
+            RLConfig(environment=environment, algorithm=ALGORITHM, rollout=replace(SAMPLING, endpoint=endpoint))
+    assert RLConfig(algorithm=ALGORITHM, rollout=replace(SAMPLING, endpoint=EndpointConfig())).environment is not None
     config = EnvironmentConfig(program="m:f")
     with pytest.raises(UserError, match="got algorithm online_dpo, which counts completions"):
         RLConfig(environment=config, algorithm=OnlineDPOConfig(), rollout=RolloutConfig(sampling=SamplingParams(n=2)))

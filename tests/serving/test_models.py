@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from hybrid_rlhf.cli.saved_models import serve
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.data.chat.conversation import encode_completion, encode_prompt
 from hybrid_rlhf.models.policy import Scorer
@@ -96,6 +98,36 @@ def test_scores_are_those_of_the_reward_model_alone(url: str, reward_folder: str
         scores = [row["score"] for row in answer["data"]]
         assert scores == pytest.approx(expected[: len(scores)], abs=1e-5) and len(scores) in (1, 3)
     assert len(set(expected)) == 3 and answer["usage"]["prompt_tokens"] > 0
+
+
+def test_a_reward_model_is_served_alone(reward_folder: str, url: str) -> None:
+    """Its scores are those beside another model; it completes nothing."""
+    body = {"prompt": ["hello", "a"], "completion": ["yes", "no"]}
+    beside = httpx2.post(f"{url}/score", json={"model": reward_folder, **body}, headers=HEADERS, timeout=60).json()
+    with server_process([reward_folder, "--model_name", "judge"]) as (process, alone):
+        found = httpx2.post(f"{alone}/score", json={"model": "judge", **body}, headers=HEADERS, timeout=60).json()
+        assert found["data"] == beside["data"] and found["model"] == "judge"
+        client = openai.OpenAI(base_url=f"{alone}/v1", api_key=KEY, max_retries=0, timeout=60)
+        assert [model.id for model in client.models.list()] == ["judge"]
+        assert client.models.retrieve("judge").id == "judge"
+        with pytest.raises(openai.NotFoundError, match="the reward model of this server is judge, got 'x'"):
+            client.models.retrieve("x")
+        for ask in (client.chat.completions, client.completions):
+            given: dict[str, Any] = {"messages": ASK} if ask is client.chat.completions else {"prompt": "x"}
+            with pytest.raises(openai.BadRequestError, match="judge is a reward model: send conversations to /score"):
+                ask.create(model="judge", **given)
+        assert httpx2.get(f"{alone}/v1/models").status_code == 401
+        assert 'path="/score",status="200"' in httpx2.get(f"{alone}/metrics").text
+        assert httpx2.get(f"{alone}/health").json() == {"status": "ok"}
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 0
+
+
+def test_what_a_reward_model_does_not_read_is_refused(reward_folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        serve.main([reward_folder, "--port", "0", "--max_batch_rows", "8"])
+    assert stopped.value.code == 2
+    assert "max_batch_rows is read where the served model generates" in capsys.readouterr().err
 
 
 def test_bad_requests_for_scores_are_refused(url: str, reward_folder: str) -> None:

@@ -18,14 +18,20 @@ def decode(ids: list[int]) -> str:
 
 def pieces(text: str, finish: FinishReason, stop: tuple[str, ...] = ()) -> list[str]:
     ids, stream = TOKENIZER(text)["input_ids"], TextStream(decode, stop)
-    return [stream.add(token, finish if place == len(ids) - 1 else None) for place, token in enumerate(ids)]
+    return [stream.add([token], finish if place == len(ids) - 1 else None) for place, token in enumerate(ids)]
+
+
+def at_once(text: str, finish: FinishReason, stop: tuple[str, ...] = ()) -> str:
+    """As an answer that is not streamed has it."""
+    ids, stream = TOKENIZER(text)["input_ids"], TextStream(decode, stop)
+    return stream.add(ids[:-1], None) + stream.add(ids[-1:], finish)
 
 
 @settings(deadline=None)
 @given(st.text(alphabet="ab é€😀\n", min_size=1, max_size=30))
 def test_pieces_are_the_text_and_end_at_characters(text: str) -> None:
     found = pieces(text, "length")
-    assert "".join(found) == text
+    assert "".join(found) == text == at_once(text, "length")
     assert not any("\ufffd" in piece for piece in found)
 
 
@@ -42,8 +48,9 @@ def test_no_part_of_a_stop_string_is_shown(text: str, stops: list[str]) -> None:
         found = pieces(sampled, "stop" if ends else "length", tuple(stops))
         cut = min((sampled.find(stop) for stop in stops if stop in sampled), default=len(sampled))
         assert "".join(found) == sampled[:cut]
+        assert at_once(sampled, "stop" if ends else "length", tuple(stops)) == sampled[:cut]
 
 
 def test_bytes_that_are_no_character_are_shown_at_the_end() -> None:
     stream, ids = TextStream(decode), TOKENIZER("€")["input_ids"]
-    assert [stream.add(ids[0], None), stream.add(ids[1], "length")] == ["", "\ufffd"]
+    assert [stream.add(ids[:1], None), stream.add(ids[1:2], "length")] == ["", "\ufffd"]

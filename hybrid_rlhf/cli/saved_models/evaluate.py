@@ -15,6 +15,11 @@ from hybrid_rlhf.configs.inference import EvaluateConfig
 from hybrid_rlhf.configs.parsing.command_line import parse_config, plain, user_errors
 from hybrid_rlhf.configs.parsing.output import print_result
 
+_EXTRAS = (
+    ("harness", "lm_eval", "tasks need lm-evaluation-harness"),
+    ("inspect", "inspect_ai", "inspect_tasks need Inspect AI"),
+)
+"""Measures that need an extra, with its package."""
 if TYPE_CHECKING:
     from hybrid_rlhf.cli.saved_models.evaluation.results import Measurement
 
@@ -27,10 +32,9 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
         output = None
         if config.output is not None:
             output = output_file(config.output, "--output", overwrite=config.overwrite)
-        if config.chosen == "harness" and find_spec("lm_eval") is None:
-            raise UserError(
-                "tasks need lm-evaluation-harness, which is not installed: pip install 'hybrid_rlhf[harness]'"
-            )
+        for name, package, what in _EXTRAS:
+            if config.chosen == name and find_spec(package) is None:
+                raise UserError(f"{what}, which is not installed: pip install 'hybrid_rlhf[{name}]'")
         measure, found = _measure(config)
         document = _document(config, measure, found)
         if output is not None:
@@ -56,6 +60,10 @@ def _measure(config: EvaluateConfig) -> tuple[str, Measurement]:
         from hybrid_rlhf.cli.saved_models.evaluation.harness import harness
 
         return "harness", harness(config, place)
+    if config.chosen == "inspect":
+        from hybrid_rlhf.cli.saved_models.evaluation.inspect_tasks import inspect_tasks
+
+        return "inspect", inspect_tasks(config, place)
     scores = is_scorer(load_config(place.path, trust_remote_code=place.trust_remote_code))
     name = ("accuracy" if scores else "perplexity") if config.chosen == "auto" else config.chosen
     return name, {"accuracy": held_out.accuracy, "perplexity": held_out.perplexity}[name](config, place)

@@ -13,9 +13,7 @@ from hybrid_rlhf.configs.inference import InferenceConfig
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.data.chat.conversation import stop_token_ids
 from hybrid_rlhf.generation import GenerationEngine
-from hybrid_rlhf.generation.backends.native import NativeBackend
 from hybrid_rlhf.generation.engine import default_stop_token_ids
-from hybrid_rlhf.models.pretrained.adapters import adapter_merged
 from hybrid_rlhf.models.pretrained.folders import warn_of_remote_code
 from hybrid_rlhf.models.pretrained.loading import load_model, training_dtype
 from hybrid_rlhf.models.pretrained.sources import resolve_model
@@ -72,6 +70,11 @@ def load_engine(
     """The generation engine and the tokenizer of a config; `kv_cache_gib`: see `GenerationEngine.from_model`; `name`
     and errors: see `find_model`."""
     place = find_model(config, name)
+    return engine_at(place, kv_cache_gib=kv_cache_gib), place.tokenizer
+
+
+def engine_at(place: Place, *, kv_cache_gib: float | None) -> GenerationEngine:
+    """The generation engine of a place; `kv_cache_gib`: see `GenerationEngine.from_model`."""
     engine = GenerationEngine.from_pretrained(
         place.path,
         dtype=place.dtype,
@@ -80,41 +83,22 @@ def load_engine(
         kv_cache_gib=kv_cache_gib,
     )
     engine.stop_token_ids |= {*stop_token_ids(place.tokenizer, None)}
-    return engine, place.tokenizer
+    return engine
 
 
-def load_adapted(
-    config: InferenceConfig, adapters: Mapping[str, str], *, kv_cache_gib: float
-) -> tuple[GenerationEngine, PreTrainedTokenizerBase, dict[str, GenerationEngine]]:
-    """As `load_engine`, and an engine for each adapter, which shares the weights that it does not adapt.
-
-    Args:
-        config: of the model.
-        adapters: peft folders by name.
-        kv_cache_gib: of each engine.
+def adapted_engine(place: Place, adapters: Mapping[str, str], *, kv_cache_gib: float | None) -> GenerationEngine:
+    """As `engine_at`, with adapters: folders of peft by name.
 
     Raises:
-        UserError: also for a folder without an adapter of this model, and a model without inference weights.
+        UserError: see `GenerationEngine.from_model`.
     """
-    place = find_model(config)
     own = ModelConfig(path=place.path, trust_remote_code=place.trust_remote_code)
     loaded, _ = load_model(place.path, "causal_lm", config=own, dtype=place.dtype)
     model = loaded.to(place.device).eval()  # type: ignore[arg-type]
     stop = {*default_stop_token_ids(model), *stop_token_ids(place.tokenizer, None)}
-
-    def engine() -> GenerationEngine:
-        built = GenerationEngine.from_model(
-            model, stop_token_ids=stop, tokenizer=place.tokenizer, kv_cache_gib=kv_cache_gib, cuda_graphs=False
-        )
-        if not isinstance(built.backend, NativeBackend):
-            raise UserError(f"adapters need inference weights, {type(model).__name__} has none: serve merged models")
-        return built
-
-    found = {}
-    for name, folder in adapters.items():
-        with adapter_merged(model, folder):
-            found[name] = engine()
-    return engine(), place.tokenizer, found
+    return GenerationEngine.from_model(
+        model, stop_token_ids=stop, tokenizer=place.tokenizer, kv_cache_gib=kv_cache_gib, adapters=adapters
+    )
 
 
 def load_scorer(place: Place) -> SavedScorer:

@@ -1,4 +1,4 @@
-"""`hybrid-rlhf serve MODEL`: a saved model over HTTP, with OpenAI's API."""
+"""`hybrid-rlhf serve MODEL`: a saved model over HTTP, with OpenAI's API, or a reward model that scores."""
 
 from __future__ import annotations
 
@@ -20,25 +20,32 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
         from hybrid_rlhf.serving.packages import require_packages
 
         require_packages("serve")
-        from hybrid_rlhf.cli.saved_models.loading import find_model, load_adapted, load_engine, load_scorer
+        from hybrid_rlhf.cli.saved_models.loading import adapted_engine, engine_at, find_model, load_scorer
+        from hybrid_rlhf.models.pretrained.folders import load_config
+        from hybrid_rlhf.models.pretrained.loading import is_scorer
         from hybrid_rlhf.serving.scores import ScoreService
-        from hybrid_rlhf.serving.server import LoadedModel, serve
+        from hybrid_rlhf.serving.server import LoadedModel, Served, serve
 
-        def load() -> LoadedModel:
-            if config.adapters and config.kv_cache_gib is not None:
-                return LoadedModel(*load_adapted(config, config.adapters, kv_cache_gib=config.kv_cache_gib))
-            return LoadedModel(*load_engine(config, kv_cache_gib=config.kv_cache_gib))
-
-        def load_scores() -> ScoreService:
-            return ScoreService(load_scorer(find_model(config, config.reward_model)))
+        def load() -> Served:
+            place = find_model(config)
+            if is_scorer(load_config(place.path, trust_remote_code=place.trust_remote_code)):
+                config.check_scores_alone()
+                return Served(None, ScoreService(load_scorer(place), name=config.served_name))
+            if config.adapters:
+                engine = adapted_engine(place, config.adapters, kv_cache_gib=config.kv_cache_gib)
+            else:
+                engine = engine_at(place, kv_cache_gib=config.kv_cache_gib)
+            judge = config.reward_model
+            scores = ScoreService(load_scorer(find_model(config, judge))) if judge else None
+            return Served(LoadedModel(engine, place.tokenizer), scores)
 
         def report(name: str, url: str) -> None:
             print_result({"event": "serving", "model": name, "url": url}, f"serving {name} on {url}")
 
         start = time.perf_counter()
-        serve(config, load, api_key=api_key, report=report, load_scores=load_scores if config.reward_model else None)
+        serve(config, load, api_key=api_key, report=report)
         if wants_json():
-            print_document({"model": config.model_name or config.path, "seconds": time.perf_counter() - start})
+            print_document({"model": config.served_name, "seconds": time.perf_counter() - start})
 
 
 if __name__ == "__main__":

@@ -5,7 +5,10 @@ They belong into the environment, which is read when they are used and never wri
 
 from __future__ import annotations
 
+import os
 import re
+
+from hybrid_rlhf.configs.errors import UserError
 
 _SECRET_NAME = re.compile(
     r"(^|[_.-])((api|access|auth)?_?(key|token)|secret|passwd|password|pwd|sig|signature|auth|credential)$"
@@ -25,11 +28,11 @@ def found_credential(text: str) -> str | None:
     """What kind of credential a text carries, if any; `${NAME}`, which stands for a variable, is none."""
     if _TOKEN.search(text):
         return "an access token"
-    if any(not _is_placeholder(match[2].rpartition(":")[2]) for match in _USER_AND_PASSWORD.finditer(text)):
+    if any(not is_placeholder(match[2].rpartition(":")[2]) for match in _USER_AND_PASSWORD.finditer(text)):
         return "a user or a password"
     if _WEBHOOK.search(text):
         return "the key of a webhook"
-    named = next((m[2] for m in _QUERY_PAIR.finditer(text) if _is_secret(m[2]) and not _is_placeholder(m[3])), None)
+    named = next((m[2] for m in _QUERY_PAIR.finditer(text) if _is_secret(m[2]) and not is_placeholder(m[3])), None)
     return None if named is None else f"a value for {named!r}"
 
 
@@ -51,7 +54,21 @@ def fill_placeholders(text: str, values: dict[str, str]) -> str:
     return _PLACEHOLDER.sub(lambda match: values[match[1]], text)
 
 
-def _is_placeholder(value: str) -> bool:
+def expanded(text: str, *, key: str) -> str:
+    """The text of a config's key with the values of its environment variables; never log it.
+
+    Raises:
+        UserError: when one is not set, or is empty.
+    """
+    values = {name: os.environ.get(name, "") for name in placeholders(text)}
+    for name, value in values.items():
+        if not value:
+            raise UserError(f"{key}: ${{NAME}} must be a set variable, {name} is not set: export {name}=...")
+    return fill_placeholders(text, values)
+
+
+def is_placeholder(value: str) -> bool:
+    """Whether a text is one `${NAME}` and nothing else."""
     return _PLACEHOLDER.fullmatch(value) is not None
 
 

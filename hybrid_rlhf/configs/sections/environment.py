@@ -17,9 +17,9 @@ class EnvironmentConfig:
     """Class with reset and step, as module:Class or path/to/file.py:Class."""
     program: str | None = None
     """Function that plays an episode with the actor over OpenAI's API, as module:function or path/to/file.py:function;
-    in place of a class."""
+    in place of a class. Without both, programs outside of the run play over rollout.endpoint."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the class, or of the program."""
+    """Keyword arguments of the class, or of the program; programs outside of the run are told them."""
     max_turns: int = 8
     """Turns of the actor per episode, or requests of a program, at most; rollout.sampling.max_new_tokens bounds all
     that follows the prompt."""
@@ -39,23 +39,16 @@ class EnvironmentConfig:
             f"an environment is a class or a program, got environment.path {self.path} and environment.program "
             f"{self.program}: leave one out",
         )
-        if self.program is None:
+        for key, value, kind in (("path", self.path, "Class"), ("program", self.program, "function")):
             require(
-                all((self.path or "").rpartition(":")),
-                f"environment.path must be module:Class or path/to/file.py:Class, got {self.path!r}: give the "
-                "class, or environment.program",
+                value is None or all(value.rpartition(":")),
+                f"environment.{key} must be module:{kind} or path/to/file.py:{kind}, got {value!r}: write it so",
             )
-        else:
-            require(
-                all(self.program.rpartition(":")),
-                "environment.program must be module:function or path/to/file.py:function, got "
-                f"{self.program!r}: give the function",
-            )
-            require(
-                self.max_observation_tokens == EnvironmentConfig.max_observation_tokens,
-                "environment.max_observation_tokens is read with environment.path, got "
-                f"{self.max_observation_tokens} with a program: leave it out",
-            )
+        require(
+            self.path is not None or self.max_observation_tokens == EnvironmentConfig.max_observation_tokens,
+            "environment.max_observation_tokens is read with environment.path, got "
+            f"{self.max_observation_tokens} without: leave it out",
+        )
         for name in ("max_turns", "max_turn_tokens", "max_observation_tokens"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"environment.{name} must be 1 or more, got {value}: raise it")
@@ -71,5 +64,5 @@ class EnvironmentConfig:
 
     @property
     def name(self) -> str:
-        """Of the class or the program."""
-        return self.program or self.path or ""
+        """Of the class or the program; that of the endpoint where programs outside of the run play."""
+        return self.program or self.path or "rollout.endpoint"

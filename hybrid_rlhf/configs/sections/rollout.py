@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from hybrid_rlhf.configs.files.credentials import expanded, is_placeholder
 from hybrid_rlhf.configs.sections.rules import require, setting
 from hybrid_rlhf.configs.sections.sampling import SamplingParams, require_default
 
@@ -54,6 +55,42 @@ class PartialRolloutConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EndpointConfig:
+    """Address at which programs ask the actor while a rollout is sampled, with OpenAI's API
+    (docs/environments.md#programs).
+    """
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0: all interfaces."""
+    port: int = 0
+    """Port of the first rank of a host; each further rank adds its number on the host. 0: any that is free."""
+    api_key: str | None = None
+    """What requests send as a bearer token, as ${NAME} of an environment variable; null: a random key with
+    environment.program, else nothing."""
+
+    def __post_init__(self) -> None:
+        require(0 <= self.port < 65536, f"rollout.endpoint.port must be in 0..65535, got {self.port}: choose another")
+        require(
+            self.api_key is None or is_placeholder(self.api_key),
+            "rollout.endpoint.api_key must be ${NAME} of an environment variable, since configs are saved, got a text: "
+            "export the key and give its name",
+        )
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine reaches it."""
+        return self.host in ("127.0.0.1", "localhost", "::1")
+
+    def expanded_api_key(self) -> str | None:
+        """The key itself; never log it.
+
+        Raises:
+            UserError: when its variable is not set.
+        """
+        return None if self.api_key is None else expanded(self.api_key, key="rollout.endpoint.api_key")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """How completions are sampled."""
 
@@ -95,6 +132,7 @@ class RolloutConfig:
     keep_weights: bool | Literal["auto"] = setting("auto", advanced=True, mutable=True)
     """Inference weights, KV cache and CUDA graphs stay in memory between rollouts and are updated in place; auto: on a
     GPU if the memory plan has room for them in every phase."""
+    endpoint: EndpointConfig | None = setting(None, advanced=True)
     async_sampling: AsyncSamplingConfig | None = None
     partial: PartialRolloutConfig | None = setting(None, advanced=True)
 

@@ -52,8 +52,8 @@ class GenerationBackend(Protocol):
     def load(self) -> BatchLoad:
         """What runs and waits in `run_open`; zeros otherwise."""
 
-    def prompt_logprobs(self, tokens: Sequence[int]) -> list[float]:
-        """Log-probs of all tokens but the first, at temperature 1."""
+    def prompt_logprobs(self, tokens: Sequence[int], adapter: int = 0) -> list[float]:
+        """Log-probs of all tokens but the first, at temperature 1, with the adapter of this number; 0: none."""
 
     def close(self) -> None:
         """Release weights, KV cache and CUDA graphs. A backend is not used afterwards."""

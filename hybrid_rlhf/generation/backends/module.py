@@ -116,7 +116,7 @@ class ModuleBackend:
         """See GenerationBackend; the cache has no pages."""
         return self._load
 
-    def prompt_logprobs(self, tokens: Sequence[int]) -> list[float]:
+    def prompt_logprobs(self, tokens: Sequence[int], adapter: int = 0) -> list[float]:
         """See GenerationBackend."""
         assert self._module is not None
         return module_logprobs(self._module.lm, tokens).tolist()  # type: ignore[no-any-return]

@@ -181,11 +181,11 @@ class NativeBackend:
         batch = self._open
         return BatchLoad() if batch is None else batch.load
 
-    def prompt_logprobs(self, tokens: Sequence[int]) -> list[float]:
+    def prompt_logprobs(self, tokens: Sequence[int], adapter: int = 0) -> list[float]:
         """See GenerationBackend."""
         ids = torch.tensor([tokens], device=self.decoder.world.device)
         places = torch.arange(len(tokens), device=ids.device)[None]
-        logprobs, _ = InferencePolicy(self.decoder)(ids, torch.ones_like(ids), places > 0)
+        logprobs, _ = InferencePolicy(self.decoder, adapter)(ids, torch.ones_like(ids), places > 0)
         return logprobs[0, 1:].tolist()  # type: ignore[no-any-return]
 
     def close(self) -> None:

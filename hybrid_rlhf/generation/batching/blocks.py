@@ -80,7 +80,8 @@ class BlockPool:
         self._free = list(range(pages - 1, 0, -1))
         self._idle: OrderedDict[Block, None] = OrderedDict()
         self._idle_pages = 0
-        self._root = _Prefix((), None, [None] * len(layout.windows))
+        self._roots: dict[int, _Prefix] = {}
+        """By the adapter that computed the keys and values."""
 
     @property
     def available_pages(self) -> int:
@@ -128,12 +129,17 @@ class BlockPool:
         """Nothing cached is found any more, as after a change of the weights."""
         for block in list(self._idle):
             self._evict(block)
-        self._root = _Prefix((), None, self._root.blocks)
+        self._roots = {}
 
-    def match(self, tokens: Sequence[int]) -> Match:
-        """The longest cached prefix; the last token is never part of it, since its hidden state is needed."""
+    def _root(self, adapter: int) -> _Prefix:
+        return self._roots.setdefault(adapter, _Prefix((), None, [None] * len(self.layout.windows)))
+
+    def match(self, tokens: Sequence[int], adapter: int = 0) -> Match:
+        """The longest cached prefix of an adapter; the last token is never part of it, since its hidden state is
+        needed."""
         needed = [math.inf if window is None else blocks_of(window - 1) for window in self.layout.windows]
-        node, path, best = self._root, list[_Prefix](), 0
+        root = node = self._root(adapter)
+        path, best = list[_Prefix](), 0
         present = [0] * len(needed)
         for start in range(0, len(tokens) - BLOCK_TOKENS, BLOCK_TOKENS):
             child = node.children.get(tuple(tokens[start : start + BLOCK_TOKENS]))
@@ -148,7 +154,7 @@ class BlockPool:
             [block if best - depth <= least else None for block, least in zip(one.blocks, needed, strict=True)]
             for depth, one in enumerate(path[:best])
         ]
-        return self._with_tail(kept, path[best - 1] if best else self._root, tokens[best * BLOCK_TOKENS : -1])
+        return self._with_tail(kept, path[best - 1] if best else root, tokens[best * BLOCK_TOKENS : -1])
 
     def _with_tail(self, blocks: list[list[Block | None]], node: _Prefix, tokens: Sequence[int]) -> Match:
         """Add what a child of the last node shares with the next tokens."""
@@ -160,11 +166,11 @@ class BlockPool:
                 found = Match(blocks, tail, same)
         return found
 
-    def index(self, tokens: Sequence[int], blocks: Sequence[Sequence[Block | None]]) -> None:
-        """Let later sequences find blocks; [i][group] holds tokens i * BLOCK_TOKENS and after."""
+    def index(self, tokens: Sequence[int], blocks: Sequence[Sequence[Block | None]], adapter: int = 0) -> None:
+        """Let later sequences of an adapter find blocks; [i][group] holds tokens i * BLOCK_TOKENS and after."""
         if not self._finds_prefixes:
             return
-        node = self._root
+        node = self._root(adapter)
         for place, held in enumerate(blocks):
             node = node.child(tokens[place * BLOCK_TOKENS : (place + 1) * BLOCK_TOKENS])
             for group, block in enumerate(held):
@@ -192,8 +198,9 @@ class BlockPool:
 class BlockTable:
     """The blocks of one sequence, in each layer group."""
 
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
+    def __init__(self, pool: BlockPool, adapter: int = 0) -> None:
+        """Args: the blocks, and the adapter that computes them; 0: none."""
+        self._pool, self._adapter = pool, adapter
         self.blocks: list[list[Block | None]] = []
         """[i][group]: of tokens i * BLOCK_TOKENS and after; none where no token to come attends to them."""
         self._first = [0] * len(pool.layout.windows)
@@ -253,7 +260,7 @@ class BlockTable:
 
     def index(self, tokens: Sequence[int]) -> None:
         """Let later sequences find the blocks of these tokens, the first of this one."""
-        self._pool.index(tokens, self.blocks[: blocks_of(len(tokens))])
+        self._pool.index(tokens, self.blocks[: blocks_of(len(tokens))], self._adapter)
 
     def set_ready(self, start: int, end: int, *, of: int) -> None:
         """Note that the step that computes tokens start to end - 1 was launched, of so many that are found as a prefix:

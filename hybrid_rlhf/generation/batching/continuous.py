@@ -286,7 +286,7 @@ class ContinuousBatch:
             return None
         self._waiting.popleft()
         row = self._new_row(request, age)
-        row.computed, copies = row.table.begin(self._pool.match(request.all_token_ids))
+        row.computed, copies = row.table.begin(self._pool.match(request.all_token_ids, request.adapter))
         self._workspace.cache.copy(copies)
         self._entering.append(row)
         while self._waiting and len(row.samples) + 1 < free_rows:
@@ -299,7 +299,7 @@ class ContinuousBatch:
         return row
 
     def _new_row(self, request: Request, age: int) -> LiveRow:
-        return LiveRow(request, age, BlockTable(self._pool), self._slots.pop())
+        return LiveRow(request, age, BlockTable(self._pool, request.adapter), self._slots.pop())
 
     def _preempt(self, row: LiveRow) -> None:
         """Take back the blocks of a row; its request waits in its old place."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from hybrid_rlhf.generation.batching.requests import Request
 from hybrid_rlhf.generation.sampling import SamplingParams
 
-_INTEGERS = ("token", "position", "drawn", "top_k", "greedy", "min_new_tokens")
+_INTEGERS = ("token", "position", "drawn", "top_k", "greedy", "min_new_tokens", "adapter")
 _FLOATS = ("divisor", "top_p", "min_p", "repetition_penalty")
 
 
@@ -63,7 +63,7 @@ class DecodeBatch:
     """Tables of S rows."""
 
     integers: Tensor
-    """[S, 6 + stop tokens] int64."""
+    """[S, 7 + stop tokens] int64."""
     floats: Tensor
     """[S, 4 + longest completion] float64."""
     seen: Tensor | None
@@ -104,9 +104,11 @@ class DecodeBatch:
         floats = np.zeros((len(requests), self.floats.shape[1]))
         for row, request in enumerate(requests):
             stop, params = sorted(request.stop), request.params
-            integers[row, :6] = _integers(request, params, has_stop_tokens=bool(stop))
+            numbers = len(_INTEGERS)
+            integers[row, :numbers] = _integers(request, params, has_stop_tokens=bool(stop))
             # Rows with fewer stop tokens repeat one of theirs.
-            integers[row, 6:] = (stop + stop[:1] * integers.shape[1])[: integers.shape[1] - 6] if stop else 0
+            stops = integers.shape[1] - numbers
+            integers[row, numbers:] = (stop + stop[:1] * stops)[:stops] if stop else 0
             floats[row, :4] = [getattr(params, name) for name in _FLOATS]
             floats[row, 4 : 4 + len(request.uniforms)] = request.uniforms
         part = slice(first, first + len(requests))
@@ -180,9 +182,14 @@ class DecodeBatch:
         return self.integers[:, 4].bool()
 
     @property
+    def adapter(self) -> Tensor:
+        """[S], the number of each row's adapter."""
+        return self.integers[:, 6]
+
+    @property
     def early_stops(self) -> tuple[Tensor, Tensor]:
         """Stop tokens [S, n], and whether they are not allowed yet [S, 1]."""
-        return self.integers[:, 6:], (self.drawn < self.integers[:, 5])[:, None]
+        return self.integers[:, len(_INTEGERS) :], (self.drawn < self.integers[:, 5])[:, None]
 
     @property
     def temperature(self) -> Tensor:
@@ -215,4 +222,4 @@ def _integers(request: Request, params: SamplingParams, *, has_stop_tokens: bool
     """A row before its next token, in the order of _INTEGERS."""
     min_new_tokens = params.min_new_tokens if has_stop_tokens else 0
     drawn = len(request.token_ids)
-    return [0, request.tokens - 1, drawn, params.top_k, int(params.greedy), min_new_tokens]
+    return [0, request.tokens - 1, drawn, params.top_k, int(params.greedy), min_new_tokens, request.adapter]

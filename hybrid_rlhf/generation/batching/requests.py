@@ -43,6 +43,8 @@ class Request:
     """Of a finished request that does: returns them, for all tokens but the last, which no layer has read."""
     begun: Completion | None = None
     """What an earlier call sampled of it."""
+    adapter: int = 0
+    """Number of its adapter; 0: none."""
     limit: TokenLimit | None = None
     """Of all requests of the call; none: each runs to its end."""
 

@@ -87,10 +87,11 @@ def prompts_of(
         tables: page tables of the cache.
         device: of the tensors.
     """
-    tokens, positions, last = list[int](), list[int](), list[int]()
+    tokens, positions, last, adapters = list[int](), list[int](), list[int](), list[int]()
     for row, start, length in chunks:
         tokens += row.request.all_token_ids[start : start + length]
         positions += range(start, start + length)
+        adapters += [row.request.adapter] * length
         if start + length == row.request.tokens:
             last.append(len(tokens) - 1)
     lists = [row.table.page_table() for row, _, _ in chunks]
@@ -106,6 +107,7 @@ def prompts_of(
         ),
         torch.tensor(tokens, device=device),
         torch.tensor(positions, device=device),
+        torch.tensor(adapters, device=device),
         torch.tensor(last, dtype=torch.long, device=device),
         torch.tensor(
             [place for place, row in enumerate(finished) for _ in (row, *row.samples)],

@@ -200,6 +200,7 @@ class Workspace:
         rows = drawing.view(0, len(drawing) - entering)
         # A CUDA graph also runs rows that have finished or are unused: they must stay within their tables.
         tokens, positions = rows.token, rows.position.clamp(max=self.capacity_tokens - 1)
+        adapters = rows.adapter if self.decoder.has_adapters else None
         decoding = None
         if batch:
             pages = self.pages[:, :batch] if drafts is None else self.pages[:, drafts.rows[: len(rows)]]
@@ -209,10 +210,11 @@ class Workspace:
         if prompts is not None:
             chunks = prompts.chunks
             tokens, positions = torch.cat([tokens, prompts.tokens]), torch.cat([positions, prompts.positions])
+            adapters = None if adapters is None else torch.cat([adapters, prompts.adapters])
         states = None if self.states is None else self.states.step(decoding, chunks)
         attend = self.attention.step(decoding, chunks)
         routes: list[Tensor] | None = None if self.cache.routes is None else []
-        hidden = self.decoder.hidden(tokens, positions, attend, states=states, routes=routes)
+        hidden = self.decoder.hidden(tokens, positions, attend, states=states, adapters=adapters, routes=routes)
         if routes:
             self.cache.write_routes(attend.places[0], routes)
         if not len(drawing):
@@ -238,6 +240,8 @@ class Prompts:
     """[T]."""
     positions: Tensor
     """[T]."""
+    adapters: Tensor
+    """[T] numbers of their adapters."""
     last: Tensor
     """Index in T of the last token of each prompt that ends in this step."""
     of_request: Tensor

@@ -9,7 +9,7 @@ rows of the vocabulary on this rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hybrid_rlhf.generation.batching.cache import CacheLayout, KVCache
+from hybrid_rlhf.generation.model.adapters import AdaptedLinear, ChosenAdapters, LowRankChange
 from hybrid_rlhf.generation.model.attention import AttentionFunction, Table
 from hybrid_rlhf.generation.model.layers import ACTIVATIONS, kernels_for
 from hybrid_rlhf.generation.model.quantised import QuantisedLinear
@@ -49,6 +50,7 @@ class Decoder:
         self._activation = ACTIVATIONS[architecture.activation]
         self.kernels = kernels_for(world.device, weights.embed.dtype)
         self._weights = weights
+        self._chosen: ChosenAdapters | None = None
         # HF multiplies by the scale in the dtype of the weights
         self._embed_scale = float(torch.tensor(architecture.embed_scale, dtype=weights.embed.dtype))
         self._input_scale = float(torch.tensor(architecture.layer_input_size**0.5, dtype=weights.embed.dtype))
@@ -96,6 +98,18 @@ class Decoder:
         return StateCache(a, a.recurrence, units=units, slots=slots, dtype=self.dtype, device=self.world.device)
 
     @property
+    def has_adapters(self) -> bool:
+        """Whether tokens may have adapters."""
+        return self._chosen is not None
+
+    def add_adapters(self, changes: Mapping[tuple[int, str], Sequence[LowRankChange]]) -> None:
+        """Let products, by layer and name, add what adapters change for the tokens that `hidden` is told."""
+        self._chosen = ChosenAdapters()
+        for (layer, name), own in changes.items():
+            weights = self._weights.layers[layer]
+            setattr(weights, name, AdaptedLinear(getattr(weights, name), own, self._chosen))
+
+    @property
     def quantisation_errors(self) -> dict[str, Tensor]:
         """[] relative error of each quantised product, by its place; {} if none is quantised."""
         return {
@@ -116,14 +130,18 @@ class Decoder:
         attend: AttentionFunction,
         *,
         states: StepStates | None = None,
+        adapters: Tensor | None = None,
         observe: Callable[[Tensor], None] | None = None,
         routes: list[Tensor] | None = None,
     ) -> Tensor:
         """Last hidden states [T, H] of tokens [T] at positions [T], before the final norm.
 
-        `states` are those of recurrent layers, if there are any. `observe`, if given, receives the states before the
-        first layer and after each; `routes` the indices [T, k] of the experts of each mixture.
+        `states` are those of recurrent layers, if there are any; `adapters` the numbers [T] of the tokens' adapters, 0
+        for none. `observe`, if given, receives the states before the first layer and after each; `routes` the indices
+        [T, k] of the experts of each mixture.
         """
+        if self._chosen is not None:
+            self._chosen.of_tokens = adapters
         x = self._embed(tokens, positions)
         if observe is not None:
             observe(x)

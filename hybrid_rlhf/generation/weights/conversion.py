@@ -21,12 +21,14 @@ from hybrid_rlhf.generation.model.attention import Attention, Chunks, DecodeRows
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.model.quantised import Quantization
 from hybrid_rlhf.generation.sampler import gather_vocabulary
+from hybrid_rlhf.generation.weights.adapters import adapter_changes
 from hybrid_rlhf.generation.weights.describe import NotDescribed, describe
 from hybrid_rlhf.generation.weights.description import ModelDescription
 from hybrid_rlhf.generation.weights.loader import WeightLoader
 from hybrid_rlhf.generation.weights.picks import Pick
 from hybrid_rlhf.models.families import has_float32_logits, unread_weights
 from hybrid_rlhf.models.head_check import LogitAgreement, agreement, probe_tokens
+from hybrid_rlhf.models.pretrained.adapters import LowRank
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.world import World
 
@@ -112,6 +114,11 @@ class InferenceWeights:
         """Whether later builds write into the weights of the first."""
         return self._loader.in_place
 
+    @property
+    def targets(self) -> Mapping[str, Sequence[tuple[str, int, Pick]]]:
+        """Which parts of inference weights each weight becomes, and how."""
+        return self._loader.targets
+
     def picks(self, name: str) -> list[Pick]:
         """What this rank takes of a weight: functions of the full weight."""
         return [pick for _, _, pick in self._loader.targets[name]]
@@ -183,6 +190,23 @@ def decoder_of(
     parameters = dict(lm.named_parameters())
     weights = plan_inference_weights(lm, parameters, world=world, dtype=dtype, quantization=quantization)
     return None if weights is None else weights.build((name, tensor, True) for name, tensor in parameters.items())
+
+
+def decoder_with_adapters(
+    lm: PreTrainedModel, adapters: Mapping[str, Mapping[str, LowRank]], *, world: World, dtype: torch.dtype
+) -> Decoder:
+    """The decoder of a model with full weights, and adapters that tokens choose by their numbers from 1 on.
+
+    Raises:
+        UserError: when the model has no inference weights, or they do not take the adapters.
+    """
+    parameters = dict(lm.named_parameters())
+    weights = plan_inference_weights(lm, parameters, world=world, dtype=dtype)
+    if weights is None:
+        raise UserError(f"adapters need inference weights, {type(lm).__name__} has none: serve merged models")
+    decoder = weights.build((name, tensor, True) for name, tensor in parameters.items())
+    decoder.add_adapters(adapter_changes(adapters, parameters, weights.targets))
+    return decoder
 
 
 def probe_logprobs(decoder: Decoder, tokens: Sequence[int]) -> Tensor:

@@ -1,21 +1,21 @@
-"""Adapters of peft folders: merged for good, or into a model that stays as it is otherwise.
+"""Adapters of peft folders: merged into a model, or as the low-rank factors of the weights that they change.
 
 Why beside `models/lora.py`: that has one adapter, which trains. Here adapters come from folders. `merge_adapter` is for
-a model that is written; with `adapter_merged` each folder gives new tensors for the weights that it adapts, and whoever
-reads the model meanwhile shares all others with the base.
+a model that is written; with `read_adapter` a model stays as it is, and whoever computes with it adds the factors
+(generation/model/adapters.py).
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel
 from peft.tuners.lora import LoraLayer
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.models.pretrained.folders import reading
@@ -37,26 +37,25 @@ def merge_adapter(lm: PreTrainedModel, folder: str) -> PreTrainedModel:
     return merged
 
 
-@contextlib.contextmanager
-def adapter_merged(model: PreTrainedModel, folder: str) -> Iterator[None]:
-    """Inside, the adapted weights of a model are new tensors with the adapter of a folder merged in.
+@dataclass(frozen=True)
+class LowRank:
+    """What an adapter adds to a weight of N outputs and K inputs: up @ down."""
 
-    Raises:
-        UserError: when the folder has no adapter of this model that can be merged.
-    """
-    modules = {model.get_submodule(name): merged for name, merged in _merged_weights(model, folder).items()}
-    kept = {module: module.weight for module in modules}
-    for module, merged in modules.items():
-        module.weight = nn.Parameter(merged, requires_grad=False)  # another object: readers keep this one
-    try:
-        yield
-    finally:
-        for module, weight in kept.items():
-            module.weight = weight
+    up: Tensor
+    """[N, r], with the adapter's scale."""
+    down: Tensor
+    """[r, K]."""
+    transposed: bool
+    """Whether the weight is stored [K, N]."""
 
 
 @torch.no_grad()
-def _merged_weights(model: PreTrainedModel, folder: str) -> dict[str, torch.Tensor]:
+def read_adapter(model: PreTrainedModel, folder: str) -> dict[str, LowRank]:
+    """The factors by the names of the weights; the model, whose weights are frozen, is the same afterwards.
+
+    Raises:
+        UserError: when the folder has no adapter of this model that consists of such factors.
+    """
     config = _adapter_config(folder)
     if not isinstance(config, LoraConfig) or config.use_dora or config.modules_to_save or config.bias != "none":
         raise UserError(
@@ -66,11 +65,8 @@ def _merged_weights(model: PreTrainedModel, folder: str) -> dict[str, torch.Tens
     model.requires_grad_(False)
     wrapped = _wrapped(model, folder, config)
     try:
-        return {
-            name: layer.get_base_layer().weight.data + layer.get_delta_weight(_NAME)
-            for name, layer in model.named_modules()
-            if isinstance(layer, LoraLayer)
-        }
+        layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, LoraLayer)]
+        return {f"{name}.weight": _factors(name, layer, folder) for name, layer in layers}
     finally:
         wrapped.unload()
 
@@ -97,3 +93,14 @@ def _wrapped(model: PreTrainedModel, folder: str, config: PeftConfig) -> PeftMod
         if faulty:
             raise ValueError(f"{len(faulty)} weights are missing or left over, for example {faulty[0]}")
     return wrapped
+
+
+def _factors(name: str, layer: LoraLayer, folder: str) -> LowRank:
+    base = layer.get_base_layer()
+    if not isinstance(base, (nn.Linear, Conv1D)) or layer.lora_bias[_NAME]:
+        raise UserError(
+            f"an adapter must change linear layers without biases of its own, {folder} changes {name} "
+            f"({type(base).__name__}): merge it into the model and serve that"
+        )
+    up, down = layer.lora_B[_NAME].weight, layer.lora_A[_NAME].weight
+    return LowRank(up * layer.scaling[_NAME], down.clone(), isinstance(base, Conv1D))

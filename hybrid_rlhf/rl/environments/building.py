@@ -1,4 +1,4 @@
-"""What runs the episodes of a config: a class with `reset` and `step`, or a program."""
+"""What runs the episodes of a config: a class with `reset` and `step`, or programs."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ def build_runner(
     """The runner of the configured environment; none without one, when a completion is one turn. Every rank calls.
 
     Raises:
-        UserError: when the environment cannot be loaded, or the chat template cannot show observations.
+        UserError: when the environment cannot be loaded, the chat template cannot show observations, or the address of
+            programs is taken.
     """
     if config is None:
         return None
-    if config.program is not None:
-        require_packages("environment.program")
+    if config.path is None:
+        require_packages("rollout.endpoint" if config.program is None else "environment.program")
         from hybrid_rlhf.rl.environments.programs import ProgramRunner, load_program  # they import those packages
 
-        program = load_program(config, world)
-        return ProgramRunner(program, config, rollout=rollout, tokenizer=tokenizer, device=world.device)
+        program = None if config.program is None else load_program(config, world)
+        return ProgramRunner(program, config, rollout=rollout, tokenizer=tokenizer, world=world)
     make = load_environment(config, world)
     assert make is not None
     return EnvironmentRunner(make, config, rollout=rollout, tokenizer=tokenizer, device=world.device)

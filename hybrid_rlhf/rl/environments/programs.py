@@ -1,13 +1,15 @@
 """Programs as environments: any that speaks OpenAI's API and is told where to find it.
 
-While a rollout is sampled, each rank that samples serves the actor on 127.0.0.1. A program runs once per episode, with
-an address of its own, whose requests are recorded (recording.py); what it returns is the episode's reward. All
-sequences of an episode have that reward, at their last tokens.
+While a rollout is sampled, each rank that samples serves the actor at `rollout.endpoint`. A program runs once per
+episode, with an address of its own, whose requests are recorded (recording.py); what it returns is the episode's
+reward. All sequences of an episode have that reward, at their last tokens. A program outside of the run takes an
+episode and reports its reward over HTTP (serving/episodes.py).
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import secrets
 import sys
@@ -18,25 +20,27 @@ from functools import partial
 from numbers import Real
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
-from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.configs.sections.rollout import EndpointConfig, RolloutConfig
 from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.sampling import SamplingParams
 from hybrid_rlhf.loop.user_code import import_named
 from hybrid_rlhf.rl.environments.calls import CallFailure, EnvironmentCalls
 from hybrid_rlhf.rl.environments.episodes import Episode, environment_row, report_failures
 from hybrid_rlhf.rl.environments.recording import EpisodeService
-from hybrid_rlhf.runtime.observability.logs import shortened
+from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME, shortened
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World, shared_user_errors
 from hybrid_rlhf.serving.app import build_app
 from hybrid_rlhf.serving.background import served_in_background
+from hybrid_rlhf.serving.episodes import EpisodeQueue
+from hybrid_rlhf.serving.server import bound_socket, url_of
 from hybrid_rlhf.serving.service import Service, UnknownEpisode
 
+logger = logging.getLogger(LOGGER_NAME)
 MODEL = "actor"
 """Name of the model that programs are given."""
 Program = Callable[..., Any]
@@ -52,22 +56,51 @@ class _Played:
     row: dict[str, Any]
     service: EpisodeService
 
+    def end(self) -> None:
+        """Answer and record no more requests."""
+        self.service.closed = True
+
 
 class ProgramRunner:
     """Runs programs against the actor."""
 
     def __init__(
         self,
-        program: Program,
+        program: Program | None,
         config: EnvironmentConfig,
         *,
         rollout: RolloutConfig,
         tokenizer: PreTrainedTokenizerBase,
-        device: torch.device,
+        world: World,
     ) -> None:
-        """Take the program and settings."""
+        """Take the program and settings, and the address. Every rank calls.
+
+        Args:
+            program: of the run; none: programs outside of it play.
+            config: limits of an episode.
+            rollout: the address, sampling and memory.
+            tokenizer: of the actor.
+            world: ranks, of which any may sample.
+
+        Raises:
+            UserError: on every rank, when any cannot take its address, or the variable of the key is not set.
+        """
         self._program, self._config, self._rollout, self._tokenizer = program, config, rollout, tokenizer
-        self._calls = EnvironmentCalls(timeout_seconds=config.timeout_seconds, device=device)
+        self._calls = EnvironmentCalls(timeout_seconds=config.timeout_seconds, device=world.device)
+        endpoint = rollout.endpoint or EndpointConfig()
+        with shared_user_errors(world):
+            key = endpoint.expanded_api_key()
+            self._host, self._port = endpoint.host, endpoint.port and endpoint.port + world.local_rank
+            if rollout.endpoint is not None:
+                with bound_socket(self._host, self._port) as free:  # a port that stays the same in all rollouts
+                    self._port = free.getsockname()[1]
+        self._api_key = secrets.token_urlsafe(24) if key is None and program is not None else key
+        if rollout.endpoint is not None:
+            urls = world.all_gather_objects(url_of(self._host, self._port))
+            if world.is_main:
+                logger.info(
+                    "rollout.endpoint: programs ask the actor at %s while a rollout is sampled", ", ".join(urls)
+                )
 
     def run(
         self,
@@ -131,26 +164,23 @@ class ProgramRunner:
                 raise UnknownEpisode(f"an episode must run to be asked, {name[:40]!r} does not: use its base_url")
             return named[name].service
 
-        key = secrets.token_urlsafe(24)
-        app = build_app(shared, api_key=key, created=int(time.time()), episodes=find)
-        with served_in_background(app) as url:
-            results = self._calls(
-                [
-                    partial(
-                        self._program,
-                        base_url=f"{url}/episodes/{name}/v1",
-                        api_key=key,
-                        model=MODEL,
-                        row=episode.row,
-                        **self._config.options,
-                    )
-                    for name, episode in named.items()
-                ]
-            )
+        queue = EpisodeQueue() if self._program is None else None
+        app = build_app(shared, api_key=self._api_key, created=int(time.time()), episodes=find, queue=queue)
+        with served_in_background(app, self._host, self._port) as url:
+            results = self._calls([self._call(queue, url, *each) for each in named.items()])
             for episode in played:
-                episode.service.closed = True
+                episode.end()
             shared.batch.close()  # requests that still run end, and then the server
         return results
+
+    def _call(self, queue: EpisodeQueue | None, url: str, name: str, played: _Played) -> Callable[[], Any]:
+        """What plays an episode and gives its reward."""
+        if queue is not None:
+            told = {"model": MODEL, "row": played.row, "options": self._config.options}
+            return partial(queue.play, name, told, played.end)
+        assert self._program is not None
+        address = {"base_url": f"{url}/episodes/{name}/v1", "api_key": self._api_key}
+        return partial(self._program, **address, model=MODEL, row=played.row, **self._config.options)
 
 
 def load_program(config: EnvironmentConfig, world: World) -> Program:
