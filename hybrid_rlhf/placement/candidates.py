@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple
 
 from hybrid_rlhf.configs.sections.placement import Placement, RolePlacement, ZeroStage
@@ -67,10 +68,10 @@ def unit_of(cluster: Cluster) -> int:
 
 def placed(job: RLJob, everywhere: Sequence[str], groups: Sequence[tuple[Sequence[str], int]], ranks: int) -> Layout:
     """A layout of roles on all ranks and groups of roles on ranges of the given sizes."""
-    found = dict.fromkeys(everywhere, tuple(range(ranks)))
+    found = dict.fromkeys(everywhere, _range(0, ranks))
     start = 0
     for names, size in sorted(groups, key=lambda group: -group[1]):
-        found |= dict.fromkeys(names, tuple(range(start, start + size)))
+        found |= dict.fromkeys(names, _range(start, start + size))
         start += size
     for role in job.roles.values():
         if role.bound_to is not None:
@@ -178,6 +179,12 @@ def all_options(job: RLJob, layout: Layout, cluster: Cluster) -> Iterator[Option
         itertools.product(*each), tensor_parallels(job, layout, cluster), lags(job, layout), offloads(job, layout)
     ):
         yield Options(tuple(shared), together, lag, *offload)
+
+
+@cache
+def _range(start: int, end: int) -> tuple[int, ...]:
+    """One object for all layouts, so that comparing them is fast."""
+    return tuple(range(start, end))
 
 
 def _partitions(names: Sequence[str]) -> Iterator[list[list[str]]]:

@@ -71,6 +71,11 @@ class StepPlan:
         return self.placement.separate_sampler
 
     @property
+    def sampling_places(self) -> list[RolePlacement]:
+        """All that sample: these ranks, and with `with_actor` the actor's beside the sampler's."""
+        return [self.sampling] + [self.roles["actor"]] * self.placement.with_actor
+
+    @property
     def sampling_groups(self) -> list[tuple[int, ...]]:
         """The tensor-parallel groups that sample; prompt i goes to group i mod their number."""
         return self.placement.sampling_groups

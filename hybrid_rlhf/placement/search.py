@@ -141,6 +141,7 @@ class Search:
         values = {name: taken for name, taken in reads.items() if name in LEARNERS}
         main = costs.exchange(1.0, kind="all_gather").seconds
         main += costs.exchange(1.0, kind="all_reduce").seconds * (1 + bool(frozen))
+        main += costs.loop().seconds
         main += sum(_busiest(plan, seconds) for seconds in (frozen, values, updates) if seconds)
         # with a lag, ranks that send no weights go on to score during a sync
         return max(main, sampling) if plan.policy_lag else main + sync_seconds + sampling

@@ -62,6 +62,7 @@ def machine(*, bandwidth: float = 1e9, latency: float = 1e-5, device: str = "cud
         copies=cost_line(1e11),
         host_link=cost_line(1e9),
         optimizer=cost_line(1e9),
+        loop=cost_line(1e7, 1e-3),
         host_optimizer=cost_line(1e8),
         collectives=exchange(1.0),
         between_hosts=exchange(10.0),
@@ -162,7 +163,7 @@ class FixedCosts:
     """Costs by role and phase, whatever the ranks, for timelines by hand."""
 
     def __init__(self, job: RLJob, seconds: Mapping[str, float], *, ranks: int, curves: MachineCurves) -> None:
-        """Take seconds of `sync`, `sample`, `read ROLE` and `train ROLE`; others take none."""
+        """Take seconds of `sync`, `sample`, `read ROLE`, `train ROLE` and `loop`; others take none."""
         self.job, self.curves, self.cluster = job, curves, Cluster(ranks, 8)
         self._seconds = seconds
 
@@ -186,6 +187,10 @@ class FixedCosts:
     def exchange(self, elements_per_token: float, *, kind: str) -> Work:
         """See Costs."""
         return Work()
+
+    def loop(self) -> Work:
+        """See Costs."""
+        return Work(self._seconds.get("loop", 0.0))
 
 
 def _learns(name: str) -> OptimizerConfig | None:
