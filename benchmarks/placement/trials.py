@@ -6,25 +6,23 @@ Fixed: PPO, GRPO and online DPO, with and without LoRA, under ZeRO 0 and 3, on 1
 six hybrids of odd and unequal groups. Random: roles on any ranks, by a seed each. A trial is two rollouts of a tiny
 model; metrics, samples and saved weights are compared with those of one rank, to 1e-5. A phase that takes four minutes
 counts as a deadlock. Several trials of as many ranks share their processes, each in a process group of its own. A call
-with the same folder resumes: it leaves out what was the same. Failures are recorded, and the next trial runs.
+resumes: it leaves out what was the same. Failures are recorded, and the next trial runs. At the end the page
+docs/benchmarks/placement_trials.md is written (trials_page.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
-import platform
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-import torch
-
+from benchmarks.placement.trials_page import SAME, TRIALS, add_record, read_records, stamped, write_page
 from tests.support.placements import (
     PlacementTrial,
     assert_same_run,
@@ -37,15 +35,6 @@ from tests.support.placements import (
 )
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
-OUTPUT = Path(__file__).parents[2] / "docs" / "benchmarks" / "placement_trials.md"
-HEAD = """# Placement trials
-
-Written by `python -m benchmarks.placement.trials`. Each trial runs two rollouts of a tiny model with their updates, and
-compares metrics, samples and saved weights with those of one rank, to 1e-5 in float32. A phase that takes four minutes
-counts as a deadlock. Fixed: PPO, GRPO and online DPO, with and without LoRA, under ZeRO 0 and 3, in all styles, and on
-eight ranks in six hybrids of odd and unequal groups. Random: roles on any ranks, by a seed each.
-"""
-SAME = "same"
 _TOGETHER = 12
 """Trials that share their processes: starting these takes as long as a trial."""
 
@@ -57,25 +46,22 @@ def main() -> None:
     parser.add_argument("--fixed", type=int, default=len(fixed_trials()), help="the first of them; 0: none")
     parser.add_argument("--most_ranks", type=int, default=8)
     parser.add_argument("--folder", type=Path, default=Path("output/placement_trials"))
-    parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument("--records", type=Path, default=TRIALS)
     options = parser.parse_args()
     trials = [trial for trial in fixed_trials()[: options.fixed] if trial.ranks <= options.most_ranks]
     trials += [random_trial(seed, most_ranks=options.most_ranks) for seed in range(options.random)]
     folder: Path = options.folder.resolve()
-    results = folder / "results.jsonl"
     workspace = _workspace(folder)
-    known = {record["trial"]: record for record in _records(results)}
-    left = [trial for trial in trials if known.get(trial.name, {}).get("result") != SAME]
+    done = {record["trial"] for record in read_records(options.records) if record["result"] == SAME}
+    left = [trial for trial in trials if trial.name not in done]
     console = _output_of_ranks_to(folder / "ranks.log")
     print(f"{len(trials)} trials, {len(trials) - len(left)} done before", file=console, flush=True)
     start = time.monotonic()
     for number, record in enumerate(_run(workspace, left), start=1):
-        known[record["trial"]] = record
-        with results.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        add_record(options.records, record)
         told = f"{number} of {len(left)} in {time.monotonic() - start:.0f} s: {_line(record)}"
         print(told, file=console, flush=True)
-    options.output.write_text("\n".join(page(trials, [known[each.name] for each in trials if each.name in known])))
+    write_page()
 
 
 def _output_of_ranks_to(file: Path) -> TextIO:
@@ -96,10 +82,6 @@ def _workspace(folder: Path) -> Path:
         tiny_tokenizer().save_pretrained(folder / "tiny")
         placement_workspace(folder / "workspace", folder / "tiny")
     return folder / "workspace"
-
-
-def _records(results: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
 
 
 def _run(workspace: Path, trials: Sequence[PlacementTrial]) -> Iterator[dict[str, Any]]:
@@ -132,48 +114,20 @@ def _together(workspace: Path, trials: Sequence[PlacementTrial]) -> Iterator[dic
 
 
 def _compared(workspace: Path, trial: PlacementTrial) -> dict[str, Any]:
-    found, expected = output_of(workspace, trial), output_of(workspace, trial.alone)
     try:
-        assert_same_run(found, expected)
+        assert_same_run(output_of(workspace, trial), output_of(workspace, trial.alone))
     except AssertionError as error:
         return _record(trial, f"differs: {error}")
-    if found != expected:
-        shutil.rmtree(found)  # a run that differs is kept
     return _record(trial, SAME)
 
 
 def _record(trial: PlacementTrial, result: str) -> dict[str, Any]:
     found = {"trial": trial.name, "algorithm": trial.algorithm, "ranks": trial.ranks, "placement": trial.placement}
-    return {**found, "extra": list(trial.extra), "result": result}
+    return {**found, "extra": list(trial.extra), "result": result, **stamped()}
 
 
 def _line(record: dict[str, Any]) -> str:
     return f"{record['trial']} ({record['algorithm']} on {record['ranks']}): {record['result']}"
-
-
-def page(trials: Sequence[PlacementTrial], records: Sequence[dict[str, Any]]) -> Iterable[str]:
-    """In Markdown: how many trials of each kind ended as on one rank, and those that did not."""
-    same = sum(record["result"] == SAME for record in records)
-    machine = f"gloo, {platform.machine()}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
-    yield HEAD
-    yield f"{len(records)} of {len(trials)} trials were run; {same} were the same as on one rank ({machine})."
-    yield ""
-    yield "| kind | ranks | trials | run | the same |"
-    yield "|---|---|---|---|---|"
-    by_kind = {(trial.name.startswith("random"), trial.ranks): trial for trial in trials}
-    for is_random, ranks in sorted(by_kind):
-        kind = "random" if is_random else "fixed"
-        wanted = [each for each in trials if (each.name.startswith("random"), each.ranks) == (is_random, ranks)]
-        names = {trial.name for trial in wanted}
-        run = [record for record in records if record["trial"] in names]
-        same = sum(record["result"] == SAME for record in run)
-        yield f"| {kind} | {ranks} | {len(wanted)} | {len(run)} | {same} |"
-    for record in records:
-        if record["result"] != SAME:
-            yield ""
-            yield f"`{record['trial']}`, {record['algorithm']} {' '.join(record['extra'])} `{record['placement']}`: "
-            yield record["result"].splitlines()[0]
-    yield ""
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from hybrid_rlhf.memory.inference_weights import inference_weight_bytes
 from hybrid_rlhf.memory.plan import Device, PhaseMemory, micro_batch
 from hybrid_rlhf.memory.shapes import BatchShape, ShapedModel
 from hybrid_rlhf.placement.job import RLJob, RoleJob
-from hybrid_rlhf.placement.plans import StepPlan
+from hybrid_rlhf.placement.plans import SAMPLER, StepPlan
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,8 @@ class MemoryModel:
         return tuple(value for use in uses for value in (use.device, use.host))
 
     def _of_class(self, plan: StepPlan, names: tuple[str, ...]) -> tuple[tuple[PhaseMemory, ...], int | None]:
-        options = (plan.policy_lag, plan.offload_frozen, plan.offload_states, plan.offload_optimizer, plan.separate)
+        options = (plan.policy_lag, plan.offload_frozen, plan.offload_states, plan.offload_optimizer)
+        options += (plan.samplers, sum(len(place.ranks) for place in plan.sampling_places))
         shares = tuple(
             (name, len(plan.roles[name].ranks), plan.roles[name].zero, plan.roles[name].tensor_parallel)
             for name in names
@@ -111,8 +112,9 @@ class MemoryModel:
         base += MemoryUse(host=route_bytes(_shapes(job.actor), job.config.rollout)[0])
         found: list[PhaseMemory] = []
         rows = None
-        if ("sampler" if plan.separate else "actor") in names:
-            generation, kept, rows = self._generation(plan, base)
+        sampler = next((name for name in plan.samplers if name in names), None)
+        if sampler is not None:
+            generation, kept, rows = self._generation(plan, sampler, base)
             found.append(generation)
             base += kept
         found += self._reads(plan, roles, base)
@@ -131,20 +133,21 @@ class MemoryModel:
         if reads:
             yield PhaseMemory("scoring", base + max(reads, key=lambda use: use.device), self._device)
 
-    def _generation(self, plan: StepPlan, base: MemoryUse) -> tuple[PhaseMemory, MemoryUse, int]:
+    def _generation(self, plan: StepPlan, sampler: str, base: MemoryUse) -> tuple[PhaseMemory, MemoryUse, int]:
         """The phase, what of it remains in other phases, and the completions decoded at once."""
         job, place = self._job, plan.sampling
         model, stage, dtype = _shapes(job.actor), plan.roles["actor"].zero, job.inference_dtype
         rollout = replace(job.config.rollout, tensor_parallel=place.tensor_parallel, async_sampling=None)
-        weights = self._inference_bytes(place.tensor_parallel, stage, in_use=plan.separate)
+        weights = self._inference_bytes(place.tensor_parallel, stage, in_use=sampler == SAMPLER)
         build = 2.0 * model.elements.largest * dtype.itemsize
-        build += BUCKET_ELEMENTS * dtype.itemsize if stage == 3 or plan.separate else 0
-        residency = plan.residency(job)["sampler" if plan.separate else "actor"]
+        build += BUCKET_ELEMENTS * dtype.itemsize if stage == 3 or sampler == SAMPLER else 0
+        residency = plan.residency(job)[sampler]
         if residency.visits("optimizer"):
             movable = self._engine(job.actor, plan).movable
             base += MemoryUse(optimizer=-movable, host=movable)
         room = self._device.device_bytes - (base + MemoryUse(inference=weights)).device
-        cache = cache_plan(model, rollout, ranks=len(place.ranks), room_bytes=room, dtype=dtype, device=job.device)
+        ranks = sum(len(each.ranks) for each in plan.sampling_places)
+        cache = cache_plan(model, rollout, ranks=ranks, room_bytes=room, dtype=dtype, device=job.device)
         run = decode_buffer_bytes(model, rollout, rows=cache.rows, dtype=dtype, device=job.device)
         need = base + MemoryUse(inference=weights, cache=cache.cache_bytes)
         need += MemoryUse(buffers=max(run, build - cache.cache_bytes))

@@ -91,8 +91,9 @@ def _sampling(costs: Costs, plan: StepPlan, step: int, place: int, *, rows_at_on
         slowest = max((work for _, work in groups), key=lambda work: work.seconds)
         mean = sum((work.seconds for _, work in groups)) / len(groups) / max(slowest.seconds, 1e-12)
         # as many ranks as would be busy all the time, so that the idle part is the same
-        busy = max(1, round(mean * len(plan.sampling.ranks)))
-        groups = [(plan.sampling.ranks[:busy], slowest)]
+        sampling = [rank for group, _ in groups for rank in group]
+        busy = max(1, round(mean * len(sampling)))
+        groups = [(tuple(sampling[:busy]), slowest)]
     for group, work in groups:
         yield Task("generation", group, work, step, (place,), lane, "actor")
 

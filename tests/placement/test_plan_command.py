@@ -177,6 +177,32 @@ def test_a_separate_sampler_holds_inference_weights_and_no_states(shape: str) ->
     assert by_rank[2]["generation"].optimizer == 0 < by_rank[0]["actor training"].optimizer
 
 
+def test_training_ranks_that_sample_need_the_memory_of_both(shape: str) -> None:
+    gib = 2.0**30
+    config = RLConfig(
+        model=ModelConfig(path=shape),
+        reward=RewardSumConfig(components=[shape]),
+        rollout=RolloutConfig(kv_cache_gib=1.0),
+    )
+    lengths = default_lengths(config, prompt_tokens=None, mean_tokens=None)
+    job = JobReader(torch.device("cuda"), Shapes())(config, lengths, overrides={})
+    roles = {name: RolePlacement((0, 1), 3) for name in ("actor", "critic")} | {"sampler": RolePlacement((2, 3))}
+    roles |= {name: RolePlacement((2,)) for name in ("reference", "model")}
+    plans = [StepPlan(Placement(roles, "separation", joins)) for joins in (False, True)]
+    apart, joint = (
+        {
+            (each.ranks, each.phase.name): each.phase.need
+            for each in MemoryModel(job, device_bytes=80 * gib)(plan).phases
+        }
+        for plan in plans
+    )
+    assert {*joint} - {*apart} == {((0, 1), "generation")}
+    both, training = joint[(0, 1), "generation"], joint[(0, 1), "actor training"]
+    assert both.inference == pytest.approx(2 * job.actor.sizes.parameters, rel=1e-4)
+    assert apart[(3,), "generation"].cache > both.cache == joint[(3,), "generation"].cache > 0 == training.cache
+    assert both.optimizer == training.optimizer > 0 == training.inference, "they are freed after each rollout"
+
+
 @pytest.mark.slow
 def test_calibrate_measures_once_and_plan_reads_it(
     shape: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

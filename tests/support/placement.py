@@ -132,10 +132,16 @@ class FlatMemory:
 
     def __call__(self, plan: StepPlan) -> PlanMemory:
         """See MemoryModel."""
-        found = []
-        for rank in sorted({rank for role in plan.roles.values() for rank in role.ranks}):
-            total = sum(self._role(plan, name) for name, role in plan.roles.items() if rank in role.ranks)
-            found.append(RankMemory((rank,), PhaseMemory("all", MemoryUse(weights=total), self._device)))
+        totals: dict[int, float] = {}
+        for name, role in plan.roles.items():
+            own = self._role(plan, name)
+            for rank in role.ranks:
+                totals[rank] = totals.get(rank, 0.0) + own
+        alike = {total: [rank for rank in totals if totals[rank] == total] for total in {*totals.values()}}
+        found = [
+            RankMemory(tuple(ranks), PhaseMemory("all", MemoryUse(weights=total), self._device))
+            for total, ranks in alike.items()
+        ]
         return PlanMemory(tuple(found), 10**6)
 
     def shares(self, plan: StepPlan, name: str) -> tuple[float, ...]:

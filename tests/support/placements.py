@@ -127,10 +127,10 @@ def launch(
 def launch_together(workspace: Path, trials: Sequence[PlacementTrial]) -> None:
     """Runs on equally many ranks, one after the other in the same processes, each in a process group of its own. Fails
     where a rank does, or a phase takes too long; runs that have finished are left out."""
-    left = [trial for trial in trials if not is_finished(output_of(workspace, trial))]
-    if left:
-        lines = [run_words(workspace, trial, output_of(workspace, trial)) for trial in left]
-        run_mains("hybrid_rlhf.cli.rl", left[0].ranks, lines)
+    runs = {output_of(workspace, trial): trial for trial in trials}  # on few ranks, seeds draw the same twice
+    lines = [run_words(workspace, trial, output) for output, trial in runs.items() if not is_finished(output)]
+    if lines:
+        run_mains("hybrid_rlhf.cli.rl", trials[0].ranks, lines)
 
 
 def output_of(workspace: Path, trial: PlacementTrial) -> Path:

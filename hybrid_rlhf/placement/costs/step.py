@@ -174,28 +174,30 @@ class Costs:
     # Weight sync and sampling
 
     def weight_sync(self, plan: StepPlan) -> Work:
-        """Filling the inference weights, and the check of them."""
+        """Filling the inference weights, and the check of them: the sampler's, the actor's, or one after the other."""
         sizes, actor, sampling, c = self.job.actor.sizes, plan.roles["actor"], plan.sampling, self.curves
         size = self.job.inference_dtype.itemsize * sizes.parameters
         span, union = self._span(actor.ranks), self._span(_union(actor.ranks, sampling.ranks))
 
         def price() -> Work:
-            copied = size / sampling.tensor_parallel
-            if not plan.separate and actor.zero < 3 and self.job.device.type == "cuda":
-                copied = 0.0  # inference weights are views
-            work = Work(c.calls.get("generation", 0.0) + c.copies(copied), 0.0)
-            if actor.zero == 3:
-                work += Work(wire=self._bucketed("all_gather", span, self._bytes * sizes.parameters))
-            if plan.separate:
-                work += Work(wire=self._transfer(sampling, span, union, size))
-            work += self._forward(sizes, PassedTokens.of_rows(1, CHECKED_TOKENS), span, actor.zero) * 2
+            check = self._forward(sizes, PassedTokens.of_rows(1, CHECKED_TOKENS), span, actor.zero) * 2
+            entered, part = Work(c.calls.get("generation", 0.0)) + check, size / sampling.tensor_parallel
+            work = Work()
+            if plan.separate:  # ranks send what they have of a weight: nothing is gathered
+                work += entered + Work(c.copies(part), self._transfer(sampling, span, union, size))
+            if not plan.separate or plan.placement.with_actor:
+                views = actor.zero < 3 and self.job.device.type == "cuda"
+                work += entered + Work(0.0 if views else c.copies(part))
+                if actor.zero == 3:
+                    work += Work(wire=self._bucketed("all_gather", span, self._bytes * sizes.parameters))
             if plan.offload_states:
                 states = 12 * sizes.trained / (span.ranks if actor.zero else 1)
                 work += Work(wire=2 * c.host_link(states))
             return work * c.factor("weight_sync")
 
         shape = (span, actor.zero, len(sampling.ranks), sampling.tensor_parallel, union.hosts)
-        return self._once(("sync", *shape, plan.separate, plan.offload_states), price)
+        kind = (plan.separate, plan.placement.with_actor, plan.offload_states)
+        return self._once(("sync", *shape, *kind), price)
 
     def _transfer(self, sampling: RolePlacement, actor: _Span, union: _Span, size: float) -> float:
         """Seconds in which each sampling rank receives its part of each weight; senders share the load."""
