@@ -25,6 +25,7 @@ from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.engines.hybrid import HybridEngine
+from hybrid_rlhf.engines.separate.joint import JointSampler
 from hybrid_rlhf.engines.separate.sampler import SeparateSampler
 from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.sampling import derive_seed
@@ -49,6 +50,8 @@ class Emulation:
     sampling: tuple[float, ...]
     """Of each group."""
     weight_sync: float
+    with_actor: bool
+    """Whether the actor's ranks sample beside a sampler's."""
     gather: float
     lengths: tuple[int, ...]
     """Tokens of each completion of the job."""
@@ -70,6 +73,7 @@ class Emulation:
             job.config.algorithm.mini_batches,
             tuple(work.seconds for work in costs.sampling(plan, rows_at_once=rows_at_once)),
             costs.weight_sync(plan).seconds,
+            plan.placement.with_actor,
             costs.exchange(1.0, kind="all_gather").seconds,
             job.lengths.completions,
             shrink,
@@ -111,6 +115,8 @@ class _Emulator:
         self._in_backward: dict[str, int] = {}
         """By role: tokens of the forward that its next backward belongs to."""
         self._syncing = False
+        # with both, one context enters those of both
+        self._samplers = [JointSampler] if emulation.with_actor else [HybridEngine, SeparateSampler]
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -121,8 +127,7 @@ class _Emulator:
                 (ModelEngine, "backward", self._backward),
                 (ModelEngine, "step", self._step),
                 (GenerationEngine, "generate", self._generate),
-                (HybridEngine, "inference", self._inference),
-                (SeparateSampler, "inference", self._inference),
+                *((owner, "inference", self._inference) for owner in self._samplers),
                 (SeparateSampler, "snapshot", self._snapshot),
                 (rollout_sampler, "gather_completions", self._gather),
             ):

@@ -1,13 +1,13 @@
 """All placements of a small family on four ranks, measured: how far is the one that the planner chooses from the best?
 
-    python -m benchmarks.placement.exhaustive --emulate [--part 1/4] [--json FILE]
-    hybrid-rlhf calibrate && python -m benchmarks.placement.exhaustive [--part 1/4] [--json FILE]
-    python -m benchmarks.placement.exhaustive --read FILE FILE
+    python -m benchmarks.placement.exhaustive --emulate
+    hybrid-rlhf calibrate && python -m benchmarks.placement.exhaustive
 
 The family: REINFORCE without a KL, so an actor, a reward model and, on ranks of its own or not, a sampler; all layouts
-that the planner looks at, none of which differ by the numbers of ranks alone, and all sizes of tensor-parallel groups,
-each role unsharded. Without --emulate small models run as they are and predictions are from the curves of this machine,
-which should be idle. --part takes every k-th placement, for short calls; --read sums up the files of all parts.
+that the planner looks at, none of which differ by the numbers of ranks alone, all sizes of tensor-parallel groups, and
+the actor's ranks as further samplers; each role unsharded. Without --emulate small models run as they are and
+predictions are from the curves of this machine, which should be idle. A call resumes: it leaves out what was measured
+(remove the records to measure again). At the end the page docs/benchmarks/placement_trials.md is written.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,21 @@ import torch
 from benchmarks.placement.emulate import emulate_plans, shown_placement
 from benchmarks.placement.runs import RunTimes, run_line, timed_line, write_inputs
 from benchmarks.placement.settings import GIB, Setting
+from benchmarks.placement.trials_page import (
+    EXHAUSTIVE,
+    add_record,
+    family_lines,
+    read_records,
+    seconds_of,
+    stamped,
+    write_page,
+)
 from hybrid_rlhf.configs.algorithms import ReinforceConfig
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.memory.shapes import Shapes
-from hybrid_rlhf.placement.candidates import Options, layouts, plan_of, tensor_parallels
+from hybrid_rlhf.placement.candidates import Options, joinings, layouts, plan_of, tensor_parallels
 from hybrid_rlhf.placement.costs import Costs
 from hybrid_rlhf.placement.job import JobReader, StepLengths
 from hybrid_rlhf.placement.machines.stored import load_curves
@@ -49,38 +59,50 @@ _PROMPT_TOKENS = 23.0
 
 
 def main() -> None:
-    """Measure the family, or read what was measured, and print how far the planner's choice is from the best."""
+    """Measure what is left of the family, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--emulate", action="store_true")
-    parser.add_argument("--part", default="1/1")
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--read", type=Path, nargs="*")
+    parser.add_argument("--records", type=Path)
     options = parser.parse_args()
-    records: list[dict[str, Any]] = [each for file in options.read or () for each in json.loads(file.read_text())]
-    if not options.read:
-        with tempfile.TemporaryDirectory() as name:
-            measure = _emulated if options.emulate else _real
-            for record in measure(Path(name), *map(int, options.part.split("/")), steps=options.steps):
-                records.append(record)
-                print(_line(record), flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(records, indent=1))
-    print(*_summary(records), sep="\n")
+    kind = "emulated" if options.emulate else "measured"
+    file: Path = options.records or EXHAUSTIVE[kind]
+    known = {_key(record) for record in read_records(file)}
+    with tempfile.TemporaryDirectory() as name:
+        search, measure = (_emulated if options.emulate else _measured)(Path(name), steps=options.steps)
+        found = family(search)
+        left = [each for each in found if _key(_described(each)) not in known]
+        print(f"{len(found)} placements, {len(found) - len(left)} measured before", flush=True)
+        start = time.monotonic()
+        for number, candidate in enumerate(left, start=1):
+            record = {**_described(candidate), **measure(candidate, found[0]), **stamped()}
+            add_record(file, record)
+            print(f"{number} of {len(left)} in {time.monotonic() - start:.0f} s: {_line(record)}", flush=True)
+    print(*family_lines(read_records(file), kind), sep="\n")
+    write_page()
 
 
 def family(search: Search) -> list[Candidate]:
-    """All placements of the family that fit."""
+    """All placements of the family that fit; flattening first."""
     job, cluster = search.costs.job, search.costs.cluster
-    plans = [
-        plan_of(layout, Options((), together, 0))
+    options = [
+        (layout, Options((), together, 0))
         for layout in layouts(job, cluster)
         for together in tensor_parallels(job, layout, cluster)
+    ]
+    plans = [
+        plan_of(layout, replace(each, with_actor=joins))
+        for layout, each in options
+        for joins in joinings(layout, cluster, each)
     ]
     return [found for found in map(search.evaluate, plans) if found.time is not None]
 
 
-def _emulated(folder: Path, part: int, parts: int, *, steps: int) -> Iterator[dict[str, Any]]:
+Measure = Callable[[Candidate, Candidate], dict[str, Any]]
+"""Seconds of a plan, given it and flattening."""
+
+
+def _emulated(folder: Path, *, steps: int) -> tuple[Search, Measure]:
     whole = EMULATED.search(folder)
     job = whole.costs.job
     config = replace(job.config, algorithm=ReinforceConfig(kl=None), critic=None)
@@ -88,36 +110,38 @@ def _emulated(folder: Path, part: int, parts: int, *, steps: int) -> Iterator[di
     job = replace(job, config=config, roles=roles)
     costs = Costs(job, whole.costs.curves, whole.costs.cluster)
     search = Search(costs, MemoryModel(job, device_bytes=whole.costs.curves.device_gib * GIB))
-    found = family(search)
-    yield from emulate_plans(
-        search, found[part - 1 :: parts], folder, steps=steps, flattening_seconds=found[0].seconds, extra=ALGORITHM
-    )
+
+    def measure(candidate: Candidate, flattened: Candidate) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory(dir=folder) as own:
+            found = emulate_plans(
+                search, [candidate], Path(own), steps=steps, flattening_seconds=flattened.seconds, extra=ALGORITHM
+            )
+            return next(iter(found))
+
+    return search, measure
 
 
-def _real(folder: Path, part: int, parts: int, *, steps: int) -> Iterator[dict[str, Any]]:
+def _measured(folder: Path, *, steps: int) -> tuple[Search, Measure]:
     curves = load_curves()
     if curves is None:
         raise UserError("predictions need curves of this machine, got none: run hybrid-rlhf calibrate")
     write_inputs(folder, prompts=REAL_ROWS * (steps + 2), **REAL_SIZES)
     whole = StepPlan(flattening(["actor", "model"], RANKS, zero={}))
-    tokens = _run(folder, "lengths", whole, steps=2).mean_tokens
+    tokens = _run(folder, whole, steps=2).mean_tokens
     config = parse_config(RLConfig, _run_line(folder, "predicted", whole, steps=steps))
     lengths = StepLengths(_PROMPT_TOKENS, (round(tokens),) * REAL_ROWS)
     job = JobReader(torch.device("cpu"), Shapes())(config, lengths, overrides={})
     search = Search(Costs(job, curves, Cluster(RANKS, RANKS)), MemoryModel(job, device_bytes=curves.device_gib * GIB))
-    for number, candidate in list(enumerate(family(search)))[part - 1 :: parts]:
-        times = _run(folder, str(number), candidate.plan, steps=steps)
-        yield {
-            "plan": candidate.plan.placement.style,
-            "placement": candidate.plan.placement_setting(),
-            "settings": candidate.plan.settings(),
-            "predicted_seconds": candidate.seconds,
-            "measured_seconds": times.step_seconds,
-        }
+
+    def measure(candidate: Candidate, flattened: Candidate) -> dict[str, Any]:
+        return {"measured_seconds": _run(folder, candidate.plan, steps=steps).step_seconds}
+
+    return search, measure
 
 
-def _run(folder: Path, name: str, plan: StepPlan, *, steps: int) -> RunTimes:
-    return run_ranks(timed_line, RANKS, folder / f"{name}_ranks", _run_line(folder, name, plan, steps=steps))[0]
+def _run(folder: Path, plan: StepPlan, *, steps: int) -> RunTimes:
+    own = tempfile.mkdtemp(dir=folder)
+    return run_ranks(timed_line, RANKS, Path(own) / "ranks", _run_line(folder, f"{own}/run", plan, steps=steps))[0]
 
 
 def _run_line(folder: Path, name: str, plan: StepPlan, *, steps: int) -> list[str]:
@@ -125,24 +149,24 @@ def _run_line(folder: Path, name: str, plan: StepPlan, *, steps: int) -> list[st
     return [*line, *ALGORITHM]
 
 
+def _described(candidate: Candidate) -> dict[str, Any]:
+    plan = candidate.plan
+    return {
+        "plan": plan.placement.style,
+        "placement": plan.placement_setting(),
+        "settings": plan.settings(),
+        "predicted_seconds": candidate.seconds,
+    }
+
+
+def _key(record: dict[str, Any]) -> str:
+    """What a record is of."""
+    return json.dumps([record["placement"], record["settings"]], sort_keys=True)
+
+
 def _line(record: dict[str, Any]) -> str:
-    seconds = _measured(record)
-    return f"predicted {record['predicted_seconds']:7.2f} s  measured {seconds:7.2f} s  {shown_placement(record)}"
-
-
-def _measured(record: dict[str, Any]) -> float:
-    return float(record.get("measured_seconds", record.get("emulated_seconds")))
-
-
-def _summary(records: Sequence[dict[str, Any]]) -> Iterable[str]:
-    """How far the plan with the least predicted time is from that with the least measured one."""
-    chosen = min(records, key=lambda each: each["predicted_seconds"])
-    ordered = sorted(records, key=_measured)
-    best, place = ordered[0], ordered.index(chosen) + 1
-    yield f"best of {len(records)}: {_line(best)}"
-    yield f"chosen:     {_line(chosen)}"
-    yield f"the chosen plan is place {place}, {_measured(chosen) / _measured(best) - 1:.1%} slower than the best"
-    yield f"the slowest: {_line(ordered[-1])}"
+    predicted, seconds = record["predicted_seconds"], seconds_of(record)
+    return f"predicted {predicted:7.2f} s  measured {seconds:7.2f} s  {shown_placement(record)}"
 
 
 if __name__ == "__main__":

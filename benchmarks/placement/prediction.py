@@ -43,7 +43,8 @@ from hybrid_rlhf.placement.report import STEP, PredictionReport, summary
 from hybrid_rlhf.placement.schedule import step_time
 from tests.support.tiny import VOCABULARY, tiny_tokenizer
 
-PHASES = ("weight_sync", "generation", "scoring", "training")
+PHASES = ("weight_sync", "generation", "scoring", "training", "other")
+"""As measured; of these, the planner's `gather` and `loop` are `other`."""
 PROMPT = "prompt {:04}"
 PROMPT_TOKENS = float(len(encode_prompt([{"role": "user", "content": PROMPT.format(1)}], tiny_tokenizer())))
 _ALL_ROWS = 10**6
@@ -208,7 +209,8 @@ def predict(line: list[str], curves: MachineCurves, case: Case, measured: dict[s
     plan = plan_of(config, case)
     time = step_time(costs, plan, rows_at_once=_ALL_ROWS)
     silent = without_communication(costs, plan, rows_at_once=_ALL_ROWS)
-    return {**time.phases, STEP: time.step_seconds, "silent": silent}
+    other = time.phases["gather"] + time.phases["loop"]
+    return {**time.phases, "other": other, STEP: time.step_seconds, "silent": silent}
 
 
 def plan_of(config: RLConfig, case: Case) -> StepPlan:

@@ -6,7 +6,8 @@ takes inside the model is measured on shapes (memory/shapes.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+import operator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,12 +40,12 @@ class MemoryUse:
     """Host memory of what is offloaded, and of recorded experts."""
 
     def __add__(self, other: MemoryUse) -> MemoryUse:
-        return MemoryUse(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+        return MemoryUse(*map(operator.add, vars(self).values(), vars(other).values()))
 
     @property
     def device(self) -> float:
         """All of it except host memory."""
-        return sum(getattr(self, f.name) for f in fields(self)) - self.host
+        return sum(vars(self).values()) - self.host
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 Roles are divided into those on all ranks and groups on disjoint ranges of consecutive ranks, the largest range first,
 so that ranges begin at hosts where sizes allow; a separate sampler is in another group than the actor. With this come
-ZeRO stages, tensor parallelism of the sampler and of frozen roles, and settings that offload. HybridFlow (arXiv
+ZeRO stages, tensor parallelism of the sampler and of frozen roles, the actor's ranks as further samplers, and settings
+that offload. HybridFlow (arXiv
 2409.19256, algorithm 1) enumerates the same set partitions, without roles on all ranks.
 """
 
@@ -12,6 +13,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple
 
 from hybrid_rlhf.configs.sections.placement import Placement, RolePlacement, ZeroStage
@@ -54,6 +56,8 @@ class Options:
     offload_frozen: bool = False
     offload_states: bool = False
     offload_optimizer: bool = False
+    with_actor: bool = False
+    """Whether the actor's ranks sample beside a sampler's."""
 
 
 def unit_of(cluster: Cluster) -> int:
@@ -67,10 +71,10 @@ def unit_of(cluster: Cluster) -> int:
 
 def placed(job: RLJob, everywhere: Sequence[str], groups: Sequence[tuple[Sequence[str], int]], ranks: int) -> Layout:
     """A layout of roles on all ranks and groups of roles on ranges of the given sizes."""
-    found = dict.fromkeys(everywhere, tuple(range(ranks)))
+    found = dict.fromkeys(everywhere, _range(0, ranks))
     start = 0
     for names, size in sorted(groups, key=lambda group: -group[1]):
-        found |= dict.fromkeys(names, tuple(range(start, start + size)))
+        found |= dict.fromkeys(names, _range(start, start + size))
         start += size
     for role in job.roles.values():
         if role.bound_to is not None:
@@ -142,6 +146,14 @@ def tensor_parallels(job: RLJob, layout: Layout, cluster: Cluster) -> list[int]:
     return _group_sizes(names.get(SAMPLER, names["actor"]), cluster, job.actor.sizes.heads)
 
 
+def joinings(layout: Layout, cluster: Cluster, options: Options) -> tuple[bool, ...]:
+    """Whether the actor's ranks may sample too: beside a sampler, without a lag, in groups of as many ranks."""
+    ranks, together = dict(layout.ranks), options.tensor_parallel
+    if SAMPLER not in ranks or options.policy_lag or together not in _group_sizes(ranks["actor"], cluster, together):
+        return (False,)
+    return (False, True)
+
+
 def lags(job: RLJob, layout: Layout) -> tuple[int, ...]:
     """Policy lags: the configured one where a separate sampler allows it."""
     return (job.config.rollout.policy_lag,) if SAMPLER in dict(layout.ranks) else (0,)
@@ -161,9 +173,10 @@ def plan_of(layout: Layout, options: Options) -> StepPlan:
     shared = dict(options.shardings)
     sampling = SAMPLER if SAMPLER in dict(layout.ranks) else "actor"
     roles = {name: RolePlacement(ranks, *shared.get(name, Sharding(0))) for name, ranks in layout.ranks}
-    roles[sampling] = replace(roles[sampling], tensor_parallel=options.tensor_parallel)
+    for name in {sampling, "actor"} if options.with_actor else {sampling}:
+        roles[name] = replace(roles[name], tensor_parallel=options.tensor_parallel)
     return StepPlan(
-        Placement(roles, layout.style),
+        Placement(roles, layout.style, options.with_actor),
         options.policy_lag,
         options.offload_frozen,
         options.offload_states,
@@ -177,7 +190,15 @@ def all_options(job: RLJob, layout: Layout, cluster: Cluster) -> Iterator[Option
     for shared, together, lag, offload in itertools.product(
         itertools.product(*each), tensor_parallels(job, layout, cluster), lags(job, layout), offloads(job, layout)
     ):
-        yield Options(tuple(shared), together, lag, *offload)
+        options = Options(tuple(shared), together, lag, *offload)
+        for joins in joinings(layout, cluster, options):
+            yield replace(options, with_actor=joins)
+
+
+@cache
+def _range(start: int, end: int) -> tuple[int, ...]:
+    """One object for all layouts, so that comparing them is fast."""
+    return tuple(range(start, end))
 
 
 def _partitions(names: Sequence[str]) -> Iterator[list[list[str]]]:

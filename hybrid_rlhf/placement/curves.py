@@ -11,8 +11,9 @@ from __future__ import annotations
 import bisect
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -21,7 +22,7 @@ import numpy.typing as npt
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rules import require
 
-FORMAT = 1
+FORMAT = 2
 """Of the file; a file of another format is refused."""
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "transfer"]
 """What ranks exchange. Bytes are those of the whole tensor: the result of an all-gather, the input of a reduce-scatter;
@@ -79,11 +80,15 @@ class Curve:
         """Seconds of each of many sizes."""
         if not self.points:
             return np.zeros_like(sizes)
-        known = np.asarray(self.points)
-        logs = np.log(np.maximum(sizes, 1e-300))
-        seconds = np.exp(np.interp(logs, np.log(known[:, 0]), np.log(known[:, 1])))
-        seconds = np.where(sizes > known[-1, 0], known[-1, 1] * sizes / known[-1, 0], seconds)
+        last, most = self.points[-1]
+        seconds = np.exp(np.interp(np.log(np.maximum(sizes, 1e-300)), *self._logs))
+        seconds = np.where(sizes > last, most * sizes / last, seconds)
         return np.where(sizes <= 0, 0.0, seconds)
+
+    @cached_property
+    def _logs(self) -> npt.NDArray[np.float64]:
+        """Of the sizes and of the seconds."""
+        return np.log(np.asarray(self.points).T)
 
 
 @dataclass(frozen=True)
@@ -99,23 +104,30 @@ class Surface:
 
     def __call__(self, first: float, second: float) -> float:
         """Seconds of one pair of sizes."""
-        return self._between(first, [curve(second) for _, curve in self.curves]) if second > 0 else 0.0
+        return float(self._between(first, lambda curve: curve(second), max)) if second > 0 else 0.0
 
     def each(self, first: float, seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Seconds of one first size and many second sizes."""
-        return np.asarray(self._between(first, [curve.each(seconds) for _, curve in self.curves]))
+        return np.asarray(self._between(first, lambda curve: curve.each(seconds), np.maximum))
 
-    def _between(self, first: float, values: list[Any]) -> Any:
-        for place in range(1, len(values)):
-            values[place] = np.maximum(values[place], values[place - 1])
-        sizes = [size for size, _ in self.curves]
+    def _between(self, first: float, value: Callable[[Curve], Any], larger: Callable[[Any, Any], Any]) -> Any:
+        """Between the curves around a first size, each at least as high as those before it."""
+        sizes = self._sizes
         place = bisect.bisect_left(sizes, first)
+        below = value(self.curves[0][1])
+        for _, curve in self.curves[1:place]:
+            below = larger(below, value(curve))
         if place == 0:
-            return values[0]
+            return below
         if place == len(sizes):
-            return values[-1] * (first / sizes[-1])
+            return below * (first / sizes[-1])
+        above = larger(below, value(self.curves[place][1]))
         share = math.log(first / sizes[place - 1]) / math.log(sizes[place] / sizes[place - 1])
-        return np.maximum(values[place - 1], 1e-300) ** (1 - share) * np.maximum(values[place], 1e-300) ** share
+        return larger(below, 1e-300) ** (1 - share) * larger(above, 1e-300) ** share
+
+    @cached_property
+    def _sizes(self) -> list[float]:
+        return [size for size, _ in self.curves]
 
 
 @dataclass(frozen=True)
@@ -166,6 +178,9 @@ class MachineCurves:
     slowdown: Curve = field(default_factory=Curve.zero)
     """By ranks of a host that compute at once: seconds of what one rank alone does in a second; without points 1. On a
     CPU, ranks share cores and memory bandwidth."""
+    loop: Curve = field(default_factory=Curve.zero)
+    """By tokens of a rollout, prompts included: what every rank does in a step outside its phases, such as advantages
+    and metrics."""
     overlap: float = 0.0
     """Part of a layer's compute time behind which ZeRO-3 hides the gather of the next layer."""
     corrections: Mapping[str, float] = field(default_factory=dict)
@@ -194,8 +209,18 @@ class MachineCurves:
         """Seconds of a collective of so many ranks on so many hosts."""
         if ranks <= 1 or size_bytes <= 0:
             return 0.0
-        surfaces = self.collectives if hosts == 1 else self.between_hosts
-        return self.factor("collective") * float(surfaces[kind](ranks, size_bytes))
+        return self.factor("collective") * self._surface(kind, hosts)(ranks, size_bytes)
+
+    def collective_each(
+        self, kind: Collective, *, ranks: int, size_bytes: npt.NDArray[np.float64], hosts: int
+    ) -> npt.NDArray[np.float64]:
+        """The same of many sizes."""
+        if ranks <= 1:
+            return np.zeros_like(size_bytes)
+        return self.factor("collective") * self._surface(kind, hosts).each(ranks, size_bytes)
+
+    def _surface(self, kind: Collective, hosts: int) -> Surface:
+        return (self.collectives if hosts == 1 else self.between_hosts)[kind]
 
     def to_json(self) -> str:
         """The file of the curves."""

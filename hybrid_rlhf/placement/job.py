@@ -10,6 +10,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -122,7 +123,7 @@ class RoleJob:
         """Whether it learns."""
         return self.optimizer is not None
 
-    @property
+    @cached_property
     def can_split(self) -> bool:
         """Whether it is frozen and has inference weights, which tensor parallelism splits."""
         return not self.is_trained and (self.model is None or family_of(self.model.lm) is not None)
@@ -137,12 +138,12 @@ class StepLengths:
     completions: tuple[int, ...]
     """Tokens of each completion, those of a prompt adjacent."""
 
-    @property
+    @cached_property
     def mean_row(self) -> float:
         """Mean tokens of prompt and completion."""
         return self.prompt_tokens + statistics.fmean(self.completions)
 
-    @property
+    @cached_property
     def mean_square(self) -> float:
         """Mean of the squared tokens of a row, which attention costs."""
         return float(np.mean((self.prompt_tokens + np.asarray(self.completions, dtype=np.float64)) ** 2))

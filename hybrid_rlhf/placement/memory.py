@@ -7,7 +7,7 @@ their rows. A separate sampler keeps its inference weights in all phases, and wi
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from hybrid_rlhf.configs.sections.placement import RolePlacement
@@ -21,7 +21,7 @@ from hybrid_rlhf.memory.inference_weights import inference_weight_bytes
 from hybrid_rlhf.memory.plan import Device, PhaseMemory, micro_batch
 from hybrid_rlhf.memory.shapes import BatchShape, ShapedModel
 from hybrid_rlhf.placement.job import RLJob, RoleJob
-from hybrid_rlhf.placement.plans import StepPlan
+from hybrid_rlhf.placement.plans import SAMPLER, StepPlan
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,21 @@ class MemoryModel:
         self._job = job
         self._device = Device(job.device, 1, device_bytes, host_bytes)
         self._engines: dict[tuple[object, ...], EngineMemory] = {}
+        self._uses: dict[tuple[object, ...], MemoryUse] = {}
+        """What engines add with a micro-batch."""
+        self._inference: dict[tuple[int, int, bool], float] = {}
+        """Bytes of the inference weights, by tensor parallelism, ZeRO stage, and whether training goes on meanwhile."""
         self._classes: dict[tuple[object, ...], tuple[tuple[PhaseMemory, ...], int | None]] = {}
 
     def __call__(self, plan: StepPlan) -> PlanMemory:
         """The memory of a plan."""
+        held: dict[int, list[str]] = defaultdict(list)
+        for name, role in plan.roles.items():
+            for rank in role.ranks:
+                held[rank].append(name)
         alike: dict[tuple[str, ...], list[int]] = defaultdict(list)
-        for rank in sorted({rank for role in plan.roles.values() for rank in role.ranks}):
-            alike[tuple(name for name, role in plan.roles.items() if rank in role.ranks)].append(rank)
+        for rank in sorted(held):
+            alike[tuple(held[rank])].append(rank)
         found: list[RankMemory] = []
         rows = None
         for names, ranks in alike.items():
@@ -83,7 +91,8 @@ class MemoryModel:
         return tuple(value for use in uses for value in (use.device, use.host))
 
     def _of_class(self, plan: StepPlan, names: tuple[str, ...]) -> tuple[tuple[PhaseMemory, ...], int | None]:
-        options = (plan.policy_lag, plan.offload_frozen, plan.offload_states, plan.offload_optimizer, plan.separate)
+        options = (plan.policy_lag, plan.offload_frozen, plan.offload_states, plan.offload_optimizer)
+        options += (plan.samplers, sum(len(place.ranks) for place in plan.sampling_places))
         shares = tuple(
             (name, len(plan.roles[name].ranks), plan.roles[name].zero, plan.roles[name].tensor_parallel)
             for name in names
@@ -103,8 +112,9 @@ class MemoryModel:
         base += MemoryUse(host=route_bytes(_shapes(job.actor), job.config.rollout)[0])
         found: list[PhaseMemory] = []
         rows = None
-        if ("sampler" if plan.separate else "actor") in names:
-            generation, kept, rows = self._generation(plan, base)
+        sampler = next((name for name in plan.samplers if name in names), None)
+        if sampler is not None:
+            generation, kept, rows = self._generation(plan, sampler, base)
             found.append(generation)
             base += kept
         found += self._reads(plan, roles, base)
@@ -123,22 +133,21 @@ class MemoryModel:
         if reads:
             yield PhaseMemory("scoring", base + max(reads, key=lambda use: use.device), self._device)
 
-    def _generation(self, plan: StepPlan, base: MemoryUse) -> tuple[PhaseMemory, MemoryUse, int]:
+    def _generation(self, plan: StepPlan, sampler: str, base: MemoryUse) -> tuple[PhaseMemory, MemoryUse, int]:
         """The phase, what of it remains in other phases, and the completions decoded at once."""
         job, place = self._job, plan.sampling
         model, stage, dtype = _shapes(job.actor), plan.roles["actor"].zero, job.inference_dtype
         rollout = replace(job.config.rollout, tensor_parallel=place.tensor_parallel, async_sampling=None)
-        weights = inference_weight_bytes(
-            model, rollout, stage=stage, dtype=dtype, device=job.device, in_use=plan.separate
-        )
+        weights = self._inference_bytes(place.tensor_parallel, stage, in_use=sampler == SAMPLER)
         build = 2.0 * model.elements.largest * dtype.itemsize
-        build += BUCKET_ELEMENTS * dtype.itemsize if stage == 3 or plan.separate else 0
-        residency = plan.residency(job)["sampler" if plan.separate else "actor"]
+        build += BUCKET_ELEMENTS * dtype.itemsize if stage == 3 or sampler == SAMPLER else 0
+        residency = plan.residency(job)[sampler]
         if residency.visits("optimizer"):
             movable = self._engine(job.actor, plan).movable
             base += MemoryUse(optimizer=-movable, host=movable)
         room = self._device.device_bytes - (base + MemoryUse(inference=weights)).device
-        cache = cache_plan(model, rollout, ranks=len(place.ranks), room_bytes=room, dtype=dtype, device=job.device)
+        ranks = sum(len(each.ranks) for each in plan.sampling_places)
+        cache = cache_plan(model, rollout, ranks=ranks, room_bytes=room, dtype=dtype, device=job.device)
         run = decode_buffer_bytes(model, rollout, rows=cache.rows, dtype=dtype, device=job.device)
         need = base + MemoryUse(inference=weights, cache=cache.cache_bytes)
         need += MemoryUse(buffers=max(run, build - cache.cache_bytes))
@@ -155,13 +164,27 @@ class MemoryModel:
         rows = min(cache.rows, int(cache.full_length_rows * longest / job.lengths.mean_row))
         return PhaseMemory("generation", need, self._device, note), kept, max(1, rows)
 
+    def _inference_bytes(self, together: int, stage: int, *, in_use: bool) -> float:
+        key, job = (together, stage, in_use), self._job
+        if key not in self._inference:
+            rollout = replace(job.config.rollout, tensor_parallel=together)
+            self._inference[key] = inference_weight_bytes(
+                _shapes(job.actor), rollout, stage=stage, dtype=job.inference_dtype, device=job.device, in_use=in_use
+            )
+        return self._inference[key]
+
     def _engine(self, role: RoleJob, plan: StepPlan) -> EngineMemory:
+        key = self._engine_key(role, plan)
+        if key not in self._engines:
+            self._engines[key] = self._built(role, plan.roles[role.name], plan.residency(self._job)[role.name])
+        return self._engines[key]
+
+    @staticmethod
+    def _engine_key(role: RoleJob, plan: StepPlan) -> tuple[object, ...]:
+        """What decides the memory of a role's engine."""
         place = plan.roles[role.name]
         settings = (plan.offloads_optimizer(role.name, role.zero), plan.offload_frozen)
-        key = (role.name, len(place.ranks), place.zero, place.tensor_parallel, *settings)
-        if key not in self._engines:
-            self._engines[key] = self._built(role, place, plan.residency(self._job)[role.name])
-        return self._engines[key]
+        return role.name, len(place.ranks), place.zero, place.tensor_parallel, *settings
 
     def _built(self, role: RoleJob, place: RolePlacement, residency: RoleResidency) -> EngineMemory:
         if not role.is_trained and place.tensor_parallel > 1:
@@ -183,14 +206,27 @@ class MemoryModel:
         return engine.with_weights_on_host() if residency.visits("weights") else engine
 
     def _training(self, role: RoleJob, plan: StepPlan) -> MemoryUse:
-        engine, batch = self._engine(role, plan), self._batch(role, plan)
+        return self._passing(role, plan, self._trained)
+
+    def _reading(self, role: RoleJob, plan: StepPlan) -> MemoryUse:
+        return self._passing(role, plan, self._read)
+
+    def _passing(
+        self, role: RoleJob, plan: StepPlan, use: Callable[[RoleJob, EngineMemory, BatchShape], MemoryUse]
+    ) -> MemoryUse:
+        """What an engine adds with its micro-batch."""
+        key = (use.__name__, *self._engine_key(role, plan), batch := self._batch(role, plan))
+        if key not in self._uses:
+            self._uses[key] = use(role, self._engine(role, plan), batch)
+        return self._uses[key]
+
+    def _trained(self, role: RoleJob, engine: EngineMemory, batch: BatchShape) -> MemoryUse:
         one, most = self._both()
         each = route_bytes(_shapes(role), self._job.config.rollout)[1] if role.name == "actor" else 0
         routes = MemoryUse(buffers=each * batch.rows * batch.length)
         return routes + _between(engine.training(one), engine.training(most), batch.rows, most.rows)
 
-    def _reading(self, role: RoleJob, plan: StepPlan) -> MemoryUse:
-        engine, batch = self._engine(role, plan), self._batch(role, plan)
+    def _read(self, role: RoleJob, engine: EngineMemory, batch: BatchShape) -> MemoryUse:
         one, most = self._both()
         return _between(engine.forward(one), engine.forward(most), batch.rows, most.rows)
 

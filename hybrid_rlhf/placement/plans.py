@@ -71,6 +71,16 @@ class StepPlan:
         return self.placement.separate_sampler
 
     @property
+    def samplers(self) -> tuple[str, ...]:
+        """Names of the roles that sample."""
+        return (SAMPLER,) + ("actor",) * self.placement.with_actor if self.separate else ("actor",)
+
+    @property
+    def sampling_places(self) -> list[RolePlacement]:
+        """All that sample: these ranks, and with `with_actor` the actor's beside the sampler's."""
+        return [self.roles[name] for name in self.samplers]
+
+    @property
     def sampling_groups(self) -> list[tuple[int, ...]]:
         """The tensor-parallel groups that sample; prompt i goes to group i mod their number."""
         return self.placement.sampling_groups
@@ -105,6 +115,7 @@ class StepPlan:
                 if name == SAMPLER or (name != "actor" and role.tensor_parallel > 1)
                 else {"zero": role.zero}
             )
+            | ({"with_actor": True} if name == SAMPLER and self.placement.with_actor else {})
             for name, role in self.roles.items()
         }
 

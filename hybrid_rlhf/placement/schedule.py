@@ -1,9 +1,10 @@
 """The tasks of RL steps under a plan, in the order of the library's loop.
 
 A step: weight sync, sampling by each tensor-parallel group, the all-gather of completions; reward models and reference
-read them, then actor and critic; the updates. A rank that holds no role of a phase goes on to its next task, and waits
-at the next collective of all ranks. With a policy lag of k the sampler's thread samples k rollouts ahead, from the
-weights of the beginning of the step at which it starts (rl/rollouts/async_sampler.py).
+read them, then actor and critic; the updates; what the loop does on every rank besides. A rank that holds no role of a
+phase goes on to its next task, and waits at the next collective of all ranks. With a policy lag of k the sampler's
+thread samples k rollouts ahead, from the weights of the beginning of the step at which it starts
+(rl/rollouts/async_sampler.py).
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from hybrid_rlhf.placement.costs import Costs, Work
 from hybrid_rlhf.placement.plans import LEARNERS, StepPlan
 from hybrid_rlhf.placement.simulation import Task, Timeline, simulate
 
-PHASES = ("weight_sync", "generation", "gather", "scoring", "training")
-"""Named as the metrics `time/*_seconds`; `gather` is a part of `time/other_seconds`."""
+PHASES = ("weight_sync", "generation", "gather", "scoring", "training", "loop")
+"""Named as the metrics `time/*_seconds`; `gather` and `loop` are `time/other_seconds`."""
 _STEADY_STEPS = 5
 """Steps after the first rollouts of an asynchronous run that are simulated; the last four are averaged."""
 _MOST_GROUPS = 16
@@ -90,8 +91,9 @@ def _sampling(costs: Costs, plan: StepPlan, step: int, place: int, *, rows_at_on
         slowest = max((work for _, work in groups), key=lambda work: work.seconds)
         mean = sum((work.seconds for _, work in groups)) / len(groups) / max(slowest.seconds, 1e-12)
         # as many ranks as would be busy all the time, so that the idle part is the same
-        busy = max(1, round(mean * len(plan.sampling.ranks)))
-        groups = [(plan.sampling.ranks[:busy], slowest)]
+        sampling = [rank for group, _ in groups for rank in group]
+        busy = max(1, round(mean * len(sampling)))
+        groups = [(tuple(sampling[:busy]), slowest)]
     for group, work in groups:
         yield Task("generation", group, work, step, (place,), lane, "actor")
 
@@ -113,3 +115,4 @@ def _reads_and_updates(costs: Costs, plan: StepPlan) -> Iterator[tuple[str, str,
     for role in learners:
         yield "training", role.name, plan.roles[role.name].ranks, costs.updates(role, plan)
     yield "training", "", everyone, Work()
+    yield "loop", "", everyone, costs.loop()

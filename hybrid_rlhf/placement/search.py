@@ -23,6 +23,7 @@ from hybrid_rlhf.placement.candidates import (
     Layout,
     Options,
     Sharding,
+    joinings,
     lags,
     layouts,
     offloads,
@@ -141,6 +142,7 @@ class Search:
         values = {name: taken for name, taken in reads.items() if name in LEARNERS}
         main = costs.exchange(1.0, kind="all_gather").seconds
         main += costs.exchange(1.0, kind="all_reduce").seconds * (1 + bool(frozen))
+        main += costs.loop().seconds
         main += sum(_busiest(plan, seconds) for seconds in (frozen, values, updates) if seconds)
         # with a lag, ranks that send no weights go on to score during a sync
         return max(main, sampling) if plan.policy_lag else main + sync_seconds + sampling
@@ -197,10 +199,15 @@ class Search:
             ]
             reads[name] = min(self._read(plan, name) for plan in plans)
             updates[name] = min(self._updates(plan, name) for plan in plans)
-        return min(
-            self._bound(plan_of(layout, Options((), size, lag, *offload)), reads, updates, 0.0)
+        known = [
+            Options((), size, lag, *offload)
             for size in tensor_parallels(self._job, layout, self._cluster)
             for lag in lags(self._job, layout)
+        ]
+        return min(
+            self._bound(plan_of(layout, replace(options, with_actor=joins)), reads, updates, 0.0)
+            for options in known
+            for joins in joinings(layout, self._cluster, options)
         )
 
     def _may_fit(self, layout: Layout, offload: tuple[bool, bool, bool]) -> bool:
@@ -235,7 +242,9 @@ class Search:
         for shared in itertools.product(*kept):
             for together in tensor_parallels(self._job, layout, self._cluster):
                 for lag in lags(self._job, layout):
-                    yield Options(tuple(shared), together, lag, *offload)
+                    options = Options(tuple(shared), together, lag, *offload)
+                    for joins in joinings(layout, self._cluster, options):
+                        yield replace(options, with_actor=joins)
 
     def _kept(
         self, layout: Layout, name: str, ranks: tuple[int, ...], offload: tuple[bool, bool, bool]
@@ -310,6 +319,8 @@ class Search:
         elif kind == 2:
             chosen = int(rng.choice(tensor_parallels(self._job, layout, self._cluster)))
             options = replace(options, tensor_parallel=chosen)
+            known_joinings = joinings(layout, self._cluster, options)
+            options = replace(options, with_actor=known_joinings[int(rng.integers(len(known_joinings)))])
         else:
             known = offloads(self._job, layout)
             offload = known[int(rng.integers(len(known)))]
@@ -333,13 +344,14 @@ class Search:
         together = tensor_parallels(self._job, layout, self._cluster)
         size = options.tensor_parallel if options.tensor_parallel in together else together[-1]
         states = options.offload_states and SAMPLER not in dict(layout.ranks)
-        return replace(
+        found = replace(
             options,
             shardings=tuple(kept.items()),
             tensor_parallel=size,
             policy_lag=lags(self._job, layout)[0],
             offload_states=states,
         )
+        return replace(found, with_actor=found.with_actor and joinings(layout, self._cluster, found)[-1])
 
 
 def _busiest(plan: StepPlan, seconds: dict[str, float]) -> float:

@@ -2,52 +2,37 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import random
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification
 
 from hybrid_rlhf.cli import rl
 from hybrid_rlhf.placement.machines.stored import save_curves
-from tests.support.ahead import save_stopping_model
 from tests.support.placement import cpu_machine
-from tests.support.ranks import run_main
-from tests.support.tiny import tiny_config, tiny_tokenizer
-
-TOLERANCE = 1e-5
-COMPARED = (
-    "loss/policy",
-    "loss/value",
-    "objective/kl",
-    "objective/scores",
-    "policy/approxkl",
-    "policy/entropy",
-    "val/explained_variance",
-    "actor/grad_norm",
-    "critic/grad_norm",
-    "lr",
-    "eval/scores",
-    "reward/judge/mean",
+from tests.support.placements import (
+    ALGORITHMS,
+    LORA,
+    TOLERANCE,
+    ZERO_3,
+    PlacementTrial,
+    assert_same_run,
+    fixed_trials,
+    launch,
+    launch_together,
+    metrics_of,
+    output_of,
+    placement_workspace,
+    random_trial,
+    weights_of,
 )
-ALGORITHMS = {
-    "ppo": "--algorithm ppo --critic.optimizer.lr 1e-2 --critic.optimizer.eps 1e-2".split(),
-    "grpo": "--algorithm grpo --algorithm.kl.coef 0.05".split(),
-    "online_dpo": "--algorithm online_dpo".split(),
-    "remax": "--algorithm remax".split(),
-}
-LORA = "--actor.lora.rank 4".split()
+
 REFRESHED = "--actor.lora.rank 4 --reference.refresh_every 1".split()
 """The reference is a model of its own that takes the actor's weights, from other ranks too."""
-ZERO_3 = "--actor.zero.stage 3".split()
 TENSOR_PARALLEL = "--rollout.tensor_parallel 2".split()
 AHEAD = (
     "--rollout.async_sampling.policy_lag 1 --algorithm.correction.method truncate --rollout.kv_cache_gib 0.1".split()
@@ -57,7 +42,6 @@ MIXED = "--actor.ema_decay 0.9 --ptx.coef 0.5 --ptx.max_length 32 --ptx.sources 
 PARTIAL = "--rollout.partial.extra_prompts 0.5 --algorithm.correction.method truncate --model.path stopping".split()
 """Completions end early by themselves, so that some are carried."""
 EPISODES = f"--environment.path {__file__}:Questions --rollout.sampling.max_new_tokens 40".split()
-MEASURED = ("time/", "perf/", "placement/")
 ADAPTS = "{style: auto, adapt: true}"
 Case = tuple[str, int, str, tuple[str, ...]]
 CASES: list[Case] = [
@@ -103,50 +87,7 @@ CASES: list[Case] = [
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
-    folder = tmp_path_factory.mktemp("placements")
-    rows = [{"prompt": f"{i}+{i % 7}?"} for i in range(40)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": f"{i} is {i}"}) + "\n" for i in range(40)))
-    (folder / "model").symlink_to(model_folder)
-    save_stopping_model(folder / "stopping")
-    torch.manual_seed(5)
-    judge = AutoModelForSequenceClassification.from_config(tiny_config(num_labels=1))
-    with torch.no_grad():
-        judge.score.weight.normal_(std=0.5)
-    judge.save_pretrained(folder / "judge")
-    tiny_tokenizer().save_pretrained(folder / "judge")
-    return folder
-
-
-def launch(
-    workspace: Path,
-    algorithm: str,
-    ranks: int,
-    placement: str,
-    extra: tuple[str, ...],
-    *,
-    output: Path | None = None,
-    module: str = "hybrid_rlhf.cli.rl",
-) -> Path:
-    """Two rollouts; the folder of the run. `module` has the main of a rank."""
-    words = [algorithm, str(ranks), placement, *extra]
-    output = output or workspace / hashlib.sha256(json.dumps(words).encode()).hexdigest()[:12]
-    line = [
-        *f"--data.sources {workspace}/rows.jsonl --data.cache_dir {workspace}/cache --data.eval_fraction 0.1".split(),
-        *f"--model.path {workspace}/model --output_dir {output} --logging.sinks [] --seed 3".split(),
-        *"--train.max_steps 2 --train.micro_batch_tokens 100 --rollout.prompts_per_step 6".split(),
-        *"--rollout.sampling.n 2 --rollout.sampling.max_new_tokens 8 --rollout.max_prompt_tokens 64".split(),
-        # with a large eps an update is proportional to the gradient, as rounding is
-        *"--algorithm.mini_batches 2 --actor.optimizer.lr 1e-2 --actor.optimizer.eps 1e-2".split(),
-        *"--logging.samples_every 1".split(),
-        *ALGORITHMS[algorithm],
-        "--reward.components",
-        f"[{{model: {workspace}/judge, name: judge}}, {{function: 'tests.support.steps:brevity', weight: 0.1}}]",
-        *(str(workspace / word) if word in ("texts.jsonl", "stopping") else word for word in extra),
-    ]
-    if not (output / "finished.json").exists():
-        run_main(module, ranks, [*line, "--placement", placement])
-    return output
+    return placement_workspace(tmp_path_factory.mktemp("placements"), model_folder)
 
 
 class Questions:
@@ -162,36 +103,6 @@ class Questions:
         return "and?", float(len(completion)), self.turns == 2
 
 
-def metrics_of(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def weights_of(run: Path) -> dict[str, torch.Tensor]:
-    names = sorted(file.parent.name for file in run.glob("*/model.safetensors"))
-    return {f"{name}.{key}": w for name in names for key, w in load_file(run / name / "model.safetensors").items()}
-
-
-def assert_same_run(found: Path, expected: Path) -> None:
-    """Metrics, samples and weights of two runs agree."""
-    compared = 0
-    for want, got in zip(metrics_of(expected), metrics_of(found), strict=True):
-        assert {key for key in want if not key.startswith(MEASURED)} == {
-            key for key in got if not key.startswith(MEASURED)
-        }
-        for key in {*COMPARED} & {*want}:
-            assert got[key] == pytest.approx(want[key], abs=TOLERANCE, rel=TOLERANCE), (want["step"], key)
-            compared += 1
-    assert compared >= 12
-    samples = [[json.loads(line)["completion"] for line in (run / "samples.jsonl").open()] for run in (expected, found)]
-    assert samples[0] == samples[1] and samples[0]
-    ours, theirs = weights_of(found), weights_of(expected)
-    assert ours.keys() == theirs.keys() and ours
-    for name, weight in theirs.items():
-        torch.testing.assert_close(
-            ours[name], weight, atol=TOLERANCE, rtol=TOLERANCE, msg=lambda text, name=name: f"{name}: {text}"
-        )
-
-
 @pytest.mark.parametrize(("algorithm", "ranks", "placement", "extra"), CASES)
 def test_a_placement_computes_what_one_rank_does(
     algorithm: str, ranks: int, placement: str, extra: tuple[str, ...], workspace: Path
@@ -201,43 +112,34 @@ def test_a_placement_computes_what_one_rank_does(
     assert_same_run(launch(workspace, algorithm, ranks, placement, extra), alone)
 
 
-def random_placement(chance: random.Random, algorithm: str, ranks: int) -> dict[str, dict[str, Any]]:
-    """Every role on some ranks, in whatever order and number; the reference and the reward model may be sharded."""
-    whole = range(ranks)
-    roles = ["actor", "reference", "judge", *(["critic"] if algorithm == "ppo" else [])]
-    placement: dict[str, dict[str, Any]] = {
-        role: {"ranks": sorted(chance.sample(whole, chance.randint(1, ranks)))} for role in roles
-    }
-    if ranks > 2 and chance.random() < 0.5:
-        mixed = chance.sample(whole, ranks)
-        cut = chance.randint(1, ranks - 1)
-        together = chance.choice([size for size in (1, 2) if cut % size == 0])
-        sampler = {"ranks": sorted(mixed[:cut]), "tensor_parallel": together}
-        placement |= {"actor": {"ranks": sorted(mixed[cut:])}, "sampler": sampler}
-    for role, keys in placement.items():
-        if role == "sampler":
-            continue
-        keys["zero"] = chance.choice((0, 3) if role in ("reference", "judge") else (0, 1, 2, 3))
-    return placement
+def assert_same_as_alone(workspace: Path, trials: Sequence[PlacementTrial]) -> None:
+    """Trials of equally many ranks run one after the other in the same processes. The watchdog of a run limits the time
+    of each phase, so a deadlock fails."""
+    for ranks in sorted({trial.ranks for trial in trials}):
+        launch_together(workspace, [trial for trial in trials if trial.ranks == ranks])
+    launch_together(workspace, [*{trial.alone: None for trial in trials}])
+    for trial in trials:
+        assert_same_run(output_of(workspace, trial), output_of(workspace, trial.alone))
 
 
-def assert_random_placements(workspace: Path, tmp_path: Path, seeds: range) -> None:
-    """The test of ranks limits the time of each run, so a deadlock fails."""
-    for seed in seeds:
-        chance = random.Random(seed)
-        algorithm, ranks = chance.choice([*ALGORITHMS]), chance.randint(2, 8)
-        placement = random_placement(chance, algorithm, ranks)
-        found = launch(workspace, algorithm, ranks, json.dumps(placement), (), output=tmp_path / str(seed))
-        assert_same_run(found, launch(workspace, algorithm, 1, "flattening", ()))
+def test_random_placements_neither_hang_nor_differ(workspace: Path) -> None:
+    assert_same_as_alone(workspace, [random_trial(seed, most_ranks=4) for seed in range(4)])
 
 
-def test_random_placements_neither_hang_nor_differ(workspace: Path, tmp_path: Path) -> None:
-    assert_random_placements(workspace, tmp_path, range(4))
+def test_trials_are_the_ones_that_are_meant() -> None:
+    fixed = fixed_trials()
+    assert len({trial.name for trial in fixed}) == len({output_of(Path(), trial) for trial in fixed}) == 192
+    assert {trial.ranks for trial in fixed} == {1, 2, 4, 8}
+    alone = {trial.alone for trial in fixed}
+    assert len(alone) == 6 and all(trial.ranks == 1 and not {*ZERO_3} & {*trial.extra} for trial in alone)
+    drawn = [random_trial(seed) for seed in range(300)]
+    assert {trial.ranks for trial in drawn} == {*range(2, 9)} and {trial.algorithm for trial in drawn} == {*ALGORITHMS}
 
 
 @pytest.mark.faults
-def test_three_hundred_random_placements_neither_hang_nor_differ(workspace: Path, tmp_path: Path) -> None:
-    assert_random_placements(workspace, tmp_path, range(300))
+def test_fixed_and_random_placements_on_up_to_eight_ranks_neither_hang_nor_differ(workspace: Path) -> None:
+    """A part; `python -m benchmarks.placement.trials` runs all of them, resumes, and writes their page."""
+    assert_same_as_alone(workspace, [*fixed_trials((8,))[::7], *(random_trial(seed) for seed in range(4, 12))])
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hybrid_rlhf.placement.costs import ATTENTION_BACKWARD, DECODE_PRODUCTS
+from hybrid_rlhf.placement.costs.passes import ATTENTION_BACKWARD, DECODE_PRODUCTS
 from hybrid_rlhf.placement.curves import MachineCurves
 from hybrid_rlhf.placement.machines.calibration import MeasuredSizes, measured_sizes
 from hybrid_rlhf.placement.machines.fitting import fit, with_models

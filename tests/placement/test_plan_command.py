@@ -219,6 +219,32 @@ def test_a_separate_sampler_holds_inference_weights_and_no_states(shape: str) ->
     assert by_rank[2]["generation"].optimizer == 0 < by_rank[0]["actor training"].optimizer
 
 
+def test_training_ranks_that_sample_need_the_memory_of_both(shape: str) -> None:
+    gib = 2.0**30
+    config = RLConfig(
+        model=ModelConfig(path=shape),
+        reward=RewardSumConfig(components=[shape]),
+        rollout=RolloutConfig(kv_cache_gib=1.0),
+    )
+    lengths = default_lengths(config, prompt_tokens=None, mean_tokens=None)
+    job = JobReader(torch.device("cuda"), Shapes())(config, lengths, overrides={})
+    roles = {name: RolePlacement((0, 1), 3) for name in ("actor", "critic")} | {"sampler": RolePlacement((2, 3))}
+    roles |= {name: RolePlacement((2,)) for name in ("reference", "model")}
+    plans = [StepPlan(Placement(roles, "separation", joins)) for joins in (False, True)]
+    apart, joint = (
+        {
+            (each.ranks, each.phase.name): each.phase.need
+            for each in MemoryModel(job, device_bytes=80 * gib)(plan).phases
+        }
+        for plan in plans
+    )
+    assert {*joint} - {*apart} == {((0, 1), "generation")}
+    both, training = joint[(0, 1), "generation"], joint[(0, 1), "actor training"]
+    assert both.inference == pytest.approx(2 * job.actor.sizes.parameters, rel=1e-4)
+    assert apart[(3,), "generation"].cache > both.cache == joint[(3,), "generation"].cache > 0 == training.cache
+    assert both.optimizer == training.optimizer > 0 == training.inference, "they are freed after each rollout"
+
+
 @pytest.mark.slow
 def test_calibrate_measures_once_and_plan_reads_it(
     shape: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -232,6 +258,7 @@ def test_calibrate_measures_once_and_plan_reads_it(
     assert curves.collective("all_reduce", ranks=2, size_bytes=2**18, hosts=1) > 1e-6
     assert curves.products["float32"](64**2, 64) > 1e-7 and curves.attention(1e6) > 1e-7
     # differences of times, which other work on the machine may hide
+    assert 1e-4 < curves.loop(1000) < 10
     assert curves.layer(4096) > 0 and curves.decode_step(2) > 0 and min(curves.calls.values()) >= 0
     main(words)
     assert "this machine is measured" in capsys.readouterr().out
@@ -249,7 +276,7 @@ def test_calibrate_measures_again_what_is_older(
     content = json.loads(path.read_text())
     path.write_text(json.dumps({**content, "key": {**content["key"], "torch": "1.0"}}))
     monkeypatch.setattr(
-        "hybrid_rlhf.placement.machines.calibration.calibrate", lambda ranks, *, quick, show: machine(bandwidth=2e9)
+        "hybrid_rlhf.placement.machines.calibration.calibrate", lambda ranks, **given: machine(bandwidth=2e9)
     )
     main(["calibrate", "--ranks", "2", "--cache_dir", str(tmp_path)])
     assert "differs in torch (1.0 instead of" in capsys.readouterr().out

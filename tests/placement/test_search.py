@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hybrid_rlhf.configs.sections.placement import PlacedRoles, resolve_placement
 from hybrid_rlhf.placement.candidates import all_options, layouts, plan_of
 from hybrid_rlhf.placement.costs import Costs
 from hybrid_rlhf.placement.curves import MachineCurves
@@ -134,6 +135,32 @@ def test_better_machines_and_shorter_completions_are_never_slower(style: str, ze
 def test_hiding_gathers_behind_compute_is_never_slower() -> None:
     taken = [seconds("flattening", machine(overlap=overlap, bandwidth=1e8)) for overlap in (0.0, 0.5, 1.0)]
     assert taken == sorted(taken, reverse=True) and taken[0] > taken[2]
+
+
+def test_training_ranks_that_sample_too_take_a_part_and_build_weights_of_their_own() -> None:
+    job = small_job()
+    costs = Costs(job, machine(), Cluster(4, 8))
+    apart = placed_at(STYLES["separation"], world=4, zero=3)
+    joint = replace(apart, placement=replace(apart.placement, with_actor=True))
+    shares = [costs.sampling(plan, rows_at_once=99) for plan in (apart, joint)]
+    assert [len(groups) for groups in shares] == [2, 4]
+    assert max(work.seconds for work in shares[1]) < max(work.seconds for work in shares[0])
+    alone = costs.weight_sync(placed_at({**STYLES["separation"], SAMPLER: (0, 1)}, world=4, zero=3))
+    whole = {name: ranks for name, ranks in STYLES["separation"].items() if name != SAMPLER}
+    own = costs.weight_sync(placed_at(whole, world=4, zero=3))
+    assert costs.weight_sync(joint).seconds == pytest.approx(costs.weight_sync(apart).seconds + own.seconds)
+    assert own.wire > 0 < alone.wire, "the actor's ranks gather ZeRO-3's parts, a sampler is sent them"
+
+
+def test_a_search_lets_training_ranks_sample_where_that_is_faster() -> None:
+    search = search_of(ranks=4, job={"lengths": StepLengths(32.0, (400,) * 16)})
+    found = {each.plan.placement.style: each.plan for each in search.run(["separation"]).ranked}["separation"]
+    assert found.placement.with_actor
+    placed = PlacedRoles(dict.fromkeys(("actor", "critic", "reference", "reward"), 0))
+    again = resolve_placement(found.placement_setting(), placed, ranks=4)
+    assert again.with_actor and again.sampling_groups == found.sampling_groups
+    lagging = search_of(ranks=4, job={"lag": 1}).run(["separation"]).ranked[0].plan
+    assert not lagging.placement.with_actor
 
 
 def test_corrections_scale_their_kind_of_work_alone() -> None:

@@ -23,6 +23,7 @@ SECONDS = {
     "read critic": 6.0,
     "train actor": 7.0,
     "train critic": 8.0,
+    "loop": 0.5,
 }
 
 
@@ -36,17 +37,17 @@ def test_flattening_runs_everything_in_turn() -> None:
     both = (0, 1)
     time = timed({"actor": both, "critic": both, "reference": both, "reward": both}, world=2)
     # the second group samples for 12 s; the first waits for 2 of them
-    assert time.step_seconds == pytest.approx(1 + 12 + 3 + 4 + 5 + 6 + 7 + 8)
+    assert time.step_seconds == pytest.approx(1 + 12 + 3 + 4 + 5 + 6 + 7 + 8 + 0.5)
     assert time.phases == pytest.approx(
-        {"weight_sync": 1, "generation": 12, "gather": 0, "scoring": 18, "training": 15}
+        {"weight_sync": 1, "generation": 12, "gather": 0, "scoring": 18, "training": 15, "loop": 0.5}
     )
     assert time.idle["generation"] == pytest.approx(2 / 24)
-    assert time.idle_part == pytest.approx(2 / (2 * 46))
+    assert time.idle_part == pytest.approx(2 / (2 * 46.5))
 
 
 def test_interleaved_roles_read_at_the_same_time() -> None:
     time = timed({"actor": (0, 1), "critic": (0, 1), "reference": (0,), "reward": (1,)}, world=2)
-    assert time.step_seconds == pytest.approx(1 + 12 + max(3, 4) + 5 + 6 + 7 + 8)
+    assert time.step_seconds == pytest.approx(1 + 12 + max(3, 4) + 5 + 6 + 7 + 8 + 0.5)
     assert time.idle["scoring"] == pytest.approx(1 / (2 * 15))
 
 
@@ -54,7 +55,7 @@ def test_a_separate_sampler_without_lag_waits_for_the_trainers_and_they_for_it()
     ranks = {"actor": (0,), "critic": (1,), "reference": (2,), "reward": (2,), "sampler": (2,)}
     time = timed(ranks, world=3)
     # actor and critic are on ranks of their own, so they read and train at the same time
-    assert time.step_seconds == pytest.approx(1 + 10 + 3 + 4 + max(5, 6) + max(7, 8))
+    assert time.step_seconds == pytest.approx(1 + 10 + 3 + 4 + max(5, 6) + max(7, 8) + 0.5)
     assert time.idle["generation"] == pytest.approx(2 / 3)
     assert time.idle["training"] == pytest.approx(1 - (7 + 8) / (3 * 8))
 
@@ -63,7 +64,8 @@ def test_a_separate_sampler_without_lag_waits_for_the_trainers_and_they_for_it()
 def test_a_lag_hides_sampling_behind_the_rest_or_the_rest_behind_sampling(sample: float, step: float) -> None:
     ranks = {"actor": (0,), "critic": (1,), "reference": (0,), "reward": (1,), "sampler": (2,)}
     # the actor sends its weights and the reference reads while the reward model reads on another rank
-    time = timed(ranks, world=3, lag=1, sample=sample, **{"read reference": 3.0, "read reward": 7.0})
+    reads = {"read reference": 3.0, "read reward": 7.0}
+    time = timed(ranks, world=3, lag=1, sample=sample, loop=0.0, **reads)
     assert time.step_seconds == pytest.approx(step)
 
 

@@ -62,6 +62,7 @@ def machine(*, bandwidth: float = 1e9, latency: float = 1e-5, device: str = "cud
         copies=cost_line(1e11),
         host_link=cost_line(1e9),
         optimizer=cost_line(1e9),
+        loop=cost_line(1e7, 1e-3),
         host_optimizer=cost_line(1e8),
         collectives=exchange(1.0),
         between_hosts=exchange(10.0),
@@ -131,10 +132,16 @@ class FlatMemory:
 
     def __call__(self, plan: StepPlan) -> PlanMemory:
         """See MemoryModel."""
-        found = []
-        for rank in sorted({rank for role in plan.roles.values() for rank in role.ranks}):
-            total = sum(self._role(plan, name) for name, role in plan.roles.items() if rank in role.ranks)
-            found.append(RankMemory((rank,), PhaseMemory("all", MemoryUse(weights=total), self._device)))
+        totals: dict[int, float] = {}
+        for name, role in plan.roles.items():
+            own = self._role(plan, name)
+            for rank in role.ranks:
+                totals[rank] = totals.get(rank, 0.0) + own
+        alike = {total: [rank for rank in totals if totals[rank] == total] for total in {*totals.values()}}
+        found = [
+            RankMemory(tuple(ranks), PhaseMemory("all", MemoryUse(weights=total), self._device))
+            for total, ranks in alike.items()
+        ]
         return PlanMemory(tuple(found), 10**6)
 
     def shares(self, plan: StepPlan, name: str) -> tuple[float, ...]:
@@ -162,7 +169,7 @@ class FixedCosts:
     """Costs by role and phase, whatever the ranks, for timelines by hand."""
 
     def __init__(self, job: RLJob, seconds: Mapping[str, float], *, ranks: int, curves: MachineCurves) -> None:
-        """Take seconds of `sync`, `sample`, `read ROLE` and `train ROLE`; others take none."""
+        """Take seconds of `sync`, `sample`, `read ROLE`, `train ROLE` and `loop`; others take none."""
         self.job, self.curves, self.cluster = job, curves, Cluster(ranks, 8)
         self._seconds = seconds
 
@@ -186,6 +193,10 @@ class FixedCosts:
     def exchange(self, elements_per_token: float, *, kind: str) -> Work:
         """See Costs."""
         return Work()
+
+    def loop(self) -> Work:
+        """See Costs."""
+        return Work(self._seconds.get("loop", 0.0))
 
 
 def _learns(name: str) -> OptimizerConfig | None:

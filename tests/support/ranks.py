@@ -6,6 +6,7 @@ instead of the eight that the imports take, and starts as clean as one of its ow
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import socket
@@ -51,34 +52,46 @@ def run_ranks(
 
 def run_main(module: str, ranks: int, line: Sequence[str]) -> None:
     """The main of a step as torchrun would start it; fails where a rank does."""
-    _start(_main, ranks, "forkserver", module, list(line))
+    run_mains(module, ranks, [line])
+
+
+def run_mains(module: str, ranks: int, lines: Sequence[Sequence[str]]) -> None:
+    """Mains of several runs, one after the other in the same processes, each in a process group of its own."""
+    ports = _free_ports(len(lines))
+    _start(_mains, ranks, "forkserver", module, [list(line) for line in lines], ports, runs=len(lines))
 
 
 def environment(ranks: int) -> dict[str, str]:
     """The variables that torchrun sets for all ranks of a new process group on this host."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     return {
         **os.environ,
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(_free_ports(1)[0]),
         "OMP_NUM_THREADS": "1",
     }
 
 
-def _start(target: Callable[..., None], ranks: int, start_method: str, *arguments: Any) -> None:
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+
+
+def _start(target: Callable[..., None], ranks: int, start_method: str, *arguments: Any, runs: int = 1) -> None:
     started = multiprocessing.start_processes(
         enter, args=(environment(ranks), target, arguments), nprocs=ranks, start_method=start_method, join=False
     )
-    deadline = time.monotonic() + _LIMIT_SECONDS
+    limit = _LIMIT_SECONDS * runs
+    deadline = time.monotonic() + limit
     while not started.join(timeout=1.0):  # whether all have ended; raises where one failed
         if time.monotonic() > deadline:
             for process in started.processes:
                 process.kill()
-            raise TimeoutError(f"ranks were not done within {_LIMIT_SECONDS} s")
+            raise TimeoutError(f"ranks were not done within {limit} s")
 
 
 def enter(rank: int, environment: Mapping[str, str], target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
@@ -99,5 +112,8 @@ def _call(rank: int, function: Callable[..., Any], folder: str, arguments: tuple
     close_world()
 
 
-def _main(rank: int, module: str, line: Sequence[str]) -> None:
-    import_module(module).main(line)
+def _mains(rank: int, module: str, lines: Sequence[Sequence[str]], ports: Sequence[int]) -> None:
+    main = import_module(module).main
+    for line, port in zip(lines, ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)  # the store of the last run may still listen at its own
+        main(line)

@@ -7,7 +7,7 @@ engines, from whose times the costs beyond primitives are fitted (fitting.py).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import psutil
@@ -41,6 +41,12 @@ class MeasuredSizes:
     batches: list[TimedBatch]
     decoded: list[int]
     """Rows of decoding steps; the last also with long prompts."""
+    prompts: list[int]
+    """Of a step of the loop."""
+
+
+LoopTimer = Callable[[World, Sequence[int]], list[tuple[float, float]]]
+"""(tokens of a rollout, seconds of a step outside its phases) for rollouts of some numbers of prompts, on one rank."""
 
 
 def default_ranks() -> int:
@@ -48,11 +54,14 @@ def default_ranks() -> int:
     return torch.cuda.device_count() or _CPU_RANKS
 
 
-def calibrate(ranks: int, *, quick: bool = False, show: Callable[[str], None] = lambda line: None) -> MachineCurves:
+def calibrate(
+    ranks: int, *, time_loop: LoopTimer, quick: bool = False, show: Callable[[str], None] = lambda line: None
+) -> MachineCurves:
     """Measure this machine.
 
     Args:
         ranks: that collectives are measured on.
+        time_loop: times the loop of RL, which is above this floor.
         quick: fewer and smaller sizes.
         show: takes a line before each part.
 
@@ -64,6 +73,8 @@ def calibrate(ranks: int, *, quick: bool = False, show: Callable[[str], None] = 
     times, sharing = run_on_ranks(_together, ranks, sizes.bytes)[0]
     show("matrix products, attention, optimizer steps, copies; small models")
     base, models = run_on_ranks(_alone, 1, sizes)[0]
+    show("the loop of RL outside its phases")
+    loop = Curve.of(run_on_ranks(time_loop, 1, sizes.prompts)[0])
     surfaces = {kind: _surface(found) for kind, found in times.items() if found}
     if ranks == 1:
         surfaces = {kind: Surface(((1.0, Curve.of([(1, _LEAST)])),)) for kind in times}
@@ -71,6 +82,7 @@ def calibrate(ranks: int, *, quick: bool = False, show: Callable[[str], None] = 
         base,
         collectives=surfaces,
         between_hosts=surfaces,
+        loop=loop,
         slowdown=Curve.of(sharing) if base.device == "cpu" else Curve.zero(),
         device_gib=_device_gib(ranks),
         ranks_per_host=ranks,
@@ -107,6 +119,7 @@ def measured_sizes(*, gpu: bool, quick: bool) -> MeasuredSizes:
         models=[*plain, replace(plain[0], vocabulary=8192), *(replace(each, zero=3) for each in plain[:2])],
         batches=batches,
         decoded=decoded,
+        prompts=[8, 64, 256],
     )
     if not quick:
         return full
@@ -121,6 +134,7 @@ def measured_sizes(*, gpu: bool, quick: bool) -> MeasuredSizes:
         models=[*full.models[:2], *full.models[-3:]],
         batches=batches[:2],
         decoded=[2],
+        prompts=[4],
     )
 
 

@@ -31,6 +31,9 @@ GRAPH_KERNEL_SECONDS = 2e-6
 """Between kernels inside a CUDA graph."""
 LINK_LATENCY_SECONDS, HOSTS_LATENCY_SECONDS = 6e-6, 15e-6
 """Of a step of a ring within a host and between hosts."""
+LOOP_SECONDS, LOOP_TOKENS_PER_SECOND = 8e-3, 4e5
+"""Of a step outside its phases; an assumption. A core of an EPYC that other work shared took 11 ms for 242 tokens, 20
+ms for 2,078, 73 ms for 8,267."""
 LAYER_KERNELS, LAYER_BACKWARD_KERNELS, DECODE_LAYER_KERNELS = 20, 35, 8
 """Kernels of a layer beyond its products and attention: forward, backward, decoding."""
 LAYER_PASSES, LAYER_BACKWARD_PASSES = 16, 24
@@ -137,6 +140,7 @@ def modelled_curves(sheet: DataSheet, *, link_gib_per_second: float | None = Non
             "generation": 5e-2,
             "completion": 5e-5,
         },
+        loop=_line(LOOP_SECONDS, LOOP_TOKENS_PER_SECOND),
         overlap=0.8,
     )
 

@@ -15,7 +15,7 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
-from hybrid_rlhf.placement.costs import ATTENTION_BACKWARD, CHECKED_TOKENS, DECODE_PRODUCTS
+from hybrid_rlhf.placement.costs.passes import ATTENTION_BACKWARD, CHECKED_TOKENS, ModelPasses, PassedTokens
 from hybrid_rlhf.placement.curves import Curve, MachineCurves
 from hybrid_rlhf.placement.machines.layers import ModelTimes, TimedBatch
 
@@ -100,12 +100,10 @@ def _with_passes(curves: MachineCurves, models: Sequence[ModelTimes]) -> Machine
 
 def _primitives(curves: MachineCurves, times: ModelTimes, batch: TimedBatch) -> dict[str, float]:
     """Seconds of a forward's products and attention."""
-    sizes, tokens, product = times.model.sizes, batch.rows * batch.length, next(iter(curves.products.values()))
-    layer = sizes.products * product(sizes.layer_weights / sizes.products, tokens)
-    operations = 2.0 * sizes.attention_width * batch.rows * batch.length**2
+    passes, passed = _passes(curves, times), PassedTokens.of_rows(batch.rows, batch.length)
     return {
-        "products": sizes.layers * layer + product(sizes.vocabulary * sizes.hidden, tokens),
-        "attention": sizes.layers * curves.attention(operations),
+        "products": times.model.layers * passes.products(passed.tokens) + passes.head(passed.head_tokens),
+        "attention": times.model.layers * passes.attention(passed.squares),
     }
 
 
@@ -166,9 +164,7 @@ def _with_decoding(curves: MachineCurves, models: Sequence[ModelTimes]) -> Machi
 
 
 def _decode_products(curves: MachineCurves, times: ModelTimes, rows: int, context: int) -> float:
-    sizes, product = times.model.sizes, next(iter(curves.decode_products.values()))
-    layer = DECODE_PRODUCTS * product(sizes.layer_weights / DECODE_PRODUCTS, rows)
-    return float(sizes.layers * layer + product(sizes.vocabulary * sizes.hidden, rows))
+    return float(_passes(curves, times).decode_products(np.asarray([float(rows)]))[0])
 
 
 def _decode_rests(times: ModelTimes, rows: int, context: int) -> dict[str, float]:
@@ -185,19 +181,19 @@ def _decode_rests(times: ModelTimes, rows: int, context: int) -> dict[str, float
 
 
 def _prefill(curves: MachineCurves, times: ModelTimes, rows: int, context: int) -> float:
-    """Seconds of the layers of a prefill, as costs.py prices them."""
-    sizes, tokens, product = times.model.sizes, rows * context, next(iter(curves.products.values()))
-    layer = DECODE_PRODUCTS * product(sizes.layer_weights / DECODE_PRODUCTS, tokens)
-    layer += curves.attention(2.0 * sizes.attention_width * tokens * context) + curves.layer(tokens * sizes.hidden)
-    return float(sizes.layers * layer)
+    """Seconds of the layers of a prefill."""
+    tokens = float(rows * context)
+    return times.model.layers * _passes(curves, times).split_layer(tokens, tokens * context)
 
 
 def _check_forward(curves: MachineCurves, times: ModelTimes) -> float:
     """Seconds of the forward that checks a weight sync."""
-    batch = TimedBatch(1, CHECKED_TOKENS)
-    sizes, primitives = times.model.sizes, _primitives(curves, times, batch)
-    layers = sizes.layers * curves.layer(CHECKED_TOKENS * sizes.hidden)
-    return curves.calls["forward"] + layers + primitives["products"] + primitives["attention"]
+    return _passes(curves, times).forward(PassedTokens.of_rows(1, CHECKED_TOKENS))
+
+
+def _passes(curves: MachineCurves, times: ModelTimes) -> ModelPasses:
+    """Of a timed model, whose weights have the first dtype of the curves."""
+    return ModelPasses(curves, times.model.sizes, next(iter(curves.products)))
 
 
 def _scale(reached: float) -> float:

@@ -10,11 +10,13 @@ import itertools
 import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
@@ -35,6 +37,7 @@ _FEW_STEPS, _MORE_STEPS = 6, 26
 """New tokens of two rollouts, whose difference is that of decoding steps alone."""
 _COLD_BYTES, _MOST_COPIES = 2**26, 64
 """Bytes of weights, and their number, that decoding products take turns with."""
+_END = "<|end|>"
 _PASSES = 3
 """Passes after a first one, of which the least time counts, as what interferes adds time."""
 
@@ -112,6 +115,20 @@ class ModelTimes:
     def mean_new_tokens(self) -> float:
         """New tokens of a row in the mean decoding step of `decode`."""
         return (_FEW_STEPS + _MORE_STEPS) / 2
+
+
+def save_timed_model(folder: Path, *, template: str) -> None:
+    """A model of two layers of 64 with a token for each byte, and a chat template."""
+    alphabet = {token: index for index, token in enumerate([_END, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    backend = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=_END, pad_token=_END)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    with quiet_transformers():
+        LlamaForCausalLM(TimedModel(2, 64, vocabulary=len(alphabet)).config).save_pretrained(folder)
 
 
 def time_model(world: World, model: TimedModel, batches: list[TimedBatch], rows: list[int]) -> ModelTimes:

@@ -1,0 +1,107 @@
+"""Writes docs/benchmarks/placement_trials.md from the records of trials.py and exhaustive.py."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.placement.emulate import shown_placement
+
+_PAGES = Path(__file__).parents[2] / "docs" / "benchmarks"
+TRIALS = _PAGES / "raw" / "placement_trials.jsonl"
+EXHAUSTIVE = {kind: _PAGES / "raw" / f"placement_exhaustive_{kind}.jsonl" for kind in ("emulated", "measured")}
+PAGE = _PAGES / "placement_trials.md"
+SAME = "same"
+_HEAD = """# Placement trials
+
+## Fixed and random placements
+
+`python -m benchmarks.placement.trials`: each trial runs two rollouts of a tiny model with their updates, and compares
+metrics, samples and saved weights with those of one rank, to 1e-5 in float32. A phase that takes four minutes counts as
+a deadlock. Fixed: PPO, GRPO and online DPO, with and without LoRA, under ZeRO 0 and 3, in all styles, and on eight
+ranks in six hybrids of odd and unequal groups. Random: roles on any ranks, by a seed each. The command resumes
+([records](raw/placement_trials.jsonl)).
+"""
+_FAMILY = """## All placements of a family
+
+`python -m benchmarks.placement.exhaustive [--emulate]`: REINFORCE without a KL on four ranks, so an actor, a reward
+model and, on ranks of its own or not, a sampler; all layouts that the planner looks at, with all sizes of
+tensor-parallel groups, each role unsharded. How far is the plan that the planner chooses from the best one? It resumes
+(records: raw/placement_exhaustive_*.jsonl).
+"""
+
+
+def read_records(file: Path) -> list[dict[str, Any]]:
+    """The records of a file; none if it does not exist."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def add_record(file: Path, record: dict[str, Any]) -> None:
+    """Append one, so that a call that is stopped loses nothing."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a") as lines:
+        lines.write(json.dumps(record) + "\n")
+
+
+def stamped() -> dict[str, str]:
+    """When and where a record was made."""
+    return {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "machine": platform.machine()}
+
+
+def write_page() -> None:
+    """The page of all records."""
+    lines = [_HEAD, *_trials(read_records(TRIALS)), _FAMILY]
+    for kind, file in EXHAUSTIVE.items():
+        records = read_records(file)
+        if records:
+            lines += [f"### {kind.capitalize()}", "", *family_lines(records, kind), ""]
+    PAGE.write_text("\n".join(lines).rstrip() + "\n")
+
+
+def _trials(records: Sequence[dict[str, Any]]) -> Iterable[str]:
+    last = {record["trial"]: record for record in records}  # one that failed may have run again
+    dates = sorted({record["date"] for record in last.values()})
+    same = sum(record["result"] == SAME for record in last.values())
+    yield f"{len(last)} trials were run until {dates[-1] if dates else 'now'}; {same} were the same as on one rank."
+    yield ""
+    yield "| kind | ranks | run | the same |"
+    yield "|---|---|---|---|"
+    kinds = {(name.startswith("random"), record["ranks"]) for name, record in last.items()}
+    for is_random, ranks in sorted(kinds):
+        run = [each for name, each in last.items() if (name.startswith("random"), each["ranks"]) == (is_random, ranks)]
+        count = sum(each["result"] == SAME for each in run)
+        yield f"| {'random' if is_random else 'fixed'} | {ranks} | {len(run)} | {count} |"
+    yield ""
+    for record in last.values():
+        if record["result"] != SAME:
+            words = " ".join([record["algorithm"], *record["extra"]])
+            yield f"- `{record['trial']}`, {words}, `{record['placement']}`: {record['result'].splitlines()[0]}"
+
+
+def family_lines(records: Sequence[dict[str, Any]], kind: str) -> Iterable[str]:
+    """How far the plan with the least predicted time is from that with the least measured one, and all plans."""
+    chosen = min(records, key=lambda each: each["predicted_seconds"])
+    ordered = sorted(records, key=seconds_of)
+    slower = seconds_of(chosen) / seconds_of(ordered[0]) - 1
+    pairs = [(a, b) for place, a in enumerate(ordered) for b in ordered[place + 1 :]]
+    right = sum(a["predicted_seconds"] <= b["predicted_seconds"] for a, b in pairs)
+    yield (
+        f"The chosen plan is place {ordered.index(chosen) + 1} of {len(records)}, {slower:.1%} slower than the best. "
+        f"Of {len(pairs)} pairs of placements {right / max(1, len(pairs)):.0%} are in the predicted order."
+    )
+    yield ""
+    yield f"| place | predicted | {kind} | placement |"
+    yield "|---|---|---|---|"
+    for place, each in enumerate(ordered, start=1):
+        yield f"| {place} | {each['predicted_seconds']:.2f} s | {seconds_of(each):.2f} s | {shown_placement(each)} |"
+
+
+def seconds_of(record: dict[str, Any]) -> float:
+    """Of a step, measured or emulated."""
+    return float(record.get("measured_seconds", record.get("emulated_seconds")))

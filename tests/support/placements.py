@@ -1,0 +1,249 @@
+"""RL runs that differ in their placement alone, and what they must have in common: scores, losses, samples, weights."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
+
+from tests.support.ahead import save_stopping_model
+from tests.support.ranks import run_mains
+from tests.support.tiny import tiny_config, tiny_tokenizer
+
+TOLERANCE = 1e-5
+COMPARED = (
+    "loss/policy",
+    "loss/value",
+    "objective/kl",
+    "objective/scores",
+    "policy/approxkl",
+    "policy/entropy",
+    "val/explained_variance",
+    "actor/grad_norm",
+    "critic/grad_norm",
+    "lr",
+    "eval/scores",
+    "reward/judge/mean",
+)
+MEASURED = ("time/", "perf/", "placement/")
+"""Beginnings of the names of metrics that depend on the machine."""
+ALGORITHMS = {
+    "ppo": "--algorithm ppo --critic.optimizer.lr 1e-2 --critic.optimizer.eps 1e-2".split(),
+    "grpo": "--algorithm grpo --algorithm.kl.coef 0.05".split(),
+    "online_dpo": "--algorithm online_dpo".split(),
+    "remax": "--algorithm remax".split(),
+}
+LORA = "--actor.lora.rank 4".split()
+ZERO_3 = "--actor.zero.stage 3".split()
+_LIMIT_SECONDS = 240
+"""Of a phase of a run, after which its ranks write their stacks and end."""
+_STYLES = ("flattening", "interleaving", "separation")
+_HYBRIDS: tuple[dict[str, str | dict[str, Any]], ...] = (
+    {"actor": "0-4", "critic": "5-7", "reference": "5-6", "judge": "7"},
+    {"actor": "0-2", "critic": "3-7", "reference": "0-6", "judge": "1-3"},
+    {"sampler": "0-2", "actor": "3-7", "critic": "0-4", "reference": "5-7", "judge": "0"},
+    {
+        "sampler": {"ranks": "0-3", "tensor_parallel": 2},
+        "actor": "4-6",
+        "critic": "7",
+        "reference": "4-7",
+        "judge": {"ranks": "0-1", "tensor_parallel": 2},
+    },
+    {"actor": "0,2,4,6", "critic": "1,3,5", "reference": "7", "judge": "1-5"},
+    {
+        "sampler": {"ranks": "5-7", "with_actor": True},
+        "actor": "0-4",
+        "critic": "2-6",
+        "reference": "0-2",
+        "judge": "3",
+    },
+)
+"""Odd and unequal groups of eight ranks."""
+
+
+@dataclass(frozen=True)
+class PlacementTrial:
+    """A run under a placement, and its twin on one rank."""
+
+    name: str
+    algorithm: str
+    ranks: int
+    placement: str
+    """As on the command line."""
+    extra: tuple[str, ...] = ()
+    """More words of the line."""
+
+    @property
+    def alone(self) -> PlacementTrial:
+        """The same run on one rank; ZeRO does not matter there."""
+        extra = self.extra[: -len(ZERO_3)] if self.extra[-len(ZERO_3) :] == tuple(ZERO_3) else self.extra
+        return PlacementTrial(" ".join(["alone", self.algorithm, *extra]), self.algorithm, 1, "flattening", extra)
+
+
+def placement_workspace(folder: Path, model: Path) -> Path:
+    """A folder with prompts, texts, a model whose completions stop, and a reward model."""
+    rows = [{"prompt": f"{i}+{i % 7}?"} for i in range(40)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": f"{i} is {i}"}) + "\n" for i in range(40)))
+    (folder / "model").symlink_to(model)
+    save_stopping_model(folder / "stopping")
+    torch.manual_seed(5)
+    judge = AutoModelForSequenceClassification.from_config(tiny_config(num_labels=1))
+    with torch.no_grad():
+        judge.score.weight.normal_(std=0.5)
+    judge.save_pretrained(folder / "judge")
+    tiny_tokenizer().save_pretrained(folder / "judge")
+    return folder
+
+
+def launch(
+    workspace: Path,
+    algorithm: str,
+    ranks: int,
+    placement: str,
+    extra: tuple[str, ...],
+    *,
+    output: Path | None = None,
+    module: str = "hybrid_rlhf.cli.rl",
+) -> Path:
+    """Two rollouts; the folder of the run. `module` has the main of a rank."""
+    trial = PlacementTrial("", algorithm, ranks, placement, extra)
+    output = output or output_of(workspace, trial)
+    if not is_finished(output):
+        run_mains(module, ranks, [run_words(workspace, trial, output)])
+    return output
+
+
+def launch_together(workspace: Path, trials: Sequence[PlacementTrial]) -> None:
+    """Runs on equally many ranks, one after the other in the same processes, each in a process group of its own. Fails
+    where a rank does, or a phase takes too long; runs that have finished are left out."""
+    runs = {output_of(workspace, trial): trial for trial in trials}  # on few ranks, seeds draw the same twice
+    lines = [run_words(workspace, trial, output) for output, trial in runs.items() if not is_finished(output)]
+    if lines:
+        run_mains("hybrid_rlhf.cli.rl", trials[0].ranks, lines)
+
+
+def output_of(workspace: Path, trial: PlacementTrial) -> Path:
+    """The folder of a run, the same for the same run."""
+    words = [trial.algorithm, str(trial.ranks), trial.placement, *trial.extra]
+    return workspace / hashlib.sha256(json.dumps(words).encode()).hexdigest()[:12]
+
+
+def is_finished(output: Path) -> bool:
+    """Whether a run has ended well."""
+    return (output / "finished.json").exists()
+
+
+def run_words(workspace: Path, trial: PlacementTrial, output: Path) -> list[str]:
+    """The command line of a run."""
+    return [
+        *f"--data.sources {workspace}/rows.jsonl --data.cache_dir {workspace}/cache --data.eval_fraction 0.1".split(),
+        *f"--model.path {workspace}/model --output_dir {output} --logging.sinks [] --seed 3".split(),
+        *"--train.max_steps 2 --train.micro_batch_tokens 100 --rollout.prompts_per_step 6".split(),
+        *"--rollout.sampling.n 2 --rollout.sampling.max_new_tokens 8 --rollout.max_prompt_tokens 64".split(),
+        # with a large eps an update is proportional to the gradient, as rounding is
+        *"--algorithm.mini_batches 2 --actor.optimizer.lr 1e-2 --actor.optimizer.eps 1e-2".split(),
+        *f"--logging.samples_every 1 --faults.phase_timeout_seconds {_LIMIT_SECONDS}".split(),
+        *ALGORITHMS[trial.algorithm],
+        "--reward.components",
+        f"[{{model: {workspace}/judge, name: judge}}, {{function: 'tests.support.steps:brevity', weight: 0.1}}]",
+        *(str(workspace / word) if word in ("texts.jsonl", "stopping") else word for word in trial.extra),
+        "--placement",
+        trial.placement,
+    ]
+
+
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights_of(run: Path) -> dict[str, torch.Tensor]:
+    """All weights that a run has saved."""
+    names = sorted(file.parent.name for file in run.glob("*/model.safetensors"))
+    return {f"{name}.{key}": w for name in names for key, w in load_file(run / name / "model.safetensors").items()}
+
+
+def assert_same_run(found: Path, expected: Path) -> None:
+    """Metrics, samples and weights of two runs agree."""
+    compared = 0
+    for want, got in zip(metrics_of(expected), metrics_of(found), strict=True):
+        assert {key for key in want if not key.startswith(MEASURED)} == {
+            key for key in got if not key.startswith(MEASURED)
+        }
+        for key in {*COMPARED} & {*want}:
+            assert got[key] == pytest.approx(want[key], abs=TOLERANCE, rel=TOLERANCE), (want["step"], key)
+            compared += 1
+    assert compared >= 12
+    samples = [[json.loads(line)["completion"] for line in (run / "samples.jsonl").open()] for run in (expected, found)]
+    assert samples[0] == samples[1] and samples[0]
+    ours, theirs = weights_of(found), weights_of(expected)
+    assert ours.keys() == theirs.keys() and ours
+    for name, weight in theirs.items():
+        torch.testing.assert_close(
+            ours[name], weight, atol=TOLERANCE, rtol=TOLERANCE, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def random_trial(seed: int, *, most_ranks: int = 8) -> PlacementTrial:
+    """Every role on some ranks, in whatever order and number; the reference and the reward model may be sharded."""
+    chance = random.Random(seed)
+    algorithm, ranks = chance.choice([*ALGORITHMS]), chance.randint(2, 8)
+    if ranks > most_ranks:
+        ranks = chance.randint(2, most_ranks)
+    placement = json.dumps(_random_placement(chance, algorithm, ranks))
+    return PlacementTrial(f"random {seed}", algorithm, ranks, placement)
+
+
+def fixed_trials(sizes: Iterable[int] = (1, 2, 4, 8)) -> list[PlacementTrial]:
+    """PPO, GRPO and online DPO, with and without LoRA, under ZeRO 0 and 3, on so many ranks: the three styles, and on
+    eight ranks six hybrids."""
+    found = []
+    for algorithm, extra, ranks in itertools.product(
+        ("ppo", "grpo", "online_dpo"), ((), tuple(LORA), tuple(ZERO_3), (*LORA, *ZERO_3)), sizes
+    ):
+        placements = {style: style for style in (_STYLES[:1] if ranks == 1 else _STYLES)}
+        if ranks == 8:
+            missing = {"critic"} if algorithm != "ppo" else set()
+            missing |= {"reference"} if {*LORA} <= {*extra} else set()  # it is the actor without its adapters
+            placements |= {
+                f"hybrid {number}": json.dumps({name: _keys(of) for name, of in roles.items() if name not in missing})
+                for number, roles in enumerate(_HYBRIDS, start=1)
+            }
+        for shown, placement in placements.items():
+            words = [algorithm, *(word.lstrip("-") for word in extra), f"on {ranks}", shown]
+            found.append(PlacementTrial(" ".join(words), algorithm, ranks, placement, extra))
+    return found
+
+
+def _keys(place: str | dict[str, Any]) -> dict[str, Any]:
+    return {"ranks": place} if isinstance(place, str) else place
+
+
+def _random_placement(chance: random.Random, algorithm: str, ranks: int) -> dict[str, dict[str, Any]]:
+    whole = range(ranks)
+    roles = ["actor", "reference", "judge", *(["critic"] if algorithm == "ppo" else [])]
+    placement: dict[str, dict[str, Any]] = {
+        role: {"ranks": sorted(chance.sample(whole, chance.randint(1, ranks)))} for role in roles
+    }
+    if ranks > 2 and chance.random() < 0.5:
+        mixed = chance.sample(whole, ranks)
+        cut = chance.randint(1, ranks - 1)
+        together = chance.choice([size for size in (1, 2) if cut % size == 0])
+        sampler = {"ranks": sorted(mixed[:cut]), "tensor_parallel": together}
+        placement |= {"actor": {"ranks": sorted(mixed[cut:])}, "sampler": sampler}
+    for role, keys in placement.items():
+        if role == "sampler":
+            continue
+        keys["zero"] = chance.choice((0, 3) if role in ("reference", "judge") else (0, 1, 2, 3))
+    return placement
