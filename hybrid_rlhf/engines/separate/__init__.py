@@ -3,6 +3,6 @@ frozen roles under tensor parallelism.
 
 Read `intervals.py` (parts of a flattened weight), `layout.py` (what the actor's ranks hold and the sampler's need),
 `routes.py` (which rank sends which part to which), `transfer.py` (buckets and checksums), `received.py` (parts to full
-weights, adapters merged), then `sampler.py` (the sampler itself). `reader.py` is a frozen
-role.
+weights, adapters merged), `plane.py` (when they travel), then `sampler.py` (the sampler itself). `reader.py` is a
+frozen role.
 """

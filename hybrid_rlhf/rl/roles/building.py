@@ -113,7 +113,8 @@ class _Builder:
         if not placement.separate_sampler:
             return None
         both = sorted({*placement["actor"].ranks, *placement.sampler.ranks})
-        union, trained = self._run.world.part(both), actor if isinstance(actor, HybridEngine) else None
+        union = self._run.world.part(both, own=True)  # weights may travel while other groups compute
+        trained = actor if isinstance(actor, HybridEngine) else None
         with shared_user_errors(self._run.world):
             separate = SeparateSampler(
                 trained,

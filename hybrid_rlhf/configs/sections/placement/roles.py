@@ -105,11 +105,9 @@ class Placement:
         return [group for role in roles for group in role.groups]
 
     def groups(self) -> list[tuple[int, ...]]:
-        """Ranks of all process groups that a run of this placement needs."""
+        """Ranks of the process groups that a run of this placement needs, without those of threads."""
         groups = [*(role.ranks for role in self.roles.values())]
         groups += [group for role in self.roles.values() if role.tensor_parallel > 1 for group in role.groups]
-        if self.separate_sampler:
-            groups.append(tuple(sorted({*self["actor"].ranks, *self.sampler.ranks})))
         return sorted(set(groups))
 
     def table(self) -> list[str]:
