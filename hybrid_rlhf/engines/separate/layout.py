@@ -67,7 +67,7 @@ class TrainedModel:
     weights: tuple[SentWeight, ...]
     dtype: torch.dtype
     stop_token_ids: tuple[int, ...]
-    """The model's own."""
+    """The model's own; () for one that does not generate."""
 
     @classmethod
     def of(cls, lm: PreTrainedModel, describe: DescribeModel = DescribedModel.of) -> TrainedModel:
@@ -78,7 +78,8 @@ class TrainedModel:
         """
         described = describe(lm, [name for name, _ in base_parameters(lm)])
         weights = tuple(weight for weight, _ in _sent_weights(lm) if weight.base.name not in described.unread)
-        return cls(described, weights, next(lm.parameters()).dtype, default_stop_token_ids(lm))
+        stop_token_ids = default_stop_token_ids(lm) if lm.can_generate() else ()
+        return cls(described, weights, next(lm.parameters()).dtype, stop_token_ids)
 
 
 class HeldWeights:
