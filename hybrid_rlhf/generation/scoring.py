@@ -129,14 +129,14 @@ def inference_policy(lm: PreTrainedModel, *, world: World) -> InferencePolicy:
 
 def inference_scorer(lm: PreTrainedModel, *, world: World) -> InferenceScorer:
     """The same of a sequence classifier with a score per token."""
-    found = InferenceScorer(_decoder(lm, _described_scorer, world))
+    found = InferenceScorer(_decoder(lm, described_scorer, world))
     ids = torch.tensor([probe_tokens(lm.config.vocab_size)])
     own = ids.to(world.device)
     _check(lm, found(own, own >= 0)[0], lambda: Scorer(lm)(ids.to(lm.device), ids >= 0)[0], world)
     return found
 
 
-def _described_scorer(lm: PreTrainedModel, parameters: Iterable[str]) -> DescribedModel:
+def described_scorer(lm: PreTrainedModel, parameters: Iterable[str]) -> DescribedModel:
     """A classifier: its head computes in the dtype of the weights, and nothing follows it."""
     found = DescribedModel.of(lm, parameters)
     plain = replace(found.architecture, logit_scale=1.0, final_softcap=None)

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from hybrid_rlhf.configs.sections.placement import RolePlacement
+from hybrid_rlhf.configs.sections.placement import CRITIC_COPY, RolePlacement
 from hybrid_rlhf.configs.sections.training import ZeroConfig
 from hybrid_rlhf.engines.ds_config import deepspeed_config
 from hybrid_rlhf.engines.hybrid import BUCKET_ELEMENTS
@@ -92,7 +92,7 @@ class MemoryModel:
 
     def _of_class(self, plan: StepPlan, names: tuple[str, ...]) -> tuple[tuple[PhaseMemory, ...], int | None]:
         options = (plan.policy_lag, plan.offload_frozen, plan.offload_states, plan.offload_optimizer)
-        options += (plan.samplers, sum(len(place.ranks) for place in plan.sampling_places))
+        options += (plan.samplers, sum(len(place.ranks) for place in plan.sampling_places), CRITIC_COPY in plan.roles)
         shares = tuple(
             (name, len(plan.roles[name].ranks), plan.roles[name].zero, plan.roles[name].tensor_parallel)
             for name in names
@@ -105,6 +105,8 @@ class MemoryModel:
     def _phases(self, plan: StepPlan, names: tuple[str, ...]) -> tuple[tuple[PhaseMemory, ...], int | None]:
         job = self._job
         roles = [job.roles[name] for name in names if name in job.roles]
+        if CRITIC_COPY in names:
+            roles.append(replace(job.roles["critic"], name=CRITIC_COPY, optimizer=None, bound_to=None))
         base = sum((self._engine(role, plan).held for role in roles), MemoryUse())
         if "actor" in names and job.config.actor.ema_decay:
             actor = plan.roles["actor"]
@@ -125,13 +127,15 @@ class MemoryModel:
         return tuple(found) or (PhaseMemory("idle", base, self._device),), rows
 
     def _reads(self, plan: StepPlan, roles: list[RoleJob], base: MemoryUse) -> Iterator[PhaseMemory]:
-        reads = [
-            self._reading(role, plan)
-            for role in roles
-            if role.name != "actor" or self._job.actor_reads(lag=plan.policy_lag)
-        ]
+        reads = [self._reading(role, plan) for role in roles if self._reads_rows(role, plan)]
         if reads:
             yield PhaseMemory("scoring", base + max(reads, key=lambda use: use.device), self._device)
+
+    def _reads_rows(self, role: RoleJob, plan: StepPlan) -> bool:
+        """Whether a role reads completions before the updates."""
+        if role.name == "actor":
+            return bool(self._job.actor_reads(lag=plan.policy_lag))
+        return role.name != "critic" or CRITIC_COPY not in plan.roles
 
     def _generation(self, plan: StepPlan, sampler: str, base: MemoryUse) -> tuple[PhaseMemory, MemoryUse, int]:
         """The phase, what of it remains in other phases, and the completions decoded at once."""
@@ -187,7 +191,7 @@ class MemoryModel:
         return role.name, len(place.ranks), place.zero, place.tensor_parallel, *settings
 
     def _built(self, role: RoleJob, place: RolePlacement, residency: RoleResidency) -> EngineMemory:
-        if not role.is_trained and place.tensor_parallel > 1:
+        if not role.is_trained and (place.tensor_parallel > 1 or role.name == CRITIC_COPY):
             return split_memory(_shapes(role), dtype=self._job.dtype, ranks=place.tensor_parallel)
         config = residency.frozen_zero(place.zero)
         if role.is_trained:

@@ -1,4 +1,4 @@
-"""Calls in background threads, and the delay before a failed call is retried.
+"""Calls in background threads, their CUDA stream, and the delay before a failed call is retried.
 
 An executor is not suitable: its threads keep the process alive, and user code may hang.
 """
@@ -9,7 +9,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 import torch
@@ -61,6 +61,35 @@ class BackgroundCall(Generic[T]):
             self._value = self._call()
         except BaseException as error:  # noqa: BLE001 - raised again by result
             self._error = error
+
+
+class SideStream:
+    """A CUDA stream for the work of a thread beside the main one; nothing on a CPU.
+
+    One for all calls of an owner, because freed memory is reused only in its own stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+
+    def position(self) -> torch.cuda.Event | None:
+        """Event after which all work is done that is queued now; none on a CPU."""
+        return torch.cuda.current_stream().record_event() if self._device.type == "cuda" else None
+
+    @contextlib.contextmanager
+    def after(self, position: torch.cuda.Event | None) -> Iterator[None]:
+        """Queue the work of the block in the stream, behind a position, and wait for it at the end."""
+        if position is None:
+            yield
+            return
+        stream = self._stream = self._stream or torch.cuda.Stream()
+        stream.wait_event(position)
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            stream.synchronize()
 
 
 class BackgroundQueue(Generic[T]):

@@ -10,7 +10,14 @@ import pytest
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.pipeline import PipelineConfig
-from hybrid_rlhf.configs.sections.placement import PlacedRoles, Placement, adapts, is_automatic, resolve_placement
+from hybrid_rlhf.configs.sections.placement import (
+    PlacedRoles,
+    Placement,
+    RolePlacement,
+    adapts,
+    is_automatic,
+    resolve_placement,
+)
 
 PPO = {"actor": 0, "critic": 0, "reference": 0, "judge": 0}
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
@@ -45,6 +52,14 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
         {"policy_lag": 1},
         "samples while the critic trains, got both on ranks 3 in placement",
     ),
+    ({"critic_copy": {"tensor_parallel": 1}}, {}, "placement.critic_copy needs ranks, got none and no sampler's: give"),
+    ({"critic_copy": {"ranks": "1-2"}}, {}, "on ranks without the critic, got 1-2 of its too: name others, or leave"),
+    ({"critic_copy": {"ranks": 1, "zero": 3}}, {}, "which ZeRO does not shard, got zero 3: give tensor_parallel"),
+    (
+        {"critic_copy": {"ranks": 1}},
+        {"zero": {"actor": 0, "judge": 0}},
+        "placement.critic_copy must be a role of the step, which has actor, judge, sampler",
+    ),
     ({"critic": {"ranks": 1}}, {"shares_base": True}, "critic.share_base needs the critic on the actor's ranks"),
     ("separation", {"tensor_parallel": 3}, "placement separation needs 3 ranks for a tensor-parallel sampler .* got 4"),
     ({"adapt": True}, {}, "placement.adapt needs the planner, got style None: write {style: auto, adapt: true}"),
@@ -56,7 +71,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("given", "more", "message"), REFUSED)
 def test_a_wrong_placement_is_one_line(given: Any, more: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as raised:
-        resolve_placement(given, PlacedRoles(PPO, **more), ranks=4)
+        resolve_placement(given, PlacedRoles(**{"zero": PPO, **more}), ranks=4)
     assert "\n" not in str(raised.value)
 
 
@@ -97,6 +112,20 @@ def test_tensor_parallelism_takes_the_place_of_the_stage_of_the_config() -> None
     assert found["actor"].zero == found["critic"].zero == 3
     assert {(4, 5, 6, 7), (0, 1), (6, 7)} < set(found.groups()) and (0,) not in found.groups()
     assert "  judge      4-7    tensor parallel 4" in found.table()
+
+
+def test_a_copy_of_the_critic_computes_values_where_completions_are_sampled() -> None:
+    found = resolved({"style": "separation", "critic_copy": {"tensor_parallel": 2}}, ranks=4)
+    assert found["critic_copy"] == RolePlacement((2, 3), 0, 2) and found["critic"] == RolePlacement((0, 1), 3)
+    assert found.style == "separation" and found.sampler_shares_ranks and found.reference_beside_rewards is False
+    assert [line.split() for line in found.table()[-2:]] == [
+        ["0-1", "-", "-", "actor", "actor,", "critic"],
+        ["2-3", "sampler", "reference,", "judge", "critic_copy", "-"],
+    ]
+    beside = resolved(
+        {"reference": {"ranks": 0}, "judge": {"ranks": 1}, "critic": {"ranks": 0}, "critic_copy": {"ranks": 1}}, 2
+    )
+    assert beside.reference_beside_rewards
 
 
 def test_a_sampler_on_the_actors_ranks_leaves_the_actor_its_stage() -> None:

@@ -50,8 +50,8 @@ CASES: list[Case] = [
     ("ppo", 4, "interleaving", (*ZERO_3,)),
     ("ppo", 3, "interleaving", (*LORA,)),
     ("ppo", 2, "separation", ()),
-    ("ppo", 3, "separation", (*LORA,)),
-    ("ppo", 4, "separation", (*ZERO_3, *TENSOR_PARALLEL)),
+    ("ppo", 3, "{style: separation, critic_copy: {tensor_parallel: 1}}", (*LORA,)),
+    ("ppo", 4, "{style: separation, critic_copy: {tensor_parallel: 2}}", (*ZERO_3, *TENSOR_PARALLEL)),
     ("grpo", 2, "separation", (*ZERO_3,)),
     ("online_dpo", 3, "{sampler: {ranks: 1-2, tensor_parallel: 2}, judge: {ranks: 0-1}}", ()),
     ("ppo", 4, "{sampler: {ranks: 0}, actor: {ranks: 1-3}, critic: {ranks: 0-1}, reference: {ranks: 2}}", ()),
@@ -110,6 +110,16 @@ def test_a_placement_computes_what_one_rank_does(
     layout = {*ZERO_3, *TENSOR_PARALLEL}
     alone = launch(workspace, algorithm, 1, "flattening", () if {*extra} <= layout else extra)
     assert_same_run(launch(workspace, algorithm, ranks, placement, extra), alone)
+
+
+def test_weights_travel_while_the_critic_learns(workspace: Path) -> None:
+    """Both have learned from the same rollout, and the actor's weights need not wait for the next one."""
+    steps = [line for line in metrics_of(launch(workspace, "ppo", 2, "separation", ())) if "loss/policy" in line]
+    assert len(steps) == 2
+    for line in steps:
+        assert line["time/hidden_weight_sync_seconds"] > 0 and line["time/weight_wait_seconds"] >= 0
+    alone = metrics_of(launch(workspace, "grpo", 2, "separation", (*ZERO_3,)))
+    assert not any("time/weight_wait_seconds" in line for line in alone), "nothing computes meanwhile"
 
 
 def assert_same_as_alone(workspace: Path, trials: Sequence[PlacementTrial]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
@@ -21,6 +22,7 @@ from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.engines.partition import full_weights
 from hybrid_rlhf.engines.residency.rules import ResidencyRules
 from hybrid_rlhf.engines.separate.joint import JointSampler
+from hybrid_rlhf.engines.separate.plane import WeightPlane
 from hybrid_rlhf.engines.separate.received import ReceivedWeights
 from hybrid_rlhf.engines.separate.sampler import SeparateSampler
 from hybrid_rlhf.engines.separate.transfer import WeightTransfer
@@ -33,7 +35,7 @@ from hybrid_rlhf.runtime.world import World
 from tests.support.engines import PROMPTS, token_rows
 from tests.support.families import variant
 from tests.support.ranks import run_ranks
-from tests.support.separate import build_separate, weight_tensors
+from tests.support.separate import build_separate, plane_of, weight_tensors
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 GREEDY = SamplingParams(max_new_tokens=5, temperature=0.0)
@@ -86,7 +88,7 @@ def reference(
     if not sampler.world.is_member or weights is None:
         return None
     inference = InferenceWeights(
-        sampler._model.described,
+        plane_of(sampler).model.described,
         world=sampler.generation_world,
         dtype=getattr(torch, case.rollout.dtype if case.rollout.dtype != "auto" else str(weights[0][1].dtype)[6:]),
         quantization=case.rollout.quantization,
@@ -223,14 +225,15 @@ def traffic(world: World, path: Path, trains: int, tensor_parallel: int) -> dict
         sent = []
         for _ in range(3):
             sync(sampler)
-            sent.append(sum(world.all_gather_objects(sampler.sent_bytes)))
+            sent.append(sum(world.all_gather_objects(plane_of(sampler).sent_bytes)))
             sync(sampler)  # of the same version
             learn(actor)
         told[f"sent {lora}"] = sent
-        sizes = {tensor.name: 4 * tensor.elements for weight in sampler._model.weights for tensor in weight.tensors}
+        weights = plane_of(sampler).model.weights
+        sizes = {tensor.name: 4 * tensor.elements for weight in weights for tensor in weight.tensors}
         told["adapters"] = sum(size for name, size in sizes.items() if ".lora_" in name)
         told["base"] = sum(size for name, size in sizes.items() if ".lora_" not in name)
-        told["syncs"] = sampler._syncs
+        told["syncs"] = plane_of(sampler).syncs
     return told
 
 
@@ -254,10 +257,10 @@ FAULTS = {
 }
 
 
-def broken(world: World, path: Path) -> dict[str, str]:
-    """What each rank says of each fault in its second sync."""
-    told = {}
-    for fault in FAULTS:
+def broken(world: World, path: Path) -> list[tuple[str, str]]:
+    """What each rank says of each fault in its second sync, begun by the rollout or ahead of it."""
+    told = []
+    for fault, ahead in itertools.product(FAULTS, (False, True)):
         settings = {"lora": 4 * (fault == "an adapter dropped")}
         actor, sampler = build_separate(world, path, trains=2, settings=settings)
         sync(sampler)
@@ -265,8 +268,10 @@ def broken(world: World, path: Path) -> dict[str, str]:
         with pytest.MonkeyPatch.context() as patch:
             _break(fault, actor, sampler, patch)
             with pytest.raises(UserError) as caught:
+                with sampler.sync_ahead() if ahead else nullcontext():
+                    pass
                 sync(sampler)
-        told[fault] = str(caught.value)
+        told.append((fault, str(caught.value)))
     return told
 
 
@@ -289,19 +294,60 @@ def _break(fault: str, actor: HybridEngine | None, sampler: SeparateSampler, pat
         patch.setattr(
             ReceivedWeights, "_full", lambda self, tensor, parts: full(self, tensor, parts) * (tensor.name != DROPPED)
         )
-    if fault == "old weights" and sampler._inference is not None:
-        old = sampler._decoder
+    plane = plane_of(sampler)
+    if fault == "old weights" and plane._inference is not None:
+        old = plane.decoder
 
         def stale(weights: Any) -> Any:
             return [old for _ in weights][0]
 
-        patch.setattr(sampler._inference, "build", stale)
+        patch.setattr(plane._inference, "build", stale)
 
 
 def test_faults_stop_all_ranks_by_name(tmp_path: Path) -> None:
     for told in run_ranks(broken, 3, tmp_path / "ranks", folder_of("untied", tmp_path)):
-        for fault, text in FAULTS.items():
-            assert re.search(text, told[fault]), told[fault]
+        assert len(told) == 2 * len(FAULTS)
+        for fault, said in told:
+            assert re.search(FAULTS[fault], said), said
+
+
+def arrives(plane: WeightPlane) -> bool:
+    """Whether weights arrive while this thread does something else."""
+    deadline = time.monotonic() + 60
+    while plane._unverified is None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return plane._unverified is not None
+
+
+def ahead(world: World, path: Path) -> list[tuple[bool, int, int, bool, list[str]]]:
+    """Of weights that travel during other work: whether they arrive in it, transfers before and after the rollout,
+    whether all of the time is hidden, and which inference weights differ from those that the actor would build."""
+    told = []
+    for case in (Case("untied", 2, {"stage": 3}, packs=True), Case("untied", 2, {"lora": 4})):
+        with nullcontext() if case.packs else torch.backends.mkldnn.flags(enabled=False):
+            actor, sampler = build_separate(world, path, trains=case.trains, settings=case.settings)
+            plane = plane_of(sampler)
+            for _ in range(2):
+                learn(actor)
+                with sampler.sync_ahead() as times:
+                    if actor is not None:  # in another group, as those of a critic
+                        assert float(actor.world.all_reduce(torch.ones(()))) == case.trains
+                    arrived = arrives(plane)
+                assert times is not None
+                transfers, found = plane.syncs, {}
+                with sampler.inference(stop_token_ids=()) as own:
+                    if own is not None:
+                        found = weight_tensors(own.backend.decoder)  # type: ignore[attr-defined]
+                expected = reference(world, actor, sampler, case) or {}
+                assert found.keys() == expected.keys()
+                differ = [place for place in found if not torch.equal(found[place], expected[place])]
+                told.append((arrived, transfers, plane.syncs, 0 < times.waited < times.seconds, differ))
+    return told
+
+
+def test_weights_travel_during_other_work_and_are_those_of_a_sync(tmp_path: Path) -> None:
+    for told in run_ranks(ahead, 3, tmp_path / "ranks", folder_of("untied", tmp_path)):
+        assert told == [(True, transfers, transfers, True, []) for transfers in (1, 2)] * 2
 
 
 def checksums(world: World, path: Path) -> dict[bool, list[int]]:
@@ -312,7 +358,7 @@ def checksums(world: World, path: Path) -> dict[bool, list[int]]:
         told[always] = []
         for index in range(4):
             sync(sampler)
-            told[always].append(len(sampler._transfers[index == 0].checksums))
+            told[always].append(len(plane_of(sampler)._transfers[index == 0].checksums))
             learn(actor)
     return told
 
@@ -335,6 +381,8 @@ def snapshots(world: World, path: Path) -> tuple[list[Any], int, int]:
     told = [sampled_by(first)]
     learn(actor)
     learn(actor)
+    with sampler.sync_ahead() as times:
+        assert times is None, "the first snapshot may still sample"
     second = sampler.snapshot(stop_token_ids=())
     told += [sampled_by(first), sampled_by(second)]
 
@@ -343,7 +391,7 @@ def snapshots(world: World, path: Path) -> tuple[list[Any], int, int]:
             told.append(sampled_by(generation))
 
     rollout_now()
-    synced, parameters = sampler._syncs, [] if actor is None else [p.data for p in actor.module.parameters()]
+    synced, parameters = plane_of(sampler).syncs, [] if actor is None else [p.data for p in actor.module.parameters()]
     kept = [values.clone() for values in parameters]
     with nullcontext() if actor is None else sampler.other_weights():  # the actor's ranks tell the others
         for values in parameters:
@@ -352,7 +400,7 @@ def snapshots(world: World, path: Path) -> tuple[list[Any], int, int]:
     for values, before in zip(parameters, kept, strict=True):
         values.copy_(before)
     rollout_now()
-    return told, sampler._syncs - synced, sampler.weight_version
+    return told, plane_of(sampler).syncs - synced, sampler.weight_version
 
 
 def test_snapshots_stay_and_other_weights_do_not(tmp_path: Path) -> None:
@@ -463,7 +511,7 @@ def beside_others(world: World, path: Path) -> list[tuple[bool, int, list[Any]]]
         for _ in range(2):
             with sampler.inference(stop_token_ids=()) as generation:
                 sampled.append(sampled_by(generation))
-        told.append((sampler._backend is not None, sampler._syncs, sampled))
+        told.append((sampler._backend is not None, plane_of(sampler).syncs, sampled))
     return told
 
 
@@ -473,8 +521,8 @@ def test_a_sampler_that_shares_its_ranks_frees_its_cache_alone(tmp_path: Path) -
     assert alone[2] == beside[2] and alone[2][0] == alone[2][1]
 
 
-def lost(world: World, path: Path, folder: Path, in_transfer: bool) -> tuple[str, float, int]:
-    """A rank that sends ends in a sync; what the others raise, after how long, and the version that they have."""
+def lost(world: World, path: Path, folder: Path, ends: str) -> tuple[str, float, int]:
+    """A rank that sends ends around a sync; what the others raise, after how long, and the version that they have."""
     actor, sampler = build_separate(world, path, trains=2, settings={"stage": 3})
     sync(sampler)
     learn(actor)
@@ -485,19 +533,21 @@ def lost(world: World, path: Path, folder: Path, in_transfer: bool) -> tuple[str
         os._exit(0)
 
     if world.rank == 1:
-        vars(sampler._transfers[False])["send"] = end
-        if not in_transfer:
+        vars(plane_of(sampler)._transfers[False])["send"] = end
+        if ends == "before the sync":
             end()
     start = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
+        with sampler.sync_ahead() if ends == "in a transfer ahead" else nullcontext():
+            pass
         sync(sampler)
-    return str(caught.value), time.monotonic() - start, sampler._held_version
+    return str(caught.value), time.monotonic() - start, plane_of(sampler)._held_version
 
 
-@pytest.mark.parametrize("in_transfer", [False, True])
-def test_a_rank_that_ends_stops_the_others(in_transfer: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ends", ["before the sync", "in the transfer", "in a transfer ahead"])
+def test_a_rank_that_ends_stops_the_others(ends: str, tmp_path: Path) -> None:
     folder = tmp_path / "ranks"
-    first, _, third = run_ranks(lost, 3, folder, folder_of("untied", tmp_path), folder, in_transfer)
+    first, _, third = run_ranks(lost, 3, folder, folder_of("untied", tmp_path), folder, ends)
     for said, seconds, _ in (first, third):
         assert seconds < 60 and said
     assert third[2] in (0, -1), "not that of weights that did not arrive"

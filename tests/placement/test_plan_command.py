@@ -217,6 +217,11 @@ def test_a_separate_sampler_holds_inference_weights_and_no_states(shape: str) ->
     assert by_rank[3]["generation"].weights == 0 < by_rank[2]["generation"].weights
     assert by_rank[2]["scoring"].inference == by_rank[2]["generation"].inference, "they stay for the next rollout"
     assert by_rank[2]["generation"].optimizer == 0 < by_rank[0]["actor training"].optimizer
+    with_copy = Placement({**roles, "critic_copy": RolePlacement((2, 3), tensor_parallel=2)}, "separation")
+    copied = [each for each in MemoryModel(job, device_bytes=80 * gib)(StepPlan(with_copy)).phases if 3 in each.ranks]
+    halves += job.roles["critic"].sizes.parameters * 2 / 2
+    assert [each.phase.name for each in copied] == ["generation", "scoring"]
+    assert all(each.phase.need.inference == pytest.approx(halves, rel=0.01) for each in copied)
 
 
 def test_training_ranks_that_sample_need_the_memory_of_both(shape: str) -> None:

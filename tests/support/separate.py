@@ -11,6 +11,7 @@ import torch
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.builder import build_actor
 from hybrid_rlhf.engines.hybrid import HybridEngine
+from hybrid_rlhf.engines.separate.plane import WeightPlane
 from hybrid_rlhf.engines.separate.sampler import SeparateSampler
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.runtime.world import World, create_groups
@@ -33,14 +34,21 @@ def build_separate(
     actor_ranks, sampler_ranks = tuple(range(trains)), tuple(range(trains, world.size - idle))
     together = rollout.tensor_parallel
     groups = [sampler_ranks[first : first + together] for first in range(0, len(sampler_ranks), together)]
-    create_groups([actor_ranks, sampler_ranks, actor_ranks + sampler_ranks, *groups])
-    own, other, union = map(world.part, (actor_ranks, sampler_ranks, actor_ranks + sampler_ranks))
+    create_groups([actor_ranks, sampler_ranks, *groups])
+    own, other = map(world.part, (actor_ranks, sampler_ranks))
+    union = world.part(actor_ranks + sampler_ranks, own=True)
     actor = None
     if own.is_member:
         spec = actor_spec(path, **({"lr": 0.05} | (settings or {})))
         alone = RolloutConfig(routing_replay=rollout.routing_replay)
         actor = build_actor(spec, own, rollout=alone, samples=samples)
     return actor, SeparateSampler(actor, world=other, union=union, rollout=rollout, **faults)
+
+
+def plane_of(sampler: SeparateSampler) -> WeightPlane:
+    """What brings it the actor's weights."""
+    assert sampler.plane is not None, "this rank neither trains nor samples"
+    return sampler.plane
 
 
 def weight_tensors(decoder: Decoder) -> dict[str, torch.Tensor]:

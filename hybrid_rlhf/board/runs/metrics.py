@@ -21,8 +21,13 @@ Floats = NDArray[np.float64]
 _MOST_NAMES = 2000
 _NOT_METRICS = ("step", "time_seconds")
 _TIME, _SECONDS, _MEMORY, _GIB = "time/", "_seconds", "memory/", "_gib"
-_NOT_PHASES = ("time/step_seconds", "time/hidden_generation_seconds")
-"""The sum of the phases, and work that runs beside them."""
+_NOT_PHASES = (
+    "time/step_seconds",
+    "time/hidden_generation_seconds",
+    "time/hidden_weight_sync_seconds",
+    "time/weight_wait_seconds",
+)
+"""The sum of the phases, work that runs beside them, and a part of one."""
 
 
 class MetricsFile:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, Self
 
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.placement import Placement, RolePlacement, ZeroStage, aligned
+from hybrid_rlhf.configs.sections.placement import CRITIC_COPY, Placement, RolePlacement, ZeroStage, aligned
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.training import ZeroConfig
 
@@ -160,6 +160,8 @@ class ResidencyRules:
             return self.actor(place.zero, samples=not placement.separate_sampler)
         if name == "critic":
             return self.learner(name, place.zero)
+        if name == CRITIC_COPY:
+            return RoleResidency({"inference weights": _ON_DEVICE})
         if name == "sampler":
             return self.sampler(shares_ranks=placement.sampler_shares_ranks)
         if name != "reference":

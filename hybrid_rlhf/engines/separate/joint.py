@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.engines.hybrid import HybridEngine
+from hybrid_rlhf.engines.separate.plane import TransferTimes
 from hybrid_rlhf.engines.separate.sampler import SeparateSampler
 from hybrid_rlhf.generation.batching.requests import DecodeWork
 from hybrid_rlhf.generation.engine import GenerationEngine
@@ -72,6 +73,10 @@ class JointSampler:
         self.work = self._own.work
         self.weight_sync_seconds = sum(engine.weight_sync_seconds for engine in self._engines)
         self.weight_check_seconds = sum(engine.weight_check_seconds for engine in self._engines)
+
+    def sync_ahead(self) -> contextlib.AbstractContextManager[TransferTimes | None]:
+        """See SeparateSampler."""
+        return self._separate.sync_ahead()
 
     def close(self) -> None:
         """See SeparateSampler; the actor is closed as a role of its own."""

@@ -19,7 +19,7 @@ from hybrid_rlhf.engines.partition import base_parameters
 from hybrid_rlhf.engines.saved.fragments import local_values
 from hybrid_rlhf.engines.separate.intervals import Runs, needed_runs
 from hybrid_rlhf.generation.engine import default_stop_token_ids
-from hybrid_rlhf.generation.weights.conversion import DescribedModel, InferenceWeights
+from hybrid_rlhf.generation.weights.conversion import DescribedModel, DescribeModel, InferenceWeights
 from hybrid_rlhf.generation.weights.picks import Scaled, all_of
 from hybrid_rlhf.models.lora import Adapter, base_weight, lora_layers, weights_of
 from hybrid_rlhf.runtime.world import World
@@ -67,18 +67,19 @@ class TrainedModel:
     weights: tuple[SentWeight, ...]
     dtype: torch.dtype
     stop_token_ids: tuple[int, ...]
-    """The model's own."""
+    """The model's own; () for one that does not generate."""
 
     @classmethod
-    def of(cls, lm: PreTrainedModel) -> TrainedModel:
+    def of(cls, lm: PreTrainedModel, describe: DescribeModel = DescribedModel.of) -> TrainedModel:
         """A model, partitioned or not.
 
         Raises:
             NotDescribed: when the family table does not cover it.
         """
-        described = DescribedModel.of(lm, [name for name, _ in base_parameters(lm)])
+        described = describe(lm, [name for name, _ in base_parameters(lm)])
         weights = tuple(weight for weight, _ in _sent_weights(lm) if weight.base.name not in described.unread)
-        return cls(described, weights, next(lm.parameters()).dtype, default_stop_token_ids(lm))
+        stop_token_ids = default_stop_token_ids(lm) if lm.can_generate() else ()
+        return cls(described, weights, next(lm.parameters()).dtype, stop_token_ids)
 
 
 class HeldWeights:

@@ -65,6 +65,10 @@ class DescribedModel:
         return cls(*describe(lm), named, unread_weights(lm, named), has_float32_logits(lm))
 
 
+DescribeModel = Callable[[PreTrainedModel, Iterable[str]], DescribedModel]
+"""See DescribedModel.of."""
+
+
 class InferenceWeights:
     """A model's inference weights on this rank: planned once, built whenever the training weights have changed."""
 

@@ -9,13 +9,14 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.model import LoraConfig
-from hybrid_rlhf.configs.sections.placement import Placement, ZeroStage
+from hybrid_rlhf.configs.sections.placement import CRITIC_COPY, Placement, ZeroStage
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine, build_reader
 from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.engines.engine import AbsentEngine, EngineFacts, ModelEngine, Role
 from hybrid_rlhf.engines.hybrid import AbsentActor, HybridEngine
 from hybrid_rlhf.engines.residency.rules import RoleResidency
+from hybrid_rlhf.engines.separate.critic_copy import CriticCopy
 from hybrid_rlhf.engines.separate.joint import JointSampler
 from hybrid_rlhf.engines.separate.reader import InferenceReader
 from hybrid_rlhf.engines.separate.sampler import SeparateSampler
@@ -71,8 +72,9 @@ def build_roles(
             f"reference.refresh_every copies the actor's weights to the reference, {reference_path} has another shape: "
             "leave reference.path out"
         )
+    copy = None if critic is None else build.critic_copy(critic)
     sampler, beside = build.sampler(actor), placement.reference_beside_rewards
-    return Roles(run.world, actor, reward, critic, reference, sampler, reference_beside_rewards=beside)
+    return Roles(run.world, actor, reward, critic, reference, sampler, copy, reference_beside_rewards=beside)
 
 
 def build_reward_alone(config: RLConfig, run: Run, placement: Placement, tokenizer: PreTrainedTokenizerBase) -> Reward:
@@ -112,8 +114,8 @@ class _Builder:
         placement, faults = self._placement, self._config.faults
         if not placement.separate_sampler:
             return None
-        both = sorted({*placement["actor"].ranks, *placement.sampler.ranks})
-        union, trained = self._run.world.part(both), actor if isinstance(actor, HybridEngine) else None
+        union = self._union("actor", "sampler")
+        trained = actor if isinstance(actor, HybridEngine) else None
         with shared_user_errors(self._run.world):
             separate = SeparateSampler(
                 trained,
@@ -134,6 +136,19 @@ class _Builder:
         spec = self._trained("critic", path, config.critic_zero, section.optimizer, config.critic_lora)
         base = actor.lm if section.share_base and isinstance(actor, HybridEngine) else None
         return self._engine(replace(spec, base=base, fresh_head=fresh_head, head_lr=section.head_lr), "critic")
+
+    def critic_copy(self, critic: Engine) -> CriticCopy | None:
+        if CRITIC_COPY not in self._placement.roles:
+            return None
+        union = self._union("critic", CRITIC_COPY)
+        with shared_user_errors(self._run.world):
+            return CriticCopy(
+                critic if isinstance(critic, ModelEngine) else None,
+                world=self._part(CRITIC_COPY),
+                union=union,
+                tensor_parallel=self._placement[CRITIC_COPY].tensor_parallel,
+                check_weights=self._config.faults.check_weights,
+            )
 
     def reward(self, tokenizer: PreTrainedTokenizerBase) -> Reward:
         config, run = self._config, self._run
@@ -175,6 +190,11 @@ class _Builder:
             engine = build_engine(spec, part) if part.is_member else None
         facts = self._facts(engine, part)
         return AbsentEngine(spec.role, part, facts) if engine is None else engine
+
+    def _union(self, trained: str, copy: str) -> World:
+        """The ranks of both, in a group of their own: weights may travel while others compute."""
+        both = sorted({*self._placement[trained].ranks, *self._placement[copy].ranks})
+        return self._run.world.part(both, own=True)
 
     def _part(self, name: str) -> World:
         return self._run.world.part(self._placement[name].ranks)

@@ -10,6 +10,7 @@ from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
 from hybrid_rlhf.engines.hybrid import AbsentActor, HybridEngine
 from hybrid_rlhf.engines.partition import copy_weights, full_tensors, set_weights
 from hybrid_rlhf.engines.sampling_engine import SamplingEngine
+from hybrid_rlhf.engines.separate.critic_copy import CriticCopy
 from hybrid_rlhf.engines.separate.joint import JointSampler
 from hybrid_rlhf.engines.separate.reader import InferenceReader
 from hybrid_rlhf.engines.separate.sampler import SeparateSampler
@@ -33,6 +34,8 @@ class Roles:
     """None also where the reference is the actor without its adapters."""
     separate_sampler: SeparateSampler | JointSampler | None = None
     """A sampler on ranks of its own, alone or with the actor; none: the actor samples."""
+    critic_copy: CriticCopy | None = None
+    """Computes the critic's values; none: the critic does."""
     reference_beside_rewards: bool = False
     """See Placement."""
 
@@ -53,7 +56,7 @@ class Roles:
 
     def close(self) -> None:
         """Free the memory of all models, which cannot be used afterwards; no collective runs."""
-        for role in (self.separate_sampler, self.actor, self.reward, self.critic, self.reference):
+        for role in (self.separate_sampler, self.actor, self.reward, self.critic, self.critic_copy, self.reference):
             if role is not None:
                 role.close()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from hybrid_rlhf.rl.batch import Rollout
 from hybrid_rlhf.rl.environments.episodes import Episode, EpisodeRunner, as_rollout
 from hybrid_rlhf.rl.rollouts.exchange import Sampled, gather_completions
 from hybrid_rlhf.rl.rollouts.partial import AssignedPrompt, RolloutPart
-from hybrid_rlhf.runtime.background import BackgroundCall
+from hybrid_rlhf.runtime.background import BackgroundCall, SideStream
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World, shared_user_errors
@@ -105,7 +105,7 @@ class RolloutSampler:
         self._stop: dict[str, Any] = {"stop_token_ids": stop_token_ids, "tokenizer": tokenizer}
         self._timers, self._environments = timers, environments
         self._one_at_a_time = threading.RLock()
-        self._stream: torch.cuda.Stream | None = None
+        self._stream = SideStream(world.device)
         self._last_ended = threading.Event()
         """Set when the rollout of the last `begin` has been sampled."""
         self._last_ended.set()
@@ -156,7 +156,8 @@ class RolloutSampler:
             weight_sync_seconds=self.cost.weight_sync_seconds + sync,
             weight_check_seconds=self.cost.weight_check_seconds + check,
         )
-        mine, copied = self._assigned(prompts, step, 0, greedy, part), self._stream_position()
+        # the copy of the weights is complete behind this position
+        mine, copied = self._assigned(prompts, step, 0, greedy, part), self._stream.position()
         earlier_ended, ended = self._last_ended, threading.Event()
         self._last_ended = ended
 
@@ -165,7 +166,7 @@ class RolloutSampler:
                 earlier_ended.wait()
                 if generation is None:
                     return ([], []), SamplingCost()
-                with self._one_at_a_time, self._own_stream(copied):
+                with self._one_at_a_time, self._stream.after(copied):
                     start = time.perf_counter()
                     timers = Timers(torch.device("cpu"))  # without synchronization with training
                     sampled = self._sample(generation, mine, timers, part=part)
@@ -284,22 +285,3 @@ class RolloutSampler:
         episodes: list[Any] = [each.completion for each in whole]
         self._environments.check_failures(episodes, world)
         return as_rollout(episodes, world.device, places=[each.place for each in whole])
-
-    def _stream_position(self) -> torch.cuda.Event | None:
-        """Event after which the copy of the weights is complete; none on a CPU."""
-        return torch.cuda.current_stream().record_event() if self.sampler.device.type == "cuda" else None
-
-    @contextlib.contextmanager
-    def _own_stream(self, copied: torch.cuda.Event | None) -> Iterator[None]:
-        """Context of a CUDA stream of its own, concurrent with training; nothing on a CPU."""
-        if copied is None:
-            yield
-            return
-        # One stream for all rollouts, because freed memory is reused only in its own stream.
-        stream = self._stream = self._stream or torch.cuda.Stream()
-        stream.wait_event(copied)
-        try:
-            with torch.cuda.stream(stream):
-                yield
-        finally:
-            stream.synchronize()

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_rlhf.configs.sections.algorithm import AlgorithmConfig, PenaltiesConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.engine import ModelEngine
+from hybrid_rlhf.engines.separate.critic_copy import CriticCopy
 from hybrid_rlhf.engines.separate.reader import InferenceReader
 from hybrid_rlhf.models.policy import values_before
 from hybrid_rlhf.rl.batch import MiniBatchPlan, MiniBatchPlanner, Rollout, RouterAgreement, scatter_rows
@@ -29,7 +30,7 @@ from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World
 
 _Reader = ModelEngine | InferenceReader
-_Batches = Callable[[_Reader], list[tuple[list[int | None], Rollout]]]
+_Batches = Callable[[_Reader | CriticCopy], list[tuple[list[int | None], Rollout]]]
 """A rank's micro-batches for a role: rows of the rollout, and these rows."""
 
 
@@ -143,6 +144,8 @@ class RolloutScorer:
         # Roles on disjoint ranks read at the same time, so no rank waits for another before it has read all.
         found = torch.zeros(4, *rollout.input_ids.shape, device=self._world.device)
         with self._timers("scoring"):
+            if roles.critic_copy is not None:
+                roles.critic_copy.sync()  # first, so that the critic's ranks may read for the actor meanwhile
             if reads_ref:
                 self._read_reference(batches, found[0])
             if reads_old:
@@ -188,8 +191,10 @@ class RolloutScorer:
                     scatter_rows(whole, indices, values)
 
     def _read_critic(self, batches: _Batches, found: Tensor) -> None:
-        if isinstance(critic := self._roles.critic, ModelEngine):
-            _read(critic, batches, found, lambda batch: values_before(critic(batch.input_ids, batch.attention_mask)))
+        copy = self._roles.critic_copy
+        reader = self._roles.critic if copy is None else copy
+        if isinstance(reader, ModelEngine | CriticCopy) and reader.world.is_member:
+            _read(reader, batches, found, lambda batch: values_before(reader(batch.input_ids, batch.attention_mask)))
 
     def _logprobs_of(self, engine: _Reader) -> Callable[[Rollout], Tensor]:
         return lambda batch: _logprobs(engine, batch, self._config.sampling.temperature)
@@ -205,7 +210,7 @@ def _batches(rollout: Rollout, plan: MiniBatchPlan) -> _Batches:
     return lambda engine: on(engine.world, engine.tensor_parallel)
 
 
-def _read(engine: _Reader, batches: _Batches, found: Tensor, read: Callable[[Rollout], Tensor]) -> None:
+def _read(engine: _Reader | CriticCopy, batches: _Batches, found: Tensor, read: Callable[[Rollout], Tensor]) -> None:
     """Fill the rows of [N, T] that this rank reports with what the engine reads of them."""
     for indices, batch in batches(engine):
         values = read(batch)

@@ -7,6 +7,7 @@ its own tokens, so that ptx_coef is relative to a mean loss.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -18,6 +19,7 @@ import torch
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.engine import ModelEngine, UpdateStats
+from hybrid_rlhf.engines.separate.plane import TransferTimes
 from hybrid_rlhf.functional.losses import LossSum, ppo_value_loss, sft_loss
 from hybrid_rlhf.loop.loss_sums import RunningSums, global_count
 from hybrid_rlhf.loop.non_finite import rows_with_non_finite_loss
@@ -60,6 +62,8 @@ class Progress:
         self.stats: dict[str, UpdateStats] = {}
         self.skipped: dict[str, list[int]] = {}
         """By role whose gradient was not finite: rows of this rank that may have caused the skipped update."""
+        self.sent: TransferTimes | None = None
+        """Of the actor's weights after its last update; none: they wait for the rollout."""
 
     def record_skipped(self, role: str, micro_batches: list[list[int | None]], losses: list[torch.Tensor]) -> None:
         """Record the rows that may have caused a skipped update."""
@@ -163,6 +167,7 @@ class Updater:
         assert rollout.old_logprobs is not None
         computes_old = train_actor and not self._config.reads_old_logprobs
         logprobs = torch.zeros_like(rollout.old_logprobs) if computes_old else None
+        last = sum(len(plan.tokens) for plan in plans) - 1
         for number, (micro_batches_on, mini_batch) in enumerate(self._mini_batches(rollout, plans, kl_coef)):
             if number < progress.updates:
                 continue
@@ -171,9 +176,10 @@ class Updater:
             if train_actor and isinstance(actor, ModelEngine):
                 micro_batches = micro_batches_on(actor.world)
                 stats["actor"] = self._update_actor(actor, batch, micro_batches, mini_batch, progress, logprobs)
-            if isinstance(critic, ModelEngine):
-                micro_batches = micro_batches_on(critic.world)
-                stats["critic"] = self._update_critic(critic, batch, micro_batches, mini_batch.tokens, progress)
+            with self._sending(last=train_actor and number == last) as progress.sent:
+                if isinstance(critic, ModelEngine):
+                    micro_batches = micro_batches_on(critic.world)
+                    stats["critic"] = self._update_critic(critic, batch, micro_batches, mini_batch.tokens, progress)
             progress.updates += 1
             if train_actor and self._exceeds_target(sums.policy.total("approxkl") - seen, mini_batch.tokens):
                 break
@@ -206,6 +212,13 @@ class Updater:
             for number, (tokens, sequences) in enumerate(zip(plan.tokens, plan.sequences, strict=True)):
                 kept_tokens = None if kept is None else float(kept[plan.rows_of(number)].sum())
                 yield partial(plan.mini_batch, number), MiniBatch(tokens, sequences, kl_coef, kept_tokens)
+
+    def _sending(self, *, last: bool) -> contextlib.AbstractContextManager[TransferTimes | None]:
+        """While the critic learns: the actor's weights travel to ranks that sample, if this was its last update."""
+        sampler = self._roles.separate_sampler
+        if not last or sampler is None or self._roles.critic is None:
+            return contextlib.nullcontext()
+        return sampler.sync_ahead()
 
     def _exceeds_target(self, approxkl: torch.Tensor, tokens: float) -> bool:
         """Whether approxkl of the mini-batch ends the passes over the rollout; the same on every rank."""
@@ -271,7 +284,10 @@ class Updater:
 
     def _metrics(self, progress: Progress) -> dict[str, float]:
         """Metrics of the updates, the same on every rank."""
-        return {"rollout/updates": float(progress.updates)} | self._world.merge_dicts(self._own_metrics(progress))
+        own = self._own_metrics(progress)
+        if progress.sent is not None and self._roles.actor.world.is_main:
+            own |= progress.sent.metrics
+        return {"rollout/updates": float(progress.updates)} | self._world.merge_dicts(own)
 
     def _own_metrics(self, progress: Progress) -> dict[str, float]:
         """Metrics of the roles whose first rank this is; every rank of a role calls."""

@@ -17,6 +17,7 @@ from hybrid_rlhf.configs.sections.placement.given import (
 )
 from hybrid_rlhf.configs.sections.placement.resolving import resolve_placement
 from hybrid_rlhf.configs.sections.placement.roles import (
+    CRITIC_COPY,
     PlacedRoles,
     Placement,
     RolePlacement,
@@ -27,6 +28,7 @@ from hybrid_rlhf.configs.sections.placement.roles import (
 
 __all__ = [
     "AUTO",
+    "CRITIC_COPY",
     "STYLES",
     "PlacedRoles",
     "Placement",

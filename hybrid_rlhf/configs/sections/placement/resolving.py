@@ -7,7 +7,14 @@ from dataclasses import replace
 from typing import Any, cast
 
 from hybrid_rlhf.configs.sections.placement.given import check_placement, nearest, read_ranks
-from hybrid_rlhf.configs.sections.placement.roles import PlacedRoles, Placement, RolePlacement, ZeroStage, in_words
+from hybrid_rlhf.configs.sections.placement.roles import (
+    CRITIC_COPY,
+    PlacedRoles,
+    Placement,
+    RolePlacement,
+    ZeroStage,
+    in_words,
+)
 from hybrid_rlhf.configs.sections.rules import require
 
 
@@ -34,7 +41,7 @@ def resolve_placement(given: str | Mapping[str, Any] | None, placed: PlacedRoles
         shared = roles.pop("reward")
         roles = {name: shared for name in placed.rewards} | roles
         require(bool(placed.rewards), "placement.reward places reward models, the step has none: leave it out")
-    names = (*placed.zero, "sampler")
+    names = (*placed.zero, *([CRITIC_COPY] if "critic" in placed.zero else []), "sampler")
     require(
         not placed.reads_actor or "reference" not in roles,
         "with LoRA the reference is the actor without its adapters, on the actor's ranks, got placement.reference: "
@@ -56,6 +63,9 @@ def resolve_placement(given: str | Mapping[str, Any] | None, placed: PlacedRoles
     together = int(roles.get("sampler", {}).get("tensor_parallel", placed.tensor_parallel))
     with_actor = bool(roles.get("sampler", {}).get("with_actor"))
     filled = _filled(style, placed, own, ranks, together) | own
+    if CRITIC_COPY in roles and CRITIC_COPY not in filled:
+        require("sampler" in filled, "placement.critic_copy needs ranks, got none and no sampler's: give it some")
+        filled[CRITIC_COPY] = filled["sampler"]
     _check_keys(roles, placed)
     placement = Placement(
         {name: _role(roles.get(name, {}), filled[name], placed.zero.get(name, 0)) for name in names if name in filled},
@@ -117,6 +127,11 @@ def _check_keys(given: Mapping[str, Mapping[str, Any]], placed: PlacedRoles) -> 
             "give it to sampler or a frozen role",
         )
         require(
+            name != CRITIC_COPY or "zero" not in keys,
+            f"placement.critic_copy keeps inference weights, which ZeRO does not shard, got zero {keys.get('zero')}: "
+            "give tensor_parallel, or leave it out",
+        )
+        require(
             together == 1 or not keys.get("zero"),
             f"placement.{name} is shared by tensor parallelism or by ZeRO, got tensor_parallel {together} and zero "
             f"{keys.get('zero')}: leave one out",
@@ -150,6 +165,13 @@ def _check(placement: Placement, placed: PlacedRoles) -> None:
         "critic.share_base needs the critic on the actor's ranks, got others in placement: leave share_base or "
         "placement.critic out",
     )
+    if CRITIC_COPY in placement.roles:
+        shared = sorted({*placement[CRITIC_COPY].ranks} & {*placement["critic"].ranks})
+        require(
+            not shared,
+            f"placement.critic_copy computes values on ranks without the critic, got {in_words(shared)} of its too: "
+            "name others, or leave critic_copy out",
+        )
     if not placement.separate_sampler:
         return
     shared = sorted({*sampler.ranks} & {*actor.ranks})

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 ZeroStage = Literal[0, 1, 2, 3]
+CRITIC_COPY = "critic_copy"
+"""The role of inference weights of the critic, which compute its values on ranks that do not train it."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class Placement:
     @property
     def reference_beside_rewards(self) -> bool:
         """Whether the reference and reward models have no rank in common, and so read at the same time."""
-        others = ("actor", "critic", "reference", "sampler")
+        others = ("actor", "critic", CRITIC_COPY, "reference", "sampler")
         rewards = {rank for name, role in self.roles.items() if name not in others for rank in role.ranks}
         return "reference" in self.roles and bool(rewards) and rewards.isdisjoint(self["reference"].ranks)
 
@@ -105,11 +107,9 @@ class Placement:
         return [group for role in roles for group in role.groups]
 
     def groups(self) -> list[tuple[int, ...]]:
-        """Ranks of all process groups that a run of this placement needs."""
+        """Ranks of the process groups that a run of this placement needs, without those of threads."""
         groups = [*(role.ranks for role in self.roles.values())]
         groups += [group for role in self.roles.values() if role.tensor_parallel > 1 for group in role.groups]
-        if self.separate_sampler:
-            groups.append(tuple(sorted({*self["actor"].ranks, *self.sampler.ranks})))
         return sorted(set(groups))
 
     def table(self) -> list[str]:
@@ -121,15 +121,17 @@ class Placement:
             held.setdefault(tuple(name for name, role in self.roles.items() if rank in role.ranks), []).append(rank)
         samplers = ("sampler",) + ("actor",) * self.with_actor if self.separate_sampler else ("actor",)
         trained = ("actor", "critic")
+        valued = ("actor", CRITIC_COPY if CRITIC_COPY in self.roles else "critic")
         phases = [("ranks", "sampling", "scoring", "log-probs and values", "updates")]
         for names, ranks in held.items():
             mine = (
                 [name for name in names if name in samplers],
-                [name for name in names if name not in (*trained, "sampler")],
+                [name for name in names if name not in (*trained, CRITIC_COPY, "sampler")],
+                [name for name in names if name in valued],
                 [name for name in names if name in trained],
             )
-            sampling, scoring, training = (", ".join(part) or "-" for part in mine)
-            phases.append((in_words(ranks), sampling, scoring, training, training))
+            sampling, scoring, values, updates = (", ".join(part) or "-" for part in mine)
+            phases.append((in_words(ranks), sampling, scoring, values, updates))
         return [f"placement: {self.style}", *aligned(rows), *aligned(phases)]
 
 

@@ -1,0 +1,280 @@
+"""Inference weights on some ranks that follow a model which trains on others.
+
+The ranks that receive have no training model: the first rank that trains it describes it to them. Both tell their
+layouts once, and their versions before each transfer; weights travel where these differ. A transfer may run in a thread
+while the main one computes with other models, so these ranks have a process group that nothing else uses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.engines.engine import ModelEngine, Role
+from hybrid_rlhf.engines.hybrid import BUCKET_ELEMENTS
+from hybrid_rlhf.engines.separate.layout import HeldWeights, Interval, NeededWeights, TrainedModel
+from hybrid_rlhf.engines.separate.received import ReceivedWeights
+from hybrid_rlhf.engines.separate.routes import RoutePlan
+from hybrid_rlhf.engines.separate.transfer import WeightTransfer, compare_checksums
+from hybrid_rlhf.generation.model.decoder import Decoder
+from hybrid_rlhf.generation.model.quantised import Quantization
+from hybrid_rlhf.generation.weights.conversion import DescribedModel, DescribeModel, InferenceWeights
+from hybrid_rlhf.generation.weights.describe import NotDescribed
+from hybrid_rlhf.runtime.background import BackgroundCall, SideStream
+from hybrid_rlhf.runtime.world import World, shared_user_errors
+
+T = TypeVar("T")
+_CHECKED_SYNCS = 2
+"""First syncs with checksums."""
+
+
+@dataclass(frozen=True)
+class PlaneSettings:
+    """Which weights follow, and how."""
+
+    role: Role
+    key: str
+    """Of the config, for errors."""
+    describe: DescribeModel = DescribedModel.of
+    dtype: torch.dtype | None = None
+    """Of the inference weights; none: that of training."""
+    in_place: bool = True
+    """See InferenceWeights."""
+    quantization: Quantization | None = None
+    check_weights: bool = False
+    """See faults.check_weights."""
+
+
+@dataclass
+class TransferTimes:
+    """Of a transfer beside other work, on this rank; filled at its end."""
+
+    seconds: float = 0.0
+    waited: float = 0.0
+    """Part of it after the other work."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Under the names of the log."""
+        hidden = max(0.0, self.seconds - self.waited)
+        return {"time/hidden_weight_sync_seconds": hidden, "time/weight_wait_seconds": self.waited}
+
+
+@dataclass(frozen=True)
+class _Introduction:
+    """Exchanged by all ranks at the start."""
+
+    host: str
+    held: Mapping[str, Interval] | None
+    """Of a rank that trains the model."""
+    model: TrainedModel | None
+    """Of the first of these."""
+
+
+@dataclass(frozen=True)
+class _State:
+    """Exchanged by all ranks before a transfer."""
+
+    version: int
+    """Of the weights that train, or of those that this rank has received; -1: it has none."""
+    lacks_frozen: bool = False
+    forces: bool = False
+    """Whether other weights may have the same version."""
+
+
+class WeightPlane:
+    """Keeps inference weights as those that train."""
+
+    def __init__(
+        self,
+        trained: ModelEngine | None,
+        settings: PlaneSettings,
+        *,
+        union: World,
+        group: World | None,
+        release: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Plan the transfer of all weights and that of trained ones; every rank of `union` calls.
+
+        Args:
+            trained: none on ranks that do not train the model.
+            settings: which weights follow, and how.
+            union: the ranks that train it and those that receive, in a group that nothing else uses.
+            group: the tensor-parallel ranks of this one; none on a rank that does not receive.
+            release: frees what uses the decoder, before another takes its place.
+
+        Raises:
+            UserError: on every rank of `union`, when the model has no inference weights for such groups.
+        """
+        self._trained, self._settings, self._union, self._release_users = trained, settings, union, release
+        self._held = None if trained is None else HeldWeights(trained.lm, trained.world)
+        with shared_user_errors(union):
+            model = self._described(trained) if trained is not None and trained.world.is_main else None
+        each = union.all_gather_objects(
+            _Introduction(socket.gethostname(), None if self._held is None else self._held.intervals, model)
+        )
+        self._sources = [rank for rank, of_rank in enumerate(each) if of_rank.held is not None]
+        (self.model,) = (of_rank.model for of_rank in each if of_rank.model is not None)
+        self.dtype = settings.dtype or self.model.dtype
+        self._inference: InferenceWeights | None = None
+        with shared_user_errors(union):
+            needs = None if group is None else self._plan_inference_weights(group)
+        needed = {rank: need for rank, need in enumerate(union.all_gather_objects(needs)) if need is not None}
+        dtypes = next(iter(needed.values())).dtypes
+        self._transfers = self._plan_transfers(each, needed, dtypes)
+        """Of all weights, and of those that learn."""
+        self._received: ReceivedWeights | None = None
+        if self._inference is not None:
+            self._received = ReceivedWeights(dtypes, union.device, in_place=self._inference.in_place)
+        self.decoder: Decoder | None = None
+        """Of the weights that arrived last."""
+        self.version, self.syncs = -1, 0
+        """Optimizer updates of the weights at the last exchange, and transfers so far."""
+        self.sent_bytes = 0
+        """By this rank in the last transfer."""
+        self._held_version, self._forces = -1, False
+        self._unverified: WeightTransfer | None = None
+        self._stream = SideStream(union.device)
+
+    def _plan_inference_weights(self, group: World) -> NeededWeights:
+        settings = self._settings
+        try:
+            self._inference = InferenceWeights(
+                self.model.described,
+                world=group,
+                dtype=self.dtype,
+                in_place=settings.in_place,
+                quantization=settings.quantization,
+            )
+        except NotDescribed as error:
+            raise self._unsupported(error) from error
+        return NeededWeights.of(self.model, self._inference, self.dtype)
+
+    def _plan_transfers(
+        self, each: Sequence[_Introduction], needed: Mapping[int, NeededWeights], dtypes: Mapping[str, torch.dtype]
+    ) -> dict[bool, WeightTransfer]:
+        plan = RoutePlan(
+            {rank: of_rank.held for rank, of_rank in enumerate(each) if of_rank.held is not None},
+            {rank: need.runs for rank, need in needed.items()},
+            [of_rank.host for of_rank in each],
+        )
+        buckets = {
+            everything: plan.buckets(
+                self.model.weights,
+                sends=lambda tensor, everything=everything: everything or tensor.trained,  # type: ignore[misc]
+                bucket_elements=BUCKET_ELEMENTS,
+            )
+            for everything in (True, False)
+        }
+        return {everything: WeightTransfer(self._union, own, dtypes) for everything, own in buckets.items()}
+
+    def _described(self, trained: ModelEngine) -> TrainedModel:
+        try:
+            return TrainedModel.of(trained.lm, self._settings.describe)
+        except NotDescribed as error:
+            raise self._unsupported(error) from error
+
+    def _unsupported(self, reason: NotDescribed) -> UserError:
+        key = self._settings.key
+        return UserError(
+            f"{key} needs inference weights, the {self._settings.role}'s model has none ({reason}): leave {key} out"
+        )
+
+    def current(self, verify: Callable[[Decoder | None], None]) -> Decoder | None:
+        """The decoder of the current weights; none on a rank that does not receive. Every rank calls.
+
+        Args:
+            verify: called on every rank after a transfer, before the weights are used.
+
+        Raises:
+            UserError: on every rank, when the weights arrived damaged, or ranks have made different updates.
+        """
+        self._update()
+        if self._unverified is not None:
+            if self._checked:
+                compare_checksums(self._union, self._unverified.checksums, update=self.version)
+            verify(self.decoder)
+            self._unverified = None
+        return self.decoder
+
+    @contextlib.contextmanager
+    def ahead(self) -> Iterator[TransferTimes]:
+        """Transfer while the block computes with other models, whose weights are none of these. Every rank enters, and
+        may go on when its part has travelled; `current` verifies it."""
+        queued, times = self._stream.position(), TransferTimes()
+
+        def transfer() -> float:
+            start = time.perf_counter()
+            with self._stream.after(queued):
+                self._update()
+            return time.perf_counter() - start
+
+        call = BackgroundCall(transfer, device=self._union.device)
+        yield times
+        start = time.perf_counter()
+        times.seconds = call.result()
+        times.waited = time.perf_counter() - start
+
+    def force(self) -> None:
+        """Have the next update transfer weights of the same version too; enough on the ranks that train."""
+        self._forces = True
+
+    def of_trained(self, value: T | None) -> T | None:
+        """The value of the first rank that trains, on every rank."""
+        return self._union.broadcast_object(value, source=self._sources[0])
+
+    def release(self) -> None:
+        """Free the inference weights; what uses them keeps its own."""
+        self.decoder, self._held_version = None, -1
+
+    @property
+    def _checked(self) -> bool:
+        """Whether the last transfer has checksums."""
+        return self._settings.check_weights or self.syncs <= _CHECKED_SYNCS
+
+    def _update(self) -> None:
+        """Transfer the weights if they have changed."""
+        trained, received = self._trained, self._received
+        states = self._union.all_gather_objects(
+            _State(
+                self._held_version if trained is None else trained.weight_version,
+                received is not None and not received.has_frozen,
+                self._forces,
+            )
+        )
+        self._forces = False
+        self.version = self._agreed_version(states)
+        if any(state.forces or state.version != self.version for state in states):
+            self._transfer(self._transfers[any(state.lacks_frozen for state in states)])
+
+    def _agreed_version(self, states: list[_State]) -> int:
+        versions = {rank: states[rank].version for rank in self._sources}
+        first, role = self._sources[0], self._settings.role
+        for rank, version in versions.items():
+            if version != versions[first]:
+                own, other = self._union.members[first], self._union.members[rank]
+                raise UserError(
+                    f"ranks of the {role} must have made the same updates, rank {own} has made {versions[first]}, rank "
+                    f"{other} {version}: resume from a checkpoint"
+                )
+        return versions[first]
+
+    def _transfer(self, transfer: WeightTransfer) -> None:
+        self.syncs += 1
+        self._held_version = -1  # until the weights are complete
+        if self._held is not None:
+            transfer.send(self._held, checked=self._checked)
+        if self._inference is not None and self._received is not None:
+            if not self._inference.in_place:
+                self._release_users()
+                self.release()
+            self.decoder = self._inference.build(self._received.assembled(transfer.receive(checked=self._checked)))
+            self._held_version = self.version
+        self.sent_bytes, self._unverified = transfer.sent_bytes, transfer
