@@ -38,12 +38,14 @@ function Range({ name, title, query }) {
 function Filters({ query, steps, components, groups }) {
   const step = query.step ?? (groups ? String(steps.at(-1) ?? "") : "");
   const active = FILTERS.filter((key) => query[key] && key !== "text" && key !== "step").length;
+  // A long run has thousands: they are made again only when there are others.
+  const options = useMemo(() => [...steps].reverse().map((other) => html`<option key=${other} value=${other} selected=${String(other) === step}>${other}</option>`), [steps, step]);
   const clear = () => setQuery(Object.fromEntries([...FILTERS, "prompt"].map((key) => [key, null])));
   return html`<div class="toolbar filters" role="search" aria-label="Samples">
     <${QueryInput} name="text" value=${query.text} label="Search prompts and completions" placeholder="Search prompts and completions" search />
     <label class="field-inline"><span>Step</span><select class="input compact" value=${step} onChange=${(event) => setQuery({ step: event.target.value || null })}>
       ${!groups && html`<option value="">all</option>`}
-      ${[...steps].reverse().map((other) => html`<option key=${other} value=${other} selected=${String(other) === step}>${other}</option>`)}
+      ${options}
     </select></label>
     ${!groups && html`<label class="field-inline"><span>Sort by</span><select class="input compact" value=${query.sort ?? "step"} onChange=${(event) => setQuery({ sort: event.target.value })}>
       ${SORTS.map(([key, title]) => html`<option key=${key} value=${key} selected=${key === (query.sort ?? "step")}>${title}</option>`)}
@@ -79,6 +81,7 @@ function Groups({ run, query, steps }) {
   }, [data]);
   if (error) return html`<${ErrorLine} text=${error} />`;
   if (!data) return html`<${Loading} what="groups" />`;
+  if (!data.total) return html`<${Empty} title="No sample matches">Widen the ranges or clear the filters.</${Empty}>`;
   return html`<p class="result-count" role="status">${count(data.total)} of step ${formatNumber(Number(step))} in ${groups.length}${data.rows.length < data.total ? " loaded" : ""} groups</p>
     ${groups.map(([key, rows]) => {
       const scores = rows.map((row) => row.score).filter((score) => score !== null);
