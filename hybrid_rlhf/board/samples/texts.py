@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,12 +35,15 @@ _SINGLE = "\u3040-\u30ff\u3400-\u9fff"
 """Characters of languages that are written without spaces: each is a word."""
 _WORD = re.compile(rf"[{_SINGLE}]|[^\W_{_SINGLE}]+")
 _ACCENTS = re.compile("[\u0300-\u036f]+")
+_ASCII_WORD = re.compile("[a-z0-9]+")
 
 
 def words_of(text: str) -> list[str]:
     """The words of a text, without upper case and accents."""
     text = text.casefold()
-    return _WORD.findall(text if text.isascii() else _ACCENTS.sub("", unicodedata.normalize("NFKD", text)))
+    if text.isascii():  # the same, in half of the time
+        return _ASCII_WORD.findall(text)
+    return _WORD.findall(_ACCENTS.sub("", unicodedata.normalize("NFKD", text)))
 
 
 def preview(text: Any, longest: int = 200) -> str:
@@ -61,12 +66,12 @@ class TextBlock:
     @classmethod
     def of(cls, texts: Iterable[str]) -> Self:
         """The block of texts, one per row."""
-        numbers: dict[str, int] = {}
+        numbers = defaultdict[str, int](count().__next__)
         found, counts = list[int](), list[int]()
         for text in texts:
             words = set(words_of(text))
             counts.append(len(words))
-            found += [numbers.setdefault(word, len(numbers)) for word in words]
+            found += map(numbers.__getitem__, words)
         known = np.array([word.encode()[:_WIDTH] for word in numbers], f"S{_WIDTH}")
         words, places = np.unique(known, return_inverse=True)
         return cls._sorted(words, places[np.array(found, np.int64)], np.repeat(np.arange(len(counts)), counts))
