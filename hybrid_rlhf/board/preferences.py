@@ -180,7 +180,7 @@ class Preferences:
 def _prompts_to_judge(views: Sequence[IndexView]) -> NDArray[np.int64]:
     """The numbers of the prompts that have two completions, of two views one in each."""
     numbers = [view.column("prompt_number") for view in views]
-    return np.intersect1d(*numbers) if len(views) == 2 else numbers[0][views[0].prompt_counts() > 1]
+    return np.intersect1d(numbers[0], numbers[1]) if len(views) == 2 else numbers[0][views[0].prompt_counts() > 1]
 
 
 def _side(source: Samples, view: IndexView, row: int) -> ShownCompletion:

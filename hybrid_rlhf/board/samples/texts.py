@@ -69,9 +69,9 @@ class TextBlock:
         numbers = defaultdict[str, int](count().__next__)
         found, counts = list[int](), list[int]()
         for text in texts:
-            words = set(words_of(text))
-            counts.append(len(words))
-            found += map(numbers.__getitem__, words)
+            different = set(words_of(text))
+            counts.append(len(different))
+            found += map(numbers.__getitem__, different)
         known = np.array([word.encode()[:_WIDTH] for word in numbers], f"S{_WIDTH}")
         words, places = np.unique(known, return_inverse=True)
         return cls._sorted(words, places[np.array(found, np.int64)], np.repeat(np.arange(len(counts)), counts))

@@ -13,7 +13,7 @@ from tests.support.browser import require_browser, show, wait_in_page
 from tests.support.steps import write_rows
 
 pytestmark = pytest.mark.slow
-PATIENCE_MS = 180_000
+PATIENCE_MS = 600_000
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_a_run_is_started_from_the_form_stopped_and_resumed(
     for key, value in values.items():
         page.locator(f"[id='field-{key}']").fill(str(value))
     page.get_by_text(f"{len(values)} settings changed").wait_for()
-    page.get_by_role("row", name="SFT training").wait_for()
+    page.get_by_role("row", name="SFT training").wait_for(timeout=PATIENCE_MS)
     page.get_by_role("button", name="Start the run").click()
     page.get_by_role("heading", name="mine", exact=True).wait_for()
     try:
@@ -48,9 +48,13 @@ def test_a_run_is_started_from_the_form_stopped_and_resumed(
         stopped = judged_board.run("mine")
         assert len(page.locator(".printed").inner_text().splitlines()) > 2
         page.get_by_role("button", name="Resume").click()
-        page.locator(".facts .state-running").wait_for()
+        page.locator(".facts .state-running").wait_for(timeout=PATIENCE_MS)
         judged_board.wait("mine", lambda run: run["step"] > stopped["step"])
-        wait_in_page(page, f"parseInt(document.querySelector('.fact:nth-child(2) dd').textContent) > {stopped['step']}")
+        wait_in_page(
+            page,
+            f"parseInt(document.querySelector('.fact:nth-child(2) dd').textContent) > {stopped['step']}",
+            seconds=60,
+        )
     finally:
         judged_board.post(f"/api/runs/{judged_board.run('mine')['id']}/stop", {})
         judged_board.wait("mine", lambda run: run["state"] != "running")
@@ -83,7 +87,7 @@ def test_a_sample_is_scored_again_and_branched(trained_folder: Path, page: Any) 
         place = sample["tokens"]["prompt_length"]
         show(page, board.url, f"sample?run={run}&step=1&index=1&view=tokens&place={place}")
         page.get_by_role("heading", name="Edit and score again").click()
-        page.get_by_label("Completion").fill("four words are here")
+        page.get_by_role("textbox", name="Completion").fill("four words are here")
         page.get_by_role("button", name="Score", exact=True).click()
         cells = page.locator(".sample-side details tr", has=page.get_by_role("rowheader", name="length")).locator("td")
         cells.first.wait_for(timeout=PATIENCE_MS)

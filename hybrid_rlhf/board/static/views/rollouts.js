@@ -112,8 +112,8 @@ export function Rollouts({ query }) {
     setRevision((value) => value + 1);
     facets.reload();
   });
-  // The server refuses a component that it has not read of yet.
-  const known = facets.data && (!indexing || !filter.component || facets.data.components.includes(filter.component));
+  // The server refuses a component that it has not read of yet; without one, the list does not wait for the facets.
+  const known = !filter.component || (facets.data && (!indexing || facets.data.components.includes(filter.component)));
   if (loading) return html`<${ViewHead} title="Rollouts" /><${Loading} what="runs" />`;
   const groups = query.view === "groups";
   return html`
@@ -121,7 +121,7 @@ export function Rollouts({ query }) {
     <${ErrorLine} text=${error} />
     ${!run?.has_samples ? html`<${Empty} title="No samples here">A run records samples every <code>logging.samples_every</code> steps, which is 0 in this one, or it has made no step yet.</${Empty}>` : html`
       <${Filters} query=${query} steps=${facets.data?.steps ?? []} components=${facets.data?.components ?? []} groups=${groups} />
-      ${groups && facets.data ? html`<${Groups} run=${run} query=${query} steps=${facets.data.steps} />` : !known ? html`<${ErrorLine} text=${facets.error} />${!facets.error && html`<${Loading} what="samples" />`}` : html`
+      ${groups && facets.data ? html`<${Groups} run=${run} query=${query} steps=${facets.data.steps} />` : groups || !known ? html`<${ErrorLine} text=${facets.error} />${!facets.error && html`<${Loading} what="samples" />`}` : html`
         <${VirtualList} path=${`/api/runs/${run.id}/samples`} query=${filter} revision=${revision} rowHeight=${narrow ? NARROW_ROW_HEIGHT : ROW_HEIGHT} label="Samples"
           renderRow=${(row) => html`<${SampleRow} run=${run.id} row=${row} />`}>
           ${({ answer, error: listError, shown }) => html`<${ErrorLine} text=${listError} />
