@@ -1,17 +1,26 @@
-"""How fast a board answers over a large run: `python -m benchmarks.board [STEPS] [SAMPLES]`, 10,000 and 1,000.
+"""How fast a board answers over a large run: `python -m benchmarks.board`, 10,000 steps with 1,000 samples each.
 
-Samples are written for two minutes at most, and the number written is printed. The index is made first; then each
-request is made five times, the median printed, and the board's resident memory after all of them. Memory counts the
-mapped columns of the index, which the kernel drops when it needs the space.
+Completions have 40 words out of 5,000. A board indexes them from samples.jsonl as those of any run; with `--copies N`,
+only the first Nth, of which the rest of samples.jsonl and of the index is then copied under later steps. Then each
+request is made five times over HTTP: printed are the median, the slowest, and the processor time of the board per
+request. Resident memory counts the mapped files of the index, which the kernel drops when it needs the space; its peak
+is that since the start of the board. Where there is a browser (tests/support/browser.py), views are opened in it too.
+Ten million samples need 8 GiB of disk; in a `--folder` they are kept and used again.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
+import platform
+import shutil
 import statistics
-import sys
 import tempfile
 import threading
 import time
+import zlib
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -19,61 +28,83 @@ import httpx2
 import numpy as np
 import psutil
 
+from hybrid_rlhf.board.samples.view import COLUMN_FORMATS
+from hybrid_rlhf.configs.files.atomic import write_whole
 from tests.support.board import ServedBoard, append_metrics, served_board, write_run
+from tests.support.browser import CHROMIUM, browser_context, checked_page
 
-WRITE_SECONDS = 120.0
 WORDS = [f"word{number}" for number in range(5000)]
+TEXTS = 20_000
+STEP_WIDTH = 6
+REQUESTS = 5
 QUERIES: dict[str, dict[str, Any]] = {
     "first page": {},
     "a step": {"step": 5},
     "score range by score": {"score_min": 0.5, "score_max": 1.5, "sort": "score", "order": "desc"},
     "all by KL": {"sort": "kl", "order": "desc"},
+    "all by length": {"sort": "length"},
     "component and length": {"component": "format", "component_min": 0.9, "length_max": 100},
     "a rare word": {"text": "needle"},
     "a common word": {"text": "word1"},
+    "two common words": {"text": "word1 word2"},
     "beginnings of words": {"text": "word12*"},
+    "a word of prompts": {"text": "question 12*"},
+    "word, score, by KL": {"text": "word12*", "score_min": 0.5, "sort": "kl"},
     "last page by score": {"sort": "score", "offset": -50},
 }
 
 
-def write_samples(folder: Path, steps: int, samples: int) -> int:
-    """Write steps until all are written or the time is up; the number of steps."""
+def write_samples(folder: Path, steps: int, samples: int) -> None:
+    """Write all samples."""
     random = np.random.default_rng(0)
-    file = (folder / "samples.jsonl").open("wb")
-    start = time.monotonic()
-    for step in range(1, steps + 1):
-        scores, kl = random.normal(size=samples), random.gamma(2.0, size=samples)
-        lengths, words = random.integers(20, 200, samples), random.integers(0, len(WORDS), (samples, 40))
-        prompts = (125 * step + np.arange(samples) // 8) % 9973
-        lines = []
-        for index in range(samples):
-            text = " ".join(WORDS[word] for word in words[index]) + (" needle" if index == step % 997 else "")
-            lines.append(
-                f'{{"step": {step}, "prompt": [{{"role": "user", "content": "Question {prompts[index]}"}}], '
-                f'"completion": "{text}", "score": {scores[index]:.6f}, "kl": {kl[index]:.6f}, '
-                f'"weight_versions": [[{step}, {lengths[index]}]], "index": {index}, "group": {index // 8}, '
-                f'"length": {lengths[index]}, "stopped": true, "components": {{"model": {scores[index]:.6f}, '
-                f'"format": {index % 10 / 9:.3f}}}, "advantage": 0.1}}\n'
-            )
-        file.write("".join(lines).encode())
-        if time.monotonic() - start > WRITE_SECONDS:
-            break
-    file.close()
-    return step
+    texts = [" ".join(WORDS[word] for word in words) for words in random.integers(0, len(WORDS), (TEXTS, 40))]
+    with (folder / "samples.jsonl").open("wb") as file:
+        for step in range(1, steps + 1):
+            scores, kl = random.normal(size=samples).tolist(), random.gamma(2.0, size=samples).tolist()
+            lengths, chosen = random.integers(20, 200, samples).tolist(), random.integers(0, TEXTS, samples).tolist()
+            lines = []
+            for index in range(samples):
+                needle = " needle" if index == step % 997 else ""
+                lines.append(
+                    f'{{"step": {step:{STEP_WIDTH}}, "prompt": [{{"role": "user", "content": "Question '
+                    f'{(125 * step + index // 8) % 9973}"}}], "completion": "{texts[chosen[index]]}{needle}", '
+                    f'"score": {scores[index]:.6f}, "kl": {kl[index]:.6f}, '
+                    f'"weight_versions": [[{step}, {lengths[index]}]], "index": {index}, "group": {index // 8}, '
+                    f'"length": {lengths[index]}, "stopped": true, "components": {{"model": {scores[index]:.6f}, '
+                    f'"format": {index % 10 / 9:.3f}}}, "advantage": 0.1}}\n'
+                )
+            file.write("".join(lines).encode())
 
 
-def median_milliseconds(board: ServedBoard, path: str, **query: Any) -> float:
-    """Of five requests."""
-    times = []
-    for _ in range(5):
+def report(title: str, board: ServedBoard, path: str, **query: Any) -> None:
+    """Print the median and the slowest time of some requests, the processor time of the board, and the rows found."""
+    times, before = [], processor_seconds(board)
+    for _ in range(REQUESTS):
         start = time.perf_counter()
-        board.get(path, **query)
+        found = board.get(path, **query)
         times.append((time.perf_counter() - start) * 1000)
-    return statistics.median(times)
+    busy = 1000 * (processor_seconds(board) - before) / REQUESTS
+    rows = f"  {found['total']:,} rows" if "total" in found else ""
+    limited = ", of the newest samples" if isinstance(found, dict) and found.get("total_is_limited") else ""
+    print(f"{title:24}{statistics.median(times):8.1f} ms{max(times):8.1f} ms{busy:6.0f} ms{rows}{limited}", flush=True)
 
 
-def seconds_until_metric(board: ServedBoard, folder: Path, step: int) -> float:
+def processor_seconds(board: ServedBoard) -> float:
+    """What the board has used so far, which other work on the machine changes less than the time that passed."""
+    times = psutil.Process(board.process.pid).cpu_times()
+    return times.user + times.system
+
+
+def memory_of(board: ServedBoard) -> str:
+    """Resident memory now and at its peak, and how much of it maps files."""
+    status = Path(f"/proc/{board.process.pid}/status").read_text()
+    now, peak, files = (int(status.split(f"{name}:")[1].split()[0]) / 2**10 for name in ("VmRSS", "VmHWM", "RssFile"))
+    return f"{now:.0f} MiB, of them {files:.0f} of files; {peak:.0f} MiB at the peak"
+
+
+def seconds_until_metric(board: ServedBoard, folder: Path) -> float:
     """From the append of a line to its event."""
+    step = board.run(folder.name)["step"] + 1
     ready, seen = threading.Event(), threading.Event()
 
     def listen() -> None:
@@ -93,42 +124,135 @@ def seconds_until_metric(board: ServedBoard, folder: Path, step: int) -> float:
     return time.monotonic() - start
 
 
-def main(steps: int, samples: int) -> None:
-    """Write, index, ask, print."""
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = write_run(Path(temporary) / "output" / "large")
+def open_in_browser(board: ServedBoard, run: str) -> None:
+    """Print when views of the run paint first and when they have their data, and how long a filter takes."""
+    if CHROMIUM is None:
+        print("no browser: views were not opened")
+        return
+    paint = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime"
+    views = {"runs": ".runs-table a", f"rollouts?run={run}": ".sample-row", f"curves?run={run}": ".u-over"}
+    with browser_context() as context, checked_page(context) as page:
+        for address, element in views.items():
+            times = []
+            for _ in range(REQUESTS):
+                page.goto("about:blank")
+                start = time.perf_counter()
+                page.goto(f"{board.url}/#/{address}")
+                page.wait_for_selector(element)
+                times.append((page.evaluate(paint), 1000 * (time.perf_counter() - start)))
+            first, whole = (statistics.median(each) for each in zip(*times, strict=True))
+            name = f"view of {address.split('?')[0]}"
+            print(f"{name:24}{first:8.1f} ms until the first paint, {whole:.0f} ms with data")
+        page.goto(f"{board.url}/#/rollouts?run={run}")
+        page.wait_for_selector(".sample-row")
+        start = time.perf_counter()
+        page.get_by_label("Search prompts and completions").fill("needle")
+        total = board.get(f"/api/runs/{run}/samples", text="needle", limit=1)["total"]
+        page.get_by_text(f"{total:,} samples", exact=True).wait_for()
+        print(f"{'a search is typed':24}{1000 * (time.perf_counter() - start):8.1f} ms until its rows are shown")
+
+
+def copy_samples(folder: Path, steps: int, copies: int) -> None:
+    """Append copies of all samples under later steps to samples.jsonl and to its index."""
+    state = json.loads((folder / "samples.index" / "state.json").read_text())
+    inside, rows, size = folder / "samples.index" / state["generation"], state["rows"], state["end"]
+    blocks = state["completion_blocks"]
+    offsets = np.fromfile(inside / "offset.bin", "<i8")
+    begins = [*offsets[:: rows // steps].tolist(), size]
+    for copy in range(1, copies):
+        with (folder / "samples.jsonl").open("r+b") as file:
+            for step in range(1, steps + 1):
+                file.seek(begins[step - 1])
+                lines = file.read(begins[step] - begins[step - 1])
+                file.seek(0, os.SEEK_END)
+                old, new = (b'{"step": %*d,' % (STEP_WIDTH, number) for number in (step, step + copy * steps))
+                file.write(lines.replace(old, new))
+        for first, last in zip(blocks, (*blocks[1:], rows), strict=True):
+            moved = f"completions_{first + copy * rows}_{last + copy * rows}.block"
+            shutil.copy(inside / f"completions_{first}_{last}.block", inside / moved)
+        for column in inside.glob("*.bin"):
+            if not column.name.startswith("prompt_"):
+                values = np.fromfile(column, COLUMN_FORMATS.get(column.stem, "<f4"), rows)
+                added = {"offset": copy * size, "step": copy * steps}.get(column.stem, 0)
+                with column.open("ab") as opened:
+                    opened.write((values + values.dtype.type(added)).tobytes())
+    last = lines.replace(old, new).splitlines()[-1]
+    state |= {"rows": rows * copies, "end": size * copies, "step": steps * copies, "last_crc": zlib.crc32(last)}
+    state |= {"last": size * copies - len(last) - 1}
+    state |= {"completion_blocks": [first + copy * rows for copy in range(copies) for first in blocks]}
+    write_whole(folder / "samples.index" / "state.json", json.dumps(state))
+
+
+def index_samples(output: Path) -> None:
+    """Wait until a board has indexed all samples."""
+    with served_board(output) as board:
+        path = f"/api/runs/{board.run('large')['id']}/samples"
+        start, before = time.monotonic(), processor_seconds(board)
+        board.get(path)
+        print(f"{'first page, no index':24}{(time.monotonic() - start) * 1000:8.1f} ms")
+        while (page := board.get(path, limit=1))["indexed"] < 1:
+            time.sleep(2)
+        took, busy = time.monotonic() - start, processor_seconds(board) - before
+        print(f"{'its index':24}{took:8.1f} s, {busy:.0f} s of processor time, for {page['total']:,} samples")
+        print(f"{'resident':24}{memory_of(board)}", flush=True)
+
+
+def write(output: Path, steps: int, samples: int, copies: int) -> Path:
+    """The run with its index, or that of an earlier call."""
+    folder = output / "large"
+    if not folder.exists():
+        write_run(folder)
         for step in range(1, steps + 1):
             append_metrics(folder, step, **{f"other/{number}": step * 0.1 for number in range(50)})
         start = time.monotonic()
-        written = write_samples(folder, steps, samples)
-        size = (folder / "samples.jsonl").stat().st_size / 2**30
-        took = time.monotonic() - start
-        print(f"{written} of {steps} steps x {samples} samples, {size:.2f} GiB, written in {took:.0f} s")
-        with served_board(folder.parent) as board:
-            run = board.run("large")["id"]
-            print(f"{'list of runs':24}{median_milliseconds(board, '/api/runs'):8.1f} ms")
-            names = ["objective/kl", "objective/scores", "other/1"]
-            took = median_milliseconds(board, "/api/metrics", run=run, name=names)
-            print(f"{f'3 curves of {steps} steps':24}{took:8.1f} ms")
-            start = time.monotonic()
-            path = f"/api/runs/{run}/samples"
-            board.get(path)
-            print(f"{'first page, no index':24}{(time.monotonic() - start) * 1000:8.1f} ms")
-            while (page := board.get(path))["indexed"] < 1:
-                time.sleep(0.5)
-            print(f"{'whole index':24}{time.monotonic() - start:8.1f} s")
-            for name, query in QUERIES.items():
-                query = {**query, "offset": page["total"] - 50} if query.get("offset") else query
-                found = board.get(path, **query)
-                print(f"{name:24}{median_milliseconds(board, path, **query):8.1f} ms  {found['total']} rows")
-            print(f"{'prompts':24}{median_milliseconds(board, f'/api/runs/{run}/prompts'):8.1f} ms")
-            memory = psutil.Process(board.process.pid).memory_info()
-            print(f"{'resident':24}{memory.rss / 2**20:8.0f} MiB, of them {memory.shared / 2**20:.0f} mapped files")
-            print(f"{'a new metric':24}{seconds_until_metric(board, folder, steps + 1):8.2f} s")
-            index = sum(file.stat().st_size for file in (folder / "samples.index").rglob("*") if file.is_file())
-            print(f"{'size of the index':24}{index / 2**30:8.2f} GiB")
+        write_samples(folder, steps // copies, samples)
+        print(f"{steps // copies} steps x {samples} samples, written in {time.monotonic() - start:.0f} s", flush=True)
+        index_samples(output)
+        if copies > 1:
+            copy_samples(folder, steps // copies, copies)
+            print(f"copied {copies - 1} times")
+    return folder
+
+
+def main(steps: int, samples: int, copies: int, output: Path) -> None:
+    """Write, index, ask, print."""
+    load = os.getloadavg()[1]
+    print(f"python {platform.python_version()}, numpy {np.__version__}, {os.cpu_count()} cores, {date.today()}")
+    folder = write(output, steps, samples, copies)
+    with served_board(output) as board:
+        run = board.run("large")["id"]
+        path = f"/api/runs/{run}/samples"
+        start = time.monotonic()
+        page = board.get(path)
+        assert page["indexed"] == 1 and page["total"] == steps * samples, page["total"]
+        print(f"{'first page at first':24}{(time.monotonic() - start) * 1000:8.1f} ms")
+        report("list of runs", board, "/api/runs")
+        names = ["objective/kl", "objective/scores", "other/1"]
+        report(f"3 curves of {steps} steps", board, "/api/metrics", run=run, name=names)
+        for name, query in QUERIES.items():
+            query = {**query, "offset": page["total"] - 50} if query.get("offset") else query
+            report(name, board, path, **query)
+        report("one sample", board, f"{path}/{steps // 2}/{samples // 2}")
+        report("prompts", board, f"/api/runs/{run}/prompts")
+        report("a pair to judge", board, "/api/preferences/next", run=run)
+        print(f"{'resident':24}{memory_of(board)}")
+        open_in_browser(board, run)
+        print(f"{'a new metric':24}{seconds_until_metric(board, folder):8.2f} s until its event")
+    for name, parts in (
+        ("samples.jsonl", [folder / "samples.jsonl"]),
+        ("index", (folder / "samples.index").rglob("*")),
+    ):
+        size = sum(file.stat().st_size for file in parts if file.is_file())
+        print(f"{f'size of {name}':24}{size / 2**30:8.2f} GiB")
+    print(f"{'load of the machine':24}{load:.1f} before, {os.getloadavg()[1]:.1f} after")
 
 
 if __name__ == "__main__":
-    numbers = [int(word) for word in sys.argv[1:]]
-    main(*(numbers or [10_000, 1_000]))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--samples", type=int, default=1_000)
+    parser.add_argument("--copies", type=int, default=1)
+    parser.add_argument("--folder", type=Path)
+    words = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        main(words.steps, words.samples, words.copies, (words.folder or Path(temporary)) / "output")

@@ -80,9 +80,18 @@ class EventHub:
 class Watcher:
     """A thread that looks at the files of all runs."""
 
-    def __init__(self, folders: RunFolders, hub: EventHub, index_on: Callable[[], bool]) -> None:
-        """Take the runs, where events go, and what indexes new samples for a moment and says whether there are more."""
-        self._folders, self._hub, self._index_on = folders, hub, index_on
+    def __init__(
+        self, folders: RunFolders, hub: EventHub, index_on: Callable[[], bool], is_alive: Callable[[str], bool]
+    ) -> None:
+        """Take what is watched.
+
+        Args:
+            folders: the runs.
+            hub: where events go.
+            index_on: indexes new samples for a moment and says whether there are more.
+            is_alive: whether a process that the board started for a run lives; it outlives its lock by a moment.
+        """
+        self._folders, self._hub, self._index_on, self._is_alive = folders, hub, index_on, is_alive
         self._sizes: dict[str, tuple[int, int]] = {}
         self._states: dict[str, tuple[bool, ...]] = {}
         self._ended = threading.Event()
@@ -141,6 +150,7 @@ class Watcher:
                 file_size(run.folder / CONFIG_FILE) >= 0,
                 file_size(run.folder / METRICS_FILE) >= 0,
                 not has_ended and run_process(run.folder) is not None,
+                self._is_alive(run.id),
             )
             self._states[run.id] = state
             changed |= before is not None and before != state

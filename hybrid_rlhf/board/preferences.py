@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hybrid_rlhf.board.runs.reading import complete_lines, finite, number, open_regular
-from hybrid_rlhf.board.samples.index import IndexView, prompt_messages
+from hybrid_rlhf.board.samples.lines import prompt_messages
 from hybrid_rlhf.board.samples.rows import Samples
+from hybrid_rlhf.board.samples.view import IndexView
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.files.atomic import write_whole
 
@@ -65,10 +67,10 @@ class Preferences:
     def next(self, sources: Sequence[Samples]) -> dict[str, Any]:
         """A pair to judge: of one run, or one side of each of two; without one where no prompt has two completions."""
         judged = {_places(row) for row in self.read()}
-        for _ in range(_TRIES):
-            pair = self._draw(sources)
-            if pair is None:
-                break
+        views = [source.view() for source in sources]
+        prompts = _prompts_to_judge(views)
+        for _ in range(_TRIES if len(prompts) else 0):
+            pair = self._draw(sources, views, int(prompts[self._random.randrange(len(prompts))]))
             if pair.left.completion == pair.right.completion or _places_of(pair) in judged:
                 continue
             name = secrets.token_hex(8)
@@ -147,8 +149,8 @@ class Preferences:
             "pairs_file": str(self.file),
         }
 
-    def write_pairs(self, file: Path) -> None:
-        """Write the judgements that are no ties as rows of a preference data set.
+    def write_pairs(self, file: Path) -> int:
+        """Write the judgements that are no ties as rows of a preference data set; how many there are.
 
         Raises:
             UserError: if there are none.
@@ -161,28 +163,24 @@ class Preferences:
         if not rows:
             raise UserError("a reward model learns from judged pairs, there are none: judge some first")
         write_whole(file, "".join(f"{json.dumps(row)}\n" for row in rows))
+        return len(rows)
 
-    def _draw(self, sources: Sequence[Samples]) -> ShownPair | None:
-        """Two random completions of a random prompt, of each source one, in random order; None: there are none."""
-        views = [source.view() for source in sources]
-        prompts = [np.unique(view.column("prompt")) for view in views]
-        if len(sources) == 2:
-            common = np.intersect1d(prompts[0], prompts[1])
-        else:
-            numbers, counts = np.unique(views[0].column("prompt"), return_counts=True)
-            common = numbers[counts > 1]
-        if not len(common):
-            return None
-        prompt = common[self._random.randrange(len(common))]
-        rows = [np.flatnonzero(view.column("prompt") == prompt).tolist() for view in views]
+    def _draw(self, sources: Sequence[Samples], views: Sequence[IndexView], prompt: int) -> ShownPair:
+        """Two random completions of a prompt, of each source one, in random order."""
+        rows = [view.rows_of_prompt(prompt).tolist() for view in views]
         picked = self._random.sample(rows[0], 2) if len(rows) == 1 else [self._random.choice(each) for each in rows]
-        sides = [
-            _side(source, view, row)
-            for source, view, row in zip([*sources] * (3 - len(sources)), views * (3 - len(views)), picked, strict=True)
-        ]
+        twice = 3 - len(sources)
+        places = zip([*sources] * twice, [*views] * twice, picked, strict=True)
+        sides = [_side(source, view, row) for source, view, row in places]
         self._random.shuffle(sides)
         first = sources[0].index.line(views[0], rows[0][0])
         return ShownPair(prompt_messages(first), sides[0], sides[1])
+
+
+def _prompts_to_judge(views: Sequence[IndexView]) -> NDArray[np.int64]:
+    """The numbers of the prompts that have two completions, of two views one in each."""
+    numbers = [view.column("prompt_number") for view in views]
+    return np.intersect1d(numbers[0], numbers[1]) if len(views) == 2 else numbers[0][views[0].prompt_counts() > 1]
 
 
 def _side(source: Samples, view: IndexView, row: int) -> ShownCompletion:

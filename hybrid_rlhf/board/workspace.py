@@ -54,7 +54,7 @@ class BoardWorkspace:
         self._samples: OrderedDict[str, Samples] = OrderedDict()
         self._token_texts = token_texts_of(self._tokenizer_files)
         self._lock = threading.Lock()
-        self._watcher = Watcher(self.folders, self.hub, self._index_on)
+        self._watcher = Watcher(self.folders, self.hub, self._index_on, self.training.is_alive)
 
     def open(self) -> None:
         """Begin to watch; called on the loop of the server."""

@@ -9,10 +9,6 @@ from typing import Any
 import pytest
 
 from tests.support.board import ServedBoard, served_board, write_run
-from tests.support.runs import rl_line, run_python
-from tests.support.steps import write_rows
-
-REWARD = '{name: length, function: "tests.support.board:length_reward"}'
 
 
 def ended(board: ServedBoard, job: str) -> dict[str, Any]:
@@ -39,12 +35,8 @@ def test_a_job_that_fails_says_why(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_sample_is_replayed_branched_and_scored(tmp_path: Path, model_folder: Path) -> None:
-    more = ["--logging.samples_every", "1", "--reward.components", f"[{REWARD}]"]
-    line = rl_line(tmp_path / "output" / "rl", model_folder, write_rows(tmp_path / "rows.jsonl"), *more)
-    done = run_python(line)
-    assert done.returncode == 0, done.stderr[-3000:]
-    with served_board(tmp_path / "output") as board:
+def test_a_sample_is_replayed_branched_and_scored(trained_folder: Path) -> None:
+    with served_board(trained_folder) as board:
         run = board.run("rl")["id"]
         sample = board.get(f"/api/runs/{run}/samples/1/1")
         assert sample["tokens"] is not None and "".join(sample["tokens"]["texts"])

@@ -69,7 +69,7 @@ def test_two_runs_give_one_side_each(board: ServedBoard, tmp_path: Path) -> None
 
 
 def test_a_reward_model_is_trained_on_the_pairs(board: ServedBoard, tmp_path: Path, model_folder: Path) -> None:
-    body = {"model": str(model_folder), "output_dir": "preferred", "options": {"train.global_batch_size": 2}}
+    body = {"model": str(model_folder), "output_dir": "preferred"}
     nothing = board.post("/api/preferences/train", body)
     assert nothing.status_code == 400 and "judge some first" in nothing.json()["error"]
     assert not (tmp_path / "output" / "preferred").exists()
@@ -85,6 +85,7 @@ def test_a_reward_model_is_trained_on_the_pairs(board: ServedBoard, tmp_path: Pa
     assert len(rows) == 5 and set(rows[0]) == {"prompt", "chosen", "rejected"}
     settings = yaml.safe_load((folder / "board.yaml").read_text())
     assert settings["data"]["sources"] == [str(folder / "pairs.jsonl")] and settings["output_dir"] == str(folder)
+    assert settings["train"]["global_batch_size"] == 2  # half of the pairs
     trained = board.wait("preferred", lambda run: run["state"] != "running")
     assert (trained["id"], trained["state"], trained["command"]) == (started.json()["run"], "finished", "reward"), (
         trained

@@ -14,6 +14,8 @@ import httpx2
 import numpy as np
 import pytest
 
+from hybrid_rlhf.board.events import EventHub, Watcher
+from hybrid_rlhf.board.runs.folders import RunFolders, run_id
 from hybrid_rlhf.board.runs.metrics import MetricsFile
 from tests.support.board import (
     ServedBoard,
@@ -224,3 +226,12 @@ class _Events:
                 return found[0]
             time.sleep(0.02)
         raise AssertionError(f"no event {name}: {self._found}")
+
+
+def test_the_end_of_a_process_is_told_though_its_lock_ended_before(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "output" / "one", steps=1)
+    alive = {run_id(run)}
+    watcher = Watcher(RunFolders([tmp_path / "output"]), EventHub(), lambda: False, lambda name: name in alive)
+    assert not watcher._look_for_states(False) and not watcher._look_for_states(False)
+    alive.clear()
+    assert watcher._look_for_states(False) and not watcher._look_for_states(False)

@@ -15,6 +15,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from hybrid_rlhf.board.runs.folders import RunFolder, run_id
+from hybrid_rlhf.board.samples import index as index_module
+from hybrid_rlhf.board.samples import queries
 from hybrid_rlhf.board.samples.index import SampleIndex
 from hybrid_rlhf.board.samples.queries import SampleQuery, find
 from tests.support.board import ServedBoard, append_rows, sample_rows, served_board, write_run
@@ -190,7 +192,8 @@ def test_a_damaged_index_is_made_again(tmp_path: Path, damage: str) -> None:
     if damage == "state":
         (folder / "state.json").write_text("{")
     elif damage == "texts":
-        (inside / "texts.sqlite").write_bytes(b"no database" * 500)
+        (file,) = inside.glob("completions_*.block")
+        file.write_bytes(file.read_bytes()[:-2])
     else:
         shutil.rmtree(inside)
     again = index_of(tmp_path)
@@ -235,15 +238,22 @@ def test_a_folder_that_cannot_be_written_has_its_index_elsewhere(
     assert (folder / "samples.index").read_text() == "a file where the index would be"
 
 
-def test_ranks_of_many_equal_scores_are_exact() -> None:
-    from hybrid_rlhf.board.samples.queries import _ranked
-
+@pytest.mark.parametrize("descending", [False, True])
+@pytest.mark.parametrize("sampled", [2**16, 64])
+def test_ranks_are_those_of_a_stable_sort(monkeypatch: pytest.MonkeyPatch, descending: bool, sampled: int) -> None:
+    """With a sample of all keys, and with one that misleads: keys that repeat at its stride, equal and missing ones."""
+    monkeypatch.setattr(queries, "_SAMPLED", sampled)
+    monkeypatch.setattr(queries, "_SLACK", 4)
     random = np.random.default_rng(0)
-    keys = random.integers(0, 4, 10_000).astype(np.float32)
-    keys[random.integers(0, 10_000, 500)] = np.inf
-    whole = np.argsort(keys, kind="stable")
-    for first, last in ((0, 50), (49, 50), (5000, 5017), (9990, 10_000), (0, 10_000)):
-        assert _ranked(keys, first, last).tolist() == whole[first:last].tolist()
+    for keys in (random.integers(0, 4, 10_000), random.normal(size=10_000), np.arange(9984) % 156, np.zeros(100)):
+        keys = keys.astype(np.float32)
+        keys[random.integers(0, len(keys), 50)] = np.inf
+        keys[random.integers(0, len(keys), 50)] = np.nan
+        whole = np.argsort(-keys if descending else keys, kind="stable")  # NaN is last in either order
+        pages = ((0, 50), (49, 50), (70, 90), (len(keys) // 2, len(keys) // 2 + 17), (len(keys) - 60, len(keys)))
+        for first, last in (*pages, (0, len(keys))):
+            found = queries._ranked(keys, first, last, descending=descending)
+            assert found.tolist() == whole[first:last].tolist()
 
 
 def test_a_state_is_what_is_written(tmp_path: Path) -> None:
@@ -253,3 +263,16 @@ def test_a_state_is_what_is_written(tmp_path: Path) -> None:
     stored = json.loads((tmp_path / "samples.index" / "state.json").read_text())
     assert stored == json.loads(json.dumps(dataclasses.asdict(index.view().state)))
     assert stored["end"] == (tmp_path / "samples.jsonl").stat().st_size
+
+
+def test_blocks_are_joined_and_the_old_ones_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_module, "_KEPT_SECONDS", -1.0)
+    index = index_of(tmp_path)
+    for step in range(1, 12):
+        append_rows(tmp_path, sample_rows(step, 2))
+        steps_in(index)
+    view = index.view()
+    assert [last - first for first, last in zip(view.state.completion_blocks, (16, 20, 22), strict=True)] == [16, 4, 2]
+    kept = {*view.completions.files(), *view.prompt_texts.files()}
+    assert set((tmp_path / "samples.index" / view.state.generation).glob("*.block")) == kept
+    assert find(view, SampleQuery(text="step 3")).rows.tolist() == [4, 5]

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from hybrid_rlhf.board.routes.answers import answer
 from hybrid_rlhf.board.workspace import BoardWorkspace
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections.training import TrainConfig
 
 _PAIRS = "pairs.jsonl"
 
@@ -69,7 +70,8 @@ def routes(workspace: BoardWorkspace) -> APIRouter:
         pairs = folder / _PAIRS
         values = {**body.options, "model.path": body.model, "data.sources": [str(pairs)]}
         try:
-            preferences.write_pairs(pairs)
+            half = max(1, preferences.write_pairs(pairs) // 2)  # a batch must fit beside the held-out pairs
+            values.setdefault("train.global_batch_size", min(TrainConfig().global_batch_size, half))
             return answer({"run": workspace.training.start_with("reward", folder, values)})
         except UserError:
             pairs.unlink(missing_ok=True)

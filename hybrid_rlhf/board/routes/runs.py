@@ -8,6 +8,7 @@ from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from hybrid_rlhf.board.routes.answers import answer
+from hybrid_rlhf.board.runs.summary import printed_text
 from hybrid_rlhf.board.workspace import BoardWorkspace
 
 _MOST_RUNS, _MOST_NAMES, _MOST_FILES = 50, 500, 2000
@@ -57,6 +58,7 @@ def routes(workspace: BoardWorkspace) -> APIRouter:
                 "metric_names": metrics.names(),
                 "memory_plan": workspace.memory_plan(run),
                 "files": files[:_MOST_FILES],
+                "printed": printed_text(run.folder),
             }
         )
 

@@ -42,15 +42,15 @@ def file_size(path: Path) -> int:
     return found.st_size if stat.S_ISREG(found.st_mode) else -1
 
 
-def complete_lines(file: BinaryIO, offset: int) -> Iterator[list[tuple[int, bytes]]]:
-    """Lines from an offset on with their offsets, some megabytes at a time, without a last one that has no end yet.
+def complete_lines(file: BinaryIO, offset: int, chunk_bytes: int = CHUNK_BYTES) -> Iterator[list[tuple[int, bytes]]]:
+    """Lines from an offset on with their offsets, a chunk at a time, without a last one that has no end yet.
 
     Raises:
         ValueError: for a line that is longer than any of a run.
     """
     file.seek(offset)
     rest = b""
-    while chunk := file.read(CHUNK_BYTES):
+    while chunk := file.read(chunk_bytes):
         end = chunk.rfind(b"\n") + 1
         if not end:
             rest += chunk

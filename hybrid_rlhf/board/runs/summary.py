@@ -32,6 +32,8 @@ COMMANDS: dict[str, type] = {
 """The config of each training command."""
 BOARD_LOG = "board.log"
 """What a run that the board started prints."""
+_PRINTED_BYTES = 10_000
+"""Of that, what is shown."""
 _FEWEST_KEYS = 5
 """Top-level keys that a config shares with one of these, if it is one."""
 _LAST_VALUES = (
@@ -169,14 +171,21 @@ def run_process(folder: Path) -> psutil.Process | None:
         return None
 
 
-def _printed_error(folder: Path) -> str | None:
-    """The error with which a run that the board started ended."""
+def printed_text(folder: Path) -> str | None:
+    """The end of what a run that the board started has printed; None: another started it."""
     try:
         with open_regular(folder / BOARD_LOG) as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 10_000))
-            lines = file.read().decode(errors="replace").splitlines()
+            start = max(0, file.seek(0, os.SEEK_END) - _PRINTED_BYTES)
+            file.seek(start)
+            text = file.read().decode(errors="replace")
     except OSError:
         return None
+    return text.partition("\n")[2] if start else text
+
+
+def _printed_error(folder: Path) -> str | None:
+    """The error with which a run that the board started ended."""
+    lines = (printed_text(folder) or "").splitlines()
     return next((line[:1000] for line in reversed(lines) if line.startswith("error: ")), None)
 
 

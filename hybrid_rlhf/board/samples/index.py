@@ -1,9 +1,10 @@
-"""An index of samples.jsonl: columns of numbers for filters, the place of each line, and a text search.
+"""An index of samples.jsonl: columns of numbers for filters, the place of each line, its prompt, and a text search.
 
 `samples.index/` lies beside samples.jsonl, or in the cache folder where the run folder cannot be written. It has one
-folder per generation with a file per column, and `state.json`, written last and at once, which says how many rows
-count. An index that does not fit its file is left for a new generation, so that a reader's mapped files stay as they
-are; it can be removed at any time. One board at a time writes; others read what it has written.
+folder per generation with a file per column and the blocks of the texts, and `state.json`, written last and at once,
+which says how many rows and which blocks count. An index that does not fit its file is left for a new generation, so
+that a reader's mapped files stay as they are; it can be removed at any time. One board at a time writes; others read
+what it has written.
 
 Why columns and not tables of SQLite: counting what a filter leaves of ten million rows takes SQLite seconds.
 """
@@ -13,18 +14,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
-import hashlib
 import json
 import os
 import shutil
-import sqlite3
 import tempfile
 import threading
 import time
 import uuid
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,85 +30,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybrid_rlhf.board.runs.folders import RunFolder
-from hybrid_rlhf.board.runs.reading import complete_lines, file_size, is_count, number, open_regular, parsed
-from hybrid_rlhf.board.samples.texts import TextIndex
+from hybrid_rlhf.board.runs.reading import complete_lines, file_size, open_regular, parsed
+from hybrid_rlhf.board.samples.lines import PROMPT_COLUMNS, NewRows
+from hybrid_rlhf.board.samples.texts import BLOCK_ROWS
+from hybrid_rlhf.board.samples.view import COLUMN_FORMATS, FORMAT, IndexState, IndexView, column_file
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.files.atomic import write_whole
 from hybrid_rlhf.configs.files.cache import cache_folder
 from hybrid_rlhf.runtime.files.names import SAMPLES_FILE
 
 INDEX_FOLDER = "samples.index"
-_FORMAT = 1
 _STATE = "state.json"
-_MOST_COMPONENTS = 64
-_COLUMNS = {
-    "offset": "<i8",
-    "prompt": "<i8",
-    "step": "<i4",
-    "index": "<i4",
-    "group": "<i4",
-    "score": "<f4",
-    "kl": "<f4",
-    "length": "<f4",
-}
-"""File format of each column; a missing number is NaN, a missing group -1. Components have one more each."""
-
-
-@dataclass(frozen=True)
-class IndexState:
-    """What of an index counts."""
-
-    format: int = _FORMAT
-    generation: str = ""
-    rows: int = 0
-    end: int = 0
-    """Byte of samples.jsonl up to which it is indexed."""
-    last: int = 0
-    """Byte at which the last indexed line begins."""
-    last_crc: int = 0
-    components: tuple[str, ...] = ()
-    skipped: int = 0
-    """Lines that are no samples."""
-    step: int = -1
-    position: int = 0
-    """The next position in that step, for rows without an index."""
-
-
-@dataclass
-class _Lines:
-    """Rows on their way into the columns."""
-
-    state: IndexState
-    columns: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in _COLUMNS})
-    components: list[dict[str, float]] = field(default_factory=list)
-    texts: list[tuple[int, str, int, str]] = field(default_factory=list)
-    """Row, completion, prompt, text of the prompt."""
-
-
-@dataclass(frozen=True)
-class IndexView:
-    """The rows that an index had at one time."""
-
-    state: IndexState
-    folder: Path
-    texts: TextIndex | None
-    """None: there are no rows."""
-
-    @property
-    def rows(self) -> int:
-        """How many there are."""
-        return self.state.rows
-
-    def column(self, name: str) -> NDArray[Any]:
-        """A column, mapped from its file; of a component as `component/NAME`.
-
-        Raises:
-            FileNotFoundError: if the index has begun a new generation.
-        """
-        kind = np.dtype(_COLUMNS.get(name, "<f4"))
-        if not self.rows:
-            return np.empty(0, kind)
-        return np.memmap(_column_file(self.folder, self.state, name), kind, mode="r", shape=(self.rows,))
+_READ_BYTES = 4 * 2**20
+"""Of samples.jsonl at a time."""
+_KEPT_SECONDS = 10.0
+"""A block that was joined with others is removed after so long, when no search reads it any more."""
 
 
 class SampleIndex:
@@ -124,9 +58,10 @@ class SampleIndex:
         self._state, self._stamp = IndexState(), 0
         self._is_checked = False
         """Whether the text search of an earlier board was looked at."""
-        self._writing: TextIndex | None = None
-        self._searching: TextIndex | None = None
-        self._search_lock = threading.Lock()
+        self._prompts: tuple[str, dict[int, int]] = ("", {})
+        """The places of the prompts of a generation, by their numbers."""
+        self._unused: dict[Path, float] = {}
+        """Since when the state does not name a block."""
 
     @property
     def progress(self) -> float:
@@ -153,13 +88,14 @@ class SampleIndex:
 
     def _read_on(self, deadline: float) -> bool:
         self._load()  # another board may have written before this one could
-        if not self._state.generation or not self._continues() or not self._has_texts():
+        if not self._state.generation or not self._continues() or not (self._is_checked or self._has_texts()):
             self._begin_generation()
         self._is_checked = True
         try:
             with open_regular(self.samples) as file:
-                for lines in complete_lines(file, self._state.end):
-                    self._append(lines)
+                for lines in complete_lines(file, self._state.end, _READ_BYTES):
+                    for first in range(0, len(lines), BLOCK_ROWS):
+                        self._append(lines[first : first + BLOCK_ROWS])
                     if time.monotonic() > deadline:
                         return True
         except (FileNotFoundError, ValueError):  # none yet; a line without an end, so no samples.jsonl
@@ -168,21 +104,11 @@ class SampleIndex:
 
     def view(self) -> IndexView:
         """What is indexed now."""
-        state = self._state
-        with self._search_lock:
-            if self._searching is None or self._searching.generation != state.generation:
-                if self._searching is not None:
-                    self._searching.close()
-                self._searching = TextIndex.at(self._folder, state.generation) if state.generation else None
-            return IndexView(state, self._folder, self._searching)
+        return IndexView(self._state, self._folder)
 
     def close(self) -> None:
-        """Close the files; a temporary index is removed."""
+        """Remove a temporary index."""
         with self._lock:
-            for texts in (self._writing, self._searching):
-                if texts is not None:
-                    texts.close()
-            self._writing = self._searching = None
             if self._removed_at_exit:
                 shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -218,11 +144,11 @@ class SampleIndex:
             if stamp == self._stamp:
                 return
             content = json.loads(file.read_text())
-            if content.get("format") == _FORMAT and all(
-                (self._folder / content["generation"] / f"{name}.bin").exists() for name in _COLUMNS
+            if content.get("format") == FORMAT and all(
+                (self._folder / content["generation"] / f"{name}.bin").exists() for name in COLUMN_FORMATS
             ):
-                self._state = IndexState(**{**content, "components": tuple(content["components"])})
-                self._stamp = stamp
+                lists = {name: tuple(value) for name, value in content.items() if isinstance(value, list)}
+                self._state, self._stamp = IndexState(**content | lists), stamp
 
     def _continues(self) -> bool:
         """Whether the last indexed line is still in its place."""
@@ -251,13 +177,10 @@ class SampleIndex:
             yield True
 
     def _begin_generation(self) -> None:
-        if self._writing is not None:
-            self._writing.close()
-            self._writing = None
         state = IndexState(generation=uuid.uuid4().hex[:12])
         (self._folder / state.generation).mkdir()
-        for name in _COLUMNS:
-            _column_file(self._folder, state, name).touch()
+        for name in COLUMN_FORMATS:
+            column_file(self._folder, state, name).touch()
         self._commit(state)
         for folder in self._folder.iterdir():
             if folder.is_dir() and folder.name != state.generation:
@@ -267,42 +190,63 @@ class SampleIndex:
         write_whole(self._folder / _STATE, json.dumps(dataclasses.asdict(state)))
         self._state, self._stamp = state, (self._folder / _STATE).stat().st_mtime_ns
 
-    def _open_texts(self) -> TextIndex:
-        if self._writing is None or self._writing.generation != self._state.generation:
-            if self._writing is not None:
-                self._writing.close()
-            self._writing = TextIndex.at(self._folder, self._state.generation)
-        return self._writing
-
     def _has_texts(self) -> bool:
-        """Whether the text search has all rows and can be read."""
-        try:
-            return self._open_texts().rows() == self._state.rows
-        except sqlite3.DatabaseError:
-            return False
+        """Whether the text search can be read."""
+        view = self.view()
+        return view.completions.is_whole() and view.prompt_texts.is_whole()
+
+    def _known_prompts(self) -> dict[int, int]:
+        """The places of the prompts by their numbers; another board may have added some, or the last rows failed."""
+        generation, known = self._prompts
+        if generation != self._state.generation or len(known) != self._state.prompts:
+            numbers = self.view().column("prompt_number").tolist()
+            known = {number: place for place, number in enumerate(numbers)}
+            self._prompts = (self._state.generation, known)
+        return known
 
     def _append(self, lines: list[tuple[int, bytes]]) -> None:
-        """Index lines: texts first and not committed, then columns and state, then the texts' end."""
-        new = _Lines(self._state)
+        """Index at most BLOCK_ROWS lines: blocks of texts and columns, then the state, with which they count."""
+        before, old = self._state, self.view()
+        new = NewRows(before.rows, before.step, before.position, before.components, self._known_prompts())
         for offset, line in lines:
-            _read_line(new, offset, line)
+            new.add(offset, line)
+        completions = old.completions.adding(new.completions)
+        prompt_texts = old.prompt_texts.adding(new.prompt_texts)
         offset, line = lines[-1]
-        rows = new.state.rows + len(new.columns["offset"])
         state = dataclasses.replace(
-            new.state, rows=rows, end=offset + len(line) + 1, last=offset, last_crc=zlib.crc32(line)
+            before,
+            rows=completions.rows,
+            end=offset + len(line) + 1,
+            last=offset,
+            last_crc=zlib.crc32(line),
+            components=new.components,
+            skipped=before.skipped + new.skipped,
+            step=new.step,
+            position=new.position,
+            prompts=prompt_texts.rows,
+            completion_blocks=completions.begins,
+            prompt_blocks=prompt_texts.begins,
         )
-        before = self._state.rows
-        with self._open_texts().adding(before, new.texts):
-            for name, values in new.columns.items():
-                self._write_column(state, name, before, np.array(values, _COLUMNS[name]))
-            for name in state.components:
-                column = np.array([row.get(name, np.nan) for row in new.components], "<f4")
-                self._write_column(state, f"component/{name}", before, column)
-            self._commit(state)
+        for name, values in new.columns.items():
+            count = before.prompts if name in PROMPT_COLUMNS else before.rows
+            self._write_column(state, name, count, np.array(values, COLUMN_FORMATS[name]))
+        for name in state.components:
+            column = np.array([row.get(name, np.nan) for row in new.parts], "<f4")
+            self._write_column(state, f"component/{name}", before.rows, column)
+        self._commit(state)
+        self._remove_unused({*completions.files(), *prompt_texts.files()})
+
+    def _remove_unused(self, used: set[Path]) -> None:
+        """Remove blocks that have been joined with others and that no search reads any more."""
+        now = time.monotonic()
+        for file in set((self._folder / self._state.generation).glob("*.block")) - used:
+            if now - self._unused.setdefault(file, now) > _KEPT_SECONDS:
+                file.unlink(missing_ok=True)
+                del self._unused[file]
 
     def _write_column(self, state: IndexState, name: str, before: int, values: NDArray[Any]) -> None:
         """Append to a column, over what an earlier board wrote without bringing it to its end."""
-        file = _column_file(self._folder, state, name)
+        file = column_file(self._folder, state, name)
         with file.open("r+b" if file.exists() else "w+b") as opened:
             size = before * values.itemsize
             if opened.seek(0, os.SEEK_END) < size:  # a component that appears late
@@ -311,64 +255,6 @@ class SampleIndex:
             opened.seek(size)
             opened.write(values.tobytes())
             opened.truncate()
-
-
-def _column_file(folder: Path, state: IndexState, name: str) -> Path:
-    if name.startswith("component/"):
-        name = f"component_{state.components.index(name.removeprefix('component/'))}"
-    return folder / state.generation / f"{name}.bin"
-
-
-def prompt_messages(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """The prompt of a row as messages."""
-    prompt = row.get("prompt")
-    if isinstance(prompt, list):
-        return [
-            message if isinstance(message, dict) else {"role": "user", "content": str(message)} for message in prompt
-        ]
-    return [{"role": "user", "content": "" if prompt is None else str(prompt)}]
-
-
-def prompt_number(messages: list[dict[str, Any]]) -> int:
-    """A hash of messages that is the same in all runs, as a signed number of 64 bits."""
-    text = json.dumps(messages, sort_keys=True, ensure_ascii=False)
-    digest = hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=8).digest()
-    return int.from_bytes(digest, "big", signed=True)
-
-
-def _read_line(new: _Lines, offset: int, line: bytes) -> None:
-    row, state = parsed(line), new.state
-    if row is None or "completion" not in row:
-        new.state = dataclasses.replace(state, skipped=state.skipped + 1)
-        return
-    step = int(row["step"])
-    position = state.position if step == state.step else 0
-    messages = prompt_messages(row)
-    prompt = prompt_number(messages)
-    parts = row.get("components")
-    parts = {str(name): number(value) for name, value in parts.items()} if isinstance(parts, dict) else {}
-    names = (*state.components, *(name for name in parts if name not in state.components))[:_MOST_COMPONENTS]
-    columns = new.columns
-    new.texts.append(
-        (
-            state.rows + len(columns["offset"]),
-            str(row["completion"]),
-            prompt,
-            str(messages[-1].get("content") or "") if messages else "",
-        )
-    )
-    index, group, length = row.get("index"), row.get("group"), row.get("length")
-    columns["offset"].append(offset)
-    columns["prompt"].append(prompt)
-    columns["step"].append(step)
-    columns["index"].append(index if is_count(index) else position)  # type: ignore[arg-type]
-    columns["group"].append(group if is_count(group) else -1)  # type: ignore[arg-type]
-    columns["score"].append(number(row.get("score")))
-    columns["kl"].append(number(row.get("kl")))
-    columns["length"].append(number(length))
-    new.components.append(parts)
-    if (step, position + 1, names) != (state.step, state.position, state.components):
-        new.state = dataclasses.replace(state, step=step, position=position + 1, components=names)
 
 
 def _index_folder(run: RunFolder) -> tuple[Path, bool]:

@@ -13,14 +13,17 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
-from hybrid_rlhf.board.samples.index import IndexView
-from hybrid_rlhf.board.samples.texts import MOST_MATCHES
+from hybrid_rlhf.board.samples.view import IndexView
 from hybrid_rlhf.configs.errors import UserError
 
 Rows = NDArray[np.int64]
 MOST_ROWS = 500
 """Of one answer."""
 PROMPT_KEY = r"^[0-9a-f]{16}$"
+_SAMPLED = 2**16
+_SLACK = 512
+"""A value of a rank is looked for among those between two values of a sorted sample, so many before and after it: four
+standard deviations of a random sample of that size."""
 
 
 class SampleQuery(BaseModel):
@@ -63,7 +66,7 @@ class Found:
     total: int
     rows: Rows
     is_limited: bool = False
-    """Whether the text has more matches than are looked at."""
+    """Whether the words of the text are so frequent that only the newest rows were searched."""
 
 
 def find(view: IndexView, query: SampleQuery) -> Found:
@@ -82,11 +85,8 @@ def find(view: IndexView, query: SampleQuery) -> Found:
         places = np.arange(first, last) if query.order == "asc" else total - 1 - np.arange(first, last)
     else:
         column = view.column(query.sort)
-        keys = np.array(column if candidates is None else column[candidates])
-        if query.order == "desc":
-            np.negative(keys, out=keys)
-        np.nan_to_num(keys, copy=False, nan=np.inf)
-        places = _ranked(keys, first, last)
+        keys = column if candidates is None else column[candidates]
+        places = _ranked(keys, first, last, descending=query.order == "desc")
     return Found(total, places if candidates is None else candidates[places], is_limited)
 
 
@@ -114,7 +114,8 @@ def _mask(view: IndexView, query: SampleQuery) -> tuple[NDArray[np.bool_] | None
     if query.step is not None:
         masks.append(view.column("step") == query.step)
     if query.prompt is not None:
-        masks.append(view.column("prompt") == key_number(query.prompt))
+        place = view.prompt_place(key_number(query.prompt))
+        masks.append(view.column("prompt") == (-1 if place is None else place))
     ranges: list[tuple[str, Any, Any]] = [
         ("score", query.score_min, query.score_max),
         ("length", query.length_min, query.length_max),
@@ -133,12 +134,11 @@ def _mask(view: IndexView, query: SampleQuery) -> tuple[NDArray[np.bool_] | None
         if most is not None:
             masks.append(view.column(name) <= most)
     is_limited = False
-    if query.text and view.texts is not None:
-        rows, prompts = view.texts.matches(query.text)
-        is_limited = max(len(rows), len(prompts)) >= MOST_MATCHES
-        found = np.isin(view.column("prompt"), prompts) if len(prompts) else np.zeros(state.rows, bool)
-        found[rows[rows < state.rows]] = True
-        masks.append(found)
+    if query.text:
+        found, is_limited = view.completions.search(query.text)
+        prompts, has_more = view.prompt_texts.search(query.text)
+        masks.append(found | view.rows_of_prompts(prompts))
+        is_limited |= has_more
     if not masks:
         return None, False
     mask = masks[0]
@@ -147,11 +147,40 @@ def _mask(view: IndexView, query: SampleQuery) -> tuple[NDArray[np.bool_] | None
     return mask, is_limited
 
 
-def _ranked(keys: NDArray[Any], first: int, last: int) -> Rows:
-    """The places of ranks `first` to `last` of keys in ascending order, equal ones in the order of their places."""
-    parted = np.partition(keys, sorted({first, last - 1}))
-    low, high = parted[first], parted[last - 1]
-    near = np.flatnonzero((keys >= low) & (keys <= high))
-    skipped = first - int(np.count_nonzero(keys < low))
-    ordered = near[np.argsort(keys[near], kind="stable")]
-    return ordered[skipped : skipped + last - first]
+def _ranked(keys: NDArray[np.float32], first: int, last: int, *, descending: bool = False) -> Rows:
+    """The places of ranks `first` to `last`, equal keys in the order of their places, NaN last.
+
+    Only the keys of these ranks are sorted: what lies before and after them is counted.
+    """
+    known = int(np.count_nonzero(keys == keys))
+    places = []
+    if first < known:
+        end = min(last, known)
+        ranks = (known - 1 - first, known - end) if descending else (first, end - 1)
+        begin, final = (_value_of_rank(keys, rank, known) for rank in ranks)
+        before = np.count_nonzero(keys > begin if descending else keys < begin)
+        places.append(np.flatnonzero(keys == begin)[first - before :])
+        if begin != final:
+            between = np.flatnonzero((keys > min(begin, final)) & (keys < max(begin, final)))
+            order = np.argsort(-keys[between] if descending else keys[between], kind="stable")
+            places += [between[order], np.flatnonzero(keys == final)]
+        places = [np.concatenate(places)[: end - first]]
+    if last > known:
+        places.append(np.flatnonzero(keys != keys)[max(first - known, 0) : last - known])
+    return np.concatenate(places)
+
+
+def _value_of_rank(keys: NDArray[np.float32], rank: int, known: int) -> np.float32:
+    """The key of a rank in ascending order; `known` keys are no NaN."""
+    sample = np.sort(keys[:: max(1, len(keys) // _SAMPLED)])
+    sample = sample[: np.count_nonzero(sample == sample)]
+    place = rank * len(sample) // known
+    low = sample[place - _SLACK] if place >= _SLACK else np.float32(-np.inf)
+    high = sample[place + _SLACK] if place + _SLACK < len(sample) else np.float32(np.inf)
+    before = np.count_nonzero(keys < low)
+    if not before <= rank < np.count_nonzero(keys <= high):  # rows that repeat at the stride of the sample
+        return np.float32(np.partition(keys, rank)[rank])
+    if low == high:
+        return np.float32(low)
+    near = keys[(keys >= low) & (keys <= high)]
+    return np.float32(np.partition(near, rank - before)[rank - before])

@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 
 from hybrid_rlhf.board.runs.folders import RunFolder
 from hybrid_rlhf.board.runs.reading import finite, is_count, number
-from hybrid_rlhf.board.samples.index import IndexView, SampleIndex, prompt_messages, prompt_number
+from hybrid_rlhf.board.samples.index import SampleIndex
+from hybrid_rlhf.board.samples.lines import prompt_messages, prompt_number
 from hybrid_rlhf.board.samples.queries import PromptQuery, SampleQuery, find, key_number, prompt_key, row_of
 from hybrid_rlhf.board.samples.texts import preview
+from hybrid_rlhf.board.samples.view import IndexView
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.runtime.observability.token_records import TokenRecord, TokenRecords
 
@@ -37,21 +39,21 @@ class Samples:
         """Take the run, and what decodes its tokens."""
         self.run, self.index = run, SampleIndex(run)
         self._records, self._token_texts = TokenRecords(run.folder), token_texts
-        self._groups: tuple[Any, Any] = (None, None)
+        self._steps_seen: tuple[str, int, set[int]] = ("", 0, set())
+        """Of a generation, in how many rows."""
         self._lock = threading.Lock()
 
     def page(self, query: SampleQuery) -> dict[str, Any]:
         """GET /api/runs/RUN/samples."""
         view = self.view()
         found = find(view, query)
-        recorded = set(self._records.steps())
         return {
             "total": found.total,
             "total_is_limited": found.is_limited,
             "indexed": self.index.progress,
-            "steps": _distinct(view.column("step")),
+            "steps": self._steps(view),
             "components": list(view.state.components),
-            "rows": self._rows(view, found.rows, recorded),
+            "rows": self._rows(view, found.rows),
         }
 
     def sample(self, step: int, position: int) -> dict[str, Any]:
@@ -84,25 +86,25 @@ class Samples:
     def prompts(self, query: PromptQuery) -> dict[str, Any]:
         """GET /api/runs/RUN/prompts, the most frequent first."""
         view = self.view()
-        numbers, starts, order = self._grouped(view)
-        counts = np.diff(np.append(starts, len(order)))
-        kept = np.arange(len(numbers))
-        if query.text and view.texts is not None:
-            kept = np.flatnonzero(np.isin(numbers, view.texts.prompts_with(query.text)))
-        kept = kept[np.argsort(-counts[kept], kind="stable")]
-        page = kept[query.offset : query.offset + query.limit]
-        texts = {} if view.texts is None else view.texts.previews([int(numbers[place]) for place in page])
-        scores, steps = view.column("score"), view.column("step")
+        counts = view.prompt_counts()
+        kept = np.flatnonzero(view.prompt_texts.search(query.text)[0]) if query.text else np.arange(len(counts))
+        page = kept[np.argsort(-counts[kept], kind="stable")][query.offset : query.offset + query.limit]
+        chosen = np.zeros(len(counts), bool)
+        chosen[page] = True
+        members = np.flatnonzero(view.rows_of_prompts(chosen))
+        place, score, step = (view.column(name)[members] for name in ("prompt", "score", "step"))
+        numbers = view.column("prompt_number")[page].tolist()
+        lines = self.index.lines(view, view.column("prompt_row")[page])
         rows = []
-        for place in page:
-            members = order[starts[place] : starts[place] + counts[place]]
-            values = scores[members][np.isfinite(scores[members])]
+        for prompt, key, line in zip(page, numbers, lines, strict=True):
+            own = place == prompt
+            values = score[own][np.isfinite(score[own])]
             rows.append(
                 {
-                    "prompt_key": prompt_key(numbers[place]),
-                    "preview": texts.get(int(numbers[place]), ""),
-                    "samples": int(counts[place]),
-                    "steps": _distinct(steps[members]),
+                    "prompt_key": prompt_key(key),
+                    "preview": _prompt_preview(prompt_messages(line)),
+                    "samples": int(counts[prompt]),
+                    "steps": sorted(_distinct(step[own])),
                     "mean_score": finite(values.mean()) if len(values) else None,
                 }
             )
@@ -111,34 +113,29 @@ class Samples:
     def of_prompt(self, key: str, most: int) -> tuple[list[dict[str, Any]] | None, list[dict[str, Any]]]:
         """The messages of a prompt, none if the run does not have it, and rows of its samples."""
         view = self.view()
-        rows = np.flatnonzero(view.column("prompt") == key_number(key))[:most]
+        rows = view.rows_of_prompt(key_number(key))[:most]
         if not len(rows):
             return None, []
-        recorded = set(self._records.steps())
         messages = prompt_messages(self.index.line(view, int(rows[0])))
-        return messages, [{"run": self.run.id, **row} for row in self._rows(view, rows, recorded)]
-
-    def has_tokens(self, step: int) -> bool:
-        """Whether the tokens of a step are recorded."""
-        return step in self._records.steps()
+        return messages, [{"run": self.run.id, **row} for row in self._rows(view, rows)]
 
     def view(self) -> IndexView:
         """What is indexed, after a moment for new lines."""
         self.index.update(_CATCH_UP_SECONDS)
         return self.index.view()
 
-    def _rows(self, view: IndexView, rows: NDArray[np.int64], recorded: set[int]) -> list[dict[str, Any]]:
+    def _rows(self, view: IndexView, rows: NDArray[np.int64]) -> list[dict[str, Any]]:
         lines, places = self.index.lines(view, rows), view.column("index")[rows].tolist()
-        return [self._row(line, place, recorded) for line, place in zip(lines, places, strict=True)]
+        return [self._row(line, place) for line, place in zip(lines, places, strict=True)]
 
-    def _row(self, content: dict[str, Any], position: int, recorded: set[int]) -> dict[str, Any]:
+    def _row(self, content: dict[str, Any], position: int) -> dict[str, Any]:
         messages = prompt_messages(content)
         return {
             **_numbers(content, position),
             "prompt_key": prompt_key(prompt_number(messages)),
-            "prompt_preview": preview(messages[-1].get("content") if messages else ""),
+            "prompt_preview": _prompt_preview(messages),
             "completion_preview": preview(content["completion"]),
-            "has_tokens": content["step"] in recorded,
+            "has_tokens": self._records.has(content["step"]),
         }
 
     def _tokens(self, step: int, position: int) -> TokenRecord | None:
@@ -158,23 +155,25 @@ class Samples:
             "columns": record.columns,
         }
 
-    def _grouped(self, view: IndexView) -> tuple[Any, Any, Any]:
-        """Prompts, where the rows of each begin in the order, and the order; kept until rows are added."""
-        state = view.state
+    def _steps(self, view: IndexView) -> list[int]:
+        """The steps of all rows, of which those that were seen are not read again."""
         with self._lock:
-            if self._groups[0] != (state.generation, state.rows):
-                column = np.array(view.column("prompt"))
-                order = np.argsort(column, kind="stable")
-                numbers, starts = np.unique(column[order], return_index=True)
-                self._groups = ((state.generation, state.rows), (numbers, starts, order))
-            groups: tuple[Any, Any, Any] = self._groups[1]
-            return groups
+            generation, rows, steps = self._steps_seen
+            if generation != view.state.generation or rows > view.rows:
+                rows, steps = 0, set()
+            steps |= _distinct(view.column("step")[rows:])
+            self._steps_seen = (view.state.generation, view.rows, steps)
+            return sorted(steps)
 
 
-def _distinct(steps: NDArray[Any]) -> list[int]:
-    """The steps of a column in which most neighbours are equal, ascending."""
+def _distinct(steps: NDArray[np.int32]) -> set[int]:
+    """The steps of a column in which most neighbours are equal."""
     begins = np.flatnonzero(steps[1:] != steps[:-1]) + 1
-    return sorted({*steps[:1].tolist(), *steps[begins].tolist()})
+    return {*steps[:1].tolist(), *steps[begins].tolist()}
+
+
+def _prompt_preview(messages: list[dict[str, Any]]) -> str:
+    return preview(messages[-1].get("content") if messages else "")
 
 
 def _numbers(row: dict[str, Any], position: int) -> dict[str, Any]:

@@ -80,6 +80,10 @@ class TokenRecords:
         """The recorded steps, ascending."""
         return sorted(record_files(self._folder))
 
+    def has(self, step: int) -> bool:
+        """Whether a step is recorded."""
+        return record_file(self._folder, step).is_file()
+
     def read(self, step: int, index: int) -> TokenRecord:
         """One row of a step's rollout.
 

@@ -14,7 +14,7 @@ const STATES = {
   running: "is training now",
   finished: "made all its steps",
   stopped: "can be resumed",
-  broken: "has files that cannot be read",
+  broken: "ended with an error, or has files that cannot be read",
   foreign: "is no run of this library",
 };
 

@@ -10,6 +10,7 @@ import { Dialog, Empty, ErrorLine, Field, Loading, ViewHead } from "../parts/bas
 import { Conversation } from "../parts/messages.js";
 import { RunsPicker } from "../parts/picker.js";
 
+const MOST_RUNS = 2;
 const CHOICES = { 1: "left", 2: "right", 0: "equal" };
 
 /** The pair that is shown, and the one after the present. */
@@ -30,9 +31,10 @@ function usePair(runs) {
   return { ...state, next, fail: (error) => setState((old) => ({ ...old, error: error.message, loading: false })) };
 }
 
-function Train({ onClose }) {
+/** Starts from the model of the judged run, as its reward model did. */
+function Train({ base, onClose }) {
   const models = useData("/api/models");
-  const [model, setModel] = useState("");
+  const [model, setModel] = useState(base ?? "");
   const [folder, setFolder] = useState("reward_from_preferences");
   const [state, setState] = useState({ busy: false, error: null, run: null });
   const train = async (event) => {
@@ -46,7 +48,7 @@ function Train({ onClose }) {
     }
   };
   return html`<${Dialog} title="Train a reward model" onClose=${onClose}><form onSubmit=${train}>
-    <p>The judgements that name a better answer become preference pairs.</p>
+    <p>The judgements that name a better answer become preference pairs. A batch has 32 of them, or half of them where there are fewer than 64.</p>
     <${Field} label="Start from" hint="A model below the board's folders, or another path or name.">
       <input class="input" list="models" required value=${model} onInput=${(event) => setModel(event.target.value)} />
       <datalist id="models">${(models.data ?? []).map((found) => html`<option key=${found.path} value=${found.path}>${found.name}</option>`)}</datalist></${Field}>
@@ -65,7 +67,7 @@ function Summary({ summary }) {
 
 export function Preferences() {
   const { runs, error: listError, loading: listLoading } = useRuns();
-  const chosen = useChosen(runs, (run) => run.has_samples);
+  const chosen = useChosen(runs, (run) => run.has_samples).slice(0, MOST_RUNS);
   const { pair, error, loading, next, fail } = usePair(chosen);
   const summary = useData("/api/preferences/summary");
   const [who, setWho] = useSetting("who", "me");
@@ -94,16 +96,16 @@ export function Preferences() {
     <div class="message-text" dir="auto">${shown[side] || html`<span class="muted">(empty)</span>`}</div>
     <button class="button primary" disabled=${busy} onClick=${() => choose(side)}><kbd>${key}</kbd> This one is better</button></section>`;
   return html`
-    <${ViewHead} title="Preferences"><${RunsPicker} runs=${runs.filter((run) => run.has_samples)} chosen=${chosen} />
+    <${ViewHead} title="Preferences"><${RunsPicker} runs=${runs.filter((run) => run.has_samples)} chosen=${chosen} most=${MOST_RUNS} />
       <label class="field-inline"><span>Your name</span><input class="input compact" value=${who} onInput=${(event) => setWho(event.target.value)} autocomplete="nickname" /></label>
       <button class="button" disabled=${!summary.data?.count} onClick=${() => setTraining(true)}>Train a reward model</button></${ViewHead}>
     ${summary.data && html`<${Summary} summary=${summary.data} />`}
     <${ErrorLine} text=${listError ?? error ?? summary.error} retry=${error ? next : null} />
     ${(listLoading || (loading && !pair && chosen.length > 0)) && html`<${Loading} what="a pair" />`}
-    ${!listLoading && !error && (!chosen.length || (pair && !shown)) && html`<${Empty} title="No pair to judge">A pair needs two different answers to one prompt. Choose a run that records samples (<code>logging.samples_every</code>), or several.</${Empty}>`}
+    ${!listLoading && !error && (!chosen.length || (pair && !shown)) && html`<${Empty} title="No pair to judge">A pair needs two different answers to one prompt. Choose a run that records samples (<code>logging.samples_every</code>), or two.</${Empty}>`}
     ${shown && html`<section class="card"><${Conversation} messages=${shown.prompt} /></section>
       <div class="answers">${answer("left", "1")}${answer("right", "2")}</div>
       <div class="judge"><button class="button" disabled=${busy} onClick=${() => choose("equal")}><kbd>0</kbd> Equal</button>
         <button class="button quiet" disabled=${busy} onClick=${next}><kbd>s</kbd> Skip</button></div>`}
-    ${training && html`<${Train} onClose=${() => setTraining(false)} />`}`;
+    ${training && html`<${Train} base=${chosen[0]?.model} onClose=${() => setTraining(false)} />`}`;
 }

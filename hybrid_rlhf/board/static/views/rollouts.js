@@ -38,12 +38,14 @@ function Range({ name, title, query }) {
 function Filters({ query, steps, components, groups }) {
   const step = query.step ?? (groups ? String(steps.at(-1) ?? "") : "");
   const active = FILTERS.filter((key) => query[key] && key !== "text" && key !== "step").length;
+  // A long run has thousands: they are made again only when there are others.
+  const options = useMemo(() => [...steps].reverse().map((other) => html`<option key=${other} value=${other} selected=${String(other) === step}>${other}</option>`), [steps, step]);
   const clear = () => setQuery(Object.fromEntries([...FILTERS, "prompt"].map((key) => [key, null])));
   return html`<div class="toolbar filters" role="search" aria-label="Samples">
     <${QueryInput} name="text" value=${query.text} label="Search prompts and completions" placeholder="Search prompts and completions" search />
     <label class="field-inline"><span>Step</span><select class="input compact" value=${step} onChange=${(event) => setQuery({ step: event.target.value || null })}>
       ${!groups && html`<option value="">all</option>`}
-      ${[...steps].reverse().map((other) => html`<option key=${other} value=${other} selected=${String(other) === step}>${other}</option>`)}
+      ${options}
     </select></label>
     ${!groups && html`<label class="field-inline"><span>Sort by</span><select class="input compact" value=${query.sort ?? "step"} onChange=${(event) => setQuery({ sort: event.target.value })}>
       ${SORTS.map(([key, title]) => html`<option key=${key} value=${key} selected=${key === (query.sort ?? "step")}>${title}</option>`)}
@@ -79,6 +81,7 @@ function Groups({ run, query, steps }) {
   }, [data]);
   if (error) return html`<${ErrorLine} text=${error} />`;
   if (!data) return html`<${Loading} what="groups" />`;
+  if (!data.total) return html`<${Empty} title="No sample matches">Widen the ranges or clear the filters.</${Empty}>`;
   return html`<p class="result-count" role="status">${count(data.total)} of step ${formatNumber(Number(step))} in ${groups.length}${data.rows.length < data.total ? " loaded" : ""} groups</p>
     ${groups.map(([key, rows]) => {
       const scores = rows.map((row) => row.score).filter((score) => score !== null);
@@ -109,8 +112,8 @@ export function Rollouts({ query }) {
     setRevision((value) => value + 1);
     facets.reload();
   });
-  // The server refuses a component that it has not read of yet.
-  const known = facets.data && (!indexing || !filter.component || facets.data.components.includes(filter.component));
+  // The server refuses a component that it has not read of yet; without one, the list does not wait for the facets.
+  const known = !filter.component || (facets.data && (!indexing || facets.data.components.includes(filter.component)));
   if (loading) return html`<${ViewHead} title="Rollouts" /><${Loading} what="runs" />`;
   const groups = query.view === "groups";
   return html`
@@ -118,7 +121,7 @@ export function Rollouts({ query }) {
     <${ErrorLine} text=${error} />
     ${!run?.has_samples ? html`<${Empty} title="No samples here">A run records samples every <code>logging.samples_every</code> steps, which is 0 in this one, or it has made no step yet.</${Empty}>` : html`
       <${Filters} query=${query} steps=${facets.data?.steps ?? []} components=${facets.data?.components ?? []} groups=${groups} />
-      ${groups && facets.data ? html`<${Groups} run=${run} query=${query} steps=${facets.data.steps} />` : !known ? html`<${ErrorLine} text=${facets.error} />${!facets.error && html`<${Loading} what="samples" />`}` : html`
+      ${groups && facets.data ? html`<${Groups} run=${run} query=${query} steps=${facets.data.steps} />` : groups || !known ? html`<${ErrorLine} text=${facets.error} />${!facets.error && html`<${Loading} what="samples" />`}` : html`
         <${VirtualList} path=${`/api/runs/${run.id}/samples`} query=${filter} revision=${revision} rowHeight=${narrow ? NARROW_ROW_HEIGHT : ROW_HEIGHT} label="Samples"
           renderRow=${(row) => html`<${SampleRow} run=${run.id} row=${row} />`}>
           ${({ answer, error: listError, shown }) => html`<${ErrorLine} text=${listError} />

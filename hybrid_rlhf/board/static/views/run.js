@@ -1,12 +1,14 @@
 /** One run: its state, where its time and memory go, its settings; stop and resume. */
 import { post, useData, useEvents } from "../core/api.js";
-import { html, useState } from "../core/dom.js";
+import { html, useEffect, useRef, useState } from "../core/dom.js";
 import { formatAgo, formatNumber, shortPath } from "../core/format.js";
 import { link } from "../core/route.js";
 import { useChosen, useRuns } from "../core/runs.js";
 import { Dialog, Empty, ErrorLine, Fact, Loading, State, ViewHead } from "../parts/basic.js";
 import { RunPicker } from "../parts/picker.js";
 import { Memory, Timeline } from "../parts/timeline.js";
+
+const PRINTED_MS = 2000;
 
 /** A config as flat rows, the way the command line writes keys. */
 export function flatConfig(config, prefix = "") {
@@ -33,7 +35,7 @@ function Actions({ run, onDone }) {
   };
   return html`
     ${run.state === "running" && html`<button class="button" disabled=${busy} onClick=${() => setAsked("stop")}>Stop</button>`}
-    ${run.state === "stopped" && html`<button class="button primary" disabled=${busy} onClick=${() => act("resume")}>Resume</button>`}
+    ${(run.state === "stopped" || (run.state === "broken" && run.command)) && html`<button class="button primary" disabled=${busy} onClick=${() => act("resume")}>Resume</button>`}
     ${asked && html`<${Dialog} title=${`Stop ${run.name}?`} onClose=${() => setAsked(null)}>
       <p>The run writes a checkpoint after the present step and ends. It can be resumed.</p>
       <footer><button class="button" onClick=${() => setAsked(null)}>Keep training</button>
@@ -54,6 +56,14 @@ function Settings({ config }) {
   </section>`;
 }
 
+/** The end of what a run has printed, which says what it does before its first step, and why it ended. */
+function Printed({ text }) {
+  const box = useRef(null);
+  useEffect(() => { box.current.scrollTop = box.current.scrollHeight; }, [text]);
+  return html`<section class="card"><header class="card-head"><h2>Output</h2><span class="hint">The end of <code>board.log</code> in the run's folder.</span></header>
+    <pre class="printed" ref=${box} tabindex="0" role="region" aria-label="Output of the run">${text || "Nothing has been printed yet."}</pre></section>`;
+}
+
 export function Run({ query }) {
   const { runs, error, loading, reload } = useRuns();
   const [run] = useChosen(runs);
@@ -61,6 +71,12 @@ export function Run({ query }) {
   const timeline = useData(run && `/api/runs/${run.id}/timeline`);
   useEvents("runs", detail.reload); // the memory plan is computed after the first answer
   useEvents("metrics", (event) => event.run === run?.id && timeline.reload());
+  const follows = run?.state === "running" && typeof detail.data?.printed === "string";
+  useEffect(() => {
+    if (!follows) return undefined;
+    const timer = setInterval(detail.reload, PRINTED_MS);
+    return () => clearInterval(timer);
+  }, [follows, run?.id]);
   if (loading) return html`<${ViewHead} title="Run" /><${Loading} what="the run" />`;
   if (!run || (query.run.length && run.id !== query.run[0])) {
     return html`<${ViewHead} title="Run" /><${ErrorLine} text=${error} /><${Empty} title="There is no such run">It may have been moved or removed. See <a href=${link("runs")}>all runs</a>.</${Empty}>`;
@@ -87,5 +103,6 @@ export function Run({ query }) {
       <section class="card"><header class="card-head"><h2>Memory</h2></header>
         ${timeline.data && detail.data && html`<${Memory} plan=${detail.data.memory_plan} measured=${timeline.data.memory} />`}</section>
     </div>
+    ${typeof detail.data?.printed === "string" && html`<${Printed} text=${detail.data.printed} />`}
     ${detail.data && html`<${Settings} config=${detail.data.config} />`}`;
 }

@@ -1,0 +1,22 @@
+"""A run that was really made, once for the tests of jobs over the API and in a browser."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import rl_line, run_python
+from tests.support.steps import write_rows
+
+REWARD = '{name: length, function: "tests.support.board:length_reward"}'
+
+
+@pytest.fixture(scope="session")
+def trained_folder(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
+    """A folder with the RL run `rl` of two steps, with samples and tokens of both."""
+    folder = tmp_path_factory.mktemp("trained")
+    more = ["--logging.samples_every", "1", "--reward.components", f"[{REWARD}]"]
+    done = run_python(rl_line(folder / "output" / "rl", model_folder, write_rows(folder / "rows.jsonl"), *more))
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder / "output"
