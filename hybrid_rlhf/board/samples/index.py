@@ -329,6 +329,12 @@ def prompt_messages(row: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": "" if prompt is None else str(prompt)}]
 
 
+def prompt_text(row: dict[str, Any]) -> str:
+    """What the last message of a row's prompt says."""
+    messages = prompt_messages(row)
+    return str(messages[-1].get("content") or "") if messages else ""
+
+
 def prompt_number(messages: list[dict[str, Any]]) -> int:
     """A hash of messages that is the same in all runs, as a signed number of 64 bits."""
     text = json.dumps(messages, sort_keys=True, ensure_ascii=False)
@@ -354,7 +360,7 @@ def _read_line(new: _Lines, offset: int, line: bytes) -> None:
             state.rows + len(columns["offset"]),
             str(row["completion"]),
             prompt,
-            str(messages[-1].get("content") or "") if messages else "",
+            prompt_text(row),
         )
     )
     index, group, length = row.get("index"), row.get("group"), row.get("length")
