@@ -72,6 +72,26 @@ def checked(prompts: Sequence[Any], completions: Sequence[str], entry: Sequence[
 
 def copy_task(folder: Path, *, steps: int) -> Task:
     """Write model, tokenizer and prompts."""
+    write_small_model(folder / "model")
+    chance = random.Random(0)
+    rows = [{"prompt": " ".join(chance.choices(LETTERS, k=4))} for _ in range(4096)]
+    write_rows(folder / "prompts.jsonl", rows)
+    config = {
+        "model": {"path": str(folder / "model")},
+        "actor": {"optimizer": _optimizer(7e-4)},
+        "critic": {"optimizer": _optimizer(2e-3)},
+        "reward": {"components": [{"function": "benchmarks.learning_tasks:copied"}]},
+        "data": {"sources": [str(folder / "prompts.jsonl")], "eval_fraction": 0.03, "cache_dir": str(folder / "cache")},
+        "rollout": {"prompts_per_step": 128, "max_prompt_tokens": 16, "sampling": {"max_new_tokens": COPY_TOKENS}},
+        # All answers are as long as may be: none is punished for it.
+        "algorithm": {"name": "ppo", "kl": None, "epochs": 4, "mini_batches": 2, "penalties": None},
+        "train": {"max_steps": steps, "epochs": 100},
+    }
+    return Task(config, optimum=1.0)
+
+
+def write_small_model(folder: Path) -> None:
+    """A Llama of 0.1M random weights, and a tokenizer of the letters, each one token."""
     vocabulary = {word: index for index, word in enumerate(["<pad>", "<eos>", "<unk>", ">", *LETTERS])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -98,22 +118,7 @@ def copy_task(folder: Path, *, steps: int) -> Task:
         )
     )
     for part in (model, tokenizer):
-        part.save_pretrained(folder / "model")
-    chance = random.Random(0)
-    rows = [{"prompt": " ".join(chance.choices(LETTERS, k=4))} for _ in range(4096)]
-    write_rows(folder / "prompts.jsonl", rows)
-    config = {
-        "model": {"path": str(folder / "model")},
-        "actor": {"optimizer": _optimizer(7e-4)},
-        "critic": {"optimizer": _optimizer(2e-3)},
-        "reward": {"components": [{"function": "benchmarks.learning_tasks:copied"}]},
-        "data": {"sources": [str(folder / "prompts.jsonl")], "eval_fraction": 0.03, "cache_dir": str(folder / "cache")},
-        "rollout": {"prompts_per_step": 128, "max_prompt_tokens": 16, "sampling": {"max_new_tokens": COPY_TOKENS}},
-        # All answers are as long as may be: none is punished for it.
-        "algorithm": {"name": "ppo", "kl": None, "epochs": 4, "mini_batches": 2, "penalties": None},
-        "train": {"max_steps": steps, "epochs": 100},
-    }
-    return Task(config, optimum=1.0)
+        part.save_pretrained(folder)
 
 
 def demo_task(folder: Path, *, steps: int, kl_coef: float | None = None) -> Task:

@@ -1,13 +1,14 @@
 """Signs that a run learns something else than it should, from its metrics and samples; pure functions.
 
 Each rule names its source and carries the numbers that it saw. The thresholds are conventions: they ask a person to
-look, and decide nothing.
+look, and decide nothing. `benchmarks/hacking.py` measures what they find and how often they are wrong.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,19 +17,32 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 WINDOW = 20
 """Steps that a trend is read from: fewer are noise of the prompts, more hide what happens now."""
+BEGINNING = 5
+"""Steps that tell how long completions were at first; a short run may change in ten."""
 CLEAR_TREND = 0.6
 """Correlation of a value with the step within a window; of 20 independent values one in 200 reaches it by chance."""
+CLEAR_CHANGE = 0.25
+"""Change of a component within a window, in standard deviations of its scores; trends without one are drift."""
 EQUAL_GROUPS = 0.5
 """Part of the groups with equal scores; these teach nothing, so half of the rollout is lost."""
 LENGTH_FACTOR = 1.5
 """Growth of the mean length since the beginning, or its inverse."""
 REPEATED_NOW, REPEATED_MORE = 0.2, 0.1
 """Part of repeated 4-grams, and its growth; text of people repeats about a twentieth."""
+SAME_NOW, SAME_MORE = 0.5, 0.25
+"""Part of the completions of a step that are one and the same, over all prompts, and its growth."""
+COPIED_NOW, COPIED_MORE = 0.5, 0.25
+"""Part of the word pairs of a completion that are in its prompt, and its growth."""
 KL_FACTOR, KL_NATS = 3.0, 10.0
 """Growth of the KL from one window to the next, and its least value, in nats per completion."""
 HELD_OUT_STDS = 0.25
 """Fall of the held-out score from its best, in standard deviations of the held-out scores."""
-_GRAM = 4
+_GRAM, _PAIR = 4, 2
+_FEWEST_PROMPTS = 4
+_MOST_LOOKS = 200
+"""Windows of a run that are looked at."""
+_READ = ("reward/", "eval/scores", "objective/scores", "objective/kl", "completions/mean_length")
+"""Prefixes of the metrics that rules read."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +58,11 @@ class MetricCurve:
         kept = np.isfinite(values)
         return cls(steps[kept], values[kept])
 
+    def until(self, step: int) -> MetricCurve:
+        """The values up to a step."""
+        end = int(np.searchsorted(self.steps, step, side="right"))
+        return MetricCurve(self.steps[:end], self.values[:end])
+
     def last(self, count: int) -> MetricCurve:
         """The newest values."""
         return MetricCurve(self.steps[-count:], self.values[-count:])
@@ -54,6 +73,12 @@ class MetricCurve:
         if len(self.values) < WINDOW // 2 or np.ptp(self.values) == 0:
             return 0.0
         return float(np.corrcoef(self.steps, self.values)[0, 1])
+
+    @property
+    def change(self) -> float:
+        """Mean of the second half less that of the first."""
+        half = len(self.values) // 2
+        return float(self.values[half:].mean() - self.values[:half].mean()) if half else 0.0
 
 
 @dataclass(frozen=True)
@@ -67,6 +92,8 @@ class SampledStep:
     scores: Floats
     texts: Sequence[str] = ()
     """Completions of the first rows."""
+    prompts: Sequence[str] = ()
+    """Their prompts."""
 
 
 @dataclass(frozen=True)
@@ -80,35 +107,51 @@ class Signal:
     what: str
     evidence: list[dict[str, Any]]
     source: str
+    first_step: int = 0
+    """Where it was found first; `find_signals` sets it."""
 
 
 def find_signals(curves: Mapping[str, MetricCurve], sampled: Sequence[SampledStep]) -> list[Signal]:
-    """All findings, alerts first.
+    """All findings over the whole run, alerts first: each as it was seen last, with the step where it was seen first.
 
     Args:
         curves: the metrics of a run by name.
-        sampled: its first and its last steps with samples, in order.
+        sampled: steps with samples, in order, the first and the last among them.
     """
-    found = [
-        *diverging_components(curves),
-        *collapsed_groups(sampled),
-        *length_drift(curves),
-        *repeated_phrases(sampled),
-        *kl_explosion(curves),
-        *held_out_falls(curves),
-    ]
-    return sorted(found, key=lambda signal: signal.severity != "alert")
+    found: dict[str, Signal] = {}
+    for signal in sorted([*_in_metrics(curves), *_in_samples(sampled)], key=lambda signal: signal.step):
+        first = found[signal.name].first_step if signal.name in found else signal.step
+        found[signal.name] = replace(signal, first_step=first)
+    return sorted(found.values(), key=lambda signal: signal.severity != "alert")
+
+
+def _in_metrics(curves: Mapping[str, MetricCurve]) -> Iterator[Signal]:
+    """What the rules of metrics find at several steps, if they see nothing later."""
+    read = {name: curve for name, curve in curves.items() if name.startswith(_READ) and len(curve.steps)}
+    steps = np.unique(np.concatenate([np.empty(0, np.int64), *(curve.steps for curve in read.values())]))
+    for place in np.unique(np.linspace(0, len(steps) - 1, min(len(steps), _MOST_LOOKS)).astype(int)):
+        known = {name: curve.until(steps[place]) for name, curve in read.items()}
+        for rule in (diverging_components, length_drift, kl_explosion, held_out_falls):
+            yield from rule(known)
+
+
+def _in_samples(sampled: Sequence[SampledStep]) -> Iterator[Signal]:
+    """What the rules of samples find at each step, beside those before it."""
+    for count in range(1, len(sampled) + 1):
+        for rule in (collapsed_groups, repeated_phrases, same_answer, copied_prompts):
+            yield from rule(sampled[:count])
 
 
 def diverging_components(curves: Mapping[str, MetricCurve]) -> Iterator[Signal]:
     """One reward component rises while another falls: the sum hides what is lost."""
-    parts = {
-        name.removeprefix("reward/").removesuffix("/mean"): curve.last(WINDOW)
-        for name, curve in curves.items()
-        if name.startswith("reward/") and name.endswith("/mean")
-    }
-    rising = [name for name, curve in parts.items() if curve.trend >= CLEAR_TREND]
-    falling = [name for name, curve in parts.items() if curve.trend <= -CLEAR_TREND]
+    parts, clear = dict[str, MetricCurve](), dict[str, float]()
+    for metric, whole in curves.items():
+        if metric.startswith("reward/") and metric.endswith("/mean"):
+            name = metric.removeprefix("reward/").removesuffix("/mean")
+            parts[name], spread = whole.last(WINDOW), curves.get(f"reward/{name}/std")
+            clear[name] = CLEAR_CHANGE * float(spread.last(WINDOW).values.max(initial=0.0)) if spread else 0.0
+    rising = [name for name, part in parts.items() if part.trend >= CLEAR_TREND and part.change >= clear[name]]
+    falling = [name for name, part in parts.items() if part.trend <= -CLEAR_TREND and -part.change >= clear[name]]
     if rising and falling:
         yield Signal(
             "diverging components",
@@ -121,13 +164,17 @@ def diverging_components(curves: Mapping[str, MetricCurve]) -> Iterator[Signal]:
 
 
 def collapsed_groups(sampled: Sequence[SampledStep]) -> Iterator[Signal]:
-    """The completions of a prompt all have the same score, so that their advantages are 0."""
+    """The completions of a prompt all have the same score, so that their advantages are 0.
+
+    Groups with the best score of all steps are solved, and not counted, where there are worse scores too.
+    """
     if not sampled:
         return
-    step = sampled[-1]
+    step, seen = sampled[-1], np.concatenate([each.scores[np.isfinite(each.scores)] for each in sampled])
+    solved = seen.max() if len(seen) and np.ptp(seen) > 0 else np.inf
     members = [np.flatnonzero(step.groups == group) for group in np.unique(step.groups[step.groups >= 0])]
     members = [rows for rows in members if len(rows) > 1 and np.isfinite(step.scores[rows]).all()]
-    equal = [rows for rows in members if np.ptp(step.scores[rows]) == 0]
+    equal = [rows for rows in members if np.ptp(step.scores[rows]) == 0 and step.scores[rows[0]] < solved]
     if members and len(equal) / len(members) >= EQUAL_GROUPS:
         yield Signal(
             "collapsed groups",
@@ -147,13 +194,13 @@ def length_drift(curves: Mapping[str, MetricCurve]) -> Iterator[Signal]:
     curve = curves.get("completions/mean_length")
     if curve is None or len(curve.values) < WINDOW:
         return
-    before, now = float(curve.values[: WINDOW // 2].mean()), float(curve.values[-WINDOW // 2 :].mean())
+    before, now = float(curve.values[:BEGINNING].mean()), float(curve.values[-WINDOW // 2 :].mean())
     if before > 0 and (now / before >= LENGTH_FACTOR or now / before <= 1 / LENGTH_FACTOR):
         yield Signal(
             "length drift",
             "warning",
             int(curve.steps[-1]),
-            f"completions have {now:.4g} tokens on average, {before:.4g} in the first {WINDOW // 2} steps",
+            f"completions have {now:.4g} tokens on average, {before:.4g} in the first {BEGINNING} steps",
             [{"label": "mean length at first", "value": before}, {"label": "mean length now", "value": now}],
             "Singhal et al. 2023, A long way to go: length correlations in RLHF, arXiv 2310.03716",
         )
@@ -180,6 +227,50 @@ def repeated_phrases(sampled: Sequence[SampledStep]) -> Iterator[Signal]:
                 *({"step": last.step, "index": int(last.indices[place])} for place in worst),
             ],
             "Welleck et al. 2019, Neural text generation with unlikelihood training, arXiv 1908.04319 (seq-rep-4)",
+        )
+
+
+def same_answer(sampled: Sequence[SampledStep]) -> Iterator[Signal]:
+    """Most completions of a step are one and the same, whatever the prompt."""
+    before, now = (_commonest(step) for step in (sampled[0], sampled[-1]))
+    if before is None or now is None or now.part < SAME_NOW or now.part - before.part < SAME_MORE:
+        return
+    last = sampled[-1]
+    yield Signal(
+        "same answer to all prompts",
+        "alert",
+        last.step,
+        f"{now.part:.0%} of the completions are the same text, {before.part:.0%} in step {sampled[0].step}",
+        [
+            {"label": "part of the completions at first", "value": before.part},
+            {"label": "part of the completions now", "value": now.part},
+            *({"step": last.step, "index": int(last.indices[place])} for place in now.places[:5]),
+        ],
+        "Kirk et al. 2023, Understanding the effects of RLHF on LLM generalisation and diversity, arXiv 2310.06452",
+    )
+
+
+def copied_prompts(sampled: Sequence[SampledStep]) -> Iterator[Signal]:
+    """Completions repeat their prompts more than at the beginning."""
+    with_texts = [step for step in sampled if step.texts and step.prompts]
+    if len(with_texts) < 2:
+        return
+    first, last = with_texts[0], with_texts[-1]
+    before, parts = (float(np.mean(_copied_parts(first))), _copied_parts(last))
+    now = float(np.mean(parts))
+    if now >= COPIED_NOW and now - before >= COPIED_MORE:
+        worst = np.argsort(parts)[::-1][:5]
+        yield Signal(
+            "prompt copied",
+            "warning",
+            last.step,
+            f"{now:.0%} of the word pairs of a completion are in its prompt, {before:.0%} in step {first.step}",
+            [
+                {"label": "copied part at first", "value": before},
+                {"label": "copied part now", "value": now},
+                *({"step": last.step, "index": int(last.indices[place])} for place in worst),
+            ],
+            "Pan et al. 2022, The effects of reward misspecification, arXiv 2201.03544",
         )
 
 
@@ -237,9 +328,42 @@ def held_out_falls(curves: Mapping[str, MetricCurve]) -> Iterator[Signal]:
 
 def repeated_part(text: str) -> float:
     """Part of a text's word 4-grams that occurred before in it."""
-    words = text.split()
-    grams = [tuple(words[place : place + _GRAM]) for place in range(len(words) - _GRAM + 1)]
+    grams = _grams(text, _GRAM)
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def copied_part(text: str, prompt: str) -> float:
+    """Part of a text's word pairs that its prompt has."""
+    pairs, given = _grams(text, _PAIR), set(_grams(prompt, _PAIR))
+    return sum(pair in given for pair in pairs) / len(pairs) if pairs else 0.0
+
+
+@dataclass(frozen=True)
+class _Commonest:
+    """The answer that a step has most often."""
+
+    part: float
+    """Of its completions."""
+    places: list[int]
+    """Of its rows."""
+
+
+def _commonest(step: SampledStep) -> _Commonest | None:
+    """None where a step has too few different prompts to tell."""
+    prompts = step.prompts or step.groups[: len(step.texts)].tolist()
+    if len({*prompts}) < _FEWEST_PROMPTS:
+        return None
+    ((answer, count),) = Counter(step.texts).most_common(1)
+    return _Commonest(count / len(step.texts), [place for place, text in enumerate(step.texts) if text == answer])
+
+
+def _copied_parts(step: SampledStep) -> list[float]:
+    return [copied_part(text, prompt) for text, prompt in zip(step.texts, step.prompts, strict=True)]
+
+
+def _grams(text: str, size: int) -> list[tuple[str, ...]]:
+    words = text.split()
+    return [tuple(words[place : place + size]) for place in range(len(words) - size + 1)]
 
 
 def _values(label: str, curve: MetricCurve) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from hybrid_rlhf.board.processes.training import Training, world_size
 from hybrid_rlhf.board.runs.folders import RunFolder, RunFolders
 from hybrid_rlhf.board.runs.metrics import MetricsFile
 from hybrid_rlhf.board.runs.summary import RunSummaries
+from hybrid_rlhf.board.samples.lines import prompt_text
 from hybrid_rlhf.board.samples.rows import Samples, token_texts_of
 from hybrid_rlhf.board.signals import MetricCurve, SampledStep, Signal, find_signals
 from hybrid_rlhf.configs.commands.board import BoardConfig
@@ -29,8 +30,8 @@ from hybrid_rlhf.runtime.files.names import METRICS_FILE
 
 _MOST_OPEN = 16
 """Runs whose curves are kept in memory."""
-_SIGNAL_TEXTS = 64
-"""Completions of a step that are searched for repeated phrases."""
+_SIGNAL_STEPS, _SIGNAL_TEXTS = 12, 64
+"""Steps whose samples are looked at, and completions of a step that are read."""
 OpenT = TypeVar("OpenT")
 
 
@@ -106,15 +107,17 @@ class BoardWorkspace:
         return find_signals(curves, self._sampled(run))
 
     def _sampled(self, run: RunFolder) -> list[SampledStep]:
-        """The first and the last step with samples, with some texts of each."""
+        """Steps with samples, the first and the last among them, with some texts of each."""
         samples = self.samples(run)
         view = samples.view()
         step, index, group, score = (view.column(name) for name in ("step", "index", "group", "score"))
-        found = []
-        for number in sorted({int(step[0]), int(step[-1])}) if view.rows else ():
-            rows = np.flatnonzero(step == number)
-            texts = [str(samples.index.line(view, int(row))["completion"]) for row in rows[:_SIGNAL_TEXTS]]
-            found.append(SampledStep(number, index[rows], group[rows], score[rows].astype(float), texts))
+        steps, found = np.unique(step), []
+        for place in np.unique(np.linspace(0, len(steps) - 1, min(len(steps), _SIGNAL_STEPS)).astype(int)):
+            rows = np.flatnonzero(step == steps[place])
+            lines = samples.index.lines(view, rows[:_SIGNAL_TEXTS])
+            texts, prompts = [str(line["completion"]) for line in lines], [prompt_text(line) for line in lines]
+            of_step = (index[rows], group[rows], score[rows].astype(float))
+            found.append(SampledStep(int(steps[place]), *of_step, texts, prompts))
         return found
 
     def _kept(

@@ -141,6 +141,7 @@ class RLTrainer(Trainer):
                 kl_coef=kl_coef,
                 train_actor=config.critic is None or step > config.critic.warmup_steps,
                 progress=progress,
+                keeps_ratios=self._tokens.records(step),
                 between=self._checkpoint_within(step, batch),
             )
         metrics = {**rollout_metrics(report.batch), **batch.metrics, **report.metrics}
@@ -207,7 +208,7 @@ class RLTrainer(Trainer):
     def _write_samples(self, step: int, report: UpdateReport) -> None:
         batch = report.batch
         self._samples.write(step, lambda: self._texts.of_batch(batch))
-        self._tokens.write(step, lambda: token_arrays(batch))
+        self._tokens.write(step, lambda: token_arrays(batch, report.ratios))
         rows = {row for skipped in report.skipped.values() for row in skipped}
         self._skipped.keep(step, self._texts(batch.rollout, sorted(rows)))
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from hybrid_rlhf.board.signals import MetricCurve, SampledStep, find_signals, repeated_part
+from hybrid_rlhf.board.signals import MetricCurve, SampledStep, copied_part, find_signals, repeated_part
 
 STEPS = np.arange(1, 61)
 NOISE = np.random.default_rng(0).normal(size=60)
@@ -28,19 +29,26 @@ def curves(**values: np.ndarray) -> dict[str, MetricCurve]:
     return {name: MetricCurve.of(STEPS, np.asarray(value, float)) for name, value in (normal | given).items()}
 
 
-def sampled(equal_groups: int = 0, last_text: str = "a reply of words that all differ here") -> list[SampledStep]:
-    """A first and a last step of four groups of four."""
+def sampled(equal_groups: int = 0, last_text: str = "reply {} of words that all differ") -> list[SampledStep]:
+    """A first and a last step of four groups of four; {} in the text is the group."""
     groups = np.repeat(np.arange(4), 4)
     scores = np.where(groups < equal_groups, 1.0, np.arange(16.0))
-    first = SampledStep(1, np.arange(16), groups, np.arange(16.0), ["one reply of words that all differ"] * 16)
-    return [first, SampledStep(60, np.arange(16), groups, scores, [last_text] * 16)]
+    prompts = [f"say {group} in one new way" for group in groups]
+    texts = [
+        [text.replace("{}", str(group)) for group in groups]
+        for text in ("answer {} has words that all differ", last_text)
+    ]
+    first = SampledStep(1, np.arange(16), groups, np.arange(16.0), texts[0], prompts)
+    return [first, SampledStep(60, np.arange(16), groups, scores, texts[1], prompts)]
 
 
 CASES: dict[str, Callable[[], tuple[dict[str, MetricCurve], list[SampledStep]]]] = {
     "diverging components": lambda: (curves(reward__format__mean=-0.1 * STEPS), sampled()),
     "collapsed groups": lambda: (curves(), sampled(equal_groups=3)),
     "length drift": lambda: (curves(completions__mean_length=100 + 2 * STEPS), sampled()),
-    "repeated phrases": lambda: (curves(), sampled(last_text="so it is as it is so it is as it is so it is")),
+    "repeated phrases": lambda: (curves(), sampled(last_text="{} it is as it is {} it is as it is {} it is")),
+    "same answer to all prompts": lambda: (curves(), sampled(last_text="a reply of words that all differ")),
+    "prompt copied": lambda: (curves(), sampled(last_text="say {} in one new way")),
     "KL explosion": lambda: (curves(objective__kl=np.where(STEPS > 50, 40.0, 3.0)), sampled()),
     "held-out score falls": lambda: (
         curves(eval__scores=np.where(STEPS % 10 == 0, 1.0 - 0.02 * STEPS, np.nan)),
@@ -53,7 +61,7 @@ CASES: dict[str, Callable[[], tuple[dict[str, MetricCurve], list[SampledStep]]]]
 def test_a_rule_finds_its_fault_alone_with_evidence(name: str) -> None:
     (signal,) = find_signals(*CASES[name]())
     assert signal.name == name and signal.severity in ("warning", "alert")
-    assert signal.step in (1, 60) and signal.evidence and "arXiv" in signal.source
+    assert signal.first_step <= signal.step == 60 and signal.evidence and "arXiv" in signal.source
     assert all({"label", "value"} == set(part) or {"step", "index"} == set(part) for part in signal.evidence)
 
 
@@ -67,6 +75,30 @@ def test_a_run_that_learns_has_none() -> None:
 def test_all_groups_equal_is_an_alert() -> None:
     (signal,) = find_signals(curves(), sampled(equal_groups=4))
     assert signal.severity == "alert" and signal.evidence[0] == {"label": "part of equal groups", "value": 1.0}
+
+
+def test_solved_groups_are_not_collapsed() -> None:
+    first, last = sampled(equal_groups=4)
+    solved = replace(last, scores=np.full(16, 15.0))
+    assert find_signals(curves(), [first, solved]) == [], "15 is the best score of the first step"
+    equal = [replace(step, scores=np.zeros(16)) for step in (first, last)]
+    assert [signal.name for signal in find_signals(curves(), equal)] == ["collapsed groups"], "nothing is ever learnt"
+
+
+def test_what_has_passed_is_found_with_its_steps() -> None:
+    falls = np.where(STEPS <= 30, -0.1 * STEPS, -3.0)
+    (signal,) = find_signals(curves(reward__format__mean=falls), sampled())
+    assert signal.name == "diverging components" and 10 <= signal.first_step < 30 <= signal.step < 60
+
+
+def test_a_small_drift_of_a_component_is_none() -> None:
+    drift = curves(reward__format__mean=-0.001 * STEPS, reward__format__std=np.ones(60))
+    assert find_signals(drift, sampled()) == []
+
+
+def test_the_copied_part_counts_pairs_of_words() -> None:
+    assert copied_part("a b c", "x a b") == 0.5
+    assert copied_part("a", "a b") == 0.0
 
 
 def test_the_repeated_part_counts_four_words() -> None:

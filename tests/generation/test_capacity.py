@@ -114,6 +114,28 @@ def test_a_measurement_keeps_the_peak_of_before(monkeypatch: pytest.MonkeyPatch)
     assert timers.peak_memory_gib(gpu) == 70 / 2**30
 
 
+def test_each_timed_phase_has_its_own_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = {"peak": 7}
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: now["peak"] * 2**30)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: now.update(peak=1))
+    monkeypatch.setattr(timers, "_EARLIER_PEAKS", timers.defaultdict(int))
+    gpu = torch.device("cuda", 0)
+    clock = timers.Timers(gpu)
+    with clock("generation"):
+        now["peak"] = 3
+        with clock("environment"):
+            now["peak"] = 2
+    now["peak"] = 6
+    with clock("training"):
+        now["peak"] = 5
+    with clock("generation"):
+        now["peak"] = 2
+    assert clock.peaks_gib == {"generation": 3.0, "environment": 2.0, "training": 5.0}
+    assert timers.peak_memory_gib(gpu) == 7.0, "the peaks of before, and between two phases, stay"
+    assert timers.Timers(torch.device("cpu")).peaks_gib == {}
+
+
 def test_as_many_rows_as_are_asked_for_are_decoded_together() -> None:
     prompts = [[5, 6, 7]] * 300
     generation = GenerationEngine.from_model(tiny_model(), stop_token_ids=())

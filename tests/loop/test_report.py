@@ -22,6 +22,9 @@ from hybrid_rlhf.loop.report.pipeline import write_pipeline_report
 from hybrid_rlhf.loop.report.samples import first_and_last_samples
 from hybrid_rlhf.loop.report.writing import write_report
 from hybrid_rlhf.loop.setup import open_step
+from hybrid_rlhf.memory.engine import MemoryUse
+from hybrid_rlhf.memory.plan import Device, PhaseMemory, Planner
+from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.run import CONFIG_FILE, Run
 from hybrid_rlhf.supervised.build import run_sft
 
@@ -89,6 +92,9 @@ def test_a_run_ends_with_a_report(trained: Path) -> None:
     assert [step for step, _ in report["curves"]["eval/loss"]] == [0, 2, 4, 6]
     assert {"python", "torch", "transformers"} <= report["versions"].keys()
     assert report["time"][0]["phase"] == "training" and report["memory"]["peak_gib"] > 0
+    (phase,) = report["memory"]["phases"]
+    assert phase["phase"] == "SFT training" and phase["planned_gib"] > 0
+    assert phase["measured_gib"] is None, "the peak of a process on a CPU cannot be taken apart"
     assert {"config.yaml", "metrics.jsonl", "log.txt"} <= set(report["files"])
 
 
@@ -156,6 +162,26 @@ def test_values_that_are_not_finite_leave_gaps(run: Run) -> None:
     assert report["curves"] == {"sft/loss": [[1, 1.0], [3, 3.0]]}
     assert [finding["rule"] for finding in report["advice"]] == ["loss not finite"]
     assert page.tags.count("polyline") == 1
+
+
+def test_measured_memory_stands_beside_the_plan(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    gib, device = 2.0**30, run.world.device
+    need = [("generation", 3.0), ("actor training", 4.0), ("scoring", 5.0)]
+    phases = [PhaseMemory(name, MemoryUse(weights=gib * has), Device(device, 1, 8 * gib)) for name, has in need]
+    monkeypatch.setattr(Planner, "phases", lambda *given: phases)
+    monkeypatch.setattr(Timers, "peaks_gib", {"generation": 2.5, "training": 3.5})
+    report, page = ended(run)
+    assert [tuple(row.values()) for row in report["memory"]["phases"]] == [
+        ("generation", 3.0, 2.5),
+        ("actor training", 4.0, 3.5),
+        ("scoring", 5.0, None),
+    ]
+    assert "planned GiB" in page.text and "measured GiB" in page.text
+
+
+def test_a_run_without_a_plan_has_a_report(run: Run) -> None:
+    report, page = ended(run)  # its config names no model
+    assert report["memory"]["phases"] == [] and "planned GiB" not in page.text
 
 
 def test_a_run_that_stops_before_its_first_step_has_a_report(run: Run) -> None:

@@ -23,7 +23,7 @@ from hybrid_rlhf.rl.metrics import rollout_metrics
 from hybrid_rlhf.rl.rollouts.advantages import estimate_advantages
 from hybrid_rlhf.rl.rollouts.score_scaling import ScoreScaling
 from hybrid_rlhf.rl.updates.policy_loss import MiniBatch, PolicyLoss
-from hybrid_rlhf.rl.updates.updater import Updater
+from hybrid_rlhf.rl.updates.updater import Progress, Updater
 from hybrid_rlhf.runtime.world import World
 from tests.support.rl import ALGORITHM, SAMPLING, build_parts, collect, sample_and_score, score
 
@@ -58,6 +58,28 @@ def test_a_learning_rate_of_zero_never_moves_the_ratio(world: World, paths: dict
     parts.roles.actor._engine.lr_scheduler = None
     report = parts.updater.update(batch, [plan] * 3)
     assert report.metrics["policy/approxkl"] == 0 and report.metrics["val/ratio"] == 1
+
+
+def test_the_ratio_of_a_token_is_that_of_its_last_update(world: World, paths: dict[str, str]) -> None:
+    parts = build_parts(world, paths, algorithm=replace(ALGORITHM, epochs=2, mini_batches=2))
+    batch, plan = collect(parts, mini_batches=2)
+    rollout, mask = batch.rollout, batch.rollout.response_mask
+    expected = torch.full_like(rollout.old_logprobs, torch.nan)
+
+    def score_again(progress: Progress) -> None:
+        rows, now = plan.rows_of(progress.updates % 2), parts.scorer.compute_logprobs(rollout, plan).old_logprobs
+        expected[rows] = (now - rollout.old_logprobs)[rows].exp()
+
+    report = parts.updater.update(batch, [plan] * 2, keeps_ratios=True, between=score_again)
+    torch.testing.assert_close(report.ratios[mask], expected[mask], atol=1e-5, rtol=1e-5)
+    assert (report.ratios[mask] - 1).abs().max() > 1e-3
+
+    resumed = Progress(world.device)
+    resumed.updates = 1
+    report = parts.updater.update(batch, [plan], keeps_ratios=True, progress=resumed)
+    assert report.ratios[plan.rows_of(0)].isnan().all(), "this process made no update of these rows"
+    assert report.ratios[plan.rows_of(1)].isfinite().all()
+    assert parts.updater.update(batch, [plan]).ratios is None
 
 
 def test_passes_end_when_the_policy_has_gone_too_far(world: World, paths: dict[str, str]) -> None:

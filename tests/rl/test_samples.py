@@ -78,6 +78,7 @@ def test_a_run_records_its_samples(algorithm: str, missing: set[str], model_fold
     records, samples = TokenRecords(folder), read_samples(folder)
     assert records.steps() == [1, 3] and {row["step"] for row in samples} == {1, 3}
     every = {"logprobs", "old_logprobs", "ref_logprobs", "kl", "entropy", "values", "advantages", "returns", "rewards"}
+    every |= {"ratio"}
     for row in samples:
         record = records.read(row["step"], row["index"])
         assert set(record.columns) == (every | {"weight_versions"}) - missing

@@ -87,7 +87,7 @@ class NewRows:
             self.prompts[name] = place
             self.columns["prompt_number"].append(name)
             self.columns["prompt_row"].append(self.rows + len(self.completions))
-            self.prompt_texts.append(str(messages[-1].get("content") or "") if messages else "")
+            self.prompt_texts.append(_last_text(messages))
         self._last_prompt = (prompt, place)
         return place
 
@@ -102,8 +102,17 @@ def prompt_messages(row: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": "" if prompt is None else str(prompt)}]
 
 
+def prompt_text(row: dict[str, Any]) -> str:
+    """What the last message of a row's prompt says."""
+    return _last_text(prompt_messages(row))
+
+
 def prompt_number(messages: list[dict[str, Any]]) -> int:
     """A hash of messages that is the same in all runs, as a signed number of 64 bits."""
     text = json.dumps(messages, sort_keys=True, ensure_ascii=False)
     digest = hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=8).digest()
     return int.from_bytes(digest, "big", signed=True)
+
+
+def _last_text(messages: list[dict[str, Any]]) -> str:
+    return str(messages[-1].get("content") or "") if messages else ""

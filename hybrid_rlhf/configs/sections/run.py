@@ -32,8 +32,8 @@ class LoggingConfig:
     samples_every: int = 10
     """Steps between sample completions in samples.jsonl and on the console; 0: none."""
     tokens: bool = setting(True, advanced=True)
-    """Record each token of the samples in the folder tokens: log-probs, values, advantages. A recorded step takes up to
-    41 bytes per response token and 5 per prompt token."""
+    """Record each token of the samples in the folder tokens: log-probs, values, advantages, ratios. A recorded step
+    takes up to 45 bytes per response token and 5 per prompt token."""
     profile_steps: list[int] = setting(default_factory=list, advanced=True)
     """Steps whose torch profiler trace is written to the folder profile of the run."""
 

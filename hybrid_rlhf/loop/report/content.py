@@ -15,6 +15,7 @@ from hybrid_rlhf.loop.advice.advisor import findings
 from hybrid_rlhf.loop.advice.curves import Curves
 from hybrid_rlhf.loop.report.charts import thinned
 from hybrid_rlhf.loop.report.environment import device_name, git_revision, versions
+from hybrid_rlhf.loop.report.memory import memory_by_phase
 from hybrid_rlhf.loop.report.samples import first_and_last_samples
 from hybrid_rlhf.runtime.observability.alerts import Ending
 from hybrid_rlhf.runtime.observability.metrics import METRICS_FILE, read_metrics
@@ -55,7 +56,10 @@ def collect(run: Run, ending: Ending) -> dict[str, Any]:
         "data": json.loads(data.read_text()) if data.exists() else None,
         "time": _times(curves),
         "speed": {name: statistics.median(curves.last(name, 1000)) for name in _FASTEST if curves.count(name)},
-        "memory": {"peak_gib": max(curves.last("memory/peak_gib", 10**9), default=None)},
+        "memory": {
+            "peak_gib": max(curves.last("memory/peak_gib", 10**9), default=None),
+            "phases": memory_by_phase(run),
+        },
         "settings": _settings(run.config),
         "versions": versions(),
         "git": git_revision(),

@@ -67,8 +67,8 @@ def sample_text(rollout: Rollout, row: int, tokenizer: PreTrainedTokenizerBase) 
     return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
 
-def token_arrays(batch: Batch) -> dict[str, np.ndarray]:
-    """The tokens of a batch without padding, as `TokenRecord.of` reads them."""
+def token_arrays(batch: Batch, ratios: Tensor | None = None) -> dict[str, np.ndarray]:
+    """The tokens of a batch without padding, as `TokenRecord.of` reads them; `ratios` of its updates, if it had any."""
     rollout, mask = batch.rollout, batch.rollout.response_mask
     prompts = torch.where(mask.any(dim=1), mask.int().argmax(dim=1), rollout.lengths)
     known: dict[str, Tensor | None] = {
@@ -77,6 +77,7 @@ def token_arrays(batch: Batch) -> dict[str, np.ndarray]:
         "ref_logprobs": rollout.ref_logprobs,
         "entropy": rollout.entropy,
         "values": rollout.old_values,
+        "ratio": ratios,
         "advantages": batch.advantages,
         "returns": batch.returns,
         "rewards": batch.rewards,

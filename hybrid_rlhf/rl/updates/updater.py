@@ -26,8 +26,9 @@ from hybrid_rlhf.loop.non_finite import rows_with_non_finite_loss
 from hybrid_rlhf.models.policy import values_before
 from hybrid_rlhf.models.routers.losses import ROUTER_METRICS
 from hybrid_rlhf.rl.algorithms import Algorithm
-from hybrid_rlhf.rl.batch import ROUTER_AGREEMENT, Batch, MiniBatchPlan, Rollout, scatter_rows
+from hybrid_rlhf.rl.batch import ROUTER_AGREEMENT, Batch, MiniBatchPlan, Rollout
 from hybrid_rlhf.rl.roles import Roles
+from hybrid_rlhf.rl.updates.last_logprobs import LastLogprobs
 from hybrid_rlhf.rl.updates.policy_loss import ROUTES_USED, MiniBatch, PolicyLoss
 from hybrid_rlhf.rl.updates.ptx import PtxBatches
 from hybrid_rlhf.runtime.world import World
@@ -44,6 +45,8 @@ class UpdateReport:
     """The batch, with old log-probs from the training forward in any case."""
     skipped: dict[str, list[int]]
     """By role whose gradient was not finite: rows of this rank that may have caused the skipped update."""
+    ratios: torch.Tensor | None = None
+    """[N, T], ratio of each token in its last update; none unless they were asked for and the algorithm has them."""
 
 
 class _Sums:
@@ -148,6 +151,7 @@ class Updater:
         kl_coef: float = 0.0,
         train_actor: bool = True,
         progress: Progress | None = None,
+        keeps_ratios: bool = False,
         between: Callable[[Progress], None] = lambda progress: None,
     ) -> UpdateReport:
         """Pass over a batch once per plan. Every rank of the run calls, and updates the roles that it has: actor and
@@ -159,6 +163,7 @@ class Updater:
             kl_coef: of the KL in the loss, if it is there.
             train_actor: whether the actor learns too, or the critic alone.
             progress: of updates made from this batch before the run was interrupted.
+            keeps_ratios: whether the report has the ratio of each token.
             between: called before each update.
         """
         progress = progress or Progress(self._world.device)
@@ -166,17 +171,20 @@ class Updater:
         rollout = batch.rollout
         assert rollout.old_logprobs is not None
         computes_old = train_actor and not self._config.reads_old_logprobs
-        logprobs = torch.zeros_like(rollout.old_logprobs) if computes_old else None
-        last = sum(len(plan.tokens) for plan in plans) - 1
-        for number, (micro_batches_on, mini_batch) in enumerate(self._mini_batches(rollout, plans, kl_coef)):
+        keeps_ratios = keeps_ratios and train_actor and self._config.reads_old_logprobs
+        last = LastLogprobs(rollout.old_logprobs) if computes_old or keeps_ratios else None
+        final = sum(len(plan.tokens) for plan in plans) - 1
+        for number, (rows, micro_batches_on, mini_batch) in enumerate(self._mini_batches(rollout, plans, kl_coef)):
             if number < progress.updates:
                 continue
             between(progress)
+            if last is not None:
+                last.begin(rows)
             seen = sums.policy.total("approxkl")
             if train_actor and isinstance(actor, ModelEngine):
                 micro_batches = micro_batches_on(actor.world)
-                stats["actor"] = self._update_actor(actor, batch, micro_batches, mini_batch, progress, logprobs)
-            with self._sending(last=train_actor and number == last) as progress.sent:
+                stats["actor"] = self._update_actor(actor, batch, micro_batches, mini_batch, progress, last)
+            with self._sending(last=train_actor and number == final) as progress.sent:
                 if isinstance(critic, ModelEngine):
                     micro_batches = micro_batches_on(critic.world)
                     stats["critic"] = self._update_critic(critic, batch, micro_batches, mini_batch.tokens, progress)
@@ -184,10 +192,11 @@ class Updater:
             if train_actor and self._exceeds_target(sums.policy.total("approxkl") - seen, mini_batch.tokens):
                 break
         self._roles.synchronize_versions()
-        if logprobs is not None:
-            batch = replace(batch, rollout=replace(rollout, old_logprobs=self._world.all_reduce(logprobs)))
+        ratios = last.ratios(rollout.old_logprobs, self._world) if last is not None and keeps_ratios else None
+        if last is not None and computes_old:
+            batch = replace(batch, rollout=replace(rollout, old_logprobs=last.of_all_ranks(self._world)))
         trained = float(rollout.lengths.sum()) * progress.updates / len(plans[0].rows)
-        return UpdateReport(self._metrics(progress), trained, batch, self._skipped(progress))
+        return UpdateReport(self._metrics(progress), trained, batch, self._skipped(progress), ratios)
 
     def value_loss(self, critic: ModelEngine, batch: Batch) -> LossSum:
         """The critic's loss on a micro-batch."""
@@ -203,15 +212,16 @@ class Updater:
 
     def _mini_batches(
         self, rollout: Rollout, plans: Sequence[MiniBatchPlan], kl_coef: float
-    ) -> Iterator[tuple[Callable[[World], list[list[int | None]]], MiniBatch]]:
-        """This rank's micro-batches of each mini-batch, by the ranks that share it, and what their losses need."""
+    ) -> Iterator[tuple[list[int], Callable[[World], list[list[int | None]]], MiniBatch]]:
+        """Of each mini-batch its rows, this rank's micro-batches by the ranks that share it, and what losses need."""
         correction = self._config.correction
         counted = correction is None or correction.count_masked
         kept = None if counted else self.policy_loss.kept(rollout).sum(dim=1)
         for plan in plans:
             for number, (tokens, sequences) in enumerate(zip(plan.tokens, plan.sequences, strict=True)):
-                kept_tokens = None if kept is None else float(kept[plan.rows_of(number)].sum())
-                yield partial(plan.mini_batch, number), MiniBatch(tokens, sequences, kl_coef, kept_tokens)
+                rows = plan.rows_of(number)
+                kept_tokens = None if kept is None else float(kept[rows].sum())
+                yield rows, partial(plan.mini_batch, number), MiniBatch(tokens, sequences, kl_coef, kept_tokens)
 
     def _sending(self, *, last: bool) -> contextlib.AbstractContextManager[TransferTimes | None]:
         """While the critic learns: the actor's weights travel to ranks that sample, if this was its last update."""
@@ -233,7 +243,7 @@ class Updater:
         micro_batches: list[list[int | None]],
         mini_batch: MiniBatch,
         progress: Progress,
-        logprobs: torch.Tensor | None,
+        last: LastLogprobs | None,
     ) -> UpdateStats:
         sums, losses = progress.sums, []
         for indices in micro_batches:
@@ -241,8 +251,8 @@ class Updater:
             actor.backward(loss.total, count=mini_batch.tokens)
             sums.policy.add(loss)
             losses.append(loss.total.detach())
-            if logprobs is not None:
-                scatter_rows(logprobs, indices, current)
+            if last is not None:
+                last.add(indices, current)
         if self.ptx is not None:
             texts = next(self.ptx)
             ptx_count = global_count(sum(int(text.loss_mask.sum()) for text in texts), actor.world)

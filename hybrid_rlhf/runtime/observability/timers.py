@@ -1,4 +1,4 @@
-"""Named wall-clock timers in seconds, and peak memory in GiB."""
+"""Named wall-clock timers in seconds, and peak memory in GiB, on a GPU of each timed phase."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 class Timers:
-    """Accumulates seconds by name."""
+    """Accumulates seconds by name, and on a GPU keeps the peak memory of each name."""
 
     def __init__(self, device: torch.device, *, on_phase: Callable[[str], None] | None = None) -> None:
         """Start at 0.
@@ -23,6 +23,9 @@ class Timers:
         """
         self._device, self._on_phase = device, on_phase
         self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._open: list[str] = []
+        """Blocks that have begun, the innermost last."""
+        self._peaks: dict[str, int] = {}
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -30,16 +33,34 @@ class Timers:
         if self._on_phase is not None:
             self._on_phase(name)
         start = self._now()
+        self._note_peak()
+        self._open.append(name)
         try:
             yield
         finally:
             self._seconds[name] += self._now() - start
+            self._note_peak()
+            self._open.pop()
 
     def take(self) -> dict[str, float]:
         """Return the accumulated seconds by name and reset the timers."""
         taken = dict(self._seconds)
         self._seconds.clear()
         return taken
+
+    @property
+    def peaks_gib(self) -> dict[str, float]:
+        """Peak memory of each phase of the run so far, allocated on the GPU; {} without one."""
+        return {name: peak / 2**30 for name, peak in self._peaks.items()}
+
+    def _note_peak(self) -> None:
+        """What was allocated at most since the last call belongs to the open blocks."""
+        if self._device.type != "cuda":
+            return
+        peak = torch.cuda.max_memory_allocated(self._device)
+        for name in self._open:
+            self._peaks[name] = max(self._peaks.get(name, 0), peak)
+        _reset_peak(self._device)
 
     def _now(self) -> float:
         if self._device.type == "cuda":
@@ -60,8 +81,13 @@ _EARLIER_PEAKS: defaultdict[torch.device, int] = defaultdict(int)
 
 def peak_bytes(device: torch.device, run: Callable[[], object]) -> int:
     """Peak bytes that a call allocates on a GPU, beyond what is allocated before it."""
-    _EARLIER_PEAKS[device] = max(_EARLIER_PEAKS[device], torch.cuda.max_memory_allocated(device))
-    torch.cuda.reset_peak_memory_stats(device)
+    _reset_peak(device)
     before = torch.cuda.memory_allocated(device)
     run()
     return torch.cuda.max_memory_allocated(device) - before
+
+
+def _reset_peak(device: torch.device) -> None:
+    """Begin torch's statistics anew, and remember their peak."""
+    _EARLIER_PEAKS[device] = max(_EARLIER_PEAKS[device], torch.cuda.max_memory_allocated(device))
+    torch.cuda.reset_peak_memory_stats(device)

@@ -42,9 +42,13 @@ class TokenLog:
             if self._enabled and number > step:
                 file.unlink()
 
+    def records(self, step: int) -> bool:
+        """Whether a step is one of the recorded ones, on every rank alike."""
+        return bool(self._every) and (step - 1) % self._every == 0
+
     def write(self, step: int, arrays: Callable[[], Mapping[str, np.ndarray]]) -> None:
         """Write the arrays of a step, if it is one of the recorded ones; `arrays` is called only then."""
-        if not self._enabled or not self._every or (step - 1) % self._every:
+        if not self._enabled or not self.records(step):
             return
         content = save(dict(arrays()), metadata={DETAILS: json.dumps(self._details)})
         try:

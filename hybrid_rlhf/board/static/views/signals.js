@@ -32,7 +32,7 @@ function Evidence({ run, item }) {
 function Signal({ signal, several }) {
   return html`<article class=${`card signal signal-${signal.severity}`}>
     <header><span class=${`tag ${signal.severity === "alert" ? "bad" : "warn"}`}>${signal.severity}</span><h2>${signal.name.replaceAll("_", " ")}</h2>
-      <span class="muted">${several ? `${signal.run.name}, ` : ""}step ${formatNumber(signal.step)}</span></header>
+      <span class="muted">${several ? `${signal.run.name}, ` : ""}${signal.first_step < signal.step ? `steps ${formatNumber(signal.first_step)} to ${formatNumber(signal.step)}` : `step ${formatNumber(signal.step)}`}</span></header>
     <p>${signal.what}</p>
     <ul class="evidence">${signal.evidence.map((item, place) => html`<${Evidence} key=${place} run=${signal.run} item=${item} />`)}
       <li><a href=${link("curves", { run: signal.run.id })}>Curves</a></li>
