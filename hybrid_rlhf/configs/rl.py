@@ -286,7 +286,7 @@ class RLConfig(StepConfig):
         rollout, endpoint = self.rollout, self.rollout.endpoint
         require(
             environment.program is not None or endpoint is not None,
-            "environment.path must be module:Class or path/to/file.py:Class, got none: give the class, "
+            f"environment.path must be module:Class or path/to/file.py:Class, got {environment.path}: give the class, "
             "environment.program, or --rollout.endpoint true",
         )
         require(

@@ -65,6 +65,7 @@ RULES = {
     "--ptx.sources [x]": ("ptx.coef", "got 0.0"),
     "--ptx.coef 1": ("ptx.sources", "got none"),
     "--environment.max_turns 4": ("environment.path", "got None"),
+    "--algorithm grpo --environment.path a:B --rollout.endpoint true": ("rollout.endpoint is for programs", "a:B"),
     "--rollout.sampling.seed 3": ("rollout.sampling", "got seed 3"),
     "--rollout.sampling.stop x": ("rollout.sampling", "got stop ['x']"),
     "--rollout.sampling.repetition_penalty 1.2": ("rollout.sampling", "got repetition_penalty 1.2"),
