@@ -57,7 +57,9 @@ def test_plan_starts_no_step_whatever_the_line_says(
 ) -> None:
     monkeypatch.setattr(train, "run_step", lambda *_: pytest.fail("a plan starts no step"))
     monkeypatch.setattr("hybrid_rlhf.memory.report.planned_phases", lambda config, steps: (None, {}))
-    monkeypatch.setattr("hybrid_rlhf.memory.report.table", lambda planner, planned, steps: (["planned"], False))
+    monkeypatch.setattr(
+        "hybrid_rlhf.memory.report.table", lambda planner, planned, steps, *, single: (["planned"], False)
+    )
     with pytest.raises(SystemExit) as stopped:
         plan.main(["--base_model", "BASE", "--data.sources", "rows.jsonl", "--plan", "false"])
     assert stopped.value.code == 1 and capsys.readouterr().out == "planned\n"

@@ -68,7 +68,8 @@ def _export(config: ExportConfig, output: Path) -> None:
         )
         text = f"{output}: {dtype}"
     result["bytes"] = sum(file.stat().st_size for file in ([output] if output.is_file() else output.rglob("*")))
-    print_result(result, f"{text}, {result['bytes'] / 2**30:.2f} GiB")
+    size, unit = (2**30, "GiB") if result["bytes"] >= 2**29 else (2**20, "MiB")
+    print_result(result, f"{text}, {result['bytes'] / size:.2f} {unit}")
 
 
 def _load(path: str, config: ExportConfig, dtype: torch.dtype) -> PreTrainedModel:
