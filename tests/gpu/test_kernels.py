@@ -18,8 +18,8 @@ from hybrid_rlhf.generation.model.layers import ACTIVATIONS
 from hybrid_rlhf.generation.model.quantised import QuantisedLinear, Quantization, quantise
 from hybrid_rlhf.generation.sampler import Sampler
 from hybrid_rlhf.models.packing import pack, use_packing
-from hybrid_rlhf.models.policy import Policy
 from hybrid_rlhf.models.packing.varlen import boundaries, varlen_attention
+from hybrid_rlhf.models.policy import Policy
 from hybrid_rlhf.runtime.world import solo_world
 from tests.support.families import variant
 from tests.support.generation import SHORT_PROMPTS, SHORT_SAMPLED, requests_for
