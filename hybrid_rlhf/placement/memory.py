@@ -123,6 +123,9 @@ class MemoryModel:
         for role in roles:
             if role.is_trained:
                 need = base + self._training(role, plan)
+                if role.name == "critic" and plan.separate and {"actor", "sampler"} & {*names} and not plan.policy_lag:
+                    sent = min(BUCKET_ELEMENTS, _shapes(job.actor).elements.all)
+                    need += MemoryUse(buffers=2.0 * sent * job.inference_dtype.itemsize)  # weights travel meanwhile
                 found.append(PhaseMemory(f"{role.name} training", need, self._device))
         return tuple(found) or (PhaseMemory("idle", base, self._device),), rows
 

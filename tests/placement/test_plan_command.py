@@ -22,6 +22,7 @@ from hybrid_rlhf.configs.sections.placement import Placement, RolePlacement
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.training import ZeroConfig
 from hybrid_rlhf.configs.sft import SFTConfig
+from hybrid_rlhf.engines.hybrid import BUCKET_ELEMENTS
 from hybrid_rlhf.memory.plan import Device, Planner
 from hybrid_rlhf.memory.shapes import Shapes
 from hybrid_rlhf.placement.job import JobReader, default_lengths
@@ -217,6 +218,10 @@ def test_a_separate_sampler_holds_inference_weights_and_no_states(shape: str) ->
     assert by_rank[3]["generation"].weights == 0 < by_rank[2]["generation"].weights
     assert by_rank[2]["scoring"].inference == by_rank[2]["generation"].inference, "they stay for the next rollout"
     assert by_rank[2]["generation"].optimizer == 0 < by_rank[0]["actor training"].optimizer
+    ahead = MemoryModel(job, device_bytes=80 * gib)(StepPlan(Placement(roles, "separation"), policy_lag=1))
+    waiting = {each.phase.name: each.phase.need for each in ahead.phases if 0 in each.ranks}
+    sent = {name: by_rank[0][name].buffers - need.buffers for name, need in waiting.items()}
+    assert sent["actor training"] == 0 < sent["critic training"] == 2 * BUCKET_ELEMENTS * 2, "weights travel meanwhile"
     with_copy = Placement({**roles, "critic_copy": RolePlacement((2, 3), tensor_parallel=2)}, "separation")
     copied = [each for each in MemoryModel(job, device_bytes=80 * gib)(StepPlan(with_copy)).phases if 3 in each.ranks]
     halves += job.roles["critic"].sizes.parameters * 2 / 2
