@@ -18,7 +18,7 @@ from torch import Tensor
 from hybrid_rlhf.generation.batching.requests import Request
 from hybrid_rlhf.generation.sampling import SamplingParams
 
-_INTEGERS = ("token", "position", "drawn", "top_k", "greedy", "min_new_tokens", "adapter")
+_INTEGERS = ("token", "position", "drawn", "top_k", "greedy", "min_new_tokens")
 _FLOATS = ("divisor", "top_p", "min_p", "repetition_penalty")
 
 
@@ -63,11 +63,13 @@ class DecodeBatch:
     """Tables of S rows."""
 
     integers: Tensor
-    """[S, 7 + stop tokens] int64."""
+    """[S, 6 + stop tokens] int64."""
     floats: Tensor
     """[S, 4 + longest completion] float64."""
     seen: Tensor | None
     """[S, V] bool, tokens of prompt and completion; none without a repetition penalty."""
+    adapter: Tensor
+    """[S] int64, the number of each row's adapter, apart from the columns that kernels of sampling read by place."""
 
     @classmethod
     def empty(cls, rows: int, requests: Sequence[Request], *, vocab_size: int, device: torch.device) -> DecodeBatch:
@@ -79,7 +81,7 @@ class DecodeBatch:
             seen = torch.zeros(rows, vocab_size, dtype=torch.bool, device=device)
         integers = torch.zeros(rows, len(_INTEGERS) + stops, dtype=torch.long, device=device)
         floats = torch.ones(rows, len(_FLOATS) + longest, dtype=torch.float64, device=device)
-        return cls(integers, floats, seen)
+        return cls(integers, floats, seen, torch.zeros(rows, dtype=torch.long, device=device))
 
     @classmethod
     def of(cls, requests: Sequence[Request], *, vocab_size: int, device: torch.device) -> DecodeBatch:
@@ -104,16 +106,15 @@ class DecodeBatch:
         floats = np.zeros((len(requests), self.floats.shape[1]))
         for row, request in enumerate(requests):
             stop, params = sorted(request.stop), request.params
-            numbers = len(_INTEGERS)
-            integers[row, :numbers] = _integers(request, params, has_stop_tokens=bool(stop))
+            integers[row, :6] = _integers(request, params, has_stop_tokens=bool(stop))
             # Rows with fewer stop tokens repeat one of theirs.
-            stops = integers.shape[1] - numbers
-            integers[row, numbers:] = (stop + stop[:1] * stops)[:stops] if stop else 0
+            integers[row, 6:] = (stop + stop[:1] * integers.shape[1])[: integers.shape[1] - 6] if stop else 0
             floats[row, :4] = [getattr(params, name) for name in _FLOATS]
             floats[row, 4 : 4 + len(request.uniforms)] = request.uniforms
         part = slice(first, first + len(requests))
         self.integers[part] = torch.from_numpy(integers).to(self.integers.device)
         self.floats[part] = torch.from_numpy(floats).to(self.floats.device)
+        self.adapter[part] = torch.tensor([request.adapter for request in requests], dtype=torch.long)
         if self.seen is not None:
             self.seen[part] = False
             for row, request in enumerate(requests, start=first):
@@ -127,11 +128,12 @@ class DecodeBatch:
     def view(self, start: int, stop: int) -> DecodeBatch:
         """Views of rows start to stop - 1."""
         seen = None if self.seen is None else self.seen[start:stop]
-        return DecodeBatch(self.integers[start:stop], self.floats[start:stop], seen)
+        return DecodeBatch(self.integers[start:stop], self.floats[start:stop], seen, self.adapter[start:stop])
 
     def select(self, rows: Tensor) -> DecodeBatch:
         """Copies of rows [n]."""
-        return DecodeBatch(self.integers[rows], self.floats[rows], None if self.seen is None else self.seen[rows])
+        seen = None if self.seen is None else self.seen[rows]
+        return DecodeBatch(self.integers[rows], self.floats[rows], seen, self.adapter[rows])
 
     def save(self) -> list[Tensor]:
         """Copies of the tables, for `restore`."""
@@ -154,7 +156,7 @@ class DecodeBatch:
         self.integers[:, 1:3] += tokens if isinstance(tokens, int) else tokens[:, None]
 
     def _tables(self) -> list[Tensor]:
-        return [self.integers, self.floats] if self.seen is None else [self.integers, self.floats, self.seen]
+        return [self.integers, self.floats, self.adapter, *([] if self.seen is None else [self.seen])]
 
     @property
     def token(self) -> Tensor:
@@ -182,14 +184,9 @@ class DecodeBatch:
         return self.integers[:, 4].bool()
 
     @property
-    def adapter(self) -> Tensor:
-        """[S], the number of each row's adapter."""
-        return self.integers[:, 6]
-
-    @property
     def early_stops(self) -> tuple[Tensor, Tensor]:
         """Stop tokens [S, n], and whether they are not allowed yet [S, 1]."""
-        return self.integers[:, len(_INTEGERS) :], (self.drawn < self.integers[:, 5])[:, None]
+        return self.integers[:, 6:], (self.drawn < self.integers[:, 5])[:, None]
 
     @property
     def temperature(self) -> Tensor:
@@ -222,4 +219,4 @@ def _integers(request: Request, params: SamplingParams, *, has_stop_tokens: bool
     """A row before its next token, in the order of _INTEGERS."""
     min_new_tokens = params.min_new_tokens if has_stop_tokens else 0
     drawn = len(request.token_ids)
-    return [0, request.tokens - 1, drawn, params.top_k, int(params.greedy), min_new_tokens, request.adapter]
+    return [0, request.tokens - 1, drawn, params.top_k, int(params.greedy), min_new_tokens]
