@@ -35,9 +35,6 @@ from tests.support.placements import (
 )
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
-_TOGETHER = 12
-"""Trials that share their processes: starting these takes as long as a trial."""
-
 
 def main() -> None:
     """Run what has not been run, and write the page."""
@@ -45,6 +42,7 @@ def main() -> None:
     parser.add_argument("--random", type=int, default=300, help="seeds 0 to this")
     parser.add_argument("--fixed", type=int, default=len(fixed_trials()), help="the first of them; 0: none")
     parser.add_argument("--most_ranks", type=int, default=8)
+    parser.add_argument("--together", type=int, default=12, help="trials that share their processes")
     parser.add_argument("--folder", type=Path, default=Path("output/placement_trials"))
     parser.add_argument("--records", type=Path, default=TRIALS)
     options = parser.parse_args()
@@ -57,7 +55,7 @@ def main() -> None:
     console = _output_of_ranks_to(folder / "ranks.log")
     print(f"{len(trials)} trials, {len(trials) - len(left)} done before", file=console, flush=True)
     start = time.monotonic()
-    for number, record in enumerate(_run(workspace, left), start=1):
+    for number, record in enumerate(_run(workspace, left, options.together), start=1):
         add_record(options.records, record)
         told = f"{number} of {len(left)} in {time.monotonic() - start:.0f} s: {_line(record)}"
         print(told, file=console, flush=True)
@@ -84,12 +82,12 @@ def _workspace(folder: Path) -> Path:
     return folder / "workspace"
 
 
-def _run(workspace: Path, trials: Sequence[PlacementTrial]) -> Iterator[dict[str, Any]]:
+def _run(workspace: Path, trials: Sequence[PlacementTrial], together: int) -> Iterator[dict[str, Any]]:
     """The result of each trial, in the order in which they end: few ranks first."""
     for _, group in itertools.groupby(sorted(trials, key=lambda trial: trial.ranks), key=lambda trial: trial.ranks):
         of_ranks = list(group)
-        for first in range(0, len(of_ranks), _TOGETHER):
-            yield from _together(workspace, of_ranks[first : first + _TOGETHER])
+        for first in range(0, len(of_ranks), together):
+            yield from _together(workspace, of_ranks[first : first + together])
 
 
 def _together(workspace: Path, trials: Sequence[PlacementTrial]) -> Iterator[dict[str, Any]]:

@@ -91,13 +91,13 @@ class MemoryModel:
         return tuple(value for use in uses for value in (use.device, use.host))
 
     def _of_class(self, plan: StepPlan, names: tuple[str, ...]) -> tuple[tuple[PhaseMemory, ...], int | None]:
-        moved = (plan.offload_frozen, plan.offload_states, plan.offload_optimizer)
         sampling = (plan.samplers, sum(len(place.ranks) for place in plan.sampling_places))
+        offloads = (plan.offload_frozen, plan.offload_states, plan.offload_optimizer)
         shares = tuple(
             (name, len(plan.roles[name].ranks), plan.roles[name].zero, plan.roles[name].tensor_parallel)
             for name in names
         )
-        key = (shares, plan.policy_lag, moved, sampling, CRITIC_COPY in plan.roles)
+        key = (shares, plan.policy_lag, offloads, sampling, CRITIC_COPY in plan.roles)
         if key not in self._classes:
             self._classes[key] = self._phases(plan, names)
         return self._classes[key]
