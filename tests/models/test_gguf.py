@@ -68,7 +68,7 @@ MORE: dict[str, Callable[[], PreTrainedModel]] = {
     "phi3, longrope": lambda: family("phi3", rope_parameters=LONGROPE, original_max_position_embeddings=64),
     "llama, linear": lambda: tiny_model(**rotary("linear")),
     "qwen2, yarn": lambda: family("qwen2", **rotary("yarn")),
-    "qwen3, yarn with betas": lambda: family("qwen3", **rotary("yarn", beta_fast=16.0, beta_slow=2.0)),
+    "qwen3, yarn": lambda: family("qwen3", **rotary("yarn")),
     "llama, llama3": lambda: tiny_model(**rotary("llama3", **LLAMA3)),
     "mixtral, llama3": lambda: mixture("mixtral", **rotary("llama3", **LLAMA3)),
 }
@@ -172,6 +172,7 @@ def test_what_the_format_cannot_express_is_refused_and_nothing_is_left(tmp_path:
         (tiny_model(**rotary("dynamic")), "f32", "without rotary positions of the kind dynamic"),
         (family("qwen2", **rotary("llama3", **LLAMA3)), "f32", "without rotary positions of the kind llama3"),
         (family("qwen2", **rotary("yarn", attention_factor=1.0)), "f32", "attention_scaling of its rotary positions"),
+        (family("qwen3", **rotary("yarn", beta_slow=2.0)), "f32", "inv_freq of its rotary positions changes"),
         (family("mistral", sliding_window=4), "f32", "without sliding window"),
         (family("gemma2", attn_logit_softcapping=20.0), "f32", "attn_logit_softcapping 20.0 becomes 50.0"),
         (mixture("qwen3_moe", norm_topk_prob=False), "f32", "norm_topk_prob False becomes True"),

@@ -42,7 +42,8 @@ def scaling(rope: Mapping[str, Any]) -> str:
 
 
 def write_scaling(writer: GGUFWriter, config: PreTrainedConfig) -> None:
-    """Write the metadata of a model's scaling."""
+    """Write the metadata of a model's scaling; not other betas of YaRN than the usual, which llama.cpp does not apply:
+    the file is then refused when it is read back."""
     from gguf import RopeScalingType
 
     rope = rotary(config)[0]
@@ -52,13 +53,6 @@ def write_scaling(writer: GGUFWriter, config: PreTrainedConfig) -> None:
         writer.add_rope_scaling_factor(float(rope["factor"]))
     if context is not None:
         writer.add_rope_scaling_orig_ctx_len(context)
-    if kind == "yarn":
-        for key, add in (
-            ("beta_fast", writer.add_rope_scaling_yarn_beta_fast),
-            ("beta_slow", writer.add_rope_scaling_yarn_beta_slow),
-        ):
-            if rope.get(key):
-                add(float(rope[key]))
     if kind == "longrope":
         writer.add_rope_scaling_attn_factors(float(ROPE_INIT_FUNCTIONS[kind](config)[1]))
 
