@@ -22,7 +22,7 @@ from tests.support.placements import (
     PlacementTrial,
     assert_same_run,
     fixed_trials,
-    launch,
+    launch_placed,
     launch_together,
     metrics_of,
     output_of,
@@ -108,8 +108,8 @@ def test_a_placement_computes_what_one_rank_does(
     algorithm: str, ranks: int, placement: str, extra: tuple[str, ...], workspace: Path
 ) -> None:
     layout = {*ZERO_3, *TENSOR_PARALLEL}
-    alone = launch(workspace, algorithm, 1, "flattening", () if {*extra} <= layout else extra)
-    assert_same_run(launch(workspace, algorithm, ranks, placement, extra), alone)
+    alone = launch_placed(workspace, algorithm, 1, "flattening", () if {*extra} <= layout else extra)
+    assert_same_run(launch_placed(workspace, algorithm, ranks, placement, extra), alone)
 
 
 def test_weights_travel_while_the_critic_learns(workspace: Path) -> None:
@@ -164,18 +164,18 @@ def test_a_checkpoint_resumes_under_another_placement(
     before: tuple[int, str], after: tuple[int, str], workspace: Path, tmp_path: Path
 ) -> None:
     evaluated = ("--train.eval_every", "1")
-    whole, run = launch(workspace, "ppo", 1, "flattening", evaluated), tmp_path / "run"
+    whole, run = launch_placed(workspace, "ppo", 1, "flattening", evaluated), tmp_path / "run"
     stops = ("--train.save_every", "1", "--train.max_steps", "1")
-    launch(workspace, "ppo", *before, (*evaluated, *stops), output=run)
+    launch_placed(workspace, "ppo", *before, (*evaluated, *stops), output=run)
     (run / "finished.json").unlink()
-    launch(workspace, "ppo", *after, (*evaluated, "--resume", "auto"), output=run)
+    launch_placed(workspace, "ppo", *after, (*evaluated, "--resume", "auto"), output=run)
     assert_same_run(run, whole)
 
 
 def test_the_planner_places_and_tells_how_wrong_it_was(workspace: Path, tmp_path: Path) -> None:
     save_curves(cpu_machine(), 2, str(tmp_path / "cache"))
     settings = ("--data.cache_dir", str(tmp_path / "cache"), "--train.max_steps", "5")
-    run = launch(workspace, "ppo", 2, "auto", settings, output=tmp_path / "run")
+    run = launch_placed(workspace, "ppo", 2, "auto", settings, output=tmp_path / "run")
     found = [line for line in metrics_of(run) if "loss/policy" in line]
     assert len(found) == 5
     for line in found:
@@ -183,7 +183,7 @@ def test_the_planner_places_and_tells_how_wrong_it_was(workspace: Path, tmp_path
         assert line["placement/step_seconds_error"] == pytest.approx(predicted / measured_seconds - 1)
         assert {f"placement/{phase}_seconds_error" for phase in ("generation", "scoring", "training")} <= {*line}
     assert weights_of(run)
-    alone = launch(workspace, "ppo", 1, "flattening", ("--train.max_steps", "5"))
+    alone = launch_placed(workspace, "ppo", 1, "flattening", ("--train.max_steps", "5"))
     for name, weight in weights_of(alone).items():
         torch.testing.assert_close(weights_of(run)[name], weight, atol=TOLERANCE, rtol=TOLERANCE)
 
@@ -207,8 +207,8 @@ def test_a_run_moves_where_it_gains_and_resumes(
         *lasts,
     )
     moving = "tests.distributed.moving"
-    run = launch(workspace, algorithm, ranks, ADAPTS, settings, output=tmp_path / "run", module=moving)
-    whole = launch(workspace, algorithm, 1, "flattening", lasts)
+    run = launch_placed(workspace, algorithm, ranks, ADAPTS, settings, output=tmp_path / "run", module=moving)
+    whole = launch_placed(workspace, algorithm, 1, "flattening", lasts)
     assert_same_run(run, whole)
     marked = [line["step"] for line in metrics_of(run) if "placement/move_seconds" in line]
     assert marked == [3]
@@ -218,7 +218,7 @@ def test_a_run_moves_where_it_gains_and_resumes(
     (run / "finished.json").unlink()
     for step in (4, 5):
         shutil.rmtree(run / "checkpoints" / f"step_{step}")
-    launch(workspace, algorithm, ranks, "flattening", (*settings, "--resume", "auto"), output=run)
+    launch_placed(workspace, algorithm, ranks, "flattening", (*settings, "--resume", "auto"), output=run)
     assert_same_run(run, whole)
 
 

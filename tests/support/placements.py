@@ -106,7 +106,7 @@ def placement_workspace(folder: Path, model: Path) -> Path:
     return folder
 
 
-def launch(
+def launch_placed(
     workspace: Path,
     algorithm: str,
     ranks: int,
