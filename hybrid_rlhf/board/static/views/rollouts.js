@@ -15,6 +15,8 @@ const FILTERS = ["step", "text", "component", "component_min", "component_max", 
 const ROW_HEIGHT = 76;
 const NARROW_ROW_HEIGHT = 144;
 const GROUP_ROWS = 100;
+/** Steps of a list to choose from; of more, the number is typed. */
+const MOST_OPTIONS = 500;
 
 /** The part of the address that the server understands. */
 function sampleQuery(query) {
@@ -38,15 +40,15 @@ function Range({ name, title, query }) {
 function Filters({ query, steps, components, groups }) {
   const step = query.step ?? (groups ? String(steps.at(-1) ?? "") : "");
   const active = FILTERS.filter((key) => query[key] && key !== "text" && key !== "step").length;
-  // A long run has thousands: they are made again only when there are others.
-  const options = useMemo(() => [...steps].reverse().map((other) => html`<option key=${other} value=${other} selected=${String(other) === step}>${other}</option>`), [steps, step]);
   const clear = () => setQuery(Object.fromEntries([...FILTERS, "prompt"].map((key) => [key, null])));
   return html`<div class="toolbar filters" role="search" aria-label="Samples">
     <${QueryInput} name="text" value=${query.text} label="Search prompts and completions" placeholder="Search prompts and completions" search />
-    <label class="field-inline"><span>Step</span><select class="input compact" value=${step} onChange=${(event) => setQuery({ step: event.target.value || null })}>
-      ${!groups && html`<option value="">all</option>`}
-      ${options}
-    </select></label>
+    <label class="field-inline"><span>Step</span>${steps.length > MOST_OPTIONS
+      ? html`<${QueryInput} name="step" value=${query.step} label="Step" placeholder=${groups ? step : "all"} type="number" />`
+      : html`<select class="input compact" value=${step} onChange=${(event) => setQuery({ step: event.target.value || null })}>
+        ${!groups && html`<option value="">all</option>`}
+        ${[...steps].reverse().map((other) => html`<option key=${other} value=${other} selected=${String(other) === step}>${other}</option>`)}
+      </select>`}</label>
     ${!groups && html`<label class="field-inline"><span>Sort by</span><select class="input compact" value=${query.sort ?? "step"} onChange=${(event) => setQuery({ sort: event.target.value })}>
       ${SORTS.map(([key, title]) => html`<option key=${key} value=${key} selected=${key === (query.sort ?? "step")}>${title}</option>`)}
     </select></label>
