@@ -24,7 +24,8 @@ CLEAR_TREND = 0.6
 CLEAR_CHANGE = 0.25
 """Change of a component within a window, in standard deviations of its scores; trends without one are drift."""
 EQUAL_GROUPS = 0.5
-"""Part of the groups with equal scores; these teach nothing, so half of the rollout is lost."""
+"""Part of the groups with equal scores; these teach nothing, so half of the rollout is lost. One step alone is
+noise: with eight groups, half of them are equal by chance now and then."""
 LENGTH_FACTOR = 1.5
 """Growth of the mean length since the beginning, or its inverse."""
 REPEATED_NOW, REPEATED_MORE = 0.2, 0.1
@@ -164,25 +165,25 @@ def diverging_components(curves: Mapping[str, MetricCurve]) -> Iterator[Signal]:
 
 
 def collapsed_groups(sampled: Sequence[SampledStep]) -> Iterator[Signal]:
-    """The completions of a prompt all have the same score, so that their advantages are 0.
+    """The completions of a prompt all have the same score, so that their advantages are 0, in two steps on end.
 
     Groups with the best score of all steps are solved, and not counted, where there are worse scores too.
     """
-    if not sampled:
+    if len(sampled) < 2:
         return
-    step, seen = sampled[-1], np.concatenate([each.scores[np.isfinite(each.scores)] for each in sampled])
-    solved = seen.max() if len(seen) and np.ptp(seen) > 0 else np.inf
-    members = [np.flatnonzero(step.groups == group) for group in np.unique(step.groups[step.groups >= 0])]
-    members = [rows for rows in members if len(rows) > 1 and np.isfinite(step.scores[rows]).all()]
-    equal = [rows for rows in members if np.ptp(step.scores[rows]) == 0 and step.scores[rows[0]] < solved]
-    if members and len(equal) / len(members) >= EQUAL_GROUPS:
+    seen = np.concatenate([each.scores[np.isfinite(each.scores)] for each in sampled])
+    solved = float(seen.max()) if len(seen) and np.ptp(seen) > 0 else np.inf
+    (equal_before, count_before), (equal, count) = (_equal_groups(step, solved) for step in sampled[-2:])
+    if min(len(equal_before) / max(count_before, 1), len(equal) / max(count, 1)) >= EQUAL_GROUPS:
+        step = sampled[-1]
         yield Signal(
             "collapsed groups",
-            "alert" if len(equal) == len(members) else "warning",
+            "alert" if len(equal) == count else "warning",
             step.step,
-            f"{len(equal)} of {len(members)} groups have equal scores: they teach nothing",
+            f"{len(equal)} of {count} groups have equal scores, {len(equal_before)} of {count_before} in step "
+            f"{sampled[-2].step}: they teach nothing",
             [
-                {"label": "part of equal groups", "value": len(equal) / len(members)},
+                {"label": "part of equal groups", "value": len(equal) / count},
                 *({"step": step.step, "index": int(step.indices[rows[0]])} for rows in equal[:5]),
             ],
             "Yu et al. 2025, DAPO, arXiv 2503.14476, section 3.2",
@@ -355,6 +356,14 @@ def _commonest(step: SampledStep) -> _Commonest | None:
         return None
     ((answer, count),) = Counter(step.texts).most_common(1)
     return _Commonest(count / len(step.texts), [place for place, text in enumerate(step.texts) if text == answer])
+
+
+def _equal_groups(step: SampledStep, solved: float) -> tuple[list[NDArray[np.intp]], int]:
+    """Rows of the groups of several completions with one score below `solved`, and the number of groups of several."""
+    members = [np.flatnonzero(step.groups == group) for group in np.unique(step.groups[step.groups >= 0])]
+    members = [rows for rows in members if len(rows) > 1 and np.isfinite(step.scores[rows]).all()]
+    equal = [rows for rows in members if np.ptp(step.scores[rows]) == 0 and step.scores[rows[0]] < solved]
+    return equal, len(members)
 
 
 def _copied_parts(step: SampledStep) -> list[float]:

@@ -30,7 +30,7 @@ def curves(**values: np.ndarray) -> dict[str, MetricCurve]:
 
 
 def sampled(equal_groups: int = 0, last_text: str = "reply {} of words that all differ") -> list[SampledStep]:
-    """A first and a last step of four groups of four; {} in the text is the group."""
+    """A first step and two last ones of four groups of four; {} in the text is the group."""
     groups = np.repeat(np.arange(4), 4)
     scores = np.where(groups < equal_groups, 1.0, np.arange(16.0))
     prompts = [f"say {group} in one new way" for group in groups]
@@ -39,7 +39,7 @@ def sampled(equal_groups: int = 0, last_text: str = "reply {} of words that all 
         for text in ("answer {} has words that all differ", last_text)
     ]
     first = SampledStep(1, np.arange(16), groups, np.arange(16.0), texts[0], prompts)
-    return [first, SampledStep(60, np.arange(16), groups, scores, texts[1], prompts)]
+    return [first, *(SampledStep(step, np.arange(16), groups, scores, texts[1], prompts) for step in (50, 60))]
 
 
 CASES: dict[str, Callable[[], tuple[dict[str, MetricCurve], list[SampledStep]]]] = {
@@ -78,10 +78,11 @@ def test_all_groups_equal_is_an_alert() -> None:
 
 
 def test_solved_groups_are_not_collapsed() -> None:
-    first, last = sampled(equal_groups=4)
-    solved = replace(last, scores=np.full(16, 15.0))
-    assert find_signals(curves(), [first, solved]) == [], "15 is the best score of the first step"
-    equal = [replace(step, scores=np.zeros(16)) for step in (first, last)]
+    first, *last = sampled(equal_groups=4)
+    solved = [replace(step, scores=np.full(16, 15.0)) for step in last]
+    assert find_signals(curves(), [first, *solved]) == [], "15 is the best score of the first step"
+    assert find_signals(curves(), [first, solved[0], last[1]]) == [], "one step alone is noise"
+    equal = [replace(step, scores=np.zeros(16)) for step in last]
     assert [signal.name for signal in find_signals(curves(), equal)] == ["collapsed groups"], "nothing is ever learnt"
 
 

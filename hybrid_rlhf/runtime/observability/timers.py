@@ -40,7 +40,7 @@ class Timers:
         finally:
             self._seconds[name] += self._now() - start
             self._note_peak()
-            self._open.pop()
+            self._open.remove(name)  # a background thread may have begun another
 
     def take(self) -> dict[str, float]:
         """Return the accumulated seconds by name and reset the timers."""
