@@ -154,32 +154,40 @@ class _ChunkedHead(torch.autograd.Function):
 
 
 class _ChunkMemory:
-    """Two buffers [n, V] that all chunks reuse, since each new allocation would be paged in again."""
+    """Buffers [n, V] that all chunks reuse, since each new allocation would be paged in again."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, chunk_tokens: int, float32_logits: bool) -> None:
         self._wide = float32_logits
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        shape = (min(chunk_tokens, len(hidden)), len(weight))
-        self._logits, self._other = (torch.empty(shape, dtype=dtype, device=hidden.device) for _ in range(2))
+        self._other = torch.empty(min(chunk_tokens, len(hidden)), len(weight), dtype=dtype, device=hidden.device)
+        is_new = dtype == hidden.dtype and hidden.device.type == "cpu"  # oneDNN's products make their output
+        self._logits = None if is_new else torch.empty_like(self._other)
 
     def logits(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, softcap: float | None
     ) -> tuple[Tensor, Tensor]:
         """Logits [n, V] of a chunk, soft-capped and divided by the temperature, and a buffer of the same shape."""
-        out, other = self._logits[: len(hidden)], self._other[: len(hidden)]
-        if self._wide and out.dtype != hidden.dtype:
-            wide_linear(hidden, weight, bias, out=out)
-        elif out.dtype != hidden.dtype or out.device.type == "cpu":
-            out.copy_(linear(hidden, weight, bias))
-        elif bias is None:
-            torch.mm(hidden, weight.t(), out=out)
+        other = self._other[: len(hidden)]
+        if self._logits is None:
+            out = linear(hidden, weight, bias)
         else:
-            torch.addmm(bias, hidden, weight.t(), out=out)
+            out = self._product(hidden, weight, bias, self._logits[: len(hidden)])
         if softcap is not None:
             out.div_(softcap).tanh_().mul_(softcap)
         if temperature != 1.0:
             out.div_(temperature)
         return out, other
+
+    def _product(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+        if self._wide and out.dtype != hidden.dtype:
+            wide_linear(hidden, weight, bias, out=out)
+        elif out.dtype != hidden.dtype:
+            out.copy_(linear(hidden, weight, bias))
+        elif bias is None:
+            torch.mm(hidden, weight.t(), out=out)
+        else:
+            torch.addmm(bias, hidden, weight.t(), out=out)
+        return out
 
 
 def _check_labels(labels: Tensor, states: Tensor) -> None:

@@ -114,11 +114,11 @@ def test_a_placement_computes_what_one_rank_does(
 
 def test_weights_travel_while_the_critic_learns(workspace: Path) -> None:
     """Both have learned from the same rollout, and the actor's weights need not wait for the next one."""
-    steps = [line for line in metrics_of(launch(workspace, "ppo", 2, "separation", ())) if "loss/policy" in line]
+    steps = [line for line in metrics_of(launch_placed(workspace, "ppo", 2, "separation", ())) if "loss/policy" in line]
     assert len(steps) == 2
     for line in steps:
         assert line["time/hidden_weight_sync_seconds"] > 0 and line["time/weight_wait_seconds"] >= 0
-    alone = metrics_of(launch(workspace, "grpo", 2, "separation", (*ZERO_3,)))
+    alone = metrics_of(launch_placed(workspace, "grpo", 2, "separation", (*ZERO_3,)))
     assert not any("time/weight_wait_seconds" in line for line in alone), "nothing computes meanwhile"
 
 

@@ -157,7 +157,7 @@ class ResidencyRules:
     def _role(self, name: str, placement: Placement) -> RoleResidency:
         place = placement[name]
         if name == "actor":
-            return self.actor(place.zero, samples=not placement.separate_sampler)
+            return self.actor(place.zero, samples=placement.with_actor or not placement.separate_sampler)
         if name == "critic":
             return self.learner(name, place.zero)
         if name == CRITIC_COPY:
