@@ -65,13 +65,15 @@ class EngineMemory:
     """Largest temporaries of an optimizer step."""
     movable: float
     """Part of held that offload_states moves to the host."""
+    backward_end: float = 0.0
+    """Added by the end of a backward, when its activations are gone."""
     loaded: MemoryUse = MemoryUse()
     """Added while a forward runs: weights that otherwise are in host memory."""
 
     def training(self, batch: BatchShape) -> MemoryUse:
         """Added by training: the larger of a micro-batch and the optimizer step after it."""
         passage = self.model.measure(batch, backward=True)
-        most = max(passage.peak + self.reduce_bucket + self.gathered, self.optimizer_step)
+        most = max(passage.peak + self.reduce_bucket + self.gathered, self.backward_end, self.optimizer_step)
         return self.accumulated + MemoryUse(activations=passage.kept, buffers=most - passage.kept, host=passage.host)
 
     def forward(self, batch: BatchShape) -> MemoryUse:
@@ -119,6 +121,11 @@ def engine_memory(model: ShapedModel, zero: dict[str, Any], *, dtype: torch.dtyp
     offloads = "offload_optimizer" in zero and bool(e.trained)
     if stage == 3 and e.trained:  # the gradient buffer and the bucket are allocated permanently
         held, accumulated, bucket = replace(held, gradients=gradients, buffers=bucket), MemoryUse(), 0.0
+    backward_end = 0.0
+    if stage == 2:
+        # the bucket and the gradients that wait for it, two of the largest weight, and, beside the gradients of earlier
+        # micro-batches, those of this one
+        backward_end = 2 * bucket + 2 * low * e.largest + (0.0 if offloads else gradients)
     if offloads:
         # master weights and moments, float32 gradients, gradients in the training dtype
         host = optimizer + (FLOAT32 + low) * trained + 2 * FLOAT32 * e.largest
@@ -132,4 +139,4 @@ def engine_memory(model: ShapedModel, zero: dict[str, Any], *, dtype: torch.dtyp
     if "offload_param" in zero:
         held = replace(held, weights=0.0, host=held.host + weights)
     movable = 0.0 if offloads else (_ADAM if stage == 0 else masters + _ADAM) * trained
-    return EngineMemory(model, held, accumulated, bucket, gathered, optimizer_step, movable)
+    return EngineMemory(model, held, accumulated, bucket, gathered, optimizer_step, movable, backward_end)
