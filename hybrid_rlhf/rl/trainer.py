@@ -29,6 +29,7 @@ from hybrid_rlhf.rl.rollouts.collector import Collector, NothingToLearn
 from hybrid_rlhf.rl.rollouts.partial import PartialRollouts
 from hybrid_rlhf.rl.rollouts.samples import SampleTexts, token_arrays
 from hybrid_rlhf.rl.updates.kl_controller import KLController
+from hybrid_rlhf.rl.updates.last_logprobs import LastLogprobs
 from hybrid_rlhf.rl.updates.updater import Progress, UpdateReport
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.observability.samples import SampleLog
@@ -36,7 +37,7 @@ from hybrid_rlhf.runtime.observability.token_log import TokenLog
 from hybrid_rlhf.runtime.run import Run
 
 logger = logging.getLogger(LOGGER_NAME)
-_PARTIAL_STEP = "partial_step."
+_PARTIAL_STEP, _LAST_LOGPROBS = "partial_step.", "last_logprobs."
 _SHOWN_METRICS = (
     "eval/",
     "objective/scores",
@@ -287,7 +288,12 @@ class RLTrainer(Trainer):
     def _partial_state(self, step: int, batch: Batch, progress: Progress) -> LoopState:
         state = self.state(step - 1)
         partial_step = {"metrics": dict(batch.metrics), "progress": progress.state_dict(self._roles)}
-        tensors = {**state.tensors, **with_prefix(_PARTIAL_STEP, batch.tensors())}
+        last = {} if progress.last is None else progress.last.tensors(self._world)
+        tensors = {
+            **state.tensors,
+            **with_prefix(_PARTIAL_STEP, batch.tensors()),
+            **with_prefix(_LAST_LOGPROBS, last),
+        }
         return LoopState(state.step, {**state.content, "partial_step": partial_step}, progress.updates, tensors)
 
     def resume(self) -> int | None:
@@ -350,4 +356,5 @@ class RLTrainer(Trainer):
             stored, tensors = content["partial_step"], without_prefix(_PARTIAL_STEP, state.tensors)
             progress = Progress(self._world.device)
             progress.load_state_dict(stored["progress"], self._roles)
+            progress.last = LastLogprobs.from_tensors(without_prefix(_LAST_LOGPROBS, state.tensors), self._world)
             self._interrupted = Batch.from_tensors(tensors, self._world.device, stored["metrics"]), progress

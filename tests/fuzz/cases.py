@@ -82,11 +82,7 @@ LINES = [
         ["model.dtype", "one of auto, float32, bfloat16, float16", "got fp8", "--help"],
     ),
     ("sft", ["--model.trust_remote_code", "maybe"], ["model.trust_remote_code", "bool", "got maybe", "--help"]),
-    (
-        "sft",
-        ["--model.gradient_checkpointing", "--optimizer.lr", "1"],
-        ["--model.gradient_checkpointing", "got none", "--model.gradient_checkpointing"],
-    ),
+    ("sft", ["--model.path", "--optimizer.lr", "1"], ["--model.path", "got none", "--model.path"]),
     ("sft", ["--model.path", ""], ["model.path", "empty"]),
     (
         "sft",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -18,6 +19,21 @@ class LastLogprobs:
         """Take log-probs [N, T] of the rollout, for their shape."""
         self._values = torch.zeros_like(like)
         self._known = torch.zeros(len(like), dtype=torch.bool, device=like.device)
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], world: World) -> Self | None:
+        """What `tensors` describes; the first rank holds it. None for no tensors."""
+        if not tensors:
+            return None
+        restored = cls(tensors["values"].to(world.device))
+        restored._known |= tensors["known"].to(world.device)
+        if world.rank == 0:
+            restored._values += tensors["values"].to(world.device)
+        return restored
+
+    def tensors(self, world: World) -> dict[str, Tensor]:
+        """State for a checkpoint; every rank calls, and gets the same."""
+        return {"values": self.of_all_ranks(world), "known": self._known}
 
     def begin(self, rows: Sequence[int]) -> None:
         """An update of these rows, over all ranks: what other ranks had of them is of an earlier one."""

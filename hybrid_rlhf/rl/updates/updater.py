@@ -67,6 +67,8 @@ class Progress:
         """By role whose gradient was not finite: rows of this rank that may have caused the skipped update."""
         self.sent: TransferTimes | None = None
         """Of the actor's weights after its last update; none: they wait for the rollout."""
+        self.last: LastLogprobs | None = None
+        """Log-probs of the updates so far, where an algorithm or a report needs them."""
 
     def record_skipped(self, role: str, micro_batches: list[list[int | None]], losses: list[torch.Tensor]) -> None:
         """Record the rows that may have caused a skipped update."""
@@ -172,7 +174,9 @@ class Updater:
         assert rollout.old_logprobs is not None
         computes_old = train_actor and not self._config.reads_old_logprobs
         keeps_ratios = keeps_ratios and train_actor and self._config.reads_old_logprobs
-        last = LastLogprobs(rollout.old_logprobs) if computes_old or keeps_ratios else None
+        if progress.last is None and (computes_old or keeps_ratios):
+            progress.last = LastLogprobs(rollout.old_logprobs)
+        last = progress.last
         final = sum(len(plan.tokens) for plan in plans) - 1
         for number, (rows, micro_batches_on, mini_batch) in enumerate(self._mini_batches(rollout, plans, kl_coef)):
             if number < progress.updates:
