@@ -51,7 +51,8 @@ def test_a_row_does_not_depend_on_its_neighbours(model_type: str) -> None:
     with torch.no_grad():
         together = policy(ids, mask, mask)[0]
         others = ids.where(torch.arange(len(ids))[:, None] == 2, ids.roll(1, dims=0))
-        assert torch.equal(policy(others, mask, mask)[0][2], together[2])
+        # experts multiply the tokens of all rows at once, so roundings differ
+        torch.testing.assert_close(policy(others, mask, mask)[0][2], together[2], atol=1e-5, rtol=0)
         for row, length in enumerate(LENGTHS):
             alone = policy(ids[row : row + 1, :length], mask[row : row + 1, :length], mask[row : row + 1, :length])[0]
             torch.testing.assert_close(alone[0], together[row, :length], atol=1e-5, rtol=0)
