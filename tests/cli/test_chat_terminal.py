@@ -56,6 +56,7 @@ def start(folders: Path, tmp_path: Path) -> Iterator[Start]:
             encoding="utf-8",
             timeout=120,
         )
+        terminal.ptyproc.delayafterterminate = 1.0  # of a busy machine
         running.append(terminal)
         terminal.expect_exact(_PROMPT)
         return terminal

@@ -619,11 +619,11 @@ def test_the_page_is_right(tmp_path: Path, world: World, monkeypatch: pytest.Mon
     """docs/environments.md: its class works, its commands parse, its table has the defaults."""
     page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
     monkeypatch.chdir(tmp_path)
-    for name, source in zip(("guess.py", "agent.py"), re.findall(r"```python\n(.*?)```", page, re.DOTALL), strict=True):
+    for name, source in zip(("guess.py", "agent.py", "worker.py"), re.findall(r"```python\n(.*?)```", page, re.DOTALL), strict=True):
         Path(name).write_text(source)
     commands = re.findall(r"^    python training/step3_ppo/main.py (.*?[^\\])$", page, re.DOTALL | re.MULTILINE)
     configs = [parse_config(RLConfig, shlex.split(line.replace("\\\n", " "))) for line in commands]
-    assert len(configs) == 4
+    assert len(configs) == 6
     for config in configs:
         assert build_runner(config.environment, rollout=SAMPLING, tokenizer=tiny_tokenizer(), world=world) is not None
     make = load_environment(configs[0].environment, world)

@@ -67,7 +67,7 @@ def show(page: Any, url: str, address: str) -> None:
     wait_in_page(page, "document.querySelector('main h1') && !document.querySelector('main .loading')")
 
 
-def wait_in_page(page: Any, expression: str, *, seconds: float = 15) -> None:
+def wait_in_page(page: Any, expression: str, *, seconds: float = 30) -> None:
     """Wait until an expression is true; Playwright's own way to wait needs eval, which the page's policy forbids."""
     end = time.monotonic() + seconds
     while not page.evaluate(expression):
