@@ -619,7 +619,8 @@ def test_the_page_is_right(tmp_path: Path, world: World, monkeypatch: pytest.Mon
     """docs/environments.md: its class works, its commands parse, its table has the defaults."""
     page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
     monkeypatch.chdir(tmp_path)
-    for name, source in zip(("guess.py", "agent.py", "worker.py"), re.findall(r"```python\n(.*?)```", page, re.DOTALL), strict=True):
+    sources = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    for name, source in zip(("guess.py", "agent.py", "worker.py"), sources, strict=True):
         Path(name).write_text(source)
     commands = re.findall(r"^    python training/step3_ppo/main.py (.*?[^\\])$", page, re.DOTALL | re.MULTILINE)
     configs = [parse_config(RLConfig, shlex.split(line.replace("\\\n", " "))) for line in commands]
