@@ -53,11 +53,11 @@ ITEMS = {"data.sources": DataSource, "reward.components": RewardComponentConfig}
 INTRODUCTION = """# Keys
 
 Every key of every command. This page is generated from the config dataclasses by `python docs/generate_keys.py`;
-`COMMAND --help` prints the same for the settings of a command line, with the defaults that follow from them. A key is
-given on the command line (`--train.max_steps 10`) or in a file (`--config FILE.yaml`); the command line wins. In a file
-for `hybrid-rlhf train` the keys of a step stand in a section of its name. A section whose default is null, such as
-`lora`, exists once one of its keys is given. An asterisk (*) marks keys that only `--help-all` shows, a dagger (†) keys
-that may change when a run is resumed. [defaults.md](defaults.md) has the sources of the defaults."""
+`COMMAND --help` prints the same for a given command line, including derived defaults. Set a key on the command line
+(`--train.max_steps 10`) or in a file (`--config FILE.yaml`); the command line takes precedence. In a file for
+`hybrid-rlhf train`, the keys of a step are in a section with its name. A section whose default is null, such as
+`lora`, is enabled by setting one of its keys. An asterisk (*) marks keys that only `--help-all` shows, a dagger
+(†) keys that may change when a run is resumed. [defaults.md](defaults.md) has the sources of the defaults."""
 
 
 @dataclass
@@ -142,7 +142,7 @@ def _table(entries: Sequence[Entry], algorithms: Sequence[str] = ()) -> list[str
     for entry in entries:
         key, only = entry.key, ""
         if entry.algorithms and len(entry.algorithms) < len(algorithms):
-            only = f" Of {', '.join(f'`{name}`' for name in entry.algorithms)}."
+            only = f" Only for {', '.join(f'`{name}`' for name in entry.algorithms)}."
         text = field_docs(key.owner).get(key.name.rpartition(".")[2], "") + only
         marks = " *" * key.advanced + " †" * entry.mutable
         cells = [f"`{key.name}`{marks}", type_name(key.hint), f"`{_shown(entry.default)}`", text]

@@ -19,28 +19,28 @@ from hybrid_rlhf.configs.parsing.output import JSON_OPTION, json_output, print_r
 
 PROGRAM = "hybrid-rlhf"
 COMMANDS = {
-    "demo": ("demo", "Run all steps at small size on an embedded model and embedded conversations"),
+    "demo": ("demo", "Run all steps at small size on an embedded model and embedded data"),
     "train": ("train", "Run several steps on one model and one data set: sft,reward,rl or sft,preference"),
     "sft": ("sft", "Run supervised fine-tuning or distillation"),
     "reward": ("reward", "Train a reward model"),
     "preference": ("preference", "Train on preferences without a reward model: DPO, KTO, ORPO, ..."),
-    "rl": ("rl", "Train by reinforcement learning: PPO, GRPO, RLOO, ..."),
-    "data": ("data.subcommands", "Check, convert, split and blend files of rows"),
-    "chat": ("saved_models.chat", "Chat with a saved model, or two side by side, in the terminal"),
+    "rl": ("rl", "Train with reinforcement learning: PPO, GRPO, RLOO, ..."),
+    "data": ("data.subcommands", "Check, convert, split and blend data files"),
+    "chat": ("saved_models.chat", "Chat with a saved model, or two models side by side, in the terminal"),
     "generate": ("saved_models.generate", "Complete the prompts of a file"),
     "serve": ("saved_models.serve", "Serve a saved model over HTTP with OpenAI's API"),
-    "evaluate": ("saved_models.evaluate", "Measure a saved model: perplexity, accuracy, win rate, pass@k, lm-eval"),
-    "export": ("saved_models.export", "Write a model for other programs: adapters merged, another dtype, GGUF"),
+    "evaluate": ("saved_models.evaluate", "Evaluate a saved model: perplexity, accuracy, win rate, pass@k, lm-eval"),
+    "export": ("saved_models.export", "Export a model: merged adapters, another dtype, GGUF"),
     "push": ("saved_models.push", "Upload a saved model to the Hugging Face hub"),
     "board": ("runs.board", "Show runs in a browser: curves, rollouts, preferences, chat, start and stop"),
-    "replay": ("runs.replay", "Generate samples of an RL run again, branch from them, or score other completions"),
+    "replay": ("runs.replay", "Regenerate samples of an RL run, branch from them, or score other completions"),
     "plan": (
         "machine.plan",
-        "Print the memory of each phase of `train` and the fastest placement; loads no weights",
+        "Estimate the memory of each phase of `train` and the fastest placement; loads no weights",
     ),
-    "calibrate": ("machine.calibrate", "Measure how fast this machine is, for the times of `plan`"),
-    "env": ("machine.env", "Print versions, devices and optional packages, and what is wrong with them"),
-    "completion": ("machine.completion", "Print a script that completes the line in bash, zsh or fish"),
+    "calibrate": ("machine.calibrate", "Measure this machine for the time predictions of `plan`"),
+    "env": ("machine.env", "Print versions, devices and optional packages, and problems with them"),
+    "completion": ("machine.completion", "Print a shell completion script for bash, zsh or fish"),
 }
 """Subcommands: the module below this package that has a function `main`, and a line of help."""
 
@@ -101,7 +101,7 @@ def _help(about: Mapping[str, str]) -> str:
             "",
             "options:",
             f"  {'--version':{width}}  Print the version",
-            f"  {JSON_OPTION:{width}}  Of every command: print results and errors as JSON, anything else on stderr",
+            f"  {JSON_OPTION:{width}}  Every command: print results and errors as JSON, everything else to stderr",
         ]
     )
 

@@ -213,9 +213,9 @@ class RAFTConfig(SingleUpdateConfig, PolicyGradientConfig):
     name: Literal["raft"] = field(default="raft", init=False)
     kl: KLConfig | None = None
     selected_per_prompt: int = 1
-    """Completions per prompt that are trained on, the best first (1: the paper)."""
+    """Number of best completions per prompt to train on (1: the paper)."""
     select_above: float | None = None
-    """Only completions whose score, less penalties, exceeds this are trained on; null: any."""
+    """Train only on completions whose score, minus penalties, exceeds this; null: any."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -30,7 +30,7 @@ class InferenceConfig:
     path: str = ""
     """Model: a folder that a step saved, a hub name, a .gguf file, or "embedded"."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where it runs; auto: a GPU if there is one."""
+    """Device; auto: a GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the weights; auto: bfloat16 on a GPU, float32 on a CPU."""
     trust_remote_code: bool = False
@@ -38,7 +38,8 @@ class InferenceConfig:
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's chat template; null: the tokenizer's."""
     chat_template_kwargs: dict[str, Any] = setting(default_factory=dict, advanced=True)
-    """Variables of the chat template, such as {enable_thinking: false}; those of training come with the model."""
+    """Variables of the chat template, such as {enable_thinking: false}; the saved model already contains those of
+    training."""
     sampling: SamplingParams = setting(default_factory=_chat_sampling)
 
     def __post_init__(self) -> None:
@@ -56,7 +57,7 @@ class ChatConfig(InferenceConfig):
     """Chat with a model in the terminal."""
 
     compare: str | None = None
-    """A second model that answers the same messages; also as the second word of the line."""
+    """A second model that answers the same messages; also as the second positional argument."""
     system: str | None = None
     """System prompt; null: the chat template's own."""
     sampling: SamplingParams = setting(default_factory=_chat_sampling, keys=_CHAT_KEYS)
@@ -85,25 +86,26 @@ class ServeConfig(InferenceConfig):
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0: all interfaces, which needs an api_key unless the network is private."""
     port: int = 8000
-    """Port to listen on; 0: any that is free."""
+    """Port to listen on; 0: any free port."""
     api_key: str | None = None
-    """What requests must send as a bearer token, usually ${NAME} of an environment variable; null: nothing."""
+    """Required bearer token of requests, usually ${NAME} of an environment variable; null: none."""
     model_name: str | None = None
     """Name of the model in requests; null: its path."""
     adapters: dict[str, str] = setting(default_factory=dict)
-    """LoRA adapters over the model, peft folders by the names that requests give."""
+    """LoRA adapters of the model: peft folders by the names that requests use."""
     reward_model: str | None = None
     """Reward model that scores conversations at /score: a folder or hub name, which is also its name in requests."""
     max_queue: int = 256
-    """Most completions that wait; a request beyond is refused with status 429."""
+    """Maximum number of waiting completions; further requests are rejected with status 429."""
     max_batch_rows: int = 64
-    """Most completions that are decoded together."""
+    """Maximum number of completions decoded together."""
     max_sequence_tokens: int = 4096
-    """Most tokens of a prompt and its completion together."""
+    """Maximum number of tokens of a prompt and its completion together."""
     kv_cache_gib: float | None = setting(None, advanced=True)
-    """Memory for keys and values, in GiB; null: what is free on the device, up to all rows at their full length."""
+    """Memory for keys and values, in GiB; null: the free device memory, up to the size for all rows at maximum
+    length."""
     shutdown_seconds: int = setting(30, advanced=True)
-    """Time in which requests may finish after SIGTERM or SIGINT."""
+    """Time for requests to finish after SIGTERM or SIGINT."""
     sampling: SamplingParams = setting(default_factory=lambda: SamplingParams(max_new_tokens=512), keys=_SERVE_KEYS)
     """For what a request does not name."""
 
@@ -151,20 +153,20 @@ class ServeConfig(InferenceConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeConfig:
-    """Who decides between two completions: a reward model, or a model behind OpenAI's API."""
+    """Judge of two completions: a reward model, or a model behind OpenAI's API."""
 
     model: str | None = None
     """Reward model: a folder or hub name; the higher score wins."""
     url: str | None = None
-    """Base URL of an OpenAI-compatible endpoint, such as http://127.0.0.1:8000/v1; asked in both orders."""
+    """Base URL of an OpenAI-compatible endpoint, such as http://127.0.0.1:8000/v1; queried in both orders."""
     served_name: str | None = None
     """Name of the model behind the URL; null: the first that it lists."""
     api_key_env: str | None = None
     """Environment variable that holds the endpoint's key."""
     instructions: str | None = setting(None, advanced=True)
-    """What the judge is asked to prefer; null: the better answer to the conversation, whatever its length."""
+    """Criterion for the judge; null: the better answer to the conversation, whatever its length."""
     timeout_seconds: float = setting(120.0, advanced=True)
-    """Longest request, in seconds; a failed one is repeated three times."""
+    """Time limit of a request, in seconds; a failed request is repeated three times."""
 
     def __post_init__(self) -> None:
         require(
@@ -184,27 +186,27 @@ class JudgeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(InferenceConfig):
-    """Measure a saved model on held-out rows, against another model, or with lm-evaluation-harness or Inspect AI."""
+    """Evaluate a saved model on held-out rows, against another model, or with lm-evaluation-harness or Inspect AI."""
 
     measure: Literal["auto", "perplexity", "accuracy", "win_rate", "pass_rate", "harness", "inspect"] = "auto"
-    """perplexity: of the assistant's tokens in conversations; accuracy: of a reward model on preference pairs;
-    win_rate: against another model, by a judge; pass_rate: pass@k and mean@k of a verified reward; harness: tasks of
-    lm-evaluation-harness; inspect: tasks of Inspect AI. auto: by what else is given, else accuracy of a reward model
-    and perplexity of others."""
+    """perplexity: assistant tokens in conversations; accuracy: reward model on preference pairs; win_rate: against
+    another model, by a judge; pass_rate: pass@k and mean@k of a verified reward; harness: tasks of
+    lm-evaluation-harness; inspect: tasks of Inspect AI. auto: inferred from the other keys, else accuracy for a reward
+    model and perplexity for other models."""
     data: list[str] = setting(default_factory=list)
-    """Rows, in the columns of the step whose measure it is: files, folders or hub names."""
+    """Rows with the columns of the corresponding step: files, folders or hub names."""
     max_rows: int | None = None
-    """Rows to read, the first of the data; null: all."""
+    """Number of rows to read, from the beginning of the data; null: all."""
     max_length: int = 1024
-    """Longest row, in tokens; longer conversations and pairs are truncated and counted, longer prompts are refused."""
+    """Longest row, in tokens; longer conversations and pairs are truncated and counted, longer prompts are rejected."""
     batch_rows: int = setting(8, advanced=True)
     """Rows in one forward pass."""
     against: str | None = None
-    """Other model of win_rate."""
+    """The other model for win_rate."""
     judge: JudgeConfig = setting(default_factory=JudgeConfig)
     """Judge of win_rate."""
     reward: str | None = None
-    """Reward function of pass_rate, as module:function or path/to/file.py:function."""
+    """Reward function for pass_rate, as module:function or path/to/file.py:function."""
     pass_score: float = 1.0
     """Completions with at least this reward pass."""
     k: list[int] = setting(default_factory=lambda: [1])
@@ -212,11 +214,11 @@ class EvaluateConfig(InferenceConfig):
     tasks: list[str] = setting(default_factory=list)
     """Tasks of lm-evaluation-harness."""
     tasks_folder: str | None = setting(None, advanced=True)
-    """Folder with further tasks, as YAML files."""
+    """Folder with additional tasks, as YAML files."""
     few_shot: int | None = setting(None, advanced=True)
-    """Examples in the prompts of harness; null: as each task sets."""
+    """Number of examples in the prompts of harness; null: the task's own setting."""
     apply_chat_template: bool = False
-    """Whether the prompts of harness are rendered by the chat template, for models trained on conversations."""
+    """Render the prompts of harness with the chat template, for models trained on conversations."""
     inspect_tasks: list[str] = setting(default_factory=list)
     """Tasks of Inspect AI: FILE.py, FILE.py@TASK, or PACKAGE/TASK of an installed package."""
     seed: int = 0
@@ -280,16 +282,16 @@ class EvaluateConfig(InferenceConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """Write a model for other programs: adapters merged, another dtype, shards, or one GGUF file."""
+    """Export a model: merged adapters, another dtype, shards, or one GGUF file."""
 
     path: str = ""
     """Model: a folder that a step saved, a hub name, a .gguf file, or "embedded"."""
     output: str = ""
-    """What to write: a folder, or a .gguf file; neither may exist."""
+    """Output: a folder or a .gguf file, which must not exist."""
     format: Literal["safetensors", "gguf"] = "safetensors"
-    """safetensors: a Hugging Face folder; gguf: one file for llama.cpp and what is built on it."""
+    """safetensors: a Hugging Face folder; gguf: one file for llama.cpp and programs based on it."""
     dtype: Literal["stored", "float32", "bfloat16", "float16", "q8_0"] = "stored"
-    """Type of the weights; stored: as they are. q8_0, 8 bits in blocks of 32, is for gguf."""
+    """Type of the weights; stored: unchanged. q8_0 (8 bits in blocks of 32) is only for gguf."""
     adapter: str | None = None
     """PEFT adapter to merge into the model: a folder with adapter_config.json."""
     shard_gib: float = 4.0
@@ -321,7 +323,7 @@ class PushConfig:
     repo: str = ""
     """Repository, as USER/NAME; it is created if it does not exist."""
     private: bool = False
-    """Whether a repository that is created is private."""
+    """Make a newly created repository private."""
     message: str = "Upload model"
     """Message of the commit."""
 

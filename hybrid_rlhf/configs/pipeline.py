@@ -25,7 +25,7 @@ _OUTPUT = "{output_dir}/"
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherConfig:
-    """How many processes run a step, and where."""
+    """Number and location of the processes of a step."""
 
     num_processes: int | None = None
     """Processes on this machine; null: one per GPU, or one."""
@@ -76,7 +76,7 @@ class PipelineDataConfig:
     sources: list[str | DataSource] = field(default_factory=list)
     """Paths, or {path, weight, split_name}, for every step without its own data.sources."""
     split: list[float] = field(default_factory=lambda: [2.0, 4.0, 4.0])
-    """Shares of the three steps in the data, without overlap (DeepSpeed-Chat)."""
+    """Relative sizes of the three steps' parts of the data, without overlap (DeepSpeed-Chat)."""
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's chat template, for every step without its own data.chat_template."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -89,11 +89,12 @@ class PipelineDataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """Supervised fine-tuning, reward model, RL; or, instead of the last two, preferences without a reward model."""
+    """Supervised fine-tuning, reward model and RL; or supervised fine-tuning and a preference loss without a reward
+    model."""
 
     base_model: str | None = None
-    """Model that SFT starts from, and other steps if there is no SFT model; null, and no step's model.path: the demo
-    with the embedded SmolLM2-135M-Instruct."""
+    """Model that SFT starts from, and other steps if there is no SFT step. If null and no step has a model.path: run
+    the demo with the embedded SmolLM2-135M-Instruct."""
     output_dir: str = "output"
     """Folder of step1_sft, step2_reward, step3_ppo and preference."""
     seed: int | None = None
@@ -106,7 +107,7 @@ class PipelineConfig:
     plan_device_gib: float | None = setting(None, advanced=True)
     """Memory of the GPUs that plan assumes, in GiB; null: this machine's."""
     plan_ranks: int | None = setting(None, advanced=True)
-    """Ranks that plan assumes; null: as many as would be started."""
+    """Number of ranks that plan assumes; null: the number that a run would start."""
     data: PipelineDataConfig = field(default_factory=PipelineDataConfig)
     sft: SFTConfig = field(default_factory=lambda: SFTConfig(output_dir=_OUTPUT + FOLDERS["sft"]))
     reward: RewardConfig = field(default_factory=lambda: RewardConfig(output_dir=_OUTPUT + FOLDERS["reward"]))
@@ -170,14 +171,14 @@ class PlanConfig(PipelineConfig):
     """Memory of each phase of each step, and the placement of the roles of RL that is predicted to be the fastest."""
 
     machine: Machine = "this"
-    """Machine that the plan is for. this: as measured by hybrid-rlhf calibrate; others are modelled from data
-    sheets."""
+    """Machine to plan for. this: the local machine, as measured by hybrid-rlhf calibrate; other machines are modelled
+    from data sheets."""
     ranks: int | None = None
-    """Ranks of all hosts; null: as many as would be started."""
+    """Number of ranks on all hosts; null: the number that a run would start."""
     hosts: int | None = None
-    """Hosts, with equally many ranks each; null: as few as the machine's GPUs per host allow."""
+    """Number of hosts, with the same number of ranks each; null: the minimum for the machine's GPUs per host."""
     link_gib_per_second: float | None = None
-    """Bandwidth between hosts, in GiB per second per host and direction; null: of the machine's usual network."""
+    """Bandwidth between hosts, in GiB per second per host and direction; null: that of the machine's usual network."""
     prompt_tokens: float | None = None
     """Mean length of the prompts; null: half of rl.rollout.max_prompt_tokens."""
     completion_tokens: float | None = None
@@ -205,14 +206,14 @@ class PlanConfig(PipelineConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateConfig:
-    """How fast this machine computes and communicates, measured once and kept for hybrid-rlhf plan."""
+    """Measures the compute and communication speed of this machine once, for hybrid-rlhf plan."""
 
     ranks: int | None = None
     """Ranks that measure collectives; null: up to 8 processes on a CPU, one per GPU otherwise."""
     quick: bool = False
-    """Fewer and smaller sizes: seconds instead of minutes, for a try."""
+    """Fewer and smaller sizes, for a quick test: seconds instead of minutes."""
     renew: bool = False
-    """Measure again, even if this machine is measured."""
+    """Measure again, even if measurements of this machine exist."""
     cache_dir: str | None = None
     """Folder of the curves; null: ~/.cache/hybrid_rlhf."""
 

@@ -85,7 +85,7 @@ class SimPOConfig(PreferenceLossConfig):
     beta: float = 2.0
     """Scale of the implicit reward, the mean log-prob per token (2.0: the paper)."""
     target_margin: float = 1.0
-    """Margin by which the chosen completion's reward should lead (gamma of the paper; 1.0 of its range)."""
+    """Target margin between the rewards of chosen and rejected completion (gamma in the paper; 1.0 is in its range)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,9 +109,10 @@ class KTOConfig(PreferenceLossConfig):
 
     name: Literal["kto"] = field(default="kto", init=False)
     desirable_weight: float = 1.0
-    """Weight of good completions; the sums of both kinds should be within a third of each other (the paper)."""
+    """Weight of desirable completions; the paper recommends total weights of both kinds within a third of each
+    other."""
     undesirable_weight: float = 1.0
-    """Weight of bad completions."""
+    """Weight of undesirable completions."""
 
 
 PREFERENCE_LOSSES: dict[str, type[PreferenceLossConfig]] = {
@@ -125,14 +126,14 @@ class PreferenceReferenceConfig:
     """The frozen reference of the loss."""
 
     path: str | None = None
-    """Model folder or hub name; null: the actor's start."""
+    """Model folder or hub name; null: the initial actor."""
     logprobs: Literal["cached", "live"] = "cached"
-    """cached: computed once before training, and no reference stays in memory; live: computed in each update."""
+    """cached: computed once before training, without keeping a reference in memory; live: computed in each update."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceStepConfig(StepConfig):
-    """Learning from preferences without a reward model, by DPO or another loss."""
+    """Preference learning without a reward model, with DPO or another loss."""
 
     output_dir: str = setting("output/preference", mutable=True)
     """Folder of the run: model, config.yaml, metrics.jsonl, checkpoints."""

@@ -15,7 +15,7 @@ from hybrid_rlhf.configs.sections.training import OptimizerConfig, TrainConfig, 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardObjectiveConfig:
-    """What the reward model learns from."""
+    """The loss of the reward model."""
 
     loss: Literal["pairwise", "listwise", "binary", "steps"] = "pairwise"
     """pairwise: all pairs of a prompt's completions (Bradley-Terry); listwise: their ranking (Plackett-Luce), without
@@ -24,12 +24,13 @@ class RewardObjectiveConfig:
     """Names of several scores, for example [helpful, harmless]; a row's column `head` selects the one that it trains,
     by default the first. Empty: one score."""
     centering_coef: float = 0.0
-    """Weight of (chosen + rejected)^2, which centers scores at 0 (arXiv 2312.09244: 0.01); for pairs and lists, as
-    labels define their own 0."""
+    """Weight of (chosen + rejected)^2, which centers scores at 0 (arXiv 2312.09244: 0.01); only for pairs and lists,
+    because labels already define the zero."""
     step_separator: str = setting("\n", advanced=True)
     """Separator between the steps of a completion (loss steps)."""
     calibrate: bool = False
-    """Fit a temperature and measure mean and standard deviation of scores on held-out rows; saved in config.json."""
+    """Fit a temperature and measure the mean and standard deviation of scores on held-out rows; saved in
+    config.json."""
 
     def __post_init__(self) -> None:
         require(
@@ -50,7 +51,7 @@ class RewardObjectiveConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig(StepConfig):
-    """Reward model training on preferences (Bradley-Terry), rankings, labels or labels of steps."""
+    """Reward model training on preferences (Bradley-Terry), rankings, labels or step labels."""
 
     output_dir: str = setting("output/step2_reward", mutable=True)
     """Folder of the run: model, config.yaml, metrics.jsonl, checkpoints."""

@@ -23,7 +23,7 @@ _FEWEST_PROMPTS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class PromptDataConfig(DataConfig):
-    """Where prompts come from."""
+    """Sources of prompts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,14 +47,14 @@ class PtxConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ActorConfig:
-    """How the actor trains; it starts from model.path."""
+    """Training of the actor, which starts from model.path."""
 
     lora: LoraConfig | None = None
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-6, schedule="constant"))
     zero: ZeroConfig = setting(default_factory=ZeroConfig, mutable=True)
     ema_decay: float = setting(0.0, advanced=True)
-    """Decay per update of an averaged actor, which is evaluated and saved as actor_ema (DeepSpeed-Chat: 0.992); 0:
-    none."""
+    """Decay per update of a moving average of the actor, which is evaluated and saved as actor_ema (DeepSpeed-Chat:
+    0.992); 0: none."""
 
     def __post_init__(self) -> None:
         require(0 <= self.ema_decay < 1, f"actor.ema_decay must be in [0, 1), got {self.ema_decay}: give 0 for none")
@@ -62,24 +62,25 @@ class ActorConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig:
-    """How the critic starts and trains."""
+    """Initialization and training of the critic."""
 
     path: str | None = None
-    """Model to start from, with its head; null: the layers of the first reward model, or where there is none of the
-    actor, with a head of zeros."""
+    """Model to start from, with its head; null: the layers of the first reward model, or of the actor if there is none,
+    with a zero-initialised head."""
     lora: CriticLoraConfig | None = None
     """Adapters of the critic; null: the actor's settings."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5, schedule="constant"))
     zero: ZeroConfig | None = setting(None, mutable=True)
     """Sharding of the critic; null: the actor's settings."""
     gae_lambda: float = 1.0
-    """Lambda of the returns that the critic learns; algorithm.gae_lambda is the actor's (VC-PPO, arXiv 2503.01491)."""
+    """Lambda of the critic's targets; algorithm.gae_lambda is the actor's (VC-PPO, arXiv 2503.01491)."""
     head_lr: float | None = setting(None, advanced=True)
-    """Peak learning rate of the head; null: optimizer.lr, for a head of zeros at least 0.1 / hidden size."""
+    """Peak learning rate of the head; null: optimizer.lr, but at least 0.1 / hidden size for a zero-initialised
+    head."""
     share_base: bool = False
     """The critic has its own adapters on the actor's weights; needs LoRA."""
     warmup_steps: int = setting(0, advanced=True)
-    """First steps, in which only the critic is trained."""
+    """Number of initial steps in which only the critic is trained."""
 
     def __post_init__(self) -> None:
         require(
@@ -95,12 +96,12 @@ class CriticConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceModelConfig:
-    """The frozen reference of the KL penalty. It shards as the actor does under ZeRO-3."""
+    """The frozen reference of the KL penalty. Under ZeRO-3 it is sharded like the actor."""
 
     path: str | None = None
-    """Model folder or hub name; null: the actor's start."""
+    """Model folder or hub name; null: the initial actor."""
     refresh_every: int = setting(0, advanced=True)
-    """Steps after which the reference takes the actor's weights; 0: never."""
+    """Steps between copies of the actor's weights to the reference; 0: never."""
 
     def __post_init__(self) -> None:
         require(
@@ -118,8 +119,8 @@ def frozen_zero(sibling: ZeroConfig) -> ZeroConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSumConfig:
-    """What completions are scored by. Reward models shard as the critic does under ZeRO-3, or as the actor without
-    one."""
+    """The reward of completions. Under ZeRO-3, reward models are sharded like the critic, or like the actor without a
+    critic."""
 
     components: list[str | RewardComponentConfig] = field(default_factory=list)
     """Reward models (paths), or {model | function | urls, weight, ...}, whose weighted scores are summed."""
@@ -147,12 +148,12 @@ class RLFaultsConfig(FaultsConfig):
     """Which faults end a run."""
 
     max_logprob_diff: float | None = setting(None, advanced=True)
-    """Largest difference in nats between log-probs of the sampler and of training, of fixed tokens after each weight
-    sync and in the mean over a rollout of current weights; beyond it the run stops. null: 0.002 in float32, 0.1 in
-    lower precision, 0.5 quantised, more where logits are large."""
+    """Largest allowed difference in nats between log-probs of the sampler and of training, on fixed tokens after each
+    weight sync and on average over a rollout with current weights; the run stops if it is exceeded. null: 0.002 in
+    float32, 0.1 in lower precision, 0.5 quantised, more if logits are large."""
     check_weights: bool = setting(False, advanced=True)
-    """Compare checksums of all weights that a sampler with ranks of its own (placement) receives, in each weight sync;
-    the first two syncs are always compared."""
+    """Compare checksums of all weights that a sampler on separate ranks (placement) receives, in each weight sync; the
+    first two syncs are always compared."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -164,7 +165,7 @@ class RLFaultsConfig(FaultsConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RLConfig(StepConfig):
-    """RL: an actor learns from its own completions and their rewards, by PPO, GRPO or another algorithm."""
+    """RL: trains an actor on its own completions and their rewards, with PPO, GRPO or another algorithm."""
 
     output_dir: str = setting("output/step3_ppo", mutable=True)
     """Folder of the run: actor/, critic/, config.yaml, metrics.jsonl, samples.jsonl, checkpoints."""
@@ -178,10 +179,10 @@ class RLConfig(StepConfig):
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     ptx: PtxConfig | None = None
     placement: str | dict[str, Any] | None = setting(None, mutable=True)
-    """Where each role lives (docs/placement.md): flattening (all roles on all ranks), interleaving (reference and
-    reward models on disjoint ranks), separation (sampler and frozen models on ranks of their own), ranks by role, as
-    {sampler: {ranks: 4-7, tensor_parallel: 2}}, or auto (the planner's, after hybrid-rlhf calibrate), as
-    {style: auto, adapt: true} with moves during the run. null: flattening."""
+    """Ranks of each role (docs/placement.md): flattening (all roles on all ranks), interleaving (reference and reward
+    models on disjoint ranks), separation (sampler and frozen models on separate ranks), ranks by role, such as
+    {sampler: {ranks: 4-7, tensor_parallel: 2}}, or auto (chosen by the planner, after hybrid-rlhf calibrate); {style:
+    auto, adapt: true} may change it during the run. null: flattening."""
     train: LoopConfig = field(default_factory=LoopConfig)
     faults: RLFaultsConfig = setting(default_factory=RLFaultsConfig, mutable=True)
 

@@ -17,7 +17,7 @@ _SAMPLING_KEYS = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p")
 
 @dataclass(frozen=True, kw_only=True)
 class SFTDataConfig(RowDataConfig):
-    """Where conversations come from and how they become rows."""
+    """Sources of conversations, and how they become rows."""
 
     too_long: Literal["truncate", "drop"] = "truncate"
     """Rows that are too long are truncated on the right (TRL's default) or dropped; both are counted."""
@@ -28,12 +28,12 @@ class SFTDataConfig(RowDataConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ConditionConfig:
-    """Conditional SFT: each prompt begins with the bucket of its row's `score`."""
+    """Conditional SFT: each prompt is prefixed with the bucket of its row's `score`."""
 
     buckets: int = 3
-    """Buckets of equal size into which the scores are divided."""
+    """Number of equally sized buckets into which the scores are divided."""
     template: str = "<score {bucket}/{buckets}> "
-    """Text before the first user turn, or text, of a row; bucket 1 has the lowest scores."""
+    """Prefix of the first user turn, or of plain text; bucket 1 has the lowest scores."""
 
     def __post_init__(self) -> None:
         require(
@@ -52,15 +52,16 @@ class DistillConfig:
     teacher: str | None = None
     """Teacher: a model folder or hub name, with the student's vocabulary."""
     divergence: Literal["forward", "reverse", "jensen_shannon"] = "forward"
-    """forward: KL(teacher || student); reverse: KL(student || teacher); jensen_shannon: between them (GKD)."""
+    """forward: KL(teacher || student); reverse: KL(student || teacher); jensen_shannon: an interpolation of both
+    (GKD)."""
     beta: float = 0.5
-    """Weight of the teacher in the mixture of jensen_shannon (0.5: GKD)."""
+    """Weight of the teacher in the mixture of jensen_shannon (0.5, as in GKD)."""
     temperature: float = 1.0
     """Logits of both models are divided by this, and the divergence is multiplied by its square (arXiv 1503.02531)."""
     sft_coef: float = 0.0
     """Weight of the negative log-likelihood of the data's completions; not in on-policy updates."""
     on_policy_fraction: float = 0.0
-    """Fraction of updates on completions that the student samples instead of the data's (lambda of GKD)."""
+    """Fraction of updates that use completions sampled by the student instead of those in the data (lambda of GKD)."""
     sampling: SamplingParams = setting(default_factory=SamplingParams, keys=_SAMPLING_KEYS)
 
     def __post_init__(self) -> None:

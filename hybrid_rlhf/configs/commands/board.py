@@ -15,13 +15,14 @@ class BoardConfig:
     folders: list[str] = field(default_factory=lambda: ["output"])
     """Folders with runs, at any depth; new runs and judgements are written to the first."""
     host: str = "127.0.0.1"
-    """Address to listen on. Any other than of this machine alone needs a token, because the board starts processes."""
+    """Address to listen on. An address that other machines can reach needs a token, because the board starts
+    processes."""
     port: int = 8765
-    """Port to listen on; 0: any that is free."""
+    """Port to listen on; 0: any free port."""
     token: str | None = None
-    """What a browser must know, as in http://HOST:PORT/?token=TOKEN; null: nothing."""
+    """Token that a browser must send, as in http://HOST:PORT/?token=TOKEN; null: none."""
     open: bool = False
-    """Open the page in this machine's browser."""
+    """Open the page in the local browser."""
 
     def __post_init__(self) -> None:
         require(bool(self.folders), "folders must name a folder with runs, got none: give for example output")

@@ -21,20 +21,20 @@ _SOURCE = "a data source must be named, got none: give a file, a folder or a hub
 
 @dataclass(frozen=True, kw_only=True)
 class CheckConfig:
-    """Read all rows of a source as a step would, and report its columns, lengths and problems; exit code 1 if a row
+    """Read all rows of a source as a training step does, and report columns, lengths and problems; exit code 1 if a row
     has a problem."""
 
     path: str = ""
     """A .jsonl, .json or .parquet file, a folder of datasets.save_to_disk, or a hub name."""
     task: CheckedTask = "auto"
-    """Step that the rows are for; auto: by the columns of the first row."""
+    """Step that the rows are for; auto: inferred from the columns of the first row."""
     tokenizer: str | None = None
-    """Model whose tokenizer and chat template are used: a folder, a hub name, or "embedded"; null: lengths, loss masks
-    and previews are left out."""
+    """Model whose tokenizer and chat template are used: a folder, a hub name, or "embedded"; null: no lengths, loss
+    masks and previews."""
     max_length: int | None = None
     """Longest row, or prompt for RL, in tokens; null: the step's default."""
     preview: int = 3
-    """Rows that are shown as the model reads them."""
+    """Number of rows to show as the model reads them."""
     trust_remote_code: bool = False
     """Run Python code that comes with the tokenizer. Only for sources you trust."""
     chat_template: str | None = None
@@ -61,12 +61,12 @@ class ConvertConfig:
     output: str = ""
     """JSONL file to write."""
     format: FormatName = "auto"
-    """Format of the source; auto: by the columns of its first row."""
+    """Format of the source; auto: inferred from the columns of its first row."""
     ranked_as: RankedAs = "ranks"
     """How ranked completions (openassistant, ultrafeedback) are written. ranks: all of them, with ranks; pairs: the
     best and the worst as chosen and rejected; messages: conversations with the best."""
     skip_bad: bool = False
-    """Leave out rows that cannot be converted; otherwise one such row fails the command and nothing is written."""
+    """Omit rows that cannot be converted; otherwise the command fails on such a row and writes nothing."""
     overwrite: bool = False
     """Replace the output if it exists."""
 
@@ -77,15 +77,15 @@ class ConvertConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitConfig:
-    """Split the rows of a source into files, so that no prompt is in two of them."""
+    """Split the rows of a source into files without prompts in common."""
 
     path: str = ""
     """A .jsonl, .json or .parquet file, a folder of datasets.save_to_disk, or a hub name."""
     parts: str = ""
-    """Names and shares of the parts, such as train=0.9,test=0.1. Rows are assigned by a hash, so that shares are
+    """Names and fractions of the parts, such as train=0.9,test=0.1. Rows are assigned by a hash, so fractions are
     approximate and a row stays in its part when others are added."""
     by: str = "prompt"
-    """What decides the part of a row: its prompt, or the value of a column."""
+    """Key of the assignment of rows to parts: the prompt, or the name of a column."""
     seed: int = 0
     """Seed of the hash."""
     output_dir: str | None = None
@@ -114,16 +114,16 @@ class SplitConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BlendConfig:
-    """Mix rows of several sources in given shares into one file, none of them twice."""
+    """Mix rows of several sources into one file in given fractions, without repeating rows."""
 
     sources: list[str] = field(default_factory=list)
-    """SOURCE=SHARE of each source: a file, a folder or a hub name, and its share of the rows."""
+    """SOURCE=SHARE for each source: a file, a folder or a hub name, and its fraction of the rows."""
     output: str = ""
     """JSONL file to write."""
     rows: int | None = None
-    """Rows to write; null: as many as the shares allow."""
+    """Number of rows to write; null: as many as the fractions allow."""
     seed: int = 0
-    """Seed of the choice of rows and of their order."""
+    """Seed of the selection and order of rows."""
     overwrite: bool = False
     """Replace the output if it exists."""
 

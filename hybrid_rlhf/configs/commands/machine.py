@@ -12,8 +12,8 @@ Shell = Literal["", "bash", "zsh", "fish"]
 
 @dataclass(frozen=True, kw_only=True)
 class EnvConfig:
-    """Versions, devices and optional packages of this installation, and what is wrong with it; exit code 1 if something
-    is."""
+    """Versions, devices and optional packages of this installation, and problems with it; exit code 1 if there is a
+    problem."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,12 +9,12 @@ from hybrid_rlhf.configs.sections.rules import require, setting
 
 @dataclass(frozen=True, kw_only=True)
 class BranchConfig:
-    """Other continuations of a sample, by the weights of its step, with their scores."""
+    """Other continuations of a sample, with the weights of its step, and their scores."""
 
     token: int = 0
-    """Position at which they begin, among the tokens of prompt and completion: those before it are kept."""
+    """Position at which the continuations begin, among the tokens of prompt and completion; earlier tokens are kept."""
     text: str | None = None
-    """Text that they begin with in place of the token at that position; null: none, the token is sampled anew."""
+    """Text that replaces the token at this position; null: the token is sampled again."""
     n: int = 4
     """How many."""
 
@@ -28,18 +28,18 @@ class BranchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RescoreConfig:
-    """The score of another completion of the sample's prompt, by the run's reward components."""
+    """The score of another completion of the sample's prompt, with the run's reward components."""
 
     completion: str = ""
-    """Text to be scored, as a completion that ended by itself."""
+    """Text to score, as a completion that ended normally."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayConfig:
-    """Generate samples of an RL run again, bit for bit, and compare them with what the run recorded."""
+    """Regenerate samples of an RL run bit for bit, and compare them with the recorded ones."""
 
     path: str = ""
-    """Folder of the run; it is only read."""
+    """Folder of the run; it is not modified."""
     step: int = 0
     """A step of samples.jsonl."""
     index: list[int] = field(default_factory=list)
@@ -47,8 +47,7 @@ class ReplayConfig:
     branch: BranchConfig | None = None
     rescore: RescoreConfig | None = None
     scratch: str | None = setting(None, advanced=True)
-    """Folder that the ranks of a replay share; the command creates it, starts them and removes it. null: this is the
-    command."""
+    """Internal: temporary folder shared by the ranks of a replay, which the command creates and removes."""
 
     def __post_init__(self) -> None:
         require(

@@ -30,8 +30,8 @@ def help_text(tree: Section, chosen: Mapping[str, Any], *, prog: str, everything
     """
     lines = [f"usage: {prog} [--config FILE.yaml] [--KEY VALUE ...]", "", _text(inspect.getdoc(tree.kind) or ""), ""]
     lines += _entry("--config FILE.yaml", "YAML file of keys; may be given more than once.")
-    lines += _entry("--help", "Show this help, without rarely needed keys.")
-    lines += _entry("--help-all", "Show every key, also of sections that are not used.")
+    lines += _entry("--help", "Show this help without rarely needed keys.")
+    lines += _entry("--help-all", "Show every key, including unused sections.")
     for section in tree.walk(off=everything):
         lines += _section_lines(section, chosen, everything=everything)
     return "\n".join(lines) + "\n"

@@ -56,12 +56,12 @@ class PenaltiesConfig:
 
     missing_eos: float | Literal["auto"] = 0.0
     """Penalty of a completion that does not end with EOS (the EOS trick of N+ details; TRL's examples: 1); auto: the
-    standard deviation of the rollout's scores, 1 where scores are scaled."""
+    standard deviation of the rollout's scores, or 1 if scores are scaled."""
     length: float = 0.0
     """Penalty per completion token."""
     overlong_fraction: float = 0.0
-    """Last part of max_new_tokens in which the overlong penalty grows linearly (DAPO, arXiv 2503.14476, eq. 13: 0.2);
-    0: no overlong penalty."""
+    """Last fraction of max_new_tokens, in which the overlong penalty grows linearly (DAPO, arXiv 2503.14476, eq. 13:
+    0.2); 0: no overlong penalty."""
     overlong: float = 1.0
     """Overlong penalty of a completion of max_new_tokens tokens (DAPO: 1)."""
 
@@ -85,12 +85,12 @@ class PenaltiesConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicSamplingConfig:
-    """Replaces prompts whose completions all have the same score, which carry no gradient, by more prompts (DAPO,
-    arXiv 2503.14476, eq. 11).
+    """Replaces prompts whose completions all have the same score, and therefore no gradient (DAPO, arXiv 2503.14476,
+    eq. 11).
     """
 
     max_refills: int = 10
-    """Rounds of additional prompts per step; after them the step trains on what it has."""
+    """Maximum number of rounds of additional prompts per step; the step then trains on the accepted prompts."""
 
     def __post_init__(self) -> None:
         require(
@@ -101,10 +101,10 @@ class DynamicSamplingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectionConfig:
-    """Importance weights p(training) / p(sampler) per token, for samples of older or lower-precision weights."""
+    """Importance weights p(training) / p(sampler) per token, for samples from older or lower-precision weights."""
 
     method: Literal["truncate", "mask"] = "truncate"
-    """truncate: weights are cut off at clip (TIS); mask: tokens with weights outside [low, clip] are left out
+    """truncate: weights are truncated at clip (TIS); mask: tokens with weights outside [low, clip] are masked
     (IcePop)."""
     clip: float = 2.0
     """Largest weight (2: TIS, fengyao.notion.site/off-policy-rl)."""
@@ -161,13 +161,13 @@ class AlgorithmConfig:
     """Optimizer updates per pass over a rollout (4: verl); if left out, the largest divisor of the rollout up to the
     default."""
     target_kl: float | None = setting(None, advanced=True)
-    """The passes over a rollout end once the approximate KL of a mini-batch, in nats, exceeds this; null: never."""
+    """Stop the passes over a rollout once the approximate KL of a mini-batch, in nats, exceeds this; null: never."""
     kl: KLConfig | None = KLConfig()
     penalties: PenaltiesConfig | None = PenaltiesConfig(missing_eos="auto")
     dynamic_sampling: DynamicSamplingConfig | None = None
     score_scaling: Literal["none", "running", "initial"] = "none"
-    """Scores are scaled to mean 0 and standard deviation 1: running, by all scores so far (OpenRLHF); initial, by those
-    of the initial actor (InstructGPT)."""
+    """Scale scores to mean 0 and standard deviation 1: running, with statistics of all scores so far (OpenRLHF);
+    initial, with statistics of the initial actor's scores (InstructGPT)."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
 
@@ -260,7 +260,7 @@ class PolicyGradientConfig(AlgorithmConfig):
     """What algorithms with a loss per token read."""
 
     mask_truncated: bool = False
-    """Completions that do not end with EOS are left out of the loss (DAPO, section 3.4)."""
+    """Exclude completions that do not end with EOS from the loss (DAPO, section 3.4)."""
     loss_normalization: Literal["token", "sequence", "fixed"] = "token"
     """The actor's loss is a mean over tokens (DAPO), over sequences of their means (GRPO), or a sum divided by
     max_new_tokens per sequence (fixed; Dr. GRPO)."""
@@ -280,7 +280,7 @@ class ClippedConfig(PolicyGradientConfig):
     whiten_shift_mean: bool = setting(True, advanced=True)
     """Whitened advantages have mean 0; false: only the variance changes."""
     whiten_unbiased: bool = setting(True, advanced=True)
-    """Whitening divides by the count less one (TRL, verl), or by the count (false; OpenAI's code of 2019)."""
+    """Whitening divides by the count minus one (TRL, verl), or by the count (false; OpenAI's code of 2019)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -305,7 +305,7 @@ class SurrogateConfig(ClippedConfig):
     """What algorithms with PPO's clipped surrogate read."""
 
     dual_clip: float | None = setting(None, advanced=True)
-    """Bound of the loss for negative advantages, as a multiple of their size (arXiv 1912.09729: 3); null: none."""
+    """Bound of the loss for negative advantages, as a multiple of the advantage (arXiv 1912.09729: 3); null: none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -43,9 +43,9 @@ class DataConfig:
     eval_fraction: float = 0.05
     """Fraction of the rows held out if there are no eval_sources; 0: none."""
     max_eval_rows: int = setting(512, advanced=True)
-    """Rows that are held out or evaluated on, at most."""
+    """Maximum number of rows to hold out or evaluate on."""
     split: list[float] | None = setting(None, advanced=True)
-    """Shares of one data set for the three steps, without overlap, e.g. [2, 4, 4] (DeepSpeed-Chat)."""
+    """Relative sizes of the three steps' parts of one data set, without overlap, e.g. [2, 4, 4] (DeepSpeed-Chat)."""
     too_long: Literal["truncate", "drop"] = "drop"
     """Rows that are too long are truncated or dropped, counted and reported. A truncated prompt keeps BOS and the
     system message."""
@@ -69,7 +69,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RowDataConfig(DataConfig):
-    """Where rows of prompt and completion come from and how they become tokens."""
+    """Sources of prompt and completion rows, and their tokenization."""
 
     max_length: int = 1024
     """Longest row, in tokens, prompt and completion together (1024: TRL's SFT default)."""

@@ -17,20 +17,20 @@ class EnvironmentConfig:
     """Class with reset and step, as module:Class or path/to/file.py:Class."""
     program: str | None = None
     """Function that plays an episode with the actor over OpenAI's API, as module:function or path/to/file.py:function;
-    in place of a class. Without both, programs outside of the run play over rollout.endpoint."""
+    instead of a class. Without either, external programs use rollout.endpoint."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the class, or of the program; programs outside of the run are told them."""
+    """Keyword arguments of the class or program; external programs receive them with each episode."""
     max_turns: int = 8
-    """Turns of the actor per episode, or requests of a program, at most; rollout.sampling.max_new_tokens bounds all
-    that follows the prompt."""
+    """Maximum number of actor turns per episode, or of requests from a program; rollout.sampling.max_new_tokens limits
+    the tokens after the prompt."""
     max_turn_tokens: int | None = None
-    """Longest turn of the actor, in tokens; null: what is left of rollout.sampling.max_new_tokens."""
+    """Longest turn of the actor, in tokens; null: the rest of rollout.sampling.max_new_tokens."""
     max_observation_tokens: int = 256
     """Longest observation, in tokens; longer ones are truncated."""
     timeout_seconds: float = 60.0
-    """Longest call of reset or step, or of a program, in seconds."""
+    """Time limit of a call of reset or step, or of a program, in seconds."""
     on_failure: Literal["stop", "zero"] = "stop"
-    """What an environment that raises, times out or returns no valid step causes. stop: the run ends; zero: the episode
+    """Action if an environment raises, times out or returns an invalid step. stop: the run ends; zero: the episode
     ends, and its last turn has reward 0."""
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ ROUTER_KEYS = ("router_aux_loss_coef", "router_z_loss_coef")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The model and how it computes."""
+    """The model, its dtypes and kernels."""
 
     path: str | None = None
     """Model to start from: a Hugging Face folder, a hub name or a .gguf file."""
@@ -23,12 +23,12 @@ class ModelConfig:
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = setting(
         "auto", advanced=True
     )
-    """Attention kernel, by its transformers name; auto: sdpa where the model has it, else eager."""
+    """Attention kernel, by its transformers name; auto: sdpa if the model supports it, else eager."""
     gradient_checkpointing: bool = setting(False, mutable=True)
     """Recompute activations in the backward pass: less memory, about a third more time."""
     router_aux_loss_coef: float | None = setting(None, advanced=True)
     """Weight of the load-balancing loss of a mixture of experts (Switch, arXiv 2101.03961, eq. 4); null: the model's
-    own if its config says output_router_logits, as in transformers, else 0."""
+    own value if its config sets output_router_logits, as in transformers, else 0."""
     router_z_loss_coef: float | None = setting(None, advanced=True)
     """Weight of the router z-loss of a mixture of experts (ST-MoE, arXiv 2202.08906, eq. 5: 0.001); null: as above."""
     activation_offload: bool = setting(False, advanced=True, mutable=True)
@@ -50,7 +50,7 @@ SCORER_KEYS = tuple(key.name for key in fields(ModelConfig) if key.name not in R
 class LoraConfig:
     """Low-rank adapters (LoRA, arXiv 2106.09685) through peft; merged when the model is saved.
 
-    The default learning rate of adapters is ten times that of all weights (TRL, lora_without_regret.md).
+    The default learning rate of adapters is ten times that of full fine-tuning (TRL, lora_without_regret.md).
     """
 
     least_rank: ClassVar[int] = 1
@@ -60,7 +60,7 @@ class LoraConfig:
     alpha: float = 16.0
     """The adapters' output is scaled by alpha / rank (16: a common default of peft users)."""
     target_modules: str | list[str] = setting("all-linear", advanced=True)
-    """Names of the linear layers to adapt; all-linear: each except the head (QLoRA, arXiv 2305.14314)."""
+    """Names of the linear layers to adapt; all-linear: all except the head (QLoRA, arXiv 2305.14314)."""
 
     def __post_init__(self) -> None:
         require(

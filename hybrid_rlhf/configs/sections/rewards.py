@@ -22,11 +22,12 @@ class RewardComponentConfig:
     name: str | None = None
     """Name in the metrics (reward/NAME/mean); null: the model's folder, the function's name or the endpoint's host."""
     weight: float = 1.0
-    """Factor of its scores in the sum over components; 0: they are logged only."""
+    """Factor of its scores in the sum over components; 0: only logged."""
     model: str | None = None
     """Reward model: a folder or hub name. One with another tokenizer or chat template encodes the text again."""
     head_weights: dict[str, float] = field(default_factory=dict)
-    """Weights of the scores of a model that has several, by name; those not named have 0. Empty: each has 1."""
+    """Weights by name of the scores of a model with several heads; heads that are not named have weight 0. Empty: all
+    have weight 1."""
     normalize: bool = False
     """A model's scores are normalized with the mean and standard deviation that objective.calibrate measured."""
     steps: Literal["last", "min", "product", "mean"] = "last"
@@ -37,17 +38,17 @@ class RewardComponentConfig:
     urls: tuple[str, ...] = ()
     """HTTP endpoint; several URLs are replicas that share the load. ${NAME} is replaced by an environment variable."""
     timeout_seconds: float = 60.0
-    """Longest call of a function or longest attempt of a request, in seconds."""
+    """Time limit of a function call or of an attempt of a request, in seconds."""
     retries: int | None = None
-    """Attempts after the first, with exponential back-off; null: 3 of a request, on another replica if there is one,
-    and 1 of a function."""
+    """Attempts after the first, with exponential back-off; null: 3 for a request, on another replica if there is one,
+    and 1 for a function."""
     batch_size: int = 64
     """Completions per request."""
     api_key_env: str | None = None
     """Environment variable that holds the endpoint's key, sent as a bearer token and never logged."""
     on_failure: OnFailure = "stop"
-    """What a completion without a usable score causes. stop: the run ends; drop: the completion is left out of training
-    and metrics; zero: its score is 0. Dropped and zeroed completions are counted in the metrics."""
+    """Action if a completion has no usable score. stop: the run ends; drop: the completion is removed from training and
+    metrics; zero: its score is 0. Dropped and zeroed completions are counted in the metrics."""
 
     def __post_init__(self) -> None:
         kinds = [kind for kind in ("model", "function", "urls") if getattr(self, kind)]

@@ -24,7 +24,7 @@ class AsyncSamplingConfig:
     """Sampling runs in parallel with training, on a copy of older weights (docs/async.md)."""
 
     policy_lag: int = 1
-    """Policy lag, in steps: how far the weights that sample are behind those that train."""
+    """Policy lag, in steps: the number of steps by which the sampling weights are behind the training weights."""
 
     def __post_init__(self) -> None:
         require(
@@ -43,7 +43,7 @@ class PartialRolloutConfig:
     extra_prompts: float = 0.25
     """Prompts in flight beyond prompts_per_step, as a fraction of it."""
     max_lag: int = 4
-    """Steps through which a prompt may be carried; a rollout waits for those that have been."""
+    """Maximum number of steps that a prompt may be carried; a rollout waits for prompts that reach it."""
 
     def __post_init__(self) -> None:
         require(
@@ -56,17 +56,15 @@ class PartialRolloutConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointConfig:
-    """Address at which programs ask the actor while a rollout is sampled, with OpenAI's API
-    (docs/environments.md#programs).
-    """
+    """Address at which programs query the actor during a rollout, with OpenAI's API (docs/environments.md#programs)."""
 
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0: all interfaces."""
     port: int = 0
-    """Port of the first rank of a host; each further rank adds its number on the host. 0: any that is free."""
+    """Port of the first rank of a host; each further rank adds its index on the host. 0: any free port."""
     api_key: str | None = None
-    """What requests send as a bearer token, as ${NAME} of an environment variable; null: a random key with
-    environment.program, else nothing."""
+    """Bearer token of requests, as ${NAME} of an environment variable; null: a random key with environment.program,
+    else none."""
 
     def __post_init__(self) -> None:
         require(0 <= self.port < 65536, f"rollout.endpoint.port must be in 0..65535, got {self.port}: choose another")
@@ -95,43 +93,43 @@ class RolloutConfig:
     """How completions are sampled."""
 
     prompts_per_step: int = 256
-    """Prompts per rollout, over all ranks; the default is 256 completions, of 64 prompts or more."""
+    """Prompts per rollout, over all ranks; default: 256 completions, but at least 64 prompts."""
     max_prompt_tokens: int = 512
-    """Longest prompt, in tokens; data.too_long says what happens to longer ones."""
+    """Longest prompt, in tokens; data.too_long determines what happens to longer prompts."""
     sampling: SamplingParams = setting(
         default_factory=lambda: SamplingParams(max_new_tokens=512), keys=ROLLOUT_SAMPLING_KEYS
     )
     tensor_parallel: int = setting(1, mutable=True)
-    """Ranks that share one model while generating; divides the number of ranks."""
+    """Number of ranks that share one model in generation; must divide the number of ranks."""
     backend: Literal["auto", "module"] = setting("auto", advanced=True)
-    """auto: the inference engine where it supports the model; module: always the model's own forward."""
+    """auto: the generation engine if it supports the model; module: always the model's own forward."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto", advanced=True)
     """Type of the inference weights; auto: as in training."""
     quantization: Literal["int8", "fp8"] | None = setting(None, advanced=True)
-    """Products of the layers in 8 bits while sampling, on a CPU int8; training weights and the head keep their type.
-    Needs algorithm.correction. null: none."""
+    """8-bit matrix multiplications in the layers during sampling (on a CPU int8); training weights and the head keep
+    their type. Needs algorithm.correction. null: none."""
     routing_replay: bool = setting(False, advanced=True)
-    """Scoring and training send each token to the experts that computed it while sampling (R3, arXiv 2510.11370). For
-    mixtures of experts with rollout/router_agreement below 1 and noisy ratios. Takes a byte per layer and chosen expert
-    of each token on the host of each rank, two above 128 experts."""
+    """Scoring and training reuse the experts chosen during sampling (R3, arXiv 2510.11370). For mixtures of experts
+    with rollout/router_agreement below 1 and noisy ratios. Takes one byte of host memory on each rank per token, layer
+    and chosen expert, two bytes above 128 experts."""
     draft: Literal["ngram", "previous"] | None = setting(None, advanced=True, mutable=True)
-    """Speculative decoding, where it is measured to pay: tokens that may come next are verified together. ngram: what
-    followed the last tokens in the prompt or its group before; previous: the prompt's completions of an earlier epoch.
+    """Speculative decoding, used only while measured to be faster. ngram: drafts the tokens that followed the last
+    tokens earlier in the prompt or its group; previous: drafts from the prompt's completions of an earlier epoch.
     Samples are the same up to rounding (arXiv 2211.17192). null: none."""
     draft_tokens: int = setting(4, advanced=True, mutable=True)
     """Longest draft of rollout.draft, in tokens."""
     kv_cache_gib: float | None = setting(None, mutable=True)
-    """KV cache per rank, in GiB; null: half of the free memory on a CPU, 0.9 of it on a GPU less what a prefill and
-    CUDA graphs take."""
+    """KV cache per rank, in GiB; null: half of the free memory on a CPU; 0.9 of it on a GPU, minus the memory of a
+    prefill and of CUDA graphs."""
     max_decode_rows: int | None = setting(None, advanced=True, mutable=True)
-    """Completions that a rank decodes together, at most; null: as many as memory has room for."""
+    """Maximum number of completions that a rank decodes together; null: limited only by memory."""
     offload_states: bool = setting(False, mutable=True)
-    """Optimizer states, master weights and gradients move to host memory while generating."""
+    """Move optimizer states, master weights and gradients to host memory during generation."""
     offload_frozen: bool = setting(False, mutable=True)
-    """Reward models and reference stay in host memory, and each is on the device only while it scores."""
+    """Keep reward models and reference in host memory; each is on the device only while it scores."""
     keep_weights: bool | Literal["auto"] = setting("auto", advanced=True, mutable=True)
-    """Inference weights, KV cache and CUDA graphs stay in memory between rollouts and are updated in place; auto: on a
-    GPU if the memory plan has room for them in every phase."""
+    """Keep inference weights, KV cache and CUDA graphs in memory between rollouts and update them in place; auto: on a
+    GPU if they fit into the memory plan in every phase."""
     endpoint: EndpointConfig | None = setting(None, advanced=True)
     async_sampling: AsyncSamplingConfig | None = None
     partial: PartialRolloutConfig | None = setting(None, advanced=True)

@@ -19,21 +19,21 @@ class LoggingConfig:
     """What is logged."""
 
     every: int = setting(1, advanced=True)
-    """Steps between two lines of metrics."""
+    """Steps between lines of metrics."""
     sinks: list[SinkName] = setting(default_factory=lambda: ["tensorboard"], advanced=True)
-    """Where metrics go besides metrics.jsonl: tensorboard, csv, wandb, mlflow, trackio; []: nowhere."""
+    """Destinations of metrics besides metrics.jsonl: tensorboard, csv, wandb, mlflow, trackio; []: none."""
     project: str = setting("hybrid_rlhf", advanced=True)
     """Project of wandb and trackio, experiment of mlflow."""
     run_name: str | None = setting(None, advanced=True)
     """Name of the run in wandb, mlflow and trackio; null: the last two folders of output_dir."""
     webhook: str | None = setting(None, advanced=True)
-    """URL that gets a JSON message when the run ends, fails, stalls, or a rule of its advice fires; ${NAME} is replaced
-    by an environment variable."""
+    """URL that receives a JSON message when the run ends, fails or stalls, or when an advice rule fires; ${NAME} is
+    replaced by an environment variable."""
     samples_every: int = 10
     """Steps between sample completions in samples.jsonl and on the console; 0: none."""
     tokens: bool = setting(True, advanced=True)
-    """Record each token of the samples in the folder tokens: log-probs, values, advantages, ratios. A recorded step
-    takes up to 45 bytes per response token and 5 per prompt token."""
+    """Record per-token values of the samples in the folder tokens: log-probs, values, advantages, ratios. A recorded
+    step takes up to 45 bytes per response token and 5 per prompt token."""
     profile_steps: list[int] = setting(default_factory=list, advanced=True)
     """Steps whose torch profiler trace is written to the folder profile of the run."""
 
@@ -60,11 +60,11 @@ class FaultsConfig:
     """Which faults end a run."""
 
     phase_timeout_seconds: float = setting(1800.0, advanced=True)
-    """Longest phase (generation, scoring, training, saving), in seconds; a longer one ends the run and writes the
-    stacks of all ranks to the folder stacks. 0: no limit."""
+    """Time limit of a phase (generation, scoring, training, saving), in seconds; exceeding it ends the run and writes
+    the stacks of all ranks to the folder stacks. 0: no limit."""
     max_skipped_steps: int = setting(3, advanced=True)
-    """Consecutive steps skipped for a gradient, score or log-prob that is not finite, after which the run ends; 0: no
-    limit."""
+    """Number of consecutive steps skipped because of a non-finite gradient, score or log-prob after which the run ends;
+    0: no limit."""
 
     @property
     def collective_timeout_seconds(self) -> float:
@@ -92,10 +92,10 @@ class StepConfig:
     seed: int = 42
     """Seed of all randomness: new heads, data order, sampling."""
     resume: str = setting("never", mutable=True)
-    """never: refuse a folder that contains a run; auto: resume from its last complete checkpoint, or exit with 0 if the
+    """never: reject a folder that contains a run; auto: resume from its last complete checkpoint, or exit with 0 if the
     run is finished; a checkpoint folder to resume from; or a model folder of a run to start from its weights."""
     deterministic: bool = setting(False, advanced=True)
-    """Bit-for-bit reproducible on a GPU too, with slower kernels; on a CPU runs always are."""
+    """Bit-for-bit reproducible on a GPU, with slower kernels; runs on a CPU always are."""
     deepspeed_config: str | None = setting(None, advanced=True)
     """DeepSpeed JSON file; its keys override those derived from the sections."""
     model: ModelConfig = field(default_factory=ModelConfig)

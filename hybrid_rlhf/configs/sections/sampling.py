@@ -16,24 +16,24 @@ class SamplingParams:
     n: int = 1
     """Completions per prompt."""
     max_new_tokens: int = 128
-    """Longest completion, in tokens, the stop token included."""
+    """Longest completion, in tokens, including the stop token."""
     temperature: float = 1.0
     """Logits are divided by this; 0: greedy, with log-probs of the model's own distribution (as in vLLM)."""
     top_p: float = 1.0
     """Sample from the smallest set of tokens with at least this probability (nucleus sampling); 1: from all."""
     top_k: int = setting(0, advanced=True)
-    """Sample from this many most likely tokens; 0: from all."""
+    """Sample from this number of most likely tokens; 0: from all."""
     min_p: float = setting(0.0, advanced=True)
     """Sample from tokens with at least this fraction of the most likely token's probability; 0: from all."""
     repetition_penalty: float = setting(1.0, advanced=True)
-    """Logits of tokens that the prompt or the completion contains are divided by this where positive, else multiplied;
-    1: no penalty."""
+    """Logits of tokens in the prompt or completion are divided by this if positive, else multiplied; 1: no penalty."""
     min_new_tokens: int = setting(0, advanced=True)
-    """Shortest completion, in tokens; no stop token is sampled before."""
+    """Shortest completion, in tokens; no stop token is sampled before this length."""
     stop: tuple[str, ...] = ()
-    """Strings that end a completion, with the token that completes them; the engine needs a tokenizer for it."""
+    """Strings that end a completion (including the token that completes them); the engine needs a tokenizer for
+    this."""
     stop_token_ids: tuple[int, ...] = setting((), advanced=True)
-    """Token ids that end a completion, beside the model's own."""
+    """Token ids that end a completion, in addition to the model's own."""
     seed: int | None = None
     """Seed of the sampling; null: a new one for each call."""
 

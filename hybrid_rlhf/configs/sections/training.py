@@ -51,8 +51,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroConfig:
-    """What ZeRO (Rajbhandari et al. 2019, arXiv 1910.02054) shards over the ranks, and what is offloaded to the
-    host."""
+    """ZeRO sharding over the ranks (Rajbhandari et al. 2019, arXiv 1910.02054) and offloading to the host."""
 
     stage: Literal[0, 1, 2, 3] = 0
     """Sharded over the ranks: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
@@ -79,11 +78,11 @@ class CheckpointConfig:
     save_every: int = setting(0, mutable=True)
     """Steps between checkpoints; 0: none."""
     save_minutes: float = setting(0.0, advanced=True, mutable=True)
-    """Minutes after which the end of a step writes a checkpoint; 0: none."""
+    """Minutes between checkpoints, written at the end of a step; 0: none."""
     save_async: bool = setting(False, advanced=True, mutable=True)
     """Write checkpoints in the background, from a copy in host memory."""
     keep_last: int = setting(2, advanced=True, mutable=True)
-    """Newest checkpoints that are kept; an older one is used if the newest is damaged."""
+    """Number of newest checkpoints to keep; an older one is used if the newest is damaged."""
     keep_every: int = setting(0, advanced=True, mutable=True)
     """Checkpoints of steps divisible by this are never deleted; 0: none."""
     keep_best: str | None = setting(None, advanced=True, mutable=True)
@@ -109,7 +108,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig(CheckpointConfig):
-    """How long a step runs, and its micro-batches."""
+    """Length and micro-batches of a step."""
 
     micro_batch_size: int | None = setting(None, advanced=True, mutable=True)
     """Rows per micro-batch and rank; null: as many as micro_batch_tokens allows."""
@@ -139,7 +138,7 @@ class LoopConfig(CheckpointConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(LoopConfig):
-    """How long a supervised step runs, and its batches."""
+    """Length and batch sizes of a supervised step."""
 
     global_batch_size: int = 32
     """Rows in one optimizer update, over all ranks and micro-batches."""
