@@ -14,7 +14,7 @@ GROUPS = {
     "Steps": ["SFT", "RewardModel", "PreferenceTuning", "RL", "TrainResult"],
     "Settings": ["SFTConfig", "RewardConfig", "PreferenceStepConfig", "RLConfig"],
     "Generation": ["GenerationEngine", "SamplingParams", "Completion", "Drafter"],
-    "Training loops of one's own": ["RLSession", "RLParts", "Rollout", "Batch", "Algorithm", "Environment"],
+    "Custom training loops": ["RLSession", "RLParts", "Rollout", "Batch", "Algorithm", "Environment"],
     "Errors": ["UserError"],
 }
 
@@ -24,8 +24,8 @@ def page() -> str:
     lines = [
         "# API reference",
         "",
-        "`import hybrid_rlhf` gives these names; each is imported when it is first used. This page is generated from",
-        "the docstrings by `python docs/generate_api.py`. Keys of the settings: `hybrid-rlhf STEP --help-all`.",
+        "`import hybrid_rlhf` provides these names; each is imported on first use. This page is generated from",
+        "the docstrings by `python docs/generate_api.py`. For the settings, run `hybrid-rlhf STEP --help-all`.",
     ]
     for group, names in GROUPS.items():
         lines += ["", f"## {group}"]

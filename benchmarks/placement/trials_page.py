@@ -25,15 +25,15 @@ _HEAD = """# Placement trials
 `python -m benchmarks.placement.trials`: each trial runs two rollouts of a tiny model with their updates, and compares
 metrics, samples and saved weights with those of one rank, to 1e-5 in float32. A phase that takes four minutes counts as
 a deadlock. Fixed: PPO, GRPO and online DPO, with and without LoRA, under ZeRO 0 and 3, in all styles, and on eight
-ranks in six hybrids of odd and unequal groups. Random: roles on any ranks, by a seed each. The command resumes
-([records](raw/placement_trials.jsonl)).
+ranks in six hybrids with odd and unequal groups. Random: roles on random ranks, with one seed per trial. The command
+resumes ([records](raw/placement_trials.jsonl)).
 """
 _FAMILY = """## All placements of a family
 
-`python -m benchmarks.placement.exhaustive [--emulate]`: REINFORCE without a KL on four ranks, so an actor, a reward
-model and, on ranks of its own or not, a sampler; all layouts that the planner looks at, with all sizes of
-tensor-parallel groups, each role unsharded. How far is the plan that the planner chooses from the best one? It resumes
-(records: raw/placement_exhaustive_*.jsonl).
+`python -m benchmarks.placement.exhaustive [--emulate]`: REINFORCE without a KL on four ranks: an actor, a
+reward model and a sampler, which may have separate ranks. The command runs all layouts that the planner considers, with
+all sizes of tensor-parallel groups and each role unsharded, and compares the planner's choice with the best one. It
+resumes (records: raw/placement_exhaustive_*.jsonl).
 """
 
 

@@ -8,10 +8,10 @@ _LONGEST, _SHOWN = 1000, 400
 
 
 class UserError(Exception):
-    """A mistake in a config, a data file, a model folder or a command line.
+    """An error in a config, a data file, a model folder or a command line.
 
-    The message is one line whatever the user's values are: control characters are escaped, and the middle of long
-    messages is left out.
+    The message is always one line: control characters are escaped, and the middle of long messages is
+    omitted.
     """
 
     def __init__(self, message: str) -> None:

@@ -50,15 +50,15 @@ class GenerationEngine:
         drafter: Drafter | None = None,
         adapters: Sequence[str] = (),
     ) -> None:
-        """Take a backend; see `from_pretrained` and `from_model` for engines that build theirs.
+        """Wrap a backend; `from_pretrained` and `from_model` build one.
 
         Args:
-            backend: computes, and is closed with the engine.
+            backend: runs the model; closed with the engine.
             stop_token_ids: tokens that end every completion.
             tokenizer: for stop strings.
             weight_version: recorded for every token.
-            drafter: speculative decoding of all completions; none: only where `generate` is given one.
-            adapters: names of those that the backend has, in the order of their numbers.
+            drafter: speculative decoding of all completions; none: only if `generate` receives one.
+            adapters: names of the backend's adapters, in the order of their indices.
         """
         self._backend: GenerationBackend | None = backend
         self.stop_token_ids = frozenset(stop_token_ids)
@@ -84,24 +84,24 @@ class GenerationEngine:
         cuda_graphs: bool = True,
         adapters: Mapping[str, str] | None = None,
     ) -> Self:
-        """Generate with a loaded model; its weights are used as they are and where they are.
+        """Generate with a loaded model, using its weights in place.
 
         Args:
             lm: a causal LM with its full weights on one device.
             stop_token_ids: tokens that end every completion; none: the EOS tokens of the model's generation config.
             tokenizer: for stop strings.
             backend: see BackendName.
-            quantization: int8 or fp8 products in the layers (model/quantised.py); none: they keep the dtype. Native
+            quantization: int8 or fp8 matmuls in the layers (model/quantised.py); none: the model's dtype. Native
                 backend only.
-            max_batch_rows: most completions to decode together; none: as many as fit in memory, 256 through the module.
-            kv_cache_gib: memory for keys and values; none: what is free on the device. Native backend only.
-            prefill_tokens: prompt tokens of one prefill; none: 2048 on a CPU, 16384 on a GPU. Native backend only.
-            cuda_graphs: capture decoding steps on a GPU; false where engines of several threads use the device.
-            adapters: LoRA adapters beside the weights, folders of peft by the names that prompts choose. Native backend
+            max_batch_rows: maximum number of completions decoded together; none: limited by memory, module: 256.
+            kv_cache_gib: memory for keys and values; none: the free device memory. Native backend only.
+            prefill_tokens: prompt tokens per prefill; none: 2048 on a CPU, 16384 on a GPU. Native backend only.
+            cuda_graphs: capture decoding steps on a GPU; false if engines in several threads use the device.
+            adapters: unmerged LoRA adapters, peft folders by the names that prompts select. Native backend
                 without quantization.
 
         Raises:
-            UserError: for an adapter of another model or kind, or one that the inference weights do not take.
+            UserError: for an adapter of another model or kind, or one that the inference weights do not support.
         """
         world = solo_world(lm.device)
         if adapters:
@@ -135,8 +135,8 @@ class GenerationEngine:
         Args:
             path: the model.
             dtype: of the weights and of all computation except the softmax.
-            device: where the weights lie.
-            group: ranks that share the model by tensor parallelism; each must call.
+            device: of the weights.
+            group: ranks that share the model by tensor parallelism; each must make this call.
             trust_remote_code: run Python code that comes with the model.
             backend: see BackendName.
             quantization: see `from_model`.
@@ -144,7 +144,7 @@ class GenerationEngine:
             max_batch_rows: see `from_model`.
 
         Raises:
-            UserError: when there is no such model, or its inference weights compute something else than the model.
+            UserError: if there is no such model, or its inference weights do not match the model.
         """
         device = torch.device(device)
         world = solo_world(device)
@@ -168,10 +168,10 @@ class GenerationEngine:
 
     @property
     def backend(self) -> GenerationBackend:
-        """What computes.
+        """The backend that runs the model.
 
         Raises:
-            RuntimeError: when the engine was closed.
+            RuntimeError: if the engine is closed.
         """
         if self._backend is None:
             raise RuntimeError("a generation engine is used inside `inference()`, this one was closed")
@@ -189,7 +189,7 @@ class GenerationEngine:
 
     @property
     def work(self) -> DecodeWork:
-        """What decoding has done on this rank for this engine; zeros through the module."""
+        """Decoding statistics of this engine on this rank; zeros for the module backend."""
         if self._backend is not None:
             self._work = self._backend.work - self._work_before
         return self._work
@@ -206,25 +206,25 @@ class GenerationEngine:
         until: FinishedShare | None = None,
         adapters: Sequence[str | None] = (),
     ) -> list[list[Completion]]:
-        """Complete each prompt. Tensor-parallel ranks must all call, with the same prompts and seeds.
+        """Complete each prompt. All tensor-parallel ranks must make this call, with the same prompts and seeds.
 
         Args:
-            prompts: token ids, at least one per prompt, of any lengths.
+            prompts: token ids, at least one per prompt, of any length.
             sampling: for all prompts, or one per prompt.
-            record_routes: whether completions report the experts that computed each token, for all prompts or for each.
+            record_routes: record the experts that computed each token, for all prompts or per prompt.
             on_completed: called after each step with the number of completions that finished in it.
             drafter: speculative decoding: `Drafter("ngram")`, or `Drafter("previous")`, which must be the same in each
                 call. Tokens are the same as without, up to rounding. Native backend, models without recurrent layers;
                 none: the engine's.
             begun: completions of an earlier call, with the same seeds: all samples of a prompt, or none; shorter than
-                `prompts` where the last ones have none. Finished ones are returned as they are, others continue, also
-                with other weights; their prompt and tokens are computed again. Native backend.
-            until: return when enough prompts are finished, and the other completions so far. Native backend; none: all
+                `prompts` if the last ones have none. Finished ones are returned unchanged, others continue, also
+                with other weights; their prompt and tokens are recomputed. Native backend.
+            until: return when enough prompts are finished, with the other completions so far. Native backend; none: all
                 are finished.
-            adapters: the adapter of each prompt, none for the model itself; empty: of all prompts none.
+            adapters: the adapter of each prompt, none for the model itself; empty: no adapters.
 
         Returns:
-            completions[i][j]: sample j of prompt i. The result of a prompt depends on its own seed alone.
+            completions[i][j]: sample j of prompt i. The result of a prompt depends only on its own seed.
 
         Raises:
             UserError: when a prompt is empty or too long for the model, stop strings are given without a tokenizer, or
@@ -260,10 +260,10 @@ class GenerationEngine:
         return results
 
     def adapter_number(self, name: str | None) -> int:
-        """The number by which the backend knows an adapter; 0: the model itself.
+        """The backend's index of an adapter; 0: the model itself.
 
         Raises:
-            UserError: when there is none of this name.
+            UserError: if there is no adapter of this name.
         """
         if name is not None and name not in self.adapters:
             known = ", ".join(self.adapters) or "none"
@@ -271,12 +271,12 @@ class GenerationEngine:
         return 0 if name is None else 1 + self.adapters.index(name)
 
     def open(self, *, rows: int, max_tokens: int) -> OpenBatch:
-        """Decode requests of other threads as they arrive, until the batch is closed.
+        """Decode requests from other threads as they arrive, until the batch is closed.
 
-        Nothing else generates with the engine meanwhile. Drafts are not used.
+        The engine cannot be used for anything else meanwhile. Drafts are not used.
 
         Args:
-            rows: most completions that are decoded together.
+            rows: maximum number of completions decoded together.
             max_tokens: of prompt and completion of any request; keys and values of one such request must fit in memory.
 
         Raises:
@@ -285,7 +285,7 @@ class GenerationEngine:
         return OpenBatch(self, rows=rows, max_tokens=max_tokens)
 
     def stream(self, prompt: Sequence[int], sampling: SamplingParams) -> Iterator[int]:
-        """Complete one prompt, token by token, the stop token included."""
+        """Complete one prompt, token by token, including the stop token."""
         for new in self._run(self.requests([prompt], replace(sampling, n=1))):
             yield from (token for _, token in new)
 

@@ -35,7 +35,7 @@ Rows: TypeAlias = "str | os.PathLike[str] | Sequence[Mapping[str, Any]] | Datase
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a step left in its folder."""
+    """The results of a step, in its folder."""
 
     output_dir: Path
     models: dict[str, Path]
@@ -89,11 +89,11 @@ class Step(ABC, Generic[ConfigT]):
         self.callbacks = tuple(callbacks)
 
     def train(self) -> TrainResult:
-        """Run the step to its end; a run that `resume="auto"` finds finished is only read.
+        """Run the step to its end. With `resume="auto"`, a finished run is only read.
 
         Raises:
-            UserError: for a fault of the user's, on every rank.
-            SystemExit: after the checkpoint that SIGTERM asks for.
+            UserError: for a user error, on every rank.
+            SystemExit: after the checkpoint that SIGTERM requests.
         """
         try:
             self._run()

@@ -66,7 +66,7 @@ RewardSource = Callable[..., Any] | str | Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RLSession:
-    """What an RL run trains: models, data and parts, for RLTrainer or a training loop of one's own."""
+    """Models, data and parts of an RL run, for RLTrainer or a custom training loop."""
 
     config: RLConfig
     run: Run
@@ -89,7 +89,7 @@ class RLSession:
         return [self.prompts[row] for row in self.stream.take(self.config.rollout.prompts_per_step)]
 
     def trainer(self, *, moved: Move | None = None) -> RLTrainer:
-        """The loop over all steps; `moved`: the move that led to this session."""
+        """The loop over all steps; `moved`: the placement move that led to this session."""
         return RLTrainer(
             self.parts,
             prompts=self.prompts,
@@ -118,7 +118,7 @@ class RL(Step[RLConfig]):
 
         RL(model="embedded", data=[{"prompt": "Hello"}], algorithm="grpo", reward=my_function).train()
 
-    `session` gives the parts in place of `train`, for a training loop of one's own. See `Step` for the other arguments.
+    `session` returns the parts for a custom training loop, instead of `train`. See `Step` for the other arguments.
     """
 
     config_type = RLConfig
@@ -139,7 +139,7 @@ class RL(Step[RLConfig]):
             reward: one or several components: functions `f(prompts, completions, **columns)` that return a score per
                 completion, paths of reward models, or settings of a component.
             environment: a class with `reset` and `step`, or the section `environment`; none: a completion is one turn.
-            algorithm_class: an algorithm of one's own; it reads the settings of the section `algorithm`.
+            algorithm_class: a custom algorithm; it reads the settings of the section `algorithm`.
             settings: model, data, callbacks, and the other keys and sections of the config.
 
         Raises:

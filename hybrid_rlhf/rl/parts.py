@@ -1,4 +1,4 @@
-"""The parts of an RL step, wired together, for RLTrainer and for training loops of one's own.
+"""The parts of an RL step, wired together, for RLTrainer and for custom training loops.
 
 rollout = parts.sampler.sample(prompts, step=step)
 rollout = parts.scorer.score(prompts, rollout)
@@ -65,9 +65,9 @@ class RLParts:
 
         Args:
             roles: the models.
-            algorithm: selects completions, estimates advantages, gives the actor's loss.
+            algorithm: selects completions, estimates advantages, computes the actor's loss.
             sampling: how completions are sampled.
-            micro_batches: what passes through a model at once.
+            micro_batches: the micro-batch limits.
             seed: of sampling and mini-batches.
             timers: of generation, scoring and training.
             tokenizer: the actor's.

@@ -59,12 +59,12 @@ class SamplingParams:
 
     @property
     def divisor(self) -> float:
-        """What logits are divided by, for sampling and for log-probs."""
+        """The divisor of logits, for sampling and for log-probs."""
         return self.temperature or 1.0
 
     @property
     def draws_from_all(self) -> bool:
-        """Whether tokens are drawn from the whole distribution at the temperature, nothing cut or penalized."""
+        """Whether tokens are sampled from the full distribution at the temperature, without truncation or penalties."""
         cut = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
         return not cut and self.repetition_penalty == 1 and self.min_new_tokens == 0
 

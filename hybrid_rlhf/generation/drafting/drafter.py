@@ -24,7 +24,7 @@ DRAFT_TOKENS = 4
 
 
 class Drafter:
-    """Speculative decoding: drafts for the calls of an engine. Tensor-parallel ranks need one each, alike."""
+    """Speculative decoding: drafts for the calls of an engine. Tensor-parallel ranks need equal settings."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Drafter:
         always: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Choose where drafts come from.
+        """Choose the source of drafts.
 
         Args:
             name: `ngram`, n-grams of the prompt and of its completions so far; or `previous`, its completions of an
@@ -58,7 +58,7 @@ class Drafter:
         self.trial = None if always else DraftTrial(clock)
 
     def begin(self, requests: Sequence[Request], world: World) -> CallDrafts | None:
-        """What a call needs; none if there is nothing to draft from."""
+        """The drafter's state for a call; none if there is nothing to draft from."""
         if self.name == "ngram":
             return CallDrafts(self, NGramDrafts(requests), world)
         prompts = {request.prompt_index: request.prompt for request in requests}
@@ -66,7 +66,7 @@ class Drafter:
         return CallDrafts(self, PreviousDrafts(requests, earlier), world) if earlier else None
 
     def remember(self, completed: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
-        """Keep completions for later calls, given as (prompt, completion), if drafts are made of them."""
+        """Keep completions, as (prompt, completion), for later calls if they are a source of drafts."""
         if self.name != "previous":
             return
         by_prompt: dict[tuple[int, ...], list[Sequence[int]]] = {}

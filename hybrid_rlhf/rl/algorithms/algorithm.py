@@ -22,7 +22,7 @@ from hybrid_rlhf.rl.batch import Batch, Rollout
 
 
 class Algorithm:
-    """Learns from all completions, by PPO's clipped surrogate; subclasses override what differs."""
+    """Trains on all completions with PPO's clipped surrogate; subclasses override what differs."""
 
     wants_greedy: ClassVar[bool] = False
     """Whether each prompt gets one more completion, greedy, which is scored and not learned from."""
@@ -30,11 +30,11 @@ class Algorithm:
     """Neighbouring completions of a rollout that pass through the actor in one micro-batch."""
 
     def __init__(self, config: AlgorithmConfig, *, value_lam: float = 1.0) -> None:
-        """Take the algorithm's settings, and the lambda of the returns that a critic learns."""
+        """Take the algorithm's settings, and the lambda of the critic's targets."""
         self.config, self.value_lam = config, value_lam
 
     def select(self, scores: Tensor, *, penalties: Tensor, groups: Tensor) -> Tensor:
-        """[N] bool, the completions to learn from, by scores [N], penalties [N] and groups [N]."""
+        """[N] bool, the completions to train on, by scores [N], penalties [N] and groups [N]."""
         if self.config.dynamic_sampling is not None:
             return differs_in_group(scores, groups=groups)
         return torch.ones_like(scores, dtype=torch.bool)

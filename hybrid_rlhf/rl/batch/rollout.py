@@ -111,7 +111,7 @@ class Rollout:
         routes: Sequence[np.ndarray | None] = (),
         device: torch.device,
     ) -> Rollout:
-        """Lists of N completions, an entry per token after the prompt, as right-padded tensors."""
+        """Lists of N completions, with an entry per token after the prompt, as right-padded tensors."""
         width = max(len(prompt) + len(ids) for prompt, ids in zip(prompts, token_ids, strict=True))
 
         def tensor(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
@@ -158,7 +158,7 @@ class Rollout:
 
     @property
     def penalized_scores(self) -> Tensor:
-        """[N] scores less penalties."""
+        """[N] scores minus penalties."""
         assert self.scores is not None and self.penalties is not None
         return self.scores - self.penalties
 
@@ -170,7 +170,7 @@ class Rollout:
         return masked_sum(self.old_logprobs - self.ref_logprobs, mask=self.response_mask, dim=1)
 
     def places(self, prompts: int) -> Tensor:
-        """[N] int64, the place of each row's prompt, of so many; without `samples` they have equally many rows."""
+        """[N] int64, the index of each row's prompt; without `samples` all prompts have the same number of rows."""
         if self.samples is not None:
             assert self.groups is not None
             return self.groups
@@ -186,11 +186,11 @@ class Rollout:
         return first.scatter_reduce(0, member, rows, "amin"), member
 
     def stale_updates(self, weight_version: int) -> float:
-        """Updates between the weights that sampled a token and a version of the weights, mean over tokens."""
+        """Updates between the weights that sampled a token and a given weight version, mean over tokens."""
         return float(masked_mean((weight_version - self.weight_versions).float(), mask=self.response_mask))
 
     def staleness(self, weight_version: int) -> dict[str, float]:
-        """How much older than a version of the weights the tokens are, for metrics."""
+        """Age of the tokens relative to a weight version, for metrics."""
         mask = self.response_mask
         updates = torch.where(mask, weight_version - self.weight_versions, 0)
         newest = torch.where(mask, self.weight_versions, -1).amax(dim=1, keepdim=True)
@@ -203,7 +203,7 @@ class Rollout:
         }
 
     def rows(self, indices: Sequence[int | None]) -> Rollout:
-        """Some rows, cut to the longest of them; None gives a row of one token that counts nowhere."""
+        """Some rows, cut to the longest of them; None gives an empty row that does not count."""
         device = self.input_ids.device
         index = torch.tensor([0 if i is None else i for i in indices], dtype=torch.long, device=device)
         present = torch.tensor([i is not None for i in indices], dtype=torch.bool, device=device)
@@ -222,7 +222,7 @@ class Rollout:
 
     @staticmethod
     def joined(parts: Sequence[Rollout]) -> Rollout:
-        """Rows of several rollouts, padded to the longest; metrics are left out."""
+        """Rows of several rollouts, padded to the longest; without metrics."""
         width = max(part.input_ids.shape[1] for part in parts)
         names = _tensors_of(parts[0])
         whole = {name: torch.cat([_padded(getattr(part, name), width) for part in parts]) for name in names}
@@ -242,7 +242,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Batch:
-    """What the updates of a step learn from: a rollout with its rewards and advantages."""
+    """The training data of a step's updates: a rollout with its rewards and advantages."""
 
     rollout: Rollout
     rewards: Tensor

@@ -39,7 +39,7 @@ class Environment(Protocol):
     """
 
     def reset(self, row: Mapping[str, Any]) -> Opening | Awaitable[Opening]:
-        """Begin with a row of the data: `prompt`, a list of messages, and its other columns.
+        """Start an episode with a row of the data: `prompt`, a list of messages, and its other columns.
 
         Returns:
             the conversation that the actor continues, or a user message; None: the row's prompt.

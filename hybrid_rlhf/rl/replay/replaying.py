@@ -106,7 +106,7 @@ def replayed_step(
     Args:
         recorded: the step.
         scratch: an empty folder for the resumed run; the recorded run's own is only read.
-        algorithm_class: of a run with an algorithm of one's own.
+        algorithm_class: of a run with a custom algorithm.
 
     Raises:
         UserError: if the run cannot be resumed, or the step has no rollout when it is replayed.
