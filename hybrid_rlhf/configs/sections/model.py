@@ -74,7 +74,7 @@ class LoraConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CriticLoraConfig(LoraConfig):
-    """Adapters of the critic; rank 0 trains all of its weights beside an actor with adapters."""
+    """Adapters of the critic; rank 0 trains all its weights even if the actor has adapters."""
 
     least_rank = 0
 
