@@ -101,12 +101,17 @@ class GenerationEngine:
                 without quantization.
 
         Raises:
-            UserError: for an adapter of another model or kind, or one that the inference weights do not support.
+            UserError: for an adapter of another model or kind, or one that the inference weights do not support; with
+                adapters, also when the inference weights compute something else than the model.
         """
         world = solo_world(lm.device)
         if adapters:
+            if quantization is not None or backend == "module":
+                given = f"quantization {quantization}" if quantization is not None else "backend module"
+                raise UserError(f"adapters need inference weights in the model's dtype, got {given}: leave it out")
             read = {name: read_adapter(lm, folder) for name, folder in adapters.items()}
             decoder: Decoder | None = decoder_with_adapters(lm, read, world=world, dtype=lm.dtype)
+            _check(decoder, lm)
         else:
             decoder = _decoder(lm, backend, quantization, world=world, dtype=lm.dtype)
         return cls(
@@ -158,8 +163,7 @@ class GenerationEngine:
             lm.to(device)  # type: ignore[arg-type]
         lm.eval()
         decoder = _decoder(lm, backend, quantization, world=world, dtype=dtype)
-        if decoder is not None:
-            check_inference_weights(decoder, module_logprobs(lm, probe_tokens(decoder.architecture.vocab_size)))
+        _check(decoder, lm)
         return cls(
             _backend(lm, decoder, max_batch_rows, kv_cache_gib),
             stop_token_ids=default_stop_token_ids(lm),
@@ -235,6 +239,8 @@ class GenerationEngine:
         requests = self.requests(prompts, sampling)
         if (until is not None or any(begun)) and not self.backend.continues:
             raise UserError("begun and until need inference weights, got the model's own module: leave them out")
+        if adapters and len(adapters) != len(prompts):
+            raise UserError(f"adapters are one per prompt, got {len(adapters)} for {len(prompts)}: give as many")
         for request, adapter in ((each, adapters[each.prompt_index]) for each in requests if adapters):
             request.adapter = self.adapter_number(adapter)
         _continue(requests, begun)
@@ -359,6 +365,12 @@ def _decoder(
     if quantization is not None:
         raise UserError(f"quantization {quantization} needs the native backend, got backend module: leave one out")
     return None
+
+
+def _check(decoder: Decoder | None, lm: PreTrainedModel) -> None:
+    """Compare inference weights with the model on a short prompt."""
+    if decoder is not None:
+        check_inference_weights(decoder, module_logprobs(lm, probe_tokens(decoder.architecture.vocab_size)))
 
 
 def _backend(

@@ -29,7 +29,7 @@ from hybrid_rlhf.models.lora import base_weight, choose_trained, lora_layers
 from hybrid_rlhf.models.packing import layer_masks, packs, places
 from hybrid_rlhf.models.policy import HeadLogprobs
 from hybrid_rlhf.models.pretrained.embedded import embedded_gguf
-from hybrid_rlhf.models.pretrained.folders import load_config, reading
+from hybrid_rlhf.models.pretrained.folders import first_line, load_config, reading
 from hybrid_rlhf.models.pretrained.gguf.reading import read_gguf_config
 from hybrid_rlhf.models.pretrained.loading import AUTO_CLASS, Architecture, adapt_config, adapt_model
 from hybrid_rlhf.models.pretrained.sources import EMBEDDED_MODEL, quiet_transformers
@@ -122,17 +122,29 @@ class ShapedModel:
         if key not in self._measured:
             few, many = _LAYERS_RUN
             layers = len(_layer_list(self.lm))
-            with torch.set_grad_enabled(backward):
+            with torch.set_grad_enabled(backward), self._shown_faults():
                 memory = self._run(batch, layers=min(many, layers))
                 if layers > many:
                     memory = self._run(batch, layers=few).extrapolated(memory, (layers - many) / (many - few))
             self._measured[key] = memory
         return self._measured[key]
 
+    @contextlib.contextmanager
+    def _shown_faults(self) -> Iterator[None]:
+        """A forward that needs the values of tensors, or an operation without a shape rule, is the model's own."""
+        try:
+            yield
+        except (NotImplementedError, RuntimeError, ValueError) as fault:
+            name = type(self.lm).__name__
+            raise UserError(
+                f"a memory plan runs the model on shapes alone, {name} fails there ({first_line(fault)}): leave "
+                "out the plan"
+            ) from fault
+
     def _run(self, batch: BatchShape, *, layers: int) -> ForwardMemory:
         """Run a batch through the first layers and count live bytes."""
         lm = self.lm
-        with _first_layers(lm, layers), _positions_unread(), _attention_without_scores():
+        with _first_layers(lm, layers), _positions_unread(), _attention_without_scores(), _grouped_products():
             for parameter in lm.parameters():
                 parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
             counter = LiveBytes("meta")
@@ -296,12 +308,41 @@ def _attention_without_scores() -> Iterator[None]:
         functional.scaled_dot_product_attention = original
 
 
+@contextlib.contextmanager
+def _grouped_products() -> Iterator[None]:
+    """Give the grouped products of experts their shapes in every dtype; torch's meta kernel knows bfloat16 alone."""
+    functional: Any = torch.nn.functional
+    if not hasattr(functional, "grouped_mm"):  # before torch 2.9
+        yield
+        return
+    original = functional.grouped_mm
+    functional.grouped_mm = lambda rows, weight, **options: _GroupedProduct.apply(rows, weight)
+    try:
+        yield
+    finally:
+        functional.grouped_mm = original
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """[T, K] and [E, K, N] give [T, N], each row with the weight of its group."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        return rows.new_empty(len(rows), weight.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Sequence[Tensor | None]:
+        pairs = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
+        return tuple(torch.empty_like(tensor) if needed else None for tensor, needed in pairs)
+
+
 class _FusedAttention(torch.autograd.Function):
     """Keeps queries, keys, values, the output and one normaliser per row (arXiv 2205.14135)."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        mixed = torch.empty_like(query)
+        mixed = query.new_empty(*query.shape[:-1], value.shape[-1])
         normaliser = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
         ctx.save_for_backward(query, key, value, mixed, normaliser)
         return mixed

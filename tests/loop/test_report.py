@@ -9,6 +9,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,6 +19,7 @@ from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.run import LoggingConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.loop.report.charts import Chart, chart_groups, thinned
+from hybrid_rlhf.loop.report.memory import memory_by_phase
 from hybrid_rlhf.loop.report.pipeline import write_pipeline_report
 from hybrid_rlhf.loop.report.samples import first_and_last_samples
 from hybrid_rlhf.loop.report.writing import write_report
@@ -179,9 +181,16 @@ def test_measured_memory_stands_beside_the_plan(run: Run, monkeypatch: pytest.Mo
     assert "planned GiB" in page.text and "measured GiB" in page.text
 
 
-def test_a_run_without_a_plan_has_a_report(run: Run) -> None:
-    report, page = ended(run)  # its config names no model
+def test_a_run_without_a_plan_has_a_report(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert memory_by_phase(run) == []  # its config names no model
+    monkeypatch.setattr(Planner, "phases", Mock(side_effect=RuntimeError("no shape rule")))
+    report, page = ended(run)
     assert report["memory"]["phases"] == [] and "planned GiB" not in page.text
+
+
+def test_ranks_of_different_roles_have_no_plan_of_all(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Planner, "phases", Mock(side_effect=AssertionError("asked")))
+    assert memory_by_phase(replace(run, config=RLConfig(placement="separation"))) == []
 
 
 def test_a_run_that_stops_before_its_first_step_has_a_report(run: Run) -> None:

@@ -93,6 +93,18 @@ def test_experts_and_scaled_positions_are_read_back(name: str, tmp_path: Path) -
     torch.testing.assert_close(module_logprobs(found, PROBE), module_logprobs(lm, PROBE), atol=1e-4, rtol=1e-4)
 
 
+def test_phi_4_has_no_window(tmp_path: Path) -> None:
+    """Its files state a window of 0 tokens, by which llama.cpp knows it."""
+    lm, file = family("phi3", sliding_window=None), tmp_path / "model.gguf"
+    assert write_gguf(file, lm, tiny_tokenizer(), weights="f32", name="phi") < 1e-4
+    from gguf import GGUFReader
+
+    assert GGUFReader(file).fields["phi3.attention.sliding_window"].contents() == 0
+    read, _ = read_gguf(file)
+    assert read.config.sliding_window is None
+    torch.testing.assert_close(module_logprobs(read.eval(), PROBE), module_logprobs(lm.eval(), PROBE))
+
+
 def test_factors_of_another_scaling_than_llama_3s_are_kept(tmp_path: Path) -> None:
     """A file of another program: its factors are what it computes."""
     lm, file = tiny_model(**rotary("llama3", **LLAMA3)), tmp_path / "model.gguf"

@@ -133,6 +133,21 @@ def test_a_batch_of_several_adapters_computes_what_merged_models_do(family: str,
     assert len(firsts) == 3, "the adapters change something"
 
 
+def test_a_rank_above_the_width_of_a_weight_is_kept(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = LoraConfig(r=200, lora_alpha=16, target_modules=["o_proj", "down_proj", "q_proj"])
+    adapted = get_peft_model(tiny_model(), config)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    adapted.save_pretrained(tmp_path)
+    engine = GenerationEngine.from_model(tiny_model().eval(), stop_token_ids=[2], adapters={"wide": str(tmp_path)})
+    wanted = GenerationEngine.from_model(merged(tiny_model(), str(tmp_path)), stop_token_ids=[2])
+    assert engine.generate([PROMPT], GREEDY, adapters=["wide"])[0][0].token_ids == (
+        wanted.generate([PROMPT], GREEDY)[0][0].token_ids
+    )
+
+
 def test_reading_an_adapter_leaves_no_trace_and_takes_the_memory_of_its_factors(folders: dict[str, str]) -> None:
     model = tiny_model()
     before = {name: (weight, weight.clone()) for name, weight in model.named_parameters()}
@@ -159,8 +174,15 @@ def test_mistakes_are_named(model_folder: Path, folders: dict[str, str], tmp_pat
         adapted_engine(place, {"a": str(tmp_path)}, kv_cache_gib=None)
     dora = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))
     dora.save_pretrained(tmp_path / "dora")
-    with pytest.raises(UserError, match="must be LoRA without DoRA"):
+    with pytest.raises(UserError, match="must be LoRA that changes weights alone, .* is LORA, use_dora: merge"):
         adapted_engine(place, {"a": str(tmp_path / "dora")}, kv_cache_gib=None)
+    tokens = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[5, 6]))
+    tokens.save_pretrained(tmp_path / "tokens")
+    with pytest.raises(UserError, match="changes weights alone, .* is LORA, trainable_token_indices: merge"):
+        adapted_engine(place, {"a": str(tmp_path / "tokens")}, kv_cache_gib=None)
+    head = random_adapter(tiny_model(tie_word_embeddings=True), tmp_path / "head", 0, ["lm_head"])
+    with pytest.raises(UserError, match="attention and dense MLPs, a changes lm_head.weight"):
+        GenerationEngine.from_model(tiny_model(tie_word_embeddings=True), adapters={"a": head})
     embedding = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["embed_tokens"]))
     embedding.save_pretrained(tmp_path / "embedding")
     with pytest.raises(UserError, match="must change linear layers .*embed_tokens \\(Embedding"):
@@ -170,3 +192,9 @@ def test_mistakes_are_named(model_folder: Path, folders: dict[str, str], tmp_pat
         GenerationEngine.from_model(variant("deepseek_v3"), adapters={"a": latent})
     with pytest.raises(UserError, match="an adapter must be one of the engine's, none, got x"):
         GenerationEngine.from_model(tiny_model()).generate([PROMPT], GREEDY, adapters=["x"])
+    with pytest.raises(UserError, match="adapters are one per prompt, got 1 for 2"):
+        GenerationEngine.from_model(tiny_model()).generate([PROMPT, PROMPT], GREEDY, adapters=["x"])
+    with pytest.raises(UserError, match="need inference weights in the model's dtype, got quantization int8"):
+        GenerationEngine.from_model(tiny_model(), adapters=folders, quantization="int8")
+    with pytest.raises(UserError, match="need inference weights in the model's dtype, got backend module"):
+        GenerationEngine.from_model(tiny_model(), adapters=folders, backend="module")

@@ -100,11 +100,14 @@ class CriticCopy:
             return  # the weights themselves are not finite, which the loop reports
         with shared_user_errors(self._union):
             if decoder is not None:
-                found, size = InferenceScorer(decoder)(ids, ids >= 0)[0], float(expected.abs().mean())
-                result = agreement(found, expected, plane.dtype, low_precision=LOW_PRECISION_TOLERANCE, magnitude=size)
+                found = InferenceScorer(decoder)(ids, ids >= 0)[0]
+                unit = max(1.0, float(expected.abs().mean()))  # rounding of large values is large
+                result = agreement(
+                    found / unit, expected / unit, plane.dtype, low_precision=LOW_PRECISION_TOLERANCE, magnitude=1.0
+                )
                 require(
                     result.holds,
-                    f"the critic's copy must agree with its training forward to {result.tolerance:.3g}, values differ "
-                    f"by {result.measured:.3g} after update {plane.version}: report the model, or leave "
+                    f"the critic's copy must agree with its training forward to {result.tolerance * unit:.3g}, values "
+                    f"differ by {result.measured * unit:.3g} after update {plane.version}: report the model, or leave "
                     "placement.critic_copy out",
                 )

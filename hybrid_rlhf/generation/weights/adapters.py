@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from hybrid_rlhf.configs.errors import UserError
@@ -39,7 +40,7 @@ def adapter_changes(
         UserError: when an adapter changes a weight whose product takes none.
     """
     changed = {name for adapter in adapters.values() for name in adapter}
-    keys = {key for name in changed for key, _, _ in targets[name]}
+    keys = {key for name in changed for key, _, _ in targets.get(name, ())}
     rows: dict[str, dict[int, int]] = defaultdict(dict)
     for name, places in targets.items():
         for key, part, pick in places:
@@ -48,15 +49,26 @@ def adapter_changes(
     found: dict[Place, list[LowRankChange]] = defaultdict(list)
     for number, (adapter, changes) in enumerate(adapters.items(), start=1):
         for name, change in changes.items():
-            for key, part, pick in targets[name]:
-                layer, _, role = key.removesuffix(".weight").partition(".")
-                if role not in ADAPTED:
-                    raise UserError(
-                        f"adapters are for products of attention and dense MLPs, {adapter} changes {name}: merge it "
-                        "into the model (hybrid-rlhf export --adapter) and serve that"
-                    )
+            products = [(*_place(key), key, part, pick) for key, part, pick in targets.get(name, ())]
+            if not products or any(role not in ADAPTED for _, role, *_ in products):
+                raise UserError(
+                    f"adapters are for products of attention and dense MLPs, {adapter} changes {name}: merge it "
+                    "into the model (hybrid-rlhf export --adapter) and serve that"
+                )
+            for layer, role, key, part, pick in products:
                 weight = parameters[name]
-                up = pick(change.up.t() if change.transposed else change.up).to(weight)
                 first = sum(size for before, size in rows[key].items() if before < part)
-                found[int(layer), role].append(LowRankChange(number, first, up, change.down.to(weight)))
+                up, down = _picked(change, pick).to(weight), change.down.to(weight)
+                found[int(layer), role].append(LowRankChange(number, first, up, down))
     return dict(found)
+
+
+def _place(key: str) -> tuple[str, str]:
+    layer, _, role = key.removesuffix(".weight").partition(".")
+    return layer, role
+
+
+def _picked(change: LowRank, pick: Pick) -> Tensor:
+    """[n, r] of the factor [N, r], in parts no wider than the weight, whose columns a pick may count."""
+    parts = change.up.split(change.down.shape[1], dim=1)
+    return torch.cat([pick(part.t() if change.transposed else part) for part in parts], dim=1)

@@ -22,6 +22,14 @@ from hybrid_rlhf.models.pretrained.folders import reading
 
 _CONFIG, _WEIGHTS, _NAME = "adapter_config.json", "adapter_model.safetensors", "default"
 _FIX = "give the model that it was trained on"
+_BEYOND_FACTORS = (
+    "use_dora",
+    "modules_to_save",
+    "trainable_token_indices",
+    "alora_invocation_tokens",
+    "layer_replication",
+)
+"""Settings of LoRA with which an adapter is more than factors of weights, added for every token."""
 
 
 @torch.no_grad()
@@ -57,10 +65,14 @@ def read_adapter(model: PreTrainedModel, folder: str) -> dict[str, LowRank]:
         UserError: when the folder has no adapter of this model that consists of such factors.
     """
     config = _adapter_config(folder)
-    if not isinstance(config, LoraConfig) or config.use_dora or config.modules_to_save or config.bias != "none":
+    others = [key for key in _BEYOND_FACTORS if getattr(config, key, None)]
+    if getattr(config, "bias", "none") != "none":
+        others.append("bias")
+    if not isinstance(config, LoraConfig) or others:
+        kind = ", ".join([str(getattr(config.peft_type, "value", config.peft_type)), *others])
         raise UserError(
-            f"an adapter must be LoRA without DoRA, biases and further modules, {folder} is "
-            f"{getattr(config, 'peft_type', 'another kind')}: merge it into the model and serve that"
+            f"an adapter must be LoRA that changes weights alone, {folder} is {kind}: merge it into the model and "
+            "serve that"
         )
     model.requires_grad_(False)
     wrapped = _wrapped(model, folder, config)

@@ -34,7 +34,7 @@ from hybrid_rlhf.runtime.world import World, run_once_per_host
 logger = logging.getLogger(LOGGER_NAME)
 
 EMBEDDED_MODEL = "embedded"
-_READER = 2
+_READER = 3
 """Part of the name of a dequantised model: increase it whenever files are read in another way."""
 _HUB_NAME = re.compile(r"(\w[\w.-]{0,95}/)?\w[\w.-]{0,95}")
 

@@ -46,7 +46,7 @@ class LastLogprobs:
 
     def of_all_ranks(self, world: World) -> Tensor:
         """[N, T], 0 in rows without an update; every rank calls."""
-        return world.all_reduce(self._values)
+        return world.all_reduce(self._values.clone())
 
     def ratios(self, old_logprobs: Tensor, world: World) -> Tensor:
         """[N, T] p(last update) / p(before the updates), NaN in rows without an update; every rank calls."""

@@ -121,8 +121,8 @@ def write_metadata(writer: GGUFWriter, family: GGUFFamily, config: PreTrainedCon
     writer.add_value_length(head)
     writer.add_rope_freq_base(first["rope_theta"])
     write_scaling(writer, config)
-    if family.slides and config.sliding_window:
-        writer.add_sliding_window(config.sliding_window)
+    if family.slides:
+        writer.add_sliding_window(config.sliding_window or 0)  # by 0 llama.cpp knows Phi-4
     for key, method in _OPTIONAL.items():
         if getattr(config, key, None) is not None:
             getattr(writer, method)(getattr(config, key))

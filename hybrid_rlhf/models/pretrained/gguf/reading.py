@@ -77,7 +77,7 @@ def read_gguf_config(file: Path) -> PreTrainedConfig:
         config = _with_experts(config, metadata)
     for key, name in _LEFT_OUT.items():
         if key in metadata and hasattr(config, name):
-            setattr(config, name, metadata[key])
+            setattr(config, name, metadata[key] or None)  # a window of 0 tokens, as of Phi-4, is none
     rope = rotary(config)[0]
     if "partial_rotary_factor" in rope and "rope.dimension_count" in metadata:
         rope["partial_rotary_factor"] = metadata["rope.dimension_count"] / head_size(config)
