@@ -11,9 +11,7 @@ from hybrid_rlhf.configs.sections.rules import require, require_template_variabl
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 
 _SERVE_KEYS = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_GENERATING_KEYS = (
-    *("adapters", "reward_model", "max_queue", "max_batch_rows", "max_sequence_tokens", "kv_cache_gib", "sampling"),
-)
+_GENERATING_KEYS = (*("adapters", "reward_model", "max_batch_rows", "max_sequence_tokens", "kv_cache_gib", "sampling"),)
 _CHAT_KEYS = tuple(name for name in vars(SamplingParams()) if name != "n")
 _MEASURES = {"win_rate": "against", "pass_rate": "reward", "harness": "tasks", "inspect": "inspect_tasks"}  # nosec B105
 """What a measure needs besides rows; those that are not listed need nothing."""
@@ -95,7 +93,7 @@ class ServeConfig(InferenceConfig):
     reward_model: str | None = None
     """Reward model that scores conversations at /score: a folder or hub name, which is also its name in requests."""
     max_queue: int = 256
-    """Most completions that wait; a request beyond is refused with status 429."""
+    """Most completions that wait, and most requests for scores; a request beyond is refused with status 429."""
     max_batch_rows: int = 64
     """Most completions that are decoded together."""
     max_sequence_tokens: int = 4096
