@@ -7,8 +7,8 @@ look, and decide nothing. `benchmarks/hacking.py` measures what they find and ho
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -92,9 +92,16 @@ class SampledStep:
     """-1: not recorded."""
     scores: Floats
     texts: Sequence[str] = ()
-    """Completions of the first rows."""
+    """Completions of some rows."""
     prompts: Sequence[str] = ()
     """Their prompts."""
+    places: NDArray[np.intp] = field(default_factory=lambda: np.empty(0, np.intp))
+    """Those rows."""
+
+    def evidence(self, texts: Iterable[int]) -> list[dict[str, Any]]:
+        """The samples of the first of some texts."""
+        rows = [self.places[text] for text in texts][:5]
+        return [{"step": self.step, "index": int(self.indices[row])} for row in rows]
 
 
 @dataclass(frozen=True)
@@ -216,7 +223,7 @@ def repeated_phrases(sampled: Sequence[SampledStep]) -> Iterator[Signal]:
     before, shares = float(np.mean([*map(repeated_part, first.texts)])), [*map(repeated_part, last.texts)]
     now = float(np.mean(shares))
     if now >= REPEATED_NOW and now - before >= REPEATED_MORE:
-        worst = np.argsort(shares)[::-1][:5]
+        worst = np.argsort(shares)[::-1]
         yield Signal(
             "repeated phrases",
             "alert" if now >= 2 * REPEATED_NOW else "warning",
@@ -225,7 +232,7 @@ def repeated_phrases(sampled: Sequence[SampledStep]) -> Iterator[Signal]:
             [
                 {"label": "repeated part at first", "value": before},
                 {"label": "repeated part now", "value": now},
-                *({"step": last.step, "index": int(last.indices[place])} for place in worst),
+                *last.evidence(worst),
             ],
             "Welleck et al. 2019, Neural text generation with unlikelihood training, arXiv 1908.04319 (seq-rep-4)",
         )
@@ -245,7 +252,7 @@ def same_answer(sampled: Sequence[SampledStep]) -> Iterator[Signal]:
         [
             {"label": "part of the completions at first", "value": before.part},
             {"label": "part of the completions now", "value": now.part},
-            *({"step": last.step, "index": int(last.indices[place])} for place in now.places[:5]),
+            *last.evidence(now.texts),
         ],
         "Kirk et al. 2023, Understanding the effects of RLHF on LLM generalisation and diversity, arXiv 2310.06452",
     )
@@ -260,7 +267,7 @@ def copied_prompts(sampled: Sequence[SampledStep]) -> Iterator[Signal]:
     before, parts = (float(np.mean(_copied_parts(first))), _copied_parts(last))
     now = float(np.mean(parts))
     if now >= COPIED_NOW and now - before >= COPIED_MORE:
-        worst = np.argsort(parts)[::-1][:5]
+        worst = np.argsort(parts)[::-1]
         yield Signal(
             "prompt copied",
             "warning",
@@ -269,7 +276,7 @@ def copied_prompts(sampled: Sequence[SampledStep]) -> Iterator[Signal]:
             [
                 {"label": "copied part at first", "value": before},
                 {"label": "copied part now", "value": now},
-                *({"step": last.step, "index": int(last.indices[place])} for place in worst),
+                *last.evidence(worst),
             ],
             "Pan et al. 2022, The effects of reward misspecification, arXiv 2201.03544",
         )
@@ -345,13 +352,13 @@ class _Commonest:
 
     part: float
     """Of its completions."""
-    places: list[int]
-    """Of its rows."""
+    texts: list[int]
+    """Which of its texts are this answer."""
 
 
 def _commonest(step: SampledStep) -> _Commonest | None:
     """None where a step has too few different prompts to tell."""
-    prompts = step.prompts or step.groups[: len(step.texts)].tolist()
+    prompts = step.prompts or step.groups[step.places].tolist()
     if len({*prompts}) < _FEWEST_PROMPTS:
         return None
     ((answer, count),) = Counter(step.texts).most_common(1)

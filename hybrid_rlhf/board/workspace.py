@@ -114,10 +114,12 @@ class BoardWorkspace:
         steps, found = np.unique(step), []
         for place in np.unique(np.linspace(0, len(steps) - 1, min(len(steps), _SIGNAL_STEPS)).astype(int)):
             rows = np.flatnonzero(step == steps[place])
-            lines = samples.index.lines(view, rows[:_SIGNAL_TEXTS])
+            # spread over the step, whose first rows may be of few prompts
+            read = np.linspace(0, len(rows) - 1, min(len(rows), _SIGNAL_TEXTS)).astype(int)
+            lines = samples.index.lines(view, rows[read])
             texts, prompts = [str(line["completion"]) for line in lines], [prompt_text(line) for line in lines]
             of_step = (index[rows], group[rows], score[rows].astype(float))
-            found.append(SampledStep(int(steps[place]), *of_step, texts, prompts))
+            found.append(SampledStep(int(steps[place]), *of_step, texts, prompts, read))
         return found
 
     def _kept(

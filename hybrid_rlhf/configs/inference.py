@@ -11,9 +11,7 @@ from hybrid_rlhf.configs.sections.rules import require, require_template_variabl
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 
 _SERVE_KEYS = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_GENERATING_KEYS = (
-    *("adapters", "reward_model", "max_queue", "max_batch_rows", "max_sequence_tokens", "kv_cache_gib", "sampling"),
-)
+_GENERATING_KEYS = (*("adapters", "reward_model", "max_batch_rows", "max_sequence_tokens", "kv_cache_gib", "sampling"),)
 _CHAT_KEYS = tuple(name for name in vars(SamplingParams()) if name != "n")
 _MEASURES = {"win_rate": "against", "pass_rate": "reward", "harness": "tasks", "inspect": "inspect_tasks"}  # nosec B105
 """What a measure needs besides rows; those that are not listed need nothing."""
@@ -96,7 +94,8 @@ class ServeConfig(InferenceConfig):
     reward_model: str | None = None
     """Reward model that scores conversations at /score: a folder or hub name, which is also its name in requests."""
     max_queue: int = 256
-    """Maximum number of waiting completions; further requests are rejected with status 429."""
+    """Maximum number of waiting completions, and of waiting requests for scores; further requests are rejected with
+    status 429."""
     max_batch_rows: int = 64
     """Maximum number of completions decoded together."""
     max_sequence_tokens: int = 4096

@@ -12,7 +12,6 @@ import copy
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.reading import regular_file
+from hybrid_rlhf.configs.files.reading import regular_file, user_path
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.memory.live_bytes import LiveBytes
 from hybrid_rlhf.models.activation_offload import ActivationOffload
@@ -202,7 +201,7 @@ def read_config(path: str, *, trust_remote_code: bool = False) -> PreTrainedConf
     Raises:
         UserError: when there is no config that transformers can read.
     """
-    source = embedded_gguf() if path == EMBEDDED_MODEL else Path(path).expanduser()
+    source = embedded_gguf() if path == EMBEDDED_MODEL else user_path(path)
     if source.suffix != ".gguf":
         return load_config(path, trust_remote_code=trust_remote_code)
     regular_file(source, "a model file must exist")

@@ -140,9 +140,11 @@ def _group_sizes(ranks: tuple[int, ...], cluster: Cluster, heads: int) -> list[i
 
 def tensor_parallels(job: RLJob, layout: Layout, cluster: Cluster) -> list[int]:
     """Sizes of tensor-parallel groups that divide the ranks that sample, within a host."""
-    names = dict(layout.ranks)
+    names, environment = dict(layout.ranks), job.config.environment
     if job.config.rollout.policy_lag and SAMPLER not in names:
         return [1]  # beside training on the same ranks, sampling runs no collectives
+    if environment is not None and environment.path is None:
+        return [1]  # a program asks one rank
     return _group_sizes(names.get(SAMPLER, names["actor"]), cluster, job.actor.sizes.heads)
 
 

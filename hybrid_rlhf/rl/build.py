@@ -243,7 +243,13 @@ class _SessionBuilder:
         prompts, ptx = self._data
         stream = RowStream(len(prompts.train), epochs=config.train.epochs, seed=config.seed)
         steps = total_steps(config, stream)
-        environments = build_runner(config.environment, rollout=config.rollout, tokenizer=tokenizer, world=run.world)
+        environments = build_runner(
+            config.environment,
+            rollout=config.rollout,
+            tokenizer=tokenizer,
+            world=run.world,
+            samples=any(group[0] == run.world.rank for group in placement.sampling_groups),
+        )
         value_lam = 1.0 if config.critic is None else config.critic.gae_lambda
         algorithm_class = self._algorithm_class or ALGORITHMS[config.algorithm.name]
         algorithm = algorithm_class(config.algorithm, value_lam=value_lam)

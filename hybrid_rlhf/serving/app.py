@@ -157,7 +157,7 @@ def _add_scores(app: FastAPI, scores: ScoreService, call: Callable[[Callable[[],
     async def score(request: Request) -> Response:
         body = await read_request(request, ScoreBody)
         scores.check_name(body.model)
-        return JSONResponse(await scores.answer(body, call))
+        return _whole(await _until_disconnect(request.receive, scores.answer(body, call)))
 
 
 def error_response(status: int, message: str, kind: str, code: str | None = None) -> JSONResponse:
@@ -237,7 +237,12 @@ async def _generate(asked: Service, request: Request, body: GenerationBody) -> R
         whole = await _until_disconnect(request.receive, work())
     finally:
         stream.close()
-    return Response(status_code=_CLIENT_CLOSED) if whole is None else JSONResponse(whole)
+    return _whole(whole)
+
+
+def _whole(answer: dict[str, Any] | None) -> Response:
+    """An answer that is not streamed; none: the client has disconnected."""
+    return Response(status_code=_CLIENT_CLOSED) if answer is None else JSONResponse(answer)
 
 
 async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:

@@ -13,15 +13,22 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.messages import Message
 from hybrid_rlhf.serving.bodies import ScoreBody
 from hybrid_rlhf.serving.saved_scorer import SavedScorer, batches
-from hybrid_rlhf.serving.service import UnknownModel, read_conversation
+from hybrid_rlhf.serving.service import QueueFull, UnknownModel, read_conversation
 
 
 class ScoreService:
     """One reward model."""
 
-    def __init__(self, scorer: SavedScorer, *, name: str | None = None) -> None:
-        """Args: the model, and the name that requests give; none: that of the model."""
+    def __init__(self, scorer: SavedScorer, *, max_queue: int, name: str | None = None) -> None:
+        """Take what scores.
+
+        Args:
+            scorer: the model.
+            max_queue: most requests that wait for another one.
+            name: that requests give; none: that of the model.
+        """
         self.name, self._scorer = name or scorer.name, scorer
+        self._max_queue, self._unfinished = max_queue, 0
 
     def check_name(self, name: str) -> None:
         """Raise UnknownModel unless this is the name of the reward model."""
@@ -36,8 +43,21 @@ class ScoreService:
             call: has the thread that uses the device call a function.
 
         Raises:
+            QueueFull: when too many wait.
             UserError: for a conversation that is none, does not end with the assistant, or is too long.
         """
+        if self._unfinished > self._max_queue:
+            raise QueueFull(
+                f"{self._unfinished} requests for scores run or wait, the limit is {self._max_queue + 1}: try again "
+                "later"
+            )
+        self._unfinished += 1
+        try:
+            return await self._scored(body, call)
+        finally:
+            self._unfinished -= 1
+
+    async def _scored(self, body: ScoreBody, call: Callable[[Callable[[], Tensor]], Future[Tensor]]) -> dict[str, Any]:
         given, heads = body.conversations(), self._scorer.heads
         rows = [self._encode(f"conversation {place}", messages) for place, messages in enumerate(given)]
         shown: list[dict[str, Any]] = [{} for _ in rows]

@@ -17,6 +17,7 @@ import pytest
 from hybrid_rlhf.board.events import EventHub, Watcher
 from hybrid_rlhf.board.runs.folders import RunFolders, run_id
 from hybrid_rlhf.board.runs.metrics import MetricsFile
+from hybrid_rlhf.board.runs.summary import printed_text
 from tests.support.board import (
     ServedBoard,
     append_metrics,
@@ -235,3 +236,18 @@ def test_the_end_of_a_process_is_told_though_its_lock_ended_before(tmp_path: Pat
     assert not watcher._look_for_states(False) and not watcher._look_for_states(False)
     alive.clear()
     assert watcher._look_for_states(False) and not watcher._look_for_states(False)
+
+
+@pytest.mark.parametrize(
+    ("printed", "shown"),
+    [
+        ("one\r\ntwo\n", "one\ntwo\n"),
+        ("\r 10%\r 20%\nnext", " 20%\nnext"),
+        ("\r 10%|" * 3000 + "\r 99%|", " 99%|"),
+        ("\r 10%|" * 3000 + "\r 99%|\n", " 99%|"),
+        ("x" * 10_000 + "\nlast", "last"),
+    ],
+)
+def test_progress_bars_are_shown_as_in_a_terminal(tmp_path: Path, printed: str, shown: str) -> None:
+    (tmp_path / "board.log").write_text(printed, newline="")
+    assert printed_text(tmp_path) == shown

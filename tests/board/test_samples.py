@@ -19,7 +19,7 @@ from hybrid_rlhf.board.samples import index as index_module
 from hybrid_rlhf.board.samples import queries
 from hybrid_rlhf.board.samples.index import SampleIndex
 from hybrid_rlhf.board.samples.queries import SampleQuery, find
-from tests.support.board import ServedBoard, append_rows, sample_rows, served_board, write_run
+from tests.support.board import WORDS, ServedBoard, append_rows, sample_rows, served_board, write_run
 from tests.support.tiny import tiny_tokenizer
 
 STEPS, COUNT = 6, 20
@@ -125,6 +125,17 @@ def test_a_sample_has_its_tokens(board: ServedBoard) -> None:
     assert {row["has_tokens"] for row in board.get(f"/api/runs/{run}/samples", step=2)["rows"]} == {True}
 
 
+def test_prompts_count_their_own_samples(board: ServedBoard) -> None:
+    path, texts = f"/api/runs/{board.run('one')['id']}/prompts", [f"Say {word}" for word in WORDS[: COUNT // 4]]
+    pages = [board.get(path, offset=offset, limit=2)["rows"] for offset in range(0, len(texts), 2)]
+    shown = {row.pop("preview"): row for page in pages for row in page}
+    assert list(shown) == texts
+    for group, text in enumerate(texts):
+        own = [row for _, _, row in ALL if row["group"] == group]
+        assert shown[text]["samples"] == len(own) and shown[text]["steps"] == list(range(1, STEPS + 1))
+        assert shown[text]["mean_score"] == pytest.approx(np.mean([row["score"] for row in own]))
+
+
 def test_a_prompt_is_the_same_across_runs(board: ServedBoard) -> None:
     one, two = board.run("one")["id"], board.run("two")["id"]
     prompts = board.get(f"/api/runs/{one}/prompts", text="river")
@@ -181,7 +192,9 @@ def test_an_index_that_does_not_fit_begins_anew(tmp_path: Path) -> None:
     ] == [index.view().state.generation]
 
 
-@pytest.mark.parametrize("damage", ["state", "texts", "columns"])
+@pytest.mark.parametrize(
+    "damage", ["{", "[]", "3", '{"format": 2}', "texts", "columns", "step.bin", "prompt_row.bin", "component_1.bin"]
+)
 def test_a_damaged_index_is_made_again(tmp_path: Path, damage: str) -> None:
     append_rows(tmp_path, sample_rows(1, 3))
     index = index_of(tmp_path)
@@ -189,8 +202,10 @@ def test_a_damaged_index_is_made_again(tmp_path: Path, damage: str) -> None:
     folder = tmp_path / "samples.index"
     inside = folder / index.view().state.generation
     index.close()
-    if damage == "state":
-        (folder / "state.json").write_text("{")
+    if damage.endswith(".bin"):  # half copied
+        (inside / damage).write_bytes((inside / damage).read_bytes()[:-1])
+    elif damage not in ("texts", "columns"):
+        (folder / "state.json").write_text(damage)
     elif damage == "texts":
         (file,) = inside.glob("completions_*.block")
         file.write_bytes(file.read_bytes()[:-2])

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from hybrid_rlhf.board.signals import MetricCurve, SampledStep, copied_part, find_signals, repeated_part
+from hybrid_rlhf.board.workspace import BoardWorkspace
+from hybrid_rlhf.configs.commands.board import BoardConfig
+from tests.support.board import append_rows, sample_rows, write_run
 
 STEPS = np.arange(1, 61)
 NOISE = np.random.default_rng(0).normal(size=60)
@@ -38,8 +42,9 @@ def sampled(equal_groups: int = 0, last_text: str = "reply {} of words that all 
         [text.replace("{}", str(group)) for group in groups]
         for text in ("answer {} has words that all differ", last_text)
     ]
-    first = SampledStep(1, np.arange(16), groups, np.arange(16.0), texts[0], prompts)
-    return [first, *(SampledStep(step, np.arange(16), groups, scores, texts[1], prompts) for step in (50, 60))]
+    rows = np.arange(16)
+    first = SampledStep(1, rows, groups, np.arange(16.0), texts[0], prompts, rows)
+    return [first, *(SampledStep(step, rows, groups, scores, texts[1], prompts, rows) for step in (50, 60))]
 
 
 CASES: dict[str, Callable[[], tuple[dict[str, MetricCurve], list[SampledStep]]]] = {
@@ -84,6 +89,19 @@ def test_solved_groups_are_not_collapsed() -> None:
     assert find_signals(curves(), [first, solved[0], last[1]]) == [], "one step alone is noise"
     equal = [replace(step, scores=np.zeros(16)) for step in last]
     assert [signal.name for signal in find_signals(curves(), equal)] == ["collapsed groups"], "nothing is ever learnt"
+
+
+def test_texts_are_read_from_all_of_a_step(tmp_path: Path) -> None:
+    """A step of more groups than fit into the rows that are read, all of which but the first give one answer."""
+    run = write_run(tmp_path / "one")
+    append_rows(run, sample_rows(1, 160, group=32))
+    rows = sample_rows(2, 160, group=32)
+    append_rows(run, [{**row, "completion": "the same", "index": row["index"] + 1000} for row in rows])
+    workspace = BoardWorkspace(BoardConfig(folders=[str(tmp_path)]), load=lambda *_: pytest.fail("loads no model"))
+    (found,) = workspace.folders.all()
+    signals = {signal.name: signal for signal in workspace.signals(found)}
+    shown = [part["index"] for part in signals["same answer to all prompts"].evidence if "index" in part]
+    assert shown == [1000, 1002, 1005, 1007, 1010]
 
 
 def test_what_has_passed_is_found_with_its_steps() -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hybrid_rlhf.board.processes import training
 from hybrid_rlhf.board.processes.form import form_fields, read_form
-from hybrid_rlhf.board.runs.summary import COMMANDS
+from hybrid_rlhf.board.runs.folders import RunFolders
+from hybrid_rlhf.board.runs.summary import COMMANDS, RunSummaries
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.command_line import config_tree, flat, plain
 from tests.support.board import ServedBoard, served_board
@@ -102,3 +105,25 @@ def test_a_run_that_cannot_start_shows_its_error(board: ServedBoard, model_folde
     assert board.post("/api/runs", {"command": "sft", "values": values}).status_code == 200
     run = board.wait("broken", lambda run: run["state"] != "running")
     assert run["state"] == "broken" and "/no/such/file.jsonl" in run["problem"] and run["problem"].startswith("error: ")
+
+
+def test_a_run_without_a_checkpoint_resumes_on_as_many_processes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lines = list[list[str]]()
+
+    def start(command: list[str], **_: Any) -> subprocess.Popen[bytes]:
+        lines.append(command)
+        return subprocess.Popen(["true"])
+
+    monkeypatch.setattr(training, "start_process", start)
+    folders = RunFolders([tmp_path])
+    runs = training.Training(folders, RunSummaries())
+    run = folders.get(runs.start("sft", {"model.path": "m", "output_dir": "mine", "launcher.num_processes": 3}))
+    runs._processes[run.id].wait()
+    training.Training(folders, RunSummaries()).resume(run)  # another board
+    assert ["--nproc-per-node=3" in line for line in lines] == [True, True] and "--resume" in lines[1]
+    manifest = run.folder / "checkpoints" / "step_00000001" / "manifest.json"
+    manifest.parent.mkdir(parents=True)
+    manifest.write_text('{"content": {"world_size": 2}}')
+    assert training.world_size(run.folder) == 2

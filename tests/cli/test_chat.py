@@ -185,6 +185,21 @@ def test_with_json_a_chat_is_events_and_ends_with_the_messages(
     assert result == {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": answer}]}
 
 
+@pytest.mark.parametrize("words", [["--json"], []])
+def test_a_line_that_is_no_text_is_refused_and_the_talk_goes_on(
+    model_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    said = io.BytesIO(b"\xff\xfe\n/system \xff\nhi\n")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(said, encoding="utf-8"))
+    main(["chat", str(model_folder), "--sampling.max_new_tokens", "2", *words])
+    out = capsys.readouterr().out
+    assert out.count("a line must be text that UTF-8 can write, got '") == 2
+    if words:
+        *events, result = map(json.loads, out.splitlines())
+        assert [event["event"] for event in events if "model" in event][:2] == ["refusal"] * 2
+        assert [message["role"] for message in result["messages"]] == ["user", "assistant"]
+
+
 def test_columns_that_json_lacks_are_written_as_text(model_folder: Path, tmp_path: Path) -> None:
     source, output = tmp_path / "in.parquet", tmp_path / "answers.jsonl"
     row = {"prompt": "hi", "day": date(2024, 5, 1), "price": Decimal("1.50"), "raw": b"ab"}

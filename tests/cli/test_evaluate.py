@@ -272,6 +272,20 @@ def length():
         return Score(value=float(len(state.output.completion)))
     return score
 
+class NoScore(Exception):
+    def __repr__(self):
+        return "no score\\n  of this"
+
+@scorer(metrics=[mean()])
+def raising():
+    async def score(state, target: Target):
+        raise NoScore
+    return score
+
+@task
+def broken():
+    return Task(dataset=[Sample(input="say", target="x")], scorer=raising())
+
 @task
 def lengths():
     return Task(dataset=[Sample(input=f"say {n}", target="x") for n in range(5)], scorer=length())
@@ -293,9 +307,10 @@ def test_tasks_of_inspect_are_run_on_the_engine(
     lengths = [len(tokenizer.decode(one.token_ids, skip_special_tokens=True)) for (one,) in sampled]
     found = document["results"]["lengths length mean"]
     assert found["value"] == pytest.approx(np.mean(lengths)) and found["low"] < found["value"] < found["high"]
-    with pytest.raises(SystemExit):
-        measured(tmp_path, *words, "--inspect_tasks", f"{tmp_path}/tasks.py@absent")
-    assert "error: tasks of Inspect must" in capsys.readouterr().err
+    for name, error in (("absent", "must"), ("broken", "must run to their ends, broken does not (no score): check it")):
+        with pytest.raises(SystemExit):
+            measured(tmp_path, *words, "--inspect_tasks", f"{tmp_path}/tasks.py@{name}")
+        assert f"error: tasks of Inspect {error}" in capsys.readouterr().err
 
 
 def test_a_task_that_is_not_there_is_one_line(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,12 @@ def logprobs(folder: Path) -> torch.Tensor:
     return module_logprobs(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), PROBE)
 
 
+def test_the_home_of_nobody_is_a_folder(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    export.main([str(model_folder), "--output", "~nosuch/out"])
+    assert (tmp_path / "~nosuch" / "out" / "config.json").is_file()
+
+
 def test_dtype_shards_and_card(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "source"
     tiny_model().save_pretrained(source)

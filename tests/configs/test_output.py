@@ -13,6 +13,9 @@ import pytest
 from hybrid_rlhf import __version__
 from hybrid_rlhf.cli.main import COMMANDS, main
 from hybrid_rlhf.configs.errors import RankError, UserError
+from hybrid_rlhf.configs.files.atomic import output_file
+from hybrid_rlhf.configs.files.cache import cache_folder
+from hybrid_rlhf.configs.files.reading import user_path
 from hybrid_rlhf.configs.parsing.command_line import user_errors
 from hybrid_rlhf.configs.parsing.output import json_output, print_document, print_result, wants_json
 
@@ -108,3 +111,10 @@ def test_a_crash_in_a_process_of_its_own(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path.cwd())
     assert done.returncode == 1 and json.loads(done.stdout) == {"error": "RuntimeError: a bug"}
     assert "Traceback" in done.stderr and "RuntimeError: a bug" in done.stderr
+
+
+def test_the_home_of_nobody_is_a_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert output_file("~nosuch/rows.jsonl", "--output", overwrite=False) == Path("~nosuch/rows.jsonl")
+    assert cache_folder("~nosuch/cache") == Path("~nosuch/cache")
+    assert user_path("~/rows.jsonl") == Path.home() / "rows.jsonl"

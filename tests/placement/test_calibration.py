@@ -84,6 +84,12 @@ def test_costs_of_terms_are_found_beside_known_ones_and_in_spite_of_a_wrong_time
     assert found == pytest.approx({"call": 2.0, "size": 0.25, "none": 0.0}, abs=0.02)
 
 
+@pytest.mark.parametrize("gpu", [False, True])
+def test_a_quick_calibration_tells_what_a_step_takes_whatever_its_size(gpu: bool) -> None:
+    least, *_, most = measured_sizes(gpu=gpu, quick=True).prompts
+    assert most >= 16 * least
+
+
 def test_times_that_fall_with_size_are_no_reason_for_a_cost_below_nothing() -> None:
     sizes = measured_sizes(gpu=False, quick=True)
     known = truth()

@@ -128,6 +128,13 @@ def test_one_step_is_planned_by_its_own_line(
     assert json.loads(guessed) == json.loads(text), "the keys of a whole file say which step it is"
 
 
+def test_a_section_of_the_launcher_is_an_option_of_the_plan(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    own = ["sft", "--model.path", shape, "--zero.stage", "2", "--json"]
+    section, _ = printed([*own, "--launcher", "{num_processes: 2}"], capsys)
+    key, _ = printed([*own, "--launcher.num_processes", "2"], capsys)
+    assert json.loads(section) == json.loads(key) != json.loads(printed(own, capsys)[0])
+
+
 def test_a_step_that_does_not_fit_is_advised_in_its_own_keys(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
     text, code = printed(["sft", "--model.path", shape, "--plan_device_gib", "3.5"], capsys)
     assert code == 1 and "sft fits with --" in text and "--sft." not in text

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.configs.sections.placement import PlacedRoles, resolve_placement
-from hybrid_rlhf.placement.candidates import all_options, layouts, plan_of
+from hybrid_rlhf.placement.candidates import all_options, layouts, plan_of, tensor_parallels
 from hybrid_rlhf.placement.costs import Costs
 from hybrid_rlhf.placement.curves import MachineCurves
 from hybrid_rlhf.placement.job import RLJob, StepLengths
@@ -161,6 +162,16 @@ def test_a_search_lets_training_ranks_sample_where_that_is_faster() -> None:
     assert again.with_actor and again.sampling_groups == found.sampling_groups
     lagging = search_of(ranks=4, job={"lag": 1}).run(["separation"]).ranked[0].plan
     assert not lagging.placement.with_actor
+
+
+def test_the_planner_plans_what_programs_can_ask() -> None:
+    job, cluster = small_job(), Cluster(4, 8)
+    config = replace(job.config, environment=EnvironmentConfig(program="m:f"))
+    sizes = {
+        name: {size for layout in layouts(each, cluster) for size in tensor_parallels(each, layout, cluster)}
+        for name, each in (("none", job), ("program", replace(job, config=config)))
+    }
+    assert sizes == {"none": {1, 2, 4}, "program": {1}}
 
 
 def test_corrections_scale_their_kind_of_work_alone() -> None:

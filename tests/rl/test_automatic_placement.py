@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,25 @@ def test_a_run_moves_only_if_the_steps_left_pay_for_it(
         assert price.gain_seconds * steps_left > price.cost_seconds > 1.0
         watch.moved()
         assert watch.move is None and watch.plan != before and len(watch.plan.sampling.ranks) == 2
+
+
+def test_training_ranks_that_join_in_sampling_are_another_placement(
+    model_folder: Path, tmp_path: Path, log_lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_curves(cpu_machine(), 2, str(tmp_path))
+    request = _PlanRequest.of(config_of(model_folder, tmp_path, SHORT), World(0, 2, 0, 2, CPU))
+    watch, answer = PlacementWatch(request), request.answer()
+    found = next(each for each in answer.result.ranked if each.plan.separate)
+    placement = found.plan.placement
+    other = replace(placement, with_actor=not placement.with_actor)
+    monkeypatch.setattr(
+        _PlanRequest, "answer", lambda _: replace(answer, result=replace(answer.result, ranked=(found,)))
+    )
+    for runs, differs in ((placement, False), (other, True)):
+        watch._follow(replace(found, plan=replace(found.plan, placement=runs)))
+        for _ in range(4):
+            watch.metrics({"step": 1.0})
+        assert any("is expected to take" in line for line in log_lines) == differs
 
 
 def test_the_plan_becomes_the_placement(

@@ -6,6 +6,7 @@ import re
 import socket
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -13,9 +14,15 @@ import pytest
 import torch
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.configs.sections.rollout import EndpointConfig
+from hybrid_rlhf.rl.environments import build_runner
 from hybrid_rlhf.runtime.world import World
 from tests.support.programs import PROMPTS, SAMPLING, client_of, play_numbered, program_parts
+from tests.support.ranks import run_main
+from tests.support.runs import rl_line
+from tests.support.steps import write_rows
+from tests.support.tiny import tiny_tokenizer
 
 ASKED: list[tuple[str, str]] = []
 """Address and key of each episode."""
@@ -93,3 +100,23 @@ def test_the_address_of_programs_is_that_of_the_config(
     monkeypatch.delenv("PLAY_KEY")
     with pytest.raises(UserError, match=r"rollout.endpoint.api_key: .* PLAY_KEY is not set"):
         program_parts(world, paths["actor"], ask_once, sampling=sampling)
+    with pytest.raises(UserError, match="to each rank of a host, got 65535 and 2 ranks: choose a lower one"):
+        build_runner(
+            EnvironmentConfig(program=f"{__name__}:ask_once"),
+            rollout=replace(SAMPLING, endpoint=EndpointConfig(port=65535)),
+            tokenizer=tiny_tokenizer(),
+            world=replace(world, local_size=2),
+        )
+
+
+def test_only_ranks_that_sample_have_an_address(tmp_path: Path, model_folder: Path) -> None:
+    """A run whose first port, of the rank that trains, is another's."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        more = ["--algorithm", "grpo", "--environment.program", f"{__name__}:ask_once", "--logging.sinks", "[]"]
+        more += ["--placement", "separation", "--rollout.endpoint.port", str(port), "--rollout.sampling.n", "2"]
+        rows = write_rows(tmp_path / "rows.jsonl")
+        _, *line = rl_line(tmp_path / "out", model_folder, rows, *more)
+        run_main("hybrid_rlhf.cli.rl", 2, line)
+    (urls,) = re.findall(r"ask the actor at (.+) while a rollout", (tmp_path / "out" / "log.txt").read_text())
+    assert urls == f"http://127.0.0.1:{port + 1}"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import httpx2
 import openai
 import pytest
 import torch
+from fastapi import FastAPI
 from torch.nn.functional import cross_entropy
 
 from hybrid_rlhf.cli.saved_models import serve
@@ -19,6 +22,8 @@ from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.data.chat.conversation import encode_completion, encode_prompt
 from hybrid_rlhf.models.policy import Scorer
 from hybrid_rlhf.models.pretrained.loading import load_model
+from hybrid_rlhf.serving.app import build_scoring_app
+from hybrid_rlhf.serving.scores import ScoreService
 from tests.support.serving import KEY, server_process
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
@@ -121,6 +126,65 @@ def test_a_reward_model_is_served_alone(reward_folder: str, url: str) -> None:
         assert httpx2.get(f"{alone}/health").json() == {"status": "ok"}
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == 0
+
+
+def test_scores_wait_within_a_bound_and_for_clients_that_are_there() -> None:
+    """A request that runs, one that waits and whose client then leaves, and one too many."""
+    scorer, left = SlowScorer(), asyncio.Event()
+
+    async def post(app: FastAPI, until: asyncio.Event) -> int:
+        """The status of a request whose client disconnects at an event."""
+        body = json.dumps({"model": "judge", "prompt": "x", "completion": "y"}).encode()
+        received = iter([{"type": "http.request", "body": body}])
+        statuses = []
+
+        async def receive() -> dict[str, Any]:
+            message = next(received, None)
+            if message is None:
+                await until.wait()
+            return message or {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            statuses.append(message.get("status"))
+
+        scope = {"type": "http", "method": "POST", "path": "/score", "headers": [], "query_string": b""}
+        await app(scope, receive, send)
+        return int(statuses[0])
+
+    async def posts() -> list[int]:
+        app = build_scoring_app(ScoreService(scorer, max_queue=1), api_key=None, created=0)  # type: ignore[arg-type]
+        tasks = []
+        for leaves in (asyncio.Event(), left):
+            tasks.append(asyncio.create_task(post(app, leaves)))
+            while len(scorer.encoded) < len(tasks):
+                await asyncio.sleep(0.01)
+        found = [await post(app, asyncio.Event())]
+        left.set()
+        found.append(await tasks[1])
+        scorer.may_end.set()
+        return [*found, await tasks[0], await post(app, asyncio.Event())]
+
+    assert asyncio.run(posts()) == [429, 499, 200, 200]
+    assert len(scorer.encoded) == 3 and scorer.scored == 2
+
+
+class SlowScorer:
+    """A reward model whose scores end when the test says so."""
+
+    name, heads = "judge", ()
+
+    def __init__(self) -> None:
+        self.encoded: list[Any] = []
+        self.scored, self.may_end = 0, threading.Event()
+
+    def encode(self, prompt: Any, answer: Any, *, shown: str) -> list[int]:
+        self.encoded.append(answer)
+        return [1]
+
+    def scores(self, ids: list[list[int]]) -> torch.Tensor:
+        assert self.may_end.wait(60)
+        self.scored += 1
+        return torch.zeros(len(ids))
 
 
 def test_what_a_reward_model_does_not_read_is_refused(reward_folder: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,7 @@
 """Runs that the board starts, stops and resumes, as the commands of this package.
 
-A run is a process group of its own that outlives the board. Its settings (`board.yaml`) and what it prints
-(`board.log`) are in its folder.
+A run is a process group of its own that outlives the board. Its settings (`board.yaml`), its number of processes
+(`board.json`) and what it prints (`board.log`) are in its folder.
 """
 
 from __future__ import annotations
@@ -21,8 +21,12 @@ from hybrid_rlhf.board.runs.folders import BOARD_CONFIG, RunFolder, RunFolders, 
 from hybrid_rlhf.board.runs.reading import open_regular
 from hybrid_rlhf.board.runs.summary import BOARD_LOG, RunSummaries, run_process
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.files.atomic import write_whole
 from hybrid_rlhf.configs.parsing.command_line import save_config
 from hybrid_rlhf.runtime.files.names import CHECKPOINTS, CONFIG_FILE, MANIFEST
+
+_LAUNCH = "board.json"
+"""On how many processes the board started a run."""
 
 
 class Training:
@@ -77,7 +81,7 @@ class Training:
             raise UserError(f"{run.name} cannot be stopped ({error.strerror}): ask the user who started it") from error
 
     def resume(self, run: RunFolder) -> None:
-        """Resume a run from its last complete checkpoint, on as many processes.
+        """Resume a run from its last complete checkpoint, or anew without one, on as many processes.
 
         Raises:
             UserError: if it runs, has ended, or is not of this package.
@@ -98,6 +102,7 @@ class Training:
         return process is not None and process.poll() is None
 
     def _launch(self, folder: Path, command: list[str], processes: int) -> str:
+        write_whole(folder / _LAUNCH, json.dumps({"num_processes": processes}))
         if processes > 1:
             launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
             command = [sys.executable, *launcher, *command[1:]]
@@ -110,11 +115,20 @@ class Training:
 
 
 def world_size(folder: Path) -> int:
-    """On how many ranks the newest checkpoint was written; 1 without one."""
+    """On how many ranks the newest checkpoint was written, without one the board started the run; else 1."""
     manifests = sorted((folder / CHECKPOINTS).glob(f"step_*/{MANIFEST}"), key=lambda file: file.stat().st_mtime)
+    found = [_value(file, "content", "world_size") for file in manifests[-1:]]
+    found.append(_value(folder / _LAUNCH, "num_processes"))
+    return next((ranks for ranks in found if isinstance(ranks, int) and 1 <= ranks <= 1024), 1)
+
+
+def _value(file: Path, *keys: str) -> Any:
+    """A value in a file of JSON; none where it cannot be read: the run itself reports a broken checkpoint."""
     try:
-        with open_regular(manifests[-1]) as file:
-            ranks = json.load(file)["content"]["world_size"]
-    except (IndexError, OSError, ValueError, KeyError, TypeError):  # the run itself reports a broken checkpoint
-        return 1
-    return ranks if isinstance(ranks, int) and 1 <= ranks <= 1024 else 1
+        with open_regular(file) as opened:
+            value = json.load(opened)
+        for key in keys:
+            value = value[key]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return value

@@ -172,7 +172,7 @@ def run_process(folder: Path) -> psutil.Process | None:
 
 
 def printed_text(folder: Path) -> str | None:
-    """The end of what a run that the board started has printed; None: another started it."""
+    """The end of what a run that the board started has printed, as a terminal shows it; None: another started it."""
     try:
         with open_regular(folder / BOARD_LOG) as file:
             start = max(0, file.seek(0, os.SEEK_END) - _PRINTED_BYTES)
@@ -180,7 +180,10 @@ def printed_text(folder: Path) -> str | None:
             text = file.read().decode(errors="replace")
     except OSError:
         return None
-    return text.partition("\n")[2] if start else text
+    if start:
+        first, _, rest = text.partition("\n")
+        text = rest or first  # a progress bar may be longer than all that is read
+    return "\n".join(line.removesuffix("\r").rpartition("\r")[2] for line in text.split("\n"))
 
 
 def _printed_error(folder: Path) -> str | None:

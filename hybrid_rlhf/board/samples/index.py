@@ -57,7 +57,7 @@ class SampleIndex:
         self._lock = threading.Lock()
         self._state, self._stamp = IndexState(), 0
         self._is_checked = False
-        """Whether the text search of an earlier board was looked at."""
+        """Whether the columns and the text search of an earlier board were looked at."""
         self._prompts: tuple[str, dict[int, int]] = ("", {})
         """The places of the prompts of a generation, by their numbers."""
         self._unused: dict[Path, float] = {}
@@ -88,7 +88,7 @@ class SampleIndex:
 
     def _read_on(self, deadline: float) -> bool:
         self._load()  # another board may have written before this one could
-        if not self._state.generation or not self._continues() or not (self._is_checked or self._has_texts()):
+        if not self._state.generation or not self._continues() or not (self._is_checked or self._is_whole()):
             self._begin_generation()
         self._is_checked = True
         try:
@@ -138,7 +138,7 @@ class SampleIndex:
 
     def _load(self) -> None:
         """The state on the disk, which another board may have written."""
-        with contextlib.suppress(OSError, ValueError, TypeError):
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, KeyError):  # it may be anything
             file = self._folder / _STATE
             stamp = file.stat().st_mtime_ns
             if stamp == self._stamp:
@@ -190,10 +190,10 @@ class SampleIndex:
         write_whole(self._folder / _STATE, json.dumps(dataclasses.asdict(state)))
         self._state, self._stamp = state, (self._folder / _STATE).stat().st_mtime_ns
 
-    def _has_texts(self) -> bool:
-        """Whether the text search can be read."""
+    def _is_whole(self) -> bool:
+        """Whether the columns and the text search can be read: a folder may be half copied."""
         view = self.view()
-        return view.completions.is_whole() and view.prompt_texts.is_whole()
+        return view.has_columns() and view.completions.is_whole() and view.prompt_texts.is_whole()
 
     def _known_prompts(self) -> dict[int, int]:
         """The places of the prompts by their numbers; another board may have added some, or the last rows failed."""

@@ -93,11 +93,13 @@ class Samples:
         chosen[page] = True
         members = np.flatnonzero(view.rows_of_prompts(chosen))
         place, score, step = (view.column(name)[members] for name in ("prompt", "score", "step"))
+        order = np.argsort(place, kind="stable")
+        bounds = (np.searchsorted(place, page, side, sorter=order).tolist() for side in ("left", "right"))
         numbers = view.column("prompt_number")[page].tolist()
         lines = self.index.lines(view, view.column("prompt_row")[page])
         rows = []
-        for prompt, key, line in zip(page, numbers, lines, strict=True):
-            own = place == prompt
+        for prompt, first, last, key, line in zip(page, *bounds, numbers, lines, strict=True):
+            own = order[first:last]
             values = score[own][np.isfinite(score[own])]
             rows.append(
                 {

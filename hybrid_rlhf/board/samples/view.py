@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hybrid_rlhf.board.runs.reading import file_size
 from hybrid_rlhf.board.samples.lines import PROMPT_COLUMNS, ROW_COLUMNS
 from hybrid_rlhf.board.samples.texts import TextIndex
 
@@ -72,11 +73,22 @@ class IndexView:
         Raises:
             FileNotFoundError: if the index has begun a new generation.
         """
-        kind = np.dtype(COLUMN_FORMATS.get(name, "<f4"))
-        count = self.state.prompts if name in PROMPT_COLUMNS else self.rows
+        kind, count = self._shape(name)
         if not count:
             return np.empty(0, kind)
         return np.asarray(np.memmap(column_file(self.folder, self.state, name), kind, mode="r", shape=(count,)))
+
+    def has_columns(self) -> bool:
+        """Whether no file of a column is too short."""
+        for name in (*COLUMN_FORMATS, *(f"component/{name}" for name in self.state.components)):
+            kind, count = self._shape(name)
+            if file_size(column_file(self.folder, self.state, name)) < count * kind.itemsize:
+                return False
+        return True
+
+    def _shape(self, name: str) -> tuple[np.dtype[Any], int]:
+        """Type and length of a column."""
+        return np.dtype(COLUMN_FORMATS.get(name, "<f4")), self.state.prompts if name in PROMPT_COLUMNS else self.rows
 
     def prompt_place(self, number: int) -> int | None:
         """The place of the prompt of a number; None: the run does not have it."""

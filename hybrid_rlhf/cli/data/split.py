@@ -6,13 +6,14 @@ from pathlib import Path
 
 from hybrid_rlhf.configs.commands.data import SplitConfig
 from hybrid_rlhf.configs.files.atomic import output_file
+from hybrid_rlhf.configs.files.reading import user_path
 from hybrid_rlhf.configs.parsing.output import print_result
 
 
 def run(config: SplitConfig) -> None:
     """Split, and print where the parts are."""
-    source = Path(config.path).expanduser()
-    folder = Path(config.output_dir).expanduser() if config.output_dir else source.parent if source.exists() else Path()
+    source = user_path(config.path)
+    folder = user_path(config.output_dir) if config.output_dir else source.parent if source.exists() else Path()
     outputs = {
         name: output_file(folder / f"{source.stem}.{name}.jsonl", "each part", overwrite=config.overwrite)
         for name, _ in config.shares

@@ -73,7 +73,7 @@ def _single(name: str, words: Sequence[str], *, prog: str | None) -> tuple[PlanC
     for word in words:
         if word.startswith("--"):
             key = word.removeprefix("--").partition("=")[0]
-            place = own if key in _OWN or key.startswith("launcher.") else rest
+            place = own if key in _OWN or key.partition(".")[0] == "launcher" else rest
         place.append(word)
     step: Any = parse_config(_STEPS[name], rest, prog=None if prog is None else f"{prog} {name}")
     require(step.model.path is not None, f"a plan of {name} needs a model, got none: give --model.path")

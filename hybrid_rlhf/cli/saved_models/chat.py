@@ -6,6 +6,7 @@ otherwise `terminal.py`.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -15,10 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.files.reading import user_path
 from hybrid_rlhf.configs.inference import ChatConfig
 from hybrid_rlhf.configs.parsing.command_line import parse_config, user_errors
 from hybrid_rlhf.configs.parsing.output import print_document, wants_json
-from hybrid_rlhf.configs.parsing.values import check_values
+from hybrid_rlhf.configs.parsing.values import check_values, is_text
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -108,6 +110,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
 
 
 def _view() -> ChatView:
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # a line that is no text is refused, and the next one read
     if wants_json():
         from hybrid_rlhf.cli.saved_models.json_view import JSONView
 
@@ -163,7 +167,9 @@ class Session:
                 return
             if line == "/quit":
                 return
-            if line.startswith("/"):
+            if not is_text(line):
+                self._view.show_replies({name: _refused(line) for name in self._conversations})
+            elif line.startswith("/"):
                 self._execute(line)
             elif line:
                 self._retries = 0
@@ -263,7 +269,7 @@ class Session:
     def _save(self, name: str) -> None:
         if not name:
             raise UserError("/save needs a file, got none: write /save FILE.json")
-        file = Path(os.path.expanduser(name))
+        file = user_path(name)
         if file.exists():
             raise UserError(f"/save writes a new file, {file} exists: choose another name")
         beside = file.with_name(f"{file.name}.partial")
@@ -273,6 +279,12 @@ class Session:
         except OSError as error:
             raise UserError(f"/save cannot write {file} ({error.strerror}): choose another folder") from error
         self._view.show(f"saved {file}")
+
+
+def _refused(line: str) -> Generator[str, None, None]:
+    """The reply to a line that is no text."""
+    raise UserError(f"a line must be text that UTF-8 can write, got {line[:80]!r}: write it again")
+    yield
 
 
 def _settings(sampling: SamplingParams) -> dict[str, Any]:

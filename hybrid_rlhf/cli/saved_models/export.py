@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.files.reading import user_path
 from hybrid_rlhf.configs.inference import ExportConfig
 from hybrid_rlhf.configs.parsing.command_line import parse_config, user_errors
 from hybrid_rlhf.configs.parsing.output import print_result
@@ -27,7 +28,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
     with user_errors():
         words = list(sys.argv[1:] if argv is None else argv)
         config = parse_config(ExportConfig, words, prog=prog, positional="path")
-        output = Path(config.output).expanduser()
+        output = user_path(config.output)
         if output.exists():
             raise UserError(f"--output must not exist, {config.output} does: choose another, or remove it")
         _export(config, output)

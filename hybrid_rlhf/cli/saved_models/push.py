@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.files.reading import user_path
 from hybrid_rlhf.configs.inference import PushConfig
 from hybrid_rlhf.configs.parsing.command_line import parse_config, user_errors
 from hybrid_rlhf.configs.parsing.output import print_result
@@ -51,7 +51,7 @@ def _push(config: PushConfig, files: list[str]) -> None:
         raise UserError("push needs the hub, HF_HUB_OFFLINE is set: unset it")
     if get_token() is None:
         raise UserError("push needs a token of the hub, got none: log in with `hf auth login`, or export HF_TOKEN=...")
-    api, folder = HfApi(), Path(config.path).expanduser()
+    api, folder = HfApi(), user_path(config.path)
     with _hub_errors(config.repo):
         api.create_repo(config.repo, private=config.private, exist_ok=True)
         commit = api.create_commit(
@@ -69,7 +69,7 @@ def _model_files(path: str) -> list[str]:
     Raises:
         UserError: when there is no model.
     """
-    folder = Path(path).expanduser()
+    folder = user_path(path)
     found = sorted({file for pattern in MODEL_FILES for file in folder.glob(pattern) if file.is_file()})
     if not any(file.suffix in (".safetensors", ".gguf") for file in found):
         raise UserError(f"a model folder must have weights, {path} has none: give a folder that a step or export wrote")

@@ -30,13 +30,14 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
             place = find_model(config)
             if is_scorer(load_config(place.path, trust_remote_code=place.trust_remote_code)):
                 config.check_scores_alone()
-                return Served(None, ScoreService(load_scorer(place), name=config.served_name))
+                alone = ScoreService(load_scorer(place), max_queue=config.max_queue, name=config.served_name)
+                return Served(None, alone)
             if config.adapters:
                 engine = adapted_engine(place, config.adapters, kv_cache_gib=config.kv_cache_gib)
             else:
                 engine = engine_at(place, kv_cache_gib=config.kv_cache_gib)
             judge = config.reward_model
-            scores = ScoreService(load_scorer(find_model(config, judge))) if judge else None
+            scores = ScoreService(load_scorer(find_model(config, judge)), max_queue=config.max_queue) if judge else None
             return Served(LoadedModel(engine, place.tokenizer), scores)
 
         def report(name: str, url: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Generator, Mapping, Sequence
-from pathlib import Path
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import NestedCompleter, PathCompleter
@@ -24,6 +23,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.files.reading import user_path
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Characters with which a model could send commands to the terminal; tab and newline are not among them."""
@@ -84,7 +84,7 @@ class Terminal:
 
     def _history(self) -> History:
         """The file of earlier lines, created if there is none."""
-        file = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "hybrid_rlhf" / "chat_history"
+        file = user_path(os.environ.get("XDG_STATE_HOME") or "~/.local/state") / "hybrid_rlhf" / "chat_history"
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(file, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)

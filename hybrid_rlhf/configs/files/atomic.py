@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.files.reading import user_path
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -49,7 +50,7 @@ def output_file(path: str | Path, key: str, *, overwrite: bool) -> Path:
     Raises:
         UserError: naming `key`, if the file exists and may not be replaced, or cannot be written.
     """
-    file = Path(path).expanduser()
+    file = user_path(path)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         is_there, writable = os.path.lexists(file), os.access(file.parent, os.W_OK)

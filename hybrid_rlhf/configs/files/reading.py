@@ -7,6 +7,7 @@ may be nested out of its stack, and takes the last of two equal keys in silence.
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -41,6 +42,11 @@ class NotJSON(ValueError):
     def __init__(self, reason: str, line: int = 1, column: int | None = None) -> None:
         super().__init__(reason)
         self.reason, self.line, self.column = reason, line, column
+
+
+def user_path(path: str | Path) -> Path:
+    """A path that a user wrote; ~ is the home folder, and the ~name of nobody is a name, as for a shell."""
+    return Path(os.path.expanduser(path))
 
 
 def regular_file(path: str | Path, rule: str) -> Path:

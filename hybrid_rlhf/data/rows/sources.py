@@ -21,7 +21,7 @@ import pyarrow.parquet
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.files.credentials import redacted
-from hybrid_rlhf.configs.files.reading import NotJSON, not_text, parse_json, read_text, regular_file
+from hybrid_rlhf.configs.files.reading import NotJSON, not_text, parse_json, read_text, regular_file, user_path
 from hybrid_rlhf.configs.sections.data import DataSource
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 
@@ -66,7 +66,7 @@ def open_source(source: str | DataSource) -> RowReader:
     source = DataSource(path=source) if isinstance(source, str) else source
     if "://" in source.path:
         raise UserError(f"{_SOURCE_RULE}, got {redacted(source.path)}: download it first")
-    path = Path(os.path.expanduser(source.path))
+    path = user_path(source.path)
     if os.path.isdir(path):
         return _open_table(source, _load_folder(source, path))
     local = path.suffix in _FILE_TYPES or source.path.count("/") > 1 or source.path.startswith((".", "/", "~"))

@@ -8,7 +8,6 @@ a model that is written; with `read_adapter` a model stays as it is, and whoever
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel
@@ -18,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.files.reading import user_path
 from hybrid_rlhf.models.pretrained.folders import reading
 
 _CONFIG, _WEIGHTS, _NAME = "adapter_config.json", "adapter_model.safetensors", "default"
@@ -84,7 +84,7 @@ def read_adapter(model: PreTrainedModel, folder: str) -> dict[str, LowRank]:
 
 
 def _adapter_config(folder: str) -> PeftConfig:
-    path = Path(folder).expanduser()
+    path = user_path(folder)
     if not (path / _CONFIG).is_file():
         raise UserError(f"an adapter is a folder with {_CONFIG}, {folder} has none: check the path")
     if not (path / _WEIGHTS).is_file():  # peft would read a pickle
@@ -100,7 +100,7 @@ def _wrapped(model: PreTrainedModel, folder: str, config: PeftConfig) -> PeftMod
     with reading(f"the adapter {folder} must fit {type(model).__name__}", _FIX):
         wrapped = PeftModel(model, config, _NAME)
         # PeftModel.from_pretrained only warns of weights that are missing or left over
-        found = wrapped.load_adapter(str(Path(folder).expanduser()), _NAME)
+        found = wrapped.load_adapter(str(user_path(folder)), _NAME)
         faulty = [*found.missing_keys, *found.unexpected_keys]
         if faulty:
             raise ValueError(f"{len(faulty)} weights are missing or left over, for example {faulty[0]}")

@@ -24,7 +24,7 @@ import transformers
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.files.cache import cache_folder
 from hybrid_rlhf.configs.files.credentials import redacted
-from hybrid_rlhf.configs.files.reading import regular_file
+from hybrid_rlhf.configs.files.reading import regular_file, user_path
 from hybrid_rlhf.models.pretrained.embedded import embedded_gguf
 from hybrid_rlhf.models.pretrained.folders import check_folder, first_line
 from hybrid_rlhf.models.pretrained.gguf.reading import read_gguf
@@ -56,7 +56,7 @@ def resolve_model(path: str, *, world: World, cache_dir: str | None = None) -> s
         raise UserError(
             f"a model must be a folder, a .gguf file or a hub name, got {redacted(path)}: download it first"
         )
-    source = Path(os.path.expanduser(path))
+    source = user_path(path)
     if source.suffix == ".gguf":
         return str(_dequantised(source, world=world, cache_dir=cache_dir))
     if os.path.isdir(source):

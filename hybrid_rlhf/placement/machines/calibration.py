@@ -134,7 +134,7 @@ def measured_sizes(*, gpu: bool, quick: bool) -> MeasuredSizes:
         models=[*full.models[:2], *full.models[-3:]],
         batches=batches[:2],
         decoded=[2],
-        prompts=[4],
+        prompts=[4, 64],  # of one size, a step would take a time in proportion to its rollout
     )
 
 

@@ -14,9 +14,21 @@ from hybrid_rlhf.serving.packages import require_packages
 
 
 def build_runner(
-    config: EnvironmentConfig | None, *, rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase, world: World
+    config: EnvironmentConfig | None,
+    *,
+    rollout: RolloutConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    world: World,
+    samples: bool = True,
 ) -> EpisodeRunner | None:
     """The runner of the configured environment; none without one, when a completion is one turn. Every rank calls.
+
+    Args:
+        config: the environment.
+        rollout: how completions are sampled.
+        tokenizer: of the actor.
+        world: all ranks.
+        samples: whether episodes are played on this rank.
 
     Raises:
         UserError: when the environment cannot be loaded, the chat template cannot show observations, or the address of
@@ -29,7 +41,7 @@ def build_runner(
         from hybrid_rlhf.rl.environments.programs import ProgramRunner, load_program  # they import those packages
 
         program = None if config.program is None else load_program(config, world)
-        return ProgramRunner(program, config, rollout=rollout, tokenizer=tokenizer, world=world)
+        return ProgramRunner(program, config, rollout=rollout, tokenizer=tokenizer, world=world, samples=samples)
     make = load_environment(config, world)
     assert make is not None
     return EnvironmentRunner(make, config, rollout=rollout, tokenizer=tokenizer, device=world.device)

@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.configs.sections.rollout import EndpointConfig, RolloutConfig
+from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.sampling import SamplingParams
 from hybrid_rlhf.loop.user_code import import_named
@@ -72,6 +73,7 @@ class ProgramRunner:
         rollout: RolloutConfig,
         tokenizer: PreTrainedTokenizerBase,
         world: World,
+        samples: bool = True,
     ) -> None:
         """Take the program and settings, and the address. Every rank calls.
 
@@ -80,27 +82,33 @@ class ProgramRunner:
             config: limits of an episode.
             rollout: the address, sampling and memory.
             tokenizer: of the actor.
-            world: ranks, of which any may sample.
+            world: all ranks.
+            samples: whether this rank samples, and so has an address.
 
         Raises:
-            UserError: on every rank, when any cannot take its address, or the variable of the key is not set.
+            UserError: on every rank, when any has no port or cannot take its address, or the variable of the key is not
+                set.
         """
         self._program, self._config, self._rollout, self._tokenizer = program, config, rollout, tokenizer
         self._calls = EnvironmentCalls(timeout_seconds=config.timeout_seconds, device=world.device)
         endpoint = rollout.endpoint or EndpointConfig()
         with shared_user_errors(world):
             key = endpoint.expanded_api_key()
+            require(
+                endpoint.port + world.local_size <= 65536,
+                f"rollout.endpoint.port must leave a port up to 65535 to each rank of a host, got {endpoint.port} and "
+                f"{world.local_size} ranks: choose a lower one",
+            )
             self._host, self._port = endpoint.host, endpoint.port and endpoint.port + world.local_rank
-            if rollout.endpoint is not None:
+            if rollout.endpoint is not None and samples:
                 with bound_socket(self._host, self._port) as free:  # a port that stays the same in all rollouts
                     self._port = free.getsockname()[1]
         self._api_key = secrets.token_urlsafe(24) if key is None and program is not None else key
         if rollout.endpoint is not None:
-            urls = world.all_gather_objects(url_of(self._host, self._port))
+            urls = world.all_gather_objects(url_of(self._host, self._port) if samples else None)
             if world.is_main:
-                logger.info(
-                    "rollout.endpoint: programs ask the actor at %s while a rollout is sampled", ", ".join(urls)
-                )
+                shown = ", ".join(url for url in urls if url is not None)
+                logger.info("rollout.endpoint: programs ask the actor at %s while a rollout is sampled", shown)
 
     def run(
         self,

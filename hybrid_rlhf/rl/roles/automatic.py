@@ -210,7 +210,7 @@ class PlacementWatch:
         self._question = self._question.corrected(report.ratios())
         self.answer = self._question.answer()
         best = self.answer.best
-        if best is None or best.plan.placement.roles == self.plan.placement.roles:
+        if best is None or best.plan.placement == self.plan.placement:
             return
         now = step_time(self._question.costs(self.plan), self.plan, rows_at_once=self._rows_at_once).step_seconds
         cost = move_seconds(self._question.costs(best.plan), best.plan, build_seconds=self.build_seconds)

@@ -72,10 +72,16 @@ def _run(config: EvaluateConfig, url: str, key: str) -> Sequence[EvalLog]:
             ) from error
     failed = next((log for log in logs if log.status != "success"), None)
     if failed is not None or not logs:
-        reason = "no task was found" if failed is None or failed.error is None else failed.error.message
         name = ", ".join(config.inspect_tasks) if failed is None else failed.eval.task
-        raise UserError(f"tasks of Inspect must run to their ends, {name} does not ({reason.strip()}): check it")
+        reason = "no task was found" if failed is None else _reason(failed)
+        raise UserError(f"tasks of Inspect must run to their ends, {name} does not ({reason}): check it")
     return logs
+
+
+def _reason(failed: EvalLog) -> str:
+    """Why a task did not run to its end, in one line."""
+    message = "" if failed.error is None else failed.error.message.strip()
+    return message.partition("\n")[0].rstrip() or f"its status is {failed.status}"
 
 
 def _values(log: EvalLog) -> dict[str, Estimate | float | int]:
