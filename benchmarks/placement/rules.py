@@ -45,8 +45,7 @@ def without_communication(costs: Costs, plan: StepPlan, *, rows_at_once: int) ->
 
 def silent(curves: MachineCurves) -> MachineCurves:
     """A machine whose collectives and gathers take no time."""
-    calls = {**curves.calls, "gathered_layer": 0.0}
-    return replace(curves, corrections={**curves.corrections, "collective": 0.0}, calls=calls)
+    return replace(curves, corrections={**curves.corrections, "collective": 0.0}, gathered={})
 
 
 def _scaled(seconds: float, scale: float, *, gains: bool) -> float:

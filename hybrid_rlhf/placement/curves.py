@@ -22,7 +22,7 @@ import numpy.typing as npt
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rules import require
 
-FORMAT = 2
+FORMAT = 3
 """Of the file; a file of another format is refused."""
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "transfer"]
 """What ranks exchange. Bytes are those of the whole tensor: the result of an all-gather, the input of a reduce-scatter;
@@ -173,8 +173,11 @@ class MachineCurves:
     between_hosts: Mapping[str, Surface]
     """The same where the ranks are on several hosts."""
     calls: Mapping[str, float] = field(default_factory=dict)
-    """Fixed seconds: of a `forward`, a `backward`, an optimizer `step` of an engine; of a layer that ZeRO-3 gathers
-    (`gathered_layer`); of entering and leaving generation (`generation`), of a `prefill` and of each `completion`."""
+    """Fixed seconds: of a `forward`, a `backward`, an optimizer `step` of an engine; of entering and leaving generation
+    (`generation`), of a `prefill` and of each `completion`."""
+    gathered: Mapping[str, Curve] = field(default_factory=dict)
+    """By ranks, in a `forward` and in a `backward`: what ZeRO-3 takes for each layer that it gathers, beside the
+    collective."""
     slowdown: Curve = field(default_factory=Curve.zero)
     """By ranks of a host that compute at once: seconds of what one rank alone does in a second; without points 1. On a
     CPU, ranks share cores and memory bandwidth."""
@@ -193,6 +196,11 @@ class MachineCurves:
     def slowed(self, ranks: int) -> float:
         """How many times longer compute takes while so many ranks of a host compute; at least 1."""
         return max(1.0, self.slowdown(ranks))
+
+    def gathered_layer(self, kind: Literal["forward", "backward"], ranks: int) -> float:
+        """What ZeRO-3 takes for each layer on so many ranks, beside the collective; the most ranks stand for more."""
+        curve = self.gathered.get(kind, Curve.zero())
+        return curve(min(ranks, curve.points[-1][0])) if curve.points else 0.0
 
     def corrected(self, ratios: Mapping[str, float]) -> MachineCurves:
         """The curves with predictions of some kinds of work multiplied by measured / predicted."""
@@ -257,6 +265,8 @@ def _read(kind: Any, value: Any) -> Any:
     """A field of MachineCurves from JSON, by the text of its type."""
     if kind == "Curve":
         return Curve.of(value)
+    if kind == "Mapping[str, Curve]":
+        return {name: Curve.of(points) for name, points in value.items()}
     if kind == "Mapping[str, Surface]":
         return {
             name: Surface(tuple((float(first), Curve.of(points)) for first, points in curves))

@@ -94,7 +94,7 @@ def test_curves_of_another_machine_or_version_are_refused_and_not_loaded(tmp_pat
 
 def test_curves_of_another_format_are_refused() -> None:
     text = json.dumps({**json.loads(machine().to_json()), "format": 99})
-    with pytest.raises(UserError, match="FILE must have format 2, got 99"):
+    with pytest.raises(UserError, match="FILE must have format 3, got 99"):
         MachineCurves.from_json(text, place="FILE")
 
 

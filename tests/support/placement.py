@@ -66,7 +66,8 @@ def machine(*, bandwidth: float = 1e9, latency: float = 1e-5, device: str = "cud
         host_optimizer=cost_line(1e8),
         collectives=exchange(1.0),
         between_hosts=exchange(10.0),
-        calls={"forward": 1e-4, "backward": 1e-4, "step": 1e-4, "gathered_layer": 1e-5, "generation": 1e-3},
+        calls={"forward": 1e-4, "backward": 1e-4, "step": 1e-4, "generation": 1e-3},
+        gathered=dict.fromkeys(("forward", "backward"), Curve.of([(1, 1e-5)])),
     )
     return replace(found, device=device, **changes)  # type: ignore[arg-type]
 

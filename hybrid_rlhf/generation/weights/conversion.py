@@ -37,7 +37,7 @@ LOW_PRECISION_TOLERANCE = 0.1
 """Mean difference in nats allowed for the probe's log-probs in bfloat16 and float16; more where logits are large."""
 QUANTISED_TOLERANCE = 1.0
 """The same with quantised products. SmolLM2-135M in int8 differs by 0.37 on the probe, after some training by 0.5."""
-_DECODED = 3
+PROBE_DECODED = 3
 """Tokens of the probe that pass one by one: each reads all weights, as the rest does at once."""
 
 
@@ -222,7 +222,7 @@ def probe_logprobs(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
 @torch.inference_mode()
 def probe_logits(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
     """Logits [P - 1, V] float32 after all tokens except the last: the first by prefill, the others token by token."""
-    probe, places = _Probe(decoder, tokens), range(len(tokens) - 1 - _DECODED, len(tokens) - 1)
+    probe, places = _Probe(decoder, tokens), range(len(tokens) - 1 - PROBE_DECODED, len(tokens) - 1)
     hidden = [probe.prefill(places.start), *map(probe.decode, places)]
     return gather_vocabulary(decoder.logits(torch.cat(hidden)), decoder.architecture.vocab_size, decoder.world)
 

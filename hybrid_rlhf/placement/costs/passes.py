@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from hybrid_rlhf.generation.weights.conversion import PROBE_DECODED
+from hybrid_rlhf.models.head_check import PROBE_TOKENS
 from hybrid_rlhf.placement.curves import MachineCurves
 from hybrid_rlhf.placement.job import ModelDimensions
 
@@ -18,8 +20,6 @@ ATTENTION_BACKWARD = 2.5
 """Operations of an attention's backward over its forward's: five products instead of two (FlashAttention-2)."""
 DECODE_PRODUCTS = 4
 """Products of a layer of inference weights: queries with keys and values, output, gate with up, down."""
-CHECKED_TOKENS = 16
-"""Tokens that pass through both models in the check after a weight sync."""
 Numbers = npt.NDArray[np.float64]
 
 
@@ -107,6 +107,14 @@ class ModelPasses:
         part = s.layer_weights * s.active / DECODE_PRODUCTS / together
         seconds = DECODE_PRODUCTS * float(c.products[self.dtype](part, tokens))
         return seconds + self.attention(squares, together=together) + c.layer(tokens * s.hidden)
+
+    def probe(self, *, item_bytes: int, together: int = 1) -> float:
+        """The tokens of the check after a weight sync: a prefill, then some one by one."""
+        tokens, one = PROBE_TOKENS - PROBE_DECODED, np.ones(1)
+        seconds = self.sizes.layers * self.split_layer(tokens, tokens**2, together=together)
+        step = self.decode_products(one, together=together)
+        step = step + self.decode_rest(one, one * PROBE_TOKENS, item_bytes=item_bytes, together=together)
+        return seconds + PROBE_DECODED * float(step[0])
 
     def decode_products(self, rows: Numbers, *, together: int = 1) -> Numbers:
         """Products of the layers and the head in decoding steps of so many rows."""

@@ -12,15 +12,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 
 from hybrid_rlhf.configs.sections.placement import RolePlacement
 from hybrid_rlhf.engines.hybrid import BUCKET_ELEMENTS
 from hybrid_rlhf.generation.backends.native import PREFILL_TOKENS
+from hybrid_rlhf.models.head_check import PROBE_TOKENS
 from hybrid_rlhf.placement.costs.decoding import DecodeSegments
-from hybrid_rlhf.placement.costs.passes import CHECKED_TOKENS, ModelPasses, Numbers, PassedTokens
+from hybrid_rlhf.placement.costs.passes import ModelPasses, Numbers, PassedTokens
 from hybrid_rlhf.placement.curves import Collective, MachineCurves
 from hybrid_rlhf.placement.job import ModelDimensions, RLJob, RoleJob
 from hybrid_rlhf.placement.plans import Cluster, StepPlan
@@ -137,13 +138,14 @@ class Costs:
 
     def _forward(self, sizes: ModelDimensions, batch: PassedTokens, span: _Span, zero: int) -> Work:
         passes = self._passes(sizes)
-        work = Work(passes.forward(batch)) + self._gathers(sizes, passes.layer(batch), span, zero)
+        work = Work(passes.forward(batch)) + self._gathers("forward", sizes, passes.layer(batch), span, zero)
         return Work(work.compute * self.curves.factor("forward"), work.wire)
 
     def _backward(self, sizes: ModelDimensions, batch: PassedTokens, span: _Span, zero: int) -> Work:
         passes, checkpoints = self._passes(sizes), self.job.config.model.gradient_checkpointing
         layer = passes.layer_backward(batch, checkpoints=checkpoints)
-        work = Work(passes.backward(batch, checkpoints=checkpoints)) + self._gathers(sizes, layer, span, zero)
+        work = Work(passes.backward(batch, checkpoints=checkpoints))
+        work += self._gathers("backward", sizes, layer, span, zero)
         if zero >= 2:
             work += Work(wire=self._collective("reduce_scatter", span, self._bytes * sizes.trained))
         return Work(work.compute * self.curves.factor("backward"), work.wire)
@@ -160,28 +162,32 @@ class Costs:
             wire += self._collective("all_gather", span, size)
         return Work(compute * c.factor("optimizer"), wire)
 
-    def _gathers(self, sizes: ModelDimensions, layer_seconds: float, span: _Span, zero: int) -> Work:
-        """What ZeRO-3 adds to a pass and compute does not hide: bookkeeping of each layer, and its weights."""
+    def _gathers(
+        self, kind: Literal["forward", "backward"], sizes: ModelDimensions, layer_seconds: float, span: _Span, zero: int
+    ) -> Work:
+        """What ZeRO-3 adds to a pass and compute does not hide: bookkeeping of each layer, and its weights. Both were
+        measured while the ranks share cores, so nothing slows them further."""
         if zero < 3:
             return Work()
-        call = self.curves.calls.get("gathered_layer", 0.0)
-        layer = call + self._collective("all_gather", span, self._bytes * sizes.layer_weights)
+        layer = self.curves.gathered_layer(kind, span.ranks)
+        layer += self._collective("all_gather", span, self._bytes * sizes.layer_weights)
         exposed = max(0.0, layer - self.curves.overlap * layer_seconds)
         rest = self._collective("all_gather", span, self._bytes * sizes.rest_parameters)
-        call = min(call, exposed)
-        return Work(sizes.layers * call, sizes.layers * (exposed - call) + rest)
+        return Work(wire=sizes.layers * exposed + rest)
 
     # Weight sync and sampling
 
     def weight_sync(self, plan: StepPlan) -> Work:
         """Filling the inference weights, and the check of them: the sampler's, the actor's, or one after the other."""
         sizes, actor, sampling, c = self.job.actor.sizes, plan.roles["actor"], plan.sampling, self.curves
-        size = self.job.inference_dtype.itemsize * sizes.parameters
+        item_bytes, together = self.job.inference_dtype.itemsize, sampling.tensor_parallel
+        size = item_bytes * sizes.parameters
         span, union = self._span(actor.ranks), self._span(_union(actor.ranks, sampling.ranks))
 
         def price() -> Work:
-            check = self._forward(sizes, PassedTokens.of_rows(1, CHECKED_TOKENS), span, actor.zero) * 2
-            entered, part = Work(c.calls.get("generation", 0.0)) + check, size / sampling.tensor_parallel
+            check = self._forward(sizes, PassedTokens.of_rows(1, PROBE_TOKENS), span, actor.zero)
+            check += Work(ModelPasses(c, sizes, self._inference_dtype).probe(item_bytes=item_bytes, together=together))
+            entered, part = Work(c.calls.get("generation", 0.0)) + check, size / together
             work = Work()
             if plan.separate:  # ranks send what they have of a weight: nothing is gathered
                 work += entered + Work(c.copies(part), self._transfer(sampling, span, union, size))

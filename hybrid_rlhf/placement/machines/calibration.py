@@ -18,7 +18,7 @@ from hybrid_rlhf.placement.machines import collectives, layers
 from hybrid_rlhf.placement.machines.fitting import with_models
 from hybrid_rlhf.placement.machines.layers import ModelTimes, TimedBatch, TimedModel
 from hybrid_rlhf.placement.machines.ranks import run_on_ranks
-from hybrid_rlhf.runtime.world import World
+from hybrid_rlhf.runtime.world import World, create_groups
 
 _CPU_RANKS = 8
 _LEAST = 1e-9
@@ -69,8 +69,8 @@ def calibrate(
         UserError: when the ranks do not finish in time.
     """
     sizes = measured_sizes(gpu=torch.cuda.is_available(), quick=quick)
-    show(f"collectives on {ranks} ranks")
-    times, sharing = run_on_ranks(_together, ranks, sizes.bytes)[0]
+    show(f"collectives and ZeRO-3 on {ranks} ranks")
+    times, sharing, sharded = run_on_ranks(_together, ranks, sizes)[0]
     show("matrix products, attention, optimizer steps, copies; small models")
     base, models = run_on_ranks(_alone, 1, sizes)[0]
     show("the loop of RL outside its phases")
@@ -87,7 +87,7 @@ def calibrate(
         device_gib=_device_gib(ranks),
         ranks_per_host=ranks,
     )
-    return with_models(curves, models)
+    return with_models(curves, models, sharded)
 
 
 def measured_sizes(*, gpu: bool, quick: bool) -> MeasuredSizes:
@@ -138,8 +138,20 @@ def measured_sizes(*, gpu: bool, quick: bool) -> MeasuredSizes:
     )
 
 
-def _together(world: World, sizes: list[int]) -> tuple[collectives.Times, list[tuple[float, float]]]:
-    return collectives.time_collectives(world, sizes), collectives.time_sharing(world)
+def _together(
+    world: World, sizes: MeasuredSizes
+) -> tuple[collectives.Times, list[tuple[float, float]], list[tuple[int, ModelTimes]]]:
+    """Collectives, how much ranks slow each other down, and models under ZeRO-3 by number of ranks."""
+    times, sharing = collectives.time_collectives(world, sizes.bytes), collectives.time_sharing(world)
+    groups = [range(ranks) for ranks in collectives.group_sizes(world.size)]
+    create_groups(groups)
+    sharded = []
+    for part in map(world.part, groups):
+        if part.is_member:
+            models = [each for each in sizes.models if each.zero]
+            sharded += [(part.size, layers.time_model(part, each, sizes.batches[:2], [])) for each in models]
+        world.barrier()
+    return times, sharing, sharded
 
 
 def _alone(world: World, sizes: MeasuredSizes) -> tuple[MachineCurves, list[ModelTimes]]:

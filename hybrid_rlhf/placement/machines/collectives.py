@@ -7,6 +7,7 @@ import time
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from hybrid_rlhf.placement.curves import Collective
 from hybrid_rlhf.placement.machines.ranks import median_seconds
@@ -37,13 +38,19 @@ def time_collectives(world: World, sizes: list[int]) -> Times:
 
 
 def time_sharing(world: World) -> list[tuple[float, float]]:
-    """(ranks that compute at once, seconds over those of one alone); every rank calls, rank 0's are valid."""
-    size = 256 if world.device.type == "cpu" else 4096
-    a, b = (torch.randn(size, size, device=world.device) for _ in range(2))
+    """(ranks that compute at once, seconds over those of one alone); every rank calls, rank 0's are valid.
+
+    The work is that of a layer, forward and backward, with activations larger than a core's own cache, because ranks
+    share memory bandwidth as well as cores.
+    """
+    tokens, width = (1024, 256) if world.device.type == "cpu" else (4096, 4096)
+    x = torch.randn(tokens, width, device=world.device)
+    up, down = (torch.nn.Parameter(torch.randn(n, k, device=world.device)) for n, k in ((3 * width, width),) * 2)
 
     def work() -> None:
-        for _ in range(20):
-            torch.nn.functional.gelu(a @ b)
+        for _ in range(3):
+            hidden = functional.gelu(functional.linear(x, up))
+            functional.layer_norm(x + functional.linear(hidden, down.t()), [width]).square().sum().backward()
 
     found: list[tuple[float, float]] = []
     for ranks in [1, *group_sizes(world.size)]:

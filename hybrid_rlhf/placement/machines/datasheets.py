@@ -136,10 +136,10 @@ def modelled_curves(sheet: DataSheet, *, link_gib_per_second: float | None = Non
             "forward": 1e-3,
             "backward": 1e-3,
             "step": 3e-3,
-            "gathered_layer": 2e-4,
             "generation": 5e-2,
             "completion": 5e-5,
         },
+        gathered=dict.fromkeys(("forward", "backward"), Curve.of([(1, 2e-4)])),
         loop=_line(LOOP_SECONDS, LOOP_TOKENS_PER_SECOND),
         overlap=0.8,
     )

@@ -8,14 +8,19 @@ both, and a time that other work on the machine lengthened changes little.
 
 from __future__ import annotations
 
+import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from hybrid_rlhf.placement.costs.passes import ATTENTION_BACKWARD, CHECKED_TOKENS, ModelPasses, PassedTokens
+from hybrid_rlhf.models.head_check import PROBE_TOKENS
+from hybrid_rlhf.placement.costs.passes import ATTENTION_BACKWARD, ModelPasses, PassedTokens
 from hybrid_rlhf.placement.curves import Curve, MachineCurves
 from hybrid_rlhf.placement.machines.layers import ModelTimes, TimedBatch
 
@@ -28,9 +33,17 @@ _SMALLEST_ERROR = 0.01
 """Relative error below which an error counts by its square."""
 
 
-def with_models(curves: MachineCurves, models: Sequence[ModelTimes]) -> MachineCurves:
-    """The curves of primitives, scaled to what models reach, with what models take beyond them."""
-    curves = _with_passes(curves, models)
+def with_models(
+    curves: MachineCurves, models: Sequence[ModelTimes], sharded: Sequence[tuple[int, ModelTimes]] = ()
+) -> MachineCurves:
+    """The curves of primitives, scaled to what models reach, with what models take beyond them.
+
+    Args:
+        curves: of primitives and collectives.
+        models: times on one rank.
+        sharded: times of models under ZeRO-3 on several ranks, with the number of ranks.
+    """
+    curves = _with_gathers(_with_passes(curves, models), sharded)
     # an optimizer step of an engine takes more than its AdamW: what it takes at each size
     steps = [(times.model.sizes.parameters, times.step) for times in models if not times.model.zero]
     return _with_decoding(replace(curves, optimizer=_largest(steps, curves.optimizer)), models)
@@ -88,14 +101,38 @@ def _with_passes(curves: MachineCurves, models: Sequence[ModelTimes]) -> Machine
         known=[2 * each["products"] + ATTENTION_BACKWARD * each["attention"] for each in primitives],
     )
     calls = {"forward": ahead["call"], "backward": back["call"]}
-    calls["gathered_layer"] = (ahead["gathered_layers"] + back["gathered_layers"]) / 2
+    gathered = {"forward": ahead["gathered_layers"], "backward": back["gathered_layers"]}
     return replace(
         curves,
         layer=_line(ahead["layers"], ahead["elements"]),
         layer_backward=_line(back["layers"], back["elements"]),
         head=_line(0.0, ahead["logits"] + back["logits"]),
         calls={**curves.calls, **calls},
+        gathered={kind: Curve.of([(1, seconds)]) for kind, seconds in gathered.items()},
     )
+
+
+def _with_gathers(curves: MachineCurves, sharded: Sequence[tuple[int, ModelTimes]]) -> MachineCurves:
+    """With ZeRO-3's bookkeeping on several ranks: what a pass takes beyond its compute and its collectives."""
+    found: dict[str, dict[int, list[float]]] = {"forward": defaultdict(list), "backward": defaultdict(list)}
+    for ranks, times in sharded:
+        sizes, slowed = times.model.sizes, curves.slowed(ranks)
+        item_bytes = getattr(torch, next(iter(curves.products))).itemsize
+        exchanged = partial(curves.collective, ranks=ranks, hosts=1)
+        gathers = sizes.layers * exchanged("all_gather", size_bytes=item_bytes * sizes.layer_weights)
+        gathers += exchanged("all_gather", size_bytes=item_bytes * sizes.rest_parameters)
+        reduced = exchanged("reduce_scatter", size_bytes=item_bytes * sizes.trained)
+        for batch in times.forward:
+            passes, passed = _passes(curves, times), PassedTokens.of_rows(batch.rows, batch.length)
+            rest = times.forward[batch] - slowed * passes.forward(passed) - gathers
+            found["forward"][ranks].append(rest / sizes.layers)
+            rest = times.backward[batch] - slowed * passes.backward(passed) - gathers - reduced
+            found["backward"][ranks].append(rest / sizes.layers)
+    gathered = {
+        kind: Curve.of([*curves.gathered[kind].points, *((n, statistics.median(each)) for n, each in by_ranks.items())])
+        for kind, by_ranks in found.items()
+    }
+    return replace(curves, gathered=gathered)
 
 
 def _primitives(curves: MachineCurves, times: ModelTimes, batch: TimedBatch) -> dict[str, float]:
@@ -148,7 +185,7 @@ def _with_decoding(curves: MachineCurves, models: Sequence[ModelTimes]) -> Machi
     sync = fit(
         [{"call": 1.0, "bytes": 4 * times.model.sizes.parameters} for times in synced],
         [times.sync for times in synced],
-        known=[2 * _check_forward(curves, times) for times in synced],
+        known=[_check(curves, times) for times in synced],
     )
     return replace(
         curves,
@@ -186,9 +223,10 @@ def _prefill(curves: MachineCurves, times: ModelTimes, rows: int, context: int) 
     return times.model.layers * _passes(curves, times).split_layer(tokens, tokens * context)
 
 
-def _check_forward(curves: MachineCurves, times: ModelTimes) -> float:
-    """Seconds of the forward that checks a weight sync."""
-    return _passes(curves, times).forward(PassedTokens.of_rows(1, CHECKED_TOKENS))
+def _check(curves: MachineCurves, times: ModelTimes) -> float:
+    """Seconds of the check of a weight sync."""
+    passes = _passes(curves, times)
+    return passes.forward(PassedTokens.of_rows(1, PROBE_TOKENS)) + passes.probe(item_bytes=4)
 
 
 def _passes(curves: MachineCurves, times: ModelTimes) -> ModelPasses:

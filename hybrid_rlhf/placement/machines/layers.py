@@ -7,6 +7,7 @@ completions are never ended, so that sizes alone decide the time.
 from __future__ import annotations
 
 import itertools
+import statistics
 import tempfile
 import time
 from dataclasses import dataclass
@@ -38,8 +39,9 @@ _FEW_STEPS, _MORE_STEPS = 6, 26
 _COLD_BYTES, _MOST_COPIES = 2**26, 64
 """Bytes of weights, and their number, that decoding products take turns with."""
 _END = "<|end|>"
-_PASSES = 3
-"""Passes after a first one, of which the least time counts, as what interferes adds time."""
+_PASSES = 5
+"""Passes after a first one, and rollouts. Their median counts, as it does for the steps of a run: what interferes on
+this machine belongs to its speed."""
 
 
 @dataclass(frozen=True)
@@ -133,9 +135,12 @@ def save_timed_model(folder: Path, *, template: str) -> None:
 
 def time_model(world: World, model: TimedModel, batches: list[TimedBatch], rows: list[int]) -> ModelTimes:
     """Times of a model with so many rows decoded at once; a model under ZeRO is not decoded from."""
-    with tempfile.TemporaryDirectory() as folder, quiet_transformers():
+    with tempfile.TemporaryDirectory() as own, quiet_transformers():
         torch.manual_seed(0)
-        LlamaForCausalLM(model.config).save_pretrained(folder)
+        folder = world.broadcast_object(own)
+        if world.is_main:
+            LlamaForCausalLM(model.config).save_pretrained(folder)
+        world.barrier()
         spec = EngineSpec(
             "actor",
             folder,
@@ -145,6 +150,7 @@ def time_model(world: World, model: TimedModel, batches: list[TimedBatch], rows:
             OptimizerConfig(schedule="constant"),
         )
         engine = build_actor(spec, world, rollout=RolloutConfig(kv_cache_gib=0.25))
+        world.barrier()
     forward, backward, step = {}, {}, 0.0
     for batch in batches:
         forward[batch], backward[batch], step = _passes(engine, batch, model.vocabulary)
@@ -255,8 +261,8 @@ def _passes(engine: HybridEngine, batch: TimedBatch, vocabulary: int) -> tuple[f
         start = time.perf_counter()
         engine.step()
         steps.append(_seconds_since(start))
-    ahead = min(forward[1:])
-    return ahead, max(1e-9, min(both[1:]) - ahead), min(steps[1:])
+    ahead = statistics.median(forward[1:])
+    return ahead, max(1e-9, statistics.median(both[1:]) - ahead), statistics.median(steps[1:])
 
 
 def _seconds_since(start: float) -> float:
@@ -266,14 +272,14 @@ def _seconds_since(start: float) -> float:
 
 
 def _decoded(engine: HybridEngine, rows: int, context: int, new_tokens: int) -> tuple[float, float]:
-    """Seconds of a rollout and of its weight sync: the least of three, as anything that interferes adds time."""
+    """Seconds of a rollout and of its weight sync."""
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(3, 500, (rows, context), generator=generator).tolist()
-    best, sync = float("inf"), float("inf")
-    for _ in range(3):
+    rollouts, syncs = [], []
+    for _ in range(_PASSES):
         with engine.inference(stop_token_ids=()) as generation:
             start = time.perf_counter()
             generation.generate(prompts, SamplingParams(max_new_tokens=new_tokens, seed=0))
-            best = min(best, time.perf_counter() - start)
-        sync = min(sync, engine.weight_sync_seconds + engine.weight_check_seconds)
-    return best, sync
+            rollouts.append(time.perf_counter() - start)
+        syncs.append(engine.weight_sync_seconds + engine.weight_check_seconds)
+    return statistics.median(rollouts), statistics.median(syncs)
