@@ -94,8 +94,6 @@ CASES = (
     Case(128, 4, 32, 32, ranks=4, placement="separation"),
     Case(256, 2, 32, 32, ranks=4, placement=_TENSOR_PARALLEL),
     Case(128, 4, 32, 32, ranks=4, placement=_UNEQUAL),
-)
-HELD_OUT = (
     Case(192, 3, 24, 48),
     Case(128, 6, 16, 64),
     Case(384, 2, 16, 32),
@@ -106,6 +104,18 @@ HELD_OUT = (
     Case(192, 3, 24, 48, ranks=4),
     Case(192, 3, 24, 48, ranks=4, placement="separation"),
     Case(128, 2, 64, 24, ranks=8),
+)
+HELD_OUT = (
+    Case(96, 5, 20, 40),
+    Case(320, 2, 24, 32),
+    Case(160, 3, 48, 32, mini_batches=1),
+    Case(96, 5, 20, 40, ranks=2),
+    Case(320, 2, 24, 32, ranks=2, placement="separation"),
+    Case(160, 3, 48, 32, ranks=2, placement="interleaving"),
+    Case(160, 3, 32, 32, ranks=2, zero=1),
+    Case(320, 2, 24, 32, ranks=4),
+    Case(160, 3, 48, 32, ranks=4, placement="separation"),
+    Case(96, 4, 64, 24, ranks=8),
 )
 
 

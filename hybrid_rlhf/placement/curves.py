@@ -91,6 +91,11 @@ class Curve:
         return np.log(np.asarray(self.points).T)
 
 
+def by_ranks(curve: Curve, ranks: int, *, none: float) -> float:
+    """The value for so many ranks, of which the most that were measured stand for more; `none` without points."""
+    return curve(min(ranks, curve.points[-1][0])) if curve.points else none
+
+
 @dataclass(frozen=True)
 class Surface:
     """Seconds by two sizes: a curve over the second for each of some values of the first. It rises in both."""
@@ -174,7 +179,14 @@ class MachineCurves:
     """The same where the ranks are on several hosts."""
     calls: Mapping[str, float] = field(default_factory=dict)
     """Fixed seconds: of a `forward`, a `backward`, an optimizer `step` of an engine; of entering and leaving generation
-    (`generation`), of a `prefill` and of each `completion`."""
+    (`generation`), of a `prefill` and of each `completion`. Beside passes: of each forward in scoring (`read`) and each
+    of its tokens (`read_token`), and of each token in training (`trained_token`)."""
+    update: Curve = field(default_factory=Curve.zero)
+    """By ranks: what an update of a role takes beyond its passes, its step and its collectives."""
+    shared_training: Curve = field(default_factory=Curve.zero)
+    """By ranks: passes in training over those of scoring, which also the slowest rank decides; without points 1."""
+    shared_loop: Curve = field(default_factory=Curve.zero)
+    """By ranks: `loop` on so many ranks over that on one that is slowed as much; without points 1."""
     gathered: Mapping[str, Curve] = field(default_factory=dict)
     """By ranks, in a `forward` and in a `backward`: what ZeRO-3 takes for each layer that it gathers, beside the
     collective."""
@@ -198,9 +210,8 @@ class MachineCurves:
         return max(1.0, self.slowdown(ranks))
 
     def gathered_layer(self, kind: Literal["forward", "backward"], ranks: int) -> float:
-        """What ZeRO-3 takes for each layer on so many ranks, beside the collective; the most ranks stand for more."""
-        curve = self.gathered.get(kind, Curve.zero())
-        return curve(min(ranks, curve.points[-1][0])) if curve.points else 0.0
+        """What ZeRO-3 takes for each layer on so many ranks, beside the collective."""
+        return by_ranks(self.gathered.get(kind, Curve.zero()), ranks, none=0.0)
 
     def corrected(self, ratios: Mapping[str, float]) -> MachineCurves:
         """The curves with predictions of some kinds of work multiplied by measured / predicted."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -60,10 +61,34 @@ class Job:
     """Of all prompts; none: the model itself."""
 
 
+class _Deliveries:
+    """Hands the tokens of all streams to the event loop, which is woken once per step and not once per stream: each
+    wake-up would take the interpreter from the thread that decodes."""
+
+    def __init__(self) -> None:
+        self._pending: deque[tuple[asyncio.Queue[list[StreamedToken]], list[StreamedToken]]] = deque()
+        self._woken = False
+
+    def add(
+        self, loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[list[StreamedToken]], tokens: list[StreamedToken]
+    ) -> None:
+        """Put tokens into a queue of the loop; called on another thread."""
+        self._pending.append((queue, tokens))
+        if not self._woken:
+            self._woken = True
+            loop.call_soon_threadsafe(self._empty)
+
+    def _empty(self) -> None:
+        self._woken = False  # first, so that what is added from now on wakes the loop again
+        while self._pending:
+            queue, tokens = self._pending.popleft()
+            queue.put_nowait(tokens)
+
+
 class TokenStream:
     """The tokens of a job; it is submitted at once and cancelled by `close`."""
 
-    def __init__(self, batch: OpenBatch, job: Job, metrics: ServerMetrics) -> None:
+    def __init__(self, batch: OpenBatch, job: Job, metrics: ServerMetrics, deliveries: _Deliveries) -> None:
         self._batch, self._job, self._metrics, self._start = batch, job, metrics, time.perf_counter()
         self._steps: asyncio.Queue[list[StreamedToken]] = asyncio.Queue()
         self._unfinished = len(job.prompts) * job.sampling.n
@@ -71,7 +96,7 @@ class TokenStream:
         loop = asyncio.get_running_loop()
 
         def deliver(tokens: list[StreamedToken]) -> None:
-            loop.call_soon_threadsafe(self._steps.put_nowait, tokens)
+            deliveries.add(loop, self._steps, tokens)
 
         each = [replace(job.sampling, seed=seed) for seed in job.seeds]
         try:
@@ -143,6 +168,7 @@ class Service:
         """
         self.batch, self.tokenizer, self.name = batch, tokenizer, name
         self.metrics, self._adapter = ServerMetrics(batch) if metrics is None else metrics, adapter
+        self._deliveries = _Deliveries()
         shared: dict[str, Any] = {"sampling": sampling, "max_queue": max_queue, "metrics": self.metrics}
         self.adapters = {name: Service(batch, tokenizer, name=name, adapter=name, **shared) for name in adapters}
         """Services of the adapters."""
@@ -212,7 +238,7 @@ class Service:
             )
         if self.batch.unfinished + wanted > most:
             raise QueueFull(f"{self.batch.unfinished} completions run or wait, the limit is {most}: try again later")
-        return TokenStream(self.batch, job, self.metrics)
+        return TokenStream(self.batch, job, self.metrics, self._deliveries)
 
     def call(self, function: Callable[[], ResultT]) -> Future[ResultT]:
         """Call a function on the thread that uses the device.

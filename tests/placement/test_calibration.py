@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from hybrid_rlhf.configs.parsing.command_line import parse_config
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.memory.shapes import Shapes
+from hybrid_rlhf.placement.costs import Costs
 from hybrid_rlhf.placement.costs.passes import ATTENTION_BACKWARD, DECODE_PRODUCTS
-from hybrid_rlhf.placement.curves import MachineCurves
+from hybrid_rlhf.placement.curves import Curve, MachineCurves
+from hybrid_rlhf.placement.job import JobReader, StepLengths
 from hybrid_rlhf.placement.machines.calibration import MeasuredSizes, measured_sizes
 from hybrid_rlhf.placement.machines.fitting import fit, with_models
 from hybrid_rlhf.placement.machines.layers import LONG_CONTEXT, SHORT_CONTEXT, ModelTimes, TimedBatch, TimedModel
-from tests.support.placement import cost_line, machine
+from hybrid_rlhf.placement.machines.runs import RunTimes, with_runs
+from hybrid_rlhf.placement.plans import Cluster, StepPlan, flattening
+from hybrid_rlhf.placement.schedule import step_time
+from tests.support.placement import cost_line, cpu_machine, machine
+from tests.support.tiny import tiny_config
 
 FORWARD, BACKWARD, GATHERED, PREFILL, COMPLETION = 2e-3, 3e-3, 5e-4, 2e-3, 1e-4
 """Seconds of calls that the machine of these tests takes."""
@@ -87,7 +98,7 @@ def test_costs_of_terms_are_found_beside_known_ones_and_in_spite_of_a_wrong_time
 
 @pytest.mark.parametrize("gpu", [False, True])
 def test_a_quick_calibration_tells_what_a_step_takes_whatever_its_size(gpu: bool) -> None:
-    least, *_, most = measured_sizes(gpu=gpu, quick=True).prompts
+    least, *_, most = (each.prompts for each in measured_sizes(gpu=gpu, quick=True).runs)
     assert most >= 16 * least
 
 
@@ -101,3 +112,44 @@ def test_times_that_fall_with_size_are_no_reason_for_a_cost_below_nothing() -> N
     for curve in (found.layer, found.layer_backward, found.decode_layer, found.decode_step, found.head, found.copies):
         assert all(seconds > 0 for _, seconds in curve.points)
     assert all(seconds >= 0 for seconds in found.calls.values())
+
+
+SIZES = [(1, 64, 8), (1, 64, 64), (1, 64, 256), (1, 256, 32), (1, 512, 32), (2, 64, 32), (2, 256, 32)]
+"""Ranks, width and prompts of runs."""
+
+
+def seconds_of(curves: MachineCurves, config: RLConfig, ranks: int, lengths: StepLengths) -> dict[str, float]:
+    """Of a step with all roles on all ranks."""
+    job = JobReader(torch.device("cpu"), Shapes())(config, lengths, overrides={})
+    costs = Costs(job, curves, Cluster(ranks, ranks))
+    found = step_time(costs, StepPlan(flattening([*job.roles], ranks, zero={})), rows_at_once=10**6)
+    return {**found.phases, "other": found.phases["loop"], "step": found.step_seconds}
+
+
+def test_runs_correct_passes_updates_and_how_ranks_share_cores(tmp_path: Path) -> None:
+    base = cpu_machine()
+    truth = replace(
+        base,
+        corrections={"forward": 1.4, "backward": 1.2},
+        calls={**base.calls, "read": 3e-3, "read_token": 1e-6, "trained_token": 2e-6},
+        update=Curve.of([(1, 1e-3), (2, 4e-3)]),
+        slowdown=Curve.of([(1, 1.0), (2, 1.3)]),
+        shared_training=Curve.of([(1, 1.0), (2, 1.2)]),
+        shared_loop=Curve.of([(1, 1.0), (2, 2.0)]),
+    )
+    runs = []
+    for number, (ranks, hidden, prompts) in enumerate(SIZES):
+        folder = tmp_path / str(number)
+        tiny_config(hidden_size=hidden, num_hidden_layers=2).save_pretrained(folder)
+        words = f"--model.path {folder} --reward.components [{folder}] --rollout.prompts_per_step {prompts}"
+        config = parse_config(RLConfig, words.split())
+        times = seconds_of(truth, config, ranks, StepLengths(32.0, (32,) * prompts))
+        runs.append((ranks, RunTimes(config, 32.0, 32.0, times)))
+    found = with_runs(base, runs)
+    for ranks, run in runs:
+        lengths = StepLengths(32.0, (32,) * run.config.rollout.prompts_per_step)
+        predicted, before = (seconds_of(each, run.config, ranks, lengths) for each in (found, base))
+        for phase in ("scoring", "training", "step"):
+            assert predicted[phase] == pytest.approx(run.seconds[phase], rel=0.03), (ranks, phase)
+            assert before[phase] < 0.9 * run.seconds[phase]
+    assert found.slowed(2) == pytest.approx(1.3, rel=0.05)

@@ -16,7 +16,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
     with user_errors():
         words = list(sys.argv[1:] if argv is None else argv)
         config = parse_config(CalibrateConfig, words, prog=prog)
-        from hybrid_rlhf.cli.machine.loop_time import time_loop
+        from hybrid_rlhf.cli.machine.run_times import time_run
         from hybrid_rlhf.placement.machines.calibration import calibrate, default_ranks
         from hybrid_rlhf.placement.machines.stored import curves_file, differences, read_curves, save_curves, stored_key
 
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
                 return
             print(f"{path} differs in {', '.join(other)}: measuring again")
         start = time.monotonic()
-        curves = calibrate(ranks, time_loop=time_loop, quick=config.quick, show=print)
+        curves = calibrate(ranks, time_run=time_run, quick=config.quick, show=print)
         path = save_curves(curves, ranks, config.cache_dir)
         seconds = time.monotonic() - start
         print_result({"curves": path, "measured": True, "seconds": seconds}, f"measured in {seconds:.0f} s: {path}")

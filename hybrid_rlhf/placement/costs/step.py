@@ -22,7 +22,7 @@ from hybrid_rlhf.generation.backends.native import PREFILL_TOKENS
 from hybrid_rlhf.models.head_check import PROBE_TOKENS
 from hybrid_rlhf.placement.costs.decoding import DecodeSegments
 from hybrid_rlhf.placement.costs.passes import ModelPasses, Numbers, PassedTokens
-from hybrid_rlhf.placement.curves import Collective, MachineCurves
+from hybrid_rlhf.placement.curves import Collective, MachineCurves, by_ranks
 from hybrid_rlhf.placement.job import ModelDimensions, RLJob, RoleJob
 from hybrid_rlhf.placement.plans import Cluster, StepPlan
 
@@ -87,7 +87,9 @@ class Costs:
             if together > 1:
                 return self._split_read(role.sizes, span.ranks // together, together, group_hosts)
             batches = self._batches(len(self.job.lengths.completions), span.ranks)
-            work = self._forward(role.sizes, batches.each, span, place.zero) * batches.count
+            work = self._forward(role.sizes, batches.each, span, place.zero)
+            beside = self._call("read") + self._call("read_token") * batches.each.tokens
+            work = (work + Work(beside)) * batches.count
             if offloaded:  # weights travel to the device for each read
                 shards = span.ranks if place.zero == 3 else 1
                 work += Work(wire=self.curves.host_link(self._bytes * role.sizes.parameters / shards))
@@ -121,6 +123,8 @@ class Costs:
             batches = self._batches(math.ceil(self.job.learned_rows / algorithm.mini_batches), span.ranks)
             passes = self._forward(role.sizes, batches.each, span, place.zero)
             passes += self._backward(role.sizes, batches.each, span, place.zero)
+            passes += Work(self._call("trained_token") * batches.each.tokens)
+            passes = Work(passes.compute * by_ranks(self.curves.shared_training, span.ranks, none=1.0), passes.wire)
             return (passes * batches.count + self._step(role.sizes, span, place.zero, offloads)) * made
 
         return self._once(("updates", role.name, span, place.zero, offloads), price)
@@ -160,7 +164,7 @@ class Costs:
         wire = self._collective("all_reduce", span, size) if zero < 2 else 0.0
         if zero in (1, 2):
             wire += self._collective("all_gather", span, size)
-        return Work(compute * c.factor("optimizer"), wire)
+        return Work(compute * c.factor("optimizer"), wire + by_ranks(c.update, span.ranks, none=0.0))
 
     def _gathers(
         self, kind: Literal["forward", "backward"], sizes: ModelDimensions, layer_seconds: float, span: _Span, zero: int
@@ -301,11 +305,15 @@ class Costs:
 
     def loop(self) -> Work:
         """What each rank does in a step outside its phases."""
-        return Work(self.curves.loop(self._rollout_tokens))
+        shared = by_ranks(self.curves.shared_loop, self.cluster.ranks, none=1.0)
+        return Work(self.curves.loop(self._rollout_tokens) * shared)
 
     @property
     def _rollout_tokens(self) -> float:
         return self.job.lengths.mean_row * len(self.job.lengths.completions)
+
+    def _call(self, name: str) -> float:
+        return self.curves.calls.get(name, 0.0)
 
     def _passes(self, sizes: ModelDimensions) -> ModelPasses:
         return ModelPasses(self.curves, sizes, self._dtype)

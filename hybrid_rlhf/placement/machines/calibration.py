@@ -6,8 +6,9 @@ engines, from whose times the costs beyond primitives are fitted (fitting.py).
 
 from __future__ import annotations
 
+import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import psutil
@@ -15,9 +16,10 @@ import torch
 
 from hybrid_rlhf.placement.curves import Curve, MachineCurves, Surface
 from hybrid_rlhf.placement.machines import collectives, layers
-from hybrid_rlhf.placement.machines.fitting import with_models
+from hybrid_rlhf.placement.machines.fitting import with_gathers, with_models
 from hybrid_rlhf.placement.machines.layers import ModelTimes, TimedBatch, TimedModel
 from hybrid_rlhf.placement.machines.ranks import run_on_ranks
+from hybrid_rlhf.placement.machines.runs import RunSizes, RunTimer, with_runs
 from hybrid_rlhf.runtime.world import World, create_groups
 
 _CPU_RANKS = 8
@@ -41,12 +43,10 @@ class MeasuredSizes:
     batches: list[TimedBatch]
     decoded: list[int]
     """Rows of decoding steps; the last also with long prompts."""
-    prompts: list[int]
-    """Of a step of the loop."""
-
-
-LoopTimer = Callable[[World, Sequence[int]], list[tuple[float, float]]]
-"""(tokens of a rollout, seconds of a step outside its phases) for rollouts of some numbers of prompts, on one rank."""
+    runs: list[RunSizes]
+    """On one rank."""
+    shared_runs: list[RunSizes]
+    """On several."""
 
 
 def default_ranks() -> int:
@@ -55,13 +55,13 @@ def default_ranks() -> int:
 
 
 def calibrate(
-    ranks: int, *, time_loop: LoopTimer, quick: bool = False, show: Callable[[str], None] = lambda line: None
+    ranks: int, *, time_run: RunTimer, quick: bool = False, show: Callable[[str], None] = lambda line: None
 ) -> MachineCurves:
     """Measure this machine.
 
     Args:
         ranks: that collectives are measured on.
-        time_loop: times the loop of RL, which is above this floor.
+        time_run: times the loop of RL, which is above this floor.
         quick: fewer and smaller sizes.
         show: takes a line before each part.
 
@@ -73,8 +73,6 @@ def calibrate(
     times, sharing, sharded = run_on_ranks(_together, ranks, sizes)[0]
     show("matrix products, attention, optimizer steps, copies; small models")
     base, models = run_on_ranks(_alone, 1, sizes)[0]
-    show("the loop of RL outside its phases")
-    loop = Curve.of(run_on_ranks(time_loop, 1, sizes.prompts)[0])
     surfaces = {kind: _surface(found) for kind, found in times.items() if found}
     if ranks == 1:
         surfaces = {kind: Surface(((1.0, Curve.of([(1, _LEAST)])),)) for kind in times}
@@ -82,12 +80,21 @@ def calibrate(
         base,
         collectives=surfaces,
         between_hosts=surfaces,
-        loop=loop,
         slowdown=Curve.of(sharing) if base.device == "cpu" else Curve.zero(),
         device_gib=_device_gib(ranks),
         ranks_per_host=ranks,
     )
-    return with_models(curves, models, sharded)
+    curves = with_models(curves, models)
+    show("RL runs on one rank and on several")
+    with tempfile.TemporaryDirectory() as folder:
+        wanted = [(1, each) for each in sizes.runs]
+        wanted += [(count, each) for count in collectives.group_sizes(ranks) for each in sizes.shared_runs]
+        runs = [
+            (count, run_on_ranks(time_run, count, f"{folder}/{place}", each)[0])
+            for place, (count, each) in enumerate(wanted)
+        ]
+        curves = with_runs(curves, runs)
+    return with_gathers(curves, sharded)
 
 
 def measured_sizes(*, gpu: bool, quick: bool) -> MeasuredSizes:
@@ -98,6 +105,7 @@ def measured_sizes(*, gpu: bool, quick: bool) -> MeasuredSizes:
             [1024, 2048, 4096, 8192],
             [1, 8, 64, 512, 4096, 16384],
         )
+        of_runs = [(2, 1024), (5, 1024), (2, 2048)]
         batches, decoded = [TimedBatch(4, 512), TimedBatch(32, 128), TimedBatch(16, 1024)], [1, 32, 256]
     else:
         shapes, weights, rows = (
@@ -105,8 +113,10 @@ def measured_sizes(*, gpu: bool, quick: bool) -> MeasuredSizes:
             [32, 64, 128, 256, 512, 1024],
             [1, 4, 16, 64, 256, 1024, 4096],
         )
+        of_runs = [(2, 64), (4, 128), (2, 512)]
         batches = [TimedBatch(2, 32), TimedBatch(32, 32), TimedBatch(32, 64), TimedBatch(4, 128), TimedBatch(8, 256)]
         decoded = [1, 8, 64]
+    small, wide, widest = (TimedModel(*each) for each in of_runs)
     plain = [TimedModel(layers, hidden) for layers, hidden in shapes]
     full = MeasuredSizes(
         dtypes=["float32", "bfloat16"] if gpu else ["float32"],
@@ -119,7 +129,8 @@ def measured_sizes(*, gpu: bool, quick: bool) -> MeasuredSizes:
         models=[*plain, replace(plain[0], vocabulary=8192), *(replace(each, zero=3) for each in plain[:2])],
         batches=batches,
         decoded=decoded,
-        prompts=[8, 64, 256],
+        runs=[RunSizes(small, 8), RunSizes(small, 64), RunSizes(small, 256), RunSizes(wide, 32), RunSizes(widest, 32)],
+        shared_runs=[RunSizes(small, 32), RunSizes(wide, 32)],
     )
     if not quick:
         return full
@@ -134,7 +145,8 @@ def measured_sizes(*, gpu: bool, quick: bool) -> MeasuredSizes:
         models=[*full.models[:2], *full.models[-3:]],
         batches=batches[:2],
         decoded=[2],
-        prompts=[4, 64],  # of one size, a step would take a time in proportion to its rollout
+        runs=[RunSizes(small, 4), RunSizes(small, 64)],
+        shared_runs=[RunSizes(small, 4)],
     )
 
 

@@ -33,17 +33,9 @@ _SMALLEST_ERROR = 0.01
 """Relative error below which an error counts by its square."""
 
 
-def with_models(
-    curves: MachineCurves, models: Sequence[ModelTimes], sharded: Sequence[tuple[int, ModelTimes]] = ()
-) -> MachineCurves:
-    """The curves of primitives, scaled to what models reach, with what models take beyond them.
-
-    Args:
-        curves: of primitives and collectives.
-        models: times on one rank.
-        sharded: times of models under ZeRO-3 on several ranks, with the number of ranks.
-    """
-    curves = _with_gathers(_with_passes(curves, models), sharded)
+def with_models(curves: MachineCurves, models: Sequence[ModelTimes]) -> MachineCurves:
+    """The curves of primitives, scaled to what models reach, with what models take beyond them."""
+    curves = _with_passes(curves, models)
     # an optimizer step of an engine takes more than its AdamW: what it takes at each size
     steps = [(times.model.sizes.parameters, times.step) for times in models if not times.model.zero]
     return _with_decoding(replace(curves, optimizer=_largest(steps, curves.optimizer)), models)
@@ -112,8 +104,13 @@ def _with_passes(curves: MachineCurves, models: Sequence[ModelTimes]) -> Machine
     )
 
 
-def _with_gathers(curves: MachineCurves, sharded: Sequence[tuple[int, ModelTimes]]) -> MachineCurves:
-    """With ZeRO-3's bookkeeping on several ranks: what a pass takes beyond its compute and its collectives."""
+def with_gathers(curves: MachineCurves, sharded: Sequence[tuple[int, ModelTimes]]) -> MachineCurves:
+    """The curves with ZeRO-3's bookkeeping on several ranks: what a pass takes beyond compute and collectives.
+
+    Args:
+        curves: that the machine has so far.
+        sharded: times of models under ZeRO-3, with the number of their ranks.
+    """
     found: dict[str, dict[int, list[float]]] = {"forward": defaultdict(list), "backward": defaultdict(list)}
     for ranks, times in sharded:
         sizes, slowed = times.model.sizes, curves.slowed(ranks)

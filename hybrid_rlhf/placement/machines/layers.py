@@ -10,14 +10,14 @@ import itertools
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
@@ -39,7 +39,7 @@ _FEW_STEPS, _MORE_STEPS = 6, 26
 _COLD_BYTES, _MOST_COPIES = 2**26, 64
 """Bytes of weights, and their number, that decoding products take turns with."""
 _END = "<|end|>"
-_PASSES = 5
+_PASSES = 3
 """Passes after a first one, and rollouts. Their median counts, as it does for the steps of a run: what interferes on
 this machine belongs to its speed."""
 
@@ -119,18 +119,21 @@ class ModelTimes:
         return (_FEW_STEPS + _MORE_STEPS) / 2
 
 
-def save_timed_model(folder: Path, *, template: str) -> None:
-    """A model of two layers of 64 with a token for each byte, and a chat template."""
+def save_timed_models(folder: Path, model: TimedModel, *, template: str) -> None:
+    """`actor` and `reward`, a scorer of the same sizes, with a token for each byte, which are their vocabulary."""
     alphabet = {token: index for index, token in enumerate([_END, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     backend = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=_END, pad_token=_END)
     tokenizer.chat_template = template
-    tokenizer.save_pretrained(folder)
+    config = replace(model, vocabulary=len(alphabet)).config
+    config.num_labels, config.pad_token_id = 1, alphabet[_END]
     torch.manual_seed(0)
-    with quiet_transformers():
-        LlamaForCausalLM(TimedModel(2, 64, vocabulary=len(alphabet)).config).save_pretrained(folder)
+    for name, kind in (("actor", LlamaForCausalLM), ("reward", LlamaForSequenceClassification)):
+        tokenizer.save_pretrained(folder / name)
+        with quiet_transformers():
+            kind(config).save_pretrained(folder / name)
 
 
 def time_model(world: World, model: TimedModel, batches: list[TimedBatch], rows: list[int]) -> ModelTimes:

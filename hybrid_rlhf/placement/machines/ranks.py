@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import socket
 import statistics
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from hybrid_rlhf.configs.errors import UserError
 
@@ -80,12 +82,14 @@ def _enter(out: Connection, environment: dict[str, str], function: Callable[...,
     os.environ.update(environment)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     torch.set_num_threads(1)  # as launchers start several ranks on a host
+    tqdm.set_lock(threading.RLock())  # its own lock, of processes, is reported as leaked when a rank leaves by _exit
     from hybrid_rlhf.runtime.world import init_world
 
     world = init_world(timeout_seconds=_LIMIT_SECONDS)
     torch.set_num_threads(1)
     out.send(function(world, *arguments))
-    world.barrier()
+    if torch.distributed.is_initialized():  # a run closes its process group
+        world.barrier()
     os._exit(0)  # libraries' threads may abort a process that ends while they run
 
 
