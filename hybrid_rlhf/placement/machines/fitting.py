@@ -27,7 +27,7 @@ from hybrid_rlhf.placement.machines.layers import ModelTimes, TimedBatch
 _LEAST = 1e-12
 """Seconds of a term of size 1 that costs nothing; curves are above 0."""
 _REWEIGHTED = 8
-_SCALES = (0.5, 2.0)
+SCALES = (0.5, 2.0)
 """Of primitives within models, at least and at most."""
 _SMALLEST_ERROR = 0.01
 """Relative error below which an error counts by its square."""
@@ -233,7 +233,7 @@ def _passes(curves: MachineCurves, times: ModelTimes) -> ModelPasses:
 
 def _scale(reached: float) -> float:
     """A primitive's time within models over its time alone: caches differ, sizes do not."""
-    low, high = _SCALES
+    low, high = SCALES
     return min(high, max(low, reached))
 
 

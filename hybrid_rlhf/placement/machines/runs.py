@@ -19,7 +19,7 @@ from hybrid_rlhf.memory.shapes import Shapes
 from hybrid_rlhf.placement.costs import Costs
 from hybrid_rlhf.placement.curves import Curve, Kind, MachineCurves
 from hybrid_rlhf.placement.job import JobReader, RLJob, StepLengths
-from hybrid_rlhf.placement.machines.fitting import fit
+from hybrid_rlhf.placement.machines.fitting import SCALES, fit
 from hybrid_rlhf.placement.machines.layers import TimedModel
 from hybrid_rlhf.placement.plans import Cluster, StepPlan, flattening
 from hybrid_rlhf.placement.schedule import StepTime, step_time
@@ -29,6 +29,8 @@ _ALL_ROWS = 10**6
 """Memory lets all rows be decoded at once."""
 _NOTHING = 1e-12
 """Factor of work that is left out."""
+_SHARED = (1.0, 4.0)
+"""Of the work of training on several ranks, at least and at most."""
 
 
 @dataclass(frozen=True)
@@ -83,28 +85,51 @@ def with_runs(curves: MachineCurves, runs: Sequence[tuple[int, RunTimes]]) -> Ma
 
 def _training_of(curves: MachineCurves, some: Sequence[_Prediction]) -> dict[str, float]:
     """Factor of the work of training, and seconds per update, of runs on as many ranks."""
-    return fit(
+    return _fit_factor(
+        "work",
+        _SHARED,
         [{"work": each.training_work(curves), "update": each.updates(curves)} for each in some],
         [each.times.seconds["training"] for each in some],
         known=[each.training_rest(curves) for each in some],
     )
 
 
+def _fit_factor(
+    factor: str,
+    bounds: tuple[float, float],
+    terms: Sequence[Mapping[str, float]],
+    seconds: Sequence[float],
+    *,
+    known: Sequence[float],
+) -> dict[str, float]:
+    """See `fit`, with one cost, a factor of predictions, within bounds: runs of small models may tell little of it, and
+    large models are predicted with it."""
+    low, high = bounds
+    found = min(high, max(low, fit(terms, seconds, known=known)[factor]))
+    others = [{name: size for name, size in each.items() if name != factor} for each in terms]
+    rest = [before + found * each[factor] for before, each in zip(known, terms, strict=True)]
+    return {factor: found, **fit(others, seconds, known=rest)}
+
+
 def _with_loop(curves: MachineCurves, alone: Sequence[_Prediction]) -> MachineCurves:
     """With what runs on one rank take."""
     curves = replace(curves, loop=Curve.of((each.times.tokens, each.times.seconds["other"]) for each in alone))
-    reads = fit(
+    reads = _fit_factor(
+        "forward",
+        SCALES,
         [
             {"forward": each.seconds(curves, "scoring")}
             | {call: each.calls(curves, call, "scoring") for call in ("read", "read_token")}
             for each in alone
         ],
         [each.times.seconds["scoring"] for each in alone],
+        known=[0.0] * len(alone),
     )
-    ahead = max(_NOTHING, reads["forward"])
-    curves = replace(curves, corrections={**curves.corrections, "forward": ahead})
+    curves = replace(curves, corrections={**curves.corrections, "forward": reads["forward"]})
     parts = [each.backward_and_rest(curves) for each in alone]
-    updates = fit(
+    updates = _fit_factor(
+        "backward",
+        SCALES,
         [
             {
                 "backward": backward,
@@ -118,7 +143,7 @@ def _with_loop(curves: MachineCurves, alone: Sequence[_Prediction]) -> MachineCu
     )
     return replace(
         curves,
-        corrections={**curves.corrections, "backward": max(_NOTHING, updates["backward"])},
+        corrections={**curves.corrections, "backward": updates["backward"]},
         calls={
             **curves.calls,
             "read": reads["read"],
