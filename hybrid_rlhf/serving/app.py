@@ -219,7 +219,7 @@ class EventStream(StreamingResponse):
 async def _generate(asked: Service, request: Request, body: GenerationBody) -> Response:
     service = asked.of_model(body.model)
     job = service.job(body)
-    stream = service.start(job)
+    stream = service.start(job, whole=not body.stream)
     answer = Answer(body, job, service.tokenizer)
     if body.stream:
         return EventStream(_closed_by_errors(answer.events(stream)), stream)

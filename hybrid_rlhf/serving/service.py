@@ -88,14 +88,28 @@ class _Deliveries:
 class TokenStream:
     """The tokens of a job; it is submitted at once and cancelled by `close`."""
 
-    def __init__(self, batch: OpenBatch, job: Job, metrics: ServerMetrics, deliveries: _Deliveries) -> None:
+    def __init__(
+        self, batch: OpenBatch, job: Job, metrics: ServerMetrics, deliveries: _Deliveries, *, whole: bool
+    ) -> None:
         self._batch, self._job, self._metrics, self._start = batch, job, metrics, time.perf_counter()
         self._steps: asyncio.Queue[list[StreamedToken]] = asyncio.Queue()
+        self._kept: list[StreamedToken] = []
+        """Of a whole answer, until a completion ends: nothing is done with them before."""
+        self._is_new = True
         self._unfinished = len(job.prompts) * job.sampling.n
         self._recorded: dict[tuple[int, int], list[StreamedToken]] = {}
         loop = asyncio.get_running_loop()
 
         def deliver(tokens: list[StreamedToken]) -> None:
+            if tokens and self._is_new:
+                self._metrics.first_token_seconds.observe(time.perf_counter() - self._start)
+                self._is_new = False
+            self._metrics.completion_tokens.inc(len(tokens))
+            if whole and tokens:
+                self._kept += tokens
+                if all(token.finish_reason is None for token in tokens):
+                    return
+                tokens, self._kept = self._kept, []
             deliveries.add(loop, self._steps, tokens)
 
         each = [replace(job.sampling, seed=seed) for seed in job.seeds]
@@ -108,20 +122,15 @@ class TokenStream:
         metrics.prompt_tokens.inc(sum(map(len, job.prompts)))
 
     async def steps(self) -> AsyncIterator[list[StreamedToken]]:
-        """The new tokens of each step, to the last one.
+        """The new tokens of each step, to the last one; of a whole answer, of the steps until a completion ends.
 
         Raises:
             BatchEnded: when the batch ends before.
         """
-        is_first = True
         while self._unfinished:
             tokens = await self._steps.get()
             if not tokens:
                 raise BatchEnded("the server stops: send the request again later")
-            if is_first:
-                self._metrics.first_token_seconds.observe(time.perf_counter() - self._start)
-                is_first = False
-            self._metrics.completion_tokens.inc(len(tokens))
             self._unfinished -= sum(token.finish_reason is not None for token in tokens)
             if self._job.record is not None:
                 self._record(tokens, self._job.record)
@@ -223,8 +232,12 @@ class Service:
             known = ", ".join([self.name, *self.adapters])
             raise UnknownModel(f"the model of this server is {known}, got {name[:100]!r}: name it")
 
-    def start(self, job: Job) -> TokenStream:
+    def start(self, job: Job, *, whole: bool) -> TokenStream:
         """Submit a job.
+
+        Args:
+            job: the prompts.
+            whole: whether the answer is sent when it has ended, not token by token.
 
         Raises:
             QueueFull: when too many wait.
@@ -238,7 +251,7 @@ class Service:
             )
         if self.batch.unfinished + wanted > most:
             raise QueueFull(f"{self.batch.unfinished} completions run or wait, the limit is {most}: try again later")
-        return TokenStream(self.batch, job, self.metrics, self._deliveries)
+        return TokenStream(self.batch, job, self.metrics, self._deliveries, whole=whole)
 
     def call(self, function: Callable[[], ResultT]) -> Future[ResultT]:
         """Call a function on the thread that uses the device.
