@@ -1,6 +1,7 @@
 /** A long list of rows of one height, of which only those in view exist; their data is loaded page by page. */
 import { get } from "../core/api.js";
 import { html, useEffect, useLayoutEffect, useRef, useState } from "../core/dom.js";
+import { useIndexing } from "../core/runs.js";
 
 const PAGE = 50;
 const OVERSCAN = 4;
@@ -9,11 +10,12 @@ const MOST_ROWS = 100_000;
 
 /**
  * Pages of {total, rows} of a path; `query` is a part of the identity: with another, the pages are dropped. `revision`
- * loads the visible pages again and shows the old rows meanwhile.
+ * loads the visible pages again and shows the old rows meanwhile; so does an index that is still being built.
  */
 function usePages(path, query, revision) {
   const key = JSON.stringify([path, query]);
   const [answer, setAnswer] = useState({ key, pages: new Map(), first: null, error: null });
+  const [round, setRound] = useState(0);
   const asked = useRef({ key: null, pages: new Set(), abort: new AbortController() });
   const load = (page) => {
     const { pages, abort } = asked.current;
@@ -32,9 +34,10 @@ function usePages(path, query, revision) {
     asked.current = { key, pages: new Set(), abort: new AbortController() };
     load(0);
     return () => asked.current.abort.abort();
-  }, [key, revision]);
+  }, [key, revision, round]);
+  useIndexing(answer.first, () => setRound((count) => count + 1));
   const current = answer.key === key ? answer : { pages: new Map(), first: null, error: null };
-  return { ...current, load, row: (place) => current.pages.get(Math.floor(place / PAGE))?.[place % PAGE] };
+  return { ...current, load, round, row: (place) => current.pages.get(Math.floor(place / PAGE))?.[place % PAGE] };
 }
 
 /** Args: path and query of the rows; renderRow(row, place); rowHeight in pixels; onAnswer({total, ...}); label. */
@@ -55,7 +58,7 @@ export function VirtualList({ path, query, revision = 0, renderRow, rowHeight, l
   const last = Math.min(shown, Math.ceil((view.top + view.height) / rowHeight) + OVERSCAN);
   useEffect(() => {
     for (let page = Math.floor(first / PAGE); page * PAGE < last; page += 1) pages.load(page);
-  }, [first, last, pages.first, revision]);
+  }, [first, last, pages.first, revision, pages.round]);
   const rows = [];
   for (let place = first; place < last; place += 1) {
     const row = pages.row(place);

@@ -110,10 +110,7 @@ export function Rollouts({ query }) {
     facets.reload();
   });
   const filter = useMemo(() => sampleQuery(query), [JSON.stringify(query)]);
-  const indexing = useIndexing(facets.data, () => {
-    setRevision((value) => value + 1);
-    facets.reload();
-  });
+  const indexing = useIndexing(facets.data, facets.reload);
   // The server refuses a component that it has not read of yet; without one, the list does not wait for the facets.
   const known = !filter.component || (facets.data && (!indexing || facets.data.components.includes(filter.component)));
   if (loading) return html`<${ViewHead} title="Rollouts" /><${Loading} what="runs" />`;
