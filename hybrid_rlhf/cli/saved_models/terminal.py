@@ -6,9 +6,12 @@ readable by the user only.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Generator, Mapping, Sequence
+import signal
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from types import FrameType
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import NestedCompleter, PathCompleter
@@ -65,8 +68,13 @@ class Terminal:
         """See ChatView: all at once, the end of a long one while it grows, then the whole."""
         texts, notes, pending = dict.fromkeys(replies, ""), dict.fromkeys(replies, ""), dict(replies)
         try:
-            with Live(console=self._console, refresh_per_second=10, transient=True) as live:
+            with (
+                _first_interrupt_noted() as interrupted,
+                Live(console=self._console, refresh_per_second=10, transient=True) as live,
+            ):
                 while pending:
+                    if interrupted:
+                        raise KeyboardInterrupt
                     for name, pieces in list(pending.items()):
                         try:
                             texts[name] += _CONTROL.sub("", next(pieces))
@@ -94,6 +102,24 @@ class Terminal:
             self.show(f"no history is kept: {file} cannot be written ({error.strerror})")
             return InMemoryHistory()
         return FileHistory(str(file))
+
+
+@contextlib.contextmanager
+def _first_interrupt_noted() -> Iterator[list[int]]:
+    """A list that Ctrl-C fills. Where Python raises, the exception is lost in a callback or a destructor; a second
+    Ctrl-C does raise, for what takes long."""
+    found: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if found:
+            raise KeyboardInterrupt
+        found.append(number)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield found
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class _Tail:
