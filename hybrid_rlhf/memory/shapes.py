@@ -342,8 +342,9 @@ class _FusedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         rows, heads, length, width = *query.shape[:-1], value.shape[-1]
-        mixed = torch.empty_like(query)  # in the layout of the queries
-        if width != query.shape[-1]:  # of latent attention
+        if width == query.shape[-1]:
+            mixed = torch.empty_like(query)  # in the layout of the queries
+        else:  # latent attention
             mixed = query.new_empty(rows, length, heads, width).transpose(1, 2)
         normaliser = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
         ctx.save_for_backward(query, key, value, mixed, normaliser)
