@@ -23,6 +23,7 @@ from hybrid_rlhf.generation.batching.requests import NewTokens, Request
 from hybrid_rlhf.generation.batching.rows import BatchLoad
 from hybrid_rlhf.generation.sampling import FinishReason, SamplingParams, per_request
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.openmp import release_workers
 
 if TYPE_CHECKING:
     from typing import Self
@@ -83,6 +84,7 @@ class OpenBatch:
             target=self._run, args=(started, torch.get_num_threads(), _stream()), name="open-batch", daemon=True
         )
         self._arrivals.call(lambda: None if started.done() else started.set_result(None))
+        release_workers()  # of this thread: the batch's needs the cores
         self._thread.start()
         started.result()
 
