@@ -18,8 +18,8 @@ from hybrid_rlhf.functional.logprobs import token_logprobs
 from hybrid_rlhf.models.policy import Policy
 from hybrid_rlhf.models.structure import backbone_of
 
-PROBE_TOKENS = 24
-_PREFIX_TOKENS = 15
+PROBE_TOKENS = 16
+_PREFIX_TOKENS = 10
 """Tokens of the padded row with which padding, or packing, is checked."""
 FLOAT32_TOLERANCE = 2e-3
 """Largest difference of the probe's log-probs in float32, in nats."""
@@ -64,9 +64,9 @@ def agreement(
     )
 
 
-def probe_tokens(vocab_size: int) -> list[int]:
+def probe_tokens(vocab_size: int, count: int = PROBE_TOKENS) -> list[int]:
     """The prompt with which heads and inference weights are checked."""
-    return torch.randint(vocab_size, (PROBE_TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
+    return torch.randint(vocab_size, (count,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
 @torch.no_grad()

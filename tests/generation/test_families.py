@@ -52,7 +52,7 @@ def decoder_from(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_logprobs_are_those_of_the_module(name: str) -> None:
     model = variant(name)
-    tokens = probe_tokens(model.config.vocab_size)
+    tokens = probe_tokens(model.config.vocab_size, 24)
     expected = module_logprobs(model, tokens)
     assert expected.std() > 0.5, "a flat distribution would prove nothing"
     torch.testing.assert_close(probe_logprobs(decoder_from(model), tokens), expected, atol=1e-4, rtol=0)
