@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import random
 import socket
 import sys
 import time
@@ -22,6 +23,7 @@ import torch
 from torch import multiprocessing
 
 _LIMIT_SECONDS = 300
+_CHANCE = random.SystemRandom()  # seeds of tests do not repeat ports
 FORKSERVER = get_context("forkserver")
 FORKSERVER.set_forkserver_preload(
     [
@@ -74,11 +76,14 @@ def environment(ranks: int) -> dict[str, str]:
 
 
 def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
+    """Below those that the system gives to connections: a run may begin minutes after its port was chosen."""
+    ports: list[int] = []
+    while len(ports) < count:
+        port = _CHANCE.randrange(20_000, 32_768)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            ports += [port] if port not in ports else []
+    return ports
 
 
 def _start(target: Callable[..., None], ranks: int, start_method: str, *arguments: Any, runs: int = 1) -> None:
