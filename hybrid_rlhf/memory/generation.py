@@ -20,6 +20,7 @@ from hybrid_rlhf.generation.batching.capacity import (
     WorkingMemory,
     capacity_tokens,
     rows_and_pages,
+    saved_states,
 )
 from hybrid_rlhf.generation.model.recurrent.states import state_bytes
 from hybrid_rlhf.generation.weights.describe import attention_sizes, layers_with, recurrent_fields
@@ -146,7 +147,8 @@ def cache_plan(
     rows, pages = rows_and_pages(budget, sequences, working)
     pages = max(pages, sequences.longest_pages)
     each = sequences.layout.pages_of(sequences.longest_tokens)
-    taken = float(pages * sequences.page_bytes + (rows + 1) * sequences.state_bytes)
+    states = rows + 1 + saved_states(budget, sequences, rows)
+    taken = float(pages * sequences.page_bytes + states * sequences.state_bytes)
     return CachePlan(taken, rows, wanted, min(rows, max(1, (pages - 1) // each)))
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid_rlhf.generation.batching.blocks import BlockPool, BlockTable
+from hybrid_rlhf.generation.batching.blocks import BlockPool, BlockTable, Match
 from hybrid_rlhf.generation.batching.cache import BLOCK_TOKENS, CacheLayout, blocks_of
 from hybrid_rlhf.generation.weights.describe import describe
 from tests.support.families import variant
@@ -25,6 +25,8 @@ class Memory:
     pool: BlockPool
     pages: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
     """Content of a page by place: all tokens up to and including the one there, on which keys and values depend."""
+    states: dict[int, list[int]] = field(default_factory=dict)
+    """The tokens of each saved state."""
 
     def write(self, table: BlockTable, tokens: list[int], start: int) -> None:
         """Compute tokens from `start` on."""
@@ -38,6 +40,17 @@ class Memory:
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         for source, target in pairs:
             self.pages[target] = list(self.pages[source])
+
+    def save_state(self, tokens: list[int]) -> None:
+        """Of a sequence whose blocks are indexed."""
+        slot = self.pool.save_state(tokens) if tokens else None
+        if slot is not None:
+            self.states[slot] = tokens
+
+    def check_state(self, match: Match, tokens: list[int], computed: int) -> None:
+        """That a sequence begins with the state of its own tokens."""
+        assert not computed or (match.state is not None and self.states[match.state] == tokens[:computed])
+        assert not match.branch or computed < match.branch < len(tokens)
 
     def check(self, table: BlockTable, tokens: list[int]) -> None:
         """That a sequence finds what its next token attends to."""
@@ -54,6 +67,7 @@ class Memory:
 @settings(max_examples=150, deadline=None)
 @given(
     layout=st.sampled_from([PLAIN, MIXED, WINDOWS]),
+    states=st.sampled_from([None, 0, 1, 3]),
     blocks=st.integers(6, 20),
     sequences=st.lists(
         st.tuples(
@@ -66,14 +80,15 @@ class Memory:
     ),
 )
 def test_sequences_that_share_blocks_find_their_own_tokens(
-    layout: CacheLayout, blocks: int, sequences: list[tuple[list[int], int, int]]
+    layout: CacheLayout, states: int | None, blocks: int, sequences: list[tuple[list[int], int, int]]
 ) -> None:
-    pool = BlockPool(layout, 1 + blocks * layout.tables)
+    pool = BlockPool(layout, 1 + blocks * layout.tables, states=states)
     memory, live = Memory(pool), list[tuple[BlockTable, list[int]]]()
 
     def end(place: int) -> None:
         table, tokens = live.pop(place)
         table.index(tokens)
+        memory.save_state(tokens)
         table.release()
 
     for prompt, new, ending in sequences:
@@ -81,13 +96,17 @@ def test_sequences_that_share_blocks_find_their_own_tokens(
         while pool.available_pages < needed and live:
             end(0)
         table = BlockTable(pool)
-        computed, copies = table.begin(pool.match(prompt))
+        match = pool.match(prompt)
+        computed, copies = table.begin(match)
         assert computed < len(prompt)
+        if states is not None:
+            memory.check_state(match, prompt, computed)
         memory.copy(copies)
         memory.check(table, prompt[:computed])
         table.extend(len(prompt))
         memory.write(table, prompt, computed)
         table.index(prompt)
+        memory.save_state(prompt[: match.branch])  # as if it was computed in two steps
         sample = BlockTable(pool)
         memory.copy(sample.fork(table, len(prompt)))
         memory.check(sample, prompt)
@@ -109,6 +128,8 @@ def test_sequences_that_share_blocks_find_their_own_tokens(
     assert pool.used_pages == 0 and pool.available_pages == blocks * layout.tables
     pool.forget_prefixes()
     assert len(pool._free) == len(set(pool._free)) == pool.pages and not pool._roots
+    if states is not None:
+        assert sorted(pool._states._free) == list(range(states))
 
 
 def test_a_block_is_copied_only_when_all_of_it_is_computed() -> None:

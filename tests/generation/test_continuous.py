@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -16,7 +15,6 @@ from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.batching import capacity, rows
 from hybrid_rlhf.generation.batching.cache import BLOCK_TOKENS
 from hybrid_rlhf.generation.batching.continuous import ContinuousBatch
-from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.sampling import per_request
 from tests.support.families import variant
 from tests.support.generation import (
@@ -29,17 +27,6 @@ from tests.support.generation import (
     token_ids_of,
 )
 from tests.support.tiny import tiny_model, tiny_tokenizer
-
-
-@pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Tokens of each forward of a decoder."""
-    sizes: list[int] = []
-    hidden = Decoder.hidden
-    monkeypatch.setattr(
-        Decoder, "hidden", lambda self, t, *rest, **more: sizes.append(len(t)) or hidden(self, t, *rest, **more)
-    )
-    yield sizes
 
 
 @settings(max_examples=15, deadline=None)
@@ -145,7 +132,8 @@ def test_requests_that_are_preempted_go_on_where_they_were(
     monkeypatch.setattr(capacity.Sequences, "least_pages", lambda self, rows: self.longest_pages)
     cache = free.backend.held.cache
     pages = 1 + cache.layout.pages_of(44 + 40, computed_together=chunk) + spare_blocks * cache.layout.tables
-    states = 25 * free.backend.decoder.state_bytes  # of 24 rows, and of the slot that nobody reads
+    monkeypatch.setattr(capacity, "_SAVED_STATES_SHARE", 1.0)
+    states = 49 * free.backend.decoder.state_bytes  # of 24 rows, their saved ones, and of the slot that nobody reads
     tight = GenerationEngine.from_model(
         model,
         stop_token_ids=range(3, 6),

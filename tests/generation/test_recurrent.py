@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
+from hybrid_rlhf.generation.batching.blocks import BlockPool, BlockTable
+from hybrid_rlhf.generation.batching.cache import CacheLayout
+from hybrid_rlhf.generation.batching.continuous import ContinuousBatch
+from hybrid_rlhf.generation.batching.rows import ExpectedLength
 from hybrid_rlhf.generation.batching.workspace import Workspace
 from hybrid_rlhf.generation.model.attention import Chunks, DecodeRows
 from hybrid_rlhf.generation.model.recurrent.scan import DECAYING_SCAN
@@ -158,13 +163,90 @@ def test_a_stream_closed_early_leaves_no_state_behind(name: str) -> None:
     assert token_ids_of(engine.generate(PROMPTS, SAMPLED)) == expected
 
 
-def test_blocks_of_other_sequences_are_not_shared() -> None:
-    """They do not have the states before what follows them."""
-    engine, prompt = GenerationEngine.from_model(variant("qwen3_5"), stop_token_ids=()), random_tokens(40)
-    greedy = SamplingParams(max_new_tokens=6, temperature=0.0)
-    ((first,),) = engine.generate([prompt], greedy)
-    assert engine.backend.held.pool.match(prompt).blocks == []
-    assert engine.generate([prompt], greedy)[0][0].token_ids == first.token_ids
+@pytest.mark.parametrize("flying", [0, 1])
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_turn_continues_from_the_state_at_the_end_of_the_last(
+    name: str, flying: int, read: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps are in flight as on a GPU, or not; a row that has ended runs in the one that is in flight."""
+    init = Workspace.__init__
+
+    def begin(self: Workspace, *arguments: Any, **more: Any) -> None:
+        init(self, *arguments, **more)
+        self.steps_in_flight = flying
+
+    monkeypatch.setattr(Workspace, "__init__", begin)
+    model, prompts, greedy = variant(name), [random_tokens(40), random_tokens(7)], replace(SAMPLED, n=1, temperature=0)
+    engine = GenerationEngine.from_model(model, stop_token_ids=())
+    for turn in range(3):
+        read.clear()
+        completions = [samples[0] for samples in engine.generate(prompts, greedy)]
+        if turn:
+            assert read[0] == 2 * (6 - flying), "the last sampled token and the five new ones of each"
+        alone = GenerationEngine.from_model(model, stop_token_ids=()).generate(prompts, greedy)
+        for mine, (theirs,) in zip(completions, alone, strict=True):
+            assert mine.token_ids == theirs.token_ids
+            torch.testing.assert_close(torch.tensor(mine.logprobs), torch.tensor(theirs.logprobs), atol=1e-4, rtol=0)
+        prompts = [
+            [*prompt, *one.token_ids, *random_tokens(5)] for prompt, one in zip(prompts, completions, strict=True)
+        ]
+    engine.backend.sync_weights(engine.backend.decoder)
+    read.clear()
+    engine.generate(prompts, greedy)
+    assert read[0] == sum(map(len, prompts)), "nothing of older weights is used"
+
+
+def test_the_state_after_a_common_beginning_is_saved_when_it_occurs_again(read: list[int]) -> None:
+    model, system, greedy = variant("qwen3_5"), random_tokens(83), SamplingParams(max_new_tokens=4, temperature=0.0)
+    engine = GenerationEngine.from_model(model, stop_token_ids=())
+    counted = []
+    for _ in range(3):
+        prompt = system + random_tokens(9)
+        read.clear()
+        ((found,),) = engine.generate([prompt], greedy)
+        counted.append(list(read))
+        alone = GenerationEngine.from_model(model, stop_token_ids=()).generate([prompt], greedy)
+        assert found.token_ids == alone[0][0].token_ids
+    assert counted == [[92, 1, 1, 1], [80, 12, 1, 1, 1], [12, 1, 1, 1]], "whole blocks of 16 are common"
+
+
+def test_a_state_without_room_for_its_last_block_is_not_used() -> None:
+    """Its keys and values cannot be copied, and a shorter state is not saved."""
+    pool = BlockPool(CacheLayout((None,), (1,), 1, ((0, 0),)), 1 + 3, states=4)
+    tokens, table = list(range(40)), BlockTable(pool)
+    table.extend(40)
+    table.set_ready(0, 40, of=40)
+    table.index(tokens)
+    assert pool.save_state(tokens) is not None
+    match, other = pool.match([*tokens, 1]), BlockTable(pool)
+    assert match.tail_tokens == 8 and match.state is not None
+    assert other.begin(match) == (0, []) and other.blocks == []
+    table.release()
+    assert pool.available_pages == 3
+
+
+def test_a_request_that_was_preempted_continues_from_its_state(
+    read: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, sampling = variant("qwen3_5"), SamplingParams(max_new_tokens=40, temperature=0.0)
+    prompts = [random_tokens(20), random_tokens(20)]
+    expected = token_ids_of(GenerationEngine.from_model(model, stop_token_ids=()).generate(prompts, sampling))
+    engine = GenerationEngine.from_model(model, stop_token_ids=())
+    monkeypatch.setattr(ExpectedLength, "of", lambda self, limit: 1.0)
+    preempt, done = ContinuousBatch._preempt, list[int]()
+
+    def once(batch: ContinuousBatch) -> int:
+        """More than there are, once, after ten tokens."""
+        youngest = batch._decoding[-1] if batch._decoding else None
+        if youngest is not None and not done and len(youngest.request.token_ids) == 10:
+            done.append(1)
+            preempt(batch, youngest)
+        return 0
+
+    monkeypatch.setattr(ContinuousBatch, "_pages_missing", once)
+    read.clear()
+    assert token_ids_of(engine.generate(prompts, sampling)) == expected
+    assert done and max(read[1:]) == 2, "of the preempted request one token is computed again, beside the other's"
 
 
 def test_memory_of_states_is_planned() -> None:

@@ -29,10 +29,9 @@ ROLLOUT = RolloutConfig(prompts_per_step=3, max_prompt_tokens=20, sampling=SAMPL
     "name", ["qwen3_5", "falcon_h1", "jamba", "lfm2", "deepseek_v3", "minicpm3", "falcon 7b", "falcon 40b"]
 )
 def test_the_cache_and_the_states_are_as_large_as_planned(name: str, tmp_path: Path) -> None:
-    rows, planned, workspace = planned_and_held(variant(name), tmp_path)
-    held = [workspace.cache.keys, workspace.cache.values][: workspace.cache.layout.stores]
-    if workspace.states is not None:
-        held += [workspace.states.conv, workspace.states.memory]
+    rows, planned, backend = planned_and_held(variant(name), tmp_path)
+    cache = backend.held.cache
+    held = [cache.keys, cache.values][: cache.layout.stores] + states_of(backend)
     assert rows == 6 and planned == sum(store.nbytes for store in held)
 
 
@@ -40,8 +39,8 @@ def test_the_cache_and_the_states_are_as_large_as_planned(name: str, tmp_path: P
 def test_the_cache_of_layers_that_differ_is_as_large_as_planned(name: str, tmp_path: Path) -> None:
     lm = variant(name)
     lm.config.sliding_window = 100  # the plan leaves out what windows save
-    rows, planned, workspace = planned_and_held(lm, tmp_path)
-    assert rows == 6 and planned == workspace.cache.keys.nbytes + workspace.cache.values.nbytes
+    rows, planned, backend = planned_and_held(lm, tmp_path)
+    assert rows == 6 and planned == backend.held.cache.keys.nbytes + backend.held.cache.values.nbytes
 
 
 @pytest.mark.parametrize("name", ["qwen2_moe", "gpt_oss", "gemma4 with experts", "jamba", "granite 4"])
@@ -49,10 +48,9 @@ def test_recorded_experts_take_what_was_planned(name: str, tmp_path: Path) -> No
     """In the cache, and in the rollout of each rank."""
     lm = variant(name)
     lm.config.sliding_window = 100
-    rows, planned, workspace = planned_and_held(lm, tmp_path, records_routes=True)
-    held = [workspace.cache.keys, workspace.cache.values, workspace.cache.routes]
-    if workspace.states is not None:
-        held += [workspace.states.conv, workspace.states.memory]
+    rows, planned, backend = planned_and_held(lm, tmp_path, records_routes=True)
+    cache = backend.held.cache
+    held = [cache.keys, cache.values, cache.routes, *states_of(backend)]
     assert rows == 6 and planned == sum(store.nbytes for store in held)
     results = GenerationEngine.from_model(lm, stop_token_ids=()).generate(
         [random_tokens(20) for _ in range(3)], SAMPLING, record_routes=True
@@ -83,12 +81,17 @@ def shaped(folder: Path) -> ShapedModel:
     return ShapedModel(str(folder), "causal_lm", config=config, dtype=torch.float32, lora=None, learns=True)
 
 
+def states_of(backend: Any) -> list[torch.Tensor]:
+    """Of live rows, and the saved ones."""
+    both = [states for states in (backend.workspace.states, backend.held.states) if states is not None]
+    return [store for states in both for store in (states.conv, states.memory)]
+
+
 def planned_and_held(lm: PreTrainedModel, tmp_path: Path, *, records_routes: bool = False) -> tuple[int, float, Any]:
-    """Rows and bytes of the plan, and the memory of a rollout."""
+    """Rows and bytes of the plan, and the backend after a rollout."""
     lm.save_pretrained(tmp_path)
     engine = GenerationEngine.from_model(lm, stop_token_ids=(), kv_cache_gib=1.0)
     engine.generate([random_tokens(20) for _ in range(3)], SAMPLING, record_routes=records_routes)
-    workspace = engine.backend.workspace
     model = shaped(tmp_path)
     plan = cache_plan(
         model,
@@ -99,4 +102,4 @@ def planned_and_held(lm: PreTrainedModel, tmp_path: Path, *, records_routes: boo
         device=torch.device("cpu"),
         records_routes=records_routes,
     )
-    return plan.rows, plan.cache_bytes, workspace
+    return plan.rows, plan.cache_bytes, engine.backend

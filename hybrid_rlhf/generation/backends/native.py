@@ -26,6 +26,7 @@ from hybrid_rlhf.generation.batching.capacity import (
     available_bytes,
     capacity_tokens,
     rows_and_pages,
+    saved_states,
     working_memory,
 )
 from hybrid_rlhf.generation.batching.continuous import ContinuousBatch
@@ -34,6 +35,7 @@ from hybrid_rlhf.generation.batching.rows import BatchLoad
 from hybrid_rlhf.generation.batching.workspace import Workspace
 from hybrid_rlhf.generation.drafting.drafter import Drafter, check_can_draft
 from hybrid_rlhf.generation.model.decoder import Decoder
+from hybrid_rlhf.generation.model.recurrent.states import StateCache
 from hybrid_rlhf.generation.sampling import SamplingParams
 from hybrid_rlhf.generation.scoring import InferencePolicy
 
@@ -47,10 +49,17 @@ class HeldCache:
 
     cache: KVCache
     pool: BlockPool
+    states: StateCache | None
+    """Saved states of recurrent layers."""
     rows: int
     """Completions that are decoded together."""
     wanted: tuple[int, ...]
     """Rows and pages that unlimited memory would have allowed, and places of a row in a step."""
+
+    @property
+    def saved_states(self) -> int:
+        """How many states can be saved."""
+        return 0 if self.states is None else self.states.slots
 
     def serves(self, sequences: Sequences) -> bool:
         """Whether a cache allocated for these would not be larger."""
@@ -124,12 +133,13 @@ class NativeBackend:
         if drafter is not None:
             check_can_draft(decoder.architecture, setting="a drafter")
         places = 1 if drafter is None else 1 + drafter.draft_tokens
-        workspace, pool = self._prepared(decoder, requests, places=places, rows=len(requests))
+        workspace, held = self._prepared(decoder, requests, places=places, rows=len(requests))
         batch = ContinuousBatch(
             workspace,
-            pool,
+            held.pool,
             requests,
             prefill_tokens=self._prefill_tokens,
+            saved_states=held.states,
             drafts=None if drafter is None else drafter.begin(requests, decoder.world),
         )
         yield from batch.steps()
@@ -153,11 +163,13 @@ class NativeBackend:
         requests: list[Request] = []
         while not arrivals.closed:
             shapes += [request for request in requests if not self._accepts(request)]
-            workspace, pool = self._prepared(decoder, shapes, places=1, rows=arrivals.rows)
+            workspace, held = self._prepared(decoder, shapes, places=1, rows=arrivals.rows)
             if not requests:
                 requests = arrivals.take(wait=True)
                 continue
-            batch = self._open = ContinuousBatch(workspace, pool, requests, prefill_tokens=self._prefill_tokens)
+            batch = self._open = ContinuousBatch(
+                workspace, held.pool, requests, prefill_tokens=self._prefill_tokens, saved_states=held.states
+            )
             steps, live = batch.steps(), set(requests)
             for new in steps:
                 yield new
@@ -201,14 +213,14 @@ class NativeBackend:
 
     def _prepared(
         self, decoder: Decoder, requests: Sequence[Request], *, places: int, rows: int
-    ) -> tuple[Workspace, BlockPool]:
-        """Workspace and blocks for requests, of which up to `rows` run together."""
+    ) -> tuple[Workspace, HeldCache]:
+        """Workspace and cache for requests, of which up to `rows` run together."""
         self.workspace = workspace = self._workspace_for(decoder, requests, places, rows)
         assert self.held is not None
         if self._written != decoder.written:
             self.held.pool.forget_prefixes()
             self._written = decoder.written
-        return workspace, self.held.pool
+        return workspace, self.held
 
     def _workspace_for(self, decoder: Decoder, requests: Sequence[Request], places: int, rows: int) -> Workspace:
         """The last call's workspace if it serves these requests too, else a new one."""
@@ -264,12 +276,14 @@ class NativeBackend:
         if held is not None and held.cache.layout != sequences.layout:
             self._release_workspace()
             held = self.held = None
-        own = 0 if held is None else held.cache.pages * sequences.page_bytes
+        own = 0
+        if held is not None:
+            own = held.cache.pages * sequences.page_bytes + held.saved_states * sequences.state_bytes
         budget, working = self._budget(decoder, requests, sequences, own)
         rows, pages = rows_and_pages(budget, sequences, working)
         # Free memory and KV heads may differ between ranks.
-        both = decoder.world.all_reduce(torch.tensor([rows, pages], device=decoder.world.device), dist.ReduceOp.MIN)
-        rows, pages = map(int, both.tolist())
+        each = torch.tensor([rows, pages, saved_states(budget, sequences, rows)], device=decoder.world.device)
+        rows, pages, saved = map(int, decoder.world.all_reduce(each, dist.ReduceOp.MIN).tolist())
         if pages < 1:
             one = sequences.longest_pages * sequences.page_bytes + 2 * sequences.state_bytes
             raise UserError(
@@ -278,15 +292,16 @@ class NativeBackend:
                 "kv_cache_gib"
             )
         if held is not None and pages <= held.cache.pages:
-            return HeldCache(held.cache, held.pool, max(rows, held.rows), wanted)
+            return replace(held, rows=max(rows, held.rows), wanted=wanted)
         self._release_workspace()  # it refers to the old cache
         if held is not None and own + pages * sequences.page_bytes <= budget:
             held.pool.grow(pages)
-            return HeldCache(held.cache.grown(pages), held.pool, rows, wanted)
+            return replace(held, cache=held.cache.grown(pages), rows=rows, wanted=wanted)
         held = self.held = None  # freed before the new one is allocated
         cache = decoder.new_cache(sequences.layout, pages=pages)
-        pool = BlockPool(sequences.layout, pages, finds_prefixes=decoder.architecture.recurrence is None)
-        return HeldCache(cache, pool, rows, wanted)
+        states = decoder.new_states(saved)
+        pool = BlockPool(sequences.layout, pages, states=None if states is None else saved)
+        return HeldCache(cache, pool, states, rows, wanted)
 
     def _budget(
         self, decoder: Decoder, requests: Sequence[Request], sequences: Sequences, own: int

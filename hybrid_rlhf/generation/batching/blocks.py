@@ -3,7 +3,8 @@
 A block holds keys and values of `BLOCK_TOKENS` consecutive tokens in the layers of one layer group (cache.py).
 Sequences with a common prefix share its blocks, which are counted by references. A block without references keeps its
 content, and serves later sequences that begin alike, until its memory is needed: the least recently used is evicted
-first. A sequence that leaves a cached prefix inside a block copies the block.
+first. A sequence that leaves a cached prefix inside a block copies the block. With recurrent layers, a sequence begins
+only with a prefix whose state is saved (saved_states.py).
 
 Source: paged attention (arXiv 2309.06180, sections 4.2 to 4.4); the tree of prefixes as in RadixAttention (arXiv
 2312.07104, section 3), here with whole blocks as its edges. Prefixes are compared by their tokens, not by hashes.
@@ -18,9 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hybrid_rlhf.generation.batching.cache import BLOCK_TOKENS, CacheLayout, blocks_of
+from hybrid_rlhf.generation.batching.saved_states import SavedStates
 
 _TAILS = 64
 """Most children of a prefix that are compared with a sequence that leaves it within a block, the latest first."""
+_BRANCH_TOKENS = 64
+"""Least tokens for which a prompt is computed in two steps, so that the state between them can be saved."""
 
 
 @dataclass(eq=False)
@@ -61,21 +65,25 @@ class Match:
     tail: list[Block] | None = None
     """Blocks of which it shares the first `tail_tokens` tokens."""
     tail_tokens: int = 0
+    state: int | None = None
+    """Slot of the saved state after all of these tokens, where there are recurrent layers."""
+    branch: int = 0
+    """Tokens after which the state is worth saving, because an earlier sequence began with them too; 0: none."""
 
 
 class BlockPool:
     """All blocks of a KV cache."""
 
-    def __init__(self, layout: CacheLayout, pages: int, *, finds_prefixes: bool = True) -> None:
+    def __init__(self, layout: CacheLayout, pages: int, *, states: int | None = None) -> None:
         """Take the pages of a cache.
 
         Args:
             layout: how layers share pages.
             pages: of the cache; page 0 is left to rows that are not in use.
-            finds_prefixes: whether sequences share the blocks of others that begin alike. Recurrent layers forbid it:
-                blocks do not have their states.
+            states: of recurrent layers, how many can be saved; none: there are no such layers.
         """
-        self.layout, self._finds_prefixes = layout, finds_prefixes
+        self.layout = layout
+        self._states = None if states is None else SavedStates(states)
         self.pages = pages - 1
         self._free = list(range(pages - 1, 0, -1))
         self._idle: OrderedDict[Block, None] = OrderedDict()
@@ -130,6 +138,8 @@ class BlockPool:
         for block in list(self._idle):
             self._evict(block)
         self._roots = {}
+        if self._states is not None:
+            self._states.clear()
 
     def _root(self, adapter: int) -> _Prefix:
         return self._roots.setdefault(adapter, _Prefix((), None, [None] * len(self.layout.windows)))
@@ -137,9 +147,17 @@ class BlockPool:
     def match(self, tokens: Sequence[int], adapter: int = 0) -> Match:
         """The longest cached prefix of an adapter; the last token is never part of it, since its hidden state is
         needed."""
-        needed = [math.inf if window is None else blocks_of(window - 1) for window in self.layout.windows]
-        root = node = self._root(adapter)
-        path, best = list[_Prefix](), 0
+        path, whole = self._path(tokens, adapter)
+        if self._states is not None:
+            return self._match_state(tokens, adapter, path, whole)
+        best = max(whole, default=0)
+        node = path[best - 1] if best else self._root(adapter)
+        return self._with_tail(self._kept(path[:best]), node, tokens[best * BLOCK_TOKENS : -1])
+
+    def _path(self, tokens: Sequence[int], adapter: int) -> tuple[list[_Prefix], list[int]]:
+        """The nodes of whole blocks that a sequence begins with, and the numbers of them whose blocks suffice."""
+        needed = self._needed
+        node, path, whole = self._root(adapter), list[_Prefix](), list[int]()
         present = [0] * len(needed)
         for start in range(0, len(tokens) - BLOCK_TOKENS, BLOCK_TOKENS):
             child = node.children.get(tuple(tokens[start : start + BLOCK_TOKENS]))
@@ -149,12 +167,46 @@ class BlockPool:
             node = child
             present = [0 if block is None else count + 1 for count, block in zip(present, child.blocks, strict=True)]
             if all(count >= min(len(path), least) for count, least in zip(present, needed, strict=True)):
-                best = len(path)
-        kept = [
-            [block if best - depth <= least else None for block, least in zip(one.blocks, needed, strict=True)]
-            for depth, one in enumerate(path[:best])
+                whole.append(len(path))
+        return path, whole
+
+    @property
+    def _needed(self) -> list[float]:
+        """Blocks that the next token attends to, in each layer group."""
+        return [math.inf if window is None else blocks_of(window - 1) for window in self.layout.windows]
+
+    def _kept(self, path: Sequence[_Prefix]) -> list[list[Block | None]]:
+        """The blocks of a path that are still attended to at its end."""
+        return [
+            [
+                block if len(path) - depth <= least else None
+                for block, least in zip(one.blocks, self._needed, strict=True)
+            ]
+            for depth, one in enumerate(path)
         ]
-        return self._with_tail(kept, path[best - 1] if best else root, tokens[best * BLOCK_TOKENS : -1])
+
+    def _match_state(self, tokens: Sequence[int], adapter: int, path: Sequence[_Prefix], whole: Sequence[int]) -> Match:
+        """The longest prefix whose state is saved, and a longer one whose blocks alone are cached."""
+        assert self._states is not None
+        for depth in (*reversed(whole), 0):
+            node = path[depth - 1] if depth else self._root(adapter)
+            ends = [node, *itertools.islice(reversed(node.children.values()), _TAILS)]
+            rest = tuple(tokens[depth * BLOCK_TOKENS : -1])
+            saved = [end for end in ends if end in self._states and (end is node or _is_tail(end, rest))]
+            if saved:
+                end = max(saved, key=lambda end: 0 if end is node else len(end.tokens))
+                tail = None if end is node else [block for block in end.blocks if block is not None]
+                length = 0 if end is node else len(end.tokens)
+                state = self._states.use(end)
+                return Match(self._kept(path[:depth]), tail, length, state, self._branch(path, whole, depth))
+        return Match([], branch=self._branch(path, whole, 0))
+
+    @staticmethod
+    def _branch(path: Sequence[_Prefix], whole: Sequence[int], depth: int) -> int:
+        """Tokens of the longest path that earlier steps have computed, if it is much longer than one of some depth."""
+        computed = [end for end in whole if all(block is None or block.ready for block in path[end - 1].blocks)]
+        longest = max(computed, default=0) * BLOCK_TOKENS
+        return longest if longest >= depth * BLOCK_TOKENS + _BRANCH_TOKENS else 0
 
     def _with_tail(self, blocks: list[list[Block | None]], node: _Prefix, tokens: Sequence[int]) -> Match:
         """Add what a child of the last node shares with the next tokens."""
@@ -168,8 +220,6 @@ class BlockPool:
 
     def index(self, tokens: Sequence[int], blocks: Sequence[Sequence[Block | None]], adapter: int = 0) -> None:
         """Let later sequences of an adapter find blocks; [i][group] holds tokens i * BLOCK_TOKENS and after."""
-        if not self._finds_prefixes:
-            return
         node = self._root(adapter)
         for place, held in enumerate(blocks):
             node = node.child(tokens[place * BLOCK_TOKENS : (place + 1) * BLOCK_TOKENS])
@@ -177,6 +227,18 @@ class BlockPool:
                 if block is not None and node.blocks[group] is None:
                     self._forget(block)
                     node.blocks[group], block.prefix = block, node
+
+    def save_state(self, tokens: Sequence[int], adapter: int = 0) -> int | None:
+        """The slot for the state after tokens whose blocks are indexed; none: there is nothing to save."""
+        if self._states is None:
+            return None
+        node = self._root(adapter)
+        for start in range(0, len(tokens), BLOCK_TOKENS):
+            child = node.children.get(tuple(tokens[start : start + BLOCK_TOKENS]))
+            if child is None:  # a block of it was evicted
+                return None
+            node = child
+        return self._states.add(node)
 
     def _evict(self, block: Block) -> None:
         del self._idle[block]
@@ -191,6 +253,8 @@ class BlockPool:
             return
         node.blocks[block.group] = None
         while node.parent is not None and not node.children and not any(node.blocks):
+            if self._states is not None:
+                self._states.drop(node)
             node.parent.children.pop(node.tokens, None)
             node = node.parent
 
@@ -206,7 +270,10 @@ class BlockTable:
         self._first = [0] * len(pool.layout.windows)
 
     def begin(self, match: Match) -> tuple[int, list[tuple[int, int]]]:
-        """Share a cached prefix; returns its tokens, and pages to copy, as (source, target)."""
+        """Share a cached prefix; returns its tokens, and pages to copy, as (source, target).
+
+        With recurrent layers, these are all tokens of the saved state, or none.
+        """
         share = self._pool.share
         self.blocks = [[None if block is None else share(block) for block in held] for held in match.blocks]
         self._first = [
@@ -214,8 +281,14 @@ class BlockTable:
             for group in range(len(self._first))
         ]
         whole = len(self.blocks) * BLOCK_TOKENS
-        if match.tail is None or self._pool.available_pages < 2 * self._pool.layout.tables:
+        if match.tail is None:
             return whole, []
+        if self._pool.available_pages < 2 * self._pool.layout.tables:
+            if match.state is None:
+                return whole, []
+            self.release()  # the state is of all tokens
+            self._first = [0] * len(self._first)
+            return 0, []
         held = [share(block) for block in match.tail]  # allocating must not evict it
         copies = self._copies(held)
         for block in held:
@@ -285,6 +358,12 @@ class BlockTable:
                 if block is not None:
                     self._pool.release(block)
         self.blocks = []
+
+
+def _is_tail(node: _Prefix, tokens: tuple[int, ...]) -> bool:
+    """Whether tokens begin with those of a node, whose blocks are all there."""
+    whole = all(block is not None and block.ready for block in node.blocks)
+    return whole and tokens[: len(node.tokens)] == node.tokens
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:

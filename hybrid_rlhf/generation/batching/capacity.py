@@ -29,6 +29,10 @@ _CAPACITY_GRANULE = {"cpu": 1, "cuda": 128}
 """Tables have columns for a multiple of so many tokens, so that later rollouts fit in them."""
 _MEASURED_ROWS = 64
 """Most rows of the step whose memory is measured."""
+_SAVED_STATES_SHARE = 1 / 16
+"""Largest share of the budget that saved states of recurrent layers take."""
+_FEW_ROWS = 16
+"""Rows for which at least as many states are saved."""
 _CPU_ROW_LOGITS = 4
 """Copies of a row's float32 logits that are alive in a step on a CPU."""
 
@@ -113,7 +117,7 @@ def rows_and_pages(budget_bytes: float, sequences: Sequences, working: WorkingMe
 
     def pages_beside(rows: int) -> int:
         temporary = max(working.prefill, rows * working.row) + (rows * working.row if working.cuda_graphs else 0.0)
-        states = (rows + 1) * sequences.state_bytes
+        states = (rows + 1 + saved_states(budget_bytes, sequences, rows)) * sequences.state_bytes
         return int((budget_bytes - temporary - states) // sequences.page_bytes)
 
     low, high = 1, sequences.rows
@@ -125,6 +129,13 @@ def rows_and_pages(budget_bytes: float, sequences: Sequences, working: WorkingMe
             high = middle - 1
     pages = min(pages_beside(low), sequences.pages(low))
     return low, pages if pages >= sequences.longest_pages else 0
+
+
+def saved_states(budget_bytes: float, sequences: Sequences, rows: int) -> int:
+    """How many states of recurrent layers are saved beside so many rows: one each, within their share of the budget."""
+    if not sequences.state_bytes:
+        return 0
+    return min(max(rows, _FEW_ROWS), int(_SAVED_STATES_SHARE * budget_bytes // sequences.state_bytes))
 
 
 def available_bytes(world: World) -> float:

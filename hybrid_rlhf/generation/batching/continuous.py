@@ -2,7 +2,8 @@
 
 A step computes one token of each live row and, within a budget, chunks of the prompts of entering requests, in one
 forward. A prompt begins with the longest prefix that is cached (blocks.py); the samples of one prompt share its blocks
-and copy its states in recurrent layers.
+and copy its states in recurrent layers. States are saved when a request leaves, and at the end of a long prefix that
+two prompts have in common.
 How many requests run is limited by memory: one enters if there is room for it and for what the live ones are expected
 to grow by. When blocks run out nevertheless, the youngest request is preempted: it gives up its blocks, waits, and is
 computed again from its tokens. The oldest is never preempted, so all requests finish. On a GPU, scheduling is
@@ -28,10 +29,11 @@ import torch
 from hybrid_rlhf.generation.batching.blocks import BlockPool, BlockTable
 from hybrid_rlhf.generation.batching.cache import BLOCK_TOKENS, blocks_of
 from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Request
-from hybrid_rlhf.generation.batching.rows import BatchLoad, ExpectedLength, LaunchedStep, LiveRow, prompts_of
+from hybrid_rlhf.generation.batching.rows import BatchLoad, ExpectedLength, LaunchedStep, LiveRow, RowStates, prompts_of
 from hybrid_rlhf.generation.batching.workspace import Workspace
 from hybrid_rlhf.generation.drafting.drafter import CallDrafts
 from hybrid_rlhf.generation.drafting.places import DraftPlaces
+from hybrid_rlhf.generation.model.recurrent.states import StateCache
 
 
 class ContinuousBatch:
@@ -44,6 +46,7 @@ class ContinuousBatch:
         requests: Sequence[Request],
         *,
         prefill_tokens: int,
+        saved_states: StateCache | None = None,
         drafts: CallDrafts | None = None,
     ) -> None:
         """Prepare.
@@ -53,9 +56,11 @@ class ContinuousBatch:
             pool: of its cache, with pages for any one of the requests at its full length.
             requests: ordered by prompt.
             prefill_tokens: most prompt tokens of one step; a longer prompt is computed in chunks.
+            saved_states: of cached prefixes, in the slots of the pool; none: there are no recurrent layers.
             drafts: of the requests; none: every row computes one token in a step.
         """
         self._workspace, self._pool, self._drafts = workspace, pool, drafts
+        self._states = RowStates(workspace.states, saved_states, pool)
         self._waiting: deque[tuple[int, Request]] = deque()
         self._ages = itertools.count()
         self._decoding: list[LiveRow] = []
@@ -173,7 +178,7 @@ class ContinuousBatch:
         entered = [one for row in finished for one in (row, *row.samples)]
         forks = [pair for row in finished for one in row.samples for pair in self._fork(row, one)]
         for place, row in enumerate(entered, start=batch):
-            entries += self._unlisted(row, place)
+            entries += row.new_entries(place)
         self._workspace.set_pages(entries)
         each = [*(drafts or [[]] * batch), *([] for _ in entered)]
         places = None if drafts is None else DraftPlaces.of(each, self._device)
@@ -184,10 +189,11 @@ class ContinuousBatch:
         else:
             fetch = self._workspace.decode(batch, longest=longest, drafts=places)
         self._workspace.cache.copy(forks)
-        if self._workspace.states is not None:
-            self._workspace.states.copy([(row.slot, one.slot) for row in finished for one in row.samples])
+        self._states.fork(finished)
         for row, start, length in chunks:
             row.table.set_ready(start, start + length, of=row.request.tokens)
+            if start + length == row.branch:
+                self._states.save(row)
         for row in finished:
             row.table.index(row.request.all_token_ids)
         self._entering = [row for row in self._entering if row not in finished]
@@ -205,19 +211,9 @@ class ContinuousBatch:
         for place, (row, draft) in enumerate(zip(self._decoding, drafts, strict=True)):
             row.computed = min(row.computed + 1, capacity)
             row.table.extend(row.computed + len(draft))
-            entries += self._unlisted(row, place)
+            entries += row.new_entries(place)
             longest = max(longest, row.computed + len(draft))
         return entries, longest
-
-    @staticmethod
-    def _unlisted(row: LiveRow, place: int) -> list[tuple[int, int, list[int]]]:
-        """Entries of the page table for the blocks that a row has got since the last step."""
-        if row.listed == len(row.table.blocks):
-            return []
-        new = row.table.page_table(row.listed)
-        entries = [(place, row.listed + offset, pages) for offset, pages in enumerate(new)]
-        row.listed += len(new)
-        return entries
 
     def _chunks(self) -> list[tuple[LiveRow, int, int]]:
         """The chunks of the next step, as (row, start, length), with their blocks."""
@@ -232,7 +228,8 @@ class ContinuousBatch:
         return chunks
 
     def _append_chunk(self, chunks: list[tuple[LiveRow, int, int]], row: LiveRow, budget: int) -> int:
-        length = min(budget, row.request.tokens - row.computed)
+        end = row.branch if row.branch > row.computed else row.request.tokens
+        length = min(budget, end - row.computed)
         if length:
             chunks.append((row, row.computed, length))
             row.computed += length
@@ -286,8 +283,10 @@ class ContinuousBatch:
             return None
         self._waiting.popleft()
         row = self._new_row(request, age)
-        row.computed, copies = row.table.begin(self._pool.match(request.all_token_ids, request.adapter))
+        match = self._pool.match(request.all_token_ids, request.adapter)
+        row.computed, copies = row.table.begin(match)
         self._workspace.cache.copy(copies)
+        self._states.begin(row, match)
         self._entering.append(row)
         while self._waiting and len(row.samples) + 1 < free_rows:
             age, sample = self._waiting[0]
@@ -382,8 +381,9 @@ class ContinuousBatch:
             if place < len(rows):
                 rows[place] = last
             self._workspace.move(len(rows), place)
-            row.table.set_ready(0, row.request.tokens - 1, of=row.request.tokens - 1)
-            row.table.index(row.request.all_token_ids[:-1])
+            row.table.set_ready(0, row.computed, of=row.computed)
+            row.table.index(row.request.all_token_ids[: row.computed])
+            self._states.save(row)
             row.table.release()
             self._slots.append(row.slot)
         self._decoding = rows

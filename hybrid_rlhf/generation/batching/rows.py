@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hybrid_rlhf.generation.batching.blocks import BlockTable
+from hybrid_rlhf.generation.batching.blocks import BlockPool, BlockTable, Match
 from hybrid_rlhf.generation.batching.requests import Request
 from hybrid_rlhf.generation.batching.workspace import Fetch, Prompts
 from hybrid_rlhf.generation.model.attention import Chunks
+from hybrid_rlhf.generation.model.recurrent.states import StateCache
 
 
 @dataclass(eq=False)
@@ -26,10 +27,48 @@ class LiveRow:
     computed: int = 0
     """Tokens whose keys and values are in the cache, or will be by the steps that have been launched; of drafts, those
     that were kept."""
+    branch: int = 0
+    """Tokens after which its states are saved; 0: none."""
     listed: int = 0
     """Blocks whose pages are in the workspace's table."""
     samples: list[LiveRow] = field(default_factory=list)
     """Other samples of the prompt, which enter with this one."""
+
+    def new_entries(self, place: int) -> list[tuple[int, int, list[int]]]:
+        """Entries of the page table, in the row of that place, for the blocks since the last step."""
+        if self.listed == len(self.table.blocks):
+            return []
+        new = self.table.page_table(self.listed)
+        entries = [(place, self.listed + offset, pages) for offset, pages in enumerate(new)]
+        self.listed += len(new)
+        return entries
+
+
+class RowStates:
+    """The states of live rows in recurrent layers, and those saved of cached prefixes; idle without such layers."""
+
+    def __init__(self, live: StateCache | None, saved: StateCache | None, pool: BlockPool) -> None:
+        """Args: states by slot of the rows, and by slot of the pool, which says where saved states are."""
+        self._live, self._saved, self._pool = live, saved, pool
+
+    def begin(self, row: LiveRow, match: Match) -> None:
+        """Give a row the saved states of the prefix that it begins with."""
+        row.branch = match.branch
+        if self._live is not None and match.state is not None and row.computed:
+            self._live.copy([(match.state, row.slot)], source=self._saved)
+
+    def fork(self, rows: Sequence[LiveRow]) -> None:
+        """Give the further samples of rows their states."""
+        if self._live is not None:
+            self._live.copy([(row.slot, one.slot) for row in rows for one in row.samples])
+
+    def save(self, row: LiveRow) -> None:
+        """Keep the states of a row for sequences that begin with its tokens so far, the blocks of which are indexed."""
+        if self._saved is None:
+            return
+        slot = self._pool.save_state(row.request.all_token_ids[: row.computed], row.request.adapter)
+        if slot is not None:
+            self._saved.copy([(row.slot, slot)], source=self._live)
 
 
 @dataclass(frozen=True)

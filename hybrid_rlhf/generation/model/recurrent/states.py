@@ -61,17 +61,23 @@ class StateCache:
         self.conv = torch.zeros(len(layers), slots, *conv, dtype=dtype, device=device)
         self.memory = torch.zeros(len(layers), slots, *memory, dtype=torch.float32, device=device)
 
+    @property
+    def slots(self) -> int:
+        """Number of slots."""
+        return self.conv.shape[1]
+
     def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """States [slots, ...] of a layer: of its convolution, and its recurrent ones."""
         return self.conv[self._places[layer]], self.memory[self._places[layer]]
 
-    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy slots, given as (source, target)."""
+    def copy(self, pairs: Sequence[tuple[int, int]], *, source: StateCache | None = None) -> None:
+        """Copy slots, given as (source, target), of another cache where one is given."""
         if not pairs:
             return
+        given = source or self
         sources, targets = torch.tensor(pairs, device=self.conv.device).unbind(dim=1)
-        for store in (self.conv, self.memory):
-            store[:, targets] = store[:, sources]
+        self.conv[:, targets] = given.conv[:, sources]
+        self.memory[:, targets] = given.memory[:, sources]
 
     def step(self, rows: DecodeRows | None, chunks: Chunks | None = None) -> StepStates:
         """The states of a step, the tokens of which are those of the rows, then those of each chunk."""
