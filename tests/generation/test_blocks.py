@@ -50,7 +50,7 @@ class Memory:
     def check_state(self, match: Match, tokens: list[int], computed: int) -> None:
         """That a sequence begins with the state of its own tokens."""
         assert not computed or (match.state is not None and self.states[match.state] == tokens[:computed])
-        assert not match.branch or computed < match.branch < len(tokens)
+        assert all(computed < stop < len(tokens) for stop in match.stops)
 
     def check(self, table: BlockTable, tokens: list[int]) -> None:
         """That a sequence finds what its next token attends to."""
@@ -106,7 +106,8 @@ def test_sequences_that_share_blocks_find_their_own_tokens(
         table.extend(len(prompt))
         memory.write(table, prompt, computed)
         table.index(prompt)
-        memory.save_state(prompt[: match.branch])  # as if it was computed in two steps
+        for stop in match.stops:
+            memory.save_state(prompt[:stop])  # as if it was computed in several steps
         sample = BlockTable(pool)
         memory.copy(sample.fork(table, len(prompt)))
         memory.check(sample, prompt)

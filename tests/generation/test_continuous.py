@@ -133,7 +133,7 @@ def test_requests_that_are_preempted_go_on_where_they_were(
     cache = free.backend.held.cache
     pages = 1 + cache.layout.pages_of(44 + 40, computed_together=chunk) + spare_blocks * cache.layout.tables
     monkeypatch.setattr(capacity, "_SAVED_STATES_SHARE", 1.0)
-    states = 49 * free.backend.decoder.state_bytes  # of 24 rows, their saved ones, and of the slot that nobody reads
+    states = 73 * free.backend.decoder.state_bytes  # of 24 rows, two saved for each, and of the slot that nobody reads
     tight = GenerationEngine.from_model(
         model,
         stop_token_ids=range(3, 6),

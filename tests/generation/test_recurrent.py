@@ -192,22 +192,33 @@ def test_a_turn_continues_from_the_state_at_the_end_of_the_last(
         ]
     engine.backend.sync_weights(engine.backend.decoder)
     read.clear()
-    engine.generate(prompts, greedy)
-    assert read[0] == sum(map(len, prompts)), "nothing of older weights is used"
+    engine.generate(prompts, replace(greedy, max_new_tokens=1))
+    assert sum(read) >= sum(map(len, prompts)), "nothing of older weights is used"
+
+
+def test_a_prompt_that_is_sampled_again_is_read_from_its_last_block(read: list[int]) -> None:
+    model, prompt, params = variant("qwen3_5"), random_tokens(92), SamplingParams(max_new_tokens=3, n=8, seed=0)
+    expected = GenerationEngine.from_model(model, stop_token_ids=()).generate([prompt], params)
+    engine = GenerationEngine.from_model(model, stop_token_ids=(), max_batch_rows=6)
+    for first in ([80], []):
+        read.clear()
+        assert token_ids_of(engine.generate([prompt], params)) == token_ids_of(expected)
+        assert read == [*first, 12, 6, 6, 12, 2, 2], "two samples come late"
 
 
 def test_the_state_after_a_common_beginning_is_saved_when_it_occurs_again(read: list[int]) -> None:
     model, system, greedy = variant("qwen3_5"), random_tokens(83), SamplingParams(max_new_tokens=4, temperature=0.0)
     engine = GenerationEngine.from_model(model, stop_token_ids=())
+    engine.generate([random_tokens(153) for _ in range(4)], greedy)  # the cache is as large as a call needs
     counted = []
     for _ in range(3):
-        prompt = system + random_tokens(9)
+        prompt = system + random_tokens(70)
         read.clear()
         ((found,),) = engine.generate([prompt], greedy)
         counted.append(list(read))
         alone = GenerationEngine.from_model(model, stop_token_ids=()).generate([prompt], greedy)
         assert found.token_ids == alone[0][0].token_ids
-    assert counted == [[92, 1, 1, 1], [80, 12, 1, 1, 1], [12, 1, 1, 1]], "whole blocks of 16 are common"
+    assert [each[:-3] for each in counted] == [[144, 9], [80, 64, 9], [64, 9]], "whole blocks of 16 are common"
 
 
 def test_a_state_without_room_for_its_last_block_is_not_used() -> None:

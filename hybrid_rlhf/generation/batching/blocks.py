@@ -23,8 +23,8 @@ from hybrid_rlhf.generation.batching.saved_states import SavedStates
 
 _TAILS = 64
 """Most children of a prefix that are compared with a sequence that leaves it within a block, the latest first."""
-_BRANCH_TOKENS = 64
-"""Least tokens for which a prompt is computed in two steps, so that the state between them can be saved."""
+_STATE_TOKENS = 64
+"""Least tokens of a prompt that are computed in a step of their own, so that the state after them can be saved."""
 
 
 @dataclass(eq=False)
@@ -67,8 +67,8 @@ class Match:
     tail_tokens: int = 0
     state: int | None = None
     """Slot of the saved state after all of these tokens, where there are recurrent layers."""
-    branch: int = 0
-    """Tokens after which the state is worth saving, because an earlier sequence began with them too; 0: none."""
+    stops: tuple[int, ...] = ()
+    """Tokens after which the state is saved: those that an earlier sequence begins with, and all whole blocks."""
 
 
 class BlockPool:
@@ -197,16 +197,19 @@ class BlockPool:
                 end = max(saved, key=lambda end: 0 if end is node else len(end.tokens))
                 tail = None if end is node else [block for block in end.blocks if block is not None]
                 length = 0 if end is node else len(end.tokens)
-                state = self._states.use(end)
-                return Match(self._kept(path[:depth]), tail, length, state, self._branch(path, whole, depth))
-        return Match([], branch=self._branch(path, whole, 0))
+                stops = self._stops(path, whole, depth * BLOCK_TOKENS + length, len(tokens))
+                return Match(self._kept(path[:depth]), tail, length, self._states.use(end), stops)
+        return Match([], stops=self._stops(path, whole, 0, len(tokens)))
 
     @staticmethod
-    def _branch(path: Sequence[_Prefix], whole: Sequence[int], depth: int) -> int:
-        """Tokens of the longest path that earlier steps have computed, if it is much longer than one of some depth."""
+    def _stops(path: Sequence[_Prefix], whole: Sequence[int], begun: int, tokens: int) -> tuple[int, ...]:
+        """See Match; `begun`: tokens whose state is saved."""
         computed = [end for end in whole if all(block is None or block.ready for block in path[end - 1].blocks)]
-        longest = max(computed, default=0) * BLOCK_TOKENS
-        return longest if longest >= depth * BLOCK_TOKENS + _BRANCH_TOKENS else 0
+        stops = list[int]()
+        for stop in (max(computed, default=0) * BLOCK_TOKENS, (tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS):
+            if stop >= max([begun, *stops]) + _STATE_TOKENS:
+                stops.append(stop)
+        return tuple(stops)
 
     def _with_tail(self, blocks: list[list[Block | None]], node: _Prefix, tokens: Sequence[int]) -> Match:
         """Add what a child of the last node shares with the next tokens."""

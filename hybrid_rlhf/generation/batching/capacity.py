@@ -32,7 +32,7 @@ _MEASURED_ROWS = 64
 _SAVED_STATES_SHARE = 1 / 16
 """Largest share of the budget that saved states of recurrent layers take."""
 _FEW_ROWS = 16
-"""Rows for which at least as many states are saved."""
+"""Rows for which states are saved at least."""
 _CPU_ROW_LOGITS = 4
 """Copies of a row's float32 logits that are alive in a step on a CPU."""
 
@@ -132,10 +132,11 @@ def rows_and_pages(budget_bytes: float, sequences: Sequences, working: WorkingMe
 
 
 def saved_states(budget_bytes: float, sequences: Sequences, rows: int) -> int:
-    """How many states of recurrent layers are saved beside so many rows: one each, within their share of the budget."""
+    """How many states of recurrent layers are saved beside so many rows: two each, of the prompt and the end, within
+    their share of the budget."""
     if not sequences.state_bytes:
         return 0
-    return min(max(rows, _FEW_ROWS), int(_SAVED_STATES_SHARE * budget_bytes // sequences.state_bytes))
+    return min(2 * max(rows, _FEW_ROWS), int(_SAVED_STATES_SHARE * budget_bytes // sequences.state_bytes))
 
 
 def available_bytes(world: World) -> float:

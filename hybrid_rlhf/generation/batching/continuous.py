@@ -2,8 +2,8 @@
 
 A step computes one token of each live row and, within a budget, chunks of the prompts of entering requests, in one
 forward. A prompt begins with the longest prefix that is cached (blocks.py); the samples of one prompt share its blocks
-and copy its states in recurrent layers. States are saved when a request leaves, and at the end of a long prefix that
-two prompts have in common.
+and copy its states in recurrent layers. States are saved when a request leaves, after the last whole block of a prompt,
+and after a long prefix that two prompts have in common.
 How many requests run is limited by memory: one enters if there is room for it and for what the live ones are expected
 to grow by. When blocks run out nevertheless, the youngest request is preempted: it gives up its blocks, waits, and is
 computed again from its tokens. The oldest is never preempted, so all requests finish. On a GPU, scheduling is
@@ -192,7 +192,7 @@ class ContinuousBatch:
         self._states.fork(finished)
         for row, start, length in chunks:
             row.table.set_ready(start, start + length, of=row.request.tokens)
-            if start + length == row.branch:
+            if start + length in row.stops:
                 self._states.save(row)
         for row in finished:
             row.table.index(row.request.all_token_ids)
@@ -228,7 +228,7 @@ class ContinuousBatch:
         return chunks
 
     def _append_chunk(self, chunks: list[tuple[LiveRow, int, int]], row: LiveRow, budget: int) -> int:
-        end = row.branch if row.branch > row.computed else row.request.tokens
+        end = next((stop for stop in row.stops if stop > row.computed), row.request.tokens)
         length = min(budget, end - row.computed)
         if length:
             chunks.append((row, row.computed, length))

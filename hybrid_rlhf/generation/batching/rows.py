@@ -27,8 +27,8 @@ class LiveRow:
     computed: int = 0
     """Tokens whose keys and values are in the cache, or will be by the steps that have been launched; of drafts, those
     that were kept."""
-    branch: int = 0
-    """Tokens after which its states are saved; 0: none."""
+    stops: tuple[int, ...] = ()
+    """Tokens of the prompt after which its states are saved."""
     listed: int = 0
     """Blocks whose pages are in the workspace's table."""
     samples: list[LiveRow] = field(default_factory=list)
@@ -53,7 +53,7 @@ class RowStates:
 
     def begin(self, row: LiveRow, match: Match) -> None:
         """Give a row the saved states of the prefix that it begins with."""
-        row.branch = match.branch
+        row.stops = match.stops
         if self._live is not None and match.state is not None and row.computed:
             self._live.copy([(match.state, row.slot)], source=self._saved)
 

@@ -1,10 +1,11 @@
 """Which states of recurrent layers are saved, and in which slots.
 
 Why: keys and values of a sequence serve any prefix of it; a recurrent state is that of one length, and has to be saved
-at that length. Saved are the states at the ends of sequences, where the next turn of a conversation continues, and
-where a sequence leaves what an earlier one has computed, as at the end of a common system prompt.
+at that length. States are saved at the ends of sequences, where the next turn of a conversation continues; where a
+sequence leaves what an earlier one has computed, as at the end of a common system prompt; and after the last whole
+block of a prompt, for its further samples. The least recently used is evicted.
 
-Source: Marconi (arXiv 2411.19379, section 4.1): which states are admitted. The least recently used is evicted.
+Source: Marconi (arXiv 2411.19379, section 4.1), which saves the first two kinds; vLLM saves the third.
 """
 
 from __future__ import annotations
