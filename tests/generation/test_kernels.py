@@ -7,6 +7,7 @@ and tests/gpu compares bfloat16.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import os
@@ -26,12 +27,12 @@ from hybrid_rlhf.generation.batching.cache import BLOCK_TOKENS, CacheLayout, KVC
 from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, SamplingMode
 from hybrid_rlhf.generation.model import decoder, layers
 from hybrid_rlhf.generation.model.attention import Attention, Chunks, DecodeRows
-from hybrid_rlhf.generation.model.layers import ACTIVATIONS, Norm
+from hybrid_rlhf.generation.model.layers import ACTIVATIONS, Norm, norm_heads
 from hybrid_rlhf.generation.sampler import Sampler
 from hybrid_rlhf.generation.weights.describe import describe
 from hybrid_rlhf.generation.weights.split import Split
 from hybrid_rlhf.runtime.world import default_device, solo_world
-from tests.support.families import variant
+from tests.support.families import VARIANTS, variant
 from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, completions_alone, requests_for, token_ids_of
 from tests.support.tiny import tiny_model
 
@@ -212,9 +213,12 @@ class Operations(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: set[str] = set()
+        self.computing = 0
+        """Calls that launch something: all but views and allocations."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.found.add(str(func))
+        self.computing += not (func.is_view or "empty" in str(func) or "_unsafe_view" in str(func))
         return func(*args, **(kwargs or {}))
 
 
@@ -254,6 +258,81 @@ def test_a_residual_is_added_in_the_norm(name: str, dtype: torch.dtype, everywhe
     assert torch.equal(added, x + delta)
     tolerance = 1e-6 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(normed, norm(added), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["llama with biases", "gemma2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_what_is_added_is_normed_before(name: str, dtype: torch.dtype, everywhere: None, on_the_device: None) -> None:
+    """Gemma's norms after attention and MLP."""
+    architecture, _ = describe(variant(name))
+    torch.manual_seed(0)
+    x, delta = torch.randn(2, 7, 50).to(dtype)
+    before, after = (Norm(torch.randn(50).to(dtype), None, architecture) for _ in range(2))
+    close = {"atol": 1e-6, "rtol": 1e-6} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
+    expected = x + plain(before)(delta)
+    added, normed = after.after_adding(x, delta, before)
+    torch.testing.assert_close(added, expected, **close)
+    torch.testing.assert_close(normed, plain(after)(expected), **close)
+    torch.testing.assert_close(before.added_to(x, delta), expected, **close)
+    torch.testing.assert_close(before(delta), plain(before)(delta), **close)
+
+
+def plain(norm: Norm) -> Norm:
+    """The same by torch."""
+    other = copy.copy(norm)
+    other._kernels, other._fuses = None, False
+    return other
+
+
+@pytest.mark.parametrize("name", ["llama with biases", "gemma2"])
+@pytest.mark.parametrize("normed", ["q", "qk", "qkv", "qv"])
+def test_heads_are_normed_in_place(name: str, normed: str, everywhere: None, on_the_device: None) -> None:
+    """Also those of a tensor that has gates behind them."""
+    architecture, _ = describe(variant(name))
+    torch.manual_seed(0)
+    qkv = torch.randn(5, 9, 24).split([7, 2], dim=1)[0]
+    norms = [Norm(torch.randn(24), None, architecture) if part in normed else None for part in "qkv"]
+    expected = norm_heads(qkv, *[norm and plain(norm) for norm in norms], kv_heads=2)
+    found = norm_heads(qkv, *norms, kv_heads=2)
+    assert found is qkv
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+
+
+LAYER_LAUNCHES = {
+    "llama of three heads": 11,
+    "llama with biases": 11,
+    "qwen3": 12,
+    "mistral": 11,
+    "gemma2": 11,
+    "gemma3": 12,
+    "gpt2": 11,
+    "phi3": 11,
+    "olmo2": 12,
+    "glm4": 11,
+    "granite": 12,
+}
+
+
+@pytest.mark.parametrize("name", LAYER_LAUNCHES)
+def test_a_decoding_step_of_a_dense_layer_takes_at_most_twelve_launches(
+    name: str, everywhere: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels of Triton and operations of torch that compute, of a model with more layers less those of one with fewer.
+
+    In bfloat16, where conversions count too.
+    """
+    counted = []
+    for depth in (2, 4):
+        given = {"layer_types": None} if "layer_types" in VARIANTS[name][1] else {}
+        model = variant(name, num_hidden_layers=depth, **given).to(DEVICE, torch.bfloat16)
+        engine = GenerationEngine.from_model(model, stop_token_ids=range(model.config.vocab_size))
+        engine.generate(PROMPTS[:2], replace(SAMPLED, max_new_tokens=600, n=1))  # rows that are split among programs
+        assert engine.backend.workspace is not None
+        with monkeypatch.context() as counting, torch.inference_mode(), Operations() as operations:
+            launched = [count_launches(counting, module) for module in (kernels.attention, kernels.rows)]
+            engine.backend.workspace.step(2)
+        counted.append(len(sum(launched, [])) + operations.computing)
+    assert (counted[1] - counted[0]) / 2 == LAYER_LAUNCHES[name] <= 12
 
 
 @pytest.mark.parametrize(
@@ -313,6 +392,7 @@ TYPES = {"*bf16": torch.bfloat16, "*fp32": torch.float32}
 POINTERS = {"*fp32": "tops sums all_tops all_sums bias sinks scores bounds logprobs sampling_logprobs parts",
             "*i64": "positions places integers tokens", "*i32": "pages tiles lasts", "*fp64": "floats", "*u8": "seen"}
 NUMBERS = {"fp32": "scale cap eps", "i32": "window rows kv_heads row_pages bias_keys width vocabulary integer_columns "
+           "inner outer_stride inner_stride out_outer_stride out_inner_stride row_stride "
            "float_columns blocks"}
 KINDS = {name: kind for kinds in (POINTERS, NUMBERS) for kind, names in kinds.items() for name in names.split()}
 
@@ -343,7 +423,12 @@ def compile_all(target):
             attention(80, "*bf16", target, 7, splits, tiles, *map(bool, flags))
     compiled(heads._combine_kernel, D=80, D_PAD=128, SPLITS=8)
     for in_float32 in (False, True):
-        compiled(rows._add_rms_norm_kernel, WIDTH=896, PAD=1024, IN_FLOAT32=in_float32)
+        for add, norm_delta, norm_sum in ((0, 0, 1), (1, 0, 1), (1, 1, 1), (1, 1, 0)):
+            flags = dict(ADD=bool(add), NORM_DELTA=bool(norm_delta), NORM_SUM=bool(norm_sum))
+            compiled(rows._rms_norm_kernel, WIDTH=896, PAD=1024, IN_FLOAT32=in_float32, **flags)
+        for keys, values in ((False, False), (True, False), (True, True)):
+            flags = dict(HEADS=14, D=80, D_PAD=128, KEYS=keys, VALUES=values)
+            compiled(rows._norm_heads_kernel, IN_FLOAT32=in_float32, **flags)
     for activation in range(4):
         compiled(rows._gated_kernel, ACTIVATION=activation, BLOCK=1024)
     blocks = dict(BLOCK=1024, C_PAD=256)

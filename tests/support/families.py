@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -439,11 +441,11 @@ EXPERT_VARIANTS = [
 """Those with a mixture of experts."""
 
 
-def variant(name: str, *, seed: int = 0) -> PreTrainedModel:
-    """A random model whose every weight, biases and norms too, matters."""
+def variant(name: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A random model whose every weight, biases and norms too, matters; `changes`: of its config."""
     family, settings = VARIANTS[name]
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **{**COMMON, **settings})
+    config = AutoConfig.for_model(family, **{**COMMON, **settings, **changes})
     # sdpa leaves out Gemma 2's soft cap
     attention = {"attn_implementation": "eager"} if family == "gemma2" else {}
     model = AutoModelForCausalLM.from_config(config, **attention).eval()

@@ -19,7 +19,7 @@ from torch.nn import functional
 from hybrid_rlhf.generation.batching.cache import CacheLayout, KVCache
 from hybrid_rlhf.generation.model.adapters import AdaptedLinear, ChosenAdapters, LowRankChange
 from hybrid_rlhf.generation.model.attention import AttentionFunction, Table
-from hybrid_rlhf.generation.model.layers import ACTIVATIONS, kernels_for
+from hybrid_rlhf.generation.model.layers import ACTIVATIONS, Norm, kernels_for, norm_heads
 from hybrid_rlhf.generation.model.quantised import QuantisedLinear
 from hybrid_rlhf.generation.model.recurrent.states import StateCache, StepStates, state_bytes
 from hybrid_rlhf.generation.weights.decoder_weights import DecoderWeights, LayerWeights
@@ -216,9 +216,15 @@ class Decoder:
     # -- the orders of norm, attention and MLP
 
     def _sequential(self, x: Tensor, w: LayerWeights, attention: Sublayer, mlp: MLP) -> Tensor:
-        mixed = self._scaled(_normed(w.attention_out_norm, attention(_normed(w.attention_norm, x))))
-        x, normed = (x + mixed,) * 2 if w.mlp_norm is None else w.mlp_norm.after_adding(x, mixed)
-        return x + self._scaled(_normed(w.mlp_out_norm, mlp(normed, x)))
+        mixed, out_norm = attention(_normed(w.attention_norm, x)), w.attention_out_norm
+        scale = self.architecture.residual_scale
+        if w.mlp_norm is None:
+            x = normed = _added(x, mixed, out_norm, scale)
+        elif scale == 1.0:
+            x, normed = w.mlp_norm.after_adding(x, mixed, out_norm)
+        else:
+            x, normed = w.mlp_norm.after_adding(x, _normed(out_norm, mixed) * scale)
+        return _added(x, mlp(normed, x), w.mlp_out_norm, scale)
 
     def _parallel(self, x: Tensor, w: LayerWeights, attention: Sublayer, mlp: MLP) -> Tensor:
         normed = _normed(w.attention_norm, x)
@@ -268,18 +274,13 @@ class Decoder:
         if a.gated_attention:
             qkv, gate = qkv.split([heads + 2 * kv_heads, heads], dim=1)
         if w.q_norm is not None:
-            q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
-            qkv = torch.cat([w.q_norm(q), _normed(w.k_norm, k), _normed(w.v_norm, v)], dim=1)
+            qkv = norm_heads(qkv, w.q_norm, w.k_norm, w.v_norm, kv_heads=kv_heads)
         if places.query_scales is not None:
             qkv[:, :heads] *= places.query_scales
         mixed = attend(index, qkv.contiguous(), places.table, w.sinks)
         if gate is not None:
             mixed = mixed * gate.sigmoid()
         return self.world.all_reduce(w.o(mixed.reshape(len(x), heads * d)))
-
-    def _scaled(self, added: Tensor) -> Tensor:
-        scale = self.architecture.residual_scale
-        return added if scale == 1.0 else added * scale
 
     def _mlp(self, x: Tensor, stream: Tensor, w: LayerWeights, routes: list[Tensor] | None) -> Tensor:
         """MLP and experts of the normed residual stream; experts beside an MLP read the stream itself."""
@@ -321,6 +322,13 @@ class Decoder:
         angles = positions[:, None, None].float() * inv_freq
         cos, sin = angles.cos() * rotary.scaling, angles.sin() * rotary.scaling
         return torch.cat([cos, cos], dim=-1).to(self.dtype), torch.cat([-sin, sin], dim=-1).to(self.dtype)
+
+
+def _added(x: Tensor, delta: Tensor, norm: Norm | None, scale: float) -> Tensor:
+    """x + scale * norm(delta)."""
+    if norm is not None and scale == 1.0:
+        return norm.added_to(x, delta)
+    return torch.add(x, _normed(norm, delta), alpha=scale)
 
 
 def _normed(norm: Sublayer | None, x: Tensor) -> Tensor:

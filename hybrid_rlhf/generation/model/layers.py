@@ -80,6 +80,8 @@ class Norm:
         if self._offset:
             self._weight = weight.float() + self._offset if self._rms else weight + self._offset
         self._kernels = kernels_for(weight.device, weight.dtype) if self._rms else None
+        self._fuses = self._kernels not in (None, cpu_kernels)
+        """Whether kernels add what they have normed, and norm all heads at once."""
 
     def refresh(self) -> None:
         """Recompute what is derived from the weight, after it was updated in place."""
@@ -88,21 +90,49 @@ class Norm:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Same shape and dtype as x."""
-        if self._kernels is cpu_kernels:
-            return cpu_kernels.rms_norm(x, self._weight, self._eps, in_float32=self._in_float32)
+        if self._kernels is not None:
+            normed: Tensor = self._kernels.rms_norm(x, self._weight, self._eps, in_float32=self._in_float32)
+            return normed
         if not self._rms:
             return functional.layer_norm(x, self._shape, self._weight, self._bias, self._eps)
         if self._in_float32:
             return functional.rms_norm(x.float(), self._shape, self._weight, self._eps).to(x.dtype)
         return functional.rms_norm(x, self._shape, self._weight, self._eps)
 
-    def after_adding(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """x + delta, and its norm."""
+    def after_adding(self, x: Tensor, delta: Tensor, delta_norm: Norm | None = None) -> tuple[Tensor, Tensor]:
+        """x + delta, and its norm; `delta_norm`: of delta before it is added."""
+        fused: dict[str, Tensor] = {}
+        if delta_norm is not None and self.fuses_with(delta_norm):
+            fused["delta_weight"] = delta_norm._weight
+        elif delta_norm is not None:
+            delta = delta_norm(delta)
         if self._kernels is not None:
-            added, normed = self._kernels.add_rms_norm(x, delta, self._weight, self._eps, in_float32=self._in_float32)
+            added, normed = self._kernels.add_rms_norm(
+                x, delta, self._weight, self._eps, in_float32=self._in_float32, **fused
+            )
             return added, normed
         x = x + delta
         return x, self(x)
+
+    def added_to(self, x: Tensor, delta: Tensor) -> Tensor:
+        """x + the norm of delta."""
+        if not self._fuses:
+            return x + self(delta)
+        assert self._kernels is not None
+        added: Tensor = self._kernels.add_normed(x, delta, self._weight, self._eps, in_float32=self._in_float32)
+        return added
+
+    def fuses_with(self, other: Norm) -> bool:
+        """Whether one kernel computes both."""
+        return self._fuses and other._fuses and self._eps == other._eps
+
+    def of_heads(self, qkv: Tensor, keys: Norm | None, values: Norm | None, *, kv_heads: int) -> None:
+        """Norm queries, keys and values in place by one kernel; this is the norm of queries."""
+        assert self._kernels is not None
+        others = [None if norm is None else norm._weight for norm in (keys, values)]
+        self._kernels.norm_heads(
+            qkv, self._weight, *others, kv_heads=kv_heads, eps=self._eps, in_float32=self._in_float32
+        )
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
@@ -159,6 +189,8 @@ class SplitNorm:
         """Args: this rank's weights, the model, the whole dimension, and the ranks."""
         self._weight, self._eps, self._world = weight, architecture.norm_eps, world
         self._summed = size * (len(weight) * world.size // size)  # a KV head may be on several ranks
+        kernels = kernels_for(weight.device, weight.dtype) if world.size == 1 else None
+        self._kernels = None if kernels is cpu_kernels else kernels
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, heads, D], normed over both."""
@@ -167,5 +199,37 @@ class SplitNorm:
         normed = flat * torch.rsqrt(squares / self._summed + self._eps)
         return (self._weight.float() * normed).to(x.dtype).view(x.shape)
 
+    def in_place(self, x: Tensor) -> bool:
+        """Norm [T, heads, D] in place by one kernel, if there is one."""
+        if self._kernels is not None:
+            self._kernels.rms_norm_(x.flatten(1), self._weight, self._eps, in_float32=True)
+        return self._kernels is not None
+
     def refresh(self) -> None:
         """Nothing is derived from the weight."""
+
+
+HeadsNorm = Norm | HeadNorm | SplitNorm | None
+"""Of queries, keys or values."""
+
+
+def norm_heads(qkv: Tensor, q: HeadsNorm, k: HeadsNorm, v: HeadsNorm, *, kv_heads: int) -> Tensor:
+    """Norms of queries, keys and values; none: they stay as they are.
+
+    Args:
+        qkv: [T, A + 2 K, D]; may be overwritten.
+        q: of queries.
+        k: of keys.
+        v: of values.
+        kv_heads: K.
+    """
+    if isinstance(q, Norm) and isinstance(k, Norm | None) and isinstance(v, Norm | None):
+        if all(norm is None or norm.fuses_with(q) for norm in (q, k, v)):
+            q.of_heads(qkv, k, v, kv_heads=kv_heads)
+            return qkv
+    heads = qkv.shape[1] - 2 * kv_heads
+    if isinstance(q, SplitNorm) and isinstance(k, SplitNorm) and v is None:
+        if q.in_place(qkv[:, :heads]) and k.in_place(qkv[:, heads : heads + kv_heads]):
+            return qkv
+    parts = qkv.split([heads, kv_heads, kv_heads], dim=1)
+    return torch.cat([part if norm is None else norm(part) for part, norm in zip(parts, (q, k, v), strict=True)], dim=1)

@@ -5,7 +5,26 @@ KV cache) and `sampling.py`. Each kernel has a reference in torch, which the tes
 """
 
 from hybrid_rlhf.generation.model.kernels.attention import chunk_tiles, paged_attention
-from hybrid_rlhf.generation.model.kernels.rows import add_rms_norm, gated, rotate_and_write
+from hybrid_rlhf.generation.model.kernels.rows import (
+    add_normed,
+    add_rms_norm,
+    gated,
+    norm_heads,
+    rms_norm,
+    rms_norm_,
+    rotate_and_write,
+)
 from hybrid_rlhf.generation.model.kernels.sampling import sample
 
-__all__ = ["add_rms_norm", "chunk_tiles", "gated", "paged_attention", "rotate_and_write", "sample"]
+__all__ = [
+    "add_normed",
+    "add_rms_norm",
+    "chunk_tiles",
+    "gated",
+    "norm_heads",
+    "paged_attention",
+    "rms_norm",
+    "rms_norm_",
+    "rotate_and_write",
+    "sample",
+]

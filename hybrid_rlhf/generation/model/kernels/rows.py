@@ -1,8 +1,8 @@
 """Triton kernels of single tokens: rotary positions with the write to the KV cache, norms and gates.
 
-Residual addition and the following norm are one kernel, and so are activation and product of a gated MLP. The
-references in torch are in attention.py and layers.py. All arithmetic is float32; the references round intermediate
-results to the dtype of the model.
+Residual addition and the norms before and after it are one kernel, and so are the norms of all heads, and activation
+and product of a gated MLP. The references in torch are in attention.py and layers.py. All arithmetic is float32; the
+references round intermediate results to the dtype of the model.
 
 Shapes: T tokens, A heads and K KV heads of this rank, D head size, P pages of N tokens, H hidden.
 """
@@ -59,23 +59,85 @@ def _rotate_and_write_kernel(
 
 
 @triton.jit
-def _add_rms_norm_kernel(
-    x, delta, weight, added, normed, eps, WIDTH: tl.constexpr, PAD: tl.constexpr, IN_FLOAT32: tl.constexpr
+def _normed(x, weight, place, inside, eps, dtype, WIDTH: tl.constexpr, IN_FLOAT32: tl.constexpr):
+    """RMS norm of a row in float32."""
+    x = x / tl.sqrt(tl.sum(x * x, 0) / WIDTH + eps)
+    w = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
+    if not IN_FLOAT32:
+        x = x.to(dtype).to(tl.float32)
+    return x * w
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x,
+    delta,
+    delta_weight,
+    weight,
+    added,
+    normed,
+    eps,
+    inner,
+    outer_stride,
+    inner_stride,
+    out_outer_stride,
+    out_inner_stride,
+    WIDTH: tl.constexpr,
+    PAD: tl.constexpr,
+    IN_FLOAT32: tl.constexpr,
+    ADD: tl.constexpr,
+    NORM_DELTA: tl.constexpr,
+    NORM_SUM: tl.constexpr,
 ):
-    """A row of x + delta, and its RMS norm."""
+    """A row of x, to which delta or its RMS norm is added, and the RMS norm of the sum."""
     row, place = tl.program_id(0).to(tl.int64), tl.arange(0, PAD)
     inside = place < WIDTH
     dtype = x.dtype.element_ty
-    both = tl.load(x + row * WIDTH + place, mask=inside, other=0.0).to(tl.float32)
-    both += tl.load(delta + row * WIDTH + place, mask=inside, other=0.0).to(tl.float32)
-    both = both.to(dtype)
-    tl.store(added + row * WIDTH + place, both, mask=inside)
-    both = both.to(tl.float32)
-    both = both / tl.sqrt(tl.sum(both * both, 0) / WIDTH + eps)
-    w = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
-    if not IN_FLOAT32:
-        both = both.to(dtype).to(tl.float32)
-    tl.store(normed + row * WIDTH + place, both * w, mask=inside)
+    source = x + row // inner * outer_stride + row % inner * inner_stride
+    both = tl.load(source + place, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        d = tl.load(delta + row * WIDTH + place, mask=inside, other=0.0).to(tl.float32)
+        if NORM_DELTA:
+            d = _normed(d, delta_weight, place, inside, eps, dtype, WIDTH, IN_FLOAT32).to(dtype).to(tl.float32)
+        both = (both + d).to(dtype)
+        tl.store(added + row * WIDTH + place, both, mask=inside)
+        both = both.to(tl.float32)
+    if NORM_SUM:
+        out = _normed(both, weight, place, inside, eps, dtype, WIDTH, IN_FLOAT32)
+        target = normed + row // inner * out_outer_stride + row % inner * out_inner_stride
+        tl.store(target + place, out, mask=inside)
+
+
+@triton.jit
+def _norm_heads_kernel(
+    qkv,
+    q_weight,
+    k_weight,
+    v_weight,
+    eps,
+    kv_heads,
+    row_stride,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    IN_FLOAT32: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+):
+    """RMS norm of one head of one token, in place: of queries, of keys and of values, where they have a weight."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    place = tl.arange(0, D_PAD)
+    inside = place < D
+    dtype = qkv.dtype.element_ty
+    source = qkv + row * row_stride + head * D + place
+    x = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    if head < HEADS:
+        tl.store(source, _normed(x, q_weight, place, inside, eps, dtype, D, IN_FLOAT32), mask=inside)
+    elif head < HEADS + kv_heads:
+        if KEYS:
+            tl.store(source, _normed(x, k_weight, place, inside, eps, dtype, D, IN_FLOAT32), mask=inside)
+    elif VALUES:
+        tl.store(source, _normed(x, v_weight, place, inside, eps, dtype, D, IN_FLOAT32), mask=inside)
 
 
 @triton.jit
@@ -136,24 +198,103 @@ def rotate_and_write(
     return queries
 
 
-def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, in_float32: bool) -> tuple[Tensor, Tensor]:
-    """x + delta, and its RMS norm; all [T, H], weight [H]. `in_float32`: apply the weight before rounding."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, in_float32: bool) -> Tensor:
+    """RMS norm of x [T, H] or of its heads [T, heads, H], weight [H].
+
+    `in_float32`: apply the weight before rounding.
+    """
+    normed = x.new_empty(x.shape)
+    _launch_norm(x, None, None, weight, None, normed, eps, in_float32=in_float32)
+    return normed
+
+
+def rms_norm_(x: Tensor, weight: Tensor, eps: float, *, in_float32: bool) -> None:
+    """As `rms_norm`, in place."""
+    _launch_norm(x, None, None, weight, None, x, eps, in_float32=in_float32)
+
+
+def add_rms_norm(
+    x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, in_float32: bool, delta_weight: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """x + delta, and its RMS norm; all [T, H]. `delta_weight`: of an RMS norm of delta before it is added."""
     added, normed = torch.empty_like(x), torch.empty_like(x)
+    _launch_norm(x, delta, delta_weight, weight, added, normed, eps, in_float32=in_float32)
+    return added, normed
+
+
+def add_normed(x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, in_float32: bool) -> Tensor:
+    """x + the RMS norm of delta; all [T, H]."""
+    added = torch.empty_like(x)
+    _launch_norm(x, delta, weight, None, added, None, eps, in_float32=in_float32)
+    return added
+
+
+def _launch_norm(
+    x: Tensor,
+    delta: Tensor | None,
+    delta_weight: Tensor | None,
+    weight: Tensor | None,
+    added: Tensor | None,
+    normed: Tensor | None,
+    eps: float,
+    *,
+    in_float32: bool,
+) -> None:
+    """`added` is contiguous, `normed` too unless it is x; x may be a part of the heads of a tensor."""
     width = x.shape[-1]
     pad = triton.next_power_of_2(width)
-    _add_rms_norm_kernel[(len(x),)](
+    inner = 1 if x.dim() == 2 else x.shape[1]
+    none = x  # a pointer that is not read
+    _rms_norm_kernel[(x.numel() // width,)](
         x,
-        delta,
-        weight,
-        added,
-        normed,
+        none if delta is None else delta.contiguous(),
+        none if delta_weight is None else delta_weight,
+        none if weight is None else weight,
+        none if added is None else added,
+        none if normed is None else normed,
         eps,
+        inner,
+        x.stride(0),
+        x.stride(1) if x.dim() == 3 else 0,
+        *((x.stride(0), x.stride(1) if x.dim() == 3 else 0) if normed is x else (inner * width, width)),
         WIDTH=width,
         PAD=pad,
         IN_FLOAT32=in_float32,
+        ADD=delta is not None,
+        NORM_DELTA=delta_weight is not None,
+        NORM_SUM=weight is not None,
         num_warps=min(16, max(1, pad // 512)),
     )
-    return added, normed
+
+
+def norm_heads(
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor | None,
+    v_weight: Tensor | None,
+    *,
+    kv_heads: int,
+    eps: float,
+    in_float32: bool,
+) -> None:
+    """RMS norm of queries, keys and values [T, A + 2 K, D] in place, each head with weights [D]; none: not normed."""
+    tokens, all_heads, d = qkv.shape
+    _norm_heads_kernel[tokens, all_heads](
+        qkv,
+        q_weight,
+        q_weight if k_weight is None else k_weight,
+        q_weight if v_weight is None else v_weight,
+        eps,
+        kv_heads,
+        qkv.stride(0),
+        HEADS=all_heads - 2 * kv_heads,
+        D=d,
+        D_PAD=triton.next_power_of_2(d),
+        IN_FLOAT32=in_float32,
+        KEYS=k_weight is not None,
+        VALUES=v_weight is not None,
+        num_warps=1,
+    )
 
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:
