@@ -1,10 +1,10 @@
 """Steps of PPO on this machine, measured next to what the planner predicts from its calibrated curves.
 
-    hybrid-rlhf calibrate && python -m benchmarks.placement.prediction [--cases held_out] [--steps 5] [--json FILE]
+    hybrid-rlhf calibrate && python -m benchmarks.placement.prediction [--cases drawn] [--steps 5] [--json FILE]
 
 Random Llamas of several sizes, with completions of several lengths, on 1 to 8 ranks under several placements. Nothing
-is fitted to these runs; the cases of HELD_OUT were chosen after the form of the curves was final. The first two steps
-of a run warm up, and medians of the others count. The planner takes the mean length of the completions from the run.
+is fitted to these runs; the cases of `drawn` were drawn after the form of the curves was final. The first two steps of
+a run warm up, and medians of the others count. The planner takes the mean length of the completions from the run.
 --measured FILE predicts the runs of an earlier --json again, from other curves.
 Beside its prediction: RLinf's linear rule, from the measured phases of the same step under flattening ("linear"), and
 the prediction with communication at no cost, as in ReaL's search ("silent"; rules.py). Run it on an idle machine:
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -105,7 +106,7 @@ CASES = (
     Case(192, 3, 24, 48, ranks=4, placement="separation"),
     Case(128, 2, 64, 24, ranks=8),
 )
-HELD_OUT = (
+SECOND = (
     Case(96, 5, 20, 40),
     Case(320, 2, 24, 32),
     Case(160, 3, 48, 32, mini_batches=1),
@@ -117,12 +118,40 @@ HELD_OUT = (
     Case(160, 3, 48, 32, ranks=4, placement="separation"),
     Case(96, 4, 64, 24, ranks=8),
 )
+"""Ten more, which the last change of the form was made after."""
+_DRAWN_SEED = 20261124
+
+
+def drawn(count: int = 10) -> tuple[Case, ...]:
+    """Random cases that nobody has chosen."""
+    chance = random.Random(_DRAWN_SEED)
+    cases: list[Case] = []
+    while len(cases) < count:
+        ranks = chance.choice((1, 2, 2, 4, 4, 8))
+        sizes = (
+            chance.choice((64, 96, 128, 160, 192, 256, 320)),
+            chance.randint(2, 6),
+            chance.choice((16, 32, 48, 64)),
+        )
+        placements = ("flattening", "interleaving", "separation") if ranks in (2, 4) else ("flattening",)
+        case = Case(
+            *sizes,
+            chance.choice((16, 24, 32, 48, 64)),
+            ranks=ranks,
+            placement=chance.choice(placements),
+            mini_batches=chance.choice((1, 2)),
+        )
+        if ranks > 1 and case.placement == "flattening":
+            case = replace(case, zero=chance.choice((0, 1, 2, 3)))
+        if case not in (*CASES, *SECOND, *cases):
+            cases.append(case)
+    return tuple(cases)
 
 
 def main() -> None:
     """Run all cases and print errors."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", choices=("all", "known", "held_out"), default="all")
+    parser.add_argument("--cases", choices=("all", "known", "drawn"), default="all")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--measured", type=Path, help="predict the runs of such a file again")
@@ -130,7 +159,8 @@ def main() -> None:
     curves = load_curves()
     if curves is None:
         raise UserError("predictions need curves of this machine, got none: run hybrid-rlhf calibrate")
-    cases = {"known": CASES, "held_out": HELD_OUT, "all": CASES + HELD_OUT}[options.cases]
+    known_cases = CASES + SECOND
+    cases = {"known": known_cases, "drawn": drawn(), "all": known_cases + drawn()}[options.cases]
     earlier: list[dict[str, Any]] = json.loads(options.measured.read_text()) if options.measured else []
     known = {Case(**record["case"]): record["measured"] for record in earlier}
     measured: dict[Case, dict[str, float]] = {}
