@@ -149,6 +149,43 @@ def test_a_residual_and_its_norm(width: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("width", [896, 3584])
+def test_what_is_added_is_normed_before(width: int, dtype: torch.dtype) -> None:
+    from hybrid_rlhf.generation.model import kernels
+
+    x, delta = random(300, width, dtype=dtype), random(300, width, dtype=dtype)
+    before, after = random(width, dtype=dtype), random(width, dtype=dtype)
+    close = {"atol": 4 * CLOSE[dtype], "rtol": 4 * CLOSE[dtype]}
+    alone = functional.rms_norm(delta.double(), (width,), before.double(), 1e-6)
+    found = kernels.rms_norm(delta, before, 1e-6, in_float32=False)
+    torch.testing.assert_close(found.double(), alone, **close)
+    added, normed = kernels.add_rms_norm(x, delta, after, 1e-6, in_float32=False, delta_weight=before)
+    torch.testing.assert_close(added.double(), x.double() + alone, **close)
+    expected = functional.rms_norm(added.double(), (width,), after.double(), 1e-6)
+    torch.testing.assert_close(normed.double(), expected, **close)
+    assert torch.equal(kernels.add_normed(x, delta, before, 1e-6, in_float32=False), added)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("d", [64, 80, 128])
+def test_heads_are_normed_in_place(d: int, dtype: torch.dtype) -> None:
+    """Also heads that have gates behind them, and norms over all heads."""
+    from hybrid_rlhf.generation.model import kernels
+
+    qkv, weights = random(300, 24, d, dtype=dtype)[:, :20], random(2, d, dtype=dtype)
+    given, close = qkv.double(), {"atol": 4 * CLOSE[dtype], "rtol": 4 * CLOSE[dtype]}
+    kernels.norm_heads(qkv, weights[0], weights[1], None, kv_heads=3, eps=1e-6, in_float32=True)
+    for part, weight in ((slice(14), weights[0]), (slice(14, 17), weights[1])):
+        expected = functional.rms_norm(given[:, part], (d,), weight.double(), 1e-6)
+        torch.testing.assert_close(qkv[:, part].double(), expected, **close)
+    assert torch.equal(qkv[:, 17:].double(), given[:, 17:])
+    flat, weight = qkv[:, :14].flatten(1), random(14 * d, dtype=dtype)
+    expected = functional.rms_norm(flat.double(), (14 * d,), weight.double(), 1e-6)
+    kernels.rms_norm_(qkv[:, :14].view(300, -1), weight, 1e-6, in_float32=True)
+    torch.testing.assert_close(qkv[:, :14].flatten(1).double(), expected, **close)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_a_gate_and_its_product(activation: str, dtype: torch.dtype) -> None:
     from hybrid_rlhf.generation.model import kernels
