@@ -147,7 +147,7 @@ def cache_plan(
     rows, pages = rows_and_pages(budget, sequences, working)
     pages = max(pages, sequences.longest_pages)
     each = sequences.layout.pages_of(sequences.longest_tokens)
-    states = rows + 1 + saved_states(budget, sequences, rows)
+    states = rows + 1 + saved_states(budget, sequences, working, rows)
     taken = float(pages * sequences.page_bytes + states * sequences.state_bytes)
     return CachePlan(taken, rows, wanted, min(rows, max(1, (pages - 1) // each)))
 

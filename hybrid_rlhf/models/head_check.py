@@ -18,7 +18,8 @@ from hybrid_rlhf.functional.logprobs import token_logprobs
 from hybrid_rlhf.models.policy import Policy
 from hybrid_rlhf.models.structure import backbone_of
 
-PROBE_TOKENS = 16
+PROBE_TOKENS = 20
+"""More than a block of the KV cache."""
 _PREFIX_TOKENS = 10
 """Tokens of the padded row with which padding, or packing, is checked."""
 FLOAT32_TOLERANCE = 2e-3

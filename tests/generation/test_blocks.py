@@ -51,6 +51,7 @@ class Memory:
         """That a sequence begins with the state of its own tokens."""
         assert not computed or (match.state is not None and self.states[match.state] == tokens[:computed])
         assert all(computed < stop < len(tokens) for stop in match.stops)
+        assert self.pool._states.slots or not match.stops, "nothing would be saved"
 
     def check(self, table: BlockTable, tokens: list[int]) -> None:
         """That a sequence finds what its next token attends to."""

@@ -19,7 +19,13 @@ from hybrid_rlhf.generation import GenerationEngine
 from hybrid_rlhf.generation.backends import native
 from hybrid_rlhf.generation.batching import capacity, workspace
 from hybrid_rlhf.generation.batching.cache import CacheLayout
-from hybrid_rlhf.generation.batching.capacity import DeviceMemory, Sequences, WorkingMemory, rows_and_pages
+from hybrid_rlhf.generation.batching.capacity import (
+    DeviceMemory,
+    Sequences,
+    WorkingMemory,
+    rows_and_pages,
+    saved_states,
+)
 from hybrid_rlhf.generation.batching.workspace import Workspace, _Graphs
 from hybrid_rlhf.runtime.observability import timers
 from tests.support.families import variant
@@ -43,20 +49,32 @@ def test_what_the_allocator_holds_without_using_it_is_available() -> None:
     prefill=st.floats(0, 1e6),
     row=st.floats(0, 1e3),
     cuda_graphs=st.booleans(),
+    state=st.sampled_from([0, 3, 500]),
 )
 def test_rows_pages_and_all_that_runs_beside_them_fit(
-    budget: float, page: int, longest: int, prompt: float, wanted: int, prefill: float, row: float, cuda_graphs: bool
+    budget: float,
+    page: int,
+    longest: int,
+    prompt: float,
+    wanted: int,
+    prefill: float,
+    row: float,
+    cuda_graphs: bool,
+    state: int,
 ) -> None:
     layout = CacheLayout((None, 100), (1, 3), 2, ())
-    sequences = Sequences(layout, page, longest, 1 + int(prompt * (longest - 2)), wanted, 64)
+    sequences = Sequences(layout, page, longest, 1 + int(prompt * (longest - 2)), wanted, 64, state)
+    working = WorkingMemory(prefill, row, cuda_graphs)
 
     def taken(rows: int, pages: int) -> float:
-        return pages * page + max(prefill, rows * row) + (rows * row if cuda_graphs else 0.0)
+        temporary = max(prefill, rows * row) + (rows * row if cuda_graphs else 0.0)
+        return pages * page + temporary + (rows + 1 + saved_states(budget, sequences, working, rows)) * state
 
-    rows, pages = rows_and_pages(budget, sequences, WorkingMemory(prefill, row, cuda_graphs))
+    rows, pages = rows_and_pages(budget, sequences, working)
     assert 1 <= rows <= wanted
     if not pages:
         assert taken(1, sequences.longest_pages) > budget * (1 - 1e-9), "not even one would fit"
+        assert saved_states(budget, sequences, working, 1) == 0, "saved states take nothing from it"
         return
     assert pages >= sequences.longest_pages and taken(rows, pages) <= budget * (1 + 1e-9)
     if rows < wanted:

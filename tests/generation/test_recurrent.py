@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,7 +17,8 @@ from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.batching.blocks import BlockPool, BlockTable
 from hybrid_rlhf.generation.batching.cache import CacheLayout
 from hybrid_rlhf.generation.batching.continuous import ContinuousBatch
-from hybrid_rlhf.generation.batching.rows import ExpectedLength
+from hybrid_rlhf.generation.batching.requests import Request
+from hybrid_rlhf.generation.batching.rows import ExpectedLength, LiveRow, RowStates
 from hybrid_rlhf.generation.batching.workspace import Workspace
 from hybrid_rlhf.generation.model.attention import Chunks, DecodeRows
 from hybrid_rlhf.generation.model.recurrent.scan import DECAYING_SCAN
@@ -219,6 +221,57 @@ def test_the_state_after_a_common_beginning_is_saved_when_it_occurs_again(read: 
         alone = GenerationEngine.from_model(model, stop_token_ids=()).generate([prompt], greedy)
         assert found.token_ids == alone[0][0].token_ids
     assert [each[:-3] for each in counted] == [[144, 9], [80, 64, 9], [64, 9]], "whole blocks of 16 are common"
+
+
+def test_states_after_a_token_that_was_not_kept_are_not_saved() -> None:
+    """A step that was in flight has computed it, while another row ended the call."""
+    pool, tokens = BlockPool(CacheLayout((None,), (1,), 1, ((0, 0),)), 9, states=4), list(range(20))
+    saved, live = (
+        StateCache(architecture, architecture.recurrence, units=2, slots=4, dtype=torch.float32, device=CPU)
+        for architecture in [describe(variant("qwen3_5"))[0]] * 2
+    )
+    for computed, expected in ((21, False), (20, True)):
+        request = Request(tokens, 0, SamplingParams(), frozenset(), np.zeros(4))
+        row = LiveRow(request, 0, BlockTable(pool), slot=1, computed=computed)
+        row.table.extend(20)
+        row.table.set_ready(0, 20, of=20)
+        row.table.index(tokens)
+        RowStates(live, saved, pool).save(row)
+        assert (pool.match([*tokens, 1]).state is not None) == expected
+
+
+def test_room_for_states_grows_with_the_rows(read: list[int]) -> None:
+    model, sampling = variant("qwen3_5"), SamplingParams(max_new_tokens=2, temperature=0.0)
+    engine, prompt = GenerationEngine.from_model(model, stop_token_ids=()), random_tokens(30)
+    ((first,),) = engine.generate([prompt], sampling)
+    assert engine.backend.held.saved_states == 32
+    others = [random_tokens(40) for _ in range(20)]
+    read.clear()
+    engine.generate([[*prompt, *first.token_ids, 5], *others], sampling)
+    assert engine.backend.held.saved_states == 42 == engine.backend.held.pool._states.slots
+    assert read[0] == 20 * 40 + 2, "the state that was saved is still found"
+
+
+def test_pages_are_counted_where_prompts_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first prompt ends its step early, so that the second ends in it, and its samples need pages."""
+    launch, checked = ContinuousBatch._launch, list[int]()
+
+    def launched(batch: ContinuousBatch, drafts: None) -> None:
+        missing, before, waiting = batch._pages_missing(), batch._pool.available_pages, len(batch._waiting)
+        launch(batch, drafts)
+        if not waiting:
+            taken = before - batch._pool.available_pages
+            assert taken <= missing
+            checked.append(taken)
+
+    monkeypatch.setattr(ContinuousBatch, "_launch", launched)
+    engine = GenerationEngine.from_model(variant("qwen3_5"), stop_token_ids=(), prefill_tokens=100)
+    sampling, system = SamplingParams(max_new_tokens=4, n=8, seed=0), random_tokens(80)
+    engine.generate([random_tokens(160) for _ in range(3)], sampling)
+    engine.generate([system + random_tokens(70)], sampling)
+    checked.clear()
+    engine.generate([system + random_tokens(80), random_tokens(56)], sampling)
+    assert max(checked) >= 8
 
 
 def test_a_state_without_room_for_its_last_block_is_not_used() -> None:

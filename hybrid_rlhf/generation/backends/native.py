@@ -61,6 +61,17 @@ class HeldCache:
         """How many states can be saved."""
         return 0 if self.states is None else self.states.slots
 
+    def with_states(self, decoder: Decoder, count: int) -> HeldCache:
+        """Room for so many saved states at least; those that are saved remain."""
+        if count <= self.saved_states:
+            return self
+        assert self.states is not None
+        states = decoder.new_states(count)
+        assert states is not None
+        states.copy([(slot, slot) for slot in range(self.saved_states)], source=self.states)
+        self.pool.grow_states(count)
+        return replace(self, states=states)
+
     def serves(self, sequences: Sequences) -> bool:
         """Whether a cache allocated for these would not be larger."""
         fits = sequences.longest_pages <= self.cache.pages
@@ -282,8 +293,10 @@ class NativeBackend:
         budget, working = self._budget(decoder, requests, sequences, own)
         rows, pages = rows_and_pages(budget, sequences, working)
         # Free memory and KV heads may differ between ranks.
-        each = torch.tensor([rows, pages, saved_states(budget, sequences, rows)], device=decoder.world.device)
-        rows, pages, saved = map(int, decoder.world.all_reduce(each, dist.ReduceOp.MIN).tolist())
+        grows = held is not None and own + pages * sequences.page_bytes <= budget
+        each = [rows, pages, saved_states(budget, sequences, working, rows), int(grows)]
+        agreed = decoder.world.all_reduce(torch.tensor(each, device=decoder.world.device), dist.ReduceOp.MIN)
+        rows, pages, saved = map(int, agreed[:3].tolist())
         if pages < 1:
             one = sequences.longest_pages * sequences.page_bytes + 2 * sequences.state_bytes
             raise UserError(
@@ -292,10 +305,11 @@ class NativeBackend:
                 "kv_cache_gib"
             )
         if held is not None and pages <= held.cache.pages:
-            return replace(held, rows=max(rows, held.rows), wanted=wanted)
+            return replace(held.with_states(decoder, saved), rows=max(rows, held.rows), wanted=wanted)
         self._release_workspace()  # it refers to the old cache
-        if held is not None and own + pages * sequences.page_bytes <= budget:
+        if held is not None and bool(agreed[3]):
             held.pool.grow(pages)
+            held = held.with_states(decoder, saved)
             return replace(held, cache=held.cache.grown(pages), rows=rows, wanted=wanted)
         held = self.held = None  # freed before the new one is allocated
         cache = decoder.new_cache(sequences.layout, pages=pages)

@@ -106,6 +106,11 @@ class BlockPool:
         self._free[:0] = range(pages - 1, self.pages, -1)
         self.pages = pages - 1
 
+    def grow_states(self, states: int) -> None:
+        """Add slots of saved states, up to `states` in all."""
+        assert self._states is not None
+        self._states.grow(states)
+
     def allocate(self, group: int) -> Block:
         """A block of a layer group, the content of which is undefined. There must be enough available pages."""
         count = self.layout.pages[group]
@@ -191,7 +196,8 @@ class BlockPool:
         for depth in (*reversed(whole), 0):
             node = path[depth - 1] if depth else self._root(adapter)
             ends = [node, *itertools.islice(reversed(node.children.values()), _TAILS)]
-            rest = tuple(tokens[depth * BLOCK_TOKENS : -1])
+            start = depth * BLOCK_TOKENS
+            rest = tuple(tokens[start : min(start + BLOCK_TOKENS, len(tokens) - 1)])
             saved = [end for end in ends if end in self._states and (end is node or _is_tail(end, rest))]
             if saved:
                 end = max(saved, key=lambda end: 0 if end is node else len(end.tokens))
@@ -201,9 +207,10 @@ class BlockPool:
                 return Match(self._kept(path[:depth]), tail, length, self._states.use(end), stops)
         return Match([], stops=self._stops(path, whole, 0, len(tokens)))
 
-    @staticmethod
-    def _stops(path: Sequence[_Prefix], whole: Sequence[int], begun: int, tokens: int) -> tuple[int, ...]:
+    def _stops(self, path: Sequence[_Prefix], whole: Sequence[int], begun: int, tokens: int) -> tuple[int, ...]:
         """See Match; `begun`: tokens whose state is saved."""
+        if self._states is None or not self._states.slots:
+            return ()
         computed = [end for end in whole if all(block is None or block.ready for block in path[end - 1].blocks)]
         stops = list[int]()
         for stop in (max(computed, default=0) * BLOCK_TOKENS, (tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS):

@@ -116,9 +116,8 @@ def rows_and_pages(budget_bytes: float, sequences: Sequences, working: WorkingMe
     """
 
     def pages_beside(rows: int) -> int:
-        temporary = max(working.prefill, rows * working.row) + (rows * working.row if working.cuda_graphs else 0.0)
-        states = (rows + 1 + saved_states(budget_bytes, sequences, rows)) * sequences.state_bytes
-        return int((budget_bytes - temporary - states) // sequences.page_bytes)
+        saved = saved_states(budget_bytes, sequences, working, rows) * sequences.state_bytes
+        return int((budget_bytes - _beside_cache(sequences, working, rows) - saved) // sequences.page_bytes)
 
     low, high = 1, sequences.rows
     while low < high:
@@ -131,12 +130,22 @@ def rows_and_pages(budget_bytes: float, sequences: Sequences, working: WorkingMe
     return low, pages if pages >= sequences.longest_pages else 0
 
 
-def saved_states(budget_bytes: float, sequences: Sequences, rows: int) -> int:
-    """How many states of recurrent layers are saved beside so many rows: two each, of the prompt and the end, within
-    their share of the budget."""
+def saved_states(budget_bytes: float, sequences: Sequences, working: WorkingMemory, rows: int) -> int:
+    """How many states of recurrent layers are saved beside so many rows.
+
+    Two each, of the prompt and the end, within their share of the budget and what one completion leaves of it.
+    """
     if not sequences.state_bytes:
         return 0
-    return min(2 * max(rows, _FEW_ROWS), int(_SAVED_STATES_SHARE * budget_bytes // sequences.state_bytes))
+    one = sequences.longest_pages * sequences.page_bytes
+    room = min(_SAVED_STATES_SHARE * budget_bytes, budget_bytes - _beside_cache(sequences, working, rows) - one)
+    return max(0, min(2 * max(rows, _FEW_ROWS), int(room // sequences.state_bytes)))
+
+
+def _beside_cache(sequences: Sequences, working: WorkingMemory, rows: int) -> float:
+    """Temporary memory, and the states of the rows."""
+    temporary = max(working.prefill, rows * working.row) + (rows * working.row if working.cuda_graphs else 0.0)
+    return temporary + (rows + 1) * sequences.state_bytes
 
 
 def available_bytes(world: World) -> float:

@@ -142,7 +142,7 @@ class ContinuousBatch:
         missing = sum(row.table.missing_pages(min(row.computed + 1, capacity)) for row in self._decoding)
         budget = self._prefill_tokens
         for row in self._entering:
-            length = min(budget, row.request.tokens - row.computed)
+            length = row.next_chunk(budget)
             missing += row.table.missing_pages(row.computed + length)
             budget -= length
             if row.computed + length == row.request.tokens:
@@ -228,8 +228,7 @@ class ContinuousBatch:
         return chunks
 
     def _append_chunk(self, chunks: list[tuple[LiveRow, int, int]], row: LiveRow, budget: int) -> int:
-        end = next((stop for stop in row.stops if stop > row.computed), row.request.tokens)
-        length = min(budget, end - row.computed)
+        length = row.next_chunk(budget)
         if length:
             chunks.append((row, row.computed, length))
             row.computed += length

@@ -34,6 +34,11 @@ class LiveRow:
     samples: list[LiveRow] = field(default_factory=list)
     """Other samples of the prompt, which enter with this one."""
 
+    def next_chunk(self, budget: int) -> int:
+        """Tokens of the prompt that the next step computes, at most the budget."""
+        end = next((stop for stop in self.stops if stop > self.computed), self.request.tokens)
+        return min(budget, end - self.computed)
+
     def new_entries(self, place: int) -> list[tuple[int, int, list[int]]]:
         """Entries of the page table, in the row of that place, for the blocks since the last step."""
         if self.listed == len(self.table.blocks):
@@ -64,7 +69,7 @@ class RowStates:
 
     def save(self, row: LiveRow) -> None:
         """Keep the states of a row for sequences that begin with its tokens so far, the blocks of which are indexed."""
-        if self._saved is None:
+        if self._saved is None or row.computed > row.request.tokens:  # a token that was computed ahead was not kept
             return
         slot = self._pool.save_state(row.request.all_token_ids[: row.computed], row.request.adapter)
         if slot is not None:

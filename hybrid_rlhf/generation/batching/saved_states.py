@@ -20,7 +20,14 @@ class SavedStates:
     def __init__(self, slots: int) -> None:
         self._slots: OrderedDict[Hashable, int] = OrderedDict()
         """The least recently used first."""
+        self.slots = slots
+        """How many there are."""
         self._free = list(range(slots - 1, -1, -1))
+
+    def grow(self, slots: int) -> None:
+        """Add slots behind the present ones, up to `slots` in all."""
+        self._free[:0] = range(slots - 1, self.slots - 1, -1)
+        self.slots = slots
 
     def __contains__(self, prefix: Hashable) -> bool:
         """Whether the state after a prefix is saved."""

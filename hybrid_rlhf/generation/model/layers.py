@@ -124,7 +124,8 @@ class Norm:
 
     def fuses_with(self, other: Norm) -> bool:
         """Whether one kernel computes both."""
-        return self._fuses and other._fuses and self._eps == other._eps
+        alike = (self._eps, self._in_float32) == (other._eps, other._in_float32)
+        return self._fuses and other._fuses and alike
 
     def of_heads(self, qkv: Tensor, keys: Norm | None, values: Norm | None, *, kv_heads: int) -> None:
         """Norm queries, keys and values in place by one kernel; this is the norm of queries."""

@@ -203,7 +203,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, in_float32: bool) -> Tens
 
     `in_float32`: apply the weight before rounding.
     """
-    normed = x.new_empty(x.shape)
+    x, normed = x if x.stride(-1) == 1 else x.contiguous(), x.new_empty(x.shape)
     _launch_norm(x, None, None, weight, None, normed, eps, in_float32=in_float32)
     return normed
 
@@ -217,6 +217,7 @@ def add_rms_norm(
     x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, in_float32: bool, delta_weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """x + delta, and its RMS norm; all [T, H]. `delta_weight`: of an RMS norm of delta before it is added."""
+    x = x.contiguous()
     added, normed = torch.empty_like(x), torch.empty_like(x)
     _launch_norm(x, delta, delta_weight, weight, added, normed, eps, in_float32=in_float32)
     return added, normed
@@ -224,6 +225,7 @@ def add_rms_norm(
 
 def add_normed(x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, in_float32: bool) -> Tensor:
     """x + the RMS norm of delta; all [T, H]."""
+    x = x.contiguous()
     added = torch.empty_like(x)
     _launch_norm(x, delta, weight, None, added, None, eps, in_float32=in_float32)
     return added
