@@ -7,6 +7,7 @@ import json
 import math
 import re
 import shlex
+import textwrap
 import time
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -620,8 +621,8 @@ def test_the_page_is_right(tmp_path: Path, world: World, monkeypatch: pytest.Mon
     page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
     monkeypatch.chdir(tmp_path)
     sources = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    for name, source in zip(("guess.py", "agent.py", "worker.py"), sources, strict=True):
-        Path(name).write_text(source)
+    for name, source in zip(("guess.py", "agent.py", "worker.py", "verified.py"), sources, strict=True):
+        Path(name).write_text(textwrap.dedent(source))
     commands = re.findall(r"^    python training/step3_ppo/main.py (.*?[^\\])$", page, re.DOTALL | re.MULTILINE)
     configs = [parse_config(RLConfig, shlex.split(line.replace("\\\n", " "))) for line in commands]
     assert len(configs) == 6
