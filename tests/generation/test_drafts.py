@@ -15,13 +15,12 @@ from hybrid_rlhf.generation import Completion, Drafter, GenerationEngine, Sampli
 from hybrid_rlhf.generation.batching import capacity, rows
 from hybrid_rlhf.generation.batching.continuous import ContinuousBatch
 from hybrid_rlhf.generation.batching.requests import DecodeWork, Request
-from hybrid_rlhf.generation.batching.workspace import Workspace
 from hybrid_rlhf.generation.drafting import trial
 from hybrid_rlhf.generation.drafting.drafter import CallDrafts
 from hybrid_rlhf.generation.model import cpu_kernels
 from hybrid_rlhf.runtime.world import World
 from tests.support.families import variant
-from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, random_tokens, token_ids_of
+from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, keep_in_flight, random_tokens, token_ids_of
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 PARAMS = replace(SAMPLED, max_new_tokens=30)
@@ -255,18 +254,14 @@ def test_drafts_go_on_and_off_while_steps_are_in_flight(monkeypatch: pytest.Monk
     monkeypatch.setattr(trial, "MEASURED_STEPS", 2)
     monkeypatch.setattr(trial, "KEPT_STEPS", 3)
     launched = list[int]()
-    init, launch = Workspace.__init__, ContinuousBatch._launch
-
-    def in_flight(self: Workspace, *given: Any, **named: Any) -> None:
-        init(self, *given, **named)
-        self.steps_in_flight = 1
+    launch = ContinuousBatch._launch
 
     def counted(self: ContinuousBatch, drafts: list[list[int]] | None) -> None:
         launched.append(len(self._in_flight))
         assert drafts is None or not self._in_flight, "a draft continues all tokens"
         launch(self, drafts)
 
-    monkeypatch.setattr(Workspace, "__init__", in_flight)
+    keep_in_flight(monkeypatch, 1)
     monkeypatch.setattr(ContinuousBatch, "_launch", counted)
     model, prompts = tiny_model(), [*PROMPTS, *(random_tokens(10) for _ in range(5))]
     make = lambda: GenerationEngine.from_model(  # noqa: E731

@@ -10,11 +10,11 @@ import pytest
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import Completion, GenerationEngine
 from hybrid_rlhf.generation.backends.native import NativeBackend
-from hybrid_rlhf.generation.batching import capacity, rows, workspace
+from hybrid_rlhf.generation.batching import capacity, rows
 from hybrid_rlhf.generation.drafting.drafter import Drafter
 from hybrid_rlhf.generation.sampling import FinishedShare, per_request
 from tests.support.families import variant
-from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, completions_alone, token_ids_of
+from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, completions_alone, keep_in_flight, token_ids_of
 from tests.support.tiny import tiny_model
 
 SHARE = FinishedShare(3, frozenset({6}))
@@ -50,13 +50,7 @@ def test_a_call_ends_where_the_tokens_say(settings: dict[str, Any], monkeypatch:
     whole, draft, flying = completions_alone(), settings.pop("draft", None), settings.pop("steps_in_flight", 0)
     drafter = None if draft is None else Drafter(draft, always=True)
     if flying:
-        begin = workspace.Workspace.__init__
-
-        def ahead(self: workspace.Workspace, *arguments: Any, **keywords: Any) -> None:
-            begin(self, *arguments, **keywords)
-            self.steps_in_flight = flying
-
-        monkeypatch.setattr(workspace.Workspace, "__init__", ahead)
+        keep_in_flight(monkeypatch, flying)
     found: list[list[Completion]] = []
     for version in range(3):
         engine = GenerationEngine.from_model(tiny_model(), stop_token_ids=STOP_TOKEN_IDS, **settings)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +28,7 @@ from hybrid_rlhf.generation.weights.split import Split
 from hybrid_rlhf.models.head_check import module_logprobs
 from hybrid_rlhf.runtime.world import solo_world
 from tests.support.families import COMMON, GQA, HYBRID, MAMBA, VARIANTS, variant
-from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, random_tokens, token_ids_of
+from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, keep_in_flight, random_tokens, token_ids_of
 
 CPU = torch.device("cpu")
 RECURRENT = [name for name in VARIANTS if describe(variant(name))[0].recurrence is not None]
@@ -171,13 +170,7 @@ def test_a_turn_continues_from_the_state_at_the_end_of_the_last(
     name: str, flying: int, read: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps are in flight as on a GPU, or not; a row that has ended runs in the one that is in flight."""
-    init = Workspace.__init__
-
-    def begin(self: Workspace, *arguments: Any, **more: Any) -> None:
-        init(self, *arguments, **more)
-        self.steps_in_flight = flying
-
-    monkeypatch.setattr(Workspace, "__init__", begin)
+    keep_in_flight(monkeypatch, flying)
     model, prompts, greedy = variant(name), [random_tokens(40), random_tokens(7)], replace(SAMPLED, n=1, temperature=0)
     engine = GenerationEngine.from_model(model, stop_token_ids=())
     for turn in range(3):

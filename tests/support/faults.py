@@ -7,7 +7,6 @@ import functools
 import os
 import resource
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tests.support.ranks import FORKSERVER
+from tests.support.ranks import FORKSERVER, free_ports
 
 
 @dataclass(frozen=True)
@@ -95,9 +94,7 @@ def run_step(
 
     Their standard error goes to the file `errors`, if one is named.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     processes = [
         FORKSERVER.Process(target=_rank, args=(rank, ranks, port, module, list(line), armed, errors))
         for rank in range(ranks)

@@ -5,16 +5,30 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import pytest
 import torch
 
 from hybrid_rlhf.generation import Completion, GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.batching.cache import BLOCK_TOKENS
 from hybrid_rlhf.generation.batching.requests import Request
+from hybrid_rlhf.generation.batching.workspace import Workspace
 from hybrid_rlhf.generation.sampling import per_request, uniform_stream
 from tests.support.tiny import tiny_model
 
 GENERATOR = torch.Generator().manual_seed(0)
+
+
+def keep_in_flight(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """Steps that are launched before the result of an earlier one is fetched: 1 as on a GPU."""
+    begin = Workspace.__init__
+
+    def ahead(self: Workspace, *given: Any, **named: Any) -> None:
+        begin(self, *given, **named)
+        self.steps_in_flight = steps
+
+    monkeypatch.setattr(Workspace, "__init__", ahead)
 
 
 def random_tokens(length: int) -> list[int]:

@@ -59,7 +59,7 @@ def run_main(module: str, ranks: int, line: Sequence[str]) -> None:
 
 def run_mains(module: str, ranks: int, lines: Sequence[Sequence[str]]) -> None:
     """Mains of several runs, one after the other in the same processes, each in a process group of its own."""
-    ports = _free_ports(len(lines))
+    ports = free_ports(len(lines))
     _start(_mains, ranks, "forkserver", module, [list(line) for line in lines], ports, runs=len(lines))
 
 
@@ -70,12 +70,12 @@ def environment(ranks: int) -> dict[str, str]:
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_ports(1)[0]),
+        "MASTER_PORT": str(free_ports(1)[0]),
         "OMP_NUM_THREADS": "1",
     }
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Below those that the system gives to connections: a run may begin minutes after its port was chosen."""
     ports: list[int] = []
     while len(ports) < count:

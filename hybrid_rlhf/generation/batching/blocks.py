@@ -56,6 +56,12 @@ class _Prefix:
             self.children[key] = _Prefix(key, self, [None] * len(self.blocks))
         return self.children[key]
 
+    @property
+    def computed(self) -> list[Block] | None:
+        """Its blocks, if all are there and computed."""
+        blocks = [block for block in self.blocks if block is not None and block.ready]
+        return blocks if len(blocks) == len(self.blocks) else None
+
 
 @dataclass(frozen=True)
 class Match:
@@ -83,6 +89,8 @@ class BlockPool:
             states: of recurrent layers, how many can be saved; none: there are no such layers.
         """
         self.layout = layout
+        self._needed = [math.inf if window is None else blocks_of(window - 1) for window in layout.windows]
+        """Blocks that the next token attends to, in each layer group."""
         self._states = None if states is None else SavedStates(states)
         self.pages = pages - 1
         self._free = list(range(pages - 1, 0, -1))
@@ -161,9 +169,8 @@ class BlockPool:
 
     def _path(self, tokens: Sequence[int], adapter: int) -> tuple[list[_Prefix], list[int]]:
         """The nodes of whole blocks that a sequence begins with, and the numbers of them whose blocks suffice."""
-        needed = self._needed
         node, path, whole = self._root(adapter), list[_Prefix](), list[int]()
-        present = [0] * len(needed)
+        present = [0] * len(self._needed)
         for start in range(0, len(tokens) - BLOCK_TOKENS, BLOCK_TOKENS):
             child = node.children.get(tuple(tokens[start : start + BLOCK_TOKENS]))
             if child is None:
@@ -171,14 +178,9 @@ class BlockPool:
             path.append(child)
             node = child
             present = [0 if block is None else count + 1 for count, block in zip(present, child.blocks, strict=True)]
-            if all(count >= min(len(path), least) for count, least in zip(present, needed, strict=True)):
+            if all(count >= min(len(path), least) for count, least in zip(present, self._needed, strict=True)):
                 whole.append(len(path))
         return path, whole
-
-    @property
-    def _needed(self) -> list[float]:
-        """Blocks that the next token attends to, in each layer group."""
-        return [math.inf if window is None else blocks_of(window - 1) for window in self.layout.windows]
 
     def _kept(self, path: Sequence[_Prefix]) -> list[list[Block | None]]:
         """The blocks of a path that are still attended to at its end."""
@@ -195,15 +197,17 @@ class BlockPool:
         assert self._states is not None
         for depth in (*reversed(whole), 0):
             node = path[depth - 1] if depth else self._root(adapter)
-            ends = [node, *itertools.islice(reversed(node.children.values()), _TAILS)]
             start = depth * BLOCK_TOKENS
             rest = tuple(tokens[start : min(start + BLOCK_TOKENS, len(tokens) - 1)])
-            saved = [end for end in ends if end in self._states and (end is node or _is_tail(end, rest))]
-            if saved:
-                end = max(saved, key=lambda end: 0 if end is node else len(end.tokens))
-                tail = None if end is node else [block for block in end.blocks if block is not None]
-                length = 0 if end is node else len(end.tokens)
-                stops = self._stops(path, whole, depth * BLOCK_TOKENS + length, len(tokens))
+            tails = [
+                child
+                for child in itertools.islice(reversed(node.children.values()), _TAILS)
+                if child in self._states and rest[: len(child.tokens)] == child.tokens and child.computed is not None
+            ]
+            end = max(tails, key=lambda child: len(child.tokens), default=node)
+            if end in self._states:
+                tail, length = (None, 0) if end is node else (end.computed, len(end.tokens))
+                stops = self._stops(path, whole, start + length, len(tokens))
                 return Match(self._kept(path[:depth]), tail, length, self._states.use(end), stops)
         return Match([], stops=self._stops(path, whole, 0, len(tokens)))
 
@@ -222,9 +226,8 @@ class BlockPool:
         """Add what a child of the last node shares with the next tokens."""
         found = Match(blocks)
         for child in itertools.islice(reversed(node.children.values()), _TAILS):
-            tail = [block for block in child.blocks if block is not None and block.ready]
             same = _common(child.tokens, tokens)
-            if len(tail) == len(child.blocks) and same > found.tail_tokens:
+            if same > found.tail_tokens and (tail := child.computed) is not None:
                 found = Match(blocks, tail, same)
         return found
 
@@ -368,12 +371,6 @@ class BlockTable:
                 if block is not None:
                     self._pool.release(block)
         self.blocks = []
-
-
-def _is_tail(node: _Prefix, tokens: tuple[int, ...]) -> bool:
-    """Whether tokens begin with those of a node, whose blocks are all there."""
-    whole = all(block is not None and block.ready for block in node.blocks)
-    return whole and tokens[: len(node.tokens)] == node.tokens
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:

@@ -80,8 +80,11 @@ class Norm:
         if self._offset:
             self._weight = weight.float() + self._offset if self._rms else weight + self._offset
         self._kernels = kernels_for(weight.device, weight.dtype) if self._rms else None
-        self._fuses = self._kernels not in (None, cpu_kernels)
+
+    @property
+    def _fuses(self) -> bool:
         """Whether kernels add what they have normed, and norm all heads at once."""
+        return self._kernels not in (None, cpu_kernels)
 
     def refresh(self) -> None:
         """Recompute what is derived from the weight, after it was updated in place."""

@@ -245,20 +245,15 @@ def _launch_norm(
     """`added` is contiguous, `normed` too unless it is x; x may be a part of the heads of a tensor."""
     width = x.shape[-1]
     pad = triton.next_power_of_2(width)
-    inner = 1 if x.dim() == 2 else x.shape[1]
-    none = x  # a pointer that is not read
+    inner, strides = (1, (x.stride(0), 0)) if x.dim() == 2 else (x.shape[1], x.stride()[:2])
+    others = (None if delta is None else delta.contiguous(), delta_weight, weight, added, normed)
     _rms_norm_kernel[(x.numel() // width,)](
         x,
-        none if delta is None else delta.contiguous(),
-        none if delta_weight is None else delta_weight,
-        none if weight is None else weight,
-        none if added is None else added,
-        none if normed is None else normed,
+        *(x if other is None else other for other in others),  # x: a pointer that is not used
         eps,
         inner,
-        x.stride(0),
-        x.stride(1) if x.dim() == 3 else 0,
-        *((x.stride(0), x.stride(1) if x.dim() == 3 else 0) if normed is x else (inner * width, width)),
+        *strides,
+        *(strides if normed is x else (inner * width, width)),
         WIDTH=width,
         PAD=pad,
         IN_FLOAT32=in_float32,
