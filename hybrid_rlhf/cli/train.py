@@ -28,6 +28,7 @@ from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.runtime.host_memory import MALLOC_ENVIRONMENT
 from hybrid_rlhf.runtime.liveness.launcher import STARTED_BY
 from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE, forward_signals
+from hybrid_rlhf.runtime.openmp import shared_cores
 
 PipelineT = TypeVar("PipelineT", bound=PipelineConfig)
 ROOT = Path(__file__).parents[2]
@@ -209,7 +210,8 @@ def run_step(name: str, step: Any, config: PipelineConfig) -> None:
     command = [*launcher(config.launcher), MODULES[name], "--config", str(settings)]
     print(f"== {name}: {' '.join(command)}", flush=True)
     start = time.monotonic()
-    code, tail = tee(command, logs / f"{FOLDERS[name]}.log")
+    threads = {} if config.launcher.hostfile is not None else shared_cores(_local_ranks(config.launcher))
+    code, tail = tee(command, logs / f"{FOLDERS[name]}.log", {**os.environ, **threads})
     if code == STOPPED_EXIT_CODE:
         print(f"== {name}: stopped; run the same command to resume", flush=True)
         sys.exit(code)
@@ -253,10 +255,14 @@ def launcher(options: LauncherConfig) -> list[str]:
         if deepspeed is None:
             raise UserError("launcher.hostfile needs the command deepspeed, PATH has none: pip install deepspeed")
         return [deepspeed, "--hostfile", options.hostfile, "--no_local_rank", "--module"]
-    processes = options.num_processes or _gpus()
-    if processes <= 1:
+    processes = _local_ranks(options)
+    if processes == 1:
         return [sys.executable, "-m"]
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
+
+
+def _local_ranks(options: LauncherConfig) -> int:
+    return options.num_processes or max(1, _gpus())
 
 
 def _gpus() -> int:
@@ -265,7 +271,7 @@ def _gpus() -> int:
     return torch.cuda.device_count()
 
 
-def tee(command: list[str], log: Path, base: Mapping[str, str] = os.environ) -> tuple[int, list[str]]:
+def tee(command: list[str], log: Path, base: Mapping[str, str]) -> tuple[int, list[str]]:
     """Run a command, copy its output to the console and a file; return the exit code and the last lines.
 
     `base` is the environment, to which the variables of a step are added.

@@ -22,13 +22,14 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.rules import require
+from hybrid_rlhf.engines.checks.element_check import ElementCheck
+from hybrid_rlhf.engines.checks.weight_check import TrainingProbe, WeightCheck, logprob_limit
 from hybrid_rlhf.engines.deepspeed_internals import zero3_hooks_removed
 from hybrid_rlhf.engines.engine import AbsentEngine, EngineFacts, EngineOptions, ModelEngine, Role
 from hybrid_rlhf.engines.partition import GatheredWeight, base_parameters, full_weights, gathered, has_partitions
 from hybrid_rlhf.engines.residency.offload import OffloadedStates
 from hybrid_rlhf.engines.residency.rules import ResidencyRules, RoleResidency
 from hybrid_rlhf.engines.sampling_engine import groups_of, rollout_backend, rollout_drafter
-from hybrid_rlhf.engines.weight_check import TrainingProbe, WeightCheck, logprob_limit
 from hybrid_rlhf.generation.backends.backend import GenerationBackend
 from hybrid_rlhf.generation.backends.module import ModuleBackend, ModuleSupport
 from hybrid_rlhf.generation.backends.native import NativeBackend
@@ -109,6 +110,7 @@ class HybridEngine(ModelEngine):
         self._host_states = OffloadedStates(engine, world.device)
         self.probe = TrainingProbe(self)
         """What inference weights are checked against."""
+        self._elements = ElementCheck(self.lm)
         dtype = next(self.lm.parameters()).dtype
         inference_dtype = DTYPES.get(self._rollout.dtype, dtype)
         quantization = self._rollout.quantization
@@ -293,9 +295,10 @@ class HybridEngine(ModelEngine):
     def _build_decoder(self, *, can_view: Callable[[GatheredWeight], bool]) -> Decoder:
         """The decoder of the current weights, checked; weights that `can_view` are not copied."""
         assert self._inference_weights is not None, "called for models with inference weights only"
+        weights = full_weights(self.lm, bucket_elements=BUCKET_ELEMENTS)
         decoder = self._inference_weights.build(
-            (weight.name, weight.merged(), can_view(weight))
-            for weight in full_weights(self.lm, bucket_elements=BUCKET_ELEMENTS)
+            (weight.name, value, can_view(weight))
+            for weight, value in self._elements(weights, seed=self.weight_version)
         )
         start = time.perf_counter()
         vocab_size = decoder.architecture.vocab_size
@@ -304,6 +307,7 @@ class HybridEngine(ModelEngine):
             self.probe.logprobs(vocab_size),
             lambda: self.probe.states(vocab_size),
             updates=self.weight_version,
+            elements=self._elements.worst,
         )
         seconds = time.perf_counter() - start
         self.weight_check_seconds += seconds

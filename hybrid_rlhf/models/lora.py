@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -207,6 +207,25 @@ class Adapter:
         a, b = a.reshape(self.experts, -1, a.shape[-1]), b.reshape(len(b), -1, self.experts)
         change = torch.einsum(f"ore,eri->{'eio' if self.inputs_first else 'eoi'}", b, a) * self.scale
         return base + change.to(base.dtype)
+
+    @torch.no_grad()
+    def merged_elements(self, base: Tensor, a: Tensor, b: Tensor, *, places: Tensor, shape: Sequence[int]) -> Tensor:
+        """Some elements [E] of `merged`, each computed by itself.
+
+        Args:
+            base: [E] those of the weight.
+            a: as in `merged`.
+            b: as in `merged`.
+            places: [E] in the flattened weight.
+            shape: of the weight.
+        """
+        expert, row, column = torch.zeros_like(places), places // shape[-1], places % shape[-1]
+        if self.experts > 1:
+            expert, row = row // shape[-2], row % shape[-2]
+        out, inner = (column, row) if self.transposed or self.inputs_first else (row, column)
+        left = b.reshape(len(b), -1, self.experts)[out, :, expert].float()
+        right = a.reshape(self.experts, -1, a.shape[-1])[expert, :, inner].float()
+        return base + ((left * right).sum(dim=-1) * self.scale).to(b.dtype).to(base.dtype)
 
 
 def merged_weight(layer: LoraLayer) -> Tensor:

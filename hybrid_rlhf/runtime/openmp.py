@@ -1,16 +1,33 @@
-"""Releases the OpenMP workers of a thread that hands its work over to another.
+"""The OpenMP threads of a rank, and of a thread that hands its work over to another.
 
-Why: libgomp keeps the workers of each thread that has ever run a parallel loop, and once a process has more of them
-than cores, workers sleep instead of spinning between two loops. A decoding step has hundreds of loops: a batch that
-decodes on a thread of its own was 9% slower while the thread that loaded the model kept its workers.
+The ranks of a host share its cores. Unless OMP_NUM_THREADS is set, torchrun gives each rank one thread and prints a
+banner about it; more are of use to work on a CPU, as is the optimizer of offloaded states.
+
+Why workers are released: libgomp keeps the workers of each thread that has ever run a parallel loop, and once a
+process has more of them than cores, workers sleep instead of spinning between two loops. A decoding step has hundreds
+of loops: a batch that decodes on a thread of its own was 9% slower while the thread that loaded the model kept its
+workers.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 
 _SOFT = 1
 """`omp_pause_soft` of OpenMP 5.0 (section 3.2.44): the next parallel loop starts workers again."""
+
+
+def threads_per_rank(local_ranks: int) -> int:
+    """Cores of the host for each of its ranks, at least 1."""
+    return max(1, (os.cpu_count() or 1) // local_ranks)
+
+
+def shared_cores(local_ranks: int) -> dict[str, str]:
+    """Variables for a launcher of several ranks on this host; none where OMP_NUM_THREADS is set."""
+    if local_ranks == 1 or "OMP_NUM_THREADS" in os.environ:
+        return {}
+    return {"OMP_NUM_THREADS": str(threads_per_rank(local_ranks))}
 
 
 def release_workers() -> None:

@@ -28,6 +28,7 @@ from torch.distributed import distributed_c10d
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.runtime.host_memory import keep_freed_memory
+from hybrid_rlhf.runtime.openmp import threads_per_rank
 
 T = TypeVar("T")
 
@@ -280,7 +281,7 @@ def init_world(*, timeout_seconds: float = 1800.0) -> World:
         keep_freed_memory()
         # The ranks of a host share its cores; by default torch uses all of them in each rank.
         if "OMP_NUM_THREADS" not in os.environ or local_size > 1:
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
+            torch.set_num_threads(threads_per_rank(local_size))
     if not dist.is_initialized():
         timeout = datetime.timedelta(seconds=timeout_seconds)
         dist.init_process_group(

@@ -112,7 +112,7 @@ def test_a_run_without_a_checkpoint_resumes_on_as_many_processes(
 ) -> None:
     lines = list[list[str]]()
 
-    def start(command: list[str], **_: Any) -> subprocess.Popen[bytes]:
+    def start(command: list[str], *_: Any, **__: Any) -> subprocess.Popen[bytes]:
         lines.append(command)
         return subprocess.Popen(["true"])
 

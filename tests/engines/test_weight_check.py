@@ -1,4 +1,4 @@
-"""The check after each weight sync: fourteen faults are caught and placed; clean steps raise no alarm."""
+"""The check after each weight sync: seventeen faults are caught and placed; clean steps raise no alarm."""
 
 from __future__ import annotations
 
@@ -211,6 +211,54 @@ def test_weights_that_do_not_follow_training_are_caught(
 
     monkeypatch.setattr(hybrid, "full_weights", wrong)
     with pytest.raises(UserError, match="after the weight sync of update 1, first in layer"):
+        sync(actor)
+
+
+@pytest.mark.parametrize(
+    ("fault", "name", "dtype", "lr", "quantization", "stage"),
+    [
+        ("adapters left out", "llama", "float32", 1e-6, None, 3),
+        ("adapters left out", "llama", "float32", 1e-6, "int8", 0),
+        ("adapters left out", "llama", "bfloat16", 1e-3, None, 0),
+        ("adapters left out", "qwen3_moe", "float32", 1e-6, None, 0),
+        ("a weight of before the update", "llama", "float32", 1e-6, "int8", 0),
+        ("a weight of before the update", "llama", "bfloat16", 1e-5, None, 3),
+        ("an expert of before the update", "qwen3_moe", "float32", 1e-6, None, 0),
+    ],
+)
+def test_what_changes_log_probs_less_than_rounding_is_caught(
+    fault: str,
+    name: str,
+    dtype: str,
+    lr: float,
+    quantization: Any,
+    stage: int,
+    world: World,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The learning rates of real runs."""
+    variant(name).save_pretrained(tmp_path)
+    spec = actor_spec(tmp_path, lr=lr, dtype=dtype, stage=stage, lora=4 * (fault == "adapters left out"))
+    actor = build_actor(spec, world, rollout=RolloutConfig(quantization=quantization))
+    sync(actor)
+    right = hybrid.full_weights
+    old = {weight.name: weight.merged().clone() for weight in right(actor.lm, bucket_elements=1)}
+    train_step(actor, world)
+
+    def wrong(*arguments: Any, **more: Any) -> Iterator[Any]:
+        for weight in right(*arguments, **more):
+            value = weight.merged().clone()
+            if fault == "an expert of before the update" and weight.name == LAYER + "mlp.experts.down_proj":
+                value[2] = old[weight.name][2]
+            if fault == "a weight of before the update" and weight.name == LAYER + "mlp.down_proj.weight":
+                value = old[weight.name]
+            if fault == "adapters left out":
+                value = weight.parameter.detach().clone()
+            yield Streamed(weight.name, value)
+
+    monkeypatch.setattr(hybrid, "full_weights", wrong)
+    with pytest.raises(UserError, match="elements of model.layers.* differ after the weight sync of update 1"):
         sync(actor)
 
 

@@ -1,11 +1,14 @@
-"""A thread that hands its work over keeps no OpenMP workers, and starts them again when it needs them."""
+"""Ranks share the cores of their host; a thread that hands its work over keeps no OpenMP workers."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
+
+from hybrid_rlhf.runtime.openmp import shared_cores
 
 SCRIPT = """
 import os, time, torch
@@ -31,3 +34,16 @@ print(busy - before, released - before, threads() - before)
 def test_workers_end_and_start_again() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["2", "0", "2"]
+
+
+def test_ranks_share_the_cores_of_their_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 12)
+    assert [shared_cores(ranks) for ranks in (1, 8, 4, 100)] == [
+        {},
+        {"OMP_NUM_THREADS": "1"},
+        {"OMP_NUM_THREADS": "3"},
+        {"OMP_NUM_THREADS": "1"},
+    ]
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert shared_cores(4) == {}, "the user's choice"

@@ -26,9 +26,14 @@ def command_line(name: str, settings: Path, *words: str) -> list[str]:
     return [sys.executable, "-m", "hybrid_rlhf", name, "--config", str(settings), *words]
 
 
-def start_process(command: Sequence[str], **streams: Any) -> subprocess.Popen[bytes]:
-    """Start a command; its signals are its own, so Ctrl-C of the board does not reach it."""
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+def start_process(
+    command: Sequence[str], variables: Mapping[str, str] | None = None, **streams: Any
+) -> subprocess.Popen[bytes]:
+    """Start a command; its signals are its own, so Ctrl-C of the board does not reach it.
+
+    `variables` are added to its environment.
+    """
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **(variables or {})}
     if _ROOT.name not in ("site-packages", "dist-packages"):  # a checkout, which need not be installed
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_ROOT), environment.get("PYTHONPATH"))))
     return subprocess.Popen(  # a list of arguments, no shell  # nosec B603

@@ -24,6 +24,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.files.atomic import write_whole
 from hybrid_rlhf.configs.parsing.command_line import save_config
 from hybrid_rlhf.runtime.files.names import CHECKPOINTS, CONFIG_FILE, MANIFEST
+from hybrid_rlhf.runtime.openmp import shared_cores
 
 _LAUNCH = "board.json"
 """On how many processes the board started a run."""
@@ -107,7 +108,9 @@ class Training:
             launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
             command = [sys.executable, *launcher, *command[1:]]
         with (folder / BOARD_LOG).open("ab") as log:
-            process = start_process(command, stdout=log, stderr=subprocess.STDOUT, cwd=Path.cwd())
+            process = start_process(
+                command, shared_cores(processes), stdout=log, stderr=subprocess.STDOUT, cwd=Path.cwd()
+            )
         name = run_id(folder)
         self._processes[name] = process
         self._folders.scan()

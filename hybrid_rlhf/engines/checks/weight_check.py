@@ -2,7 +2,8 @@
 
 Why after each: the faults that cost the field most are silent (adapters that no rollout uses, a bucket of old weights),
 and they may begin with any sync. A few fixed tokens pass through both; the log-probs are compared. Beyond the limit the
-run stops, and the error names the first layer whose output differs.
+run stops, and the error names the first layer whose output differs. Differences below the rounding of log-probs are
+found in the weights themselves (element_check.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.engines.checks.element_check import WrongElements
 from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.weights.conversion import (
@@ -116,6 +118,7 @@ class WeightCheck:
         states: Callable[[], list[Tensor] | None],
         *,
         updates: int,
+        elements: WrongElements | None = None,
     ) -> None:
         """Check a decoder; every rank must call.
 
@@ -124,9 +127,10 @@ class WeightCheck:
             expected: [P - 1] log-probs of TrainingProbe, the same on every rank.
             states: gives those of TrainingProbe; called on every rank, or on none.
             updates: optimizer updates so far, for the message.
+            elements: what ElementCheck found; none, on every rank: it was not used.
 
         Raises:
-            UserError: on every rank, when the log-probs differ by more than the limit.
+            UserError: on every rank, when the log-probs differ by more than the limit, or elements of a weight differ.
         """
         if not bool(expected.isfinite().all()):
             return  # the training weights themselves are not finite, which the loop reports (loop/non_finite.py)
@@ -137,6 +141,7 @@ class WeightCheck:
             excess = math.inf if math.isnan(result.measured) else result.measured - limit
         if self._largest(excess) <= 0:
             self._check_products(decoder, updates)
+            self._check_elements(elements, updates)
             return
         training = states()
         place = "" if decoder is None else _first_difference(decoder, training)
@@ -162,6 +167,16 @@ class WeightCheck:
             f"quantised products must agree with the training weights to {_PRODUCT_TOLERANCE}, they differ by "
             f"{worst:.3g} after the weight sync of update {updates}, most in {place}: report the model, or leave "
             "rollout.quantization out"
+        )
+
+    def _check_elements(self, found: WrongElements | None, updates: int) -> None:
+        """Raise if a weight was not read as it is trained: an update may change log-probs less than rounding does."""
+        if found is None or self._largest(found.excess) <= 0:
+            return
+        worst = max(self._world.all_gather_objects(found), key=lambda one: one.excess)
+        raise UserError(
+            f"inference weights must be the training weights with adapters merged in, elements of {worst.name} differ "
+            f"after the weight sync of update {updates}: report the model, or {self._remedy}"
         )
 
     def _largest(self, value: float) -> float:
