@@ -209,6 +209,11 @@ class RLJob:
         """Completions that are trained on."""
         return self.config.rollout.prompts_per_step * self.config.learned_per_prompt
 
+    @property
+    def updates(self) -> int:
+        """Optimizer updates of a learner from one rollout."""
+        return self.config.algorithm.epochs * self.config.algorithm.mini_batches
+
     def actor_reads(self, *, lag: int) -> int:
         """How many times the actor reads a rollout before its updates."""
         old = self.config.algorithm.reads_old_logprobs or (

@@ -2,8 +2,9 @@
 
 A step: weight sync, sampling by each tensor-parallel group, the all-gather of completions; reward models and reference
 read them, then actor and critic; the updates; what the loop does on every rank besides. A rank that holds no role of a
-phase goes on to its next task, and waits at the next collective of all ranks. With a policy lag of k the sampler's
-thread samples k rollouts ahead, from the weights of the beginning of the step at which it starts
+phase goes on to its next task, and waits at the next collective of all ranks. Weights travel to a separate sampler
+while the critic learns from the last mini-batch (engines/separate/sampler.py: sync_ahead). With a policy lag of k the
+sampler's thread samples k rollouts ahead, from the weights of the beginning of the step at which it starts
 (rl/rollouts/async_sampler.py).
 """
 
@@ -11,8 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hybrid_rlhf.placement.costs import Costs, Work
+from hybrid_rlhf.placement.job import RoleJob
 from hybrid_rlhf.placement.plans import LEARNERS, StepPlan
 from hybrid_rlhf.placement.simulation import Task, Timeline, simulate
 
@@ -63,7 +66,7 @@ def step_tasks(costs: Costs, plan: StepPlan, *, rows_at_once: int, steps: int) -
     lag, everyone, place = plan.policy_lag, tuple(range(costs.cluster.ranks)), 0
     sampled: dict[int, tuple[int, ...]] = {}
     """Positions of the sampling tasks of each step."""
-    rest = list(_reads_and_updates(costs, plan))
+    rest = [*_reads(costs, plan), *_updates(costs, plan), _Piece("loop", "", everyone, costs.loop())]
     gather = costs.exchange(1.0, kind="all_gather")
     for step in range(1, steps + 1):
         if step not in sampled:
@@ -77,8 +80,9 @@ def step_tasks(costs: Costs, plan: StepPlan, *, rows_at_once: int, steps: int) -
                 tasks = list(_sampling(costs, plan, ahead, place, rows_at_once=rows_at_once, lane="sampling"))
                 yield from tasks
                 sampled[ahead], place = tuple(range(place + 1, place + len(tasks))), place + len(tasks)
-        for phase, role, ranks, work in rest:
-            yield Task(phase, ranks, work, step, role=role)
+        for piece in rest:
+            after = tuple(place - back for back in piece.back)
+            yield Task(piece.phase, piece.ranks, piece.work, step, after, piece.lane, piece.role)
             place += 1
 
 
@@ -98,21 +102,47 @@ def _sampling(costs: Costs, plan: StepPlan, step: int, place: int, *, rows_at_on
         yield Task("generation", group, work, step, (place,), lane, "actor")
 
 
-def _reads_and_updates(costs: Costs, plan: StepPlan) -> Iterator[tuple[str, str, tuple[int, ...], Work]]:
-    """(phase, role, ranks, work) of what follows the completions."""
+class _Piece(NamedTuple):
+    """A task of what follows the completions."""
+
+    phase: str
+    role: str
+    ranks: tuple[int, ...]
+    work: Work
+    back: tuple[int, ...] = ()
+    """How many tasks before it are those that must have ended."""
+    lane: str = "main"
+
+
+def _reads(costs: Costs, plan: StepPlan) -> Iterator[_Piece]:
     job, everyone = costs.job, tuple(range(costs.cluster.ranks))
     reduced = costs.exchange(1.0, kind="all_reduce")
     for role in job.frozen:
-        yield "scoring", role.name, plan.roles[role.name].ranks, costs.read(role, plan)
+        yield _Piece("scoring", role.name, plan.roles[role.name].ranks, costs.read(role, plan))
     if job.frozen:
-        yield "scoring", "", everyone, reduced
-    learners = [job.roles[name] for name in LEARNERS if name in job.roles]
+        yield _Piece("scoring", "", everyone, reduced)
     reads = {"actor": job.actor_reads(lag=plan.policy_lag), "critic": 1}
-    for role in learners:
+    for role in _learners(costs):
         if reads[role.name]:
-            yield "scoring", role.name, plan.roles[role.name].ranks, costs.read(role, plan, times=reads[role.name])
-    yield "scoring", "", everyone, reduced
-    for role in learners:
-        yield "training", role.name, plan.roles[role.name].ranks, costs.updates(role, plan)
-    yield "training", "", everyone, Work()
-    yield "loop", "", everyone, costs.loop()
+            work = costs.read(role, plan, times=reads[role.name])
+            yield _Piece("scoring", role.name, plan.roles[role.name].ranks, work)
+    yield _Piece("scoring", "", everyone, reduced)
+
+
+def _updates(costs: Costs, plan: StepPlan) -> Iterator[_Piece]:
+    """Those of actor and critic take turns on common ranks, so the actor's last is before the critic's last."""
+    everyone, ahead = tuple(range(costs.cluster.ranks)), costs.transfer_ahead(plan)
+    for role in _learners(costs):
+        ranks, work = plan.roles[role.name].ranks, costs.updates(role, plan)
+        if role.name == "critic" and ahead is not None:
+            last = 1 / costs.job.updates
+            yield _Piece("training", role.name, ranks, work * (1 - last))
+            travels = tuple(sorted({*plan.roles["actor"].ranks, *plan.sampling.ranks}))
+            yield _Piece("training", "actor", travels, ahead, (1, 2), "transfer")
+            work = work * last
+        yield _Piece("training", role.name, ranks, work)
+    yield _Piece("training", "", everyone, Work(), () if ahead is None else (2,))
+
+
+def _learners(costs: Costs) -> list[RoleJob]:
+    return [costs.job.roles[name] for name in LEARNERS if name in costs.job.roles]

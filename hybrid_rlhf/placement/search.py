@@ -125,16 +125,19 @@ class Search:
         """Seconds that a step of a plan takes at least; without rows_at_once, with room for all completions."""
         reads = {name: self._read(plan, name) for name in self._job.roles}
         updates = {name: self._updates(plan, name) for name in self._job.roles}
-        return self._bound(plan, reads, updates, self.costs.weight_sync(plan).seconds, rows_at_once)
+        ahead = self.costs.transfer_ahead(plan)
+        syncs = self.costs.weight_sync(plan).seconds, 0.0 if ahead is None else ahead.seconds
+        return self._bound(plan, reads, updates, syncs, rows_at_once)
 
     def _bound(
         self,
         plan: StepPlan,
         reads: dict[str, float],
         updates: dict[str, float],
-        sync_seconds: float,
+        syncs: tuple[float, float],
         rows_at_once: int | None = None,
     ) -> float:
+        """`syncs`: seconds of the weight sync, and of the transfer during the critic's last update."""
         costs = self.costs
         rows = len(self._job.lengths.completions) if rows_at_once is None else rows_at_once
         sampling = max(work.seconds for work in costs.sampling(plan, rows_at_once=rows))
@@ -143,9 +146,11 @@ class Search:
         main = costs.exchange(1.0, kind="all_gather").seconds
         main += costs.exchange(1.0, kind="all_reduce").seconds * (1 + bool(frozen))
         main += costs.loop().seconds
-        main += sum(_busiest(plan, seconds) for seconds in (frozen, values, updates) if seconds)
+        main += sum(_busiest(plan, seconds) for seconds in (frozen, values) if seconds)
+        before = {name: taken * (1 - (name == "critic") / self._job.updates) for name, taken in updates.items()}
+        main += max(_busiest(plan, updates), _busiest(plan, before) + syncs[1])
         # with a lag, ranks that send no weights go on to score during a sync
-        return max(main, sampling) if plan.policy_lag else main + sync_seconds + sampling
+        return max(main, sampling) if plan.policy_lag else main + syncs[0] + sampling
 
     def _read(self, plan: StepPlan, name: str) -> float:
         """Seconds in which a role reads the completions before the updates."""
@@ -205,7 +210,7 @@ class Search:
             for lag in lags(self._job, layout)
         ]
         return min(
-            self._bound(plan_of(layout, replace(options, with_actor=joins)), reads, updates, 0.0)
+            self._bound(plan_of(layout, replace(options, with_actor=joins)), reads, updates, (0.0, 0.0))
             for options in known
             for joins in joinings(layout, self._cluster, options)
         )
@@ -362,8 +367,7 @@ def _busiest(plan: StepPlan, seconds: dict[str, float]) -> float:
         loads[ranks] = loads.get(ranks, 0.0) + taken
     busiest = 0.0
     for ranks in loads:
-        first = ranks[
-            0
-        ]  # ranges are nested or disjoint: the roles of a range's first rank are its own and those around
+        # ranges are nested or disjoint: the roles of a range's first rank are its own and those around
+        first = ranks[0]
         busiest = max(busiest, sum(taken for other, taken in loads.items() if first in other))
     return busiest

@@ -170,13 +170,18 @@ class FixedCosts:
     """Costs by role and phase, whatever the ranks, for timelines by hand."""
 
     def __init__(self, job: RLJob, seconds: Mapping[str, float], *, ranks: int, curves: MachineCurves) -> None:
-        """Take seconds of `sync`, `sample`, `read ROLE`, `train ROLE` and `loop`; others take none."""
+        """Take seconds of `sync`, `transfer` (ahead of the rollout), `sample`, `read ROLE`, `train ROLE` and `loop`;
+        others take none."""
         self.job, self.curves, self.cluster = job, curves, Cluster(ranks, 8)
         self._seconds = seconds
 
     def weight_sync(self, plan: StepPlan) -> Work:
         """See Costs."""
         return Work(wire=self._seconds.get("sync", 0.0))
+
+    def transfer_ahead(self, plan: StepPlan) -> Work | None:
+        """See Costs."""
+        return Work(wire=self._seconds["transfer"]) if "transfer" in self._seconds else None
 
     def sampling(self, plan: StepPlan, *, rows_at_once: int) -> list[Work]:
         """See Costs: group g takes so many seconds more than the first."""

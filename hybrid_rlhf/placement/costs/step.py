@@ -117,7 +117,6 @@ class Costs:
         """All updates of a learner from one rollout, on each of its ranks."""
         place, offloads = plan.roles[role.name], plan.offloads_optimizer(role.name, role.zero)
         span, algorithm = self._span(place.ranks), self.job.config.algorithm
-        made = algorithm.epochs * algorithm.mini_batches
 
         def price() -> Work:
             batches = self._batches(math.ceil(self.job.learned_rows / algorithm.mini_batches), span.ranks)
@@ -125,7 +124,7 @@ class Costs:
             passes += self._backward(role.sizes, batches.each, span, place.zero)
             passes += Work(self._call("trained_token") * batches.each.tokens)
             passes = Work(passes.compute * by_ranks(self.curves.shared_training, span.ranks, none=1.0), passes.wire)
-            return (passes * batches.count + self._step(role.sizes, span, place.zero, offloads)) * made
+            return (passes * batches.count + self._step(role.sizes, span, place.zero, offloads)) * self.job.updates
 
         return self._once(("updates", role.name, span, place.zero, offloads), price)
 
@@ -182,22 +181,25 @@ class Costs:
     # Weight sync and sampling
 
     def weight_sync(self, plan: StepPlan) -> Work:
-        """Filling the inference weights, and the check of them: the sampler's, the actor's, or one after the other."""
+        """Filling the inference weights, and the check of them: the sampler's, the actor's, or one after the other.
+
+        Without what `transfer_ahead` covers.
+        """
         sizes, actor, sampling, c = self.job.actor.sizes, plan.roles["actor"], plan.sampling, self.curves
         item_bytes, together = self.job.inference_dtype.itemsize, sampling.tensor_parallel
-        size = item_bytes * sizes.parameters
-        span, union = self._span(actor.ranks), self._span(_union(actor.ranks, sampling.ranks))
+        size, span = item_bytes * sizes.parameters, self._span(actor.ranks)
+        union = self._span(_union(actor.ranks, sampling.ranks))
 
         def price() -> Work:
             check = self._forward(sizes, PassedTokens.of_rows(1, PROBE_TOKENS), span, actor.zero)
             check += Work(ModelPasses(c, sizes, self._inference_dtype).probe(item_bytes=item_bytes, together=together))
-            entered, part = Work(c.calls.get("generation", 0.0)) + check, size / together
+            entered = Work(c.calls.get("generation", 0.0)) + check
             work = Work()
             if plan.separate:  # ranks send what they have of a weight: nothing is gathered
-                work += entered + Work(c.copies(part), self._transfer(sampling, span, union, size))
+                work += entered if self._sends_ahead(plan) else entered + self._transfer(plan)
             if not plan.separate or plan.placement.with_actor:
                 views = actor.zero < 3 and self.job.device.type == "cuda"
-                work += entered + Work(0.0 if views else c.copies(part))
+                work += entered + Work(0.0 if views else c.copies(size / together))
                 if actor.zero == 3:
                     work += Work(wire=self._bucketed("all_gather", span, self._bytes * sizes.parameters))
             if plan.offload_states:
@@ -206,16 +208,28 @@ class Costs:
             return work * c.factor("weight_sync")
 
         shape = (span, actor.zero, len(sampling.ranks), sampling.tensor_parallel, union.hosts)
-        kind = (plan.separate, plan.placement.with_actor, plan.offload_states)
+        kind = (plan.separate, self._sends_ahead(plan), plan.placement.with_actor, plan.offload_states)
         return self._once(("sync", *shape, *kind), price)
 
-    def _transfer(self, sampling: RolePlacement, actor: _Span, union: _Span, size: float) -> float:
-        """Seconds in which each sampling rank receives its part of each weight; senders share the load."""
-        received = size / sampling.tensor_parallel
-        sent = received * len(sampling.ranks) / actor.ranks
+    def transfer_ahead(self, plan: StepPlan) -> Work | None:
+        """The transfer to a separate sampler while the critic learns from the last mini-batch; none where it waits for
+        the rollout (SeparateSampler.sync_ahead)."""
+        return self._transfer(plan) * self.curves.factor("weight_sync") if self._sends_ahead(plan) else None
+
+    def _sends_ahead(self, plan: StepPlan) -> bool:
+        keeps = self.job.config.rollout.keep_weights is not False
+        return plan.separate and keeps and not plan.policy_lag and "critic" in self.job.roles
+
+    def _transfer(self, plan: StepPlan) -> Work:
+        """Each sampling rank receives its part of each weight; senders share the load."""
+        sampling, actor = plan.sampling, plan.roles["actor"].ranks
+        hosts = self._span(_union(actor, sampling.ranks)).hosts
+        received = self.job.inference_dtype.itemsize * self.job.actor.sizes.parameters / sampling.tensor_parallel
+        sent = received * len(sampling.ranks) / len(actor)
         buckets = max(1, math.ceil(self.job.actor.sizes.parameters / BUCKET_ELEMENTS))
         part = max(received, sent) / buckets
-        return buckets * self.curves.collective("transfer", ranks=2, size_bytes=part, hosts=union.hosts)
+        wire = buckets * self.curves.collective("transfer", ranks=2, size_bytes=part, hosts=hosts)
+        return Work(self.curves.copies(received), wire)
 
     def _bucketed(self, kind: Collective, span: _Span, size: float) -> float:
         buckets = max(1, math.ceil(size / (self._bytes * BUCKET_ELEMENTS)))
