@@ -1,6 +1,7 @@
-"""Generation side by side: this engine, Hugging Face `generate`, its continuous batching, and vLLM's CPU build.
+"""Generation side by side: this engine, Hugging Face `generate` and its continuous batching, DeepSpeed's rollout
+engine, and vLLM's CPU build.
 
-    python -m benchmarks.generation                       # SmolLM2-135M, or --model small (a random 28M Llama)
+    python -m benchmarks.generation                       # SmolLM2-135M, or --model small (a random Llama)
     python -m benchmarks.generation --scenario ragged --requests 64 --new_tokens 128 --peers generate generate_batch
     python -m benchmarks.generation --requests 16 --n 8 --prompt_tokens 128 --new_tokens 1   # what samples cost to read
     python -m benchmarks.generation --scenario memory --requests 64 --new_tokens 256 --peers   # little cache memory
@@ -20,10 +21,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import json
 import math
 import os
 import platform
+import re
 import signal
 import statistics
 import subprocess
@@ -34,11 +37,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 import transformers
+from deepspeed.runtime.rollout.base import RolloutRequest, SamplingConfig
+from deepspeed.runtime.rollout.hybrid_engine_rollout import HybridEngineRollout
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from hybrid_rlhf.configs.sections.model import ModelConfig
@@ -60,7 +66,7 @@ DTYPE = default_dtype(DEVICE)
 _SMALL = {
     "hidden_size": 384,
     "intermediate_size": 1024,
-    "num_hidden_layers": 8,
+    "num_hidden_layers": 12,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "head_dim": 64,
@@ -85,14 +91,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 48,
         "linear_value_head_dim": 48,
     },
-    "small": {
-        "hidden_size": 384,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "vocab_size": 32000,
-    },
+    "small": _SMALL,
     "qwen2.5-0.5b": {
         "hidden_size": 896,
         "intermediate_size": 4864,
@@ -195,14 +194,19 @@ def _expect(tokens: int, work: Work) -> None:
     assert tokens == work.useful_tokens, f"{tokens} tokens for {work.useful_tokens}"
 
 
-def hf_generate(lm: PreTrainedModel, work: Work) -> Callable[[], None]:
-    """One padded batch that runs to the longest request, as `generate` does."""
-    width = max(map(len, work.prompts))
-    ids = torch.zeros(len(work.prompts), width, dtype=torch.long)
+def padded(prompts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids, padded on the left, and the mask of real tokens."""
+    width = max(map(len, prompts))
+    ids = torch.zeros(len(prompts), width, dtype=torch.long)
     mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(work.prompts):
+    for row, prompt in enumerate(prompts):
         ids[row, width - len(prompt) :] = torch.tensor(prompt)
         mask[row, width - len(prompt) :] = 1
+    return ids.to(DEVICE), mask.to(DEVICE)
+
+
+def hf_generate(lm: PreTrainedModel, work: Work) -> Callable[[], None]:
+    """One padded batch that runs to the longest request, as `generate` does."""
     config = GenerationConfig(
         max_new_tokens=max(work.lengths),
         min_new_tokens=max(work.lengths),
@@ -214,10 +218,23 @@ def hf_generate(lm: PreTrainedModel, work: Work) -> Callable[[], None]:
         eos_token_id=None,
         num_return_sequences=work.n,
     )
-    ids, mask = ids.to(DEVICE), mask.to(DEVICE)
+    ids, mask = padded(work.prompts)
 
     def run() -> None:
         lm.generate(ids, attention_mask=mask, generation_config=config)
+
+    return run
+
+
+def deepspeed_rollout(lm: PreTrainedModel, work: Work) -> Callable[[], None]:
+    """DeepSpeed's HybridEngineRollout, which samples through `generate`. Of an engine it uses the module only."""
+    engine = HybridEngineRollout(SimpleNamespace(module=lm), SimpleNamespace(pad_token_id=0, eos_token_id=None))
+    request = RolloutRequest(*padded(work.prompts))
+    sampling = SamplingConfig(max(work.lengths), n_samples_per_prompt=work.n)
+
+    def run() -> None:
+        batch = engine.generate(request, sampling)
+        assert batch.input_ids.shape[1] == request.prompt_ids.shape[1] + max(work.lengths)
 
     return run
 
@@ -392,6 +409,8 @@ def in_process(
         peers["HF generate"] = hf_generate(lm, work)
     if "generate_batch" in options.peers:
         peers["HF generate_batch"] = hf_generate_batch(lm, work)
+    if "deepspeed" in options.peers:
+        peers["DeepSpeed rollout"] = deepspeed_rollout(lm, work)
     return peers
 
 
@@ -448,10 +467,20 @@ def report(options: argparse.Namespace, work: Work, seconds: dict[str, list[floa
             "options": vars(options),
             "useful_tokens": work.useful_tokens,
             "seconds": seconds,
-            "platform": platform.platform(),
-            "torch": torch.__version__,
+            "machine": f"{torch.get_num_threads()} threads on {processor()}",
+            "dtype": str(DTYPE).removeprefix("torch."),
+            "date": datetime.date.today().isoformat(),
+            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         }
         Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
+
+
+def processor() -> str:
+    """The name of the GPU or CPU."""
+    if DEVICE.type == "cuda":
+        return torch.cuda.get_device_name(DEVICE)
+    names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return names[0] if names else platform.machine()
 
 
 def parse() -> argparse.Namespace:
@@ -464,7 +493,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--new_tokens", type=int, default=32)
     parser.add_argument("--n", type=int, default=1, help="samples of each prompt")
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--peers", nargs="*", default=["generate"], choices=["generate", "generate_batch"])
+    parser.add_argument("--peers", nargs="*", default=["generate"], choices=["generate", "generate_batch", "deepspeed"])
     parser.add_argument("--cached", action="store_true", help="also with prompts that are cached")
     parser.add_argument("--quantization", choices=["int8", "fp8"], help="also with quantised weights")
     parser.add_argument("--onednn", action="store_true", help="also with all products by oneDNN")
