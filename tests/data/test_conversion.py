@@ -60,14 +60,14 @@ def test_dialogues_become_pairs_after_their_shared_turns(write_jsonl: Write) -> 
 def test_continuations_of_a_dialogue_become_pairs(write_jsonl: Write) -> None:
     """Dahoas/rm-static: the labels are in the column `prompt` only."""
     prompt = "\n\nHuman: What is a crumpet?\n\nAssistant: A kind of bread.\n\nHuman: Sweet?\n\nAssistant:"
-    row = {"prompt": prompt, "response": " No.", "chosen": " No.", "rejected": " Yes.\n\nHuman: Sure?\n\nAssistant: No."}
+    row = {"prompt": prompt, "response": " No.", "chosen": " No.", "rejected": " Yes.\n\nHuman: Yes?\n\nAssistant: No."}
     rows, report = converted(write_jsonl([row]))
     assert (report.format, report.written) == ("hh", 1)
     assert rows == [
         {
             "prompt": [user("What is a crumpet?"), assistant("A kind of bread."), user("Sweet?")],
             "chosen": [assistant("No.")],
-            "rejected": [assistant("Yes."), user("Sure?"), assistant("No.")],
+            "rejected": [assistant("Yes."), user("Yes?"), assistant("No.")],
         }
     ]
 

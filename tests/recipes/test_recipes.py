@@ -19,8 +19,9 @@ import pytest
 import yaml
 
 from hybrid_rlhf.cli import train
+from hybrid_rlhf.configs.inference import EvaluateConfig
 from hybrid_rlhf.configs.parsing.command_line import parse_config, save_config
-from hybrid_rlhf.configs.pipeline import STEP_NAMES, PipelineConfig
+from hybrid_rlhf.configs.pipeline import FOLDERS, STEP_NAMES, PipelineConfig
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.memory.report import planned_phases
 from hybrid_rlhf.placement.machines.datasheets import DATA_SHEETS
@@ -42,8 +43,12 @@ def in_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def header(file: Path) -> dict[str, str]:
     """The fields of the comment that a recipe begins with, each without further lines."""
-    text = file.read_text().replace(" \\\n#", " ")  # a command on several lines
-    return dict(re.findall(r"^# (\w+): +(.*)$", text, re.MULTILINE))
+    return dict(re.findall(r"^# (\w+): +(.*)$", joined(file), re.MULTILINE))
+
+
+def joined(file: Path) -> str:
+    """The text of a recipe, with each command in its header on one line."""
+    return file.read_text().replace(" \\\n#", " ")
 
 
 def pipeline_keys(file: Path, models: Path, write: Callable[[str, Path], str]) -> dict[str, Any]:
@@ -75,6 +80,22 @@ def test_a_recipe_says_how_it_is_started_and_parses(file: Path) -> None:
         parse_config(PipelineConfig, words[2:])
     else:
         parse_config(RLConfig, ["--config", str(file)])
+
+
+def test_recipes_evaluate_what_they_save() -> None:
+    found = 0
+    for file in RECIPES:
+        for line in re.findall(r"hybrid-rlhf evaluate (.*)$", joined(file), re.MULTILINE):
+            config = parse_config(EvaluateConfig, shlex.split(line), positional="path")
+            assert config.path == f"{run_folder(file)}/actor"
+            found += 1
+    assert found == 4
+
+
+def run_folder(file: Path) -> str:
+    """Where a recipe of RL writes its run."""
+    content = yaml.safe_load(file.read_text())
+    return f"{content['output_dir']}/{FOLDERS['rl']}" if "rl" in content else str(content["output_dir"])
 
 
 @each_recipe
