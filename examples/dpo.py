@@ -9,7 +9,12 @@ import argparse
 
 from hybrid_rlhf import PreferenceTuning
 
-QUESTIONS = ("What is the capital of France?", "How many days has a week?", "What color is the sky?", "Who are you?")
+ANSWERS = {
+    "What is the capital of France?": "Paris.",
+    "How many days are in a week?": "Seven.",
+    "What color is the sky?": "Blue.",
+    "Who wrote Hamlet?": "William Shakespeare.",
+}
 
 
 def main() -> None:
@@ -21,10 +26,10 @@ def main() -> None:
     rows = [
         {
             "prompt": question,
-            "chosen": "In short: yes.",
+            "chosen": answer,
             "rejected": f"Well, regarding '{question}' one could say a lot.",
         }
-        for question in QUESTIONS
+        for question, answer in ANSWERS.items()
     ] * 4
     result = PreferenceTuning(
         model=options.model,

@@ -1,4 +1,4 @@
-"""GRPO with a Python function as the reward: completions with many different words score high.
+"""GRPO with a Python function as the reward: the share of different words in a completion.
 
 python examples/grpo_function.py [--model MODEL] [--output_dir FOLDER]
 """

@@ -29,7 +29,7 @@ class PriceList:
         if "</answer>" in completion:
             return None, float(f"<answer>{PRICES[self._item]}</answer>" in completion), True
         found = [name for name in PRICES if f"<price>{name}</price>" in completion]
-        return (str(PRICES[found[-1]]) if found else "no such item"), 0.1 * bool(found), False
+        return (str(PRICES[found[-1]]) if found else "no such item"), 0.0, False
 
 
 def main() -> None:

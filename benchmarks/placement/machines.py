@@ -2,7 +2,7 @@
 
     python -m benchmarks.placement.machines [--output FILE]
 
-One 24 GB card, one 80 GB card, 8 x 80 GB, 16 x 80 GB on two hosts over a slow link, 64 x 80 GB; PPO with a critic, a
+One 24 GB GPU, one 80 GB GPU, 8 x 80 GB, 16 x 80 GB on two hosts over a slow link, 64 x 80 GB; PPO with a critic, a
 reward model and a reference of the actor's size, and completions with a long tail. Curves are modelled.
 """
 
@@ -26,15 +26,15 @@ model and reference have the actor's dimensions, except where a title says other
 each style, fastest first; below it, the best of all. `zero.offload_optimizer` stands for the key of actor and critic.
 """
 MACHINES = {
-    "One card of 24 GB (RTX 4090), 1B": Setting("4090", 1, "llama-1b", "llama-1b", 64, 512, 1024, 400.0),
-    "One card of 80 GB (H100), 8B actor, 1B critic and reward": Setting(
+    "One 24 GB GPU (RTX 4090), 1B": Setting("4090", 1, "llama-1b", "llama-1b", 64, 512, 1024, 400.0),
+    "One 80 GB GPU (H100), 8B actor, 1B critic and reward": Setting(
         "h100", 1, "llama-8b", "llama-1b", 128, 512, 1024, 400.0
     ),
-    "8 cards of 80 GB (H100), 8B": Setting("h100", 8, "llama-8b", "llama-8b", 512, 512, 1024, 400.0),
-    "16 cards of 80 GB (A100) on two hosts over a link of 1 GiB/s, 8B": Setting(
+    "Eight 80 GB GPUs (H100), 8B": Setting("h100", 8, "llama-8b", "llama-8b", 512, 512, 1024, 400.0),
+    "Sixteen 80 GB GPUs (A100) on two hosts over a link of 1 GiB/s, 8B": Setting(
         "a100", 16, "llama-8b", "llama-8b", 512, 512, 1024, 400.0, link_gib_per_second=1.0
     ),
-    "64 cards of 80 GB (H100), 70B": Setting("h100", 64, "llama-70b", "llama-70b", 1024, 512, 1024, 400.0),
+    "Sixty-four 80 GB GPUs (H100), 70B": Setting("h100", 64, "llama-70b", "llama-70b", 1024, 512, 1024, 400.0),
 }
 
 

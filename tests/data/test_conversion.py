@@ -57,6 +57,27 @@ def test_dialogues_become_pairs_after_their_shared_turns(write_jsonl: Write) -> 
     ]
 
 
+def test_continuations_of_a_dialogue_become_pairs(write_jsonl: Write) -> None:
+    """Dahoas/rm-static: the labels are in the column `prompt` only."""
+    prompt = "\n\nHuman: What is a crumpet?\n\nAssistant: A kind of bread.\n\nHuman: Sweet?\n\nAssistant:"
+    row = {"prompt": prompt, "response": " No.", "chosen": " No.", "rejected": " Yes.\n\nHuman: Yes?\n\nAssistant: No."}
+    rows, report = converted(write_jsonl([row]))
+    assert (report.format, report.written) == ("hh", 1)
+    assert rows == [
+        {
+            "prompt": [user("What is a crumpet?"), assistant("A kind of bread."), user("Sweet?")],
+            "chosen": [assistant("No.")],
+            "rejected": [assistant("Yes."), user("Yes?"), assistant("No.")],
+        }
+    ]
+
+
+@pytest.mark.parametrize("prompt", ["\n\nHuman: Sweet?", "Sweet?\n\nAssistant:", "Sweet?"])
+def test_a_prompt_that_the_assistant_does_not_answer_is_no_dialogue(write_jsonl: Write, prompt: str) -> None:
+    with pytest.raises(UserError, match="one of the formats"):
+        converted(write_jsonl([{"prompt": prompt, "chosen": "No.", "rejected": "Yes."}]))
+
+
 def test_sharegpt_turns_with_calls_become_messages(write_jsonl: Write) -> None:
     tool = {"name": "weather", "description": "now", "parameters": {"type": "object", "properties": {}}}
     call = {"name": "weather", "arguments": {"city": "Paris"}}

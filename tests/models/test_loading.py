@@ -271,6 +271,9 @@ def test_tokenizers_are_checked(tmp_path: Path) -> None:
     tiny_config().save_pretrained(tmp_path / "none")
     with pytest.raises(UserError, match="cannot load a tokenizer"):
         load_tokenizer(str(tmp_path / "none"))
+    OPTConfig().save_pretrained(tmp_path / "empty")  # transformers builds a tokenizer without a vocabulary
+    with pytest.raises(UserError, match="must have tokenizer files, .*/empty has none"):
+        load_tokenizer(str(tmp_path / "empty"))
     assert stop_token_ids(tiny_tokenizer(), [5, 2]) == (2, 5)
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import runpy
 import shlex
+import signal
 import subprocess
 from collections.abc import Callable
 from importlib import import_module
@@ -17,17 +19,19 @@ import pytest
 import yaml
 
 from hybrid_rlhf.cli import train
+from hybrid_rlhf.configs.inference import EvaluateConfig
 from hybrid_rlhf.configs.parsing.command_line import parse_config, save_config
-from hybrid_rlhf.configs.pipeline import STEP_NAMES, PipelineConfig
+from hybrid_rlhf.configs.pipeline import FOLDERS, STEP_NAMES, PipelineConfig
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.memory.report import planned_phases
 from hybrid_rlhf.placement.machines.datasheets import DATA_SHEETS
 from tests.support.documents import undocumented_metrics
+from tests.support.generation import wait_until
 from tests.support.runs import ROOT
 from tests.support.shapes import PUBLISHED, write_shape, write_tiny
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
-FIELDS = ("machine", "plan", "memory", "start", "source")
+FIELDS = ("machine", "plan", "memory", "time", "start", "expect", "source")
 each_recipe = pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
 
 
@@ -39,7 +43,12 @@ def in_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def header(file: Path) -> dict[str, str]:
     """The fields of the comment that a recipe begins with, each without further lines."""
-    return dict(re.findall(r"^# (\w+): +(.*)$", file.read_text(), re.MULTILINE))
+    return dict(re.findall(r"^# (\w+): +(.*)$", joined(file), re.MULTILINE))
+
+
+def joined(file: Path) -> str:
+    """The text of a recipe, with each command in its header on one line."""
+    return file.read_text().replace(" \\\n#", " ")
 
 
 def pipeline_keys(file: Path, models: Path, write: Callable[[str, Path], str]) -> dict[str, Any]:
@@ -71,6 +80,22 @@ def test_a_recipe_says_how_it_is_started_and_parses(file: Path) -> None:
         parse_config(PipelineConfig, words[2:])
     else:
         parse_config(RLConfig, ["--config", str(file)])
+
+
+def test_recipes_evaluate_what_they_save() -> None:
+    found = 0
+    for file in RECIPES:
+        for line in re.findall(r"hybrid-rlhf evaluate (.*)$", joined(file), re.MULTILINE):
+            config = parse_config(EvaluateConfig, shlex.split(line), positional="path")
+            assert config.path == f"{run_folder(file)}/actor"
+            found += 1
+    assert found == 4
+
+
+def run_folder(file: Path) -> str:
+    """Where a recipe of RL writes its run."""
+    content = yaml.safe_load(file.read_text())
+    return f"{content['output_dir']}/{FOLDERS['rl']}" if "rl" in content else str(content["output_dir"])
 
 
 @each_recipe
@@ -145,6 +170,52 @@ def test_gsm8k_becomes_prompts_and_answers() -> None:
     converted = runpy.run_path(str(ROOT / "recipes" / "prepare_gsm8k.py"))["converted"]
     row = converted({"question": "1000+200?", "answer": "1000+200=<<1000+200=1200>>1200\n#### 1,200"})
     assert row["prompt"].startswith("1000+200?\n") and row["answer"] == "1200"
+
+
+def test_gsm8k_that_is_there_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, output = tmp_path / "source.jsonl", tmp_path / "data" / "rows.jsonl"
+    source.write_text(json.dumps({"question": "1+1?", "answer": "#### 2"}) + "\n")
+    words = [str(output), "--source", str(source), "--instruction", ""]
+    monkeypatch.setattr("sys.argv", ["prepare_gsm8k.py", *words])
+    main = runpy.run_path(str(ROOT / "recipes" / "prepare_gsm8k.py"))["main"]
+    main()
+    assert json.loads(output.read_text()) == {"prompt": "1+1?", "answer": "2"} and not capsys.readouterr().out
+    source.write_text("")
+    main()
+    assert json.loads(output.read_text())["answer"] == "2" and "exists and is kept" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "words", "folder"),
+    [
+        ("output_dir: runs/a", [], "runs/a"),
+        ("output_dir: runs/a#1   # of the team", ["--seed", "1"], "runs/a#1"),
+        ("output_dir: 'runs/a b'  # quoted", [], "runs/a b"),
+        ('output_dir: "runs/a"', ["--output_dir", "runs/b", "--seed", "1"], "runs/b"),
+        ("seed: 1", ["--output_dir=runs/c"], "runs/c"),
+    ],
+)
+def test_slurm_asks_the_rank_of_the_run_folder_for_a_checkpoint(
+    line: str, words: list[str], folder: str, tmp_path: Path
+) -> None:
+    """A stand-in for srun locks the folder as rank 0 does, and ends when it is asked for a checkpoint."""
+    config, srun, lock = tmp_path / "step.yaml", tmp_path / "bin" / "srun", tmp_path / folder / ".lock"
+    config.write_text(f"{line}\nmodel: {{path: m}}\n")
+    srun.parent.mkdir()
+    lock.parent.mkdir(parents=True)
+    srun.write_text(
+        f"#!/bin/bash\ntrap 'exit 7' USR1\necho $$ host > '{lock}.new' && mv '{lock}.new' '{lock}'\n"
+        "for i in {1..200}; do sleep 0.1; done\n"
+    )
+    srun.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{srun.parent}:{os.environ['PATH']}", "SLURM_CPUS_PER_TASK": "2"}
+    command = ["bash", str(ROOT / "recipes" / "cluster" / "slurm.sh"), "rl", str(config), *words]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment) as job:
+        wait_until(lock.exists)
+        job.send_signal(signal.SIGUSR1)
+        assert job.wait(timeout=15) == 7
 
 
 def test_cluster_scripts_parse() -> None:

@@ -43,6 +43,10 @@ def load_tokenizer(
     with quiet_transformers(), reading(rule, "save one beside the model"):
         tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         tokenizer("text")  # raises for settings of a wrong type
+    if len(tokenizer) <= len(tokenizer.get_added_vocab()) + 1:  # without files transformers may build an empty one
+        raise UserError(
+            f"a model folder must have tokenizer files, {path} has none: save its tokenizer there with save_pretrained"
+        )
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"a tokenizer must have an EOS token, {path} has none: set tokenizer.eos_token and save it beside the model"

@@ -2,7 +2,8 @@
 `Assistant:`.
 
 Source: Bai et al. 2022, "Training a Helpful and Harmless Assistant with RLHF" (arXiv 2204.05862), and its published
-data. The turns that both dialogues share are the prompt.
+data. The turns that both dialogues share are the prompt. In Dahoas/rm-static, the form of this data that DeepSpeed-Chat
+reads, the dialogue up to the last `Assistant:` is the column `prompt`, and `chosen` and `rejected` continue it.
 """
 
 from __future__ import annotations
@@ -17,13 +18,24 @@ from hybrid_rlhf.data.rows.sources import Row
 from hybrid_rlhf.runtime.observability.logs import shortened
 
 _SPEAKER = re.compile(r"\n\n(Human|Assistant):")
+_OPEN = re.compile(r"\n\nAssistant:\s*\Z")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
 def is_dialogue(row: Row) -> bool:
-    """Whether a row has a pair of dialogues."""
+    """Whether a row has a pair of dialogues, or of continuations of one."""
     texts = [row.get("chosen"), row.get("rejected")]
-    return all(isinstance(text, str) and _SPEAKER.match(_led(text)) for text in texts)
+    if not all(isinstance(text, str) for text in texts):
+        return False
+    return _continues(row) or all(_SPEAKER.match(_led(str(text))) for text in texts)
+
+
+def _continues(row: Row) -> bool:
+    """Whether the column `prompt` is a dialogue in which the assistant speaks next."""
+    prompt = row.get("prompt")
+    if not isinstance(prompt, str) or not _SPEAKER.match(_led(prompt)) or not _OPEN.search(_led(prompt)):
+        return False
+    return not any(_SPEAKER.match(_led(str(row.get(name)))) for name in ("chosen", "rejected"))
 
 
 def dialogue_pair(location: str, row: Row) -> Row:
@@ -35,6 +47,8 @@ def dialogue_pair(location: str, row: Row) -> Row:
 
 def _turns(location: str, row: Row, name: str) -> list[Message]:
     text = text_column(location, row, name)
+    if _continues(row):
+        text = row["prompt"] + text
     before, *parts = _SPEAKER.split(_led(text))
     if before or not parts:
         raise UserError(
