@@ -64,7 +64,7 @@ def check_folder(folder: Path, shown: str) -> None:
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors in the weight files, by name."""
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as weights:
             shapes |= {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118

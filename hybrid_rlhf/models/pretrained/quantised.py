@@ -1,8 +1,8 @@
 """Stored quantised weights: MXFP4 (gpt-oss) is dequantised while it is loaded, other ways to quantise are refused.
 
-Each expert weight [E, K, N] of the model is stored as blocks [E, N, K / 32, 16] of two 4-bit numbers per byte and scales
-[E, N, K / 32], one per 32 weights (OCP Microscaling, version 1.0, section 5.1). They are compared with config.json first,
-since transformers names no weight that does not fit.
+Experts [E, K, N] of the model are stored as blocks [E, N, K / 32, 16] of two 4-bit numbers per byte, and scales
+[E, N, K / 32], one per 32 weights (OCP Microscaling, version 1.0, section 5.1). They are compared with config.json
+first, since transformers names no weight that does not fit.
 """
 
 from __future__ import annotations
