@@ -208,6 +208,7 @@ def test_a_role_that_trains_on_padded_rows_says_why(
     optimizer = None if role == "reference" else OptimizerConfig()
     model = ModelConfig(dtype="float32", attention=attention)
     spec = replace(actor_spec(tmp_path), role=role, model=model, optimizer=optimizer)
+    builder._prepare_deepspeed(world)
     said = []
     for place in (world, replace(world, rank=1)):  # only what is logged depends on the rank
         builder._initialize(spec, place)
