@@ -37,12 +37,15 @@ from hybrid_rlhf.engines.separate.reader import InferenceReader
 from hybrid_rlhf.models.distillation import Student, Teacher
 from hybrid_rlhf.models.head_check import require_own_logits
 from hybrid_rlhf.models.lora import choose_trained
+from hybrid_rlhf.models.packing import why_padded
 from hybrid_rlhf.models.policy import Policy, Scorer
 from hybrid_rlhf.models.pretrained.loading import Architecture, load_model, training_dtype
 from hybrid_rlhf.models.routers.losses import router_loss
 from hybrid_rlhf.models.structure import listed_mixtures
+from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.world import World, shared_user_errors
 
+logger = logging.getLogger(LOGGER_NAME)
 ARCHITECTURE: dict[Role, Architecture] = {
     "actor": "causal_lm",
     "reference": "causal_lm",
@@ -187,6 +190,8 @@ def _initialize(spec: EngineSpec, world: World) -> tuple[DeepSpeedEngine, Engine
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: lr_factor(step, config=section, total_steps=total)
     )
+    if world.is_main and (reason := why_padded(lm)) is not None:
+        logger.info("%s: %s trains on padded rows: %s", spec.role, type(lm).__name__, reason)
     engine, *_ = deepspeed.initialize(model=module, config=config, optimizer=optimizer, lr_scheduler=schedule)
     module.train()
     if isinstance(module, Policy):

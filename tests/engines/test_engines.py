@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
+from hybrid_rlhf.engines import builder
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.builder import EngineSpec, _adamw, build_actor, build_engine, lr_factor
 from hybrid_rlhf.engines.ds_config import deepspeed_config, merge, read_overrides
@@ -21,6 +24,7 @@ from hybrid_rlhf.engines.engine import Role
 from hybrid_rlhf.engines.partition import full_tensors
 from hybrid_rlhf.runtime.world import World, close_world, init_world
 from tests.support.engines import PROMPTS, actor_spec, train_generate_save, train_step
+from tests.support.model_types import tiny_of_type
 from tests.support.ranks import run_ranks
 
 
@@ -178,6 +182,40 @@ def test_a_bad_deepspeed_json_is_refused(text: str, rule: str, tmp_path: Path) -
         read_overrides(str(file))
     with pytest.raises(UserError, match="does not exist"):
         read_overrides(str(tmp_path / "absent.json"))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "role", "attention", "line"),
+    [
+        ("bloom", "actor", "auto", "actor: BloomForCausalLM trains on padded rows: model type bloom is not known to"),
+        ("bloom", "critic", "auto", "critic: BloomForSequenceClassification trains on padded rows: model type bloom"),
+        ("llama", "actor", "eager", "actor: LlamaForCausalLM trains on padded rows: eager attention does not separate"),
+        ("llama", "actor", "auto", None),
+        ("bloom", "reference", "auto", None),
+    ],
+)
+def test_a_role_that_trains_on_padded_rows_says_why(
+    model_type: str,
+    role: Role,
+    attention: Any,
+    line: str | None,
+    tmp_path: Path,
+    world: World,
+    log_lines: list[str],
+) -> None:
+    """In one line of the main rank; frozen roles and models that pack say nothing."""
+    tiny_of_type(model_type).save_pretrained(tmp_path)
+    optimizer = None if role == "reference" else OptimizerConfig()
+    model = ModelConfig(dtype="float32", attention=attention)
+    spec = replace(actor_spec(tmp_path), role=role, model=model, optimizer=optimizer)
+    builder._prepare_deepspeed(world)
+    said = []
+    for place in (world, replace(world, rank=1)):  # only what is logged depends on the rank
+        builder._initialize(spec, place)
+        said.append([text for text in log_lines if "padded rows" in text])
+        log_lines.clear()
+    assert [len(lines) for lines in said] == [0 if line is None else 1, 0]
+    assert line is None or said[0][0].startswith(line)
 
 
 def twice(world: World, path: Path) -> list[float]:

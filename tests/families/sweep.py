@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import copy
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from hybrid_rlhf.generation.backends.module import ModuleBackend
 from hybrid_rlhf.generation.backends.native import NativeBackend
 from hybrid_rlhf.generation.weights.split import Split
 from hybrid_rlhf.models.families import FAMILIES
-from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens, require_own_logits
+from hybrid_rlhf.models.head_check import FLOAT32_TOLERANCE, module_logprobs, probe_tokens, require_own_logits
 from hybrid_rlhf.models.lora import add_lora, lora_merged
 from hybrid_rlhf.models.packing import packs
 from hybrid_rlhf.models.policy import Policy, Scorer
@@ -53,6 +54,8 @@ class TypeReport:
     tensor_parallel: str = NO
     lora: str = NO
     reward_model: str = NO
+    as_generate: bool = True
+    """Whether greedy tokens are those of transformers' generate; else those of the forward over whole sequences."""
 
     @property
     def is_correct(self) -> bool:
@@ -84,7 +87,7 @@ def check_type(model_type: str) -> TypeReport:
 
 
 def _check(model_type: str, model: PreTrainedModel) -> TypeReport:
-    generation, tensor_parallel = _generation(copy.deepcopy(model))
+    generation, tensor_parallel, as_generate = _generation(copy.deepcopy(model))
     training = _training(model)
     works = training in ("packed", "padded")
     return TypeReport(
@@ -94,6 +97,7 @@ def _check(model_type: str, model: PreTrainedModel) -> TypeReport:
         tensor_parallel,
         _lora(copy.deepcopy(model)) if works else NO,
         _reward_model(model_type),
+        as_generate,
     )
 
 
@@ -111,29 +115,30 @@ def adapted(model: PreTrainedModel) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def _generation(model: PreTrainedModel) -> tuple[str, str]:
-    """How a type generates, and whether tensor parallelism splits it."""
+def _generation(model: PreTrainedModel) -> tuple[str, str, bool]:
+    """How a type generates, whether tensor parallelism splits it, and whether its tokens are those of generate."""
     model.generation_config.forced_eos_token_id = None
     try:
         expected = [hugging_face_greedy(model, prompt) for prompt in prompts()]
     except Exception as error:  # noqa: BLE001 - whatever transformers' own generate raises for one of its models
-        return f"refused by transformers' generate: {_line(error)}", NO
+        return f"refused by transformers' generate: {_line(error)}", NO, True
     try:
         engine = GenerationEngine.from_model(adapted(model), stop_token_ids=())
     except UserError as error:
-        return f"refused: {error}", NO
+        return f"refused: {error}", NO, True
     found = [samples[0].token_ids for samples in engine.generate(prompts(), GREEDY)]
     backend = engine.backend
-    if found != expected and found != [own_greedy(model, prompt) for prompt in prompts()]:
-        return "wrong: greedy tokens differ from generate", NO
+    as_generate = found == expected
+    if not as_generate and found != [own_greedy(model, prompt) for prompt in prompts()]:
+        return "wrong: greedy tokens differ from generate", NO, False
     if isinstance(backend, NativeBackend):
-        return "inference weights", _tensor_parallel(backend)
+        return "inference weights", _tensor_parallel(backend), as_generate
     assert isinstance(backend, ModuleBackend)
     if model.config.model_type in FAMILIES:
-        return "wrong: has a row in the family table, generates through its module", NO
+        return "wrong: has a row in the family table, generates through its module", NO, as_generate
     if not backend.support.cache:
-        return "module, without cache", NO
-    return ("module" if backend.support.padding else "module, prompts of one length"), NO
+        return "module, without cache", NO, as_generate
+    return ("module" if backend.support.padding else "module, prompts of one length"), NO, as_generate
 
 
 def _tensor_parallel(backend: NativeBackend) -> str:
@@ -266,14 +271,17 @@ def page(reports: Sequence[TypeReport]) -> str:
     rest = "\n".join(
         f"- `{r.model_type}`: {r.generation.removeprefix('not built: ')}" for r in reports if not r.is_built
     )
+    others = ", ".join(f"`{report.model_type}`" for report in built if not report.as_generate)
     return PAGE_TEXT.format(
         version=transformers.__version__,
+        float32=f"{FLOAT32_TOLERANCE:g}",
         types=len(reports),
         built=len(built),
         native=counts("inference weights"),
         module=counts("module"),
         packed=sum(report.training == "packed" for report in trained),
         padded=sum(report.training == "padded" for report in trained),
+        as_forward=textwrap.fill(others or "none", width=120, break_on_hyphens=False),
         rows=rows,
         rest=rest,
     )
@@ -287,8 +295,13 @@ PAGE_TEXT = """# Models
 
 Written by `make families`, which builds every model type of the causal-LM mapping of transformers {version}, tiny and
 random, from its own config: {types} types, of which {built} are built. A type generates and trains as its Hugging Face
-module computes (greedy tokens equal `generate`, log-probs agree to 1e-4, packed rows are independent to 1e-5), or it
-is refused with the line in the table. The same checks run when a model is loaded.
+module computes, or it is refused with the line in the table. In float32, log-probs agree to 1e-4, packed rows are
+independent to 1e-5, and greedy tokens equal those of `generate`, or, where the cache or the positions of `generate`
+compute something else, those of the forward over whole sequences:
+{as_forward}.
+
+When a model is loaded, its log-probs are compared with its logits for a row and its padded beginning, and a module that
+generates with its own forward over whole sequences, to {float32} nats in float32, and to more in half precision.
 
 - **Generation**: *inference weights* are the library's own decoder ({native} types): continuous batching, CUDA graphs,
   tensor parallelism. *module* is the Hugging Face module ({module} types): rows are padded; where padding changes the

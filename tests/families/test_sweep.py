@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.families.sweep import PAGE, check_type
+from tests.families.sweep import PAGE, check_type, page
 from tests.support.model_types import model_types
 
 IN_USE = {
@@ -44,6 +44,13 @@ def test_a_type_trains_and_generates_as_its_module_computes(model_type: str) -> 
 def test_a_type_that_trains_wrongly_is_refused(model_type: str) -> None:
     report = check_type(model_type)
     assert report.is_correct and REFUSED[model_type] in report.training
+
+
+def test_the_page_names_the_types_whose_generate_computes_something_else() -> None:
+    reports = [check_type(model_type) for model_type in ("roberta", "llama")]
+    assert [report.as_generate for report in reports] == [False, True]
+    assert "over whole sequences:\n`roberta`.\n" in page(reports)
+    assert "`roberta`" in PAGE.read_text().split("over whole sequences:")[1].split(".")[0]
 
 
 def test_adapters_on_weights_that_layers_share_are_refused() -> None:

@@ -298,7 +298,12 @@ MODELS = [
         config(num_hidden_layers=1),
         "config.json of D/m has 1 layers, its weights have more (model.layers.1.input_layernorm.weight): correct it",
     ),
-    (config(hidden_act="nope"), ["D/m", "causal_lm", "('nope')", "copy"]),
+    (config(hidden_act="nope"), f"{CANNOT} (it does not know hidden_act 'nope'): correct hidden_act in config.json"),
+    (
+        config(quantization_config={"bits": 4}),
+        "quantization_config must name a quant_method, that of D/m has none: remove it from config.json if the weights "
+        "are unquantised, or copy the model again",
+    ),
     (
         config(vocab_size=100),
         "the embedding of D/m has 100 tokens, its tokenizer has 'Ń' with id 258: save the tokenizer of this model "

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
+from hybrid_rlhf.generation.backends.native import NativeBackend
 from hybrid_rlhf.generation.batching.cache import CacheLayout
 from hybrid_rlhf.generation.model import decoder as decoder_module
 from hybrid_rlhf.generation.model import layers
@@ -26,6 +27,7 @@ from hybrid_rlhf.generation.weights.describe import NotDescribed, describe
 from hybrid_rlhf.generation.weights.split import Split
 from hybrid_rlhf.models.families import FAMILIES, keep_float32_logits
 from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens
+from hybrid_rlhf.models.pretrained.loading import position_limit
 from hybrid_rlhf.runtime.world import solo_world
 from tests.support.families import GEMMA4, VARIANTS, variant
 from tests.support.tiny import VOCABULARY, tiny_model
@@ -154,6 +156,22 @@ def test_what_is_not_described_runs_through_the_module_and_says_why(
     assert len(completion.token_ids) == 12
     (line,) = [line for line in log_lines if "runs through its Hugging Face module" in line]
     assert reason in line
+
+
+@pytest.mark.parametrize("name", ["phi3 longrope", "phimoe longrope"])
+def test_positions_end_where_longrope_takes_other_factors(name: str) -> None:
+    """Also when the model's table is that of a longer sequence, which its last forward had."""
+    model = variant(name)
+    tokens = probe_tokens(model.config.vocab_size)
+    expected = module_logprobs(model, tokens)
+    model(input_ids=torch.ones(1, 65, dtype=torch.long))
+    torch.testing.assert_close(probe_logprobs(decoder_from(model), tokens), expected, atol=1e-4, rtol=0)
+    engine = GenerationEngine.from_model(model, stop_token_ids=())
+    assert isinstance(engine.backend, NativeBackend)
+    assert engine.max_positions == 64 == position_limit(model)
+    assert len(engine.generate([[5] * 60], GREEDY)[0][0].token_ids) == 4
+    with pytest.raises(UserError, match="the model has 64 positions"):
+        engine.generate([[5] * 64], GREEDY)
 
 
 def test_inference_weights_that_compute_something_else_stop_the_run() -> None:

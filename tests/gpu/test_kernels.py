@@ -28,8 +28,11 @@ from tests.support.tiny import tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 GPU = torch.device("cuda", 0)
-SHAPES = [(7, 128), (7, 64), (4, 80), (1, 96), (2, 256)]
-"""Queries of a KV head, and head size: Qwen2.5 7B and 0.5B, and those of Pythia, Phi-3 and Gemma 2."""
+SHAPES = [
+    *((7, 128), (7, 64), (8, 64), (71, 64), (4, 80), (1, 96), (1, 100), (4, 120), (20, 128), (4, 160), (12, 192)),
+    *((2, 256), (16, 256), (8, 512)),
+]
+"""Queries of a KV head, and head size: all head sizes of tests/generation/test_kernels.py."""
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 

@@ -125,6 +125,28 @@ def test_a_model_from_mxfp4_trains_in_partitions(folder: tuple[Path, dict[str, T
         assert losses == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("part", "rows", "fault"),
+    [
+        ("scales", None, r"must have the shape \[4, 64, 1\], in .* it is missing"),
+        ("blocks", None, r"must have the shape \[4, 64, 1, 16\], in .* it is missing"),
+        ("scales", 32, r"must have the shape \[4, 64, 1\], in .* it has \[4, 32, 1\]"),
+        ("blocks", 32, r"must have the shape \[4, 64, 1, 16\], in .* it has \[4, 32, 1, 16\]"),
+    ],
+)
+def test_a_broken_mxfp4_weight_is_named(
+    folder: tuple[Path, dict[str, Tensor]], part: str, rows: int | None, fault: str
+) -> None:
+    file, name = folder[0] / "model.safetensors", f"model.layers.1.mlp.experts.down_proj_{part}"
+    weights = load_file(file)
+    whole = weights.pop(name)
+    if rows is not None:
+        weights[name] = whole[:, :rows].contiguous()
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=f"^{name} {fault}: copy the model again, or correct config.json$"):
+        load_model(str(folder[0]), "causal_lm", config=ModelConfig(), dtype=torch.float32)
+
+
 @pytest.mark.parametrize("method", ["fp8", "gptq", "awq", "unheard_of"])
 def test_other_quantised_weights_are_refused(folder: tuple[Path, dict[str, Tensor]], method: str) -> None:
     write_method(folder[0], {"quant_method": method, "bits": 4})

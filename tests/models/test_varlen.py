@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.models.packing import varlen
+from hybrid_rlhf.models.packing import use_packing, varlen
 from hybrid_rlhf.models.policy import Policy
 from hybrid_rlhf.runtime import world
+from tests.support.model_types import tiny_of_type
 from tests.support.models import assert_same_gradients, checkpointed, packed_and_padded, padded_rows
 from tests.support.tensors import VARLEN_CALLS, take_slow_varlen
 
@@ -35,6 +36,19 @@ def test_rows_packed_for_a_varlen_kernel_learn_as_padded_ones(
         wanted[:, 3] = False
         assert_same_gradients(Policy(packed), Policy(padded), ids, mask, wanted, 0.7)
     assert set(VARLEN_CALLS) == {4}, "all rows in each call"
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"])
+def test_values_that_are_smaller_than_queries_take_the_kernel(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Latent attention; the kernel's limits are those of the queries' size."""
+    sizes = take_slow_varlen(monkeypatch)
+    packed, padded = tiny_of_type(model_type), tiny_of_type(model_type)
+    use_packing(packed)
+    ids, mask = padded_rows([19, 1, 5, 12])
+    assert_same_gradients(Policy(packed), Policy(padded), ids % 128, mask, mask)
+    assert set(VARLEN_CALLS) == {4}
+    config = packed.config
+    assert set(sizes) == {config.qk_nope_head_dim + config.qk_rope_head_dim} and config.v_head_dim not in sizes
 
 
 def test_capped_scores_are_not_given_to_a_varlen_kernel(on_varlen: None) -> None:

@@ -16,6 +16,13 @@ GQA = {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.3, 1.7, 2.0],
+    "long_factor": [2.0, 3.0, 5.0, 8.0],
+    "original_max_position_embeddings": 64,
+}
 FALCON = {**SMALL, "ffn_hidden_size": 80}
 GEMMA4 = {
     **GQA,
@@ -171,6 +178,7 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
         },
     ),
+    "phi3 longrope": ("phi3", {**GQA, "rope_parameters": LONG_ROPE, "original_max_position_embeddings": 64}),
     "opt": ("opt", {**SMALL, "ffn_dim": 48, "word_embed_proj_dim": 32}),
     "opt 350m": ("opt", {**SMALL, "ffn_dim": 48, "word_embed_proj_dim": 16, "do_layer_norm_before": False}),
     "gpt2": ("gpt2", {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128}),
@@ -210,6 +218,10 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "phi with norms of each head": ("phi", {**GQA, "qk_layernorm": True}),
     "phimoe": ("phimoe", {**GQA, "num_local_experts": 4, "attention_bias": True, "lm_head_bias": True}),
     "phimoe that mixes near experts": ("phimoe", {**GQA, "num_local_experts": 6, "router_jitter_noise": 0.3}),
+    "phimoe longrope": (
+        "phimoe",
+        {**GQA, "num_local_experts": 4, "rope_parameters": {**LONG_ROPE, "short_mscale": 1.2, "long_mscale": 1.5}},
+    ),
     "mixtral": ("mixtral", {**GQA, "num_local_experts": 4}),
     "mixtral with windows": ("mixtral", {**GQA, "num_local_experts": 4, "sliding_window": 20}),
     "qwen2_moe": ("qwen2_moe", {**GQA, **EXPERTS, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]}),

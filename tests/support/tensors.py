@@ -31,11 +31,18 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-def take_slow_varlen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention of packed rows takes the kernel below everywhere."""
+def take_slow_varlen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Attention of packed rows takes the kernel below everywhere; the head sizes for which it is asked."""
     VARLEN_CALLS.clear()
+    sizes: list[int] = []
+
+    def found(device: torch.device, dtype: torch.dtype, head_dim: int) -> object:
+        sizes.append(head_dim)
+        return slow_varlen
+
     for module in (attention, batches):
-        monkeypatch.setattr(module, "varlen_attention", lambda device, dtype, head_dim: slow_varlen)
+        monkeypatch.setattr(module, "varlen_attention", found)
+    return sizes
 
 
 def slow_varlen(
@@ -51,6 +58,7 @@ def slow_varlen(
     """The contract of varlen.VarlenAttention, a sequence at a time."""
     assert all(end.dtype == torch.int32 and end[0] == 0 and end.dim() == 1 for end in ends)
     assert ends[0][-1] == len(query) and ends[1][-1] == len(key) == len(value) and len(ends[0]) == len(ends[1])
+    assert query.shape[-1] == key.shape[-1] == value.shape[-1]
     assert longest == tuple(int(end.diff().max()) for end in ends)
     VARLEN_CALLS.append(len(ends[0]) - 1)
     parts = []

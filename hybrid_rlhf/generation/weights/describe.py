@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -59,6 +60,7 @@ def describe(lm: PreTrainedModel) -> tuple[ModelDescription, Mapping[str, str]]:
         "gated_mlp": not family.names.keys().isdisjoint(("gate", "gate_up")),
         "final_softcap": head.softcap,
         "logit_scale": head.scale,
+        "max_positions": _position_limit(config),
     }
     settings |= _experts(lm, family)
     if "latent" in settings:
@@ -185,17 +187,32 @@ def _kinds(
 
 
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
+_LONG_ROPE = "longrope"
 
 
 def _rotary(lm: PreTrainedModel, layer_type: str) -> Rotary | None:
-    """The table that the model itself computed; tables that change with the sequence length are not supported."""
+    """The table that the model itself computed; tables that change with the sequence length are not supported.
+
+    That of longrope changes once, at `_position_limit`.
+    """
     module: Any = _first(text_model_of(lm), "rotary_emb", "pos_emb")
     if module is None:
         return None
     kind, prefix = module.rope_type, ""
+    if kind == _LONG_ROPE:
+        short = module.original_inv_freq.detach()
+        first = torch.zeros(1, 1, dtype=torch.long, device=short.device)
+        cosines = module(short.float(), position_ids=first)[0]  # of angles of 0: 1, times the scale of short sequences
+        return Rotary(short.float().cpu(), float(cosines.max()))
     if isinstance(kind, dict):  # a table for each layer type
         kind, prefix = kind[layer_type], f"{layer_type}_"
     if kind not in _STATIC_ROPE:
         raise NotDescribed(f"rotary positions of type {kind} change with the length")
     inv_freq = getattr(module, f"{prefix}inv_freq").detach().float().cpu()
     return Rotary(inv_freq, float(getattr(module, f"{prefix}attention_scaling")))
+
+
+def _position_limit(config: PreTrainedConfig) -> int | None:
+    """Positions with the table of short sequences, beyond which longrope computes all positions by another."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return int(rope["original_max_position_embeddings"]) if rope.get("rope_type") == _LONG_ROPE else None

@@ -8,7 +8,17 @@ for the layers that mix tokens), `attention.py` and `mixers.py` (these layers), 
 """
 
 from hybrid_rlhf.models.packing.attention import PACKED_ATTENTION
-from hybrid_rlhf.models.packing.batches import PackedBatch, layer_masks, pack, packs, pads, use_packing
+from hybrid_rlhf.models.packing.batches import PackedBatch, layer_masks, pack, packs, pads, use_packing, why_padded
 from hybrid_rlhf.models.packing.rows import places
 
-__all__ = ["PACKED_ATTENTION", "PackedBatch", "layer_masks", "pack", "packs", "pads", "places", "use_packing"]
+__all__ = [
+    "PACKED_ATTENTION",
+    "PackedBatch",
+    "layer_masks",
+    "pack",
+    "packs",
+    "pads",
+    "places",
+    "use_packing",
+    "why_padded",
+]

@@ -76,13 +76,20 @@ def packed_attention(
 def _attend_varlen(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, window: int | None
 ) -> Tensor:
-    """[1, N, A, D] of queries [1, A, N, D], with the mask of `ends`."""
+    """[1, N, A, D] of queries [1, A, N, D], with the mask of `ends`; D of the output is that of the values.
+
+    The kernel takes one head size. Latent attention (DeepSeek) has smaller values, which zeros fill up: they add zeros
+    to the output, which are cut off.
+    """
     attend = varlen_attention(query.device, query.dtype, query.shape[-1])
     assert attend is not None, f"rows were packed for a varlen kernel, which has no {query.dtype}"
     ends = mask.flatten()
     longest = getattr(mask, "longest", None) or int(ends.diff().max())  # see groups_of
+    size = value.shape[-1]
+    if size < query.shape[-1]:
+        value = nn.functional.pad(value, (0, query.shape[-1] - size))
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return attend(q, k, v, (ends, ends), (longest, longest), scale=scaling, window=window)[None]
+    return attend(q, k, v, (ends, ends), (longest, longest), scale=scaling, window=window)[None, ..., :size]
 
 
 def _window(length: int, size: int | None, device: torch.device) -> Tensor | None:

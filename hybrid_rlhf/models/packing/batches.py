@@ -39,10 +39,18 @@ def use_packing(lm: PreTrainedModel) -> None:
 
 
 def packs(lm: PreTrainedModel) -> bool:
-    """Whether a model uses packed rows. Flash attention of transformers has no mask, which mixers need."""
+    """Whether a model uses packed rows."""
+    return why_padded(lm) is None
+
+
+def why_padded(lm: PreTrainedModel) -> str | None:
+    """Why the rows of a model are padded; none: they are packed."""
     kernel = lm.config._attn_implementation
-    flash = kernel.startswith("flash") and not has_mixers(lm.config)
-    return lm.config.model_type in PACKING_FAMILIES and (kernel == PACKED_ATTENTION or flash)
+    if lm.config.model_type not in PACKING_FAMILIES:
+        return f"model type {lm.config.model_type} is not known to compute packed rows as padded ones"
+    if kernel.startswith("flash"):
+        return f"{kernel} gives its recurrent layers no mask" if has_mixers(lm.config) else None
+    return None if kernel == PACKED_ATTENTION else f"{kernel} attention does not separate packed rows"
 
 
 def pads(lm: PreTrainedModel) -> bool:

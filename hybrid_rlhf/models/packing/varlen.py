@@ -7,7 +7,7 @@ calls, and on Hopper torch may pass each new shape to cuDNN, which then builds a
 Source: torch.nn.attention.varlen (torch 2.13: grouped queries, windows, backward), else the flash-attn package
 (arXiv 2307.08691). Both are FlashAttention-2 kernels: bfloat16 and float16 on CUDA from compute capability 8.0 on, head
 sizes that are multiples of 8 up to 256. In a sequence with more keys than queries, the causal mask is aligned to the
-last key.
+last key. Queries, keys and values have one head size.
 
 Shapes: N tokens of all sequences, M keys of all, B sequences, A heads, K KV heads, D head size.
 """
@@ -73,8 +73,9 @@ def boundaries(lengths: Tensor) -> Tensor:
 
 
 def head_size(config: object) -> int:
-    """The head size of a Hugging Face text config."""
-    size = getattr(config, "head_dim", None)
+    """The head size of queries and keys of a Hugging Face text config. Latent attention (DeepSeek) names it
+    `qk_head_dim`, its `head_dim` is that of the rotated part."""
+    size = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
     return int(size or config.hidden_size // config.num_attention_heads)  # type: ignore[attr-defined]
 
 

@@ -7,7 +7,6 @@ run either, unless trust_remote_code is true.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,13 +62,13 @@ def check_folder(folder: Path, shown: str) -> None:
             ) from error
 
 
-def stored_elements(folder: Path) -> int:
-    """Number of elements in the weight files."""
-    total = 0
+def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors in the weight files, by name."""
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as weights:
-            total += sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
-    return total
+            shapes |= {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118
+    return shapes
 
 
 def _check_generation_config(file: Path) -> None:
@@ -113,8 +112,8 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> PreTrainedConf
 
 
 @contextlib.contextmanager
-def reading(rule: str, fix: str) -> Iterator[None]:
-    """Turn any error of transformers about a faulty folder into one line.
+def reading(rule: str, fix: str, *, config: PreTrainedConfig | None = None) -> Iterator[None]:
+    """Turn any error of transformers about a faulty folder, perhaps with this config, into one line.
 
     Raises:
         UserError: `rule` (the reason by transformers): `fix`.
@@ -128,6 +127,10 @@ def reading(rule: str, fix: str) -> Iterator[None]:
         if "trust_remote_code" in str(error):
             reason = "it needs its own Python code, which is not run by default"
             fix = "set trust_remote_code to true if you trust its authors"
+        if isinstance(error, KeyError) and config is not None:
+            values = config.get_text_config().to_dict()
+            for name in [name for name, value in values.items() if error.args == (value,)]:
+                reason, fix = f"it does not know {name} {values[name]!r}", f"correct {name} in config.json"
         raise UserError(f"{rule} ({reason}): {fix}") from error
 
 

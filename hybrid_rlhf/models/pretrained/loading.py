@@ -10,8 +10,10 @@ loads all of them before they are partitioned.
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +22,6 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    Mxfp4Config,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -33,7 +34,8 @@ from hybrid_rlhf.functional.products import linear
 from hybrid_rlhf.models.families import keep_float32_logits
 from hybrid_rlhf.models.fused_layers import fuse_layers
 from hybrid_rlhf.models.packing import use_packing
-from hybrid_rlhf.models.pretrained.folders import load_config, reading, stored_elements
+from hybrid_rlhf.models.pretrained.folders import load_config, reading, stored_shapes
+from hybrid_rlhf.models.pretrained.quantised import dequantisation, require_whole_mxfp4
 from hybrid_rlhf.models.pretrained.sources import quiet_transformers
 from hybrid_rlhf.models.routers.modules import route_without_noise
 from hybrid_rlhf.runtime.world import default_device, default_dtype
@@ -91,13 +93,16 @@ def load_model(
         _require_heads(path, hf_config, heads)
     adapt_config(hf_config, architecture, heads=heads)
     rule = f"transformers cannot load {path} as a {architecture}"
+    faulty = partial(reading, rule, "copy the model again, or choose another", config=hf_config)
+    dequantised = dequantisation(path, hf_config)
     if Path(path).is_dir() and not config.trust_remote_code:
-        with quiet_transformers(), reading(rule, "copy the model again, or choose another"):
-            _require_stored(Path(path), architecture, hf_config)
-    dequantised = _dequantisation(path, hf_config)
+        with quiet_transformers(), faulty():
+            wanted = _require_stored(Path(path), architecture, hf_config)
+        if dequantised:
+            require_whole_mxfp4(Path(path), wanted)
     partitioning = HfDeepSpeedConfig(zero3_config) if zero3_config is not None else None
     try:
-        with quiet_transformers(), reading(rule, "copy the model again, or choose another"):
+        with quiet_transformers(), faulty():
             model, info = AUTO_CLASS[architecture].from_pretrained(
                 path,
                 config=hf_config,
@@ -121,26 +126,6 @@ def load_model(
     return model, architecture == "scorer" and any(key.startswith("score.") for key in missing)
 
 
-def _dequantisation(path: str, config: PreTrainedConfig) -> dict[str, Any]:
-    """What from_pretrained needs to dequantise a stored model; {} for weights that are not quantised.
-
-    Raises:
-        UserError: for a way to quantise whose weights cannot be trained.
-    """
-    stored = getattr(config, "quantization_config", None) or getattr(
-        config.get_text_config(), "quantization_config", None
-    )
-    if stored is None:
-        return {}
-    method = stored.get("quant_method")
-    if method != "mxfp4":
-        raise UserError(
-            f"weights must be unquantised or in MXFP4, those of {path} are in {method}: give a folder with "
-            "unquantised ones"
-        )
-    return {"quantization_config": Mxfp4Config(dequantize=True)}
-
-
 class BackendLinear(nn.Linear):
     """torch's linear layer, computed by functional/products.py."""
 
@@ -149,15 +134,18 @@ class BackendLinear(nn.Linear):
         return linear(input, self.weight, self.bias)
 
 
-def _require_stored(folder: Path, architecture: Architecture, config: PreTrainedConfig) -> None:
-    """Reject a config.json of a larger model: transformers would first allocate all weights that the files lack."""
-    stored = stored_elements(folder)
+def _require_stored(folder: Path, architecture: Architecture, config: PreTrainedConfig) -> nn.Module:
+    """The model on the meta device. Reject a config.json of a larger model: transformers would first allocate all
+    weights that the files lack."""
+    stored = sum(map(math.prod, stored_shapes(folder).values()))
     with torch.device("meta"):
-        wanted = AUTO_CLASS[architecture].from_config(copy.deepcopy(config)).num_parameters()
+        model: PreTrainedModel = AUTO_CLASS[architecture].from_config(copy.deepcopy(config))
+    wanted = model.num_parameters()
     if wanted > 4 * stored and not hasattr(
         config, "quantization_config"
     ):  # quantised weights are stored several in one
         raise ValueError(f"its config.json describes {wanted:,} weights, its files have {stored:,}")
+    return model
 
 
 def _require_weights(path: str, model: PreTrainedModel, architecture: Architecture, missing: set[str]) -> None:

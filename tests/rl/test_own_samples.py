@@ -1,0 +1,61 @@
+"""Current weights must sample with the log-probs that training gives: else the run stops, though the weights agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.rl.trainer import RLTrainer
+from tests.support.ahead import rollout_line
+from tests.support.faults import intercept, run_step
+
+
+@dataclass(frozen=True)
+class WrongSampler:
+    """Tells log-probs that are too high by 0.1; the check after a weight sync does not sample."""
+
+    rank: int | None = 0
+
+    def arm(self) -> None:
+        def around(call: int, run: Callable[[], Any], _: Sequence[Any]) -> Any:
+            sampled = run()
+            return replace(sampled, logprobs=sampled.logprobs + 0.1)
+
+        intercept("hybrid_rlhf.generation.sampler:Sampler.__call__", around)
+
+
+@pytest.mark.parametrize("limit", [None, "0.5"])
+def test_a_sampler_that_disagrees_with_training_stops_the_run(
+    limit: str | None, model_folder: Path, pair_rows: Path, tmp_path: Path
+) -> None:
+    """In its first step, unless so much is allowed."""
+    line, errors = rollout_line(tmp_path / "run", model_folder, pair_rows), tmp_path / "errors.txt"
+    line += [] if limit is None else ["--faults.max_logprob_diff", limit]
+    code = run_step("hybrid_rlhf.cli.rl", 1, line, WrongSampler(), errors=errors)
+    assert code == [2 if limit is None else 0]
+    assert (tmp_path / "run" / "actor").exists() == (limit is not None)
+    told = [text for text in errors.read_text().splitlines() if "sampler and training must agree" in text]
+    assert len(told) == (limit is None)
+    assert limit is not None or all(
+        part in told[0] for part in ("they differ by 0.1 in the rollout of step 1", "or raise faults.max_logprob_diff")
+    )
+
+
+@pytest.mark.parametrize(
+    ("found", "stale", "stops"), [(0.02, None, True), (0.02, 0.0, True), (0.02, 0.5, False), (0.005, 0.0, False)]
+)
+def test_samples_of_older_weights_may_differ(found: float, stale: float | None, stops: bool) -> None:
+    trainer: Any = SimpleNamespace(_max_logprob_diff=0.01)
+    metrics = {"rollout/logprob_abs_diff_mean": found} | ({} if stale is None else {"rollout/stale_updates": stale})
+    try:
+        RLTrainer._require_own_samples(trainer, 3, metrics)
+    except UserError as error:
+        assert stops and "agree to 0.01 nats per token in the mean, they differ by 0.02" in str(error)
+    else:
+        assert not stops
