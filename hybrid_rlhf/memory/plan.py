@@ -73,6 +73,11 @@ class PhaseMemory:
         return self.need.device + (self.need.host if self.machine.device.type == "cpu" else 0.0)
 
     @property
+    def timed_as(self) -> str:
+        """The timed phase that it is part of: the updates of actor and critic are one."""
+        return self.name.split()[-1]
+
+    @property
     def fits(self) -> bool:
         """Whether device and host have enough memory."""
         host = self.machine.host_bytes

@@ -10,17 +10,18 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from hybrid_rlhf.configs.sections.placement import CRITIC_COPY, RolePlacement
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.placement import CRITIC_COPY, Placement, RolePlacement
 from hybrid_rlhf.configs.sections.training import ZeroConfig
-from hybrid_rlhf.engines.ds_config import deepspeed_config
+from hybrid_rlhf.engines.ds_config import deepspeed_config, read_overrides
 from hybrid_rlhf.engines.hybrid import BUCKET_ELEMENTS
 from hybrid_rlhf.engines.residency.rules import RoleResidency
 from hybrid_rlhf.memory.engine import FLOAT32, EngineMemory, MemoryUse, engine_memory, split_memory
 from hybrid_rlhf.memory.generation import cache_plan, decode_buffer_bytes, route_bytes
 from hybrid_rlhf.memory.inference_weights import inference_weight_bytes
-from hybrid_rlhf.memory.plan import Device, PhaseMemory, micro_batch
-from hybrid_rlhf.memory.shapes import BatchShape, ShapedModel
-from hybrid_rlhf.placement.job import RLJob, RoleJob
+from hybrid_rlhf.memory.plan import Device, PhaseMemory, Planner, micro_batch
+from hybrid_rlhf.memory.shapes import BatchShape, ShapedModel, Shapes
+from hybrid_rlhf.placement.job import JobReader, RLJob, RoleJob, default_lengths
 from hybrid_rlhf.placement.plans import SAMPLER, StepPlan
 
 
@@ -50,6 +51,17 @@ class PlanMemory:
     def peak_bytes(self) -> float:
         """The most that any rank needs in any phase."""
         return max(each.phase.total for each in self.phases)
+
+
+def placed_memory(config: RLConfig, placement: Placement, machine: Device, shapes: Shapes) -> list[RankMemory]:
+    """The memory of each phase of a run on each rank, all rows at their maximum length."""
+    if config.placement in (None, "flattening"):
+        phases = Planner(machine, shapes).phases(config)
+        return [RankMemory(tuple(range(machine.ranks)), phase) for phase in phases]
+    lengths = default_lengths(config, prompt_tokens=None, mean_tokens=None)
+    job = JobReader(machine.device, shapes)(config, lengths, overrides=read_overrides(config.deepspeed_config))
+    memory = MemoryModel(job, device_bytes=machine.device_bytes, host_bytes=machine.host_bytes)
+    return list(memory(StepPlan.of(config, placement)).phases)
 
 
 class MemoryModel:
