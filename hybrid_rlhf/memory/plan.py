@@ -221,7 +221,7 @@ class Planner:
         copies = rollout.policy_lag * copy
         gathers = stage == 3 and (self.machine.ranks > 1 or zero.offload_parameters)
         build: float = 2 * actor.model.elements.largest * dtype.itemsize
-        build += BUCKET_ELEMENTS * dtype.itemsize if gathers else 0
+        build += min(BUCKET_ELEMENTS, actor.model.elements.all) * dtype.itemsize if gathers else 0
         if rollout.quantization is not None:  # all are there in their own dtype before the first is quantised
             whole = replace(rollout, quantization=None)
             build += inference_weight_bytes(actor.model, whole, stage=stage, dtype=dtype, device=device) - weights
