@@ -10,9 +10,9 @@ import torch
 from transformers import LlamaConfig, OPTConfig, PreTrainedConfig
 
 from hybrid_rlhf.configs.algorithms import PPOConfig
-from hybrid_rlhf.configs.rl import CriticConfig, RewardSumConfig, RLConfig
+from hybrid_rlhf.configs.rl import ActorConfig, CriticConfig, RewardSumConfig, RLConfig
 from hybrid_rlhf.configs.sections.algorithm import CorrectionConfig
-from hybrid_rlhf.configs.sections.model import ModelConfig
+from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.configs.sections.rollout import AsyncSamplingConfig, RolloutConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.memory.plan import GPU_RESERVE_GIB
@@ -110,6 +110,8 @@ class Setting:
     reward: str | None = None
     policy_lag: int = 0
     """Of plans with a separate sampler."""
+    lora_rank: int | None = None
+    """Of actor and critic; none: all weights learn."""
 
     def search(self, folder: Path) -> Search:
         """The planner of the setting; configs of the models are written to a folder."""
@@ -126,6 +128,7 @@ class Setting:
         config = RLConfig(
             model=ModelConfig(path=actor, gradient_checkpointing=True),
             algorithm=PPOConfig(mini_batches=self.mini_batches, epochs=1, correction=correction),
+            actor=ActorConfig(lora=None if self.lora_rank is None else LoraConfig(rank=self.lora_rank)),
             critic=CriticConfig(path=critic),
             reward=RewardSumConfig(components=[reward]),
             rollout=RolloutConfig(

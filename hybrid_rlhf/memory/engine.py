@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.memory.inference_weights import inference_weight_bytes
 from hybrid_rlhf.memory.shapes import BatchShape, ShapedModel
 
 FLOAT32 = 4
@@ -88,10 +90,11 @@ class EngineMemory:
         )
 
 
-def split_memory(model: ShapedModel, *, dtype: torch.dtype, ranks: int) -> EngineMemory:
+def split_memory(model: ShapedModel, *, dtype: torch.dtype, ranks: int, device: torch.device) -> EngineMemory:
     """Memory of a frozen model in inference weights, of which each of so many ranks has a part (engines/separate/)."""
-    held = MemoryUse(inference=dtype.itemsize * model.elements.all / ranks)
-    return EngineMemory(model, held, MemoryUse(), 0.0, 0.0, 0.0, 0.0)
+    alone = RolloutConfig(tensor_parallel=ranks)
+    held = inference_weight_bytes(model, alone, stage=0, dtype=dtype, device=device, in_use=True)
+    return EngineMemory(model, MemoryUse(inference=held), MemoryUse(), 0.0, 0.0, 0.0, 0.0)
 
 
 def engine_memory(model: ShapedModel, zero: dict[str, Any], *, dtype: torch.dtype, ranks: int) -> EngineMemory:

@@ -170,6 +170,8 @@ def _unread(model: ShapedModel) -> int:
 
 
 def _head(model: ShapedModel) -> tuple[int, bool]:
-    """Elements of the head, and whether it is the embedding."""
+    """Elements of the head, and whether it is the embedding; a scorer's counts as other weights."""
     head, embed = model.lm.get_output_embeddings(), model.lm.get_input_embeddings()
+    if head is None:
+        return 0, True
     return head.weight.numel(), head.weight is embed.weight

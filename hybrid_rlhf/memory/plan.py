@@ -73,6 +73,11 @@ class PhaseMemory:
         return self.need.device + (self.need.host if self.machine.device.type == "cpu" else 0.0)
 
     @property
+    def timed_as(self) -> str:
+        """The timed phase that it is part of: the updates of actor and critic are one."""
+        return self.name.split()[-1]
+
+    @property
     def fits(self) -> bool:
         """Whether device and host have enough memory."""
         host = self.machine.host_bytes
@@ -216,7 +221,7 @@ class Planner:
         copies = rollout.policy_lag * copy
         gathers = stage == 3 and (self.machine.ranks > 1 or zero.offload_parameters)
         build: float = 2 * actor.model.elements.largest * dtype.itemsize
-        build += BUCKET_ELEMENTS * dtype.itemsize if gathers else 0
+        build += min(BUCKET_ELEMENTS, actor.model.elements.all) * dtype.itemsize if gathers else 0
         if rollout.quantization is not None:  # all are there in their own dtype before the first is quantised
             whole = replace(rollout, quantization=None)
             build += inference_weight_bytes(actor.model, whole, stage=stage, dtype=dtype, device=device) - weights

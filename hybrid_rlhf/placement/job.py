@@ -138,6 +138,16 @@ class StepLengths:
     completions: tuple[int, ...]
     """Tokens of each completion, those of a prompt adjacent."""
 
+    @classmethod
+    def of(cls, completions: Sequence[int], *, tokens: int) -> StepLengths:
+        """Of completions that have so many tokens with their prompts."""
+        return cls((tokens - sum(completions)) / len(completions), tuple(completions))
+
+    @property
+    def tokens(self) -> float:
+        """Of all prompts and completions."""
+        return self.prompt_tokens * len(self.completions) + sum(self.completions)
+
     @cached_property
     def mean_row(self) -> float:
         """Mean tokens of prompt and completion."""
@@ -169,10 +179,11 @@ def modelled_lengths(
     return StepLengths(prompt_tokens, tuple(np.random.default_rng(0).permutation(lengths).tolist()))
 
 
-def measured_lengths(lengths: Sequence[int], *, prompts: int, per_prompt: int, prompt_tokens: float) -> StepLengths:
-    """Lengths of earlier completions, as many as a rollout has."""
-    count = prompts * per_prompt
-    drawn = np.sort(np.asarray(lengths))[(np.arange(count) * len(lengths) // count)]
+def measured_lengths(steps: Sequence[StepLengths], *, prompts: int, per_prompt: int) -> StepLengths:
+    """Lengths of the completions of earlier steps: as many of their quantiles as a rollout has completions."""
+    count, all_of_them = prompts * per_prompt, np.sort(np.concatenate([step.completions for step in steps]))
+    drawn = all_of_them[((np.arange(count) + 0.5) * len(all_of_them) / count).astype(int)]
+    prompt_tokens = sum(step.prompt_tokens * len(step.completions) for step in steps) / len(all_of_them)
     return StepLengths(prompt_tokens, tuple(np.random.default_rng(0).permutation(drawn).tolist()))
 
 

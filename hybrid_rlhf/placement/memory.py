@@ -10,17 +10,18 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from hybrid_rlhf.configs.sections.placement import CRITIC_COPY, RolePlacement
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.placement import CRITIC_COPY, Placement, RolePlacement
 from hybrid_rlhf.configs.sections.training import ZeroConfig
-from hybrid_rlhf.engines.ds_config import deepspeed_config
+from hybrid_rlhf.engines.ds_config import deepspeed_config, read_overrides
 from hybrid_rlhf.engines.hybrid import BUCKET_ELEMENTS
 from hybrid_rlhf.engines.residency.rules import RoleResidency
 from hybrid_rlhf.memory.engine import FLOAT32, EngineMemory, MemoryUse, engine_memory, split_memory
 from hybrid_rlhf.memory.generation import cache_plan, decode_buffer_bytes, route_bytes
 from hybrid_rlhf.memory.inference_weights import inference_weight_bytes
-from hybrid_rlhf.memory.plan import Device, PhaseMemory, micro_batch
-from hybrid_rlhf.memory.shapes import BatchShape, ShapedModel
-from hybrid_rlhf.placement.job import RLJob, RoleJob
+from hybrid_rlhf.memory.plan import Device, PhaseMemory, Planner, micro_batch
+from hybrid_rlhf.memory.shapes import BatchShape, ShapedModel, Shapes
+from hybrid_rlhf.placement.job import JobReader, RLJob, RoleJob, default_lengths
 from hybrid_rlhf.placement.plans import SAMPLER, StepPlan
 
 
@@ -50,6 +51,17 @@ class PlanMemory:
     def peak_bytes(self) -> float:
         """The most that any rank needs in any phase."""
         return max(each.phase.total for each in self.phases)
+
+
+def placed_memory(config: RLConfig, placement: Placement, machine: Device, shapes: Shapes) -> list[RankMemory]:
+    """The memory of each phase of a run on each rank, all rows at their maximum length."""
+    if config.placement in (None, "flattening"):
+        phases = Planner(machine, shapes).phases(config)
+        return [RankMemory(tuple(range(machine.ranks)), phase) for phase in phases]
+    lengths = default_lengths(config, prompt_tokens=None, mean_tokens=None)
+    job = JobReader(machine.device, shapes)(config, lengths, overrides=read_overrides(config.deepspeed_config))
+    memory = MemoryModel(job, device_bytes=machine.device_bytes, host_bytes=machine.host_bytes)
+    return list(memory(StepPlan.of(config, placement)).phases)
 
 
 class MemoryModel:
@@ -97,7 +109,8 @@ class MemoryModel:
             (name, len(plan.roles[name].ranks), plan.roles[name].zero, plan.roles[name].tensor_parallel)
             for name in names
         )
-        key = (shares, plan.policy_lag, offloads, sampling, CRITIC_COPY in plan.roles)
+        copied = (plan.roles["critic"], plan.roles[CRITIC_COPY]) if CRITIC_COPY in plan.roles else None
+        key = (shares, plan.policy_lag, offloads, sampling, copied)
         if key not in self._classes:
             self._classes[key] = self._phases(plan, names)
         return self._classes[key]
@@ -119,7 +132,7 @@ class MemoryModel:
             generation, kept, rows = self._generation(plan, sampler, base)
             found.append(generation)
             base += kept
-        found += self._reads(plan, roles, base)
+        found += self._reads(plan, names, roles, base)
         for role in roles:
             if role.is_trained:
                 need = base + self._training(role, plan)
@@ -129,8 +142,13 @@ class MemoryModel:
                 found.append(PhaseMemory(f"{role.name} training", need, self._device))
         return tuple(found) or (PhaseMemory("idle", base, self._device),), rows
 
-    def _reads(self, plan: StepPlan, roles: list[RoleJob], base: MemoryUse) -> Iterator[PhaseMemory]:
+    def _reads(
+        self, plan: StepPlan, names: tuple[str, ...], roles: list[RoleJob], base: MemoryUse
+    ) -> Iterator[PhaseMemory]:
         reads = [self._reading(role, plan) for role in roles if self._reads_rows(role, plan)]
+        if CRITIC_COPY in plan.roles and {"critic", CRITIC_COPY} & {*names}:  # before the first of them reads
+            sent = _travelling(_shapes(self._job.roles["critic"]), plan, "critic", CRITIC_COPY)
+            reads.append(MemoryUse(buffers=sent * self._job.dtype.itemsize))
         if reads:
             yield PhaseMemory("scoring", base + max(reads, key=lambda use: use.device), self._device)
 
@@ -147,7 +165,8 @@ class MemoryModel:
         rollout = replace(job.config.rollout, tensor_parallel=place.tensor_parallel, async_sampling=None)
         weights = self._inference_bytes(place.tensor_parallel, stage, in_use=sampler == SAMPLER)
         build = 2.0 * model.elements.largest * dtype.itemsize
-        build += BUCKET_ELEMENTS * dtype.itemsize if stage == 3 or sampler == SAMPLER else 0
+        build += min(BUCKET_ELEMENTS, model.elements.all) * dtype.itemsize if stage == 3 else 0
+        build += _travelling(model, plan, "actor", SAMPLER) * dtype.itemsize if sampler == SAMPLER else 0
         residency = plan.residency(job)[sampler]
         if residency.visits("optimizer"):
             movable = self._engine(job.actor, plan).movable
@@ -195,7 +214,8 @@ class MemoryModel:
 
     def _built(self, role: RoleJob, place: RolePlacement, residency: RoleResidency) -> EngineMemory:
         if not role.is_trained and (place.tensor_parallel > 1 or role.name == CRITIC_COPY):
-            return split_memory(_shapes(role), dtype=self._job.dtype, ranks=place.tensor_parallel)
+            job = self._job
+            return split_memory(_shapes(role), dtype=job.dtype, ranks=place.tensor_parallel, device=job.device)
         config = residency.frozen_zero(place.zero)
         if role.is_trained:
             config = ZeroConfig(
@@ -257,6 +277,13 @@ def _between(one: MemoryUse, most: MemoryUse, rows: int, most_rows: int) -> Memo
     """Memory of so many rows, between that of one and that of most."""
     share = (rows - 1) / (most_rows - 1) if most_rows > 1 else 0.0
     return MemoryUse(**{name: low + share * (getattr(most, name) - low) for name, low in vars(one).items()})
+
+
+def _travelling(model: ShapedModel, plan: StepPlan, trained: str, copy: str) -> float:
+    """Elements of weights that a rank sends or receives at once: those of two buckets, or of all."""
+    senders, place = len(plan.roles[trained].ranks), plan.roles[copy]
+    parts = -(-len(place.ranks) // senders) / place.tensor_parallel
+    return parts * min(2 * BUCKET_ELEMENTS, model.elements.all)
 
 
 def _shapes(role: RoleJob) -> ShapedModel:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hybrid_rlhf.placement.curves import Kind
+from hybrid_rlhf.placement.memory import RankMemory
 
 KINDS_OF_PHASES: Mapping[str, tuple[Kind, ...]] = {
     "weight_sync": ("weight_sync",),
@@ -38,7 +39,7 @@ class PredictionReport:
     seconds: Mapping[str, PredictionError]
     """By phase, and of the whole step as `step`; phases that were not measured are left out."""
     memory: Mapping[str, PredictionError]
-    """Bytes by phase."""
+    """Bytes by timed phase, of the rank that was planned lowest."""
 
     @classmethod
     def of(
@@ -46,13 +47,15 @@ class PredictionReport:
         predicted_seconds: Mapping[str, float],
         measured_seconds: Mapping[str, float],
         *,
-        predicted_bytes: Mapping[str, float] | None = None,
-        measured_bytes: Mapping[str, float] | None = None,
+        memory: Mapping[str, PredictionError] | None = None,
     ) -> PredictionReport:
-        """The errors of what is both predicted and measured."""
-        return cls(
-            _compared(predicted_seconds, measured_seconds), _compared(predicted_bytes or {}, measured_bytes or {})
-        )
+        """The errors of what is both predicted and measured; `memory` is that of `memory_errors`."""
+        compared = {
+            name: PredictionError(value, measured_seconds[name])
+            for name, value in predicted_seconds.items()
+            if name in measured_seconds
+        }
+        return cls(compared, memory or {})
 
     def metrics(self) -> dict[str, float]:
         """For metrics.jsonl: predictions and their relative errors."""
@@ -61,7 +64,7 @@ class PredictionReport:
             found[f"placement/predicted_{phase}_seconds"] = error.predicted
             found[f"placement/{phase}_seconds_error"] = error.relative
         for phase, error in self.memory.items():
-            found[f"placement/{phase.replace(' ', '_')}_memory_error"] = error.relative
+            found[f"placement/{phase}_memory_error"] = error.relative
         return found
 
     def lines(self) -> list[str]:
@@ -97,5 +100,22 @@ def summary(reports: Sequence[PredictionReport], phase: str = STEP) -> dict[str,
     return {"mean_absolute_error": statistics.fmean(errors), "percentile_90_error": errors[place]}
 
 
-def _compared(predicted: Mapping[str, float], measured: Mapping[str, float]) -> dict[str, PredictionError]:
-    return {name: PredictionError(value, measured[name]) for name, value in predicted.items() if name in measured}
+def memory_errors(planned: Iterable[RankMemory], peaks: Sequence[Mapping[str, float]]) -> dict[str, PredictionError]:
+    """Errors of the memory of each timed phase, of the rank whose plan is lowest relative to its peak.
+
+    Args:
+        planned: the phases of all ranks; the updates of actor and critic are timed together.
+        peaks: GiB of each rank by timed phase; (): they were not measured.
+    """
+    needs: dict[tuple[str, int], float] = {}
+    for each in planned:
+        for rank in each.ranks:
+            key = each.phase.timed_as, rank
+            needs[key] = max(needs.get(key, 0.0), each.phase.total)
+    found: dict[str, PredictionError] = {}
+    for (phase, rank), need in needs.items():
+        if rank < len(peaks) and phase in peaks[rank]:
+            error = PredictionError(need, peaks[rank][phase] * 2**30)
+            if phase not in found or error.relative < found[phase].relative:
+                found[phase] = error
+    return found

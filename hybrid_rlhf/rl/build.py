@@ -213,6 +213,7 @@ class _SessionBuilder:
         gc.collect()  # engines are in reference cycles
         self._run.watchdog.beat("move to another placement")
         self._run.continue_from(move.step)
+        self._run.timers.forget_peaks()
         if self._watch is not None:
             self._watch.moved()
         return self._session(move.settings.applied(self._config))
@@ -240,6 +241,7 @@ class _SessionBuilder:
         config = resolve_keep_weights(config, run.world)
         log_placement(config, placement, run.world)
         require_room(config, placement, run.world)
+        run.placed = config, placement
         prompts, ptx = self._data
         stream = RowStream(len(prompts.train), epochs=config.train.epochs, seed=config.seed)
         steps = total_steps(config, stream)

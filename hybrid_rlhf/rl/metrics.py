@@ -10,6 +10,7 @@ from torch import Tensor
 from hybrid_rlhf.functional.groups import group_size, group_std
 from hybrid_rlhf.functional.masking import masked_mean, masked_sum
 from hybrid_rlhf.generation.batching.requests import DecodeWork
+from hybrid_rlhf.placement.job import StepLengths
 from hybrid_rlhf.rl.batch import Batch, Rollout
 from hybrid_rlhf.rl.roles import Roles
 from hybrid_rlhf.runtime.observability.profiling import decode_roofline, model_flops_utilisation
@@ -66,7 +67,7 @@ def evaluation_metrics(rollout: Rollout, *, prefix: str) -> dict[str, float]:
 
 def speed_metrics(
     roles: Roles,
-    sampled_tokens: tuple[float, float],
+    sampled: StepLengths,
     trained_tokens: float,
     seconds: Mapping[str, float],
     *,
@@ -77,7 +78,7 @@ def speed_metrics(
 
     Args:
         roles: the models.
-        sampled_tokens: tokens of all completions, and of these with their prompts.
+        sampled: lengths of all completions.
         trained_tokens: see UpdateReport.
         seconds: of generation, training, other timed parts, and the whole step.
         work: what decoding did on the first rank that samples.
@@ -89,7 +90,7 @@ def speed_metrics(
         {}
         if not generation
         else {
-            "perf/generation_tokens_per_second": sampled_tokens[0] / generation,
+            "perf/generation_tokens_per_second": sum(sampled.completions) / generation,
             **decode_roofline(read_bytes=work.bytes, seconds=generation, device=device),
             **(draft_metrics(work) if work.drafted or roles.sampler.drafter is not None else {}),
         }
@@ -97,7 +98,7 @@ def speed_metrics(
     return {
         **generating,
         "perf/train_tokens_per_second": trained_tokens / seconds["training"],
-        "perf/tokens_per_second": sampled_tokens[1] / seconds["step"],
+        "perf/tokens_per_second": sampled.tokens / seconds["step"],
         **model_flops_utilisation(
             parameters=sum(role.parameters for role in roles.learners.values()),
             tokens=trained_tokens,

@@ -24,7 +24,7 @@ from hybrid_rlhf.loop.trainer import Trainer
 from hybrid_rlhf.rl.batch import Batch, Rollout, with_prefix, without_prefix
 from hybrid_rlhf.rl.metrics import evaluation_metrics, rollout_metrics, speed_metrics
 from hybrid_rlhf.rl.parts import RLParts
-from hybrid_rlhf.rl.roles import Move, PlacementWatch
+from hybrid_rlhf.rl.roles import MeasuredStep, Move, PlacementWatch
 from hybrid_rlhf.rl.rollouts.collector import Collector, NothingToLearn
 from hybrid_rlhf.rl.rollouts.partial import PartialRollouts
 from hybrid_rlhf.rl.rollouts.samples import SampleTexts, token_arrays
@@ -218,14 +218,17 @@ class RLTrainer(Trainer):
         cost = self._parts.sampler.cost
         synced = {"weight_sync": cost.weight_sync_seconds, "weight_check": cost.weight_check_seconds}
         seconds = synced | self._run.timers.take()
+        if self._run.timers.measures_memory:
+            self._run.peaks = self._world.all_gather_objects(self._run.timers.peaks_gib)
         if start is None:
             return {}
         seconds["step"] = time.perf_counter() - start
-        sampled, hidden = self._collector.sampled_tokens, self._ahead.hidden_seconds
+        sampled, hidden = self._collector.sampled, self._ahead.hidden_seconds
         metrics = speed_metrics(self._roles, sampled, report.trained_tokens, seconds, work=cost.work, hidden=hidden)
         if self._placement_watch is None:
             return metrics
-        return metrics | self._placement_watch.metrics(seconds, steps_left=self.total_steps - step)
+        measured = MeasuredStep(seconds, sampled, self._run.peaks)
+        return metrics | self._placement_watch.metrics(measured, steps_left=self.total_steps - step)
 
     def evaluate(self) -> dict[str, float]:
         """Scores and KL of completions of the held-out prompts, of the averaged actor too; {} without prompts."""

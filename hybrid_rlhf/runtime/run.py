@@ -18,6 +18,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.files.atomic import write_whole
 from hybrid_rlhf.configs.parsing.command_line import read_config
 from hybrid_rlhf.configs.parsing.resuming import changed_keys
+from hybrid_rlhf.configs.sections.placement import Placement
 from hybrid_rlhf.configs.sections.run import StepConfig
 from hybrid_rlhf.runtime.files.checkpoint_folder import (
     CHECKPOINTS,
@@ -80,6 +81,10 @@ class Run:
     """A model folder with the initial weights, in place of the configured models."""
     callbacks: Sequence[Callback] = ()
     """Called with each step and its metrics."""
+    placed: tuple[StepConfig, Placement] | None = None
+    """Of RL: the config with what the planner chose, and where its roles live now."""
+    peaks: Sequence[Mapping[str, float]] = ()
+    """GiB of each rank by timed phase, as last gathered."""
     initial_resume: str = "never"
     """The value of `resume` when the run was first started."""
     at_end: list[Callable[[Run, Ending], object]] = field(default_factory=list)

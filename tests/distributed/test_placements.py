@@ -17,6 +17,7 @@ from tests.support.placement import cpu_machine
 from tests.support.placements import (
     ALGORITHMS,
     LORA,
+    MORE_ALGORITHMS,
     TOLERANCE,
     ZERO_3,
     PlacementTrial,
@@ -42,6 +43,11 @@ MIXED = "--actor.ema_decay 0.9 --ptx.coef 0.5 --ptx.max_length 32 --ptx.sources 
 PARTIAL = "--rollout.partial.extra_prompts 0.5 --algorithm.correction.method truncate --model.path stopping".split()
 """Completions end early by themselves, so that some are carried."""
 EPISODES = f"--environment.path {__file__}:Questions --rollout.sampling.max_new_tokens 40".split()
+SHARED_BASE = (*LORA, "--critic.share_base", "true")
+"""The critic's adapters are on the actor's weights, whose ranks it shares."""
+EVALUATED = ("--train.eval_every", "1")
+FREE_OF_KL = ("--algorithm.kl", "null", "--reward.components", "[{function: 'tests.support.steps:brevity'}]")
+"""What the critic learns depends on the actor through its tokens alone."""
 ADAPTS = "{style: auto, adapt: true}"
 Case = tuple[str, int, str, tuple[str, ...]]
 CASES: list[Case] = [
@@ -65,6 +71,8 @@ CASES: list[Case] = [
     ("remax", 3, "separation", ()),
     ("ppo", 3, "{sampler: {ranks: 0}, actor: {ranks: 1-2}}", (*MIXED,)),
     ("ppo", 2, "separation", (*EPISODES,)),
+    ("ppo", 2, "separation", (*SHARED_BASE,)),
+    ("ppo", 2, "interleaving", (*SHARED_BASE,)),
     ("grpo", 2, "interleaving", (*ZERO_3,)),
     ("online_dpo", 2, "interleaving", ()),
     ("ppo", 2, "{actor: {ranks: 1}, critic: {ranks: 0}}", ()),
@@ -132,6 +140,11 @@ def assert_same_as_alone(workspace: Path, trials: Sequence[PlacementTrial]) -> N
         assert_same_run(output_of(workspace, trial), output_of(workspace, trial.alone))
 
 
+@pytest.mark.parametrize("style", ["separation", "interleaving"])
+def test_other_algorithms_compute_what_they_do_on_one_rank(style: str, workspace: Path) -> None:
+    assert_same_as_alone(workspace, [PlacementTrial(f"{name} {style}", name, 2, style) for name in MORE_ALGORITHMS])
+
+
 def test_random_placements_neither_hang_nor_differ(workspace: Path) -> None:
     assert_same_as_alone(workspace, [random_trial(seed, most_ranks=4) for seed in range(4)])
 
@@ -163,13 +176,34 @@ def test_fixed_and_random_placements_on_up_to_eight_ranks_neither_hang_nor_diffe
 def test_a_checkpoint_resumes_under_another_placement(
     before: tuple[int, str], after: tuple[int, str], workspace: Path, tmp_path: Path
 ) -> None:
-    evaluated = ("--train.eval_every", "1")
-    whole, run = launch_placed(workspace, "ppo", 1, "flattening", evaluated), tmp_path / "run"
+    whole, run = launch_placed(workspace, "ppo", 1, "flattening", EVALUATED), tmp_path / "run"
     stops = ("--train.save_every", "1", "--train.max_steps", "1")
-    launch_placed(workspace, "ppo", *before, (*evaluated, *stops), output=run)
+    launch_placed(workspace, "ppo", *before, (*EVALUATED, *stops), output=run)
     (run / "finished.json").unlink()
-    launch_placed(workspace, "ppo", *after, (*evaluated, "--resume", "auto"), output=run)
+    launch_placed(workspace, "ppo", *after, (*EVALUATED, "--resume", "auto"), output=run)
     assert_same_run(run, whole)
+
+
+@pytest.mark.parametrize(("ranks", "actor"), [(2, "1"), (3, "2")])
+def test_a_role_that_keeps_its_ranks_resumes_bit_for_bit(
+    ranks: int, actor: str, workspace: Path, tmp_path: Path
+) -> None:
+    """Weights and both moments: the critic learns from the same tokens under both placements, the actor has moved."""
+    settings = (*EVALUATED, *FREE_OF_KL)
+    whole, run = launch_placed(workspace, "ppo", 2, "flattening", settings), tmp_path / "run"
+    stops = ("--train.save_every", "1", "--train.max_steps", "1")
+    launch_placed(workspace, "ppo", 2, "flattening", (*settings, *stops), output=run)
+    before = weights_of(run)
+    (run / "finished.json").unlink()
+    moved = f"{{actor: {{ranks: {actor}}}, critic: {{ranks: 0-1}}}}"
+    launch_placed(workspace, "ppo", ranks, moved, (*settings, "--resume", "auto"), output=run)
+    assert_same_run(run, whole)
+    expected, critic = weights_of(whole), 0
+    for name, weight in weights_of(run).items():
+        if name.startswith("critic."):
+            assert torch.equal(weight, expected[name]), name
+            critic += not torch.equal(weight, before[name])
+    assert critic > 10, "it has learned since"
 
 
 def test_the_planner_places_and_tells_how_wrong_it_was(workspace: Path, tmp_path: Path) -> None:

@@ -7,11 +7,14 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.support.ranks import run_main
 
 
+@pytest.mark.parametrize("placement", ["flattening", "separation"])
 def test_a_run_continues_without_dropped_completions(
-    tmp_path: Path, model_folder: Path, write_jsonl: Callable[..., Path]
+    placement: str, tmp_path: Path, model_folder: Path, write_jsonl: Callable[..., Path]
 ) -> None:
     rows = write_jsonl([{"prompt": f"{i}+1?", "number": i} for i in range(32)])
     function = tmp_path / "rewards.py"
@@ -45,6 +48,8 @@ def test_a_run_continues_without_dropped_completions(
         "1",
         "--logging.sinks",
         "[]",
+        "--placement",
+        placement,
         "--output_dir",
         str(output),
         "--reward.components",

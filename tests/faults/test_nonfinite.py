@@ -67,9 +67,16 @@ def kept(output: Path, rank: int) -> list[dict[str, Any]]:
 
 
 RL, SUPERVISED = "hybrid_rlhf.rl", "hybrid_rlhf.supervised"
-ONCE = {
+ONCE: dict[str, tuple[Any, ...]] = {
     "critic loss": ("ppo", Poison(f"{RL}.updates.updater:Updater.value_loss", nan_loss, (5,), rank=1), 1),
     "actor loss": ("ppo", Poison(f"{RL}.updates.policy_loss:PolicyLoss.__call__", nan_loss, (6,), rank=0), 0),
+    "actor loss, separate": (
+        "ppo",
+        Poison(f"{RL}.updates.policy_loss:PolicyLoss.__call__", nan_loss, (6,), rank=0),
+        0,
+        "--placement",
+        "separation",
+    ),
     "values": ("ppo", Poison(f"{RL}.rollouts.scoring:values_before", nan_tensor, (4,), rank=1), 0),
     "sft loss": ("sft", Poison(f"{SUPERVISED}.objectives.sft:SFTObjective.loss", nan_loss, (4,), rank=1), 1),
     "sft gradient": (
@@ -84,9 +91,9 @@ ONCE = {
 def test_a_step_that_is_not_finite_is_skipped_and_its_rows_are_kept(
     what: str, model_folder: Path, tmp_path: Path
 ) -> None:
-    name, poison, rank = ONCE[what]
+    name, poison, rank, *more = ONCE[what]
     rows, output = write_rows(tmp_path / "rows.jsonl"), tmp_path / "out"
-    line = step_line(name, output, model_folder, rows, "--data.eval_fraction", "0")
+    line = step_line(name, output, model_folder, rows, "--data.eval_fraction", "0", *more)
     assert run_step(MODULES[name], 2, line, poison) == [0, 0]
     lines = metrics(output)
     assert [row["step"] for row in lines] == [0, 1, 2, 3, 4, 5, 6]

@@ -16,6 +16,7 @@ import pytest
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.command_line import parse_config, save_config, settings_and_defaults
 from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.placement import Placement, RolePlacement
 from hybrid_rlhf.configs.sections.run import LoggingConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.loop.report.charts import Chart, chart_groups, thinned
@@ -174,9 +175,9 @@ def test_measured_memory_stands_beside_the_plan(run: Run, monkeypatch: pytest.Mo
     monkeypatch.setattr(Timers, "peaks_gib", {"generation": 2.5, "training": 3.5})
     report, page = ended(run)
     assert [tuple(row.values()) for row in report["memory"]["phases"]] == [
-        ("generation", 3.0, 2.5),
-        ("actor training", 4.0, 3.5),
-        ("scoring", 5.0, None),
+        ("generation", "0", 3.0, 2.5),
+        ("actor training", "0", 4.0, 3.5),
+        ("scoring", "0", 5.0, None),
     ]
     assert "planned GiB" in page.text and "measured GiB" in page.text
 
@@ -188,9 +189,26 @@ def test_a_run_without_a_plan_has_a_report(run: Run, monkeypatch: pytest.MonkeyP
     assert report["memory"]["phases"] == [] and "planned GiB" not in page.text
 
 
-def test_ranks_of_different_roles_have_no_plan_of_all(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Planner, "phases", Mock(side_effect=AssertionError("asked")))
-    assert memory_by_phase(replace(run, config=RLConfig(placement="separation"))) == []
+def test_ranks_of_different_roles_have_plans_of_their_own(run: Run, model_folder: Path) -> None:
+    """Next to the peak of the rank that takes most; a run that ends before its roles are placed has no plan."""
+    judge = f"[{{model: {model_folder}, name: judge}}]"
+    line = f"--model.path {model_folder} --placement separation --reward.components"
+    config = parse_config(RLConfig, [*line.split(), judge])
+    assert memory_by_phase(replace(run, config=config)) == []
+    sampler = {name: RolePlacement(ranks) for name, ranks in {"sampler": (1, 2), "judge": (1, 2)}.items()}
+    learners = {name: RolePlacement((0,)) for name in ("actor", "critic", "reference")}
+    placed = replace(run, config=config, placed=(config, Placement({**learners, **sampler}, "separation")))
+    placed.peaks = [{"training": 2.0, "scoring": 1.0}, {"generation": 0.25}, {"generation": 0.5, "scoring": 0.125}]
+    rows = {(row["phase"], row["ranks"]): row for row in memory_by_phase(placed)}
+    assert {key: row["measured_gib"] for key, row in rows.items()} == {
+        ("actor training", "0"): 2.0,
+        ("critic training", "0"): 2.0,
+        ("scoring", "0"): 1.0,
+        ("generation", "1-2"): 0.5,
+        ("scoring", "1-2"): 0.125,
+    }
+    planned = [rows[key]["planned_gib"] for key in (("actor training", "0"), ("scoring", "1-2"))]
+    assert planned[0] > 3 * planned[1] > 0, "states of two optimizers are on the first rank alone"
 
 
 def test_a_run_that_stops_before_its_first_step_has_a_report(run: Run) -> None:

@@ -9,13 +9,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.memory.engine import MemoryUse
+from hybrid_rlhf.memory.plan import Device, PhaseMemory
 from hybrid_rlhf.placement.curves import Curve, MachineCurves, Surface
 from hybrid_rlhf.placement.machines.datasheets import DATA_SHEETS, PRODUCTS_ACHIEVED, modelled_curves
 from hybrid_rlhf.placement.machines.stored import curves_file, load_curves, read_curves, save_curves
-from hybrid_rlhf.placement.report import PredictionReport, summary
+from hybrid_rlhf.placement.memory import RankMemory
+from hybrid_rlhf.placement.report import PredictionReport, memory_errors, summary
 from tests.support.placement import machine
+
+GPU = Device(torch.device("cuda"), 2, 2.0**40)
 
 
 def test_a_curve_is_latency_below_its_points_bandwidth_above_and_a_power_law_between() -> None:
@@ -111,16 +117,23 @@ def test_a_report_gives_errors_by_phase_and_the_ratios_that_correct_them() -> No
     report = PredictionReport.of(
         {"step": 11.0, "generation": 6.0, "training": 4.0, "gather": 1.0},
         {"step": 10.0, "generation": 5.0, "training": 5.0},
-        predicted_bytes={"actor training": 2.0**30},
-        measured_bytes={"actor training": 2.0**31},
+        memory=memory_errors(
+            [
+                RankMemory((0, 1), PhaseMemory("actor training", MemoryUse(weights=2.0**29), GPU)),
+                RankMemory((0, 1), PhaseMemory("critic training", MemoryUse(weights=2.0**30), GPU)),
+                RankMemory((1,), PhaseMemory("scoring", MemoryUse(weights=2.0**30), GPU)),
+            ],
+            [{"training": 1.0, "scoring": 9.0}, {"training": 2.0}],
+        ),
     )
     assert report.seconds["generation"].relative == pytest.approx(0.2) and "gather" not in report.seconds
     assert report.metrics()["placement/step_seconds_error"] == pytest.approx(0.1)
-    assert report.metrics()["placement/actor_training_memory_error"] == pytest.approx(-0.5)
+    assert report.metrics()["placement/training_memory_error"] == pytest.approx(-0.5), "of the second rank"
+    assert report.memory.keys() == {"training"}, "the rank with the peak of scoring has no plan of it"
     assert report.ratios() == pytest.approx(
         {"prefill": 5 / 6, "decode": 5 / 6, "forward": 1.25, "backward": 1.25, "optimizer": 1.25}
     )
-    assert "actor training" in report.lines()[-1] and report.lines()[-1].endswith("-50.0% GiB")
+    assert report.lines()[-1].startswith("training ") and report.lines()[-1].endswith("-50.0% GiB")
     other = PredictionReport.of({"step": 7.0}, {"step": 10.0})
     assert summary([report, other])["mean_absolute_error"] == pytest.approx(0.2)
     assert summary([report, other])["percentile_90_error"] == pytest.approx(0.3)

@@ -43,6 +43,15 @@ ALGORITHMS = {
     "online_dpo": "--algorithm online_dpo".split(),
     "remax": "--algorithm remax".split(),
 }
+MORE_ALGORITHMS = {
+    "dapo": "--algorithm dapo --algorithm.dynamic_sampling.max_refills 2".split(),
+    "rloo": "--algorithm rloo".split(),
+    "raft": "--algorithm raft".split(),
+    "gspo": "--algorithm gspo".split(),
+    "cispo": "--algorithm cispo".split(),
+    "reinforce_pp": "--algorithm reinforce_pp".split(),
+}
+"""Which random and fixed trials leave out."""
 LORA = "--actor.lora.rank 4".split()
 ZERO_3 = "--actor.zero.stage 3".split()
 _LIMIT_SECONDS = 240
@@ -154,7 +163,7 @@ def run_words(workspace: Path, trial: PlacementTrial, output: Path) -> list[str]
         # with a large eps an update is proportional to the gradient, as rounding is
         *"--algorithm.mini_batches 2 --actor.optimizer.lr 1e-2 --actor.optimizer.eps 1e-2".split(),
         *f"--logging.samples_every 1 --faults.phase_timeout_seconds {_LIMIT_SECONDS}".split(),
-        *ALGORITHMS[trial.algorithm],
+        *{**ALGORITHMS, **MORE_ALGORITHMS}[trial.algorithm],
         "--reward.components",
         f"[{{model: {workspace}/judge, name: judge}}, {{function: 'tests.support.steps:brevity', weight: 0.1}}]",
         *(str(workspace / word) if word in ("texts.jsonl", "stopping") else word for word in trial.extra),

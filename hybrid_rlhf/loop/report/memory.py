@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any, cast
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.placement import in_words
 from hybrid_rlhf.memory.plan import AnyStep, Planner, own_device
+from hybrid_rlhf.memory.shapes import Shapes
 from hybrid_rlhf.models.pretrained.folders import first_line
+from hybrid_rlhf.placement.memory import RankMemory, placed_memory
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.run import Run
 
@@ -16,27 +20,40 @@ logger = logging.getLogger(LOGGER_NAME)
 
 
 def memory_by_phase(run: Run) -> list[dict[str, Any]]:
-    """Planned and measured GiB of a rank, by phase; [] where the run cannot be planned, or its ranks hold different
-    roles.
+    """Planned and measured GiB by phase, of the ranks that hold the same roles; [] where the run cannot be planned,
+    or has not placed its roles.
 
-    Measured is the peak of the timed block that a phase belongs to, on this rank's GPU: `actor training` and `critic
-    training` are one block, so both show the peak of both. On a CPU there is none: the peak of a process cannot be
-    taken apart.
+    Measured is the peak of the timed phase that a phase belongs to, of the GPU that takes most: `actor training` and
+    `critic training` are timed together, so both show the peak of both. On a CPU there is none: the peak of a process
+    cannot be taken apart.
     """
-    config = cast(AnyStep, run.config)
-    if isinstance(config, RLConfig) and config.placement not in (None, "flattening"):
-        return []
     try:
-        planned = Planner(own_device(run.world.size, local=run.world.local_size)).phases(config)
+        planned = _planned(run)
     except (UserError, MemoryError, RuntimeError, OSError) as fault:  # a plan must not cost the report
         logger.info("report: no memory plan (%s)", first_line(fault))
         return []
-    measured = run.timers.peaks_gib
-    return [
-        {
-            "phase": phase.name,
-            "planned_gib": phase.total / 2**30,
-            "measured_gib": measured.get(phase.name.split()[-1]),
-        }
-        for phase in planned
-    ]
+    peaks = run.peaks or [run.timers.peaks_gib]
+    found = []
+    for each in planned:
+        of_ranks = [peaks[rank].get(each.phase.timed_as) for rank in each.ranks if rank < len(peaks)]
+        found.append(
+            {
+                "phase": each.phase.name,
+                "ranks": in_words(each.ranks),
+                "planned_gib": each.phase.total / 2**30,
+                "measured_gib": max((peak for peak in of_ranks if peak is not None), default=None),
+            }
+        )
+    return found
+
+
+def _planned(run: Run) -> Sequence[RankMemory]:
+    world = run.world
+    machine = own_device(world.size, local=world.local_size)
+    if run.placed is not None:
+        config, placement = run.placed
+        return placed_memory(cast(RLConfig, config), placement, machine, Shapes())
+    if isinstance(run.config, RLConfig):
+        return []
+    phases = Planner(machine).phases(cast(AnyStep, run.config))
+    return [RankMemory(tuple(range(world.size)), phase) for phase in phases]

@@ -1,7 +1,8 @@
 """`placement: auto`: the planner's fastest placement that fits, and how wrong its prediction turns out to be.
 
-The plan is made on the first rank, from the curves that `hybrid-rlhf calibrate` measured on this machine. After a few
-steps the measured phases correct the curves, and the log says whether another placement would now be faster. With
+The plan is made on the first rank, from the curves that `hybrid-rlhf calibrate` measured on this machine and from
+assumed lengths of the completions. After a few steps their lengths replace the assumed ones, then the measured phases
+correct the curves, and the log says whether another placement would now be faster. With
 `placement.adapt` the run then moves to it, if the steps that are left gain more than the move costs (rl/build.py);
 otherwise it keeps its placement, and a checkpoint resumes under any other.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,11 +23,12 @@ from hybrid_rlhf.memory.plan import Device, own_device
 from hybrid_rlhf.memory.shapes import Shapes
 from hybrid_rlhf.placement.costs import Costs
 from hybrid_rlhf.placement.curves import MachineCurves
-from hybrid_rlhf.placement.job import JobReader, RLJob, default_lengths
+from hybrid_rlhf.placement.job import JobReader, RLJob, StepLengths, default_lengths, measured_lengths
 from hybrid_rlhf.placement.machines.stored import load_curves
+from hybrid_rlhf.placement.memory import MemoryModel
 from hybrid_rlhf.placement.plans import Cluster, StepPlan
-from hybrid_rlhf.placement.report import STEP, PredictionReport
-from hybrid_rlhf.placement.schedule import step_time
+from hybrid_rlhf.placement.report import STEP, PredictionReport, memory_errors
+from hybrid_rlhf.placement.schedule import StepTime, step_time
 from hybrid_rlhf.placement.search import Candidate
 from hybrid_rlhf.placement.tables import PlacementAnswer, plan_placement, with_micro_batches
 from hybrid_rlhf.rl.roles.moving import MovePrice, move_seconds
@@ -68,6 +70,18 @@ class PlannedSettings:
         actor = replace(config.actor, zero=replace(config.actor.zero, **self.zero))
         rollout, train = replace(config.rollout, **self.rollout), replace(config.train, **self.train)
         return replace(config, placement=self.placement, rollout=rollout, actor=actor, train=train)
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """What a step took."""
+
+    seconds: Mapping[str, float]
+    """By phase and of the whole step; {}: it was not timed."""
+    lengths: StepLengths
+    """Of what it sampled."""
+    peaks: Sequence[Mapping[str, float]] = ()
+    """GiB of each rank by phase, so far; (): they were not measured."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +148,18 @@ class _PlanRequest:
         """The request with predictions corrected by measured / predicted of some kinds of work."""
         return replace(self, curves=self.curves.corrected(ratios))
 
+    def with_lengths(self, steps: Sequence[StepLengths]) -> _PlanRequest:
+        """The request for completions as long as those of some steps."""
+        rollout = self.job.config.rollout
+        lengths = measured_lengths(steps, prompts=rollout.prompts_per_step, per_prompt=rollout.sampling.n)
+        return replace(self, job=self.job.at(lengths=lengths))
+
+    def seconds(self, plan: StepPlan) -> dict[str, float]:
+        """What a plan is expected to take, by phase and of the whole step."""
+        job, machine = with_micro_batches(self.job, plan.micro_batch_tokens), self.machine
+        memory = MemoryModel(job, device_bytes=machine.device_bytes, host_bytes=machine.host_bytes)
+        return _seconds(step_time(self.costs(plan), plan, rows_at_once=memory(plan).rows_at_once))
+
     def costs(self, plan: StepPlan) -> Costs:
         """Of the job on the machine, with the micro-batches of a plan."""
         return Costs(with_micro_batches(self.job, plan.micro_batch_tokens), self.curves, self.cluster)
@@ -147,7 +173,7 @@ class _PlanRequest:
 
 
 class PlacementWatch:
-    """Compares the times of steps with the planner's, and finds whether a run should move."""
+    """Compares times and memory of steps with the planner's, and finds whether a run should move."""
 
     def __init__(self, question: _PlanRequest, *, adapts: bool = False) -> None:
         """Ask the planner; its best plan runs.
@@ -174,22 +200,17 @@ class PlacementWatch:
     def _follow(self, candidate: Candidate) -> None:
         """Compare with another plan from now on."""
         assert candidate.time is not None
-        self.plan, self._rows_at_once = candidate.plan, candidate.memory.rows_at_once
+        self.plan, self._memory = candidate.plan, candidate.memory.phases
         self.move: Move | None = None
         """Where the run should go; none: it stays."""
-        self._predicted = {**candidate.time.phases, STEP: candidate.time.step_seconds}
-        self._measured: list[dict[str, float]] = []
+        self._predicted = _seconds(candidate.time)
+        self._measured: list[MeasuredStep] = []
 
-    def metrics(self, seconds: Mapping[str, float], *, steps_left: int = 0) -> dict[str, float]:
-        """Predictions and their errors for a step.
-
-        Args:
-            seconds: measured, by phase and of the whole step; {} for a step that was not timed.
-            steps_left: of the run, after this one.
-        """
-        report = PredictionReport.of(self._predicted, seconds)
-        if seconds:
-            self._measured.append({**seconds})
+    def metrics(self, measured: MeasuredStep, *, steps_left: int = 0) -> dict[str, float]:
+        """Predictions and their errors for a step, after which so many are left."""
+        report = self._compared(self._predicted, measured.seconds, measured.peaks)
+        if measured.seconds:
+            self._measured.append(measured)
             if len(self._measured) == _MEASURED_STEPS:
                 self._conclude(steps_left)
         return report.metrics()
@@ -200,19 +221,33 @@ class PlacementWatch:
         assert best is not None
         self._follow(best)
 
+    def _compared(
+        self, predicted: Mapping[str, float], seconds: Mapping[str, float], peaks: Sequence[Mapping[str, float]]
+    ) -> PredictionReport:
+        return PredictionReport.of(predicted, seconds, memory=memory_errors(self._memory, peaks))
+
     def _conclude(self, steps_left: int) -> None:
-        """Log the errors, and what the corrected curves say."""
-        kept = self._measured[1:]
-        medians = {name: statistics.median(each.get(name, 0.0) for each in kept) for name in kept[0]}
-        report = PredictionReport.of(self._predicted, medians)
-        for line in (f"placement: predicted and measured seconds of steps 2 to {_MEASURED_STEPS}", *report.lines()):
+        """Log the errors, and what measured lengths and corrected curves say."""
+        kept, assumed = self._measured[1:], self._question.job.lengths
+        medians = {name: statistics.median(each.seconds.get(name, 0.0) for each in kept) for name in kept[0].seconds}
+        # first the lengths, or the curves of decoding would be corrected for them
+        self._question = self._question.with_lengths([each.lengths for each in kept])
+        report = self._compared(self._question.seconds(self.plan), medians, kept[-1].peaks)
+        logger.info(
+            "placement: predicted and measured seconds of steps 2 to %d, for the measured completions of %.1f tokens "
+            "in the mean; the plan assumed %.1f",
+            _MEASURED_STEPS,
+            statistics.fmean(self._question.job.lengths.completions),
+            statistics.fmean(assumed.completions),
+        )
+        for line in report.lines():
             logger.info("%s", line)
         self._question = self._question.corrected(report.ratios())
         self.answer = self._question.answer()
         best = self.answer.best
         if best is None or best.plan.placement == self.plan.placement:
             return
-        now = step_time(self._question.costs(self.plan), self.plan, rows_at_once=self._rows_at_once).step_seconds
+        now = self._question.seconds(self.plan)[STEP]
         cost = move_seconds(self._question.costs(best.plan), best.plan, build_seconds=self.build_seconds)
         price = MovePrice(cost, now - best.seconds)
         moves = self._adapts and price.pays(steps_left=steps_left)
@@ -228,3 +263,7 @@ class PlacementWatch:
             steps_left,
             "the run moves" if moves else f"set placement to {best.plan.placement_setting()} and resume, or leave it",
         )
+
+
+def _seconds(time: StepTime) -> dict[str, float]:
+    return {**time.phases, STEP: time.step_seconds}

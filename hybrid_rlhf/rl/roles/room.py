@@ -14,13 +14,10 @@ from typing import Any
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.placement import Placement, in_words, resolve_placement
-from hybrid_rlhf.engines.ds_config import read_overrides
-from hybrid_rlhf.memory.plan import Device, PhaseMemory, Planner, own_device
+from hybrid_rlhf.memory.plan import Device, PhaseMemory, own_device
 from hybrid_rlhf.memory.remedies import remedy
 from hybrid_rlhf.memory.shapes import Shapes
-from hybrid_rlhf.placement.job import JobReader, default_lengths
-from hybrid_rlhf.placement.memory import MemoryModel, RankMemory
-from hybrid_rlhf.placement.plans import StepPlan
+from hybrid_rlhf.placement.memory import RankMemory, placed_memory
 from hybrid_rlhf.rl.roles.placing import placed_roles
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.world import World, shared_user_errors
@@ -85,15 +82,7 @@ class PlacedPlanner:
 
     def memory(self, config: RLConfig, placement: Placement) -> list[RankMemory]:
         """The memory of each phase on each rank."""
-        if config.placement in (None, "flattening"):
-            phases = Planner(self.machine, self.shapes).phases(config)
-            return [RankMemory(tuple(range(self.machine.ranks)), phase) for phase in phases]
-        lengths = default_lengths(config, prompt_tokens=None, mean_tokens=None)
-        job = JobReader(self.machine.device, self.shapes)(
-            config, lengths, overrides=read_overrides(config.deepspeed_config)
-        )
-        memory = MemoryModel(job, device_bytes=self.machine.device_bytes, host_bytes=self.machine.host_bytes)
-        return list(memory(StepPlan.of(config, placement)).phases)
+        return placed_memory(config, placement, self.machine, self.shapes)
 
 
 def _excess(phase: PhaseMemory) -> tuple[float, str, float]:

@@ -15,6 +15,7 @@ import torch
 from datasets import Dataset
 
 from hybrid_rlhf.data.loaders import RowStream
+from hybrid_rlhf.placement.job import StepLengths
 from hybrid_rlhf.rl.algorithms import Algorithm
 from hybrid_rlhf.rl.batch import Rollout
 from hybrid_rlhf.rl.rewards.reward import COUNTS
@@ -65,8 +66,8 @@ class Collector:
             greedy=algorithm.wants_greedy,
             partial=partial,
         )
-        self.sampled_tokens = (0.0, 0.0)
-        """Tokens of all completions of the last step, selected or not, and of these with their prompts."""
+        self.sampled = StepLengths(0.0, ())
+        """Lengths of all completions of the last step, selected or not; observations count as prompt."""
 
     def collect(self, step: int) -> Rollout:
         """The completions of a step; every rank calls, and gets the same.
@@ -105,7 +106,7 @@ class Collector:
     def _selected(self, whole: Rollout, mask: torch.Tensor, taken: Sequence[int]) -> Rollout:
         """The selected rows, with metrics of the whole and the row of each prompt in the data."""
         assert whole.groups is not None
-        self.sampled_tokens = float(whole.response_mask.sum()), float(whole.lengths.sum())
+        self.sampled = StepLengths.of(whole.response_mask.sum(dim=1).tolist(), tokens=int(whole.lengths.sum()))
         metrics = self._metrics(whole, mask, whole.groups)
         if not bool(mask.any()):
             least = self._algorithm.config.select_above

@@ -49,13 +49,22 @@ class Timers:
         return taken
 
     @property
+    def measures_memory(self) -> bool:
+        """Whether blocks have peaks."""
+        return self._device.type == "cuda"
+
+    @property
     def peaks_gib(self) -> dict[str, float]:
-        """Peak memory of each phase of the run so far, allocated on the GPU; {} without one."""
+        """Peak memory of each phase so far, allocated on the GPU; {} without one."""
         return {name: peak / 2**30 for name, peak in self._peaks.items()}
+
+    def forget_peaks(self) -> None:
+        """Let `peaks_gib` begin anew, where the run holds something else from now on."""
+        self._peaks.clear()
 
     def _note_peak(self) -> None:
         """What was allocated at most since the last call belongs to the open blocks."""
-        if self._device.type != "cuda":
+        if not self.measures_memory:
             return
         peak = torch.cuda.max_memory_allocated(self._device)
         for name in self._open:
