@@ -12,18 +12,20 @@ import shutil
 import signal
 import subprocess  # starts the commands of this package  # nosec B404
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, NoReturn, TextIO, TypeVar
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import parse_config, read_config, save_config, user_errors
+from hybrid_rlhf.configs.parsing.command_line import ERROR_FILE, parse_config, read_config, save_config, user_errors
 from hybrid_rlhf.configs.parsing.output import print_document, print_result, wants_json
 from hybrid_rlhf.configs.parsing.resuming import changed_keys
 from hybrid_rlhf.configs.pipeline import FOLDERS, STEP_NAMES, LauncherConfig, PipelineConfig, has_model, start_of
+from hybrid_rlhf.configs.sections.placement import is_automatic, resolve_placement
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.runtime.host_memory import MALLOC_ENVIRONMENT
 from hybrid_rlhf.runtime.liveness.launcher import STARTED_BY
@@ -52,11 +54,17 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
     with user_errors():
         config, steps = pipeline(PipelineConfig, argv, prog=prog)
         if config.plan:
-            from hybrid_rlhf.memory.report import report as report_memory
+            from hybrid_rlhf.cli.machine.plan import planned_phases
+            from hybrid_rlhf.memory.report import table
 
-            lines, fits = report_memory(config, steps)
+            lines, fits = table(*planned_phases(config, steps), steps)
+            if "rl" in config.step_names and is_automatic(steps["rl"].placement):
+                lines.append(
+                    "placement auto: the memory of rl is that of flattening, see hybrid-rlhf plan for the best"
+                )
             print_result({"fits": fits, "lines": lines}, "\n".join(lines))
             sys.exit(0 if fits else 1)
+        check_placement(steps, config)
         try:
             for name in config.step_names:
                 run_step(name, steps[name], config)
@@ -137,6 +145,18 @@ def check_models(steps: dict[str, Any], config: PipelineConfig) -> None:
         )
 
 
+def check_placement(steps: dict[str, Any], config: PipelineConfig) -> None:
+    """Check, before the first step, that the ranks that will start have the placement of RL.
+
+    The planner's is not known yet, and what a run resumes from may have another reference: both are checked at start.
+    """
+    rl = steps["rl"]
+    is_new = rl.resume in ("never", "auto") and not (Path(rl.output_dir) / "config.yaml").exists()
+    if "rl" in config.step_names and is_new and not is_automatic(rl.placement):
+        ranks = config.launcher.processes or max(1, _gpus())
+        resolve_placement(rl.placement, rl.placed_roles(), ranks=ranks)
+
+
 def step_config(name: str, config: PipelineConfig) -> Any:
     """The config of a step, with the paths and data of the pipeline where the step names none."""
     step: Any = getattr(config, name)
@@ -211,20 +231,31 @@ def run_step(name: str, step: Any, config: PipelineConfig) -> None:
     print(f"== {name}: {' '.join(command)}", flush=True)
     start = time.monotonic()
     threads = {} if config.launcher.hostfile is not None else shared_cores(_local_ranks(config.launcher))
-    code, tail = tee(command, logs / f"{FOLDERS[name]}.log", {**os.environ, **threads})
-    if code == STOPPED_EXIT_CODE:
+    log = logs / f"{FOLDERS[name]}.log"
+    end = tee(command, log, {**os.environ, **threads})
+    if end.code == STOPPED_EXIT_CODE:
         print(f"== {name}: stopped; run the same command to resume", flush=True)
-        sys.exit(code)
-    if code:
-        print(f"\nerror: step {name} failed with exit code {code}: {' '.join(command)}", file=sys.stderr)
-        if code in SIGNALS:
-            print(SIGNALS[code], file=sys.stderr)
-        if wants_json():
-            print_document({"error": f"step {name} failed with exit code {code}", "log": logs / f"{FOLDERS[name]}.log"})
-        print(f"last lines of {logs / FOLDERS[name]}.log:", file=sys.stderr)
-        print("".join(f"  {line}" for line in tail), end="", file=sys.stderr)
-        sys.exit(code)
+        sys.exit(end.code)
+    if end.code:
+        _fail(name, end, command, log)
     print(f"== {name}: done in {time.monotonic() - start:.0f} s, model in {folder}", flush=True)
+
+
+def _fail(name: str, end: CommandEnd, command: Sequence[str], log: Path) -> NoReturn:
+    """Report a step that failed, and end with its exit code; that of a user's mistake is 2 under every launcher."""
+    mistake = end.user_error is not None
+    error = f"step {name}: {end.user_error}" if mistake else f"step {name} failed with exit code {end.code}"
+    if wants_json():
+        print_document({"error": error, "log": log})
+    print(f"\nerror: {error}" + ("" if mistake else f": {' '.join(command)}"), file=sys.stderr)
+    if not mistake:
+        if end.code in SIGNALS:
+            print(SIGNALS[end.code], file=sys.stderr)
+        if end.first_error is not None and end.first_error not in end.tail:
+            print(f"first error of {log}:\n  {end.first_error}", end="", file=sys.stderr)
+        print(f"last lines of {log}:", file=sys.stderr)
+        print("".join(f"  {line}" for line in end.tail), end="", file=sys.stderr)
+    sys.exit(2 if mistake else end.code)
 
 
 def _resumes(folder: Path, resume: str) -> bool:
@@ -271,12 +302,33 @@ def _gpus() -> int:
     return torch.cuda.device_count()
 
 
-def tee(command: list[str], log: Path, base: Mapping[str, str]) -> tuple[int, list[str]]:
-    """Run a command, copy its output to the console and a file; return the exit code and the last lines.
+@dataclass(frozen=True)
+class CommandEnd:
+    """How a command ended."""
+
+    code: int
+    tail: list[str]
+    """The last lines of its output."""
+    first_error: str | None = None
+    """The first line that begins with `error:`."""
+    user_error: str | None = None
+    """The user's mistake that ended a process of this host."""
+
+
+def tee(command: list[str], log: Path, base: Mapping[str, str]) -> CommandEnd:
+    """Run a command, copy its output to the console and a file.
 
     `base` is the environment, to which the variables of a step are added.
     """
+    with tempfile.TemporaryDirectory(prefix="hybrid_rlhf_") as folder:
+        mistake = Path(folder) / "user_error"
+        end = _tee(command, log, {**base, ERROR_FILE: str(mistake)})
+        return replace(end, user_error=mistake.read_text(encoding="utf-8")) if mistake.exists() else end
+
+
+def _tee(command: list[str], log: Path, base: Mapping[str, str]) -> CommandEnd:
     tail: deque[str] = deque(maxlen=20)
+    first_error: str | None = None
     environment = {**base, "PYTHONUNBUFFERED": "1", STARTED_BY: str(os.getpid())}
     if not _gpus():
         environment = {**MALLOC_ENVIRONMENT, **environment}
@@ -293,12 +345,14 @@ def tee(command: list[str], log: Path, base: Mapping[str, str]) -> tuple[int, li
                 for line in process.stdout:
                     _pass_on(line, sinks)
                     tail.append(line)
+                    if first_error is None and line.startswith("error:"):
+                        first_error = line
             except KeyboardInterrupt:
                 process.terminate()
                 process.wait()
                 raise
             code = process.wait()
-        return STOPPED_EXIT_CODE if code and asked.stop else code, list(tail)
+        return CommandEnd(STOPPED_EXIT_CODE if code and asked.stop else code, list(tail), first_error)
 
 
 def _pass_on(line: str, sinks: list[TextIO]) -> None:

@@ -10,12 +10,12 @@ from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS, AlgorithmConfig, PPOCo
 from hybrid_rlhf.configs.sections.data import DataConfig, DataSource
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.configs.sections.model import CriticLoraConfig, LoraConfig
-from hybrid_rlhf.configs.sections.placement import check_placement, has_separate_sampler
+from hybrid_rlhf.configs.sections.placement import PlacedRoles, check_placement, has_separate_sampler
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig, require_distinct_names
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.rules import require, setting, whole_number
 from hybrid_rlhf.configs.sections.run import FaultsConfig, StepConfig
-from hybrid_rlhf.configs.sections.training import LoopConfig, OptimizerConfig, ZeroConfig
+from hybrid_rlhf.configs.sections.training import LoopConfig, OptimizerConfig, ZeroConfig, frozen_zero
 
 _FEWEST_PROMPTS = 64
 """In a rollout with several completions per prompt, unless the user sets rollout.prompts_per_step."""
@@ -108,13 +108,6 @@ class ReferenceModelConfig:
             self.refresh_every >= 0,
             f"reference.refresh_every must be 0 (never) or more, got {self.refresh_every}: raise it",
         )
-
-
-def frozen_zero(sibling: ZeroConfig) -> ZeroConfig:
-    """How a frozen model shards: not at all, or like the model beside it under ZeRO-3."""
-    if sibling.stage < 3:
-        return ZeroConfig()
-    return ZeroConfig(stage=3, offload_parameters=sibling.offload_parameters)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -376,6 +369,25 @@ class RLConfig(StepConfig):
     def reads_without_adapters(self, reference_path: str | None, actor_path: str | None) -> bool:
         """Whether the actor without its adapters is the reference, which must not follow the actor then."""
         return self.actor.lora is not None and reference_path == actor_path and not self.reference.refresh_every
+
+    def placed_roles(self, *, has_reference: bool | None = None) -> PlacedRoles:
+        """What a step has to place; `has_reference`: the reference is a model of its own (none: as model.path says)."""
+        if has_reference is None:
+            path = self.reference.path or self.model.path
+            has_reference = self.uses_reference and not self.reads_without_adapters(path, self.model.path)
+        zero = {"actor": self.actor.zero.stage}
+        zero |= {"critic": self.critic_zero.stage} if self.critic is not None else {}
+        zero |= {"reference": frozen_zero(self.actor.zero).stage} if has_reference else {}
+        models = [component.label for component in self.reward.named if component.model is not None]
+        zero |= dict.fromkeys(models, frozen_zero(self.critic_zero).stage)
+        return PlacedRoles(
+            zero,
+            tensor_parallel=self.rollout.tensor_parallel,
+            policy_lag=self.rollout.policy_lag,
+            shares_base=self.critic is not None and self.critic.share_base,
+            reads_actor=self.uses_reference and not has_reference,
+            refreshes_reference=has_reference and bool(self.reference.refresh_every),
+        )
 
     @property
     def critic_start(self) -> str | None:

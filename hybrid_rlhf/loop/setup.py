@@ -14,10 +14,10 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.files.atomic import write_whole
 from hybrid_rlhf.configs.parsing.command_line import adapter_rates, save_config
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
-from hybrid_rlhf.configs.rl import frozen_zero
 from hybrid_rlhf.configs.sections.batch_plan import BatchPlan
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.run import StepConfig
+from hybrid_rlhf.configs.sections.training import frozen_zero
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.data.chat.conversation import turn_end
 from hybrid_rlhf.data.rows.conditional import CONDITION_FILE, ScoreBuckets

@@ -15,12 +15,12 @@ import torch
 
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
-from hybrid_rlhf.configs.rl import RLConfig, frozen_zero
+from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.model import LoraConfig
 from hybrid_rlhf.configs.sections.placement import RolePlacement
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
-from hybrid_rlhf.configs.sections.training import LoopConfig, OptimizerConfig, ZeroConfig
+from hybrid_rlhf.configs.sections.training import LoopConfig, OptimizerConfig, ZeroConfig, frozen_zero
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.engines.ds_config import deepspeed_config, read_overrides
 from hybrid_rlhf.engines.hybrid import BUCKET_ELEMENTS
@@ -66,6 +66,13 @@ class PhaseMemory:
     need: MemoryUse
     machine: Device
     note: str = ""
+    ranks: str = ""
+    """Ranks that need it; empty: all."""
+
+    @property
+    def title(self) -> str:
+        """The phase, and its ranks if it is not of all."""
+        return f"{self.name} on {self.ranks}" if self.ranks else self.name
 
     @property
     def total(self) -> float:

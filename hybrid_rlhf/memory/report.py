@@ -9,54 +9,45 @@ from pathlib import Path
 import torch
 
 from hybrid_rlhf.configs.pipeline import PipelineConfig, has_model, start_of
-from hybrid_rlhf.memory.plan import GPU_RESERVE_GIB, AnyStep, Device, PhaseMemory, Planner, own_device
-from hybrid_rlhf.memory.remedies import remedy
+from hybrid_rlhf.memory.plan import GPU_RESERVE_GIB, AnyStep, Device, PhaseMemory, own_device
+from hybrid_rlhf.memory.remedies import PhasePlanner, remedy
 
 _COLUMNS = ("weights", "gradients", "optimizer", "activations", "inference", "cache", "buffers")
 
 
-def report(config: PipelineConfig, steps: Mapping[str, AnyStep]) -> tuple[list[str], bool]:
-    """The plan of the steps that would run.
-
-    Args:
-        config: the pipeline.
-        steps: all steps, resolved, in the order of the pipeline.
-
-    Returns:
-        the lines of the report, and whether everything fits.
-    """
-    return table(*planned_phases(config, steps), steps)
-
-
 def table(
-    planner: Planner,
+    planner: PhasePlanner[AnyStep],
     planned: Mapping[str, Sequence[PhaseMemory]],
     steps: Mapping[str, AnyStep],
     *,
     single: bool = False,
 ) -> tuple[list[str], bool]:
-    """The same of phases that are planned already; `single`: of one step, whose keys stand for themselves."""
+    """The plan of the steps that would run.
+
+    Args:
+        planner: what planned them.
+        planned: the phases of each step.
+        steps: all steps, resolved, in the order of the pipeline.
+        single: of one step, whose keys stand for themselves.
+
+    Returns:
+        the lines of the report, and whether everything fits.
+    """
     machine = planner.machine
     host = "" if machine.host_bytes is None else f", {_gib(machine.host_bytes)} of host memory"
+    width = max([18, *(len(phase.title) + 1 for phases in planned.values() for phase in phases)])
     lines = [
         f"memory plan in GiB per rank: {machine.ranks} x {machine.device.type} of {_gib(machine.device_bytes)}{host}",
-        f"{'phase':18}" + "".join(f"{name:>12}" for name in (*_COLUMNS, "total", "host")) + "  fits",
+        f"{'phase':{width}}" + "".join(f"{name:>12}" for name in (*_COLUMNS, "total", "host")) + "  fits",
     ]
     good = True
     for name, phases in planned.items():
-        lines += map(_line, phases)
-        if not all(phase.fits for phase in phases):
+        lines += [_line(phase, width) for phase in phases]
+        if misfits := [phase.title for phase in phases if not phase.fits]:
             good = False
-            lines.append(f"  {_advice(planner, name, steps[name], prefix='' if single else f'{name}.')}")
+            advice = _advice(planner, steps[name], prefix="" if single else f"{name}.")
+            lines.append(f"  {name} does not fit as configured ({', '.join(misfits)}): {advice}")
     return lines, good
-
-
-def planned_phases(
-    config: PipelineConfig, steps: Mapping[str, AnyStep]
-) -> tuple[Planner, dict[str, list[PhaseMemory]]]:
-    """The planner of a pipeline, and the phases of each step that would run."""
-    planner = Planner(this_machine(config), starts=starts_of(steps))
-    return planner, {name: planner.phases(steps[name]) for name in config.step_names}
 
 
 def starts_of(steps: Mapping[str, AnyStep]) -> dict[str, str]:
@@ -85,18 +76,18 @@ def _ranks(config: PipelineConfig) -> int | None:
     return sum(int(slots) for slots in re.findall(r"slots=(\d+)", Path(file).read_text()))
 
 
-def _advice(planner: Planner, name: str, config: AnyStep, *, prefix: str) -> str:
+def _advice(planner: PhasePlanner[AnyStep], config: AnyStep, *, prefix: str) -> str:
     settings = remedy(planner, config)
     if settings is None:
-        return f"{name} does not fit with any known setting: use more ranks or a smaller model"
-    words = " ".join(f"--{prefix}{key} {str(value).lower()}" for key, value in settings.items())
-    return f"{name} fits with {words}"
+        return "no known setting suffices, use more ranks or a smaller model"
+    return "it fits with " + " ".join(f"--{prefix}{key} {str(value).lower()}" for key, value in settings.items())
 
 
-def _line(phase: PhaseMemory) -> str:
+def _line(phase: PhaseMemory, width: int) -> str:
     values = [getattr(phase.need, name) for name in _COLUMNS] + [phase.total, phase.need.host]
     fits = "yes" if phase.fits else "NO"
-    return f"{phase.name:18}" + "".join(f"{_gib(value):>12}" for value in values) + f"  {fits} {phase.note}".rstrip()
+    columns = "".join(f"{_gib(value):>12}" for value in values)
+    return f"{phase.title:{width}}{columns}  {fits} {phase.note}".rstrip()
 
 
 def _gib(value: float) -> str:

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybrid_rlhf.configs.rl import RLConfig, frozen_zero
+from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.model import LoraConfig
-from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
+from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig, frozen_zero
 from hybrid_rlhf.generation.weights.describe import attention_sizes
 from hybrid_rlhf.memory.shapes import ShapedModel, Shapes
 from hybrid_rlhf.models.families import family_of

@@ -1,7 +1,8 @@
 """Memory of each rank in each phase under a plan, by the rules of the memory plan (memory/plan.py).
 
 Ranks that hold the same roles need the same memory. Micro-batches between one row and the largest take memory linear in
-their rows. A separate sampler keeps its inference weights in all phases, and with a policy lag its cache too.
+their rows (an upper bound), unless they are measured one by one. A separate sampler keeps its inference weights in all
+phases, and with a policy lag its cache too.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from hybrid_rlhf.memory.engine import FLOAT32, EngineMemory, MemoryUse, engine_m
 from hybrid_rlhf.memory.generation import cache_plan, decode_buffer_bytes, route_bytes
 from hybrid_rlhf.memory.inference_weights import inference_weight_bytes
 from hybrid_rlhf.memory.plan import Device, PhaseMemory, Planner, micro_batch
-from hybrid_rlhf.memory.shapes import BatchShape, ShapedModel, Shapes
+from hybrid_rlhf.memory.shapes import BatchShape, ShapedModel
 from hybrid_rlhf.placement.job import JobReader, RLJob, RoleJob, default_lengths
 from hybrid_rlhf.placement.plans import SAMPLER, StepPlan
 
@@ -53,23 +54,33 @@ class PlanMemory:
         return max(each.phase.total for each in self.phases)
 
 
-def placed_memory(config: RLConfig, placement: Placement, machine: Device, shapes: Shapes) -> list[RankMemory]:
+def placed_memory(config: RLConfig, placement: Placement, planner: Planner) -> list[RankMemory]:
     """The memory of each phase of a run on each rank, all rows at their maximum length."""
+    machine = planner.machine
     if config.placement in (None, "flattening"):
-        phases = Planner(machine, shapes).phases(config)
-        return [RankMemory(tuple(range(machine.ranks)), phase) for phase in phases]
+        return [RankMemory(tuple(range(machine.ranks)), phase) for phase in planner.phases(config)]
     lengths = default_lengths(config, prompt_tokens=None, mean_tokens=None)
-    job = JobReader(machine.device, shapes)(config, lengths, overrides=read_overrides(config.deepspeed_config))
-    memory = MemoryModel(job, device_bytes=machine.device_bytes, host_bytes=machine.host_bytes)
+    read = JobReader(machine.device, planner.shapes, planner.starts)
+    job = read(config, lengths, overrides=read_overrides(config.deepspeed_config))
+    memory = MemoryModel(job, device_bytes=machine.device_bytes, host_bytes=machine.host_bytes, exact=True)
     return list(memory(StepPlan.of(config, placement)).phases)
 
 
 class MemoryModel:
     """Estimates plans; what a search asks for again is computed once."""
 
-    def __init__(self, job: RLJob, *, device_bytes: float, host_bytes: float | None = None) -> None:
-        """Take what is computed, the memory of a rank's device, and its share of its host's (none: not known)."""
-        self._job = job
+    def __init__(
+        self, job: RLJob, *, device_bytes: float, host_bytes: float | None = None, exact: bool = False
+    ) -> None:
+        """Estimate plans of a job.
+
+        Args:
+            job: what is computed.
+            device_bytes: memory of a rank's device.
+            host_bytes: a rank's share of its host's; none: not known.
+            exact: measure each micro-batch, for few plans.
+        """
+        self._job, self._exact = job, exact
         self._device = Device(job.device, 1, device_bytes, host_bytes)
         self._engines: dict[tuple[object, ...], EngineMemory] = {}
         self._uses: dict[tuple[object, ...], MemoryUse] = {}
@@ -248,14 +259,18 @@ class MemoryModel:
         return self._uses[key]
 
     def _trained(self, role: RoleJob, engine: EngineMemory, batch: BatchShape) -> MemoryUse:
-        one, most = self._both()
         each = route_bytes(_shapes(role), self._job.config.rollout)[1] if role.name == "actor" else 0
         routes = MemoryUse(buffers=each * batch.rows * batch.length)
-        return routes + _between(engine.training(one), engine.training(most), batch.rows, most.rows)
+        return routes + self._at(engine.training, batch)
 
     def _read(self, role: RoleJob, engine: EngineMemory, batch: BatchShape) -> MemoryUse:
+        return self._at(engine.forward, batch)
+
+    def _at(self, use: Callable[[BatchShape], MemoryUse], batch: BatchShape) -> MemoryUse:
+        if self._exact:
+            return use(batch)
         one, most = self._both()
-        return _between(engine.forward(one), engine.forward(most), batch.rows, most.rows)
+        return _between(use(one), use(most), batch.rows, most.rows)
 
     def _batch(self, role: RoleJob, plan: StepPlan) -> BatchShape:
         job, place = self._job, plan.roles[role.name]

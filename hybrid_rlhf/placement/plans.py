@@ -51,7 +51,7 @@ class StepPlan:
 
     @classmethod
     def of(cls, config: RLConfig, placement: Placement) -> StepPlan:
-        """The plan that a config with its resolved placement is."""
+        """The plan that a config with its resolved placement is; what it leaves out is taken from the config."""
         rollout = config.rollout
         return cls(placement, rollout.policy_lag, rollout.offload_frozen, rollout.offload_states)
 

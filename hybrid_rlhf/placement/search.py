@@ -47,11 +47,16 @@ _SIMULATED = 6
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan with its predicted memory and, where it fits, its predicted time."""
+    """A plan with its predicted memory and, where it fits and its time can be predicted, that too."""
 
     plan: StepPlan
     memory: PlanMemory
     time: StepTime | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank has the memory for it."""
+        return self.memory.misfit is None
 
     @property
     def seconds(self) -> float:

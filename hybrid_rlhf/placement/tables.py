@@ -8,13 +8,13 @@ from typing import Any
 
 import yaml
 
-from hybrid_rlhf.configs.sections.placement import in_words
+from hybrid_rlhf.configs.sections.placement import CRITIC_COPY, READS_ACTOR, Placement, in_words, role_label
 from hybrid_rlhf.engines.residency.rules import residency_table
 from hybrid_rlhf.placement.costs import Costs
 from hybrid_rlhf.placement.curves import MachineCurves
 from hybrid_rlhf.placement.job import RLJob
 from hybrid_rlhf.placement.memory import MemoryModel
-from hybrid_rlhf.placement.plans import Cluster
+from hybrid_rlhf.placement.plans import Cluster, StepPlan
 from hybrid_rlhf.placement.schedule import PHASES
 from hybrid_rlhf.placement.search import STYLES, Candidate, Search, SearchResult
 
@@ -33,6 +33,8 @@ class PlacementAnswer:
     curves: MachineCurves
     cluster: Cluster
     result: SearchResult
+    configured: Candidate | None = None
+    """The plan that the config is; none: the planner places the roles, or there was no config to compare with."""
 
     @property
     def best(self) -> Candidate | None:
@@ -51,8 +53,11 @@ class PlacementAnswer:
             f"mean, prompts of {lengths.prompt_tokens:.0f}",
             f"{'plan':14}{head}",
         ]
+        if self.configured is not None:
+            style = self.configured.plan.placement.style
+            lines += [_line("configured", self.configured), f"  {style}: {self.why(self.configured)}"]
         for candidate in self.result.ranked:
-            lines += [_line(candidate), f"  {self.why(candidate)}"]
+            lines += [_line(candidate.plan.placement.style, candidate), f"  {self.why(candidate)}"]
         if self.best is not None:
             lines += ["", f"best plan: {self.best.plan.placement.style}", *_roles(self.best, self.job)]
             if self.cluster.ranks > 1:
@@ -65,14 +70,18 @@ class PlacementAnswer:
         """Why a plan is the best, or lost."""
         misfit, best = candidate.memory.misfit, self.best
         if misfit is not None:
-            phase = misfit.phase
+            phase, tried = misfit.phase, "by ranks, ZeRO, offloading and micro-batches alone"
             return (
-                f"does not fit: rank {misfit.ranks[0]}, {phase.name}, {phase.total / _GIB:.1f} of "
-                f"{phase.machine.device_bytes / _GIB:.1f} GiB, with all that saves memory"
+                f"does not fit {'as configured' if candidate is self.configured else tried}: rank {misfit.ranks[0]}, "
+                f"{phase.name}, {phase.total / _GIB:.1f} of {phase.machine.device_bytes / _GIB:.1f} GiB"
             )
-        assert candidate.time is not None and best is not None and best.time is not None
+        if candidate.time is None:
+            return "fits; times with a copy of the critic are not predicted"
         if candidate is best:
             return f"fits, and is the fastest of {self.result.evaluated} plans looked at"
+        if best is None or candidate.seconds <= best.seconds:
+            return "fits, and no plan looked at is faster"
+        assert best.time is not None
         slower = candidate.seconds / best.seconds - 1
         phases, others = candidate.time.phases, best.time.phases
         most = max(PHASES, key=lambda phase: phases.get(phase, 0.0) - others.get(phase, 0.0))
@@ -99,12 +108,22 @@ class PlacementAnswer:
             "mean_completion_tokens": self.job.lengths.mean_row - self.job.lengths.prompt_tokens,
             "prompt_tokens": self.job.lengths.prompt_tokens,
             "evaluated_plans": self.result.evaluated,
-            "plans": [{**_as_dict(each), "why": self.why(each)} for each in self.result.ranked],
+            "configured": None if self.configured is None else self._as_dict(self.configured),
+            "plans": [self._as_dict(each) for each in self.result.ranked],
         }
+
+    def _as_dict(self, candidate: Candidate) -> dict[str, Any]:
+        return {**_as_dict(candidate), "why": self.why(candidate)}
 
 
 def plan_placement(
-    job: RLJob, curves: MachineCurves, cluster: Cluster, *, device_bytes: float, host_bytes: float | None = None
+    job: RLJob,
+    curves: MachineCurves,
+    cluster: Cluster,
+    *,
+    device_bytes: float,
+    host_bytes: float | None = None,
+    configured: Placement | None = None,
 ) -> PlacementAnswer:
     """The plans for a job.
 
@@ -114,6 +133,7 @@ def plan_placement(
         cluster: its ranks.
         device_bytes: memory of a rank's device that a run may use.
         host_bytes: a rank's share of its host's memory; none: not known.
+        configured: the placement of the config, to be compared with the best ones.
     """
     found, styles = None, list(STYLES)
     for tokens in _micro_batches(job):
@@ -126,7 +146,14 @@ def plan_placement(
             break
         styles = [each.plan.placement.style for each in found.ranked if each.time is None or each.plan.offloads]
     assert found is not None
-    return PlacementAnswer(job, curves, cluster, found)
+    if configured is None:
+        return PlacementAnswer(job, curves, cluster, found)
+    memory = MemoryModel(job, device_bytes=device_bytes, host_bytes=host_bytes, exact=True)
+    plan = StepPlan.of(job.config, configured)
+    search = Search(Costs(job, curves, cluster), memory)
+    # the time with a copy of the critic is not predicted
+    own = Candidate(plan, memory(plan)) if CRITIC_COPY in plan.roles else search.evaluate(plan)
+    return PlacementAnswer(job, curves, cluster, found, own)
 
 
 def with_micro_batches(job: RLJob, tokens: int | None) -> RLJob:
@@ -146,20 +173,20 @@ def _micro_batches(job: RLJob) -> tuple[int | None, ...]:
     return (None, *(tokens for tokens in halves if tokens >= longest))
 
 
-def _line(candidate: Candidate) -> str:
-    style = candidate.plan.placement.style
+def _line(name: str, candidate: Candidate) -> str:
     memory = f"{candidate.memory.peak_bytes / _GIB:.2f}"
     if candidate.time is None:
-        return f"{style:14}" + f"{'-':>13}" * (len(PHASES) + 2) + f"{memory:>13}"
+        return f"{name:14}" + f"{'-':>13}" * (len(PHASES) + 2) + f"{memory:>13}"
     phases = [candidate.time.phases.get(phase, 0.0) for phase in PHASES]
     seconds = "".join(f"{value:>13.2f}" for value in (candidate.seconds, *phases))
-    return f"{style:14}{seconds}{candidate.time.idle_part:>13.0%}{memory:>13}"
+    return f"{name:14}{seconds}{candidate.time.idle_part:>13.0%}{memory:>13}"
 
 
 def _roles(candidate: Candidate, job: RLJob) -> list[str]:
     lines = [f"  {'role':20}{'ranks':>12}{'zero':>6}{'tensor parallel':>17}"]
     for name, role in candidate.plan.roles.items():
-        lines.append(f"  {name:20}{in_words(role.ranks):>12}{role.zero:>6}{role.tensor_parallel:>17}")
+        lines.append(f"  {role_label(name):20}{in_words(role.ranks):>12}{role.zero:>6}{role.tensor_parallel:>17}")
+    lines += [READS_ACTOR] * job.reads_own_reference
     for key, value in candidate.plan.settings().items():
         lines.append(f"  {key}: {str(value).lower()}")
     lines.append(f"  {'phase on ranks':28}" + f"{'GiB a rank':>12}  note")
@@ -173,7 +200,7 @@ def _as_dict(candidate: Candidate) -> dict[str, Any]:
     plan, time = candidate.plan, candidate.time
     found: dict[str, Any] = {
         "style": plan.placement.style,
-        "fits": time is not None,
+        "fits": candidate.fits,
         "roles": {
             name: {"ranks": in_words(role.ranks), "zero": role.zero, "tensor_parallel": role.tensor_parallel}
             for name, role in plan.roles.items()

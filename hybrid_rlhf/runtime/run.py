@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.atomic import write_whole
 from hybrid_rlhf.configs.parsing.command_line import read_config
 from hybrid_rlhf.configs.parsing.resuming import changed_keys
 from hybrid_rlhf.configs.sections.placement import Placement
@@ -31,6 +30,7 @@ from hybrid_rlhf.runtime.files.checkpoint_folder import (
 )
 from hybrid_rlhf.runtime.files.folder_lock import FolderLock
 from hybrid_rlhf.runtime.files.names import CONFIG_FILE, FINISHED_FILE, LOG_FILE
+from hybrid_rlhf.runtime.files.restoring import contents, restore
 from hybrid_rlhf.runtime.liveness.launcher import stop_with_launcher
 from hybrid_rlhf.runtime.liveness.signals import ignore_save_requests
 from hybrid_rlhf.runtime.liveness.watchdog import Watchdog
@@ -47,6 +47,7 @@ from hybrid_rlhf.runtime.observability.metrics import (
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 from hybrid_rlhf.runtime.observability.sinks.sink import EndState, TrackedRun, require_installed
 from hybrid_rlhf.runtime.observability.timers import Timers
+from hybrid_rlhf.runtime.product_backend import RECORD as PRODUCTS_FILE
 from hybrid_rlhf.runtime.product_backend import choose_product_backend
 from hybrid_rlhf.runtime.world import (
     World,
@@ -59,6 +60,8 @@ from hybrid_rlhf.runtime.world import (
 
 DATA_FILE = "data.json"
 """What became of the rows of the sources."""
+_START_FILES = (CONFIG_FILE, LOG_FILE, PRODUCTS_FILE, DATA_FILE)
+"""What a start may write before its loop."""
 _RESUME_MODES = ("never", "auto")
 """The values of `resume` that do not name a folder."""
 Callback = Callable[[int, Mapping[str, float]], object]
@@ -90,7 +93,7 @@ class Run:
     at_end: list[Callable[[Run, Ending], object]] = field(default_factory=list)
     """Called on rank 0 when the run ends, however it does."""
     in_loop: bool = False
-    """Whether the loop has begun: before it, a user's error leaves nothing in the folder."""
+    """Whether the loop has begun: before it, a user's error leaves the folder's files as they were."""
     _metrics: MetricsWriter | None = None
     _alerts: Alerts | None = None
     _has_ended: bool = False
@@ -207,6 +210,8 @@ def start_run(config: StepConfig, callbacks: Sequence[Callback] = ()) -> Iterato
     stop_with_launcher()
     with ignore_save_requests():
         world = init_world(timeout_seconds=config.faults.collective_timeout_seconds)
+        before: dict[str, bytes | None] = {}
+        run: Run | None = None
         try:
             resume = effective_resume(config, world)
             changed = _changed_if_finished(folder, config) if world.is_main else None
@@ -216,6 +221,7 @@ def start_run(config: StepConfig, callbacks: Sequence[Callback] = ()) -> Iterato
             failure = world.broadcast_object(_claim(folder, resume, lock, changed) if world.is_main else None)
             if failure is not None:
                 raise UserError(failure)
+            before = contents(folder, _START_FILES) if world.is_main else {}
             setup_logging(world, file=folder / LOG_FILE)
             initial_resume = _initial_resume(folder, config.resume)
             checkpoint = _checkpoint(folder, resume, initial_resume, world)
@@ -238,8 +244,12 @@ def start_run(config: StepConfig, callbacks: Sequence[Callback] = ()) -> Iterato
                     _alerts=alerts,
                 )
                 watchdog.on_end = lambda end_state, text: run.end(Ending(end_state, text))
-                with _ended(run), _config_restored_on_error(run):
+                with _ended(run):
                     yield run
+        except UserError:
+            if run is None or not run.in_loop:
+                restore(folder, before)
+            raise
         finally:
             close_log_file()
             lock.release()
@@ -271,20 +281,6 @@ def _ended(run: Run) -> Iterator[None]:
         run.end(Ending.of(error))
         raise
     run.end(Ending("finished"))
-
-
-@contextlib.contextmanager
-def _config_restored_on_error(run: Run) -> Iterator[None]:
-    """Restore the folder's config.yaml when a user's error ends the run before its loop: the next start is then new."""
-    file = run.folder / CONFIG_FILE
-    before = file.read_bytes() if run.world.is_main and file.exists() else None
-    try:
-        yield
-    except UserError:
-        if run.world.is_main and not run.in_loop:
-            with contextlib.suppress(OSError):  # the user's error is the one to report
-                file.unlink(missing_ok=True) if before is None else write_whole(file, before)
-        raise
 
 
 def effective_resume(config: StepConfig, world: World) -> str:

@@ -56,7 +56,7 @@ def test_plan_starts_no_step_whatever_the_line_says(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(train, "run_step", lambda *_: pytest.fail("a plan starts no step"))
-    monkeypatch.setattr("hybrid_rlhf.memory.report.planned_phases", lambda config, steps: (None, {}))
+    monkeypatch.setattr(plan, "planned_phases", lambda config, steps: (None, {}))
     monkeypatch.setattr(
         "hybrid_rlhf.memory.report.table", lambda planner, planned, steps, *, single: (["planned"], False)
     )

@@ -27,9 +27,9 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, A
     """The settings of each step that main starts; in a folder of its own, and nothing runs."""
     settings: list[dict[str, Any]] = []
 
-    def tee(command: list[str], log: Path) -> tuple[int, list[str]]:
+    def tee(command: list[str], log: Path, base: object) -> train.CommandEnd:
         settings.append(read_config(Path(command[-1])))
-        return 0, []
+        return train.CommandEnd(0, [])
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train, "tee", tee)
@@ -190,9 +190,9 @@ def test_the_settings_that_train_hands_to_a_step_are_read_by_it(
     """The demo's too, whose critic GRPO has none of, and the rate of adapters."""
     handed: list[Any] = []
 
-    def tee(command: list[str], log: Path) -> tuple[int, list[str]]:
+    def tee(command: list[str], log: Path, base: object) -> train.CommandEnd:
         handed.append(parse_config(RLConfig, command[command.index("--config") :]))
-        return 0, []
+        return train.CommandEnd(0, [])
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train, "tee", tee)

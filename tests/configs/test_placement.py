@@ -111,7 +111,7 @@ def test_tensor_parallelism_takes_the_place_of_the_stage_of_the_config() -> None
     assert found["reference"].groups == [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert found["actor"].zero == found["critic"].zero == 3
     assert {(4, 5, 6, 7), (0, 1), (6, 7)} < set(found.groups()) and (0,) not in found.groups()
-    assert "  judge      4-7    tensor parallel 4" in found.table()
+    assert "  reward: judge  4-7    tensor parallel 4" in found.table()
 
 
 def test_a_copy_of_the_critic_computes_values_where_completions_are_sampled() -> None:
@@ -120,7 +120,7 @@ def test_a_copy_of_the_critic_computes_values_where_completions_are_sampled() ->
     assert found.style == "separation" and found.sampler_shares_ranks and found.reference_beside_rewards is False
     assert [line.split() for line in found.table()[-2:]] == [
         ["0-1", "-", "-", "actor", "actor,", "critic"],
-        ["2-3", "sampler", "reference,", "judge", "critic_copy", "-"],
+        ["2-3", "sampler", "reference,", "reward:", "judge", "critic_copy", "-"],
     ]
     beside = resolved(
         {"reference": {"ranks": 0}, "judge": {"ranks": 1}, "critic": {"ranks": 0}, "critic_copy": {"ranks": 1}}, 2

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from hybrid_rlhf.cli import train
+from hybrid_rlhf.configs.pipeline import PipelineConfig
 from tests.support.faults import run_step
 from tests.support.runs import ENVIRONMENT, ROOT, pipeline_line, rl_line, run_python, sft_line
 
@@ -128,10 +130,9 @@ def test_json_is_all_that_is_on_standard_output(finished: tuple[Path, list[str],
     more = ["--steps", "sft", "--output_dir", str(tmp_path / "out"), "--data.sources", str(tmp_path / "bad.jsonl")]
     failed = run_python([*line, *more])
     assert failed.returncode == 2 and "bad.jsonl:1: a line must be JSON" in failed.stderr
-    assert json.loads(failed.stdout) == {
-        "error": "step sft failed with exit code 2",
-        "log": str(tmp_path / "out" / "logs" / "step1_sft.log"),
-    }
+    found = json.loads(failed.stdout)
+    assert found["error"].startswith("step sft: ") and "bad.jsonl:1: a line must be JSON" in found["error"]
+    assert found["log"] == str(tmp_path / "out" / "logs" / "step1_sft.log")
 
 
 def test_a_step_alone_prints_its_last_metrics_as_json(tmp_path: Path, model_folder: Path, pair_rows: Path) -> None:
@@ -208,13 +209,32 @@ def test_a_worker_that_dies_stops_the_others_and_is_named(model_folder: Path, pa
     assert "SIGKILL" in said or "exitcode: -9" in said.replace(" ", "").replace("exitcode:", "exitcode: ")
 
 
-def test_a_failing_step_is_reported_with_its_command_and_last_lines(model_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_users_mistake_in_a_step_is_one_line_and_exit_code_2(ranks: int, model_folder: Path, tmp_path: Path) -> None:
+    """torchrun itself ends with 1."""
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n{"prompt": \n')
-    done = run_python(pipeline_line(tmp_path / "out", model_folder, bad))
+    done = run_python([*pipeline_line(tmp_path / "out", model_folder, bad), "--launcher.num_processes", str(ranks)])
     assert done.returncode == 2
-    assert "step sft failed with exit code 2" in done.stderr
-    assert f"{bad}:2: a line must be JSON" in done.stderr and "Traceback" not in done.stderr
+    assert done.stderr.strip().startswith(f"error: step sft: {bad}:2: a line must be JSON")
+    assert done.stderr.strip().count("\n") == 0
+    assert not (tmp_path / "out" / "step1_sft" / "log.txt").exists()
+
+
+def test_a_failing_step_is_reported_with_its_command_first_error_and_last_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = "print('error: the first'); print('error: another'); [print(n) for n in range(30)]; raise SystemExit(7)"
+    monkeypatch.setattr(train, "launcher", lambda options: [sys.executable, "-c", code])
+    config, steps = train.pipeline(
+        PipelineConfig, ["--base_model", "M", "--output_dir", str(tmp_path), "--steps", "sft"]
+    )
+    with pytest.raises(SystemExit) as stopped:
+        train.run_step("sft", steps["sft"], config)
+    said = capsys.readouterr().err
+    log = tmp_path / "logs" / "step1_sft.log"
+    assert stopped.value.code == 7 and f"error: step sft failed with exit code 7: {sys.executable} -c" in said
+    assert f"first error of {log}:\n  error: the first\nlast lines of {log}:\n  10\n" in said
 
 
 MISTAKES = {

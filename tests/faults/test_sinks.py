@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from hybrid_rlhf.cli.train import tee
+from hybrid_rlhf.cli.train import CommandEnd, tee
 from hybrid_rlhf.runtime.files import json_lines as lines_module
 from hybrid_rlhf.runtime.files.json_lines import JsonLinesFile, drop_lines_after, read_lines
 from hybrid_rlhf.runtime.observability.metrics import MetricsWriter, StepDisplay, read_metrics
@@ -230,5 +230,5 @@ def test_a_pipeline_outlives_its_console_and_its_log(tmp_path: Path, monkeypatch
         os.close(reader)
         with os.fdopen(writer, "w") as closed:
             monkeypatch.setattr(sys, "stdout", closed)
-            assert tee(step, log) == (7, ["line 0\n", "line 1\n", "line 2\n"])
+            assert tee(step, log, os.environ) == CommandEnd(7, ["line 0\n", "line 1\n", "line 2\n"])
     assert (tmp_path / "log.txt").read_text() == "line 0\nline 1\nline 2\n"

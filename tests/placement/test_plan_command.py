@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -94,7 +95,90 @@ def test_what_does_not_fit_says_where_and_by_how_much(shape: str, capsys: pytest
     words = ["--base_model", shape, "--steps", "rl", "--machine", "4090", "--ranks", "1"]
     long = ["--rl.rollout.max_prompt_tokens", "300000", "--rl.train.micro_batch_tokens", "600000"]
     text, code = printed([*words, *long], capsys)
-    assert code == 1 and "does not fit: rank 0, " in text and " of 21.6 GiB" in text
+    assert code == 1 and "does not fit by ranks, ZeRO, offloading and micro-batches alone: rank 0, " in text
+    assert "rl does not fit as configured (" in text and " of 21.6 GiB" in text
+
+
+def test_what_other_settings_make_fit_is_not_said_to_fit_in_no_way(
+    shape: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Gradient checkpointing suffices, which the planner does not choose."""
+    words = ["--base_model", shape, "--steps", "rl", "--machine", "4090", "--ranks", "1"]
+    rows = ["--rl.train.micro_batch_size", "64", "--rl.model.gradient_checkpointing", "false"]
+    text, code = printed([*words, *rows], capsys)
+    assert code == 1 and "it fits with --rl.model.gradient_checkpointing true" in text
+    assert "\nflattening " in text and "  does not fit by ranks, ZeRO, offloading and micro-batches alone: " in text
+    assert "with all that saves memory" not in text
+
+
+PLACEMENTS = {
+    "null": "flattening",
+    "separation": "separation",
+    "{sampler: {ranks: 3, tensor_parallel: 1}, actor: {ranks: 0-2}}": "hybrid",
+    "{style: separation, critic_copy: {tensor_parallel: 1}}": "separation",
+}
+
+
+@pytest.mark.parametrize("given", PLACEMENTS)
+def test_the_configured_placement_is_the_first_row(given: str, shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--base_model", shape, "--steps", "rl", "--machine", "h100", "--ranks", "4", "--rl.placement", given]
+    text, code = printed(words, capsys)
+    lines = text.splitlines()
+    row = next(place for place, line in enumerate(lines) if line.startswith("plan  ")) + 1
+    assert code == 0 and lines[row].startswith("configured ") and lines[row + 1].startswith(f"  {PLACEMENTS[given]}: ")
+    found = json.loads(printed([*words, "--json"], capsys)[0])
+    own = found["rl"]["configured"]
+    assert own["style"] == PLACEMENTS[given] and own["fits"] and own["why"] in lines[row + 1]
+    assert ("step_seconds" in own) == ("critic_copy" not in given), "its time is not predicted"
+    ranks = {each["ranks"] for each in found["memory"]}
+    apart = {"0-2", "3"} if "0-2" in given else {"0-1", "2-3"}
+    assert ranks == ({None} if given == "null" else apart), "the memory is that of the placement, not of flattening"
+    peaks = [max(each["total"] for each in found["memory"]), max(each["bytes"] for each in own["memory_bytes"])]
+    assert peaks[0] == pytest.approx(peaks[1])
+
+
+def test_the_planners_placement_decides_whether_a_plan_fits(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Flattening with the configured micro-batches does not fit; the best plan does."""
+    words = ["--base_model", shape, "--steps", "rl", "--machine", "4090", "--ranks", "2"]
+    rows = ["--rl.train.micro_batch_tokens", "65536", "--rl.algorithm.mini_batches", "1"]
+    text, code = printed([*words, *rows], capsys)
+    assert code == 1 and "  flattening: does not fit as configured: rank 0, actor training, " in text
+    assert re.search(r"rl does not fit as configured \(.*actor training.*\): it fits with --rl", text)
+    best = re.search(r"rl also fits under the best plan below, (\w+)", text)
+    assert best is not None and f"best plan: {best[1]}" in text
+    auto, code = printed([*words, *rows, "--rl.placement", "auto", "--json"], capsys)
+    found = json.loads(auto)
+    assert code == 0 and found["fits"] and found["rl"]["configured"] is None
+    of_best = [each["bytes"] for each in found["rl"]["plans"][0]["memory_bytes"]]
+    assert [each["total"] for each in found["memory"]] == of_best
+    alone = ["--plan", "true", "--plan_ranks", "2", "--plan_device_gib", "80", "--rl.placement", "auto"]
+    with pytest.raises(SystemExit):
+        main(["train", "--base_model", shape, "--steps", "rl", *alone])
+    assert "placement auto: the memory of rl is that of flattening" in capsys.readouterr().out
+
+
+WRONG = {
+    "{reward: {ranks: 4}}": "placement.model.ranks must be below the number of ranks, 4, got 4",
+    "{sampler: {ranks: 2-3}, actor: {ranks: 0-2}}": "placement.sampler has ranks of its own, got 2 of the actor's too",
+    "{reward: {ranks: 0-2, tensor_parallel: 2}}": "must divide the 3 ranks of the model, got 2: use one of 1, 3",
+    "{reward: {ranks: 0, tensor_parallel: 2}}": "must divide the 1 rank of the model, got 2: use 1, or more ranks",
+    "{sampler: {ranks: 0-3}}": "placement.actor needs ranks",
+}
+
+
+@pytest.mark.parametrize("given", WRONG)
+def test_a_wrong_placement_is_one_line_of_a_plan(given: str, shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    step = ["--base_model", shape, "--rl.placement", given, "--steps"]
+    lines = [["plan", *step, "rl", "--machine", "h100", "--ranks", "4"]]
+    lines += [["train", *step, "rl", "--plan", "true", "--plan_ranks", "4"]]
+    lines += [["train", *step, "reward,rl", "--launcher.num_processes", "4", "--output_dir", f"{shape}/none"]]
+    for line in lines[: 2 if "ranks: 4" in given else 3]:  # the launcher's check names its ranks
+        with pytest.raises(SystemExit) as stopped:
+            main(line)
+        error = capsys.readouterr().err
+        assert stopped.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1
+        assert WRONG[given] in error
+    assert not Path(shape, "none").exists(), "no rank has started"
 
 
 def test_smaller_micro_batches_make_room(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,7 +221,9 @@ def test_a_section_of_the_launcher_is_an_option_of_the_plan(shape: str, capsys: 
 
 def test_a_step_that_does_not_fit_is_advised_in_its_own_keys(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
     text, code = printed(["sft", "--model.path", shape, "--plan_device_gib", "3.5"], capsys)
-    assert code == 1 and "sft fits with --" in text and "--sft." not in text
+    assert (
+        code == 1 and "sft does not fit as configured (SFT training): it fits with --" in text and "--sft." not in text
+    )
 
 
 def test_a_file_of_several_steps_needs_the_name_of_one(

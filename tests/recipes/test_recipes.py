@@ -19,11 +19,11 @@ import pytest
 import yaml
 
 from hybrid_rlhf.cli import train
+from hybrid_rlhf.cli.machine import plan
 from hybrid_rlhf.configs.inference import EvaluateConfig
 from hybrid_rlhf.configs.parsing.command_line import parse_config, save_config
 from hybrid_rlhf.configs.pipeline import FOLDERS, STEP_NAMES, PipelineConfig
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.memory.report import planned_phases
 from hybrid_rlhf.placement.machines.datasheets import DATA_SHEETS
 from tests.support.documents import undocumented_metrics
 from tests.support.generation import wait_until
@@ -105,7 +105,7 @@ def test_a_recipe_fits_its_machine(file: Path, tmp_path: Path) -> None:
     given = dict(re.findall(r"--(machine|ranks) ([\w-]+)", header(file)["plan"]))
     gib = DATA_SHEETS[given["machine"]].device_gib
     words = ["--config", str(keys), "--plan", "true", "--plan_device_gib", str(gib), "--plan_ranks", given["ranks"]]
-    planner, planned = planned_phases(*train.pipeline(PipelineConfig, words))
+    planner, planned = plan.planned_phases(*train.pipeline(PipelineConfig, words))
     phases = [phase for of_step in planned.values() for phase in of_step]
     assert all(phase.fits for phase in phases), phases
     most = max(phases, key=lambda phase: phase.total)

@@ -14,10 +14,10 @@ import yaml
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.placement import Placement, resolve_placement
+from hybrid_rlhf.configs.sections.placement import READS_ACTOR, Placement, resolve_placement
 from hybrid_rlhf.memory.plan import GPU_RESERVE_GIB, Device
 from hybrid_rlhf.memory.remedies import with_settings
-from hybrid_rlhf.rl.roles.placing import placed_roles
+from hybrid_rlhf.rl.roles.placing import log_placement
 from hybrid_rlhf.rl.roles.room import PlacedPlanner, misfit, require_room
 from hybrid_rlhf.runtime.world import World
 
@@ -36,13 +36,13 @@ def config_of(model: Path, placement: str | None, *more: str) -> RLConfig:
 
 
 def placed(config: RLConfig, ranks: int) -> Placement:
-    return resolve_placement(config.placement, placed_roles(config, has_reference=True), ranks=ranks)
+    return resolve_placement(config.placement, config.placed_roles(), ranks=ranks)
 
 
 def needed(config: RLConfig, ranks: int) -> dict[str, float]:
     """The most that each rank needs, had memory no end."""
     found: dict[str, float] = {}
-    planner = PlacedPlanner(Device(GPU, ranks, PLENTY), has_reference=True)
+    planner = PlacedPlanner(Device(GPU, ranks, PLENTY))
     for each in planner.memory(config, placed(config, ranks)):
         for rank in each.ranks:
             found[str(rank)] = max(found.get(str(rank), 0.0), each.phase.total)
@@ -90,6 +90,19 @@ def test_tensor_parallelism_of_a_frozen_role_takes_its_part_of_the_memory(model_
     whole = needed(config_of(model_folder, "{critic: {ranks: 0}, actor: {ranks: 0}, reward: {ranks: 1}}"), 2)
     split = needed(config_of(model_folder, "{critic: {ranks: 0}, actor: {ranks: 0}, reward: {tensor_parallel: 2}}"), 2)
     assert split["1"] < whole["1"] and split["0"] > whole["0"]
+
+
+def test_ranks_of_roles_are_logged_where_there_are_several(model_folder: Path, log_lines: list[str]) -> None:
+    plain, lora = config_of(model_folder, None), config_of(model_folder, None, "--actor.lora.rank", "4")
+    one, two = (World(0, ranks, 0, ranks, torch.device("cpu")) for ranks in (1, 2))
+    log_placement(plain, placed(plain, 1), one)
+    assert not log_lines
+    log_placement(plain, placed(plain, 2), two)
+    assert log_lines[0] == "placement: flattening" and any("  reward: model  0-1 " in line for line in log_lines)
+    assert any(line.startswith("  reference ") for line in log_lines) and READS_ACTOR not in log_lines
+    log_lines.clear()
+    log_placement(lora, placed(lora, 2), two)
+    assert READS_ACTOR in log_lines and not any(line.startswith("  reference ") for line in log_lines)
 
 
 def test_a_named_placement_is_refused_at_start_and_a_run_without_one_is_warned(

@@ -21,11 +21,13 @@ from hybrid_rlhf.configs.parsing.command_line import save_config
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.runtime.files.checkpoint_folder import newest_complete, write_manifest
 from hybrid_rlhf.runtime.files.durable import checksum
+from hybrid_rlhf.runtime.files.folder_lock import LOCK_FILE
+from hybrid_rlhf.runtime.files.names import CONFIG_FILE, LOG_FILE
 from hybrid_rlhf.runtime.liveness.signals import SignalRequests, forward_signals
 from hybrid_rlhf.runtime.observability.metrics import MetricsWriter, StepDisplay, format_value, read_metrics
 from hybrid_rlhf.runtime.observability.samples import SampleLog
 from hybrid_rlhf.runtime.observability.timers import Timers, peak_memory_gib
-from hybrid_rlhf.runtime.run import start_run
+from hybrid_rlhf.runtime.run import DATA_FILE, start_run
 from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.ranks import run_ranks
 from tests.support.runs import sft_config
@@ -241,6 +243,23 @@ def test_an_error_before_the_loop_restores_the_config(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("seed: 1\n")
     start("auto")
     assert (tmp_path / "config.yaml").read_text() == "seed: 1\n", "the same when it resumes"
+
+
+def test_an_error_before_the_loop_leaves_the_files_of_the_folder_as_they_were(tmp_path: Path) -> None:
+    def start(resume: str) -> None:
+        with pytest.raises(UserError, match="an error"), start_run(sft_config(tmp_path, resume)):
+            assert (tmp_path / LOG_FILE).exists()
+            (tmp_path / DATA_FILE).write_text("{}")
+            raise UserError("an error")
+
+    start("never")
+    assert {path.name for path in tmp_path.iterdir()} <= {LOCK_FILE}
+    (tmp_path / CONFIG_FILE).write_text("seed: 1\n")
+    (tmp_path / DATA_FILE).write_text('{"rows": 1}')
+    (tmp_path / LOG_FILE).write_text("an older line\n")
+    start("auto")
+    assert (tmp_path / DATA_FILE).read_text() == '{"rows": 1}'
+    assert (tmp_path / LOG_FILE).read_text().startswith("an older line\n"), "the log of a run that resumes goes on"
 
 
 def test_a_save_request_outside_the_loop_is_ignored(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """`hybrid-rlhf plan`: the memory of each phase of `hybrid-rlhf train`, and the fastest placement of the roles of RL.
 
 `plan sft`, `plan reward`, `plan preference` and `plan rl` take the line of that command in place of `train`'s; a config
-file whose keys only one of them has needs no such word. `train --plan` prints the memory alone. Times need curves of
+file whose keys only one of them has needs no such word. `train --plan` prints the memory alone. Both resolve
+`rl.placement`: the first row of the table of placements is the configured one. Times need curves of
 the machine: those that `hybrid-rlhf calibrate` measured on this one, or of a data sheet (`--machine h100`).
 """
 
@@ -18,17 +19,19 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.files.reading import parse_yaml, read_text
 from hybrid_rlhf.configs.parsing.command_line import parse_config, user_errors
 from hybrid_rlhf.configs.parsing.output import print_result
-from hybrid_rlhf.configs.pipeline import PlanConfig
+from hybrid_rlhf.configs.pipeline import PipelineConfig, PlanConfig
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.placement import is_automatic, resolve_placement
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.configs.sft import SFTConfig
 
 if TYPE_CHECKING:
-    from hybrid_rlhf.memory.plan import PhaseMemory, Planner
+    from hybrid_rlhf.memory.plan import PhaseMemory
     from hybrid_rlhf.placement.curves import MachineCurves
     from hybrid_rlhf.placement.tables import PlacementAnswer
+    from hybrid_rlhf.rl.roles.room import PlacedPlanner
 
 _NO_CURVES = "times are not predicted: run hybrid-rlhf calibrate first, or name a machine, for example --machine h100"
 
@@ -43,7 +46,8 @@ _OWN = ("machine", "ranks", "hosts", "link_gib_per_second", "prompt_tokens", "co
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
-    """Print the plan of the line that `train` would run; exit code 1 if a phase does not fit."""
+    """Print the plan of the line that `train` would run; exit code 1 if it does not fit as configured, or under
+    `placement: auto` if no placement fits."""
     with user_errors():
         words = list(sys.argv[1:] if argv is None else argv)
         name = words.pop(0) if words and words[0] in _STEPS else _step_of_files(words)
@@ -51,18 +55,38 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
             config, steps = train.pipeline(PlanConfig, [*words, "--plan=true"], prog=prog)
         else:
             config, steps = _single(name, words, prog=prog)
-        from hybrid_rlhf.memory.report import planned_phases, table
+        from hybrid_rlhf.memory.report import table
 
-        here = _as_configured(config)
-        planner, planned = planned_phases(here, steps)
+        planner, planned = planned_phases(_as_configured(config), steps)
         answer = _placement(config, steps["rl"], planner) if "rl" in planned else None
+        if answer is not None and answer.configured is None:
+            from hybrid_rlhf.rl.roles.room import named_phases
+
+            planned["rl"] = named_phases(answer.result.ranked[0].memory.phases, ranks=answer.cluster.ranks)
         lines, fits = table(planner, planned, steps, single=name is not None)
         if "rl" in planned:
             key = "placement" if name is not None else "rl.placement"
+            if answer is not None and answer.best is not None and not all(phase.fits for phase in planned["rl"]):
+                lines.append(f"  rl also fits under the best plan below, {answer.best.plan.placement.style}")
             lines += ["", *([_NO_CURVES] if answer is None else answer.lines(key))]
         document = {"fits": fits, "memory": _memory(planned), "rl": None if answer is None else answer.to_dict()}
         print_result(document, "\n".join(lines))
         sys.exit(0 if fits else 1)
+
+
+def planned_phases(
+    config: PipelineConfig, steps: Mapping[str, Any]
+) -> tuple[PlacedPlanner, dict[str, list[PhaseMemory]]]:
+    """The planner of a pipeline, and the phases of each step that would run.
+
+    Raises:
+        UserError: for a placement that the ranks do not have, or that does not fit the other settings.
+    """
+    from hybrid_rlhf.memory.report import starts_of, this_machine
+    from hybrid_rlhf.rl.roles.room import PlacedPlanner
+
+    planner = PlacedPlanner(this_machine(config), starts=starts_of(steps))
+    return planner, {name: planner.phases(steps[name]) for name in config.step_names}
 
 
 def _single(name: str, words: Sequence[str], *, prog: str | None) -> tuple[PlanConfig, dict[str, Any]]:
@@ -111,7 +135,7 @@ def _as_configured(config: PlanConfig) -> PlanConfig:
     return replace(config, machine="this", link_gib_per_second=None, plan_device_gib=gib)
 
 
-def _placement(config: PlanConfig, rl: Any, planner: Planner) -> PlacementAnswer | None:
+def _placement(config: PlanConfig, rl: RLConfig, planner: PlacedPlanner) -> PlacementAnswer | None:
     """The placements of the RL step; none without curves of the machine."""
     curves = _curves(config)
     machine = planner.machine
@@ -132,7 +156,17 @@ def _placement(config: PlanConfig, rl: Any, planner: Planner) -> PlacementAnswer
         rl, lengths, overrides=read_overrides(rl.deepspeed_config)
     )
     cluster = Cluster(machine.ranks, machine.ranks // hosts)
-    return plan_placement(job, curves, cluster, device_bytes=machine.device_bytes, host_bytes=machine.host_bytes)
+    configured = None
+    if not is_automatic(rl.placement):
+        configured = resolve_placement(rl.placement, rl.placed_roles(), ranks=machine.ranks)
+    return plan_placement(
+        job,
+        curves,
+        cluster,
+        device_bytes=machine.device_bytes,
+        host_bytes=machine.host_bytes,
+        configured=configured,
+    )
 
 
 def _curves(config: PlanConfig) -> MachineCurves | None:
@@ -148,7 +182,8 @@ def _curves(config: PlanConfig) -> MachineCurves | None:
 def _memory(planned: Mapping[str, Sequence[PhaseMemory]]) -> list[dict[str, Any]]:
     """The memory plan for programs, in bytes."""
     return [
-        {"step": name, "phase": phase.name, "fits": phase.fits, "total": phase.total, **asdict(phase.need)}
+        {"step": name, "phase": phase.name, "ranks": phase.ranks or None, "fits": phase.fits, "total": phase.total}
+        | asdict(phase.need)
         for name, phases in planned.items()
         for phase in phases
     ]

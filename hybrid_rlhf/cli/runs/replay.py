@@ -51,7 +51,7 @@ def _replay(config: ReplayConfig) -> None:
         settings = scratch / "replay.yaml"
         save_config(dataclasses.replace(config, scratch=folder), settings)
         command = [*train.launcher(LauncherConfig(num_processes=ranks)), _MODULE, "--config", str(settings)]
-        code, _ = train.tee(command, scratch / "log.txt", recorded.environment)
+        code = train.tee(command, scratch / "log.txt", recorded.environment).code
         if not (scratch / _RESULT).exists():
             error = f"the replay ended with exit code {code} and no result, see the lines above"
             print_result({"error": error}, f"error: {error}")

@@ -46,6 +46,9 @@ from hybrid_rlhf.configs.parsing.values import check_values, is_text
 from hybrid_rlhf.configs.sections.rules import marks_of
 
 ConfigT = TypeVar("ConfigT")
+ERROR_FILE = "HYBRID_RLHF_ERROR_FILE"
+"""Environment variable with a file that a process writes a user's mistake to, for a command that started it: a launcher
+in between may end with another exit code."""
 
 
 def parse_config(
@@ -183,24 +186,29 @@ def flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
     """Turn a user's mistake, or a disk's fault, into one line on stderr, or JSON on stdout, and exit code 2."""
+    file = os.environ.pop(ERROR_FILE, None)  # not for the processes that this one starts
     try:
         yield
     except UserError as error:
-        _stop(str(error), every_rank=isinstance(error, RankError))
+        _stop(str(error), file, every_rank=isinstance(error, RankError))
     except OSError as error:
         if disk_fault(error) is None:
             raise
-        _stop(str(disk_fault(error)), every_rank=True)
+        _stop(str(disk_fault(error)), file, every_rank=True)
 
 
-def _stop(message: str, *, every_rank: bool) -> NoReturn:
+def _stop(message: str, file: str | None, *, every_rank: bool) -> NoReturn:
     # Every rank meets the same mistake, and one per host reports it.
     if every_rank or os.environ.get("LOCAL_RANK", "0") == "0":
         rank = f"rank {os.environ.get('RANK')}: " if every_rank and os.environ.get("WORLD_SIZE", "1") != "1" else ""
+        line = f"{rank}{redacted(message)}"
+        if file is not None:
+            with contextlib.suppress(OSError), Path(file).open("x", encoding="utf-8") as place:  # the first rank's
+                place.write(line)
         if wants_json():
-            print_document({"error": f"{rank}{redacted(message)}"})
+            print_document({"error": line})
         else:
-            print(f"error: {rank}{redacted(message)}", file=sys.stderr, flush=True)
+            print(f"error: {line}", file=sys.stderr, flush=True)
     sys.exit(2)
 
 

@@ -71,6 +71,13 @@ class ZeroConfig:
         )
 
 
+def frozen_zero(sibling: ZeroConfig) -> ZeroConfig:
+    """How a frozen model shards: not at all, or like the model beside it under ZeRO-3."""
+    if sibling.stage < 3:
+        return ZeroConfig()
+    return ZeroConfig(stage=3, offload_parameters=sibling.offload_parameters)
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """When checkpoints are written, and which are kept; SIGTERM and SIGUSR1 request one too."""

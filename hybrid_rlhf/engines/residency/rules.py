@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, Self
 
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.placement import CRITIC_COPY, Placement, RolePlacement, ZeroStage, aligned
+from hybrid_rlhf.configs.sections.placement import CRITIC_COPY, Placement, RolePlacement, ZeroStage, aligned, role_label
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.training import ZeroConfig
 
@@ -188,7 +188,7 @@ def residency_table(roles: Mapping[str, RoleResidency]) -> list[str]:
         alike: dict[tuple[Place, ...], list[str]] = {}
         for part, places in residency.places.items():
             alike.setdefault(places, []).append(part)
-        rows += [(name, ", ".join(parts), *places) for places, parts in alike.items()]
+        rows += [(role_label(name), ", ".join(parts), *places) for places, parts in alike.items()]
     return aligned(rows)
 
 

@@ -10,7 +10,6 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.placement import in_words
 from hybrid_rlhf.memory.plan import AnyStep, Planner, own_device
-from hybrid_rlhf.memory.shapes import Shapes
 from hybrid_rlhf.models.pretrained.folders import first_line
 from hybrid_rlhf.placement.memory import RankMemory, placed_memory
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
@@ -49,11 +48,11 @@ def memory_by_phase(run: Run) -> list[dict[str, Any]]:
 
 def _planned(run: Run) -> Sequence[RankMemory]:
     world = run.world
-    machine = own_device(world.size, local=world.local_size)
+    planner = Planner(own_device(world.size, local=world.local_size))
     if run.placed is not None:
         config, placement = run.placed
-        return placed_memory(cast(RLConfig, config), placement, machine, Shapes())
+        return placed_memory(cast(RLConfig, config), placement, planner)
     if isinstance(run.config, RLConfig):
         return []
-    phases = Planner(machine).phases(cast(AnyStep, run.config))
+    phases = planner.phases(cast(AnyStep, run.config))
     return [RankMemory(tuple(range(world.size)), phase) for phase in phases]

@@ -191,7 +191,8 @@ class PlacementWatch:
         if best is None:
             why = self.answer.why(self.answer.result.ranked[0])
             raise UserError(
-                f"placement auto needs a placement that fits, the nearest {why}: use more ranks, or a smaller model"
+                f"placement auto needs a placement that fits, the nearest {why}: use more ranks, a smaller model, "
+                "or settings that hybrid-rlhf plan names"
             )
         self.build_seconds = 0.0
         """Which building the engines has taken; the run sets it."""

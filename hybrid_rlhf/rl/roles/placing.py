@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from hybrid_rlhf.configs.rl import RLConfig, frozen_zero
-from hybrid_rlhf.configs.sections.placement import PlacedRoles, Placement, resolve_placement
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.placement import READS_ACTOR, Placement, resolve_placement
 from hybrid_rlhf.engines.residency.rules import ResidencyRules, RoleResidency, residency_table
 from hybrid_rlhf.loop.setup import resolve
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
@@ -22,7 +22,7 @@ def place_roles(config: RLConfig, run: Run, actor_path: str) -> Placement:
     Raises:
         UserError: for a placement that the run's ranks do not have, or that its roles do not fit.
     """
-    placed = placed_roles(config, has_reference=reference_path_of(config, run, actor_path) is not None)
+    placed = config.placed_roles(has_reference=reference_path_of(config, run, actor_path) is not None)
     placement = resolve_placement(config.placement, placed, ranks=run.world.size)
     create_groups(placement.groups())
     keep_groups(placement.groups())
@@ -30,33 +30,17 @@ def place_roles(config: RLConfig, run: Run, actor_path: str) -> Placement:
 
 
 def log_placement(config: RLConfig, placement: Placement, world: World) -> None:
-    """Log where the roles are, and where their memory is in each phase, if the user places them."""
-    if config.placement is None or not world.is_main:
+    """Log where the roles are, and where their memory is in each phase; on one rank only if the user places them."""
+    if not world.is_main or (config.placement is None and world.size == 1):
         return
-    for line in (*placement.table(), *residency_table(residency_of(config, placement, world))):
+    note = [READS_ACTOR] if config.uses_reference and "reference" not in placement.roles else []
+    for line in (*placement.table(), *note, *residency_table(residency_of(config, placement, world))):
         logger.info("%s", line)
 
 
 def residency_of(config: RLConfig, placement: Placement, world: World) -> dict[str, RoleResidency]:
     """Where the memory of each role is."""
     return ResidencyRules.of(config, cuda=world.device.type == "cuda").roles(placement)
-
-
-def placed_roles(config: RLConfig, *, has_reference: bool) -> PlacedRoles:
-    """What a step has to place; `has_reference`: the reference is a model of its own."""
-    zero = {"actor": config.actor.zero.stage}
-    zero |= {"critic": config.critic_zero.stage} if config.critic is not None else {}
-    zero |= {"reference": frozen_zero(config.actor.zero).stage} if has_reference else {}
-    models = [component.label for component in config.reward.named if component.model is not None]
-    zero |= dict.fromkeys(models, frozen_zero(config.critic_zero).stage)
-    return PlacedRoles(
-        zero,
-        tensor_parallel=config.rollout.tensor_parallel,
-        policy_lag=config.rollout.policy_lag,
-        shares_base=config.critic is not None and config.critic.share_base,
-        reads_actor=config.uses_reference and not has_reference,
-        refreshes_reference=has_reference and bool(config.reference.refresh_every),
-    )
 
 
 def reference_path_of(config: RLConfig, run: Run, actor_path: str) -> str | None:

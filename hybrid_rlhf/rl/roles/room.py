@@ -8,17 +8,17 @@ length. Without a placement in the config a run that may not fit is only warned,
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.placement import Placement, in_words, resolve_placement
-from hybrid_rlhf.memory.plan import Device, PhaseMemory, own_device
+from hybrid_rlhf.configs.sections.placement import Placement, in_words, is_automatic, resolve_placement
+from hybrid_rlhf.memory.plan import AnyStep, Device, PhaseMemory, Planner, own_device
 from hybrid_rlhf.memory.remedies import remedy
 from hybrid_rlhf.memory.shapes import Shapes
 from hybrid_rlhf.placement.memory import RankMemory, placed_memory
-from hybrid_rlhf.rl.roles.placing import placed_roles
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.world import World, shared_user_errors
 
@@ -46,7 +46,7 @@ def require_room(config: RLConfig, placement: Placement, world: World) -> None:
 
 def misfit(config: RLConfig, placement: Placement, machine: Device) -> str | None:
     """The phase that exceeds its memory most, and what would fit; none where everything fits."""
-    planner = PlacedPlanner(machine, has_reference="reference" in placement.roles)
+    planner = PlacedPlanner(machine)
     misfits = [each for each in planner.memory(config, placement) if not each.phase.fits]
     if not misfits:
         return None
@@ -63,26 +63,38 @@ def misfit(config: RLConfig, placement: Placement, machine: Device) -> str | Non
 
 @dataclass(frozen=True)
 class PlacedPlanner:
-    """Estimates a step under its own placement, on one machine."""
+    """Estimates steps on one machine; a step of RL under its own placement."""
 
     machine: Device
-    has_reference: bool
-    """Whether the reference is a model of its own."""
     shapes: Shapes = field(default_factory=Shapes)
+    starts: dict[str, str] = field(default_factory=dict)
+    """See Planner."""
 
-    def phases(self, config: RLConfig) -> list[PhaseMemory]:
-        """The phases of all ranks.
+    def phases(self, config: AnyStep) -> list[PhaseMemory]:
+        """The phases of a step on all ranks; of `placement: auto`, whose ranks are not known yet, under flattening.
 
         Raises:
-            UserError: when the config's placement does not fit its other settings.
+            UserError: when the config's placement does not fit its other settings, or the number of ranks.
         """
-        placed = placed_roles(config, has_reference=self.has_reference)
-        placement = resolve_placement(config.placement, placed, ranks=self.machine.ranks)
-        return [each.phase for each in self.memory(config, placement)]
+        if not isinstance(config, RLConfig) or is_automatic(config.placement):
+            return self._planner.phases(config)
+        placement = resolve_placement(config.placement, config.placed_roles(), ranks=self.machine.ranks)
+        return named_phases(self.memory(config, placement), ranks=self.machine.ranks)
 
     def memory(self, config: RLConfig, placement: Placement) -> list[RankMemory]:
         """The memory of each phase on each rank."""
-        return placed_memory(config, placement, self.machine, self.shapes)
+        return placed_memory(config, placement, self._planner)
+
+    @property
+    def _planner(self) -> Planner:
+        return Planner(self.machine, self.shapes, self.starts)
+
+
+def named_phases(memory: Iterable[RankMemory], *, ranks: int) -> list[PhaseMemory]:
+    """The phases with their ranks, if these are not all of a run's."""
+    return [
+        each.phase if len(each.ranks) == ranks else replace(each.phase, ranks=in_words(each.ranks)) for each in memory
+    ]
 
 
 def _excess(phase: PhaseMemory) -> tuple[float, str, float]:

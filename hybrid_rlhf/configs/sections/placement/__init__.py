@@ -18,17 +18,20 @@ from hybrid_rlhf.configs.sections.placement.given import (
 from hybrid_rlhf.configs.sections.placement.resolving import resolve_placement
 from hybrid_rlhf.configs.sections.placement.roles import (
     CRITIC_COPY,
+    READS_ACTOR,
     PlacedRoles,
     Placement,
     RolePlacement,
     ZeroStage,
     aligned,
     in_words,
+    role_label,
 )
 
 __all__ = [
     "AUTO",
     "CRITIC_COPY",
+    "READS_ACTOR",
     "STYLES",
     "PlacedRoles",
     "Placement",
@@ -42,4 +45,5 @@ __all__ = [
     "is_automatic",
     "last_ranks",
     "resolve_placement",
+    "role_label",
 ]

@@ -101,8 +101,9 @@ def _filled(
         count = len(free) if "actor" in own else ranks // 2 // together * together
         require(
             0 < count < ranks and count % together == 0,
-            f"placement separation needs {together} ranks for a tensor-parallel sampler beside the actor's, got "
-            f"{ranks} ranks: start more, or name placement.sampler.ranks",
+            f"placement separation needs {_ranks_in_words(together)} for a "
+            f"{'tensor-parallel ' * (together > 1)}sampler beside the actor's, got {_ranks_in_words(ranks)}: start "
+            "more, or name placement.sampler.ranks",
         )
         sampler = tuple(free[len(free) - count :])
     found = {} if sampler is None else {"sampler": sampler}
@@ -149,10 +150,11 @@ def _check(placement: Placement, placed: PlacedRoles) -> None:
         _check_with_actor(placement, placed)
     for name, role in placement.roles.items():
         count, who = len(role.ranks), "sampler" if role is sampler else name
+        known = [str(size) for size in range(1, count + 1) if count % size == 0]
         require(
             count % role.tensor_parallel == 0,
-            f"tensor parallelism must divide the {count} ranks of the {who}, got {role.tensor_parallel}: use one of "
-            f"{', '.join(str(n) for n in range(1, count + 1) if count % n == 0)}",
+            f"tensor parallelism must divide the {_ranks_in_words(count)} of the {who}, got {role.tensor_parallel}: "
+            f"use {'one of ' * (count > 1)}{', '.join(known)}{', or more ranks' * (count == 1)}",
         )
     for name in placed.frozen:
         require(
@@ -187,6 +189,10 @@ def _check(placement: Placement, placed: PlacedRoles) -> None:
             "rollout.async_sampling samples while the critic trains, got both on ranks "
             f"{in_words(shared)} in placement: name others for placement.critic",
         )
+
+
+def _ranks_in_words(count: int) -> str:
+    return f"{count} rank{'s' * (count != 1)}"
 
 
 def _check_with_actor(placement: Placement, placed: PlacedRoles) -> None:

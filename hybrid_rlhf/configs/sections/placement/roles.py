@@ -10,6 +10,9 @@ ZeroStage = Literal[0, 1, 2, 3]
 CRITIC_COPY = "critic_copy"
 """The role of inference weights of the critic, which compute its values on ranks that do not train it."""
 
+READS_ACTOR = "  the reference is the actor without its adapters, on the actor's ranks"
+"""Line of the tables for a reference that is no model of its own."""
+
 
 @dataclass(frozen=True)
 class RolePlacement:
@@ -96,8 +99,7 @@ class Placement:
     @property
     def reference_beside_rewards(self) -> bool:
         """Whether the reference and reward models have no rank in common, and so read at the same time."""
-        others = ("actor", "critic", CRITIC_COPY, "reference", "sampler")
-        rewards = {rank for name, role in self.roles.items() if name not in others for rank in role.ranks}
+        rewards = {rank for name, role in self.roles.items() if _is_reward(name) for rank in role.ranks}
         return "reference" in self.roles and bool(rewards) and rewards.isdisjoint(self["reference"].ranks)
 
     @property
@@ -115,7 +117,7 @@ class Placement:
     def table(self) -> list[str]:
         """Lines that show each role's ranks and parallelism, and what each rank computes in each phase."""
         rows = [("role", "ranks", "parallelism")]
-        rows += [(name, in_words(role.ranks), role.parallelism) for name, role in self.roles.items()]
+        rows += [(role_label(name), in_words(role.ranks), role.parallelism) for name, role in self.roles.items()]
         held: dict[tuple[str, ...], list[int]] = {}
         for rank in sorted({rank for role in self.roles.values() for rank in role.ranks}):
             held.setdefault(tuple(name for name, role in self.roles.items() if rank in role.ranks), []).append(rank)
@@ -130,9 +132,18 @@ class Placement:
                 [name for name in names if name in valued],
                 [name for name in names if name in trained],
             )
-            sampling, scoring, values, updates = (", ".join(part) or "-" for part in mine)
+            sampling, scoring, values, updates = (", ".join(map(role_label, part)) or "-" for part in mine)
             phases.append((in_words(ranks), sampling, scoring, values, updates))
         return [f"placement: {self.style}", *aligned(rows), *aligned(phases)]
+
+
+def role_label(name: str) -> str:
+    """A role's name in tables, which says of a reward model that it is one."""
+    return f"reward: {name}" if _is_reward(name) else name
+
+
+def _is_reward(name: str) -> bool:
+    return name not in ("actor", "critic", CRITIC_COPY, "reference", "sampler")
 
 
 def in_words(ranks: Sequence[int]) -> str:
