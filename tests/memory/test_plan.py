@@ -390,7 +390,7 @@ def test_plan_says_what_fits_and_exits_so(model: str, tmp_path: Path, capsys: py
             train_main([*line, "--plan", "--plan_ranks", "2", "--plan_device_gib", gib])
         assert stopped.value.code == code
     said = capsys.readouterr().out
-    for text in ("2 x cuda of 78.00", "SFT training", "generation", "critic training", "rl fits with --rl."):
+    for text in ("2 x cuda of 78.00", "SFT training", "generation", "critic training", "): it fits with --rl."):
         assert text in said, said
     assert not (tmp_path / "out").exists()
     with pytest.raises(UserError, match="plan_ranks 2 is for a plan"):
