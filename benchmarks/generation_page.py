@@ -56,8 +56,8 @@ class Run:
 
 PEERS = ("--peers", "generate", "generate_batch", "deepspeed")
 RUNS = [
-    Run("uniform", ("--onednn", "--quantization", "int8", "--runs", "3", *PEERS), vllm=True),
-    Run("ragged", (*_RAGGED, "--onednn", "--runs", "3", "--peers", "generate"), vllm=True),
+    Run("uniform", ("--onednn", "--quantization", "int8", "--runs", "2", *PEERS), vllm=True),
+    Run("ragged", (*_RAGGED, "--onednn", "--runs", "2", "--peers", "generate"), vllm=True),
     Run(
         "memory",
         ("--scenario", "memory", "--requests", "64", "--new_tokens", "256", "--runs", "3", "--peers"),
