@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from hybrid_rlhf.cli import train
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.command_line import parse_config, user_errors
-from hybrid_rlhf.configs.pipeline import PipelineConfig
+from hybrid_rlhf.configs.pipeline import DemoConfig, PipelineConfig
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
@@ -23,6 +23,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     with user_errors():
+        parse_config(DemoConfig, words, prog=prog, defaults=train.DEMO)  # for --help
         config = parse_config(PipelineConfig, words, prog=prog)
         if not config.is_demo:
             raise UserError(

@@ -167,6 +167,12 @@ Machine = Literal["this", "h100", "h200", "a100", "a100-40g", "a800", "4090"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class DemoConfig(PipelineConfig):
+    """Supervised fine-tuning, reward model and PPO on an embedded model of 135M parameters and embedded conversations,
+    sized for two CPU cores. The defaults are those of the demo."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanConfig(PipelineConfig):
     """Memory of each phase of each step, and the placement of the roles of RL that is predicted to be the fastest."""
 

@@ -87,7 +87,7 @@ def test_keys_of_every_algorithm(complete: Complete) -> None:
 def test_values(complete: Complete) -> None:
     assert complete("sft", "--model.dtype", "b") == ["bfloat16"]
     assert set(complete("generate", "m", "--trust_remote_code", "")) == {"true", "false"}
-    assert "grpo" in complete("rl", "--algorithm.name", "g")
+    assert "grpo" in complete("rl", "--algorithm.name", "g") and "grpo" in complete("rl", "--algorithm", "g")
     assert "hh" in complete("data", "convert", "rows.jsonl", "--format", "h")
 
 

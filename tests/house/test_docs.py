@@ -33,7 +33,7 @@ from hybrid_rlhf.configs.inference import (
 from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.parsing.output import JSON_OPTION
 from hybrid_rlhf.configs.parsing.schema import Layer, UnknownKey, find_hints, resolve
-from hybrid_rlhf.configs.pipeline import CalibrateConfig, PipelineConfig, PlanConfig
+from hybrid_rlhf.configs.pipeline import CalibrateConfig, DemoConfig, PipelineConfig, PlanConfig
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.rl import RLConfig
@@ -42,7 +42,7 @@ from tests.support.documents import LIBRARY, PAGES, blocks, commands, documented
 from tests.support.runs import ROOT
 
 CONFIGS: dict[str, type] = {
-    **{"demo": PipelineConfig, "train": PipelineConfig, "plan": PlanConfig, "calibrate": CalibrateConfig},
+    **{"demo": DemoConfig, "train": PipelineConfig, "plan": PlanConfig, "calibrate": CalibrateConfig},
     **{"sft": SFTConfig, "reward": RewardConfig, "preference": PreferenceStepConfig, "rl": RLConfig},
     **{"chat": ChatConfig, "generate": GenerateConfig, "serve": ServeConfig},
     **{"evaluate": EvaluateConfig, "export": ExportConfig, "push": PushConfig},

@@ -610,9 +610,11 @@ def test_reasoning_gym_makes_and_judges_its_problems(tmp_path: Path, capsys: pyt
         assert once.step("no") == StepResult(None, pytest.approx(0.0, abs=0.1), True)
     adapter.write_rows("chain_sum", file, size=1, max_terms=2)
     assert json.loads(file.read_text())["settings"] == {"max_terms": 2}
-    with pytest.raises(UserError, match="has no data set no_such_set"):
-        adapter.main(["no_such_set", str(file), "3"])
-    with pytest.raises(SystemExit):
+    with pytest.raises(UserError, match="no_such_set with {} fails"):
+        adapter.main(["no_such_set", str(tmp_path / "other.jsonl"), "3"])
+    with pytest.raises(UserError, match="the file must not exist"):
+        adapter.main(["chain_sum", str(file), "3"])
+    with pytest.raises(UserError, match="the line must be DATASET FILE.jsonl SIZE"):
         adapter.main(["chain_sum"])
 
 
@@ -623,7 +625,7 @@ def test_the_page_is_right(tmp_path: Path, world: World, monkeypatch: pytest.Mon
     sources = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     for name, source in zip(("guess.py", "agent.py", "worker.py", "verified.py"), sources, strict=True):
         Path(name).write_text(textwrap.dedent(source))
-    commands = re.findall(r"^    python training/step3_ppo/main.py (.*?[^\\])$", page, re.DOTALL | re.MULTILINE)
+    commands = re.findall(r"^    hybrid-rlhf rl (.*?[^\\])$", page, re.DOTALL | re.MULTILINE)
     configs = [parse_config(RLConfig, shlex.split(line.replace("\\\n", " "))) for line in commands]
     assert len(configs) == 6
     for config in configs:

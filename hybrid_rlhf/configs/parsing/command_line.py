@@ -74,7 +74,8 @@ def parse_config(
         SystemExit: after --help.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    words = _with_positional(words, [positional] if isinstance(positional, str) else positional, config_type)
+    positional = [positional] if isinstance(positional, str) else positional
+    words = _with_positional(words, positional, config_type)
     files, overrides, wants_help = _sort_words(words, config_type)
     layers = [] if defaults is None else [Layer(_read_file(str(defaults)), str(defaults), strict=False)]
     layers += [Layer(_read_file(file), file) for file in files]
@@ -83,7 +84,9 @@ def parse_config(
         tree = _resolved(config_type, layers)
         prog = prog or Path(sys.argv[0]).name
         derived, everything = derived_defaults(tree), wants_help == "--help-all"
-        text = help_text(tree, derived, prog=prog, everything=everything)
+        if defaults is not None:
+            derived |= _resolved(config_type, layers[:1]).values()
+        text = help_text(tree, derived, prog=prog, everything=everything, positional=positional)
         print_result(help_document(tree, derived, prog=prog, everything=everything), text.rstrip("\n"))
         sys.exit(0)
     return build_config(config_type, layers)

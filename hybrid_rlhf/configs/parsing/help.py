@@ -10,7 +10,7 @@ import ast
 import functools
 import inspect
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybrid_rlhf.configs.parsing.listing import choices_of
@@ -19,7 +19,9 @@ from hybrid_rlhf.configs.parsing.schema import Section, type_name
 _WIDTH = 110
 
 
-def help_text(tree: Section, chosen: Mapping[str, Any], *, prog: str, everything: bool) -> str:
+def help_text(
+    tree: Section, chosen: Mapping[str, Any], *, prog: str, everything: bool, positional: Sequence[str] = ()
+) -> str:
     """Usage, and every key with its meaning, type and default.
 
     Args:
@@ -27,8 +29,11 @@ def help_text(tree: Section, chosen: Mapping[str, Any], *, prog: str, everything
         chosen: defaults that follow from the settings, by dotted key.
         prog: the command.
         everything: whether advanced keys and the keys of unused sections are shown.
+        positional: keys whose values the first words of the line may give.
     """
-    lines = [f"usage: {prog} [--config FILE.yaml] [--KEY VALUE ...]", "", _text(inspect.getdoc(tree.kind) or ""), ""]
+    words = "".join(f" [{key.rpartition('.')[2].upper()}]" for key in positional)
+    lines = [f"usage: {prog}{words} [--config FILE.yaml] [--KEY VALUE ...]", ""]
+    lines += [*textwrap.wrap(_text(inspect.getdoc(tree.kind) or ""), _WIDTH), ""]
     lines += _entry("--config FILE.yaml", "YAML file of keys; may be given more than once.")
     lines += _entry("--help", "Show this help without rarely needed keys.")
     lines += _entry("--help-all", "Show every key, including unused sections.")
@@ -81,7 +86,8 @@ def _section_lines(section: Section, chosen: Mapping[str, Any], *, everything: b
     if section.variants:
         about = field_docs(section.kind)["name"]
         default = getattr(section.kind, "name", "")
-        lines += _entry(f"--{section.name}.name", f"{about} (one of {', '.join(section.variants)}; default: {default})")
+        known = ", ".join(section.variants)
+        lines += _entry(f"--{section.name}.name, --{section.name}", f"{about} (one of {known}; default: {default})")
     for key in keys:
         about = field_docs(key.owner).get(key.name.rpartition(".")[2], "")
         default = chosen.get(key.name, key.default)

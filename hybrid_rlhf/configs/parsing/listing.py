@@ -35,7 +35,7 @@ def every_key(config_type: type) -> dict[str, list[str]]:
             hint, marks = type_hints(kind)[declared.name], marks_of(declared)
             key, kinds = f"{prefix}{declared.name}", section_kinds(declared, hint)
             if marks.variants:
-                found[f"{key}.name"] = list(marks.variants)
+                found[f"{key}.name"] = found[key] = list(marks.variants)
             if not kinds and declared.init:
                 found[key] = list(dict.fromkeys([*found.get(key, []), *(choices_of(hint) or [])]))
             waiting += [(f"{key}.", inner, marks.keys) for inner in kinds]

@@ -374,7 +374,7 @@ def type_name(hint: Any) -> str:
     if hint in (type(None), ...):
         return "..." if hint is ... else "null"
     if typing.get_origin(hint) is typing.Literal:
-        return f"one of {', '.join(map(str, parts))}"
+        return f"one of {', '.join(str(part) for part in parts if part != '')}"
     options = options_of(hint)
     if len(options) > 1:
         return " or ".join(map(type_name, options))

@@ -7,6 +7,7 @@ a model that is written; with `read_adapter` a model stays as it is, and whoever
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -97,7 +98,8 @@ def _adapter_config(folder: str) -> PeftConfig:
 
 def _wrapped(model: PreTrainedModel, folder: str, config: PeftConfig) -> PeftModel:
     """The model with the adapter beside its weights."""
-    with reading(f"the adapter {folder} must fit {type(model).__name__}", _FIX):
+    with reading(f"the adapter {folder} must fit {type(model).__name__}", _FIX), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning)  # peft reads an attribute that transformers renamed
         wrapped = PeftModel(model, config, _NAME)
         # PeftModel.from_pretrained only warns of weights that are missing or left over
         found = wrapped.load_adapter(str(user_path(folder)), _NAME)

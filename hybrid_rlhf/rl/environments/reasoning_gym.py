@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.parsing.output import print_result
 from hybrid_rlhf.data.chat.messages import Message
 from hybrid_rlhf.rl.environments.environment import StepResult, with_instruction
 
@@ -67,7 +68,8 @@ def problems(dataset: str, size: int, seed: int, settings: str) -> Any:
         return reasoning_gym.create_dataset(dataset, size=size, seed=seed, **json.loads(settings))
     except Exception as error:  # noqa: BLE001 - data sets raise assertion, type and value errors
         raise UserError(
-            f"reasoning_gym has no data set {dataset} with the settings {settings} ({error}): see its list of data sets"
+            f"reasoning_gym must have the data set with its settings, {dataset} with {settings} fails ({error}): "
+            "reasoning_gym.factory.DATASETS lists the data sets"
         ) from error
 
 
@@ -90,8 +92,12 @@ def write_rows(dataset: str, file: Path, *, size: int, seed: int = 0, **settings
 def main(words: list[str]) -> None:
     """DATASET FILE SIZE [SEED]."""
     if len(words) not in (3, 4) or not all(word.isdigit() for word in words[2:]):
-        sys.exit("usage: python -m hybrid_rlhf.rl.environments.reasoning_gym DATASET FILE.jsonl SIZE [SEED]")
-    write_rows(words[0], Path(words[1]), size=int(words[2]), seed=int(words[3]) if len(words) == 4 else 0)
+        raise UserError(f"the line must be DATASET FILE.jsonl SIZE [SEED], got {' '.join(words)!r}: write these words")
+    file, size = Path(words[1]), int(words[2])
+    if file.exists():
+        raise UserError(f"the file must not exist, {file} does: remove it, or name another")
+    write_rows(words[0], file, size=size, seed=int(words[3]) if len(words) == 4 else 0)
+    print_result({"rows": size, "file": str(file)}, f"{size} rows in {file}")
 
 
 if __name__ == "__main__":
