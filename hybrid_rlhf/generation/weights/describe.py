@@ -57,6 +57,7 @@ def describe(lm: PreTrainedModel) -> tuple[ModelDescription, Mapping[str, str]]:
         "norm": "rms" if hasattr(config, "rms_norm_eps") else "layer",
         "norm_eps": _first(config, *_NORM_EPS, default=1e-5),
         "activation": _first(config, "hidden_act", "hidden_activation", "activation_function"),
+        "sinks": "sinks" in family.names,
         "gated_mlp": not family.names.keys().isdisjoint(("gate", "gate_up")),
         "final_softcap": head.softcap,
         "logit_scale": head.scale,

@@ -379,7 +379,9 @@ FAMILIES: dict[str, Family] = {
     "minicpm3": Family(_with_latents(_llama_like()), _minicpm3),
     "youtu": Family(_with_latents(_llama_like()), _latent),
     "gpt_oss": Family(
-        _moe_like(router="router", sinks="self_attn.sinks"), lambda c: {"sinks": True}, experts=gpt_oss_experts
+        _moe_like(router="router", sinks="self_attn.sinks"),
+        unsupported={"another slope of the experts' sigmoid": lambda c: c.swiglu_alpha != 1.702},
+        experts=gpt_oss_experts,
     ),
     "llama4_text": Family(
         _LLAMA4,
