@@ -136,4 +136,4 @@ def test_a_report_gives_errors_by_phase_and_the_ratios_that_correct_them() -> No
     assert report.lines()[-1].startswith("training ") and report.lines()[-1].endswith("-50.0% GiB")
     other = PredictionReport.of({"step": 7.0}, {"step": 10.0})
     assert summary([report, other])["mean_absolute_error"] == pytest.approx(0.2)
-    assert summary([report, other])["percentile_90_error"] == pytest.approx(0.3)
+    assert summary([report, other])["percentile_90_error"] == pytest.approx(0.28), "linear between 0.1 and 0.3"
