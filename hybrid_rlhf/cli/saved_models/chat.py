@@ -217,6 +217,8 @@ class Session:
             commands[command](rest.strip())
         except UserError as error:
             self._view.show(f"error: {error}")
+        except KeyboardInterrupt:  # while a model is loaded or scores
+            self._view.show("stopped")
 
     def _clear(self, _: str) -> None:
         for talk in self._conversations.values():
