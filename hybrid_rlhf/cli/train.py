@@ -336,21 +336,22 @@ def _tee(command: list[str], log: Path, base: Mapping[str, str]) -> CommandEnd:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
     with log.open("a", encoding="utf-8") as file:
         process = subprocess.Popen(  # a list of arguments, no shell  # nosec B603
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=environment
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=environment,
+            start_new_session=True,  # Ctrl-C reaches this process alone, which forwards it
         )
         assert process.stdout is not None
         with forward_signals(process) as asked:
-            try:
-                sinks: list[TextIO] = [sys.stdout, file]
-                for line in process.stdout:
-                    _pass_on(line, sinks)
-                    tail.append(line)
-                    if first_error is None and line.startswith("error:"):
-                        first_error = line
-            except KeyboardInterrupt:
-                process.terminate()
-                process.wait()
-                raise
+            sinks: list[TextIO] = [sys.stdout, file]
+            for line in process.stdout:
+                _pass_on(line, sinks)
+                tail.append(line)
+                if first_error is None and line.startswith("error:"):
+                    first_error = line
             code = process.wait()
         return CommandEnd(STOPPED_EXIT_CODE if code and asked.stop else code, list(tail), first_error)
 

@@ -88,7 +88,7 @@ class EngineSpec:
     offload_weights: bool = False
     """Keep the weights in host memory outside `on_device`; for a frozen model that ZeRO-3 does not partition."""
     heads: tuple[str, ...] | None = ()
-    """Names of a scorer's scores; empty: one score; none: those that it is stored with."""
+    """Names of a scorer's scores; empty: one score; none: those that it is stored with, at least one."""
     fresh_head: bool = False
     """Initialise a scorer's head even if the model has one."""
     head_lr: float | None = None
@@ -138,9 +138,7 @@ def build_reader(spec: EngineSpec, world: World, *, tensor_parallel: int) -> Inf
     group = world.split(tensor_parallel)
     with shared_user_errors(group):
         dtype = training_dtype(spec.model, world.device)
-        lm, fresh = load_model(spec.path, ARCHITECTURE[spec.role], config=spec.model, dtype=dtype, heads=spec.heads)
-        if fresh:
-            _init_head(lm, role=spec.role, seed=spec.seed)
+        lm, _ = load_model(spec.path, ARCHITECTURE[spec.role], config=spec.model, dtype=dtype, heads=None)
     return InferenceReader(spec.role, lm.eval(), world=world, group=group)
 
 

@@ -78,10 +78,15 @@ class ChatSession:
             raise
 
     def _reply(self, sampling: SamplingParams) -> Generator[str, None, None]:
+        prompt, limit = self._encode(self.transcript()), self._engine.max_positions
+        if limit is not None and len(prompt) >= limit:
+            raise UserError(
+                f"the model has {limit} positions, the conversation has {len(prompt)} tokens: write less, or /clear"
+            )
         tokens: list[int] = []
         shown = ""
         try:
-            for token in self._engine.stream(self._encode(self.transcript()), sampling):
+            for token in self._engine.stream(prompt, sampling):
                 tokens.append(token)
                 decoded = self._tokenizer.decode(tokens, skip_special_tokens=True)
                 if not decoded.endswith("\ufffd") and len(decoded) > len(shown):  # wait for the rest of a character

@@ -1,6 +1,7 @@
 """When a training loop writes checkpoints, and how it resumes from one.
 
-Checkpoints are written every so many steps or minutes, and on a signal: SIGUSR1 saves, SIGTERM saves and stops.
+Checkpoints are written every so many steps or minutes, and on a signal: SIGUSR1 saves, SIGTERM and SIGINT save and
+stop.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class CheckpointManager:
 
         Raises:
             OSError: when a checkpoint cannot be written.
-            SystemExit: after the checkpoint that SIGTERM requested.
+            SystemExit: after the checkpoint that SIGTERM or SIGINT requested.
         """
         self._writer.poll()
         requests = self._requests()
@@ -107,7 +108,7 @@ class CheckpointManager:
 
         Raises:
             OSError: when a checkpoint cannot be written.
-            SystemExit: after the checkpoint that SIGTERM requested.
+            SystemExit: after the checkpoint that SIGTERM or SIGINT requested.
         """
         self._writer.poll()
         requests = self._requests(minutes=False)
@@ -158,7 +159,7 @@ class CheckpointManager:
         self._writer.finish()
         if self._world.is_main:
             name = checkpoint_name(state.step, state.update)
-            logger.info("stopped by SIGTERM after writing checkpoints/%s: resume with --resume auto", name)
+            logger.info("stopped by a signal after writing checkpoints/%s: resume with --resume auto", name)
         raise SystemExit(STOPPED_EXIT_CODE)
 
 

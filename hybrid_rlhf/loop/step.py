@@ -93,7 +93,7 @@ class Step(ABC, Generic[ConfigT]):
 
         Raises:
             UserError: for a user error, on every rank.
-            SystemExit: after the checkpoint that SIGTERM requests.
+            SystemExit: after the checkpoint that SIGTERM or SIGINT requests.
         """
         try:
             self._run()

@@ -19,7 +19,7 @@ from hybrid_rlhf.data.chat.conversation import encode_completion
 from hybrid_rlhf.data.chat.messages import Message, Tools
 from hybrid_rlhf.models.policy import Scorer, scores_at_end
 from hybrid_rlhf.models.pretrained.folders import load_config
-from hybrid_rlhf.models.pretrained.loading import is_scorer, load_model, stored_heads
+from hybrid_rlhf.models.pretrained.loading import load_model, require_scorer, stored_heads
 
 _MOST_BATCH_TOKENS = 8192
 """Of one forward, unless one conversation alone is longer."""
@@ -44,10 +44,7 @@ class SavedScorer:
             UserError: when it is no reward model.
         """
         config = load_config(path, trust_remote_code=trust_remote_code)
-        if not is_scorer(config):
-            raise UserError(
-                f"a reward model must have a score head, {name} has none: give one that a reward step saved"
-            )
+        require_scorer(config, name)
         settings = ModelConfig(path=path, trust_remote_code=trust_remote_code)
         lm, _ = load_model(path, "scorer", config=settings, dtype=dtype, heads=None)
         self.name, self.tokenizer, self.device = name, tokenizer, device

@@ -63,6 +63,22 @@ def test_turns_are_remembered_cleared_and_saved(
     assert talk.messages == [] and "cleared" in out
 
 
+@pytest.mark.parametrize("words", [["chat"], ["generate", "--input", "ROWS", "--output", "OUT"]])
+def test_a_reward_model_does_not_answer(
+    words: list[str], paths: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_tokenizer().save_pretrained(paths["reward"])
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "hi"}\n')
+    places = {"ROWS": str(tmp_path / "rows.jsonl"), "OUT": str(tmp_path / "out.jsonl")}
+    with pytest.raises(SystemExit) as stopped:
+        main([words[0], paths["reward"], *(places.get(word, word) for word in words[1:])])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == (
+        f"error: a model that answers must have a language model head, {paths['reward']} is a reward model: give a "
+        "causal LM\n"
+    )
+
+
 def test_system_and_set(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     talk, out = drive(
         [
@@ -79,6 +95,7 @@ def test_system_and_set(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         capsys,
     )
     assert talk.system == "be brief"
+    assert "system prompt set, conversation cleared" in out
     assert talk.transcript() == [{"role": "system", "content": "be brief"}]
     for text in (
         "max_new_tokens 5",
@@ -98,7 +115,9 @@ def test_what_cannot_be_answered_is_not_said_and_the_talk_goes_on(
     """Beyond the model's 256 positions, and against the template."""
     monkeypatch.setattr(GenerationEngine, "max_positions", 256)
     talk, out = drive(["hi", "long " * 60, "again"], monkeypatch, capsys)
-    assert "\nerror: the model has 256 positions" in out
+    assert re.search(
+        r"\nerror: the model has 256 positions, the conversation has \d+ tokens: write less, or /clear\n", out
+    )
     assert [m["content"] for m in talk.messages[::2]] == ["hi", "again"] and len(talk.messages) == 4
     template = "{{ raise_exception('not that') if messages[-1]['content'] == 'that' }}{{ messages[-1]['content'] }}"
     talk, out = drive(["that", "hi"], monkeypatch, capsys, template)

@@ -107,7 +107,7 @@ def test_two_models_answer_side_by_side(start: Start, folders: Path, tmp_path: P
     both = saved(terminal, tmp_path / "a.json")
     assert both["messages"][0] == both["compared"]["two"][0] == {"role": "user", "content": "hello"}
     assert both["messages"][1] != both["compared"]["two"][1]
-    said(terminal, "/compare")
+    assert "one model answers" in said(terminal, "/compare")
     assert "compared" not in saved(terminal, tmp_path / "b.json")
     assert "absent/x/y is none" in said(terminal, "/compare absent/x/y")
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pickle
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.generation import GenerationEngine
 from hybrid_rlhf.models.pretrained.folders import warn_of_remote_code
@@ -16,6 +19,7 @@ from hybrid_rlhf.models.pretrained.loading import load_model
 from hybrid_rlhf.models.pretrained.sources import resolve_model
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.runtime.world import World, solo_world
+from tests.support.runs import ENVIRONMENT
 
 CPU = torch.device("cpu")
 
@@ -58,3 +62,35 @@ def test_trust_is_said_in_red_by_the_main_rank(
     warn_of_remote_code(True, solo_world(CPU))
     said = capsys.readouterr().err
     assert "\x1b[1;31mtrust_remote_code is true: Python code of the model runs" in said
+
+
+@pytest.mark.parametrize("offline", [True, False])
+def test_a_name_is_no_folder_and_no_hub_answers(offline: bool, tmp_path: Path) -> None:
+    """The client tries a closed port, and says nothing of it."""
+    hub = {"HF_HUB_OFFLINE": "1"} if offline else {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
+    program = """
+from huggingface_hub.utils import _http
+_http.time.sleep = lambda seconds: None
+from hybrid_rlhf.configs.parsing.command_line import user_errors
+from hybrid_rlhf.models.pretrained.folders import load_config
+with user_errors():
+    load_config("nosuch")
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env={**ENVIRONMENT, **hub}, capture_output=True, text=True, cwd=tmp_path
+    )
+    assert ended.stderr == (
+        "error: a model must be a folder or a hub name, nosuch is no folder and the hub is not reachable: check the "
+        "path\n"
+    )
+    assert ended.returncode == 2
+
+
+def test_a_folder_of_models_names_the_first(model_folder: Path, tmp_path: Path) -> None:
+    for role in ("critic", "actor"):
+        shutil.copytree(model_folder, tmp_path / "ppo" / role)
+    with pytest.raises(UserError) as refused:
+        resolve_model(str(tmp_path / "ppo"), world=solo_world(CPU))
+    assert str(refused.value) == (
+        f"a model folder must have a config.json, {tmp_path}/ppo has none: give {tmp_path}/ppo/actor"
+    )

@@ -291,6 +291,28 @@ def test_signals_are_recorded_and_the_second_ends_at_once() -> None:
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
+def test_ctrl_c_is_one_request_and_the_second_ends_at_once() -> None:
+    program = """
+import os, signal, time
+from hybrid_rlhf.runtime.liveness.signals import SignalRequests
+requests = SignalRequests()
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+with requests.catch():
+    os.kill(os.getpid(), signal.SIGINT)
+assert not requests.stop, "a background job ignores it"
+signal.signal(signal.SIGINT, signal.default_int_handler)
+with requests.catch():
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
+    assert requests.stop and requests.saves == 1
+    time.sleep(1.1)
+    os.kill(os.getpid(), signal.SIGINT)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGINT, ended.stderr
+    assert ended.stderr == "stopping after this step; a second Ctrl-C ends at once\n"
+
+
 def test_a_folder_that_is_not_writable_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="output_dir must be a writable folder"):

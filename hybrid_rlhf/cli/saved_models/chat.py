@@ -188,6 +188,7 @@ class Session:
             talk.close()
         self._others = {}
         if not name:
+            self._view.show("one model answers")
             return
         if self._load is None:
             raise UserError(f"/compare needs models on disk, this session has one in memory, got {name}: leave it out")
@@ -217,6 +218,8 @@ class Session:
             commands[command](rest.strip())
         except UserError as error:
             self._view.show(f"error: {error}")
+        except KeyboardInterrupt:  # while a model is loaded or scores
+            self._view.show("stopped")
 
     def _clear(self, _: str) -> None:
         for talk in self._conversations.values():
@@ -226,7 +229,8 @@ class Session:
     def _system(self, text: str) -> None:
         for talk in self._conversations.values():
             talk.system = text or None
-        self._clear("")
+            talk.clear()
+        self._view.show(f"system prompt {'set' if text else 'removed'}, conversation cleared")
 
     def _retry(self, _: str) -> None:
         """Without a seed every reply has its own; with one, tries have the seeds after it."""

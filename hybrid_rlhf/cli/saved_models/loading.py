@@ -14,8 +14,8 @@ from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.data.chat.conversation import stop_token_ids
 from hybrid_rlhf.generation import GenerationEngine
 from hybrid_rlhf.generation.engine import default_stop_token_ids
-from hybrid_rlhf.models.pretrained.folders import warn_of_remote_code
-from hybrid_rlhf.models.pretrained.loading import load_model, training_dtype
+from hybrid_rlhf.models.pretrained.folders import load_config, warn_of_remote_code
+from hybrid_rlhf.models.pretrained.loading import is_scorer, load_model, training_dtype
 from hybrid_rlhf.models.pretrained.sources import resolve_model
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.runtime.world import default_device, solo_world
@@ -74,7 +74,15 @@ def load_engine(
 
 
 def engine_at(place: Place, *, kv_cache_gib: float | None) -> GenerationEngine:
-    """The generation engine of a place; `kv_cache_gib`: see `GenerationEngine.from_model`."""
+    """The generation engine of a place; `kv_cache_gib`: see `GenerationEngine.from_model`.
+
+    Raises:
+        UserError: for a reward model, whose language model head would be random.
+    """
+    if is_scorer(load_config(place.path, trust_remote_code=place.trust_remote_code)):
+        raise UserError(
+            f"a model that answers must have a language model head, {place.name} is a reward model: give a causal LM"
+        )
     engine = GenerationEngine.from_pretrained(
         place.path,
         dtype=place.dtype,

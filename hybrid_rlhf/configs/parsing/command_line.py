@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,6 +47,7 @@ from hybrid_rlhf.configs.parsing.values import check_values, is_text
 from hybrid_rlhf.configs.sections.rules import marks_of
 
 ConfigT = TypeVar("ConfigT")
+INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
 ERROR_FILE = "HYBRID_RLHF_ERROR_FILE"
 """Environment variable with a file that a process writes a user's mistake to, for a command that started it: a launcher
 in between may end with another exit code."""
@@ -188,7 +190,8 @@ def flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Turn a user's mistake, or a disk's fault, into one line on stderr, or JSON on stdout, and exit code 2."""
+    """Turn a user's mistake, or a disk's fault, into one line on stderr, or JSON on stdout, and exit code 2; Ctrl-C
+    into the line "stopped" and the exit code that shells give it."""
     file = os.environ.pop(ERROR_FILE, None)  # not for the processes that this one starts
     try:
         yield
@@ -198,6 +201,13 @@ def user_errors() -> Iterator[None]:
         if disk_fault(error) is None:
             raise
         _stop(str(disk_fault(error)), file, every_rank=True)
+    except KeyboardInterrupt:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            if wants_json():
+                print_document({"error": "stopped"})
+            else:
+                print("stopped", file=sys.stderr, flush=True)
+        sys.exit(INTERRUPTED_EXIT_CODE)
 
 
 def _stop(message: str, file: str | None, *, every_rank: bool) -> NoReturn:

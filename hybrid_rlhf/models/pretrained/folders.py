@@ -7,9 +7,11 @@ run either, unless trust_remote_code is true.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
+from huggingface_hub.errors import LocalEntryNotFoundError
 from rich.console import Console
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedConfig
@@ -35,9 +37,9 @@ def check_folder(folder: Path, shown: str) -> None:
         UserError: which names the faulty file.
     """
     if not (folder / "config.json").is_file():
-        raise UserError(
-            f"a model folder must have a config.json, {shown} has none: give a folder that save_pretrained wrote"
-        )
+        inner = min(folder.glob("*/config.json"), default=None)  # of RL's models the actor is the first
+        fix = "a folder that save_pretrained wrote" if inner is None else str(Path(shown) / inner.parent.name)
+        raise UserError(f"a model folder must have a config.json, {shown} has none: give {fix}")
     _check_generation_config(folder / "generation_config.json")
     files = sorted(folder.glob("*.safetensors"))
     if (folder / _INDEX).is_file():
@@ -107,8 +109,34 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> PreTrainedConf
         for name in _LAYER_COUNTS:  # transformers allocates a list of this length
             if isinstance(raw.get(name), int) and raw[name] > _MOST_LAYERS:
                 raise UserError(f"{name} must be at most {_MOST_LAYERS:,}, {path} has {raw[name]}: correct config.json")
-    with reading(f"transformers must support the model, {path} fails", "check the path and its config.json"):
+    with (
+        reading(f"transformers must support the model, {path} fails", "check the path and its config.json"),
+        _hub(path),
+    ):
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+
+
+@contextlib.contextmanager
+def _hub(name: str) -> Iterator[None]:
+    """Silence the warnings of the hub's client about each try.
+
+    Raises:
+        UserError: when it reaches no hub, most often because the name is a folder's with a mistake.
+    """
+    client = logging.getLogger("huggingface_hub")
+    level = client.level
+    client.setLevel(logging.ERROR)
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error.__cause__, LocalEntryNotFoundError):
+            raise UserError(
+                f"a model must be a folder or a hub name, {name} is no folder and the hub is not reachable: check the "
+                "path"
+            ) from error
+        raise
+    finally:
+        client.setLevel(level)
 
 
 @contextlib.contextmanager
@@ -120,6 +148,8 @@ def reading(rule: str, fix: str, *, config: PreTrainedConfig | None = None) -> I
     """
     try:
         yield
+    except UserError:
+        raise
     except Exception as error:  # noqa: BLE001
         reason = first_line(error)
         if "ignore_mismatched_sizes" in str(error):

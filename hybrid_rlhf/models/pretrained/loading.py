@@ -46,6 +46,7 @@ AUTO_CLASS: dict[Architecture, Any] = {
     "scorer": AutoModelForSequenceClassification,
 }
 _LAYER = re.compile(r"\b(?:layers|h|blocks)\.(\d+)\.")
+_NO_HEAD = "a reward model must have a score head, {} has none: give one that a reward step saved"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Dtypes by their names in configs."""
 
@@ -80,17 +81,20 @@ def load_model(
         config: attention kernel, trust, gradient checkpointing.
         dtype: of the weights.
         zero3_config: the engine's DeepSpeed config if it partitions parameters (stage 3), else none.
-        heads: names of a scorer's scores; empty: one score; none: those that it is stored with.
+        heads: names of a scorer's scores; empty: one score; none: those that it is stored with, at least one.
 
     Returns:
         the model, with dropout off; and whether its score head is newly initialised, as the folder has none.
 
     Raises:
-        UserError: when transformers cannot load it, or it is a scorer with other heads.
+        UserError: when transformers cannot load it, or it is a scorer with other heads, or has none of its own.
     """
     hf_config = load_config(path, trust_remote_code=config.trust_remote_code)
-    if architecture == "scorer" and heads is not None and is_scorer(hf_config):
-        _require_heads(path, hf_config, heads)
+    if architecture == "scorer":
+        if heads is None:
+            require_scorer(hf_config, path)
+        elif is_scorer(hf_config):
+            _require_heads(path, hf_config, heads)
     adapt_config(hf_config, architecture, heads=heads)
     rule = f"transformers cannot load {path} as a {architecture}"
     faulty = partial(reading, rule, "copy the model again, or choose another", config=hf_config)
@@ -121,9 +125,12 @@ def load_model(
     missing = set(info["missing_keys"])
     _require_weights(path, model, architecture, missing)
     _require_all_layers(path, hf_config, info["unexpected_keys"])
+    fresh = architecture == "scorer" and any(key.startswith("score.") for key in missing)
+    if fresh and heads is None:
+        raise UserError(_NO_HEAD.format(path))
     adapt_model(model, config)
     keep_float32_logits(model, config.head_dtype == "float32")
-    return model, architecture == "scorer" and any(key.startswith("score.") for key in missing)
+    return model, fresh
 
 
 class BackendLinear(nn.Linear):
@@ -172,6 +179,12 @@ def _require_all_layers(path: str, config: PreTrainedConfig, unused: set[str]) -
 def is_scorer(config: PreTrainedConfig) -> bool:
     """Whether a stored model has a score head; labels do not tell, as a causal LM's config has them too."""
     return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+
+
+def require_scorer(config: PreTrainedConfig, shown: str) -> None:
+    """Require a model to be stored with a score head, as one that is new scores at random; errors call it `shown`."""
+    if not is_scorer(config):
+        raise UserError(_NO_HEAD.format(shown))
 
 
 def stored_heads(config: PreTrainedConfig) -> tuple[str, ...]:

@@ -1,7 +1,8 @@
-"""Requests by signal: SIGTERM saves and stops a run, SIGUSR1 saves and continues.
+"""Requests by signal: SIGTERM and SIGINT save and stop a run, SIGUSR1 saves and continues.
 
-Schedulers send these before they reclaim a machine. A second SIGTERM stops at once. Outside its loop a run has nothing
-to save: there SIGUSR1 is ignored and SIGTERM ends the process.
+Schedulers send SIGTERM and SIGUSR1 before they reclaim a machine, a terminal sends SIGINT on Ctrl-C. A second SIGTERM
+or SIGINT stops at once. Outside its loop a run has nothing to save: there SIGUSR1 is ignored and the others end the
+process.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import signal
 import subprocess  # for a type alone  # nosec B404
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -21,7 +23,9 @@ import psutil
 STOPPED_EXIT_CODE = 128 + signal.SIGTERM
 """The exit code that a shell reports for a process ended by SIGTERM."""
 _stopping = threading.Event()
-"""Set once the loop of this process has received SIGTERM."""
+"""Set once the loop of this process has received SIGTERM or SIGINT."""
+_SAME_KEY_SECONDS = 1.0
+"""A rank receives one Ctrl-C from the terminal and again from torchrun, which forwards its own."""
 
 
 class SignalRequests:
@@ -31,21 +35,32 @@ class SignalRequests:
         self.stop = False
         self.saves = 0
         """How many checkpoints have been requested."""
+        self._interrupted_at: float | None = None
 
     def catch(self) -> AbstractContextManager[None]:
-        """Record both signals inside the block instead of their default action."""
+        """Record the signals inside the block instead of their default action."""
         return _handler_installed(self._record)
 
     def _record(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self._interrupted_at is not None:
+            if time.monotonic() - self._interrupted_at > _SAME_KEY_SECONDS:
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
+                os.kill(os.getpid(), signal.SIGINT)
+            return
         self.saves += 1
+        if number == signal.SIGUSR1:
+            return
+        self.stop = True
+        _stopping.set()
         if number == signal.SIGTERM:
-            self.stop = True
-            _stopping.set()
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        else:
+            self._interrupted_at = time.monotonic()
+            _say_that_it_stops()
 
 
 def ask_to_stop() -> None:
-    """Send this process SIGTERM, unless it has received one: a second would end it at once."""
+    """Send this process SIGTERM, unless it is stopping: a second would end it at once."""
     if not _stopping.is_set():
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -57,10 +72,11 @@ def ignore_save_requests() -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def forward_signals(process: subprocess.Popen[str]) -> Iterator[SignalRequests]:
-    """Forward both signals to the ranks: the child process, or those it has started on this host.
+    """Forward signals to the ranks: the child process, or those it has started on this host; SIGINT as SIGTERM.
 
-    A launcher in between would end its ranks without waiting for a checkpoint. SIGUSR1 is not sent to a process that
-    does not handle it, such as a rank that is still importing or a launcher without ranks: it would die.
+    The child has a session of its own, or Ctrl-C would reach it too. A launcher in between would end its ranks without
+    waiting for a checkpoint. SIGUSR1 is not sent to a process that does not handle it, such as a rank that is still
+    importing or a launcher without ranks: it would die.
 
     Yields:
         the requests received so far; only `stop` is set.
@@ -68,6 +84,10 @@ def forward_signals(process: subprocess.Popen[str]) -> Iterator[SignalRequests]:
     requests = SignalRequests()
 
     def forward(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            if not requests.stop:
+                _say_that_it_stops()
+            number = signal.SIGTERM  # also a rank that is still importing ends by it without a traceback
         requests.stop = requests.stop or number == signal.SIGTERM
         with contextlib.suppress(psutil.Error):
             child = psutil.Process(process.pid)
@@ -82,15 +102,27 @@ def forward_signals(process: subprocess.Popen[str]) -> Iterator[SignalRequests]:
 
 @contextlib.contextmanager
 def _handler_installed(handler: Callable[[int, FrameType | None], None], *numbers: signal.Signals) -> Iterator[None]:
-    """Handle signals, by default both, inside the block; does nothing outside the main thread, as Python requires."""
+    """Handle signals, by default all, inside the block; does nothing outside the main thread, as Python requires.
+
+    SIGINT stays ignored where it is, as in a script's background job.
+    """
     is_main = threading.current_thread() is threading.main_thread()
-    wanted = (numbers or (signal.SIGTERM, signal.SIGUSR1)) if is_main else ()
+    is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    every = (signal.SIGTERM, signal.SIGUSR1, *(() if is_ignored else (signal.SIGINT,)))
+    wanted = (numbers or every) if is_main else ()
     previous = {number: signal.signal(number, handler) for number in wanted}
     try:
         yield
     finally:
         for number, earlier in previous.items():
             signal.signal(number, earlier)
+
+
+def _say_that_it_stops() -> None:
+    """One line per host, written without a buffer: a signal may come while another line is printed."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        with contextlib.suppress(OSError):
+            os.write(2, b"stopping after this step; a second Ctrl-C ends at once\n")
 
 
 def _is_rank(process: psutil.Process) -> bool:
