@@ -17,7 +17,6 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.batch_plan import BatchPlan, plan_rollout
 from hybrid_rlhf.configs.sections.placement import Placement, adapts
@@ -307,12 +306,8 @@ def total_steps(config: RLConfig, stream: RowStream) -> int:
     Raises:
         UserError: when the data has too few prompts for one step.
     """
+    config.rollout.require_prompts(stream.left)
     size = config.rollout.prompts_per_step
-    if stream.left < size:
-        raise UserError(
-            f"a step takes {size} prompts, the training data has {stream.left}: add rows or set "
-            f"rollout.prompts_per_step to {stream.left} or less"
-        )
     steps = -(-stream.left // size) if config.algorithm.dynamic_sampling is not None else stream.left // size
     return steps if config.train.max_steps is None else min(steps, config.train.max_steps)
 
