@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -262,6 +263,7 @@ class _SessionBuilder:
         updates = steps * config.algorithm.epochs * config.algorithm.mini_batches
         start = time.perf_counter()
         roles = build_roles(config, run, placement, self._actor_path, tokenizer, updates=updates)
+        roles.reward.require_columns(lambda: map(json.loads, prompts.train["columns"]))
         if self._watch is not None:
             self._watch.build_seconds = time.perf_counter() - start
         actor, average, ptx_batches = roles.actor, None, None

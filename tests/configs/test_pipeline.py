@@ -167,6 +167,12 @@ def test_code_that_does_not_load_is_refused_before_the_first_step(
     line = [*BASE, "--data.sources", "rows.jsonl"]
     error = refused([*line, "--rl.reward.components", "[{function: nofile.py:f}]"], capsys)
     assert error.startswith("step rl: reward.components: function nofile.py:f cannot be imported"), error
+    (tmp_path / "rules.py").write_text("def correct(prompts, completions, answer, **columns): ...\n")
+    error = refused([*line, "--rl.reward.components", "[{function: rules.py:correct}]"], capsys)
+    assert error == (
+        "step rl: reward function correct needs the column answer, the data has prompt, chosen, rejected: rename or "
+        "add it, or give the argument a default"
+    )
     (tmp_path / "game.py").write_text("class Game:\n    def reset(self, row): ...\n")
     error = refused([*line, "--rl.environment.path", "game.py:Game"], capsys)
     assert error.startswith("step rl: an environment must have reset(row) and step(completion)"), error

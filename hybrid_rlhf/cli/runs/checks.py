@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -64,7 +64,7 @@ def load_user_code(config: RLConfig) -> None:
     """Load the reward functions and the environment.
 
     Raises:
-        UserError: if one cannot be loaded, or is not called as it must be.
+        UserError: if one cannot be loaded, is not called as it must be, or needs a column that local data lacks.
     """
     environment = config.environment
     if environment is not None and environment.path is not None:
@@ -75,12 +75,26 @@ def load_user_code(config: RLConfig) -> None:
         from hybrid_rlhf.rl.environments.programs import read_program
 
         read_program(environment)
-    functions = [component.function for component in config.reward.named if component.function is not None]
+    functions = {component.label: component.function for component in config.reward.named if component.function}
     if functions:
-        from hybrid_rlhf.rl.rewards.functions import load_function
+        from hybrid_rlhf.data.rows.sources import peek
+        from hybrid_rlhf.rl.rewards.functions import load_function, require_columns
 
-        for function in functions:
-            load_function(function)
+        is_local = all(peek(source) is not None for source in config.data.sources)
+        for name, function in functions.items():
+            loaded = load_function(function)
+            if is_local:
+                require_columns(loaded, name, _prompt_columns(config.data.sources))
+
+
+def _prompt_columns(sources: Sequence[str | DataSource]) -> Iterator[dict[str, Any]]:
+    """The columns beside the prompt of each row, as reward functions take them."""
+    from hybrid_rlhf.data.rows.formats import read_prompt_row
+    from hybrid_rlhf.data.rows.sources import open_source
+
+    for source in sources:
+        for location, row in open_source(source):
+            yield read_prompt_row(location, row).columns
 
 
 def _check_prompts(config: RLConfig) -> None:
