@@ -53,10 +53,13 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
     """Parse, run the steps that are not finished, and print what changed."""
     with user_errors():
         config, steps = pipeline(PipelineConfig, argv, prog=prog)
+        from hybrid_rlhf.cli.runs.checks import check_sources, check_steps
+
         if config.plan:
             from hybrid_rlhf.cli.machine.plan import planned_phases
             from hybrid_rlhf.memory.report import table
 
+            check_sources({name: steps[name] for name in config.step_names})
             lines, fits = table(*planned_phases(config, steps), steps)
             if "rl" in config.step_names and is_automatic(steps["rl"].placement):
                 lines.append(
@@ -65,6 +68,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
             print_result({"fits": fits, "lines": lines}, "\n".join(lines))
             sys.exit(0 if fits else 1)
         check_placement(steps, config)
+        starting = {name: steps[name] for name in config.step_names if not _is_done(steps[name])}
+        check_steps(starting, log=Path(config.output_dir) / "logs" / f"{FOLDERS['rl']}.log")
         try:
             for name in config.step_names:
                 run_step(name, steps[name], config)
@@ -210,14 +215,7 @@ def run_step(name: str, step: Any, config: PipelineConfig) -> None:
         SystemExit: with the exit code of the step if it fails.
     """
     folder = Path(step.output_dir)
-    finished = (folder / "finished.json").exists()
-    changed = _changed_keys(folder, step)
-    if changed:
-        raise UserError(
-            f"{folder} contains a run with other settings ({', '.join(changed[:3])}{', ...' * (len(changed) > 3)}): "
-            "remove the folder, or set another --output_dir"
-        )
-    if finished:
+    if _is_done(step):
         print(f"== {name}: already finished in {folder}, skipped", flush=True)
         return
     if _resumes(folder, step.resume):
@@ -270,11 +268,26 @@ def _resumes(folder: Path, resume: str) -> bool:
     return started or resume in ("never", "auto")
 
 
-def _changed_keys(folder: Path, step: Any) -> list[str]:
-    """Keys whose values differ from the run in the folder; keys that do not affect the results are ignored."""
-    if not (folder / "config.yaml").exists():
-        return []
-    return changed_keys(type(step), read_config(folder / "config.yaml"), read_config(step))
+def _is_done(step: Any) -> bool:
+    """Whether a step is finished, and need not start.
+
+    Raises:
+        UserError: if its folder contains a run with other settings.
+    """
+    folder = Path(step.output_dir)
+    changed = changed_settings(step)
+    if changed:
+        raise UserError(
+            f"{folder} contains a run with other settings ({', '.join(changed[:3])}{', ...' * (len(changed) > 3)}): "
+            "remove the folder, or set another --output_dir"
+        )
+    return (folder / "finished.json").exists()
+
+
+def changed_settings(step: Any) -> list[str]:
+    """Keys whose values differ from the run in the folder of a step; those that do not affect results are ignored."""
+    file = Path(step.output_dir) / "config.yaml"
+    return changed_keys(type(step), read_config(file), read_config(step)) if file.exists() else []
 
 
 def launcher(options: LauncherConfig) -> list[str]:

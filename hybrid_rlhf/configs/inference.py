@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hybrid_rlhf.configs.files.credentials import expanded
+from hybrid_rlhf.configs.files.urls import is_own_host
 from hybrid_rlhf.configs.sections.rules import require, require_template_variables, setting
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 
@@ -82,7 +83,7 @@ class ServeConfig(InferenceConfig):
     """Serve a model over HTTP with OpenAI's API, or a reward model that scores conversations."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0: all interfaces, which needs an api_key unless the network is private."""
+    """Address to listen on; 0.0.0.0: all interfaces. An address that other machines can reach needs an api_key."""
     port: int = 8000
     """Port to listen on; 0: any free port."""
     api_key: str | None = None
@@ -122,6 +123,11 @@ class ServeConfig(InferenceConfig):
         require(
             self.kv_cache_gib is None or self.kv_cache_gib > 0,
             f"kv_cache_gib must be above 0, got {self.kv_cache_gib}: raise it, or leave it out",
+        )
+        require(
+            self.api_key is not None or is_own_host(self.host),
+            f"a server that other machines reach needs an api_key, got host {self.host} without one: give --api_key "
+            "'${NAME}', or leave host out",
         )
         require(self.api_key is None or bool(self.api_key), "api_key must not be empty: give a key, or leave it out")
         require(

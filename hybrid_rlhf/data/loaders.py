@@ -80,12 +80,19 @@ class GlobalBatchSampler:
     """Yields the row indices of each global batch in a seeded order; its position can be saved and restored."""
 
     def __init__(
-        self, rows: int, *, global_batch_size: int, seed: int, shuffle: bool = True, drop_last: bool = True
+        self,
+        rows: int,
+        *,
+        global_batch_size: int,
+        seed: int,
+        shuffle: bool = True,
+        drop_last: bool = True,
+        size_key: str = "train.global_batch_size",
     ) -> None:
         if drop_last and rows < global_batch_size:
             raise UserError(
                 f"the training data must have at least one batch of {global_batch_size} rows, got {rows}: add rows or "
-                f"reduce the batch size to {rows} or less"
+                f"reduce {size_key} to {rows} or less"
             )
         self._rows, self._size, self._seed, self._shuffle = rows, global_batch_size, seed, shuffle
         self.steps_per_epoch = rows // global_batch_size if drop_last else -(-rows // global_batch_size)
@@ -173,6 +180,7 @@ class BatchLoader:
         seed: int,
         shuffle: bool = True,
         drop_last: bool = True,
+        size_key: str = "train.global_batch_size",
     ) -> None:
         """Plan the batches from the column `length`, or `tokens` if rows contain several sequences, or `padded_tokens`
         if these are padded to the longest.
@@ -186,6 +194,7 @@ class BatchLoader:
             seed: seed of the order.
             shuffle: use a new order in each epoch.
             drop_last: omit an incomplete last batch; otherwise it is padded with None rows.
+            size_key: the setting that decides the size of a batch.
 
         Raises:
             UserError: if there is no complete batch.
@@ -195,7 +204,12 @@ class BatchLoader:
         self._lengths = list(dataset[next(name for name in columns if name in dataset.column_names)])
         self._rank, self._ranks, self._micro_batches = world_rank, world_size, micro_batches
         self.batches = GlobalBatchSampler(
-            len(dataset), global_batch_size=global_batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last
+            len(dataset),
+            global_batch_size=global_batch_size,
+            seed=seed,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            size_key=size_key,
         )
 
     @property

@@ -39,6 +39,8 @@ from hybrid_rlhf.runtime.observability.progress import ProgressLog
 from hybrid_rlhf.runtime.world import World, shared_user_errors
 
 logger = logging.getLogger(LOGGER_NAME)
+_PROMPT_STEP = 2
+"""RL's place in data.split."""
 Encode = Callable[[str, Row, PreTrainedTokenizerBase, int], list[dict[str, Any]]]
 
 
@@ -144,7 +146,19 @@ def load_prompt_data(
     config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, world: World, max_prompt_tokens: int
 ) -> TokenizedData:
     """Columns `input_ids`, `prompt` (messages as JSON), `columns` (the row's other columns as JSON), `length`."""
-    return _load(RowEncoding("prompt", encode_prompt_row, 2), config, tokenizer, max_prompt_tokens, seed, world)
+    return _load(
+        RowEncoding("prompt", encode_prompt_row, _PROMPT_STEP), config, tokenizer, max_prompt_tokens, seed, world
+    )
+
+
+def most_prompts(config: DataConfig, counts: Sequence[int], seed: int) -> int:
+    """The prompts that RL trains on, from the rows of each source, if none is dropped."""
+    found = 0
+    for rows, source in zip(counts, config.sources, strict=True):
+        mine = len(_split_rows(rows, config, _PROMPT_STEP, seed)[0])
+        copies, rest = divmod(source.weight if isinstance(source, DataSource) else 1.0, 1.0)
+        found += int(copies) * mine + round(rest * mine)
+    return found
 
 
 def load_ptx_data(
@@ -162,10 +176,7 @@ def load_ptx_data(
 def _load(
     encoding: RowEncoding, config: DataConfig, tokenizer: PreTrainedTokenizerBase, limit: int, seed: int, world: World
 ) -> TokenizedData:
-    if not config.sources:
-        raise UserError(
-            "data.sources must have at least one file, folder or hub name, got none: set --data.sources FILE.jsonl"
-        )
+    config.require_sources()
     parts = [_tokenize(encoding, source, config, tokenizer, limit, world) for source in config.sources]
     train, held_out = [], []
     for part in parts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -50,12 +50,17 @@ def table(
     return lines, good
 
 
-def starts_of(steps: Mapping[str, AnyStep]) -> dict[str, str]:
-    """Folders that steps will write, each with an existing model of the same shape."""
+def starts_of(steps: Mapping[str, AnyStep], anew: Collection[str]) -> dict[str, str]:
+    """Folders that steps will write, each with an existing model of the same shape.
+
+    Args:
+        steps: all steps, resolved, in the order of the pipeline.
+        anew: names of those that will train, whatever their folders contain.
+    """
     starts: dict[str, str] = {}
-    for step in steps.values():
+    for name, step in steps.items():
         start = start_of(step)
-        if start is not None and not has_model(step.output_dir):
+        if start is not None and (name in anew or not has_model(step.output_dir)):
             starts[step.output_dir] = starts.get(start, start)
     return starts
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,6 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.batch_plan import BatchPlan, plan_rollout
 from hybrid_rlhf.configs.sections.placement import Placement, adapts
@@ -263,6 +263,7 @@ class _SessionBuilder:
         updates = steps * config.algorithm.epochs * config.algorithm.mini_batches
         start = time.perf_counter()
         roles = build_roles(config, run, placement, self._actor_path, tokenizer, updates=updates)
+        roles.reward.require_columns(lambda: map(json.loads, prompts.train["columns"]))
         if self._watch is not None:
             self._watch.build_seconds = time.perf_counter() - start
         actor, average, ptx_batches = roles.actor, None, None
@@ -307,12 +308,8 @@ def total_steps(config: RLConfig, stream: RowStream) -> int:
     Raises:
         UserError: when the data has too few prompts for one step.
     """
+    config.rollout.require_prompts(stream.left)
     size = config.rollout.prompts_per_step
-    if stream.left < size:
-        raise UserError(
-            f"a step takes {size} prompts, the training data has {stream.left}: add rows or set "
-            f"rollout.prompts_per_step to {stream.left} or less"
-        )
     steps = -(-stream.left // size) if config.algorithm.dynamic_sampling is not None else stream.left // size
     return steps if config.train.max_steps is None else min(steps, config.train.max_steps)
 

@@ -30,6 +30,9 @@ REWARD = """
 def digits(prompts, completions, answer, **columns):
     return [float(len(text) % 2 == wanted) for text, wanted in zip(completions, answer)]
 
+def absent(prompts, completions, gold, **columns):
+    raise AssertionError
+
 def none(prompts, completions, **columns):
     return [None] * len(completions)
 """
@@ -333,6 +336,10 @@ def test_a_task_that_is_not_there_is_one_line(model_folder: Path, capsys: pytest
         (["MODEL", "--data", "PROMPTS", "--measure", "pass_rate"], "pass_rate needs --reward"),
         (["MODEL", "--data", "PROMPTS", "--reward", "a:b", "--k", "4"], "k must be at most sampling.n 1"),
         (["MODEL", "--data", "PROMPTS", "--measure", "accuracy"], "a reward model must have a score head"),
+        (
+            ["MODEL", "--data", "PROMPTS", "--reward", "REWARDS:absent"],
+            "absent needs the column gold, the data has prompt",
+        ),
         (["MODEL", "--data", "PROMPTS", "--reward", "REWARDS:none"], "must give a number per completion"),
         (["MODEL", "--data", "PROMPTS"], "must have messages or prompt"),
         (["MODEL", "--data", "PROMPTS", "--output", "PROMPTS"], "--output must be a new file"),

@@ -61,7 +61,7 @@ def test_plan_starts_no_step_whatever_the_line_says(
         "hybrid_rlhf.memory.report.table", lambda planner, planned, steps, *, single: (["planned"], False)
     )
     with pytest.raises(SystemExit) as stopped:
-        plan.main(["--base_model", "BASE", "--data.sources", "rows.jsonl", "--plan", "false"])
+        plan.main(["--base_model", "BASE", "--plan", "false"])
     assert stopped.value.code == 1 and capsys.readouterr().out == "planned\n"
 
 

@@ -32,9 +32,15 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, A
         return train.CommandEnd(0, [])
 
     monkeypatch.chdir(tmp_path)
+    leave_rows(tmp_path / "rows.jsonl")
     monkeypatch.setattr(train, "tee", tee)
     monkeypatch.setattr(train, "show_changes", lambda steps, *, last: None)
     return settings
+
+
+def leave_rows(file: Path, count: int = 1000) -> str:
+    file.write_text("".join(f'{{"prompt": "{number}", "chosen": "a", "rejected": "b"}}\n' for number in range(count)))
+    return str(file)
 
 
 def leave_model(folder: Path) -> str:
@@ -101,6 +107,92 @@ def test_a_model_that_is_missing_is_refused_before_the_first_step(
         train.main([*line, "--data.sources", "rows.jsonl"])
     assert stopped.value.code == 2 and not started
     assert capsys.readouterr().err == f"error: {message}\n"
+
+
+def refused(line: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The error of a line that train.main refuses."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        train.main(line)
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and error.count("\n") == 1, error
+    return error.removeprefix("error: ").rstrip("\n")
+
+
+BASE = ["--base_model", "BASE"]
+
+
+def test_data_that_a_later_step_lacks_is_refused_before_the_first_step(
+    started: list[Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    line = [*BASE, "--data.sources", "rows.jsonl"]
+    assert "step rl: a data source must be a file, a folder or a hub name, nosuch.jsonl does not exist" in refused(
+        [*line, "--rl.data.sources", "nosuch.jsonl"], capsys
+    )
+    assert "step reward: a data source must be" in refused([*line, "--reward.data.eval_sources", "no.json"], capsys)
+    (tmp_path / "bad.jsonl").write_text("{\n")
+    assert "step rl: bad.jsonl:1: a line must be JSON" in refused([*line, "--rl.data.sources", "bad.jsonl"], capsys)
+    (tmp_path / "bad.parquet").write_text("no")
+    error = refused([*line, "--rl.data.sources", "bad.parquet"], capsys)
+    assert error.startswith("step rl: bad.parquet is not valid Parquet"), error
+    assert refused(BASE, capsys).startswith("step sft: data.sources must have at least one file")
+    assert "step rl: a data source must be" in refused(
+        [*line, "--rl.ptx.coef", "1", "--rl.ptx.sources", "no.jsonl"], capsys
+    )
+    assert not started
+    train.main([*line, "--reward.data.sources", "owner/data"])  # a hub name
+    assert len(started) == 3
+
+
+def test_too_few_prompts_are_refused_before_the_first_step(
+    started: list[Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    leave_rows(tmp_path / "few.jsonl", 7)
+    line = [*BASE, "--data.sources", "rows.jsonl", "--rl.data.sources", "few.jsonl", "--rl.data.eval_fraction", "0"]
+    line += ["--rl.data.split", "[0, 0, 1]"]
+    error = refused(line, capsys)
+    assert error.startswith("step rl: a step takes 256 prompts, the training data has 7: "), error
+    assert not started
+    train.main([*line, "--rl.rollout.prompts_per_step", "7"])
+    assert len(started) == 3
+
+
+def test_code_that_does_not_load_is_refused_before_the_first_step(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With the process that loads it; no step starts."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "run_step", lambda *_: pytest.fail("a step started"))
+    leave_rows(tmp_path / "rows.jsonl")
+    line = [*BASE, "--data.sources", "rows.jsonl"]
+    error = refused([*line, "--rl.reward.components", "[{function: nofile.py:f}]"], capsys)
+    assert error.startswith("step rl: reward.components: function nofile.py:f cannot be imported"), error
+    (tmp_path / "rules.py").write_text("def correct(prompts, completions, answer, **columns): ...\n")
+    error = refused([*line, "--rl.reward.components", "[{function: rules.py:correct}]"], capsys)
+    assert error == (
+        "step rl: reward function correct needs the column answer, the data has prompt, chosen, rejected: rename or "
+        "add it, or give the argument a default"
+    )
+    (tmp_path / "game.py").write_text("class Game:\n    def reset(self, row): ...\n")
+    error = refused([*line, "--rl.environment.path", "game.py:Game"], capsys)
+    assert error.startswith("step rl: an environment must have reset(row) and step(completion)"), error
+
+
+def test_a_finished_step_is_not_checked_and_another_run_in_a_later_folder_is(
+    started: list[Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    line = [*BASE, "--data.sources", "rows.jsonl", "--sft.data.sources", "gone.jsonl", "--steps", "sft,reward"]
+    steps = steps_of(line)
+    for name in ("sft", "reward"):
+        folder = tmp_path / steps[name].output_dir
+        folder.mkdir(parents=True)
+        save_config(steps[name], folder / "config.yaml")
+    assert "step sft: a data source must be" in refused(line, capsys)
+    (tmp_path / steps["sft"].output_dir / "finished.json").write_text("{}")
+    assert "with other settings (data.max_length)" in refused([*line, "--reward.data.max_length", "7"], capsys)
+    assert not started
+    train.main(line)
+    assert len(started) == 1
 
 
 def test_the_demos_settings_are_for_the_demos_model(started: list[dict[str, Any]]) -> None:
@@ -197,6 +289,7 @@ def test_the_settings_that_train_hands_to_a_step_are_read_by_it(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train, "tee", tee)
     monkeypatch.setattr(train, "show_changes", lambda steps, *, last: None)
+    leave_rows(tmp_path / "rows.jsonl")
     leave_model(tmp_path / "output" / "step2_reward")
     demo = ["--data.sources", "rows.jsonl", "--steps", "rl", "--rl.algorithm", "grpo"]
     train.main(demo)

@@ -111,7 +111,7 @@ def test_evaluation_sees_every_row_once() -> None:
 
 
 def test_too_few_rows_are_rejected() -> None:
-    with pytest.raises(UserError, match="batch of 8 rows, got 5"):
+    with pytest.raises(UserError, match="batch of 8 rows, got 5: add rows or reduce train.global_batch_size to 5"):
         GlobalBatchSampler(5, global_batch_size=8, seed=0)
 
 
@@ -204,5 +204,5 @@ def test_the_order_depends_on_the_seed_and_is_endless_by_default() -> None:
 def test_too_few_rows_are_rejected_only_with_drop_last() -> None:
     with pytest.raises(UserError) as caught:
         GlobalBatchSampler(5, global_batch_size=8, seed=0)
-    assert "8 rows, got 5: add rows or reduce the batch size to 5" in str(caught.value)
+    assert "8 rows, got 5: add rows or reduce train.global_batch_size to 5" in str(caught.value)
     assert GlobalBatchSampler(5, global_batch_size=8, seed=0, drop_last=False).steps_per_epoch == 1

@@ -126,12 +126,12 @@ def test_json_is_all_that_is_on_standard_output(finished: tuple[Path, list[str],
 
     refused = run_python([*line, "--steps", "sft", "--sft.optimizer.lr", "1"])
     assert refused.returncode == 2 and "other settings (optimizer.lr)" in json.loads(refused.stdout)["error"]
-    (tmp_path / "bad.jsonl").write_text("{\n")
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n{\n')
     more = ["--steps", "sft", "--output_dir", str(tmp_path / "out"), "--data.sources", str(tmp_path / "bad.jsonl")]
     failed = run_python([*line, *more])
-    assert failed.returncode == 2 and "bad.jsonl:1: a line must be JSON" in failed.stderr
+    assert failed.returncode == 2 and "bad.jsonl:2: a line must be JSON" in failed.stderr
     found = json.loads(failed.stdout)
-    assert found["error"].startswith("step sft: ") and "bad.jsonl:1: a line must be JSON" in found["error"]
+    assert found["error"].startswith("step sft: ") and "bad.jsonl:2: a line must be JSON" in found["error"]
     assert found["log"] == str(tmp_path / "out" / "logs" / "step1_sft.log")
 
 

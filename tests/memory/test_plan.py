@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hybrid_rlhf.cli.machine.plan import main as plan_main
+from hybrid_rlhf.cli.machine.plan import planned_phases
 from hybrid_rlhf.cli.train import main as train_main
+from hybrid_rlhf.cli.train import step_config
 from hybrid_rlhf.configs.algorithms import PPOConfig
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import parse_config
+from hybrid_rlhf.configs.parsing.command_line import parse_config, save_config
 from hybrid_rlhf.configs.pipeline import PipelineConfig
 from hybrid_rlhf.configs.rl import ActorConfig, CriticConfig, RewardSumConfig, RLConfig
 from hybrid_rlhf.configs.sections.algorithm import CorrectionConfig
@@ -384,7 +388,7 @@ def test_plan_says_what_fits_and_exits_so(model: str, tmp_path: Path, capsys: py
     folder = tmp_path / "config_only"
     folder.mkdir()
     (folder / "config.json").write_text((Path(model) / "config.json").read_text())
-    line = ["--base_model", str(folder), "--output_dir", str(tmp_path / "out"), "--data.sources", "absent.jsonl"]
+    line = ["--base_model", str(folder), "--output_dir", str(tmp_path / "out")]
     for gib, code in (("80", 0), ("2.5", 1)):
         with pytest.raises(SystemExit) as stopped:
             train_main([*line, "--plan", "--plan_ranks", "2", "--plan_device_gib", gib])
@@ -402,7 +406,7 @@ def test_a_step_is_planned_on_the_model_that_it_will_start_from(
 ) -> None:
     """What SFT starts from goes through all steps; without SFT they start from the base."""
     told = []
-    data = ["--data.sources", "absent.jsonl", "--output_dir", str(tmp_path / "out")]
+    data = ["--output_dir", str(tmp_path / "out")]
     for named in (
         ["--base_model", model],
         ["--base_model", "absent/x", "--sft.model.path", model],
@@ -416,3 +420,38 @@ def test_a_step_is_planned_on_the_model_that_it_will_start_from(
     whole = told[0]
     assert told[1] == told[2] == whole
     assert told[3] == [line for line in whole if not line.startswith("SFT")]
+
+
+@pytest.mark.parametrize("finished", ["alike", "other", None])
+def test_only_a_model_that_train_keeps_is_planned_in_place_of_the_base(
+    finished: str | None, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another run's, which may be of another size, is no model of this one."""
+    line = ["--base_model", model, "--output_dir", str(tmp_path / "out"), "--steps", "sft,reward"]
+    config = parse_config(PipelineConfig, line)
+    step = step_config("sft", config)
+
+    def planned() -> dict[str, float]:
+        _, phases = planned_phases(replace(config, plan=True, plan_ranks=1), {**steps})
+        return {phase.title: phase.need.weights for phase in phases["reward"]}
+
+    steps = {name: step_config(name, config) for name in ("sft", "reward")}
+    before = planned()
+    folder = Path(step.output_dir)
+    folder.mkdir(parents=True)
+    small = json.loads((Path(model) / "config.json").read_text()) | {"num_hidden_layers": 1}
+    (folder / "config.json").write_text(json.dumps(small))
+    save_config(step if finished != "other" else replace(step, seed=step.seed + 1), folder / "config.yaml")
+    if finished is not None:
+        (folder / "finished.json").write_text("{}")
+    assert (planned() == before) == (finished != "alike")
+    capsys.readouterr()
+
+
+def test_a_source_that_is_missing_is_no_plan(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["--base_model", model, "--output_dir", str(tmp_path / "out"), "--data.sources", "nosuch.jsonl"]
+    for main, words in ((train_main, [*line, "--plan"]), (plan_main, line)):
+        with pytest.raises(SystemExit) as stopped:
+            main(words)
+        assert stopped.value.code == 2
+        assert capsys.readouterr().err.startswith("error: step sft: a data source must be a file, a folder or a hub")

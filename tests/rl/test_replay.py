@@ -12,7 +12,12 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from hybrid_rlhf.cli import train
+from hybrid_rlhf.cli.runs.replay import main as replay_main
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.parsing.command_line import save_config
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.rl.replay.recorded import RecordedStep
 from hybrid_rlhf.runtime.observability.token_records import DETAILS, TokenRecords, record_file
 from tests.support.ahead import rollout_line
@@ -132,6 +137,18 @@ def test_a_hundred_samples_are_generated_again(more: list[str], stopping_model: 
         samples = replay_samples(folder, step, tmp_path / f"scratch_{step}", indices)
         identical += sum(sample["identical"] and sample["compared"] == "tokens" for sample in samples)
     assert identical == 100
+
+
+def test_a_branch_of_a_run_with_an_environment_is_refused_before_a_rank_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train, "tee", lambda *_: pytest.fail("a rank started"))
+    (tmp_path / "samples.jsonl").write_text('{"step": 1, "index": 0}\n')
+    save_config(RLConfig(environment=EnvironmentConfig(path="game.py:Game")), tmp_path / "config.yaml")
+    with pytest.raises(SystemExit) as stopped:
+        replay_main([str(tmp_path), "--step", "1", "--index", "0", "--branch.token", "3"])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.startswith("error: a branch continues a completion of one turn, the run has an env")
 
 
 def test_branches_begin_with_the_samples_tokens(ppo_run: Path, tmp_path: Path) -> None:

@@ -118,6 +118,14 @@ def test_a_function_that_fails_stops_the_run_or_scores_0_and_is_counted(
     assert sum("reward component mine is scored 0" in line for line in log_lines) == 1
 
 
+def test_columns_that_a_function_needs_are_those_without_a_default(tmp_path: Path) -> None:
+    (tmp_path / "named.py").write_text("def f(prompts, completions, *, answer, kind=None, **columns): ...\n")
+    part = FunctionReward(RewardComponentConfig(function=f"{tmp_path}/named.py:f"), device=CPU)
+    part.require_columns([{"kind": "a"}, {"answer": 1}])  # rows may have different columns
+    with pytest.raises(UserError, match="reward function f needs the column answer, the data has prompt, kind: "):
+        Reward([part], None).require_columns(lambda: [{"kind": "a"}])  # type: ignore[arg-type]
+
+
 def test_numpy_numbers_are_numbers(function: Callable[..., FunctionReward]) -> None:
     body = "import numpy\nreturn [numpy.int64(3), *numpy.arange(4, dtype=numpy.float32)]"
     assert sorted(score_completions(function(body)).scores.tolist()) == [0, 1, 2, 3, 3]

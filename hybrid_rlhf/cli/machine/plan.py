@@ -12,6 +12,7 @@ import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybrid_rlhf.cli import train
@@ -55,8 +56,10 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
             config, steps = train.pipeline(PlanConfig, [*words, "--plan=true"], prog=prog)
         else:
             config, steps = _single(name, words, prog=prog)
+        from hybrid_rlhf.cli.runs.checks import check_sources
         from hybrid_rlhf.memory.report import table
 
+        check_sources({name: steps[name] for name in config.step_names})
         planner, planned = planned_phases(_as_configured(config), steps)
         answer = _placement(config, steps["rl"], planner) if "rl" in planned else None
         if answer is not None and answer.configured is None:
@@ -85,7 +88,13 @@ def planned_phases(
     from hybrid_rlhf.memory.report import starts_of, this_machine
     from hybrid_rlhf.rl.roles.room import PlacedPlanner
 
-    planner = PlacedPlanner(this_machine(config), starts=starts_of(steps))
+    # What train skips keeps its model; a step whose folder has another run's starts as its settings say.
+    anew = [
+        name
+        for name in config.step_names
+        if train.changed_settings(steps[name]) or not (Path(steps[name].output_dir) / "finished.json").exists()
+    ]
+    planner = PlacedPlanner(this_machine(config), starts=starts_of(steps, anew))
     return planner, {name: planner.phases(steps[name]) for name in config.step_names}
 
 

@@ -40,11 +40,13 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
 
 def _replay(config: ReplayConfig) -> None:
     """Start the ranks, wait for their result and print it."""
-    from hybrid_rlhf.rl.replay.recorded import RecordedStep
+    from hybrid_rlhf.rl.replay.recorded import RecordedStep, require_one_turn
 
     recorded = RecordedStep.read(Path(config.path), config.step)
     for index in config.index:
         recorded.sample(index)
+    if config.branch is not None:
+        require_one_turn(recorded.config)
     ranks = 1 if config.rescore is not None else recorded.ranks
     with tempfile.TemporaryDirectory(prefix="hybrid_rlhf_replay_") as folder:
         scratch = Path(folder)

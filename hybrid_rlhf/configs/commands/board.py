@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import dataclass, field
 
+from hybrid_rlhf.configs.files.urls import is_own_host
 from hybrid_rlhf.configs.sections.rules import require
 
 
@@ -36,11 +36,3 @@ class BoardConfig:
             f"a board that other machines reach needs a token, got host {self.host} without one: give --token, or "
             "leave host out",
         )
-
-
-def is_own_host(host: str) -> bool:
-    """Whether an address is reached from this machine alone."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

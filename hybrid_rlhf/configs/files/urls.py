@@ -6,6 +6,7 @@ at the request.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 from urllib.parse import urlsplit
@@ -14,6 +15,14 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.files.credentials import fill_placeholders, found_credential, placeholders, redacted
 
 _PLACEHOLDER_PORT = re.compile(r":\$\{\w+\}(?=[/?]|$)")
+
+
+def is_own_host(host: str) -> bool:
+    """Whether an address is reached from this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def check_url(url: str, *, key: str, remedy: str) -> None:

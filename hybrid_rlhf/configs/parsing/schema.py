@@ -349,7 +349,8 @@ def _closest(wrong: str, known: Any) -> str:
     names = [str(name) for name in known]
     inside = [name for name in names if name.endswith(f".{wrong}")]
     same_leaf = [name for name in names if name.rpartition(".")[2] == wrong.rpartition(".")[2]]
-    close = difflib.get_close_matches(wrong, inside or same_leaf or names, n=1, cutoff=0.0)
+    begun = [name for name in names if wrong and name.startswith(wrong)]
+    close = difflib.get_close_matches(wrong, inside or same_leaf or begun or names, n=1, cutoff=0.0)
     return close[0]
 
 

@@ -66,6 +66,13 @@ class DataConfig:
         if self.split is not None:
             require_shares(self.split)
 
+    def require_sources(self) -> None:
+        """Raise UserError unless there is training data."""
+        require(
+            bool(self.sources),
+            "data.sources must have at least one file, folder or hub name, got none: set --data.sources FILE.jsonl",
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class RowDataConfig(DataConfig):

@@ -169,6 +169,15 @@ class RolloutConfig:
         if self.async_sampling is not None:
             self._check_async()
 
+    def require_prompts(self, prompts: int) -> None:
+        """Raise UserError unless the prompts of all epochs are enough for a step."""
+        size = self.prompts_per_step
+        require(
+            prompts >= size,
+            f"a step takes {size} prompts, the training data has {prompts}: add rows or set "
+            f"rollout.prompts_per_step to {prompts} or less",
+        )
+
     @property
     def policy_lag(self) -> int:
         """Steps by which the weights that sample are behind; 0: sampling and training alternate."""

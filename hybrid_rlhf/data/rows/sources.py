@@ -69,10 +69,37 @@ def open_source(source: str | DataSource) -> RowReader:
     path = user_path(source.path)
     if os.path.isdir(path):
         return _open_table(source, _load_folder(source, path))
-    local = path.suffix in _FILE_TYPES or source.path.count("/") > 1 or source.path.startswith((".", "/", "~"))
-    if local or os.path.exists(path):
+    if _is_local(source, path):
         return _open_file(source, regular_file(path, _SOURCE_RULE))
     return _open_table(source, _load_hub(source))
+
+
+def peek(source: str | DataSource) -> int | None:
+    """Read the first row of a local source, and count its rows; none of a hub name, which is not contacted.
+
+    Raises:
+        UserError: if the source does not exist, is empty, or its first row is not of its type.
+    """
+    source = DataSource(path=source) if isinstance(source, str) else source
+    path = user_path(source.path)
+    if "://" not in source.path and not _is_local(source, path):
+        return None
+    if path.suffix == ".parquet" and path.is_file() and path.stat().st_size:
+        with _readable(source), pyarrow.parquet.ParquetFile(path) as file:  # open_source reads all of it
+            if next(file.iter_batches(batch_size=1), None) is None:
+                raise UserError(_empty(source))
+            return int(file.metadata.num_rows)
+    reader = open_source(source)
+    if path.suffix == ".json" and path.is_file():
+        return sum(1 for _ in reader)
+    next(iter(reader))
+    return reader.count()
+
+
+def _is_local(source: DataSource, path: Path) -> bool:
+    """Whether a source is on this machine, by its name or because it exists."""
+    named = path.suffix in _FILE_TYPES or source.path.count("/") > 1 or source.path.startswith((".", "/", "~"))
+    return named or os.path.exists(path)
 
 
 def _open_file(source: DataSource, path: Path) -> RowReader:

@@ -72,11 +72,16 @@ def load_environment(config: EnvironmentConfig | None, world: World) -> Environm
     if config is None:
         return None
     with shared_user_errors(world):
-        make = _load(config)
+        make = read_environment(config)
     return make
 
 
-def _load(config: EnvironmentConfig) -> EnvironmentFactory:
+def read_environment(config: EnvironmentConfig) -> EnvironmentFactory:
+    """The factory of the configured class, on this rank alone.
+
+    Raises:
+        UserError: see load_environment.
+    """
     kind: Any = import_named(config.path or "", what="environment.path:")
     if not inspect.isclass(kind):
         raise UserError(f"environment.path names a class, {config.path} is a {type(kind).__name__}: check the name")

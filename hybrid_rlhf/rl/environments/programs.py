@@ -198,18 +198,28 @@ def load_program(config: EnvironmentConfig, world: World) -> Program:
         UserError: on every rank, when any cannot import it, or it does not take the arguments.
     """
     with shared_user_errors(world):
-        program = import_named(config.program or "", what="environment.program:")
-        if not callable(program):
-            raise UserError(
-                f"environment.program names a function, {config.program} is a {type(program).__name__}: check the name"
-            )
-        try:
-            inspect.signature(program).bind(base_url="", api_key="", model="", row={}, **config.options)
-        except TypeError as error:
-            raise UserError(
-                "environment.program takes base_url, api_key, model, row and environment.options, "
-                f"{config.program} does not ({error}): change its arguments"
-            ) from error
+        program = read_program(config)
+    return program
+
+
+def read_program(config: EnvironmentConfig) -> Program:
+    """The configured function, on this rank alone.
+
+    Raises:
+        UserError: see load_program.
+    """
+    program = import_named(config.program or "", what="environment.program:")
+    if not callable(program):
+        raise UserError(
+            f"environment.program names a function, {config.program} is a {type(program).__name__}: check the name"
+        )
+    try:
+        inspect.signature(program).bind(base_url="", api_key="", model="", row={}, **config.options)
+    except TypeError as error:
+        raise UserError(
+            "environment.program takes base_url, api_key, model, row and environment.options, "
+            f"{config.program} does not ({error}): change its arguments"
+        ) from error
     return program  # type: ignore[no-any-return]
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.data.chat.conversation import stop_token_ids
+from hybrid_rlhf.rl.replay.recorded import require_one_turn
 from hybrid_rlhf.rl.replay.replaying import ReplayedStep
 from hybrid_rlhf.rl.replay.rescoring import SampleScore, completed, score_completions
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
@@ -48,10 +49,7 @@ def branch(replayed: ReplayedStep, index: int, *, token: int, text: str | None =
     session, record = replayed.session, replayed.record(index)
     config, tokenizer, world = session.config, session.tokenizer, session.run.world
     end, prompt = len(record.ids), record.ids[: record.prompt_length]
-    require(
-        config.environment is None,
-        "a branch continues a completion of one turn, the run has an environment: leave branch out",
-    )
+    require_one_turn(config)
     require(
         record.prompt_length <= token < end,
         f"branch.token must be in the completion, {record.prompt_length}..{end - 1}, got {token}: give another",

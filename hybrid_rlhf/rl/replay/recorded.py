@@ -123,3 +123,11 @@ class RecordedStep:
             return records.details(self.step)
         except ValueError as error:
             raise UserError(f"{error}: remove it, and the replay compares texts") from error
+
+
+def require_one_turn(config: RLConfig) -> None:
+    """Raise UserError for a run whose completions have turns of an environment, which no branch continues."""
+    require(
+        config.environment is None,
+        "a branch continues a completion of one turn, the run has an environment: leave branch out",
+    )

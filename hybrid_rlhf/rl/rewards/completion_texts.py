@@ -16,7 +16,8 @@ from hybrid_rlhf.data.chat.conversation import completion_text
 from hybrid_rlhf.data.chat.messages import Message, Tools, row_tools
 from hybrid_rlhf.rl.batch import Rollout
 
-_RESERVED = ("prompts", "completions")
+RESERVED = ("prompts", "completions")
+"""Arguments of a reward function that are no columns."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,10 @@ class CompletionTexts:
         rows = [prompts[place] for place in rollout.places(len(prompts)).tolist()]
         others = [json.loads(row["columns"]) for row in rows]
         names = list(dict.fromkeys(name for other in others for name in other))
-        for name in _RESERVED:
+        for name in RESERVED:
             if name in names:
                 raise UserError(
-                    f"{' and '.join(_RESERVED)} are arguments of a reward function, "
+                    f"{' and '.join(RESERVED)} are arguments of a reward function, "
                     f"the data has a column {name!r}: rename it"
                 )
         ids, mask = rollout.input_ids.cpu(), rollout.response_mask.cpu()

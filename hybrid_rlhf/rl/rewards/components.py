@@ -8,7 +8,7 @@ and stop together.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from numbers import Real
@@ -126,6 +126,13 @@ class RewardComponent(ABC):
         self.name = config.label
         self.weight = config.weight
         self.on_failure: OnFailure = config.on_failure
+
+    def require_columns(self, rows: Iterable[Mapping[str, object]]) -> None:  # noqa: B027 - most need none
+        """Check that the data has the columns that it needs.
+
+        Raises:
+            UserError: when no row has one of them.
+        """
 
     @abstractmethod
     def begin(self, batch: RewardBatch) -> Callable[[], ComponentScores]:

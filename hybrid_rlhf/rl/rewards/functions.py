@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 from hybrid_rlhf.loop.user_code import describe_error, import_named
-from hybrid_rlhf.rl.rewards.completion_texts import CompletionTexts
+from hybrid_rlhf.rl.rewards.completion_texts import RESERVED, CompletionTexts
 from hybrid_rlhf.rl.rewards.components import ComponentScores, RewardBatch, RewardComponent
 from hybrid_rlhf.runtime.background import BackgroundCall, CallTimeout, retry_delay_seconds
 
@@ -46,6 +46,10 @@ class FunctionReward(RewardComponent):
         self._retries = config.most_retries
         self._device = device
         self._hanging: list[BackgroundCall[ComponentScores]] = []
+
+    def require_columns(self, rows: Iterable[Mapping[str, object]]) -> None:
+        """Check that the data has the columns that the function takes by name; see `require_columns`."""
+        require_columns(self._function, self.name, rows)
 
     def begin(self, batch: RewardBatch) -> Callable[[], ComponentScores]:
         """Start the call in a thread."""
@@ -106,6 +110,32 @@ class FunctionReward(RewardComponent):
             if not call.has_ended(_CANCELLED_SECONDS):
                 self._hanging.append(call)
             return ComponentScores.failed(count, f"it took longer than {self._timeout_seconds:g} s")
+
+
+def require_columns(function: RewardFunction, name: str, rows: Iterable[Mapping[str, object]]) -> None:
+    """Check that each argument without a default is a column of some row; rows are read until all are found.
+
+    Raises:
+        UserError: when no row has one of them.
+    """
+    missing = [
+        parameter.name
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        and parameter.name not in RESERVED
+    ]
+    found: dict[str, None] = {}
+    for row in rows:
+        missing = [column for column in missing if column not in row]
+        if not missing:
+            return
+        found |= dict.fromkeys(row)
+    if missing:
+        raise UserError(
+            f"reward function {name} needs the column {' and '.join(missing)}, the data has "
+            f"{', '.join(['prompt', *found])}: rename or add it, or give the argument a default"
+        )
 
 
 def load_function(name: str) -> RewardFunction:

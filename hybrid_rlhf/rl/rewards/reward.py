@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -103,6 +103,11 @@ class Reward:
                 for component, of_rows, has_one in zip(self._components, values, scored.bool(), strict=True)
             },
         )
+
+    def require_columns(self, rows: Callable[[], Iterable[Mapping[str, object]]]) -> None:
+        """Check that the data has the columns that the components need; `rows` starts to read it."""
+        for component in self._components:
+            component.require_columns(rows())
 
     def close(self) -> None:
         """Free the memory of all models; the reward cannot be used afterwards."""

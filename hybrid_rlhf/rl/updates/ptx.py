@@ -32,6 +32,7 @@ class PtxBatches:
             world_size=world.size,
             micro_batches=micro_batches,
             seed=seed,
+            size_key="the batch size",
         )
         self._parts = self._loader.iterate()
         self._pad_token_id, self._device = pad_token_id, world.device

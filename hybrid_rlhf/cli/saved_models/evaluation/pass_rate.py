@@ -21,6 +21,7 @@ def pass_rate(config: EvaluateConfig) -> Measurement:
     """
     reward = FunctionReward(RewardComponentConfig(function=config.reward), device=torch.device("cpu"))
     prompts = read_prompts(config)
+    reward.require_columns(row.columns for _, row in prompts)
     samples = complete(config, prompts)
     count = config.sampling.n
     columns = dict.fromkeys(name for _, row in prompts for name in row.columns)

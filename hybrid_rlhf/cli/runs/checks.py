@@ -1,0 +1,138 @@
+"""What the steps of `hybrid-rlhf train` read from their user, checked before the first of them starts.
+
+Each step checks the same at its own start, which for a later one is after the earlier ones have trained. Only the first
+row of a local source is read here, and the hub is not contacted. Reward functions and environments load in a process
+of their own, started like a step: they find the same modules, and free their memory.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from hybrid_rlhf.cli import train
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.parsing.command_line import parse_config, save_config, user_errors
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.data import DataSource
+
+_MODULE = "hybrid_rlhf.cli.runs.checks"
+
+
+def check_steps(steps: Mapping[str, Any], log: Path) -> None:
+    """Check the data of the steps, and the code that RL calls.
+
+    Args:
+        steps: those that will start.
+        log: file of what the user's code prints.
+
+    Raises:
+        UserError: the one that the step itself would end with.
+    """
+    for name, step in steps.items():
+        with _named(name):
+            step.data.require_sources()
+    check_sources(steps)
+    if "rl" in steps:
+        with _named("rl"):
+            _check_prompts(steps["rl"])
+            _check_user_code(steps["rl"], log)
+
+
+def check_sources(steps: Mapping[str, Any]) -> None:
+    """Check that the first row of each local source can be read.
+
+    Raises:
+        UserError: if a source does not exist, or is not of its type.
+    """
+    from hybrid_rlhf.data.rows.sources import peek
+
+    for name, step in steps.items():
+        ptx = getattr(step, "ptx", None)
+        sources: list[str | DataSource] = [*step.data.sources, *step.data.eval_sources, *(ptx.sources if ptx else ())]
+        with _named(name):
+            for source in sources:
+                peek(source)
+
+
+def load_user_code(config: RLConfig) -> None:
+    """Load the reward functions and the environment.
+
+    Raises:
+        UserError: if one cannot be loaded, is not called as it must be, or needs a column that local data lacks.
+    """
+    environment = config.environment
+    if environment is not None and environment.path is not None:
+        from hybrid_rlhf.rl.environments.environment import read_environment
+
+        read_environment(environment)
+    elif environment is not None and environment.program is not None:
+        from hybrid_rlhf.rl.environments.programs import read_program
+
+        read_program(environment)
+    functions = {component.label: component.function for component in config.reward.named if component.function}
+    if functions:
+        from hybrid_rlhf.data.rows.sources import peek
+        from hybrid_rlhf.rl.rewards.functions import load_function, require_columns
+
+        is_local = all(peek(source) is not None for source in config.data.sources)
+        for name, function in functions.items():
+            loaded = load_function(function)
+            if is_local:
+                require_columns(loaded, name, _prompt_columns(config.data.sources))
+
+
+def _prompt_columns(sources: Sequence[str | DataSource]) -> Iterator[dict[str, Any]]:
+    """The columns beside the prompt of each row, as reward functions take them."""
+    from hybrid_rlhf.data.rows.formats import read_prompt_row
+    from hybrid_rlhf.data.rows.sources import open_source
+
+    for source in sources:
+        for location, row in open_source(source):
+            yield read_prompt_row(location, row).columns
+
+
+def _check_prompts(config: RLConfig) -> None:
+    """Check that there are prompts for a step; the rows of the hub, which are not counted, may be enough."""
+    from hybrid_rlhf.data.rows.sources import peek
+    from hybrid_rlhf.data.tokenized import most_prompts
+
+    counts = [peek(source) for source in config.data.sources]
+    known = [count for count in counts if count is not None]
+    if len(known) == len(counts):
+        config.rollout.require_prompts(most_prompts(config.data, known, config.seed) * config.train.epochs)
+
+
+def _check_user_code(config: RLConfig, log: Path) -> None:
+    environment = config.environment
+    played = environment is not None and (environment.path or environment.program)
+    if not played and all(component.function is None for component in config.reward.named):
+        return
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix="hybrid_rlhf_") as folder:
+        settings = Path(folder) / "rl.yaml"
+        save_config(config, settings)
+        end = train.tee([sys.executable, "-m", _MODULE, "--config", str(settings)], log, os.environ)
+    if end.user_error is not None:
+        raise UserError(end.user_error)
+    if end.code:
+        raise UserError(f"the user's code must load, it ended Python with exit code {end.code}: see {log}")
+
+
+@contextmanager
+def _named(step: str) -> Iterator[None]:
+    """Begin an error with the name of the step, as that of a step that has started does."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"step {step}: {error}") from error
+
+
+if __name__ == "__main__":
+    with user_errors():
+        load_user_code(parse_config(RLConfig))
