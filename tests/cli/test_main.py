@@ -74,5 +74,7 @@ def test_the_help_of_a_command_loads_no_torch_and_shows_its_name(command: str) -
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    usage = f"usage: hybrid-rlhf {command}{' SUBCOMMAND' * (command == 'data')} [--config FILE.yaml]"
+    words = {"data": " SUBCOMMAND", "chat": " [PATH] [COMPARE]", "push": " [PATH] [REPO]", "completion": " [SHELL]"}
+    words |= dict.fromkeys(("generate", "serve", "evaluate", "export", "replay"), " [PATH]")
+    usage = f"usage: hybrid-rlhf {command}{words.get(command, '')} [--config FILE.yaml]"
     assert done.stdout.startswith(usage), done.stdout[:200]
