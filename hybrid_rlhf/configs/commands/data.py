@@ -82,8 +82,8 @@ class SplitConfig:
     path: str = ""
     """A .jsonl, .json or .parquet file, a folder of datasets.save_to_disk, or a hub name."""
     parts: str = ""
-    """Names and fractions of the parts, such as train=0.9,test=0.1. Rows are assigned by a hash, so fractions are
-    approximate and a row stays in its part when others are added."""
+    """Names and shares of the parts, relative to their sum, such as train=0.9,test=0.1. Rows are assigned by a
+    hash, so the sizes are approximate and a row stays in its part when others are added."""
     by: str = "prompt"
     """Key of the assignment of rows to parts: the prompt, or the name of a column."""
     seed: int = 0
