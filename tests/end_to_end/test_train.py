@@ -213,10 +213,10 @@ def test_a_worker_that_dies_stops_the_others_and_is_named(model_folder: Path, pa
 def test_a_users_mistake_in_a_step_is_one_line_and_exit_code_2(ranks: int, model_folder: Path, tmp_path: Path) -> None:
     """torchrun itself ends with 1."""
     bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n{"prompt": \n')
+    bad.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 40 + '{"prompt": \n')
     done = run_python([*pipeline_line(tmp_path / "out", model_folder, bad), "--launcher.num_processes", str(ranks)])
     assert done.returncode == 2
-    assert done.stderr.strip().startswith(f"error: step sft: {bad}:2: a line must be JSON")
+    assert done.stderr.strip().startswith(f"error: step sft: {bad}:41: a line must be JSON")
     assert done.stderr.strip().count("\n") == 0
     assert not (tmp_path / "out" / "step1_sft" / "log.txt").exists()
 
