@@ -248,11 +248,11 @@ def test_the_correction_is_that_of_the_weights_that_sampled(model_folder: Path, 
 
 def test_the_command_of_the_page_runs(model_folder: Path, tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "async.md").read_text()
-    (command,) = re.findall(r"^    python (training/.*?[^\\])$", page, re.MULTILINE | re.DOTALL)
+    (command,) = re.findall(r"^    hybrid-rlhf rl (--.*?[^\\])$", page, re.MULTILINE | re.DOTALL)
     words = shlex.split(command.replace("\\\n", " "))
-    assert words[:3] == ["training/step3_ppo/main.py", "--algorithm", "rloo"] and "--reward.components" in words
+    assert words[:2] == ["--algorithm", "rloo"] and "--reward.components" in words
     ours = rollout_line(tmp_path / "run", model_folder, write_rows(tmp_path / "rows.jsonl"))
-    words = [str(model_folder) if word.startswith("output/") else word for word in words[1:]]
+    words = [str(model_folder) if word.startswith("output/") else word for word in words]
     del words[
         words.index("--reward.components") : words.index("--reward.components") + 2
     ]  # a function stands for the model

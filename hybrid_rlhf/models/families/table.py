@@ -355,10 +355,7 @@ FAMILIES: dict[str, Family] = {
     "nemotron": Family(_PLAIN_MLP, lambda c: {"norm_offset": 1.0}),
     "starcoder2": Family(_STARCODER2),
     "stablelm": Family(
-        _llama_like(
-            q_norm="self_attn.q_layernorm.norms.{head}",
-            k_norm="self_attn.k_layernorm.norms.{head}",
-        ),
+        _llama_like(q_norm="self_attn.q_layernorm.norms.{head}", k_norm="self_attn.k_layernorm.norms.{head}"),
         lambda c: {"block": "parallel" if c.use_parallel_residual else "sequential", "qk_norm": "per_head"},
     ),
     "mixtral": Family(_moe_like(), experts=mixtral_experts),
