@@ -53,13 +53,10 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
     """Parse, run the steps that are not finished, and print what changed."""
     with user_errors():
         config, steps = pipeline(PipelineConfig, argv, prog=prog)
-        from hybrid_rlhf.cli.runs.checks import check_sources, check_steps
-
         if config.plan:
             from hybrid_rlhf.cli.machine.plan import planned_phases
             from hybrid_rlhf.memory.report import table
 
-            check_sources({name: steps[name] for name in config.step_names})
             lines, fits = table(*planned_phases(config, steps), steps)
             if "rl" in config.step_names and is_automatic(steps["rl"].placement):
                 lines.append(
@@ -67,6 +64,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
                 )
             print_result({"fits": fits, "lines": lines}, "\n".join(lines))
             sys.exit(0 if fits else 1)
+        from hybrid_rlhf.cli.runs.checks import check_steps
+
         check_placement(steps, config)
         starting = {name: steps[name] for name in config.step_names if not _is_done(steps[name])}
         check_steps(starting, log=Path(config.output_dir) / "logs" / f"{FOLDERS['rl']}.log")
@@ -158,7 +157,7 @@ def check_placement(steps: dict[str, Any], config: PipelineConfig) -> None:
     rl = steps["rl"]
     is_new = rl.resume in ("never", "auto") and not (Path(rl.output_dir) / "config.yaml").exists()
     if "rl" in config.step_names and is_new and not is_automatic(rl.placement):
-        ranks = config.launcher.processes or max(1, _gpus())
+        ranks = config.launcher.processes or _local_ranks(config.launcher)
         resolve_placement(rl.placement, rl.placed_roles(), ranks=ranks)
 
 

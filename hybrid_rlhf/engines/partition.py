@@ -68,6 +68,11 @@ def base_parameters(lm: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield plain_name(name), parameter
 
 
+def adapted_layers(lm: nn.Module) -> dict[int, LoraLayer]:
+    """The layers with adapters, by the id of the weight that they adapt."""
+    return {id(base_weight(layer)): layer for _, layer in lora_layers(lm)}
+
+
 def full_weights(lm: nn.Module, *, bucket_elements: int) -> Iterator[GatheredWeight]:
     """A model's weights one by one, each gathered until the next; every rank must iterate over all of them.
 
@@ -75,7 +80,7 @@ def full_weights(lm: nn.Module, *, bucket_elements: int) -> Iterator[GatheredWei
         lm: partitioned or not, with adapters or without.
         bucket_elements: most elements gathered at once; a larger weight is gathered alone.
     """
-    adapted: dict[int, LoraLayer] = {id(base_weight(layer)): layer for _, layer in lora_layers(lm)}
+    adapted = adapted_layers(lm)
     bucket: list[GatheredWeight] = []
     parts: list[nn.Parameter] = []
     elements = 0

@@ -56,10 +56,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
             config, steps = train.pipeline(PlanConfig, [*words, "--plan=true"], prog=prog)
         else:
             config, steps = _single(name, words, prog=prog)
-        from hybrid_rlhf.cli.runs.checks import check_sources
         from hybrid_rlhf.memory.report import table
 
-        check_sources({name: steps[name] for name in config.step_names})
         planner, planned = planned_phases(_as_configured(config), steps)
         answer = _placement(config, steps["rl"], planner) if "rl" in planned else None
         if answer is not None and answer.configured is None:
@@ -83,11 +81,14 @@ def planned_phases(
     """The planner of a pipeline, and the phases of each step that would run.
 
     Raises:
-        UserError: for a placement that the ranks do not have, or that does not fit the other settings.
+        UserError: for a local source that cannot be read, a placement that the ranks do not have, or one that does not
+            fit the other settings.
     """
+    from hybrid_rlhf.cli.runs.checks import check_sources
     from hybrid_rlhf.memory.report import starts_of, this_machine
     from hybrid_rlhf.rl.roles.room import PlacedPlanner
 
+    check_sources({name: steps[name] for name in config.step_names})
     # What train skips keeps its model; a step whose folder has another run's starts as its settings say.
     anew = [
         name

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hybrid_rlhf.engines.partition import GatheredWeight, base_parameters
-from hybrid_rlhf.models.lora import Adapter, base_weight, lora_layers, weights_of
+from hybrid_rlhf.engines.partition import GatheredWeight, adapted_layers, base_parameters
+from hybrid_rlhf.models.lora import Adapter, weights_of
 
 ELEMENTS = 512
 """Read of each weight; of stacked experts at least `_ELEMENTS_PER_EXPERT` of each on average."""
@@ -41,7 +41,7 @@ class ElementCheck:
 
     def __init__(self, lm: nn.Module) -> None:
         """Take the trained model, partitioned or not, with adapters or without."""
-        adapted = {id(base_weight(layer)): layer for _, layer in lora_layers(lm)}
+        adapted = adapted_layers(lm)
         self._weights = {name: (parameter, adapted.get(id(parameter))) for name, parameter in base_parameters(lm)}
         self._excess: dict[str, Tensor] = {}
 
