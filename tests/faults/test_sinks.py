@@ -191,7 +191,8 @@ def test_a_closed_console_ends_no_run(tmp_path: Path) -> None:
     assert (code, errors) == (0, "")
     text = (tmp_path / "log.txt").read_text()
     assert text.count("the console cannot be written (Broken pipe): ") == 1
-    assert "sft 20/20" in text and steps(tmp_path / "metrics.jsonl") == list(range(1, 21))
+    assert all(f"sft {step}/20" in text for step in range(1, 21)), "also the line that the console refused"
+    assert steps(tmp_path / "metrics.jsonl") == list(range(1, 21))
 
 
 def test_a_console_and_a_log_on_a_full_disk_end_no_run(tmp_path: Path) -> None:

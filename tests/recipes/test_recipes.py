@@ -99,12 +99,13 @@ def run_folder(file: Path) -> str:
 
 
 @each_recipe
-def test_a_recipe_fits_its_machine(file: Path, tmp_path: Path) -> None:
+def test_a_recipe_fits_its_machine(file: Path, tmp_path: Path, pair_rows: Path) -> None:
     keys = tmp_path / "recipe.yaml"
     keys.write_text(yaml.safe_dump(pipeline_keys(file, tmp_path, write_shape)))
     given = dict(re.findall(r"--(machine|ranks) ([\w-]+)", header(file)["plan"]))
     gib = DATA_SHEETS[given["machine"]].device_gib
     words = ["--config", str(keys), "--plan", "true", "--plan_device_gib", str(gib), "--plan_ranks", given["ranks"]]
+    words += source_words(pair_rows)
     planner, planned = plan.planned_phases(*train.pipeline(PipelineConfig, words))
     phases = [phase for of_step in planned.values() for phase in of_step]
     assert all(phase.fits for phase in phases), phases
@@ -134,11 +135,16 @@ def test_a_recipe_runs(file: Path, tmp_path: Path, pair_rows: Path, world: Any) 
         assert undocumented_metrics({metric for line in lines for metric in line}) == set()
 
 
+def source_words(rows: Path) -> list[str]:
+    """Options that replace the data of a recipe."""
+    return ["--data.sources", str(rows), *(w for name in STEP_NAMES for w in (f"--{name}.data.sources", str(rows)))]
+
+
 def small_words(config: PipelineConfig, rows: Path, folder: Path) -> list[str]:
     """Options that make two short steps of each step of a recipe, on one rank."""
-    words = ["--output_dir", str(folder / "output"), "--data.sources", str(rows)]
+    words = ["--output_dir", str(folder / "output"), *source_words(rows)]
     for name in STEP_NAMES:
-        words += [f"--{name}.data.sources", str(rows), f"--{name}.data.cache_dir", str(folder / "cache")]
+        words += [f"--{name}.data.cache_dir", str(folder / "cache")]
         words += [f"--{name}.train.max_steps", "2", f"--{name}.data.max_eval_rows", "4"]
         words += [f"--{name}.logging.sinks", "[]"]
         if name in config.step_names:

@@ -72,7 +72,8 @@ class _LogFile(logging.FileHandler):
 
 def _drop(handler: logging.Handler, reason: str) -> None:
     logger = logging.getLogger(LOGGER_NAME)
-    logger.removeHandler(handler)
+    # A new list: the failing record is on its way through the old one, and removal would skip the next handler.
+    logger.handlers = [other for other in logger.handlers if other is not handler]
     logger.warning(reason)
 
 
