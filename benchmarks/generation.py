@@ -243,6 +243,7 @@ def hf_generate_batch(lm: PreTrainedModel, work: Work) -> Callable[[], None]:
     """transformers' own continuous batching, request by request with its own length."""
 
     def run() -> None:
+        lm.set_attn_implementation("sdpa")
         manager = lm.init_continuous_batching(
             GenerationConfig(do_sample=True, max_new_tokens=max(work.lengths), eos_token_id=-1, pad_token_id=0)
         )
@@ -258,6 +259,7 @@ def hf_generate_batch(lm: PreTrainedModel, work: Work) -> Callable[[], None]:
                     done, tokens = done + 1, tokens + len(result.generated_tokens)
         finally:
             manager.stop(block=True)
+            lm.set_attn_implementation("sdpa")  # it leaves its paged one
         _expect(tokens, work)
 
     return run
@@ -338,11 +340,12 @@ class VLLM:
         (folder / "work.json").write_text(json.dumps(content))
         (folder / "run.py").write_text(VLLM_SCRIPT)
         settings = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "0-1", "VLLM_LOGGING_LEVEL": "ERROR"}
+        self._stderr = folder / "stderr"
         self._process = subprocess.Popen(
             [python, str(folder / "run.py"), str(folder / "work.json")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=(folder / "stderr").open("w"),
+            stderr=self._stderr.open("w"),
             text=True,
             env={**os.environ, **settings, "HF_HUB_OFFLINE": "1"},
             start_new_session=True,
@@ -354,7 +357,7 @@ class VLLM:
         for line in self._process.stdout:
             if line.startswith(word):
                 return line
-        raise RuntimeError("vLLM ended; see its stderr file")
+        raise RuntimeError(f"vLLM ended; see {self._stderr}")
 
     def seconds(self) -> float:
         """Of one run, without starting the process."""
@@ -431,6 +434,7 @@ def main() -> None:
         raise SystemExit(
             f"{options.model} has no inference weights, so there is nothing to measure: give another --model"
         )
+    lm.set_attn_implementation("sdpa")  # peers run transformers' own attention
     peers = {name: partial(timed, run) for name, run in in_process(options, lm, decoder, work).items()}
     vllm = None
     if options.vllm_python:

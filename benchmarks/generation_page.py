@@ -57,7 +57,7 @@ class Run:
 PEERS = ("--peers", "generate", "generate_batch", "deepspeed")
 RUNS = [
     Run("uniform", ("--onednn", "--quantization", "int8", "--runs", "2", *PEERS), vllm=True),
-    Run("ragged", (*_RAGGED, "--onednn", "--runs", "2", "--peers", "generate"), vllm=True),
+    Run("ragged", (*_RAGGED, "--onednn", "--runs", "5", "--peers", "generate"), vllm=True),
     Run(
         "memory",
         ("--scenario", "memory", "--requests", "64", "--new_tokens", "256", "--runs", "3", "--peers"),

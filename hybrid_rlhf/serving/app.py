@@ -160,9 +160,11 @@ def _add_scores(app: FastAPI, scores: ScoreService, call: Callable[[Callable[[],
         return _whole(await _until_disconnect(request.receive, scores.answer(body, call)))
 
 
-def error_response(status: int, message: str, kind: str, code: str | None = None) -> JSONResponse:
-    """OpenAI's error object."""
-    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": code}}, status)
+def error_response(
+    status: int, message: str, kind: str, code: str | None = None, *, param: str | None = None
+) -> JSONResponse:
+    """OpenAI's error object; `param` is the key of the body that is wrong."""
+    return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": code}}, status)
 
 
 class AccessCheck:
@@ -282,7 +284,7 @@ def _entry(name: str, created: int) -> dict[str, Any]:
 
 def _handler(status: int, kind: str, code: str | None) -> Callable[[Request, Exception], Awaitable[Response]]:
     async def handle(request: Request, error: Exception) -> Response:
-        return error_response(status, str(error), kind, code)
+        return error_response(status, str(error), kind, code, param=getattr(error, "key", None))
 
     return handle
 

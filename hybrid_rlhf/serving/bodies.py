@@ -7,6 +7,8 @@ the type that OpenAI's reference gives them; nothing is converted.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -38,6 +40,18 @@ _MOST_BODY_BYTES = 32 * 2**20
 _MOST_SAMPLES = 128
 """OpenAI's limit on `n`."""
 BodyT = TypeVar("BodyT", bound="_StrictBody")
+
+
+class KeyRejected(UserError):
+    """An error in one key of a body.
+
+    Attributes:
+        key: the key, `param` of OpenAI's error object.
+    """
+
+    def __init__(self, key: str, rest: str) -> None:
+        super().__init__(f"{key} {rest}")
+        self.key = key
 
 
 class _StrictBody(BaseModel):
@@ -81,7 +95,7 @@ class GenerationBody(_StrictBody):
             longest: most tokens of a completion that names no limit.
 
         Raises:
-            UserError: for a value outside of its range.
+            KeyRejected: for a value outside of its range.
         """
         limit = self.limit
         given: dict[str, Any] = {
@@ -97,7 +111,15 @@ class GenerationBody(_StrictBody):
             "seed": None if self.seed is None else self.seed % 2**63,
         }
         chosen = {name: getattr(defaults, name) if value is None else value for name, value in given.items()}
-        return SamplingParams(n=self.n, **chosen)
+        try:
+            return SamplingParams(n=self.n, **chosen)
+        except UserError as error:  # begins with the engine's name of the key
+            name, _, rest = str(error).partition(" ")
+            raise KeyRejected(self._key_of(name), rest) from None
+
+    def _key_of(self, parameter: str) -> str:
+        """The key of this body that a sampling parameter is read from."""
+        return {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}.get(parameter, parameter)
 
     @property
     def limit(self) -> int | None:
@@ -117,12 +139,12 @@ class GenerationBody(_StrictBody):
     def check(self) -> None:
         """Raise UserError for keys that do not go together."""
         if self.prompt_logprobs:
-            raise UserError(
-                f"prompt_logprobs must be 0 (of the prompt's tokens), the engine keeps no others, got "
-                f"{self.prompt_logprobs}: send 0"
+            raise KeyRejected(
+                "prompt_logprobs",
+                f"must be 0 (of the prompt's tokens), the engine keeps no others, got {self.prompt_logprobs}: send 0",
             )
         if self.prompt_logprobs is not None and self.stream:
-            raise UserError("prompt_logprobs needs stream false, got true: leave one out")
+            raise KeyRejected("prompt_logprobs", "needs stream false, got true: leave one out")
 
 
 class ChatBody(GenerationBody):
@@ -147,6 +169,10 @@ class ChatBody(GenerationBody):
         """See GenerationBody."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    def _key_of(self, parameter: str) -> str:
+        key = super()._key_of(parameter)
+        return "max_completion_tokens" if key == "max_tokens" and self.max_completion_tokens is not None else key
+
     @property
     def wants_logprobs(self) -> bool:
         """See GenerationBody."""
@@ -161,7 +187,9 @@ class ChatBody(GenerationBody):
         """See GenerationBody."""
         super().check()
         if self.top_logprobs and not self.logprobs:
-            raise UserError(f"top_logprobs needs logprobs true, got top_logprobs {self.top_logprobs} alone: send both")
+            raise KeyRejected(
+                "top_logprobs", f"needs logprobs true, got top_logprobs {self.top_logprobs} alone: send both"
+            )
 
 
 class CompletionBody(GenerationBody):
@@ -179,7 +207,7 @@ class CompletionBody(GenerationBody):
         """
         given: list[Any] = [self.prompt] if isinstance(self.prompt, str) else list(self.prompt)
         if not given:
-            raise UserError("prompt must be text or token ids, got none: add one")
+            raise KeyRejected("prompt", "must be text or token ids, got none: add one")
         return [given] if isinstance(given[0], int) else given
 
     @property
@@ -262,19 +290,32 @@ def read_body(kind: type[BodyT], content: bytes) -> BodyT:
         values.pop(name, None)
     for name, accepted in _NEUTRAL.items():
         if name in values and not any(values[name] == value for value in accepted):
-            raise UserError(f"{name} is not supported, got {_shown(values[name])}: leave it out")
+            raise KeyRejected(name, f"is not supported, got {_shown(values[name])}: leave it out")
         if name not in kind.model_fields:
             values.pop(name, None)
     try:
         body = kind.model_validate(values)
     except ValidationError as error:
-        first, *others = error.errors(include_url=False)
-        rules = [first["msg"], *(other["msg"] for other in others if other["loc"][:1] == first["loc"][:1])]
-        place, rule = ".".join(map(str, first["loc"])), " or ".join(dict.fromkeys(rules))
-        raise UserError(f"{place}: {rule}, got {_shown(first['input'])}: change it") from None
+        raise _rejected(kind, error) from None
     if isinstance(body, GenerationBody):
         body.check()
     return body
+
+
+def _rejected(kind: type[BaseModel], error: ValidationError) -> KeyRejected:
+    """The first error of a body, with all rules of its key: pydantic reports each type of a union."""
+    first, *others = error.errors(include_url=False)
+    place = first["loc"]
+    fields: Mapping[str, Any] = kind.model_fields if len(place) == 1 else StreamOptions.model_fields
+    key = ".".join(str(part) for part in place if isinstance(part, int) or part in kind.model_fields or part in fields)
+    if first["type"] == "extra_forbidden":
+        (nearest,) = get_close_matches(str(place[-1]), fields, n=1, cutoff=0.0)
+        return KeyRejected(".".join(map(str, place)), f"is an unknown key: the nearest is {nearest}")
+    if first["type"] == "missing":
+        return KeyRejected(key, "is required, got none: add it")
+    rules = [first["msg"], *(other["msg"] for other in others if other["loc"][:1] == place[:1])]
+    rule = " or ".join(dict.fromkeys(rule.removeprefix("Input should ").removeprefix("List should ") for rule in rules))
+    return KeyRejected(key, f"must {rule}, got {_shown(first['input'])}: change it")
 
 
 def _shown(value: Any) -> str:

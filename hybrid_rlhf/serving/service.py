@@ -22,7 +22,7 @@ from hybrid_rlhf.data.chat.messages import Message, read_message
 from hybrid_rlhf.data.chat.template import leading_bos
 from hybrid_rlhf.generation.open_batch import OpenBatch, StreamedToken
 from hybrid_rlhf.generation.sampling import SamplingParams
-from hybrid_rlhf.serving.bodies import ChatBody, CompletionBody, GenerationBody
+from hybrid_rlhf.serving.bodies import ChatBody, CompletionBody, GenerationBody, KeyRejected
 from hybrid_rlhf.serving.metrics import ServerMetrics
 
 ResultT = TypeVar("ResultT")
@@ -34,6 +34,8 @@ class QueueFull(Exception):
 
 class UnknownModel(Exception):
     """A request names another model than the served one."""
+
+    key = "model"
 
 
 class UnknownEpisode(Exception):
@@ -218,9 +220,9 @@ class Service:
         """
         sampling = body.sampling(self.defaults, longest=self.batch.max_tokens - longest_prompt)
         if sampling.min_new_tokens > sampling.max_new_tokens:
-            raise UserError(
-                f"min_tokens must be at most max_tokens {sampling.max_new_tokens}, got {sampling.min_new_tokens}: "
-                "lower it"
+            raise KeyRejected(
+                "min_tokens",
+                f"must be at most max_tokens {sampling.max_new_tokens}, got {sampling.min_new_tokens}: lower it",
             )
         for text in sampling.stop:
             _check_text(text, "stop")

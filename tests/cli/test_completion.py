@@ -89,6 +89,7 @@ def test_values(complete: Complete) -> None:
     assert set(complete("generate", "m", "--trust_remote_code", "")) == {"true", "false"}
     assert "grpo" in complete("rl", "--algorithm.name", "g") and "grpo" in complete("rl", "--algorithm", "g")
     assert "hh" in complete("data", "convert", "rows.jsonl", "--format", "h")
+    assert complete("completion", "z") == ["zsh"]
 
 
 def test_a_key_without_choices_takes_files(complete: Complete, request: pytest.FixtureRequest) -> None:

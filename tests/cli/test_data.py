@@ -42,7 +42,7 @@ def test_check_shows_the_loss_mask_lengths_and_all_problems(
     code, out, _ = called(words, capsys)
     assert code == 1
     lines = out.splitlines()
-    assert lines[0] == "3 rows for sft; columns: messages (3)" and lines[1] == "1 rows are read as messages"
+    assert lines[0] == "3 rows for sft; columns: messages (3)" and lines[1] == "1 row is read as messages"
     shown = lines.index("loss: hello")
     assert lines[shown + 1] == "      you<|im_end|>" and lines[shown - 1].strip() == "<|im_start|>assistant"
     assert [line for line in lines if line.startswith(f"{file}:")][1].startswith(f"{file}:2: ")

@@ -212,8 +212,9 @@ def test_a_client_that_disconnects_frees_its_row(served: Served, streams: bool) 
     wait_until(lambda: served.metric("rows_running") == 0)
     body = {"model": NAME, "prompt": "x", "max_tokens": TOKENS - 100, "min_tokens": TOKENS - 100, "stream": streams}
     headers = {"Authorization": f"Bearer {KEY}"}
+    wait = 10.0 if streams else 0.2  # a whole answer takes about 1 s on a fast machine
     with httpx2.Client() as client, pytest.raises((httpx2.ReadTimeout, InterruptedError)):
-        with client.stream("POST", f"{served.url}/v1/completions", json=body, headers=headers, timeout=1.0) as answer:
+        with client.stream("POST", f"{served.url}/v1/completions", json=body, headers=headers, timeout=wait) as answer:
             for _ in answer.iter_lines():
                 assert served.metric("rows_running") == 1
                 raise InterruptedError
@@ -253,42 +254,55 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
 @pytest.mark.parametrize(
-    ("path", "changes", "rule"),
+    ("path", "changes", "key", "rule"),
     [
-        (TEXT, {"temperature": -1}, r"temperature must be 0 \(greedy\) or more, got -1.0: change it"),
-        (TEXT, {"temperature": float("nan")}, "temperature must be 0"),
-        (TEXT, {"top_p": "1"}, "top_p: Input should be a valid number, got '1'"),
-        (TEXT, {"n": 0}, "n: Input should be greater than or equal to 1, got 0"),
-        (TEXT, {"n": 99}, "a request has at most 34 completions"),
-        (TEXT, {"logprobs": 21}, "logprobs: Input should be less than or equal to 20, got 21"),
-        (CHAT, {"logprobs": True, "top_logprobs": 21}, "less than or equal to 20, got 21"),
-        (CHAT, {"top_logprobs": 3}, "top_logprobs needs logprobs true, got top_logprobs 3 alone"),
-        (TEXT, {"presence_penalty": 0.5}, "presence_penalty is not supported, got 0.5"),
-        (TEXT, {"bets_of": 2}, "bets_of: Extra inputs are not permitted"),
-        (TEXT, {"prompt": []}, "prompt must be text or token ids, got none"),
-        (TEXT, {"prompt": ""}, "a prompt has at least one token|a prompt must|prompt 0"),
-        (TEXT, {"prompt": [1, 259]}, r"token ids must be in 0\.\.258, prompt 0 has 259"),
-        (TEXT, {"prompt": [-1]}, "token ids must be in"),
-        (TEXT, {"prompt": {"a": 1}}, "prompt.str: Input should be a valid string or Input should be a valid list"),
-        (TEXT, {"prompt": "\ud800"}, "prompt"),
-        (TEXT, {"prompt": "x" * TOKENS}, f"at most {TOKENS} tokens together"),
-        (TEXT, {"max_tokens": TOKENS}, "shorten one of them"),
-        (TEXT, {"max_tokens": 0}, "max_new_tokens must be 1 or more, got 0"),
-        (TEXT, {"min_tokens": 9, "max_tokens": 5}, "min_tokens must be at most max_tokens 5, got 9"),
-        (TEXT, {"stop": [""]}, "stop must contain no empty string"),
-        (TEXT, {"stream": True, "prompt_logprobs": 0}, "prompt_logprobs needs stream false"),
-        (CHAT, {"messages": []}, "messages: List should have at least 1 item"),
-        (CHAT, {"messages": [{"role": "king", "content": "x"}]}, "a role must be one of"),
-        (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "messages must be Unicode text"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "must be text or a list"),
+        (TEXT, {"temperature": -1}, "temperature", r"temperature must be 0 \(greedy\) or more, got -1.0: change it"),
+        (TEXT, {"temperature": float("nan")}, "temperature", "temperature must be 0"),
+        (TEXT, {"top_p": "1"}, "top_p", "top_p must be a valid number, got '1': change it"),
+        (TEXT, {"n": 0}, "n", "n must be greater than or equal to 1, got 0"),
+        (TEXT, {"n": 99}, None, "a request has at most 34 completions"),
+        (TEXT, {"logprobs": 21}, "logprobs", "logprobs must be less than or equal to 20, got 21"),
+        (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20, got 21"),
+        (CHAT, {"top_logprobs": 3}, "top_logprobs", "top_logprobs needs logprobs true, got top_logprobs 3 alone"),
+        (TEXT, {"presence_penalty": 0.5}, "presence_penalty", "presence_penalty is not supported, got 0.5"),
+        (TEXT, {"temprature": 2}, "temprature", "temprature is an unknown key: the nearest is temperature"),
+        (
+            TEXT,
+            {"stream_options": {"include": True}},
+            "stream_options.include",
+            "stream_options.include is an unknown key: the nearest is include_usage",
+        ),
+        (TEXT, {"model": ...}, "model", "model is required, got none: add it"),
+        (TEXT, {"prompt": []}, "prompt", "prompt must be text or token ids, got none"),
+        (TEXT, {"prompt": ""}, None, "a prompt has at least one token|a prompt must|prompt 0"),
+        (TEXT, {"prompt": [1, 259]}, None, r"token ids must be in 0\.\.258, prompt 0 has 259"),
+        (TEXT, {"prompt": [-1]}, None, "token ids must be in"),
+        (TEXT, {"prompt": {"a": 1}}, "prompt", "prompt must be a valid string or be a valid list, got {'a': 1}"),
+        (TEXT, {"prompt": "\ud800"}, None, "prompt"),
+        (TEXT, {"prompt": "x" * TOKENS}, None, f"at most {TOKENS} tokens together"),
+        (TEXT, {"max_tokens": TOKENS}, None, "shorten one of them"),
+        (TEXT, {"max_tokens": 0}, "max_tokens", "max_tokens must be 1 or more, got 0: change it"),
+        (CHAT, {"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens must be 1 or more, got 0"),
+        (TEXT, {"min_tokens": -1}, "min_tokens", "min_tokens must be 0 or more, got -1"),
+        (TEXT, {"min_tokens": 9, "max_tokens": 5}, "min_tokens", "min_tokens must be at most max_tokens 5, got 9"),
+        (TEXT, {"stop": [""]}, "stop", "stop must contain no empty string"),
+        (TEXT, {"stream": True, "prompt_logprobs": 0}, "prompt_logprobs", "prompt_logprobs needs stream false"),
+        (CHAT, {"messages": []}, "messages", "messages must have at least 1 item"),
+        (CHAT, {"messages": [3]}, "messages.0", "messages.0 must be a valid dictionary, got 3"),
+        (CHAT, {"messages": [{"role": "king", "content": "x"}]}, None, "a role must be one of"),
+        (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, None, "messages must be Unicode text"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None, "must be text or a list"),
     ],
 )
-def test_bad_input_is_refused_with_the_rule(served: Served, path: str, changes: dict[str, Any], rule: str) -> None:
+def test_bad_input_is_refused_with_the_rule(
+    served: Served, path: str, changes: dict[str, Any], key: str | None, rule: str
+) -> None:
     body = {"model": NAME, **({"messages": HELLO} if path == CHAT else {"prompt": "x"}), **changes}
-    answer = served.post(path, body)
+    answer = served.post(path, {name: value for name, value in body.items() if value is not ...})
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert re.search(rule, error["message"]) and error["type"] == "invalid_request_error", error
+    assert error["param"] == key
 
 
 def test_any_bytes_are_answered_without_a_traceback(served: Served) -> None:

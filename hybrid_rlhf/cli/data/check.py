@@ -108,23 +108,30 @@ def _summary(report: CheckReport) -> list[str]:
     from hybrid_rlhf.data.preparation.checking import histogram
 
     columns = ", ".join(f"{name} ({count:,})" for name, count in report.columns.most_common())
-    lines = [f"{report.rows:,} rows for {report.task}; columns: {columns or 'none'}"]
-    lines += [f"{count:,} rows are read as {form}" for form, count in report.forms.most_common()]
+    if not report.rows:
+        return ["no row can be read"]
+    lines = [f"{_rows(report.rows)} for {report.task}; columns: {columns}"]
+    for form, count in report.forms.most_common():
+        lines.append(f"{_rows(count)} {'is' if count == 1 else 'are'} read as {form}")
     if not report.lengths:
         return lines
-    lines.append(f"{sum(report.lengths):,} tokens in {len(report.lengths):,} rows; lengths in tokens:")
+    lines.append(f"{sum(report.lengths):,} tokens in {_rows(len(report.lengths))}; lengths in tokens:")
     bins = histogram(report.lengths)
     most = max(count for _, _, count in bins)
     for first, last, count in bins:
         lines.append(f"  {first:>7,} to {last:>7,} {count:>9,}  {'█' * round(_BAR * count / most)}".rstrip())
     lines.append(
-        f"{report.too_long:,} rows exceed {report.limit:,} tokens: data.too_long drops or truncates them; "
-        f"{report.unusable:,} have nothing to learn within them and are dropped"
+        f"longer than {report.limit:,} tokens, dropped or truncated by data.too_long: {_rows(report.too_long)}; "
+        f"with nothing to learn within the limit, dropped: {_rows(report.unusable)}"
     )
     if report.unrendered:
         names = ", ".join(f"{name} ({count:,})" for name, count in report.unrendered.most_common())
         lines.append(f"the chat template does not render {names}")
     return lines
+
+
+def _rows(count: int) -> str:
+    return f"{count:,} row{'s' * (count != 1)}"
 
 
 def _print_preview(console: Console, preview: RowPreview, learned: str) -> None:

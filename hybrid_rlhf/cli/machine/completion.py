@@ -37,10 +37,12 @@ def completed_commands(words: Sequence[str] = ()) -> Iterator[CompletedCommand]:
     document = _help(words)
     subcommands: dict[str, str] = document.get("subcommands", {})
     keys: dict[str, list[str]] = {}
+    choices: list[str] = []
     if "config" in document:
         module, _, name = document["config"].rpartition(".")
         keys = every_key(getattr(import_module(module), name))
-    yield CompletedCommand(tuple(words), subcommands, keys)
+        choices = [choice for key in document["positional"][:1] for choice in keys.get(key, []) if choice]
+    yield CompletedCommand(tuple(words), subcommands, keys, choices)
     for name in subcommands:
         yield from completed_commands([*words, name])
 

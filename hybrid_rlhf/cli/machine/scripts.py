@@ -22,6 +22,8 @@ class CompletedCommand:
     """Names below it, with a line of help."""
     keys: dict[str, list[str]]
     """Dotted keys with their choices; [] where they are not listed."""
+    choices: list[str]
+    """Of its first positional word; [] where they are not listed."""
 
     @property
     def path(self) -> str:
@@ -32,7 +34,12 @@ class CompletedCommand:
         """Names or options that may follow."""
         if self.subcommands:
             return [*self.subcommands, "--help", "--json", *(["--version"] if not self.words else [])]
-        return [*(f"--{key}" for key in self.keys), *_OPTIONS]
+        return [*self.choices, *(f"--{key}" for key in self.keys), *_OPTIONS]
+
+    @property
+    def takes_word(self) -> bool:
+        """Whether one of known words may follow."""
+        return bool(self.subcommands or self.choices)
 
 
 def bash_script(program: str, commands: Sequence[CompletedCommand]) -> str:
@@ -92,7 +99,7 @@ if [[ $funcstack[1] == {name} ]]; then {name} "$@"; else compdef {name} {program
 def fish_script(program: str, commands: Sequence[CompletedCommand]) -> str:
     """The script for fish."""
     name = _function_name(program)
-    parents = "|".join(shlex.quote(command.path) for command in commands if command.subcommands)
+    parents = "|".join(shlex.quote(command.path) for command in commands if command.takes_word)
     lines = [
         f"# Completion of {program} for fish.",
         f"function {name}_at",
@@ -111,6 +118,7 @@ def fish_script(program: str, commands: Sequence[CompletedCommand]) -> str:
         lines += [
             f"{line} -f -a {shlex.quote(sub)} -d {_fish_text(about)}" for sub, about in command.subcommands.items()
         ]
+        lines += [f"{line} -f -a {shlex.quote(' '.join(command.choices))}"] if command.choices else []
         for key, choices in command.keys.items():
             values = f"-x -a {shlex.quote(' '.join(choices))}" if choices else "-r"
             lines.append(f"{line} -l {shlex.quote(key)} {values}")
@@ -127,7 +135,7 @@ SCRIPTS: dict[Shell, Callable[[str, Sequence[CompletedCommand]], str]] = {
 
 def _lists(name: str, commands: Sequence[CompletedCommand]) -> str:
     """Functions that print what follows a command, and the values of its keys."""
-    parents = "|".join(shlex.quote(command.path) for command in commands if command.subcommands)
+    parents = "|".join(shlex.quote(command.path) for command in commands if command.takes_word)
     following: dict[str, list[str]] = {}
     values: dict[str, list[str]] = {}
     for command in commands:

@@ -85,11 +85,11 @@ def parse_config(
     if wants_help:
         tree = _resolved(config_type, layers)
         prog = prog or Path(sys.argv[0]).name
-        derived, everything = derived_defaults(tree), wants_help == "--help-all"
+        derived = derived_defaults(tree)
         if defaults is not None:
             derived |= _resolved(config_type, layers[:1]).values()
-        text = help_text(tree, derived, prog=prog, everything=everything, positional=positional)
-        print_result(help_document(tree, derived, prog=prog, everything=everything), text.rstrip("\n"))
+        how: Any = {"prog": prog, "everything": wants_help == "--help-all", "positional": positional}
+        print_result(help_document(tree, derived, **how), help_text(tree, derived, **how).rstrip("\n"))
         sys.exit(0)
     return build_config(config_type, layers)
 

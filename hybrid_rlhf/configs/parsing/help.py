@@ -42,7 +42,9 @@ def help_text(
     return "\n".join(lines) + "\n"
 
 
-def help_document(tree: Section, chosen: Mapping[str, Any], *, prog: str, everything: bool) -> dict[str, Any]:
+def help_document(
+    tree: Section, chosen: Mapping[str, Any], *, prog: str, everything: bool, positional: Sequence[str] = ()
+) -> dict[str, Any]:
     """The same for programs; `choices` are the values that a key takes, null where they are not listed."""
     keys = []
     for section in tree.walk(off=everything):
@@ -55,7 +57,8 @@ def help_document(tree: Section, chosen: Mapping[str, Any], *, prog: str, everyt
                 default, choices = chosen.get(key.name, key.default), choices_of(key.hint)
                 keys.append(_described(key.name, about, type_name(key.hint), default, choices))
     about = _text(inspect.getdoc(tree.kind) or "")
-    return {"command": prog, "about": about, "config": f"{tree.kind.__module__}.{tree.kind.__name__}", "keys": keys}
+    config = f"{tree.kind.__module__}.{tree.kind.__name__}"
+    return {"command": prog, "about": about, "config": config, "positional": list(positional), "keys": keys}
 
 
 def _described(name: str, about: str, kind: str, default: Any, choices: list[str] | None) -> dict[str, Any]:

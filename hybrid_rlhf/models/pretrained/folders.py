@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,12 +19,14 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.files.reading import read_json_object
+from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.world import World
 
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle", "*.h5", "*.msgpack", "*.onnx")
 _INDEX = "model.safetensors.index.json"
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _MOST_LAYERS = 10_000
+logger = logging.getLogger(LOGGER_NAME)
 
 
 def check_folder(folder: Path, shown: str) -> None:
@@ -118,14 +121,13 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> PreTrainedConf
 
 @contextlib.contextmanager
 def _hub(name: str) -> Iterator[None]:
-    """Silence the warnings of the hub's client about each try.
+    """One line for all that the hub's client says of its tries, which take about 20 s.
 
     Raises:
         UserError: when it reaches no hub, most often because the name is a folder's with a mistake.
     """
-    client = logging.getLogger("huggingface_hub")
-    level = client.level
-    client.setLevel(logging.ERROR)
+    client, quiet = logging.getLogger("huggingface_hub.utils._http"), _FirstTry(name)
+    client.addFilter(quiet)
     try:
         yield
     except OSError as error:
@@ -136,7 +138,22 @@ def _hub(name: str) -> Iterator[None]:
             ) from error
         raise
     finally:
-        client.setLevel(level)
+        client.removeFilter(quiet)
+
+
+class _FirstTry(logging.Filter):
+    """Drops the lines of the hub's client, and says once per host that it tries."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__()
+        self._model, self._said = model, os.environ.get("LOCAL_RANK", "0") != "0"
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a line is shown: never."""
+        if not self._said:
+            self._said = True
+            logger.warning("%s is no folder, and the hub does not answer: trying again", self._model)
+        return False
 
 
 @contextlib.contextmanager

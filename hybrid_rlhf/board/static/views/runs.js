@@ -47,7 +47,7 @@ export function Runs() {
     </${ViewHead}>
     <${ErrorLine} text=${error} retry=${reload} />
     ${loading && html`<${Loading} what="runs" />`}
-    ${!loading && !error && !runs.length && html`<${Empty} title="No runs yet">Start one with <code>hybrid-rlhf train</code> or under <a href=${link("start")}>New run</a>. It appears here with its first step.</${Empty}>`}
+    ${!loading && !error && !runs.length && html`<${Empty} title="No runs yet">Start one with <code>hybrid-rlhf train</code> or under <a href=${link("start")}>New run</a>. It appears here with its first step; the <code>log.txt</code> of one that ended before says why.</${Empty}>`}
     ${runs.length > 0 && !shown.length && html`<${Empty} title="No run matches">Nothing has “${text}” in its name, model or algorithm.</${Empty}>`}
     ${shown.length > 0 && html`<div class="card table-card"><table class="table runs-table">
       <thead><tr><th scope="col"><span class="visually-hidden">Compare</span></th>
