@@ -307,14 +307,14 @@ def timed(function: Callable[[], None]) -> float:
 VLLM_SCRIPT = """
 import json, sys, time
 if __name__ == "__main__":
-    from vllm import LLM, SamplingParams
+    from vllm import LLM, SamplingParams, __version__
     work = json.load(open(sys.argv[1]))
     llm = LLM(work["model"], dtype=work["dtype"], max_model_len=work["context"], skip_tokenizer_init=True,
               enable_prefix_caching=False, max_num_seqs=256)
     params = [SamplingParams(temperature=1.0, max_tokens=length, min_tokens=length, ignore_eos=True, detokenize=False,
                              n=work["n"]) for length in work["lengths"]]
     prompts = [{"prompt_token_ids": p} for p in work["prompts"]]
-    print("ready", flush=True)
+    print("ready", __version__, flush=True)
     for line in sys.stdin:
         start = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -350,7 +350,7 @@ class VLLM:
             env={**os.environ, **settings, "HF_HUB_OFFLINE": "1"},
             start_new_session=True,
         )
-        self._read("ready")
+        self.version = self._read("ready").split()[1]
 
     def _read(self, word: str) -> str:
         assert self._process.stdout is not None
@@ -449,10 +449,12 @@ def main() -> None:
                 seconds[name].append(took)
     if vllm is not None:
         vllm.close()
-    report(options, work, seconds)
+    report(options, work, seconds, {} if vllm is None else {"vllm": vllm.version})
 
 
-def report(options: argparse.Namespace, work: Work, seconds: dict[str, list[float]]) -> None:
+def report(
+    options: argparse.Namespace, work: Work, seconds: dict[str, list[float]], peer_versions: dict[str, str]
+) -> None:
     """A table on the screen, and the same as JSON."""
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     print(
@@ -474,7 +476,11 @@ def report(options: argparse.Namespace, work: Work, seconds: dict[str, list[floa
             "machine": f"{torch.get_num_threads()} threads on {processor()}",
             "dtype": str(DTYPE).removeprefix("torch."),
             "date": datetime.date.today().isoformat(),
-            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+            "versions": {
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                **peer_versions,
+            },
         }
         Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
 

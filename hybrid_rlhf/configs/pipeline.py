@@ -189,12 +189,15 @@ class PlanConfig(PipelineConfig):
     """Mean length of the prompts; null: half of rl.rollout.max_prompt_tokens."""
     completion_tokens: float | None = None
     """Mean length of the completions; null: half of rl.rollout.sampling.max_new_tokens. Lengths have a long tail."""
+    candidates: int = 0
+    """Placements to list beside the best of each style, fastest first, each with the reason why it lost."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("ranks", "hosts", "link_gib_per_second", "prompt_tokens", "completion_tokens"):
             value = getattr(self, name)
             require(value is None or value > 0, f"{name} must be above 0, got {value}: leave it out for the default")
+        require(self.candidates >= 0, f"candidates must be 0 or more, got {self.candidates}: give a number of plans")
         require(
             self.ranks is None or self.plan_ranks is None,
             f"ranks and plan_ranks mean the same, got {self.ranks} and {self.plan_ranks}: leave plan_ranks out",

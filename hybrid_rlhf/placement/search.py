@@ -8,6 +8,7 @@ Memory is a hard constraint. Annealing (Kirkpatrick et al. 1983) visits plans by
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
 import math
@@ -73,6 +74,8 @@ class SearchResult:
     evaluated: int
     """Plans whose memory was checked."""
     simulated: int
+    fastest: tuple[Candidate, ...] = ()
+    """The fastest plans that fit, of all styles."""
 
     @property
     def best(self) -> Candidate | None:
@@ -81,15 +84,21 @@ class SearchResult:
 
     def with_micro_batches(self, tokens: int | None) -> SearchResult:
         """The result as one of plans with this train.micro_batch_tokens."""
-        ranked = [replace(each, plan=replace(each.plan, micro_batch_tokens=tokens)) for each in self.ranked]
-        return replace(self, ranked=tuple(ranked))
+
+        def of(candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+            return tuple(replace(each, plan=replace(each.plan, micro_batch_tokens=tokens)) for each in candidates)
+
+        return replace(self, ranked=of(self.ranked), fastest=of(self.fastest))
 
     def merged(self, other: SearchResult) -> SearchResult:
         """The better plan of each style of two results."""
         best: dict[str, Candidate] = {}
         for each in sorted((*self.ranked, *other.ranked), key=_order):
             best.setdefault(each.plan.placement.style, each)
-        return SearchResult(tuple(best.values()), self.evaluated + other.evaluated, self.simulated + other.simulated)
+        fastest = tuple(sorted((*self.fastest, *other.fastest), key=_order))
+        return SearchResult(
+            tuple(best.values()), self.evaluated + other.evaluated, self.simulated + other.simulated, fastest
+        )
 
 
 def _order(candidate: Candidate) -> tuple[float, float]:
@@ -100,12 +109,14 @@ def _order(candidate: Candidate) -> tuple[float, float]:
 class Search:
     """Looks for the plan with the shortest step that fits into memory."""
 
-    def __init__(self, costs: Costs, memory: MemoryModel, *, seed: int = 0) -> None:
-        """Take the prices, the memory, and the seed of the annealing."""
+    def __init__(self, costs: Costs, memory: MemoryModel, *, seed: int = 0, keep: int = 1) -> None:
+        """Take the prices, the memory, the seed of the annealing, and how many plans of each style are wanted."""
         self.costs, self.memory = costs, memory
         self._job, self._cluster = costs.job, costs.cluster
         self._rng = np.random.default_rng(seed)
         self._evaluated = self._simulated = 0
+        self._keep = keep
+        self._timed: list[Candidate] = []
 
     def run(self, styles: Collection[str] = STYLES) -> SearchResult:
         """The best plans of some styles."""
@@ -115,7 +126,8 @@ class Search:
                 by_style[layout.style].append(layout)
         look = self._exact if self._cluster.ranks <= EXACT_RANKS else self._annealed
         found = [best for style in STYLES if by_style[style] and (best := look(by_style[style])) is not None]
-        return SearchResult(tuple(sorted(found, key=_order)), self._evaluated, self._simulated)
+        fastest = tuple(sorted(self._timed, key=_order))
+        return SearchResult(tuple(sorted(found, key=_order)), self._evaluated, self._simulated, fastest)
 
     def evaluate(self, plan: StepPlan) -> Candidate:
         """Memory and time of one plan."""
@@ -124,7 +136,9 @@ class Search:
         if memory.misfit is not None:
             return Candidate(plan, memory)
         self._simulated += 1
-        return Candidate(plan, memory, step_time(self.costs, plan, rows_at_once=memory.rows_at_once))
+        candidate = Candidate(plan, memory, step_time(self.costs, plan, rows_at_once=memory.rows_at_once))
+        self._timed.append(candidate)
+        return candidate
 
     def bound(self, plan: StepPlan, *, rows_at_once: int | None = None) -> float:
         """Seconds that a step of a plan takes at least; without rows_at_once, with room for all completions."""
@@ -178,7 +192,12 @@ class Search:
         heapq.heapify(heap)
         best: Candidate | None = None
         nearest: Candidate | None = None
-        while heap and (best is None or heap[0][0] < best.seconds):
+        seconds: list[float] = []
+
+        def too_slow(bound: float) -> bool:
+            return len(seconds) >= self._keep and bound >= seconds[self._keep - 1]
+
+        while heap and not too_slow(heap[0][0]):
             _, _, layout, options, offload = heapq.heappop(heap)
             if options is None:
                 if offload == none:  # offloading only adds time, so its bounds follow the layout's
@@ -189,12 +208,13 @@ class Search:
                     continue
                 for option in self._undominated(layout, offload):
                     bound = self.bound(plan_of(layout, option))
-                    if best is None or bound < best.seconds:
+                    if not too_slow(bound):
                         heapq.heappush(heap, (bound, next(order), layout, option, offload))
                 continue
             candidate = self.evaluate(plan_of(layout, options))
-            if candidate.time is not None and (best is None or candidate.seconds < best.seconds):
-                best = candidate
+            if candidate.time is not None:
+                bisect.insort(seconds, candidate.seconds)
+                best = candidate if best is None or candidate.seconds < best.seconds else best
         return best or nearest
 
     def _layout_bound(self, layout: Layout, offload: tuple[bool, bool, bool]) -> float:
@@ -301,7 +321,7 @@ class Search:
                 if worse <= 0 or self._rng.random() < math.exp(-worse / temperature):
                     state, energy = other, seen[other]
         ordered = sorted(seen, key=lambda state: seen[state])
-        candidates = [self.evaluate(plan_of(*state)) for state in ordered[:_SIMULATED]]
+        candidates = [self.evaluate(plan_of(*state)) for state in ordered[: max(_SIMULATED, self._keep)]]
         return min(candidates, key=lambda each: (each.seconds, each.memory.peak_bytes), default=None)
 
     def _energy(self, state: tuple[Layout, Options]) -> float:

@@ -35,6 +35,14 @@ class PlacementAnswer:
     result: SearchResult
     configured: Candidate | None = None
     """The plan that the config is; none: the planner places the roles, or there was no config to compare with."""
+    listed: int = 0
+    """Plans to list beside the best of each style."""
+
+    @property
+    def others(self) -> list[Candidate]:
+        """The fastest plans that are listed, without the best of each style."""
+        known = [each.plan for each in self.result.ranked]
+        return [each for each in self.result.fastest if each.plan not in known][: self.listed]
 
     @property
     def best(self) -> Candidate | None:
@@ -58,12 +66,14 @@ class PlacementAnswer:
             lines += [_line("configured", self.configured), f"  {style}: {self.why(self.configured)}"]
         for candidate in self.result.ranked:
             lines += [_line(candidate.plan.placement.style, candidate), f"  {self.why(candidate)}"]
+        for candidate in self.others:
+            settings = [f"{name}: {value}" for name, value in candidate.plan.settings().items()]
+            lines.append(_line(candidate.plan.placement.style, candidate))
+            lines.append(f"  {', '.join([_on_one_line(candidate.plan), *settings])}: {self.why(candidate)}")
         if self.best is not None:
             lines += ["", f"best plan: {self.best.plan.placement.style}", *_roles(self.best, self.job)]
             if self.cluster.ranks > 1:
-                setting = self.best.plan.placement_setting()
-                given = yaml.safe_dump(setting, default_flow_style=True, sort_keys=False, width=math.inf).strip()
-                lines.append(f"  set it with --{key} '" + given.replace("'", '"') + "'")
+                lines.append(f"  set it with --{key} '{_on_one_line(self.best.plan)}'")
         return lines
 
     def why(self, candidate: Candidate) -> str:
@@ -110,6 +120,7 @@ class PlacementAnswer:
             "evaluated_plans": self.result.evaluated,
             "configured": None if self.configured is None else self._as_dict(self.configured),
             "plans": [self._as_dict(each) for each in self.result.ranked],
+            "others": [self._as_dict(each) for each in self.others],
         }
 
     def _as_dict(self, candidate: Candidate) -> dict[str, Any]:
@@ -124,6 +135,7 @@ def plan_placement(
     device_bytes: float,
     host_bytes: float | None = None,
     configured: Placement | None = None,
+    listed: int = 0,
 ) -> PlacementAnswer:
     """The plans for a job.
 
@@ -134,12 +146,14 @@ def plan_placement(
         device_bytes: memory of a rank's device that a run may use.
         host_bytes: a rank's share of its host's memory; none: not known.
         configured: the placement of the config, to be compared with the best ones.
+        listed: how many plans are listed beside the best of each style.
     """
     found, styles = None, list(STYLES)
     for tokens in _micro_batches(job):
         smaller = with_micro_batches(job, tokens)
         memory = MemoryModel(smaller, device_bytes=device_bytes, host_bytes=host_bytes)
-        result = Search(Costs(smaller, curves, cluster), memory).run(styles).with_micro_batches(tokens)
+        search = Search(Costs(smaller, curves, cluster), memory, keep=listed + 1)
+        result = search.run(styles).with_micro_batches(tokens)
         found = result if found is None else found.merged(result)
         # smaller micro-batches only add time, unless they make room for what is offloaded or does not fit
         if found.best is not None and not found.best.plan.offloads:
@@ -147,13 +161,13 @@ def plan_placement(
         styles = [each.plan.placement.style for each in found.ranked if each.time is None or each.plan.offloads]
     assert found is not None
     if configured is None:
-        return PlacementAnswer(job, curves, cluster, found)
+        return PlacementAnswer(job, curves, cluster, found, listed=listed)
     memory = MemoryModel(job, device_bytes=device_bytes, host_bytes=host_bytes, exact=True)
     plan = StepPlan.of(job.config, configured)
-    search = Search(Costs(job, curves, cluster), memory)
+    alone = Search(Costs(job, curves, cluster), memory)
     # the time with a copy of the critic is not predicted
-    own = Candidate(plan, memory(plan)) if CRITIC_COPY in plan.roles else search.evaluate(plan)
-    return PlacementAnswer(job, curves, cluster, found, own)
+    own = Candidate(plan, memory(plan)) if CRITIC_COPY in plan.roles else alone.evaluate(plan)
+    return PlacementAnswer(job, curves, cluster, found, own, listed)
 
 
 def with_micro_batches(job: RLJob, tokens: int | None) -> RLJob:
@@ -171,6 +185,13 @@ def _micro_batches(job: RLJob) -> tuple[int | None, ...]:
     longest = job.config.rollout.max_prompt_tokens + job.config.rollout.sampling.max_new_tokens
     halves = [train.micro_batch_tokens // 2**power for power in range(1, _HALVINGS + 1)]
     return (None, *(tokens for tokens in halves if tokens >= longest))
+
+
+def _on_one_line(plan: StepPlan) -> str:
+    """The ranks of a plan, as the command line takes them."""
+    setting = plan.placement_setting()
+    given = yaml.safe_dump(setting, default_flow_style=True, sort_keys=False, width=math.inf).strip()
+    return str(given).replace("'", '"')
 
 
 def _line(name: str, candidate: Candidate) -> str:

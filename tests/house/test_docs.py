@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import itertools
 import json
 import re
 import sys
@@ -16,6 +17,7 @@ import pytest
 import yaml
 
 import hybrid_rlhf
+from benchmarks import generation_page
 from hybrid_rlhf.cli.data.subcommands import SUBCOMMANDS
 from hybrid_rlhf.cli.main import COMMANDS
 from hybrid_rlhf.configs.commands.board import BoardConfig
@@ -168,3 +170,11 @@ def texts(file: Path) -> set[str]:
     return plain | {
         "".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in node.values) for node in joined
     }
+
+
+def test_the_page_of_generation_is_what_its_raw_times_give() -> None:
+    results = {run.name: generation_page.Result(run) for run in generation_page.RUNS}
+    assert generation_page.PAGE.read_text() == generation_page.page(results)
+    for run in generation_page.RUNS:
+        asked = dict(itertools.pairwise(run.options)).get("--runs")
+        assert asked is None or str(results[run.name].content["options"]["runs"]) == asked

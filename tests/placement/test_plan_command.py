@@ -82,6 +82,18 @@ def test_json_has_plans_with_phases_memory_and_reasons(shape: str, capsys: pytes
     assert all(each["bytes"] <= 21.6 * 2**30 for each in best["memory_bytes"]) and best["why"]
 
 
+def test_candidates_are_listed_fastest_first_with_why_each_lost(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--base_model", shape, "--machine", "h100", "--ranks", "4", "--candidates", "7"]
+    text, _ = printed(words, capsys)
+    assert len(re.findall(r"^  \{actor: \{ranks: .*: [\d.]+% slower", text, re.MULTILINE)) == 7
+    found = json.loads(printed([*words, "--json"], capsys)[0])["rl"]
+    seconds = [plan["step_seconds"] for plan in found["others"]]
+    assert len(seconds) == 7 and seconds == sorted(seconds) and seconds[0] >= found["plans"][0]["step_seconds"]
+    assert all(plan["why"] for plan in found["others"])
+    known = [plan["roles"] | plan["settings"] for plan in (*found["plans"], *found["others"])]
+    assert all(known.count(each) == 1 for each in known)
+
+
 def test_a_slower_link_is_planned_around(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--base_model", shape, "--steps", "rl", "--machine", "a100", "--ranks", "4", "--hosts", "2", "--json"]
     fast, slow = (

@@ -10,7 +10,7 @@ import pytest
 
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.configs.sections.placement import PlacedRoles, resolve_placement
-from hybrid_rlhf.placement.candidates import all_options, layouts, plan_of, tensor_parallels
+from hybrid_rlhf.placement.candidates import all_options, layouts, offloads, plan_of, tensor_parallels
 from hybrid_rlhf.placement.costs import Costs
 from hybrid_rlhf.placement.curves import MachineCurves
 from hybrid_rlhf.placement.job import RLJob, StepLengths
@@ -40,10 +40,11 @@ def search_of(
     curves: dict[str, Any] | None = None,
     job: dict[str, Any] | None = None,
     device_bytes: float = 1e18,
+    keep: int = 1,
 ) -> Search:
     found = small_job(**(job or {}))
     memory: Any = FlatMemory(found, device_bytes)
-    return Search(Costs(found, machine(**(curves or {})), Cluster(ranks, per_host)), memory)
+    return Search(Costs(found, machine(**(curves or {})), Cluster(ranks, per_host)), memory, keep=keep)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -91,6 +92,20 @@ def test_the_bound_undercuts_every_simulation() -> None:
         for options in list(all_options(job, layout, cluster))[::17]:
             plan = plan_of(layout, options)
             assert search.bound(plan) <= search.evaluate(plan).seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["2 ranks, slow link", "3 ranks, heavy reward", "4 ranks on 2 hosts"])
+def test_as_many_plans_are_found_as_are_wanted(name: str) -> None:
+    search, brute = search_of(**CASES[name], keep=12), search_of(**CASES[name])
+    job, cluster = brute.costs.job, brute.costs.cluster
+    every = [
+        brute.evaluate(plan_of(layout, options))
+        for layout in layouts(job, cluster)
+        for offload in offloads(job, layout)
+        for options in brute._undominated(layout, offload)
+    ]
+    expected = sorted(each.seconds for each in every)[:12]
+    assert [each.seconds for each in search.run().fastest[:12]] == pytest.approx(expected, rel=1e-9)
 
 
 def test_many_ranks_are_searched_with_few_evaluations_and_the_same_result_for_a_seed() -> None:

@@ -42,7 +42,10 @@ _STEPS: dict[str, type] = {
     "preference": PreferenceStepConfig,
     "rl": RLConfig,
 }
-_OWN = ("machine", "ranks", "hosts", "link_gib_per_second", "prompt_tokens", "completion_tokens", "plan_device_gib")
+_OWN = (
+    *("machine", "ranks", "hosts", "link_gib_per_second", "prompt_tokens", "completion_tokens", "plan_device_gib"),
+    "candidates",
+)
 """Options of the plan on the line of a single step; those of `launcher` are too."""
 
 
@@ -176,6 +179,7 @@ def _placement(config: PlanConfig, rl: RLConfig, planner: PlacedPlanner) -> Plac
         device_bytes=machine.device_bytes,
         host_bytes=machine.host_bytes,
         configured=configured,
+        listed=config.candidates,
     )
 
 
