@@ -105,7 +105,7 @@ def measured_sizes(*, gpu: bool, quick: bool) -> MeasuredSizes:
             [1024, 2048, 4096, 8192],
             [1, 8, 64, 512, 4096, 16384],
         )
-        of_runs = [(2, 1024), (5, 1024), (2, 2048)]
+        of_runs = [(2, 1024), (5, 1024), (2, 2048), (5, 1024)]
         batches, decoded = [TimedBatch(4, 512), TimedBatch(32, 128), TimedBatch(16, 1024)], [1, 32, 256]
     else:
         shapes, weights, rows = (
@@ -113,10 +113,11 @@ def measured_sizes(*, gpu: bool, quick: bool) -> MeasuredSizes:
             [32, 64, 128, 256, 512, 1024],
             [1, 4, 16, 64, 256, 1024, 4096],
         )
-        of_runs = [(2, 64), (4, 128), (2, 512)]
+        of_runs = [(2, 64), (4, 128), (2, 512), (3, 256)]
         batches = [TimedBatch(2, 32), TimedBatch(32, 32), TimedBatch(32, 64), TimedBatch(4, 128), TimedBatch(8, 256)]
         decoded = [1, 8, 64]
-    small, wide, widest = (TimedModel(*each) for each in of_runs)
+    # the models of runs on several ranks lie apart: small ones mostly wait for one another, large ones compute
+    small, wide, widest, shared = (TimedModel(*each) for each in of_runs)
     plain = [TimedModel(layers, hidden) for layers, hidden in shapes]
     full = MeasuredSizes(
         dtypes=["float32", "bfloat16"] if gpu else ["float32"],
@@ -130,7 +131,7 @@ def measured_sizes(*, gpu: bool, quick: bool) -> MeasuredSizes:
         batches=batches,
         decoded=decoded,
         runs=[RunSizes(small, 8), RunSizes(small, 64), RunSizes(small, 256), RunSizes(wide, 32), RunSizes(widest, 32)],
-        shared_runs=[RunSizes(small, 32), RunSizes(wide, 32)],
+        shared_runs=[RunSizes(small, 32), RunSizes(shared, 32)],
     )
     if not quick:
         return full
