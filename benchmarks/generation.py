@@ -243,7 +243,6 @@ def hf_generate_batch(lm: PreTrainedModel, work: Work) -> Callable[[], None]:
     """transformers' own continuous batching, request by request with its own length."""
 
     def run() -> None:
-        lm.set_attn_implementation("sdpa")
         manager = lm.init_continuous_batching(
             GenerationConfig(do_sample=True, max_new_tokens=max(work.lengths), eos_token_id=-1, pad_token_id=0)
         )

@@ -7,7 +7,6 @@ every command: it is taken out of the line here, and `configs/parsing/output.py`
 from __future__ import annotations
 
 import contextlib
-import difflib
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
@@ -16,6 +15,7 @@ from hybrid_rlhf import __version__
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.command_line import user_errors
 from hybrid_rlhf.configs.parsing.output import JSON_OPTION, json_output, print_result
+from hybrid_rlhf.configs.sections.rules import nearest
 
 PROGRAM = "hybrid-rlhf"
 COMMANDS = {
@@ -74,8 +74,7 @@ def chosen_name(word: str, names: Iterable[str], prog: str) -> str:
     """
     known = list(names)
     if word not in known:
-        (nearest,) = difflib.get_close_matches(word, known, n=1, cutoff=0.0)
-        raise UserError(f"unknown command {word!r}: the nearest is {nearest}; {prog} --help lists all")
+        raise UserError(f"unknown command {word!r}: the nearest is {nearest(word, known)}; {prog} --help lists all")
     return word
 
 

@@ -73,9 +73,13 @@ class SearchResult:
     """The best plan of each style, fastest first; of a style without a plan that fits, the one nearest to fitting."""
     evaluated: int
     """Plans whose memory was checked."""
-    simulated: int
-    fastest: tuple[Candidate, ...] = ()
-    """The fastest plans that fit, of all styles."""
+    fastest: tuple[Candidate, ...]
+    """All plans whose time was simulated, fastest first."""
+
+    @property
+    def simulated(self) -> int:
+        """Plans whose time was simulated."""
+        return len(self.fastest)
 
     @property
     def best(self) -> Candidate | None:
@@ -96,9 +100,7 @@ class SearchResult:
         for each in sorted((*self.ranked, *other.ranked), key=_order):
             best.setdefault(each.plan.placement.style, each)
         fastest = tuple(sorted((*self.fastest, *other.fastest), key=_order))
-        return SearchResult(
-            tuple(best.values()), self.evaluated + other.evaluated, self.simulated + other.simulated, fastest
-        )
+        return SearchResult(tuple(best.values()), self.evaluated + other.evaluated, fastest)
 
 
 def _order(candidate: Candidate) -> tuple[float, float]:
@@ -114,8 +116,7 @@ class Search:
         self.costs, self.memory = costs, memory
         self._job, self._cluster = costs.job, costs.cluster
         self._rng = np.random.default_rng(seed)
-        self._evaluated = self._simulated = 0
-        self._keep = keep
+        self._evaluated, self._keep = 0, keep
         self._timed: list[Candidate] = []
 
     def run(self, styles: Collection[str] = STYLES) -> SearchResult:
@@ -127,7 +128,7 @@ class Search:
         look = self._exact if self._cluster.ranks <= EXACT_RANKS else self._annealed
         found = [best for style in STYLES if by_style[style] and (best := look(by_style[style])) is not None]
         fastest = tuple(sorted(self._timed, key=_order))
-        return SearchResult(tuple(sorted(found, key=_order)), self._evaluated, self._simulated, fastest)
+        return SearchResult(tuple(sorted(found, key=_order)), self._evaluated, fastest)
 
     def evaluate(self, plan: StepPlan) -> Candidate:
         """Memory and time of one plan."""
@@ -135,7 +136,6 @@ class Search:
         self._evaluated += 1
         if memory.misfit is not None:
             return Candidate(plan, memory)
-        self._simulated += 1
         candidate = Candidate(plan, memory, step_time(self.costs, plan, rows_at_once=memory.rows_at_once))
         self._timed.append(candidate)
         return candidate
@@ -190,12 +190,11 @@ class Search:
         for layout in found:
             heap.append((self._layout_bound(layout, none), next(order), layout, None, none))
         heapq.heapify(heap)
-        best: Candidate | None = None
+        fitting: list[Candidate] = []
         nearest: Candidate | None = None
-        seconds: list[float] = []
 
         def too_slow(bound: float) -> bool:
-            return len(seconds) >= self._keep and bound >= seconds[self._keep - 1]
+            return len(fitting) >= self._keep and bound >= fitting[self._keep - 1].seconds
 
         while heap and not too_slow(heap[0][0]):
             _, _, layout, options, offload = heapq.heappop(heap)
@@ -213,9 +212,8 @@ class Search:
                 continue
             candidate = self.evaluate(plan_of(layout, options))
             if candidate.time is not None:
-                bisect.insort(seconds, candidate.seconds)
-                best = candidate if best is None or candidate.seconds < best.seconds else best
-        return best or nearest
+                bisect.insort(fitting, candidate, key=lambda each: each.seconds)
+        return fitting[0] if fitting else nearest
 
     def _layout_bound(self, layout: Layout, offload: tuple[bool, bool, bool]) -> float:
         """The least bound of any options: each role with its cheapest sharding, and no weight sync."""

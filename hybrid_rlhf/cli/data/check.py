@@ -97,9 +97,7 @@ def _text(report: CheckReport, *, has_tokenizer: bool) -> str:
             console.print(Text(line, style="red"))
         count = report.problems.count
         console.print(
-            Text(f"{count:,} problem{'s' * (count != 1)}", style="bold red")
-            if count
-            else Text("no problems", "bold green")
+            Text(_counted(count, "problem"), style="bold red") if count else Text("no problems", "bold green")
         )
     return captured.get().rstrip("\n")
 
@@ -107,22 +105,23 @@ def _text(report: CheckReport, *, has_tokenizer: bool) -> str:
 def _summary(report: CheckReport) -> list[str]:
     from hybrid_rlhf.data.preparation.checking import histogram
 
-    columns = ", ".join(f"{name} ({count:,})" for name, count in report.columns.most_common())
     if not report.rows:
         return ["no row can be read"]
-    lines = [f"{_rows(report.rows)} for {report.task}; columns: {columns}"]
+    columns = ", ".join(f"{name} ({count:,})" for name, count in report.columns.most_common())
+    lines = [f"{_counted(report.rows, 'row')} for {report.task}; columns: {columns}"]
     for form, count in report.forms.most_common():
-        lines.append(f"{_rows(count)} {'is' if count == 1 else 'are'} read as {form}")
+        lines.append(f"{_counted(count, 'row')} {'is' if count == 1 else 'are'} read as {form}")
     if not report.lengths:
         return lines
-    lines.append(f"{sum(report.lengths):,} tokens in {_rows(len(report.lengths))}; lengths in tokens:")
+    lines.append(f"{sum(report.lengths):,} tokens in {_counted(len(report.lengths), 'row')}; lengths in tokens:")
     bins = histogram(report.lengths)
     most = max(count for _, _, count in bins)
     for first, last, count in bins:
         lines.append(f"  {first:>7,} to {last:>7,} {count:>9,}  {'█' * round(_BAR * count / most)}".rstrip())
     lines.append(
-        f"longer than {report.limit:,} tokens, dropped or truncated by data.too_long: {_rows(report.too_long)}; "
-        f"with nothing to learn within the limit, dropped: {_rows(report.unusable)}"
+        f"longer than {report.limit:,} tokens, dropped or truncated by data.too_long: "
+        f"{_counted(report.too_long, 'row')}; with nothing to learn within the limit, dropped: "
+        f"{_counted(report.unusable, 'row')}"
     )
     if report.unrendered:
         names = ", ".join(f"{name} ({count:,})" for name, count in report.unrendered.most_common())
@@ -130,8 +129,8 @@ def _summary(report: CheckReport) -> list[str]:
     return lines
 
 
-def _rows(count: int) -> str:
-    return f"{count:,} row{'s' * (count != 1)}"
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def _print_preview(console: Console, preview: RowPreview, learned: str) -> None:

@@ -42,9 +42,8 @@ _STEPS: dict[str, type] = {
     "preference": PreferenceStepConfig,
     "rl": RLConfig,
 }
-_OWN = (
-    *("machine", "ranks", "hosts", "link_gib_per_second", "prompt_tokens", "completion_tokens", "plan_device_gib"),
-    "candidates",
+_OWN = {"plan_device_gib"} | (
+    {each.name for each in fields(PlanConfig)} - {each.name for each in fields(PipelineConfig)}
 )
 """Options of the plan on the line of a single step; those of `launcher` are too."""
 

@@ -8,7 +8,6 @@ key is an error here, before any value is read.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import types
 import typing
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.sections.rules import marks_of
+from hybrid_rlhf.configs.sections.rules import marks_of, nearest
 
 
 @dataclass(frozen=True)
@@ -350,8 +349,7 @@ def _closest(wrong: str, known: Any) -> str:
     inside = [name for name in names if name.endswith(f".{wrong}")]
     same_leaf = [name for name in names if name.rpartition(".")[2] == wrong.rpartition(".")[2]]
     begun = [name for name in names if wrong and name.startswith(wrong)]
-    close = difflib.get_close_matches(wrong, inside or same_leaf or begun or names, n=1, cutoff=0.0)
-    return close[0]
+    return nearest(wrong, inside or same_leaf or begun or names)
 
 
 def _default_instance(kind: type) -> Any:

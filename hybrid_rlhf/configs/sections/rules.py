@@ -8,8 +8,9 @@ these marks.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
@@ -81,3 +82,8 @@ def whole_number(value: Any) -> int:
     """A number of 0 or more from a file or the command line; anything else counts as 0, and is refused elsewhere."""
     text = str(value)
     return int(text) if text.isdecimal() and len(text) < 10 else 0
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name that is most alike, for errors."""
+    return get_close_matches(name, list(known), n=1, cutoff=0.0)[0]

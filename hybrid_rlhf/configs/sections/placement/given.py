@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
-from hybrid_rlhf.configs.sections.rules import require
+from hybrid_rlhf.configs.sections.rules import nearest, require
 
 STYLES = ("flattening", "interleaving", "separation")
 AUTO = "auto"
@@ -125,8 +124,3 @@ def last_ranks(given: str | Mapping[str, Any] | None) -> dict[str, int]:
         for name, keys in roles.items()
         if isinstance(keys, Mapping) and "ranks" in keys
     }
-
-
-def nearest(name: str, known: Sequence[str]) -> str:
-    """The known name that is most alike."""
-    return get_close_matches(name, known, n=1, cutoff=0.0)[0]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
-from hybrid_rlhf.configs.sections.placement.given import check_placement, nearest, read_ranks
+from hybrid_rlhf.configs.sections.placement.given import check_placement, read_ranks
 from hybrid_rlhf.configs.sections.placement.roles import (
     CRITIC_COPY,
     PlacedRoles,
@@ -15,7 +15,7 @@ from hybrid_rlhf.configs.sections.placement.roles import (
     ZeroStage,
     in_words,
 )
-from hybrid_rlhf.configs.sections.rules import require
+from hybrid_rlhf.configs.sections.rules import nearest, require
 
 
 def resolve_placement(given: str | Mapping[str, Any] | None, placed: PlacedRoles, *, ranks: int) -> Placement:
