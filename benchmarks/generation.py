@@ -402,7 +402,7 @@ def in_process(
         peers["this engine, cached"] = ours(decoder, work, cached=True)
     if options.scenario == "memory":
         longest = max(map(len, work.prompts)) + options.new_tokens
-        cache = 16 * longest * bytes_per_token(decoder.architecture, len(decoder.split.kv_heads), DTYPE)
+        cache = 16 * longest * bytes_per_token(decoder.architecture, decoder.split, DTYPE)
         peers["memory of 16 rows"] = ours(decoder, work, kv_cache_gib=cache / 2**30)
         peers["16 rows"] = ours(decoder, work, max_batch_rows=16)
     if options.n > 1:

@@ -68,7 +68,7 @@ class InferenceScorer:
 
 def whole_hidden(decoder: Decoder, input_ids: Tensor, real: Tensor, adapter: int = 0) -> Tensor:
     """Last hidden states [N, H] of the real tokens of [B, T], row by row, before the final norm."""
-    device, layout = input_ids.device, CacheLayout.of_one_pass(decoder.architecture)
+    device, layout = input_ids.device, CacheLayout.of_one_pass(decoder.architecture, decoder.split)
     lengths = [length for length in real.sum(dim=1).tolist() if length]
     blocks = [blocks_of(length) for length in lengths]
     pages = torch.zeros(1, len(lengths), max(blocks), dtype=torch.int32)

@@ -72,11 +72,9 @@ def route_bytes(model: ShapedModel, rollout: RolloutConfig) -> tuple[int, int]:
 class _Sizes:
     """Sizes of a decoder on this rank."""
 
-    layers: int
-    """With keys and values of their own."""
+    kv_sizes: list[tuple[int, int]]
+    """KV heads and dimensions of each, of the layers with keys and values of their own."""
     heads: float
-    kv_heads: float
-    head_dim: int
     hidden: int
     mlp: float
     vocabulary: float
@@ -87,16 +85,20 @@ class _Sizes:
 def _sizes(model: ShapedModel, tensor_parallel: int) -> _Sizes:
     c: Any = model.config.get_text_config()
     mlp = getattr(c, "intermediate_size", None) or getattr(c, "ffn_dim", None) or 4 * c.hidden_size
-    family, layers = family_of(model.lm), c.num_hidden_layers
+    family, layers = family_of(model.lm), frozenset(range(c.num_hidden_layers))
     own = {} if family is None else family.settings(c)
     if family is not None and family.recurrence is not None:
-        layers = len(layers_with(model.lm, family, "o"))
+        layers = layers_with(model.lm, family, "o")
     heads, kv_heads, head_dim = attention_sizes(c, own)
+
+    def kv_size(layer: int) -> tuple[int, int]:
+        sizes = own.get("kv_sizes")
+        count, size = (kv_heads, head_dim) if sizes is None else sizes[c.layer_types[layer]]
+        return math.ceil(count / tensor_parallel), size
+
     return _Sizes(
-        layers - len(own.get("kv_sources", ())),
+        [kv_size(layer) for layer in sorted(layers - set(own.get("kv_sources", ())))],
         heads / tensor_parallel,
-        math.ceil(kv_heads / tensor_parallel),
-        head_dim,
         c.hidden_size,
         mlp / tensor_parallel,
         c.vocab_size / tensor_parallel,
@@ -163,10 +165,10 @@ def _sequences(
 ) -> Sequences:
     """Sequences of the maximum length; windows, which need less, are left out."""
     s = _sizes(model, rollout.tensor_parallel)
-    layout = CacheLayout((None,), (1,), s.layers, tuple((0, layer) for layer in range(s.layers)), s.stores, routes)
+    layout = CacheLayout.of_layers([None] * len(s.kv_sizes), s.kv_sizes, stores=s.stores, routes=routes)
     return Sequences(
         layout,
-        page_bytes(layout, kv_heads=int(s.kv_heads), head_dim=s.head_dim, dtype=dtype),
+        page_bytes(layout, dtype),
         longest_tokens=rollout.max_prompt_tokens + rollout.sampling.max_new_tokens,
         prompt_tokens=rollout.max_prompt_tokens,
         rows=rows,
@@ -181,7 +183,7 @@ def working_memory(
     """Largest temporaries of generation: a layer of a prefill, and per row logits, or attention scores on a CPU."""
     s, size = _sizes(model, rollout.tensor_parallel), dtype.itemsize
     tokens = min(PREFILL_TOKENS[device.type], rows * rollout.max_prompt_tokens)
-    qkv = (s.heads + 2 * s.kv_heads) * s.head_dim
+    qkv = max(((s.heads + 2 * count) * width for count, width in s.kv_sizes), default=0.0)
     prefill = tokens * size * (3 * s.hidden + max(4 * qkv, 4 * s.mlp))
     cuts = rollout.sampling.top_p < 1 or rollout.sampling.top_k > 0
     logits = s.vocabulary * _FLOAT32 * (8 if cuts else 2 + (rollout.sampling.temperature != 1) + size / _FLOAT32)

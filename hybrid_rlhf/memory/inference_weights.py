@@ -5,7 +5,6 @@ Follows generation/weights/loader.py, from shapes and the names of the model's f
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -101,9 +100,8 @@ class _Products:
 
 def _products(model: ShapedModel, family: Family, ranks: int) -> _Products:
     config = model.config.get_text_config()
-    settings, copies = family.settings(config), _kv_copies(model, family)
     transposed, transposed_experts = (
-        fields.get("transposed", False) for fields in (settings, _expert_fields(model, family))
+        fields.get("transposed", False) for fields in (family.settings(config), _expert_fields(model, family))
     )
     kind = recurrent_fields(model.lm, family).get("recurrence")
     inputs = [] if kind is None else list(kind.inputs(range(kind.units)))
@@ -112,22 +110,12 @@ def _products(model: ShapedModel, family: Family, ranks: int) -> _Products:
         for one in _named(model, family, roles):
             if one.name in seen and one.role != "v":  # shared experts may be the MLP of other layers (Granite 4)
                 continue
-            count = one.weight.numel() * share * (copies[one.layer] if one.role in ("k", "v") else 1)
+            count = one.weight.numel() * share
             swapped = transposed_experts if one.weight.dim() == 3 else transposed
             elements += count
             outputs += count / one.weight.shape[-2 if swapped else -1]
             seen[one.name] = one.weight.numel()
     return _Products(elements, outputs, sum(seen.values()))
-
-
-def _kv_copies(model: ShapedModel, family: Family) -> list[int]:
-    """How often each layer has its keys and values, so that all layers fill the cache alike (Gemma 4)."""
-    config = model.config.get_text_config()
-    settings = family.settings(config)
-    if "kv_sizes" not in settings:
-        return [1] * config.num_hidden_layers
-    width = settings["kv_heads"] * settings["head_dim"]
-    return [width // math.prod(settings["kv_sizes"][name]) for name in config.layer_types]
 
 
 def _made(model: ShapedModel, family: Family) -> int:

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from hybrid_rlhf.generation.batching.blocks import BlockPool, BlockTable, Match
 from hybrid_rlhf.generation.batching.cache import BLOCK_TOKENS, CacheLayout, blocks_of
 from hybrid_rlhf.generation.weights.describe import describe
+from hybrid_rlhf.generation.weights.split import Split
 from tests.support.families import variant
 
-PLAIN = CacheLayout((None,), (1,), 4, ())
-MIXED = CacheLayout((None, 20), (1, 3), 2, ())
-WINDOWS = CacheLayout((20,), (2,), 2, ())
+PLAIN = CacheLayout(places_per_page=4, width=1)
+MIXED = CacheLayout(windows=(None, 20), pages=(1, 3), places_per_page=2, width=1)
+WINDOWS = CacheLayout(windows=(20,), pages=(2,), places_per_page=2, width=1)
 
 
 @dataclass
@@ -189,9 +190,9 @@ def test_layers_of_one_window_share_pages(
     name: str, capacity: int, windows: tuple[int | None, ...], pages: tuple[int, ...] | None
 ) -> None:
     architecture, _ = describe(variant(name))
-    layout = CacheLayout.of(architecture, capacity)
+    layout = CacheLayout.of(architecture, Split.of(architecture, 0, 1), capacity)
     assert layout.windows == windows and (pages is None or layout.pages == pages)
-    assert len(set(layout.places)) == architecture.layers == layout.tables * layout.layers_per_page
+    assert len(set(layout.places)) == architecture.layers == layout.tables * layout.places_per_page
     assert layout.pages_of(96) == sum(
         count * (6 if window is None else 2) for count, window in zip(layout.pages, windows, strict=True)
     )

@@ -62,7 +62,7 @@ def test_rows_pages_and_all_that_runs_beside_them_fit(
     cuda_graphs: bool,
     state: int,
 ) -> None:
-    layout = CacheLayout((None, 100), (1, 3), 2, ())
+    layout = CacheLayout(windows=(None, 100), pages=(1, 3), places_per_page=2, width=1)
     sequences = Sequences(layout, page, longest, 1 + int(prompt * (longest - 2)), wanted, 64, state)
     working = WorkingMemory(prefill, row, cuda_graphs)
 

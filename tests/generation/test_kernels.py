@@ -70,13 +70,11 @@ def test_a_step_attends_and_writes_as_torch_does(
     architecture, _ = describe(variant(name))
     split = Split.of(architecture, 0, 1)
     torch.manual_seed(0)
-    layout = CacheLayout.of(architecture, capacity)
+    layout = CacheLayout.of(architecture, split, capacity)
     blocks = -(-capacity // BLOCK_TOKENS)
-    sizes = {"kv_heads": len(split.kv_heads), "head_dim": architecture.head_dim}
     sequences = 3 + len(starts)
     caches = [
-        KVCache(layout, pages=sequences * layout.tables * blocks, **sizes, dtype=torch.float32, device=DEVICE)
-        for _ in "ab"
+        KVCache(layout, pages=sequences * layout.tables * blocks, dtype=torch.float32, device=DEVICE) for _ in "ab"
     ]
     for store in ("keys", "values"):
         filled = torch.randn_like(caches[0].keys)
@@ -397,8 +395,8 @@ from hybrid_rlhf.generation.model.kernels import attention as heads, rows, sampl
 TYPES = {"*bf16": torch.bfloat16, "*fp32": torch.float32}
 POINTERS = {"*fp32": "tops sums all_tops all_sums bias sinks scores bounds logprobs sampling_logprobs parts",
             "*i64": "positions places integers tokens", "*i32": "pages tiles lasts", "*fp64": "floats", "*u8": "seen"}
-NUMBERS = {"fp32": "scale cap eps", "i32": "window rows kv_heads row_pages bias_keys width vocabulary integer_columns "
-           "inner outer_stride inner_stride out_outer_stride out_inner_stride row_stride "
+NUMBERS = {"fp32": "scale cap eps", "i32": "window rows kv_heads stride row_pages bias_keys width vocabulary "
+           "integer_columns inner outer_stride inner_stride out_outer_stride out_inner_stride row_stride "
            "float_columns blocks"}
 KINDS = {name: kind for kinds in (POINTERS, NUMBERS) for kind, names in kinds.items() for name in names.split()}
 

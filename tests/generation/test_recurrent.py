@@ -218,7 +218,7 @@ def test_the_state_after_a_common_beginning_is_saved_when_it_occurs_again(read: 
 
 def test_states_after_a_token_that_was_not_kept_are_not_saved() -> None:
     """A step that was in flight has computed it, while another row ended the call."""
-    pool, tokens = BlockPool(CacheLayout((None,), (1,), 1, ((0, 0),)), 9, states=4), list(range(20))
+    pool, tokens = BlockPool(CacheLayout(width=1), 9, states=4), list(range(20))
     saved, live = (
         StateCache(architecture, architecture.recurrence, units=2, slots=4, dtype=torch.float32, device=CPU)
         for architecture in [describe(variant("qwen3_5"))[0]] * 2
@@ -269,7 +269,7 @@ def test_pages_are_counted_where_prompts_are_computed_in_parts(monkeypatch: pyte
 
 def test_a_state_without_room_for_its_last_block_is_not_used() -> None:
     """Its keys and values cannot be copied, and a shorter state is not saved."""
-    pool = BlockPool(CacheLayout((None,), (1,), 1, ((0, 0),)), 1 + 3, states=4)
+    pool = BlockPool(CacheLayout(width=1), 1 + 3, states=4)
     tokens, table = list(range(40)), BlockTable(pool)
     table.extend(40)
     table.set_ready(0, 40, of=40)

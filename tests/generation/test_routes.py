@@ -16,6 +16,7 @@ from hybrid_rlhf.generation.batching import capacity, rows
 from hybrid_rlhf.generation.batching.cache import CacheLayout, page_bytes
 from hybrid_rlhf.generation.drafting.drafter import Drafter
 from hybrid_rlhf.generation.weights.describe import describe
+from hybrid_rlhf.generation.weights.split import Split
 from tests.support.families import EXPERT_VARIANTS, variant
 from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, random_tokens, token_ids_of
 from tests.support.routes import module_routes
@@ -61,7 +62,7 @@ def test_routes_of_requests_that_are_preempted(name: str, spare_blocks: int, mon
     monkeypatch.setattr(rows.ExpectedLength, "of", lambda self, limit: 1.0)
     monkeypatch.setattr(capacity.Sequences, "least_pages", lambda self, rows: self.longest_pages)
     pages = 1 + cache.layout.pages_of(44 + 40, computed_together=7) + spare_blocks * cache.layout.tables
-    size = page_bytes(cache.layout, kv_heads=cache.keys.shape[3], head_dim=cache.keys.shape[4], dtype=torch.float32)
+    size = page_bytes(cache.layout, torch.float32)
     states = 25 * engine.backend.decoder.state_bytes
     tight = recorded(model, kv_cache_gib=((pages + 0.5) * size + states) / 2**30, prefill_tokens=7)
     assert_own_routes(model, prompts, tight.generate(prompts, sampling, record_routes=True))
@@ -108,13 +109,13 @@ def test_engines_that_record_nothing_pay_nothing() -> None:
 @pytest.mark.parametrize(("count", "dtype"), [(128, torch.int8), (129, torch.int16)])
 def test_routes_take_a_byte_where_the_index_fits(count: int, dtype: torch.dtype) -> None:
     architecture = describe(variant("qwen3_moe"))[0]
+    split = Split.of(architecture, 0, 1)
     layout = CacheLayout.of(
-        replace(architecture, experts=replace(architecture.experts, count=count)), 64, records_routes=True
+        replace(architecture, experts=replace(architecture.experts, count=count)), split, 64, records_routes=True
     )
     assert layout.routes is not None and layout.routes.dtype == dtype
-    plain = CacheLayout.of(architecture, 64)
-    sizes = {"kv_heads": 2, "head_dim": 8, "dtype": torch.float32}
-    assert page_bytes(layout, **sizes) - page_bytes(plain, **sizes) == 16 * 3 * 2 * dtype.itemsize
+    plain = CacheLayout.of(architecture, split, 64)
+    assert page_bytes(layout, torch.float32) - page_bytes(plain, torch.float32) == 16 * 3 * 2 * dtype.itemsize
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def shaped(lm: Any, folder: Path, *, lora: LoraConfig | None = None) -> ShapedMo
     + ["gemma4 with experts", "gemma4 that shares keys", "gemma4 whose keys are values"],
 )
 def test_packed_products_take_what_was_planned(name: str, tmp_path: Path) -> None:
-    """Experts, products that each rank has whole, keys that are values or fill the cache several times."""
+    """Experts, products that each rank has whole, keys that are values."""
     lm = variant(name)
     decoder = decoder_of(lm, world=solo_world(CPU), dtype=torch.float32)
     assert decoder is not None

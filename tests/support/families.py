@@ -133,6 +133,7 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
         {
             **GEMMA4,
             "num_hidden_layers": 6,
+            "global_head_dim": 12,
             "layer_types": ["sliding_attention", "full_attention"] * 3,
             "num_key_value_heads": 1,
             "num_kv_shared_layers": 3,

@@ -155,7 +155,7 @@ class NativeBackend:
         )
         yield from batch.steps()
         self.preemptions += batch.preemptions
-        cached = bytes_per_token(decoder.architecture, len(decoder.split.kv_heads), decoder.dtype)
+        cached = bytes_per_token(decoder.architecture, decoder.split, decoder.dtype)
         read = batch.work.steps * decoder.product_bytes
         read += cached * sum(request.attended_tokens for request in requests)
         read += decoder.state_bytes * sum(request.decoded_tokens for request in requests)
@@ -260,15 +260,15 @@ class NativeBackend:
         longest = max(len(request.prompt) + len(request.uniforms) for request in requests)
         layout = CacheLayout.of(
             decoder.architecture,
+            decoder.split,
             capacity_tokens(longest, decoder.world.device, self.max_positions),
             # a cache that records serves requests that do not, so that it and its prefixes remain
             records_routes=any(request.records_routes for request in requests)
             or (self.held is not None and self.held.cache.layout.routes is not None),
         )
-        a, split = decoder.architecture, decoder.split
         return Sequences(
             layout,
-            page_bytes(layout, kv_heads=len(split.kv_heads), head_dim=a.head_dim, dtype=decoder.dtype),
+            page_bytes(layout, decoder.dtype),
             longest_tokens=longest,
             prompt_tokens=max(len(request.prompt) for request in requests),
             rows=min(rows, self._max_batch_rows or sys.maxsize),

@@ -2,25 +2,28 @@
 
 Layers that attend to the same number of tokens form a layer group. Each sequence has a list of blocks for each group
 (blocks.py), so layers with a sliding window release the blocks that they no longer need while others keep theirs. All
-groups take pages from one pool: a page holds `BLOCK_TOKENS` tokens of `layers_per_page` layers, the greatest common
-divisor of the sizes of the groups. A model whose layers are alike has one group, and one page per block.
+groups take pages from one pool: a page holds `BLOCK_TOKENS` tokens of `places_per_page` places, the greatest common
+divisor of the numbers of places in the groups. A place has room for the widest layer; narrower layers share one, side
+by side for each token. A model whose layers are alike has one group, and one page per block.
 
 The cache may also record the routes of its tokens: the experts that each router chose. They are at the token's place in
 the first page of its block in the first layer group, so whatever shares, copies or finds keys and values has the routes
 that these were computed with. That group then keeps all its blocks: it has the largest window, mostly none.
 
-Shapes: P pages, K KV heads of this rank, D head size, E mixtures of experts, k experts per token.
+Shapes: P pages, C dimensions of a place, K KV heads of this rank, D head size, E mixtures of experts, k experts per
+token.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from hybrid_rlhf.generation.weights.description import ModelDescription
+from hybrid_rlhf.generation.weights.split import Split
 
 BLOCK_TOKENS = 16
 """Tokens of a block. On average half of a sequence's last block is unused."""
@@ -48,59 +51,106 @@ class RouteSize:
 
 
 @dataclass(frozen=True)
+class LayerPlace:
+    """Where the keys and values of a layer are."""
+
+    table: int
+    """Of the pages of a sequence."""
+    place: int
+    """In a page; layers may share it."""
+    start: int
+    """Dimension of the place that is the layer's first."""
+    kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class CacheLayout:
     """Which layers share pages."""
 
-    windows: tuple[int | None, ...]
+    windows: tuple[int | None, ...] = (None,)
     """For each layer group, the tokens that its queries attend to, or that are kept for other reasons; none: all."""
-    pages: tuple[int, ...]
+    pages: tuple[int, ...] = (1,)
     """For each layer group, the pages of a block."""
-    layers_per_page: int
-    places: tuple[tuple[int, int] | None, ...]
-    """For each layer, its page table, and its place in a page, which layers may share; none: it has no attention."""
+    places_per_page: int = 1
+    width: int
+    """Dimensions of a token in a place."""
+    places: tuple[LayerPlace | None, ...] = ()
+    """Of each layer; none: it has no attention."""
     stores: int = 2
     """Keys and values; 1 where they are the same (latent attention)."""
     routes: RouteSize | None = None
     """Of the routes that are recorded; none: none are."""
 
     @classmethod
-    def of(cls, architecture: ModelDescription, capacity_tokens: int, *, records_routes: bool = False) -> CacheLayout:
+    def of(
+        cls, architecture: ModelDescription, split: Split, capacity_tokens: int, *, records_routes: bool = False
+    ) -> CacheLayout:
         """The layout for sequences of at most `capacity_tokens`; a window of that size or above is none."""
 
-        def window(kind: int) -> int | None:
-            own = architecture.kinds[kind].window
+        def window(layer: int) -> int | None:
+            own = architecture.kinds[architecture.attention_of(layer)].window
             return None if own is None or own >= capacity_tokens else own
 
-        each = [window(architecture.attention_of(layer)) for layer in architecture.cached_layers]
-        windows = sorted(set(each), key=lambda size: math.inf if size is None else size, reverse=True)
-        counts = [each.count(one) for one in windows]
-        together = math.gcd(*counts)
-        pages = [count // together for count in counts]
-        seen = [0] * len(windows)
-        places = list[tuple[int, int] | None]()
-        for layer, kind in enumerate(architecture.layer_kinds):
-            source = architecture.kv_sources.get(layer)
-            if kind is None or source is not None:
-                places.append(None if source is None else places[source])
-                continue
-            group = windows.index(window(kind))
-            places.append((sum(pages[:group]) + seen[group] // together, seen[group] % together))
-            seen[group] += 1
+        cached = architecture.cached_layers
         routes = _route_size(architecture) if records_routes else None
-        if routes is not None:
-            windows[0] = None
-        return cls(tuple(windows), tuple(pages), together, tuple(places), _stores(architecture), routes)
+        packed = cls.of_layers(
+            [window(layer) for layer in cached],
+            [_kv_size(architecture, split, layer) for layer in cached],
+            stores=_stores(architecture),
+            routes=routes,
+        )
+        own = dict(zip(cached, packed.places, strict=True))
+        places = tuple(own.get(architecture.kv_sources.get(layer, layer)) for layer in range(architecture.layers))
+        return replace(packed, places=places)
 
     @classmethod
-    def of_one_pass(cls, architecture: ModelDescription) -> CacheLayout:
+    def of_layers(
+        cls,
+        windows: Sequence[int | None],
+        sizes: Sequence[tuple[int, int]],
+        *,
+        stores: int,
+        routes: RouteSize | None = None,
+    ) -> CacheLayout:
+        """The layout of layers with keys of their own: the window, the KV heads and the head size of each."""
+        groups = sorted(set(windows), key=lambda size: math.inf if size is None else size, reverse=True)
+        width, used = max((math.prod(size) for size in sizes), default=0), [list[int]() for _ in groups]
+        first = list[tuple[int, int, int]]()
+        for window, size in zip(windows, sizes, strict=True):
+            group = groups.index(window)
+            first.append((group, *_first_fit(used[group], math.prod(size), width)))
+        together = math.gcd(*map(len, used)) or 1
+        pages = [len(own) // together for own in used]
+        places = tuple(
+            LayerPlace(sum(pages[:group]) + place // together, place % together, start, *size)
+            for (group, place, start), size in zip(first, sizes, strict=True)
+        )
+        if routes is not None:
+            groups[0] = None
+        return cls(
+            windows=tuple(groups),
+            pages=tuple(pages),
+            places_per_page=together,
+            width=width,
+            places=places,
+            stores=stores,
+            routes=routes,
+        )
+
+    @classmethod
+    def of_one_pass(cls, architecture: ModelDescription, split: Split) -> CacheLayout:
         """The layout for sequences that pass through the layers once, as a whole: layers write to the same pages one
         after the other, except those whose keys later layers read."""
         sources = sorted({*architecture.kv_sources.values()})
-        places: list[tuple[int, int] | None] = []
+        places: list[LayerPlace | None] = []
         for layer, kind in enumerate(architecture.layer_kinds):
             source = architecture.kv_sources.get(layer, layer)
-            places.append(None if kind is None else (0, 1 + sources.index(source) if source in sources else 0))
-        return cls((None,), (1,), 1 + len(sources), tuple(places), _stores(architecture))
+            place = 1 + sources.index(source) if source in sources else 0
+            size = (0, 0) if kind is None else _kv_size(architecture, split, source)
+            places.append(None if kind is None else LayerPlace(0, place, 0, *size))
+        width = max((place.kv_heads * place.head_dim for place in places if place is not None), default=0)
+        return cls(places_per_page=1 + len(sources), width=width, places=tuple(places), stores=_stores(architecture))
 
     @property
     def tables(self) -> int:
@@ -118,20 +168,11 @@ class CacheLayout:
 
 
 class KVCache:
-    """Keys and values [layers_per_page, P, BLOCK_TOKENS, K, D]."""
+    """Keys and values [places_per_page, P, BLOCK_TOKENS, C]."""
 
-    def __init__(
-        self,
-        layout: CacheLayout,
-        *,
-        pages: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, layout: CacheLayout, *, pages: int, dtype: torch.dtype, device: torch.device) -> None:
         self.layout = layout
-        shape = (layout.layers_per_page, pages, BLOCK_TOKENS, kv_heads, head_dim)
+        shape = (layout.places_per_page, pages, BLOCK_TOKENS, layout.width)
         # Zeros, not uninitialised memory: an attention weight of 0 times NaN is NaN.
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys) if layout.stores == 2 else self.keys
@@ -147,11 +188,15 @@ class KVCache:
         return self.keys.shape[1]
 
     def of_layer(self, layer: int) -> tuple[int, torch.Tensor, torch.Tensor]:
-        """The page table of a layer, and its keys and values [P, BLOCK_TOKENS, K, D]."""
-        both = self.layout.places[layer]
-        assert both is not None
-        table, place = both
-        return table, self.keys[place], self.values[place]
+        """The page table of a layer, and its keys and values [P, BLOCK_TOKENS, K, D]; a token's are contiguous."""
+        own = self.layout.places[layer]
+        assert own is not None
+        part = slice(own.start, own.start + own.kv_heads * own.head_dim)
+        keys, values = (
+            store[own.place, :, :, part].unflatten(-1, (own.kv_heads, own.head_dim))
+            for store in (self.keys, self.values)
+        )
+        return own.table, keys, values
 
     def write_routes(self, places: torch.Tensor, routes: Sequence[torch.Tensor]) -> None:
         """Write the routes [T, k] of each mixture for tokens at places [T] of [P * BLOCK_TOKENS]."""
@@ -175,30 +220,37 @@ class KVCache:
 
     def grown(self, pages: int) -> KVCache:
         """A cache of more pages with the content of this one."""
-        _, _, _, kv_heads, head_dim = self.keys.shape
-        larger = KVCache(
-            self.layout,
-            pages=pages,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            dtype=self.keys.dtype,
-            device=self.keys.device,
-        )
+        larger = KVCache(self.layout, pages=pages, dtype=self.keys.dtype, device=self.keys.device)
         larger.keys[:, : self.pages], larger.values[:, : self.pages] = self.keys, self.values
         if self.routes is not None and larger.routes is not None:
             larger.routes[: self.pages] = self.routes
         return larger
 
 
-def page_bytes(layout: CacheLayout, *, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+def page_bytes(layout: CacheLayout, dtype: torch.dtype) -> int:
     """Bytes of a page."""
     routes = 0 if layout.routes is None else layout.routes.nbytes
-    return BLOCK_TOKENS * (layout.stores * layout.layers_per_page * kv_heads * head_dim * dtype.itemsize + routes)
+    return BLOCK_TOKENS * (layout.stores * layout.places_per_page * layout.width * dtype.itemsize + routes)
 
 
-def bytes_per_token(architecture: ModelDescription, kv_heads: int, dtype: torch.dtype) -> int:
-    """Bytes of one token's keys and values on a rank with so many KV heads."""
-    return _stores(architecture) * len(architecture.cached_layers) * kv_heads * architecture.head_dim * dtype.itemsize
+def bytes_per_token(architecture: ModelDescription, split: Split, dtype: torch.dtype) -> int:
+    """Bytes of one token's keys and values on a rank."""
+    widths = [math.prod(_kv_size(architecture, split, layer)) for layer in architecture.cached_layers]
+    return _stores(architecture) * sum(widths) * dtype.itemsize
+
+
+def _kv_size(architecture: ModelDescription, split: Split, layer: int) -> tuple[int, int]:
+    """KV heads of a layer on a rank, and dimensions of each."""
+    kind = architecture.attention_of(layer)
+    return len(split.kv_heads_of[kind]), architecture.kv_size(kind)[1]
+
+
+def _first_fit(used: list[int], width: int, most: int) -> tuple[int, int]:
+    """The first place with room for a layer, and its first dimension there; `used` dimensions of each place grow."""
+    place = next((place for place, taken in enumerate(used) if taken + width <= most), len(used))
+    used[place:] = used[place:] or [0]
+    used[place] += width
+    return place, used[place] - width
 
 
 def _route_size(architecture: ModelDescription) -> RouteSize | None:

@@ -201,7 +201,7 @@ def measured_memory(
 def _small_workspace(decoder: Decoder, requests: Sequence[Request], *, rows: int, tokens: int) -> Workspace:
     """A workspace for a measurement; all its rows share the pages of one sequence, as only memory matters."""
     capacity = capacity_tokens(tokens, decoder.world.device)
-    layout = CacheLayout.of(decoder.architecture, capacity)
+    layout = CacheLayout.of(decoder.architecture, decoder.split, capacity)
     cache = decoder.new_cache(layout, pages=1 + layout.pages_of(capacity))
     return Workspace(decoder, requests, cache=cache, rows=rows, capacity_tokens=capacity, cuda_graphs=False)
 

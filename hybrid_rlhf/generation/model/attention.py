@@ -235,16 +235,14 @@ class StepAttention:
         kind = attention.architecture.attention_of(layer)
         tables, keys, values = attention.cache.of_layer(layer)
         places = self.places[tables]
-        if keys.shape[-1] != qkv.shape[-1]:  # layers whose heads have other sizes fill the same memory
-            keys, values = (store.view(*store.shape[:2], -1, qkv.shape[-1]) for store in (keys, values))
         if layer in attention.architecture.kv_sources:
             queries = qkv if table is None else rotate(qkv, *table)
         elif attention.kernels is not None:
             queries = attention.kernels.rotate_and_write(qkv, table, places, keys, values)
         else:
             queries, new_keys, new_values = attention.rotated(qkv, table, keys.shape[2])
-            keys.flatten(0, 1).index_copy_(0, places, new_keys)
-            values.flatten(0, 1).index_copy_(0, places, new_values)
+            for store, new in ((keys, new_keys), (values, new_values)):
+                store.view(-1, *new.shape[1:]).index_copy_(0, places, new)
         mixed = [part(kind, tables, queries[tokens], keys, values, sinks) for tokens, part in self._parts]
         return torch.cat(mixed) if len(mixed) > 1 else mixed[0]
 

@@ -247,7 +247,7 @@ struct Rotation {
     const T *qkv, *cos, *sin;
     const int64_t* places;
     T *queries, *keys, *values;
-    int64_t tokens, heads, kv_heads, d, width, slots;
+    int64_t tokens, heads, kv_heads, d, stride, width, slots;  // stride: from a token of the cache to the next
 };
 
 template <class T>
@@ -265,16 +265,16 @@ template <class T>
 int rotate_and_write(const Rotation<T>& r, Threads threads) {
     for (int64_t t = 0; t < r.tokens; ++t)
         if (r.places[t] < 0 || r.places[t] >= r.slots) return OUTSIDE;
-    int64_t all_heads = r.heads + 2 * r.kv_heads, size = r.kv_heads * r.d;
+    int64_t all_heads = r.heads + 2 * r.kv_heads;
     deal(threads, r.tokens * all_heads * r.d >= MANY, r.tokens, grain_of(threads, r.tokens),
          [&](int64_t t, int64_t end) {
              for (; t < end; ++t) {
                  const T *from = r.qkv + t * all_heads * r.d, *cos = r.cos + t * r.width, *sin = r.sin + t * r.width;
-                 T *queries = r.queries + t * r.heads * r.d, *keys = r.keys + r.places[t] * size;
+                 T *queries = r.queries + t * r.heads * r.d, *keys = r.keys + r.places[t] * r.stride;
                  for (int64_t h = 0; h < r.heads + r.kv_heads; ++h, from += r.d)
                      rotate_head(from, cos, sin, h < r.heads ? queries + h * r.d : keys + (h - r.heads) * r.d,
                                  r.width / 2, r.d);
-                 memcpy(r.values + r.places[t] * size, from, size * sizeof(T));
+                 memcpy(r.values + r.places[t] * r.stride, from, r.kv_heads * r.d * sizeof(T));
              }
          });
     return OK;
@@ -289,7 +289,7 @@ struct Attention {
     const int64_t* positions;
     const float *bias, *sinks;  // null: none
     T* out;
-    int64_t batch, heads, kv_heads, d, blocks_of_row, block_tokens, cache_blocks, bias_width, window;
+    int64_t batch, heads, kv_heads, d, stride, blocks_of_row, block_tokens, cache_blocks, bias_width, window;
     float scale, softcap;  // softcap 0: none
 };
 
@@ -468,12 +468,12 @@ float weigh(float* scores, int n, float softcap, const float* bias, float* top) 
 template <class T>
 bool locate(const Attention<T>& a, const Task& task, int64_t* offsets) {
     const int32_t* blocks = a.blocks + task.row * a.blocks_of_row;
-    int64_t size = a.kv_heads * a.d, position = task.first;
+    int64_t position = task.first;
     for (int i = 0; i < task.count;) {
         int64_t block = blocks[position / a.block_tokens], inside = position % a.block_tokens;
         if (block < 0 || block >= a.cache_blocks) return false;
         for (; inside < a.block_tokens && i < task.count; ++inside, ++i, ++position)
-            offsets[i] = (block * a.block_tokens + inside) * size;
+            offsets[i] = (block * a.block_tokens + inside) * a.stride;
     }
     for (int i = task.count; i < task.count + AHEAD + L; ++i) offsets[i] = offsets[task.count - 1];
     return true;
@@ -1146,7 +1146,7 @@ struct RotateAndWrite {
     const void *qkv, *cos, *sin;
     const int64_t* places;
     void *queries, *keys, *values;
-    int64_t tokens, heads, kv_heads, d, width, slots;
+    int64_t tokens, heads, kv_heads, d, stride, width, slots;
 };
 
 int hybrid_rotate_and_write(const RotateAndWrite* a) {
@@ -1154,7 +1154,7 @@ int hybrid_rotate_and_write(const RotateAndWrite* a) {
         using T = decltype(kind);
         return rotate_and_write(
             Rotation<T>{(const T*)a->qkv, (const T*)a->cos, (const T*)a->sin, a->places, (T*)a->queries, (T*)a->keys,
-                        (T*)a->values, a->tokens, a->heads, a->kv_heads, a->d, a->width, a->slots},
+                        (T*)a->values, a->tokens, a->heads, a->kv_heads, a->d, a->stride, a->width, a->slots},
             a->context.team());
     };
     return a->context.half ? call(bfloat16{}) : call(float{});
@@ -1167,7 +1167,7 @@ struct PagedAttention {
     const int64_t* positions;
     const float *bias, *sinks;
     void* out;
-    int64_t batch, heads, kv_heads, d, blocks_of_row, block_tokens, cache_blocks, bias_width, window;
+    int64_t batch, heads, kv_heads, d, stride, blocks_of_row, block_tokens, cache_blocks, bias_width, window;
     double scale, softcap;
 };
 
@@ -1176,8 +1176,8 @@ int hybrid_paged_attention(const PagedAttention* a) {
         using T = decltype(kind);
         return attention(
             Attention<T>{(const T*)a->queries, (const T*)a->keys, (const T*)a->values, a->blocks, a->positions, a->bias,
-                         a->sinks, (T*)a->out, a->batch, a->heads, a->kv_heads, a->d, a->blocks_of_row, a->block_tokens,
-                         a->cache_blocks, a->bias_width, a->window, (float)a->scale, (float)a->softcap},
+                         a->sinks, (T*)a->out, a->batch, a->heads, a->kv_heads, a->d, a->stride, a->blocks_of_row,
+                         a->block_tokens, a->cache_blocks, a->bias_width, a->window, (float)a->scale, (float)a->softcap},
             a->context.team());
     };
     return a->context.half ? call(bfloat16{}) : call(float{});

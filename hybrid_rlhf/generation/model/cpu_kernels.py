@@ -42,8 +42,8 @@ _NO_MEMORY, _OUTSIDE = 1, 2
 _STRUCTS = {
     name: struct.Struct(f"@{fields}")
     for name, fields in (
-        ("hybrid_rotate_and_write", "3q7q6q"),
-        ("hybrid_paged_attention", "3q8q9q2d"),
+        ("hybrid_rotate_and_write", "3q7q7q"),
+        ("hybrid_paged_attention", "3q8q10q2d"),
         ("hybrid_norm", "3q5q7qd"),
         ("hybrid_gated", "3q2q3q"),
         ("hybrid_pack", "3q2q2q"),
@@ -111,7 +111,7 @@ def rotate_and_write(
         qkv: [T, A + 2 K, D].
         table: cosines and signed sines [T, 1, R] of the first R dimensions; none: no rotation.
         places: [T] int64, where a token is in the cache: block * BS + place in the block.
-        keys: [N, BS, K, D] of a layer.
+        keys: [N, BS, K, D] of a layer; those of a token are contiguous.
         values: as keys.
 
     Returns:
@@ -122,8 +122,7 @@ def rotate_and_write(
     heads = all_heads - 2 * kv_heads
     qkv, dtype, width = qkv.contiguous(), qkv.dtype, 0
     cos, sin = (qkv, qkv) if table is None else table
-    _check(keys, dtype, (blocks, block_tokens, kv_heads, d))
-    _check(values, dtype, keys.shape)
+    _check_cache(keys, values, dtype, (blocks, block_tokens, kv_heads, d))
     _check(places, torch.int64, (tokens,))
     if table is not None:
         width = cos.shape[-1]
@@ -132,20 +131,9 @@ def rotate_and_write(
         _check(cos, dtype, (tokens, 1, width))
         _check(sin, dtype, (tokens, 1, width))
     queries = qkv.new_empty(tokens, heads, d)
-    addresses = (qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), places.data_ptr(), queries.data_ptr())
-    _library().call(
-        "hybrid_rotate_and_write",
-        dtype,
-        *addresses,
-        keys.data_ptr(),
-        values.data_ptr(),
-        tokens,
-        heads,
-        kv_heads,
-        d,
-        width,
-        blocks * block_tokens,
-    )
+    addresses = [x.data_ptr() for x in (qkv, cos, sin, places, queries, keys, values)]
+    sizes = (tokens, heads, kv_heads, d, keys.stride(1), width, blocks * block_tokens)
+    _library().call("hybrid_rotate_and_write", dtype, *addresses, *sizes)
     return queries
 
 
@@ -166,7 +154,7 @@ def paged_attention(
 
     Args:
         queries: [B, A, D].
-        keys: [N, BS, K, D] of a layer, the new ones among them.
+        keys: [N, BS, K, D] of a layer, the new ones among them; those of a token are contiguous.
         values: as keys.
         blocks: [B, M] int32, the blocks of each row in order; those past its position or before its window may be any.
         positions: [B] int64 of the new tokens; keys up to and including them are attended to.
@@ -181,8 +169,7 @@ def paged_attention(
     if heads % kv_heads:
         raise ValueError(f"heads must be a multiple of KV heads, got {heads} and {kv_heads}")
     queries, dtype, of_row = queries.contiguous(), queries.dtype, blocks.shape[1]
-    _check(keys, dtype, (cache_blocks, block_tokens, kv_heads, d))
-    _check(values, dtype, keys.shape)
+    _check_cache(keys, values, dtype, (cache_blocks, block_tokens, kv_heads, d))
     _check(blocks, torch.int32, (batch, of_row))
     _check(positions, torch.int64, (batch,))
     if bias is not None:
@@ -203,6 +190,7 @@ def paged_attention(
         heads,
         kv_heads,
         d,
+        keys.stride(1),
         of_row,
         block_tokens,
         cache_blocks,
@@ -386,6 +374,17 @@ def sample(logits: Tensor, rows: DecodeBatch, mode: SamplingMode) -> tuple[Tenso
         rows.floats.shape[1],
     )
     return tokens, logprobs[0], logprobs[1]
+
+
+def _check_cache(keys: Tensor, values: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Tokens lie at equal distances; the heads of a token are contiguous."""
+    strides = (shape[1] * keys.stride(1), keys.stride(1), shape[3], 1)
+    for x in (keys, values):
+        if (x.dtype, x.shape, x.stride()) != (dtype, shape, strides):
+            raise ValueError(
+                f"a cache must be {dtype}, {list(shape)} and contiguous for each token, got {x.dtype}, "
+                f"{list(x.shape)} and strides {list(x.stride())}"
+            )
 
 
 def _check(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:

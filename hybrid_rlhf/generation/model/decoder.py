@@ -81,14 +81,7 @@ class Decoder:
 
     def new_cache(self, layout: CacheLayout, *, pages: int) -> KVCache:
         """A KV cache of so many pages."""
-        return KVCache(
-            layout,
-            pages=pages,
-            kv_heads=len(self.split.kv_heads),
-            head_dim=self.architecture.head_dim,
-            dtype=self.dtype,
-            device=self.world.device,
-        )
+        return KVCache(layout, pages=pages, dtype=self.dtype, device=self.world.device)
 
     def new_states(self, slots: int) -> StateCache | None:
         """Zero states for so many slots; none for a model without recurrent layers."""

@@ -239,7 +239,7 @@ class _Probe:
     """One sequence, with a cache and states of its own."""
 
     def __init__(self, decoder: Decoder, tokens: Sequence[int]) -> None:
-        device, layout = decoder.world.device, CacheLayout.of(decoder.architecture, len(tokens))
+        device, layout = decoder.world.device, CacheLayout.of(decoder.architecture, decoder.split, len(tokens))
         cache = decoder.new_cache(layout, pages=layout.pages_of(len(tokens), computed_together=len(tokens)))
         self._pages = torch.arange(cache.pages, dtype=torch.int32, device=device).view(layout.tables, 1, -1)
         self._decoder, self._states = decoder, decoder.new_states(1)

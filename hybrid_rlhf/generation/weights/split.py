@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from hybrid_rlhf.configs.errors import UserError
@@ -15,8 +16,7 @@ class Split:
     heads: range
     kv_heads: range
     kv_heads_of: tuple[tuple[int, ...], ...]
-    """For each kind of attention, the KV heads that are cached. A kind whose keys are narrower than those of others
-    has each of its heads several times, so that all kinds fill the cache alike."""
+    """For each kind of attention, its KV heads."""
     mlp: range
     vocabulary: range
     experts: range = range(0)
@@ -34,8 +34,8 @@ class Split:
             UserError: when the heads cannot be split.
         """
         queries, kv = _share_heads(architecture.heads, architecture.kv_heads, rank, size)
-        width = len(kv) * architecture.head_dim
-        each = tuple(_fill(architecture, kind, width, rank, size) for kind in range(len(architecture.kinds)))
+        counts = [architecture.kv_size(kind)[0] for kind in range(len(architecture.kinds))]
+        _require_same_heads(architecture.heads, {architecture.kv_heads, *counts}, size)
         experts, units = architecture.experts, architecture.recurrence.units if architecture.recurrence else 0
         if 0 < units < size:
             raise UserError(
@@ -45,7 +45,7 @@ class Split:
         return cls(
             queries,
             kv,
-            each,
+            tuple(tuple(_share_heads(architecture.heads, count, rank, size)[1]) for count in counts),
             share(architecture.mlp_size, rank, size),
             share(architecture.vocab_size, rank, size),
             share(experts.count if experts else 0, rank, size),
@@ -68,17 +68,14 @@ def _share_heads(heads: int, kv_heads: int, rank: int, size: int) -> tuple[range
     )
 
 
-def _fill(architecture: ModelDescription, kind: int, width: int, rank: int, size: int) -> tuple[int, ...]:
-    """KV heads of a kind of attention that fill the cache of a rank, which has `width` dimensions for a token."""
-    kv_heads, head_dim = architecture.kv_size(kind)
-    queries, own = _share_heads(architecture.heads, kv_heads, rank, size)
-    copies, rest = divmod(width, len(own) * head_dim)
-    if rest or not copies or len(queries) // len(own) % copies:
-        raise UserError(
-            f"tensor parallelism must give layers of all kinds keys of the same size, with {size} ranks a layer has "
-            f"{len(own)} heads of {head_dim} dimensions and another {width} dimensions in all: use fewer ranks"
-        )
-    return tuple(head for head in own for _ in range(copies))
+def _require_same_heads(heads: int, counts: set[int], size: int) -> None:
+    """Raise UserError unless each rank has the same heads with every number of KV heads."""
+    for rank in range(size):
+        if len({_share_heads(heads, count, rank, size)[0] for count in counts}) > 1:
+            raise UserError(
+                f"tensor parallelism must give a rank the same heads in all layers, {size} ranks do not with "
+                f"{' and '.join(map(str, sorted(counts)))} KV heads: use a divisor of {math.gcd(*counts)}"
+            )
 
 
 def share(total: int, rank: int, size: int) -> range:

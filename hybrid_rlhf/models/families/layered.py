@@ -66,20 +66,11 @@ def _gemma4(config: PreTrainedConfig) -> dict[str, Any]:
     }
 
 
-def _keys_do_not_fill_the_cache(config: PreTrainedConfig) -> bool:
-    sizes = _kv_sizes(config).values()
-    width, heads = max(map(math.prod, sizes)), config.num_attention_heads
-    return any(
-        width % (count * size) or heads // count % (width // (count * size)) or heads % count for count, size in sizes
-    )
-
-
 _GEMMA4_FAMILY = Family(
     _GEMMA4,
     _gemma4,
     {
         "attention in both directions": lambda c: c.use_bidirectional_attention == "all",
-        "keys of layers that differ by no whole factor": _keys_do_not_fill_the_cache,
         "tokens without inputs of layers": lambda c: (
             getattr(c, "vocab_size_per_layer_input", c.vocab_size) < c.vocab_size
         ),

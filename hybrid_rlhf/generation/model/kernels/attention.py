@@ -62,7 +62,7 @@ def _mix(
     scale,
     cap,
     window,
-    kv_heads,
+    stride,
     N: tl.constexpr,
     D: tl.constexpr,
     KEYS: tl.constexpr,
@@ -80,7 +80,7 @@ def _mix(
     for block in range(start, end, KEYS):
         key = block + tl.arange(0, KEYS)
         page = tl.load(pages + key // N, mask=key < end, other=0).to(tl.int64)
-        where = ((page * N + key % N) * kv_heads * D)[:, None] + place[None, :]
+        where = ((page * N + key % N) * stride)[:, None] + place[None, :]
         kept = (key < end)[:, None] & (place < D)[None, :]
         k = tl.load(keys + where, mask=kept, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
@@ -122,6 +122,7 @@ def _attention_kernel(
     window,
     rows,
     kv_heads,
+    stride,
     row_pages,
     bias_keys,
     N: tl.constexpr,
@@ -161,7 +162,7 @@ def _attention_kernel(
     keys, values, pages = keys + kv_head * D, values + kv_head * D, pages + sequence * row_pages
     bias += (kv_head * G + query % G) * bias_keys
     mixed, top, total = _mix(
-        q, at, keys, values, pages, bias, start, end, sink, scale, cap, window, kv_heads, N, D, KEYS, CAP, BIAS, WINDOW
+        q, at, keys, values, pages, bias, start, end, sink, scale, cap, window, stride, N, D, KEYS, CAP, BIAS, WINDOW
     )
     if SPLITS == 1 or (TILES and program >= rows * SPLITS):
         tl.store(out + head[:, None] * D + place[None, :], mixed / total[:, None], mask=here)
@@ -203,7 +204,7 @@ def paged_attention(
 
     Args:
         queries: [T, A, D], those of the B rows first.
-        keys: [P, N, K, D] of a layer, the new ones among them.
+        keys: [P, N, K, D] of a layer, the new ones among them; those of a token are contiguous.
         values: as keys.
         pages: [sequences, M] int32; keys i * N to i * N + N - 1 of sequence s lie in page pages[s, i]. Row b is
             sequence b.
@@ -222,7 +223,6 @@ def paged_attention(
     parts = mixed if splits == 1 else queries.new_empty(rows, heads, splits, d, dtype=torch.float32)
     tops, sums = queries.new_empty(2, rows, heads, splits, dtype=torch.float32)
     inputs, outputs = (queries, keys, values, pages, positions), (mixed, parts, tops, sums)
-    least_queries = max(16, triton.next_power_of_2(group))
     _attention_kernel[rows * splits + (0 if tiles is None else len(tiles)), kv_heads](
         *inputs,
         positions if tiles is None else tiles,
@@ -234,11 +234,12 @@ def paged_attention(
         window or 0,
         rows,
         kv_heads,
+        keys.stride(1),
         pages.stride(0),
         0 if bias is None else bias.shape[1],
         N=keys.shape[1],
         G=group,
-        QUERIES=least_queries if tiles is None else queries_at_once(group, d_pad, keys.dtype),
+        QUERIES=max(16, triton.next_power_of_2(group)) if tiles is None else queries_at_once(group, d_pad, keys.dtype),
         D=d,
         D_PAD=d_pad,
         KEYS=keys_at_once(d_pad, keys.dtype),

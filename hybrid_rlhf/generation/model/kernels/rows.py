@@ -29,6 +29,7 @@ def _rotate_and_write_kernel(
     keys,
     values,
     kv_heads,
+    stride,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
@@ -51,7 +52,7 @@ def _rotate_and_write_kernel(
         tl.store(queries + (row * HEADS + head) * D + place, x, mask=inside)
     else:
         kv_head = (head - HEADS) % kv_heads
-        target = (tl.load(places + row) * kv_heads + kv_head) * D
+        target = tl.load(places + row) * stride + kv_head * D
         if head < HEADS + kv_heads:
             tl.store(keys + target + place, x, mask=inside)
         else:
@@ -169,7 +170,7 @@ def rotate_and_write(
         qkv: [T, A + 2 K, D].
         table: cosines and signed sines [T, 1, R] of the first R dimensions; none: no rotation.
         places: [T] int64, where each token lies in P * N tokens.
-        keys: [P, N, K, D] of a layer.
+        keys: [P, N, K, D] of a layer; those of a token are contiguous.
         values: as keys.
 
     Returns:
@@ -189,6 +190,7 @@ def rotate_and_write(
         keys,
         values,
         kv_heads,
+        keys.stride(1),
         HEADS=heads,
         D=d,
         D_PAD=triton.next_power_of_2(d),
