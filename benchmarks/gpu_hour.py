@@ -38,7 +38,8 @@ ROOT = Path(__file__).parents[1]
 
 def gpu_tests(record: Record, *, small: bool) -> None:
     """Tests marked gpu, and those of the kernels, compiled; in small one of them under the interpreter."""
-    words = ["tests/gpu", "tests/generation/test_kernels.py", "-m", "gpu or not gpu"]
+    kernels = ["tests/generation/test_kernels.py", "tests/generation/test_recurrent_kernels.py"]
+    words = ["tests/gpu", *kernels, "-m", "gpu or not gpu"]
     if small:
         words = ["tests/generation/test_kernels.py", "-k", "gate"]
     record.measure("tests", lambda: _pytest(words))

@@ -9,17 +9,11 @@ from __future__ import annotations
 
 import copy
 import importlib
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams, sampler
 from hybrid_rlhf.generation.batching import workspace
@@ -35,25 +29,11 @@ from hybrid_rlhf.runtime.world import default_device, solo_world
 from tests.support.families import VARIANTS, variant
 from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, completions_alone, requests_for, token_ids_of
 from tests.support.tiny import tiny_model
+from tests.support.triton_kernels import LEAST_SHARED_BYTES, Operations, compiled, count_launches
 
 pytest.importorskip("triton")
 kernels = importlib.import_module("hybrid_rlhf.generation.model.kernels")
 DEVICE = default_device()
-
-
-@pytest.fixture
-def on_the_device() -> Iterator[None]:
-    """Tensors of a test are made where the kernels run."""
-    with DEVICE:
-        yield
-
-
-@pytest.fixture
-def everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels on the CPU too."""
-    for module in (decoder, layers, sampler):
-        monkeypatch.setattr(module, "kernels_for", lambda device, dtype: kernels)
-    yield
 
 
 @pytest.mark.parametrize(
@@ -209,38 +189,6 @@ def test_sampling_takes_two_to_four_launches_and_nothing_of_torch(
     }, operations.found
 
 
-class Operations(TorchDispatchMode):
-    """Names of the operations of torch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: set[str] = set()
-        self.computing = 0
-        """Calls that launch something: all but views and allocations."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found.add(str(func))
-        self.computing += not (func.is_view or "empty" in str(func) or "_unsafe_view" in str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def count_launches(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[str]:
-    """Names of the kernels of a module that are launched from now on; they do not run."""
-    launched: list[str] = []
-
-    class Counted:
-        def __init__(self, name: str) -> None:
-            self._name = name
-
-        def __getitem__(self, grid: Any) -> Any:
-            launched.append(self._name)
-            return lambda *given, **constants: None
-
-    for name in [name for name in vars(module) if name.endswith("_kernel")]:
-        monkeypatch.setattr(module, name, Counted(name))
-    return launched
-
-
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_a_gate_is_activated_and_multiplied(activation: str, on_the_device: None) -> None:
     torch.manual_seed(0)
@@ -386,28 +334,7 @@ def test_sizes_of_batch_are_few_and_never_too_small() -> None:
         assert rungs == sorted(rungs) and len(set(rungs)) <= 45
 
 
-_COMPILE = """
-import json, torch, triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from hybrid_rlhf.generation.model.kernels import attention as heads, rows, sampling
-
-TYPES = {"*bf16": torch.bfloat16, "*fp32": torch.float32}
-POINTERS = {"*fp32": "tops sums all_tops all_sums bias sinks scores bounds logprobs sampling_logprobs parts",
-            "*i64": "positions places integers tokens", "*i32": "pages tiles lasts", "*fp64": "floats", "*u8": "seen"}
-NUMBERS = {"fp32": "scale cap eps", "i32": "window rows kv_heads stride row_pages bias_keys width vocabulary "
-           "integer_columns inner outer_stride inner_stride out_outer_stride out_inner_stride row_stride "
-           "float_columns blocks"}
-KINDS = {name: kind for kinds in (POINTERS, NUMBERS) for kind, names in kinds.items() for name in names.split()}
-
-def shared_bytes(kernel, constants, model="*bf16", target=90):
-    signature = {name: "constexpr" if name in constants else KINDS.get(name, model) for name in kernel.arg_names}
-    # as at run time: what is a multiple of 16 is loaded ahead into shared memory
-    aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names)
-               if signature[name].startswith("*")}
-    source = ASTSource(kernel, signature, constants, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", target, 32)).metadata.shared
-
+_ATTENTION = """
 def attention(d, model, target=90, group=7, splits=8, tiles=False, cap=False, bias=False, window=False, sinks=False):
     pad = max(16, triton.next_power_of_2(d))
     queries = heads.queries_at_once(group, pad, TYPES[model]) if tiles else max(16, triton.next_power_of_2(group))
@@ -416,7 +343,9 @@ def attention(d, model, target=90, group=7, splits=8, tiles=False, cap=False, bi
     return shared_bytes(heads._attention_kernel, constants, model, target)
 """
 
-_ALL = """
+_ALL = (
+    _ATTENTION
+    + """
 def compile_all(target, sizes):
     def compiled(kernel, model="*bf16", **constants):
         shared_bytes(kernel, constants, model, target)
@@ -447,18 +376,7 @@ def compile_all(target, sizes):
     for bounds, min_p in ((True, False), (False, True), (True, True)):
         compiled(sampling._truncate_kernel, **blocks, BOUNDS=bounds, MIN_P=min_p)
 """
-
-
-def compiled(script: str) -> Any:
-    """What a script prints as JSON, in a process without the interpreter; no GPU is needed to compile for one."""
-    run = subprocess.run(
-        [sys.executable, "-c", _COMPILE + script],
-        capture_output=True,
-        text=True,
-        env={"PATH": "/usr/bin:/bin", "HOME": os.environ.get("HOME", "/tmp"), "PYTHONPATH": os.getcwd()},
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(run.stdout.splitlines()[-1])
+)
 
 
 TARGETS = [90, *(pytest.param(target, marks=pytest.mark.faults) for target in (80, 100))]
@@ -517,8 +435,6 @@ SHAPES = {
 }
 """Head sizes, and queries of a KV head at each, of published models of the family table. Latent attention (DeepSeek)
 takes no kernel of Triton on a GPU."""
-LEAST_SHARED_BYTES = 101_376
-"""What a program may take on sm_86 and sm_89; sm_80 has 166,912, sm_90 has 232,448."""
 
 
 @pytest.mark.slow
@@ -531,7 +447,7 @@ def test_attention_of_every_head_and_group_size_fits_into_shared_memory(target: 
     groups = {d: tuple(known) if every else (max(known),) for d, known in SHAPES.items()}
     shapes = [(d, model, group) for d in groups for model in ("*bf16", "*fp32") for group in groups[d]]
     calls = f"attention(d, model, {target}, group, tiles=True) for d, model, group in {shapes}"
-    taken = dict(zip(shapes, compiled(f"print(json.dumps([{calls}]))"), strict=True))
+    taken = dict(zip(shapes, compiled(f"{_ATTENTION}print(json.dumps([{calls}]))"), strict=True))
     assert all(0 < taken[shape] <= LEAST_SHARED_BYTES for shape in shapes), taken
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hybrid_rlhf.generation.batching.cache import CacheLayout, KVCache
+from hybrid_rlhf.generation.model import cpu_kernels
 from hybrid_rlhf.generation.model.adapters import AdaptedLinear, ChosenAdapters, LowRankChange
 from hybrid_rlhf.generation.model.attention import AttentionFunction, Table
 from hybrid_rlhf.generation.model.layers import ACTIVATIONS, Norm, kernels_for, norm_heads
@@ -88,7 +89,10 @@ class Decoder:
         a, units = self.architecture, len(self.split.recurrent)
         if a.recurrence is None:
             return None
-        return StateCache(a, a.recurrence, units=units, slots=slots, dtype=self.dtype, device=self.world.device)
+        kernels = None if self.kernels is cpu_kernels else self.kernels
+        return StateCache(
+            a, a.recurrence, units=units, slots=slots, dtype=self.dtype, device=self.world.device, kernels=kernels
+        )
 
     @property
     def has_adapters(self) -> bool:

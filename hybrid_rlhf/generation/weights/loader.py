@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hybrid_rlhf.generation.model.experts import RoutedExperts
 from hybrid_rlhf.generation.model.latent import LatentAttention
-from hybrid_rlhf.generation.model.layers import ACTIVATIONS, HeadNorm, InferenceLinear, Norm, SplitNorm, can_pack
+from hybrid_rlhf.generation.model.layers import HeadNorm, InferenceLinear, Norm, SplitNorm, can_pack
 from hybrid_rlhf.generation.model.quantised import Linear, Quantization, product_maker
 from hybrid_rlhf.generation.model.recurrent.mixers import Mixer, MixerWeights, mixer
 from hybrid_rlhf.generation.weights.decoder_weights import LAYER_NORMS, DecoderWeights, LayerInputs, LayerWeights
@@ -192,7 +192,7 @@ class WeightLoader:
                 tensor = self._take(f"{layer}.{role}.{part}")
                 if tensor is not None:
                     others[role.removeprefix("recurrent_") + ending] = tensor
-        activation = ACTIVATIONS[a.recurrent_activation or a.activation]
+        activation = a.recurrent_activation or a.activation
         return mixer(a.recurrence, MixerWeights(project, out, others), activation, a.norm_eps)
 
     def _take(self, key: str) -> Tensor | None:

@@ -1,14 +1,23 @@
 """Triton kernels of a step on a GPU, for operations that take torch several passes over memory.
 
 Read `rows.py` (rotary positions with the write to the KV cache, norms, gates), `attention.py` (rows and chunks over the
-KV cache) and `sampling.py`. Each kernel has a reference in torch, which the tests compare it with.
+KV cache), `convolution.py` and `recurrent.py` (recurrent layers), and `sampling.py`. Each kernel has a reference in
+torch, which the tests compare it with.
 """
 
 from hybrid_rlhf.generation.model.kernels.attention import chunk_tiles, paged_attention
+from hybrid_rlhf.generation.model.kernels.convolution import convolve
+from hybrid_rlhf.generation.model.kernels.recurrent import (
+    delta_step,
+    lightning_step,
+    mamba2_step,
+    selective_scan,
+)
 from hybrid_rlhf.generation.model.kernels.rows import (
     add_normed,
     add_rms_norm,
     gated,
+    gated_norm,
     norm_heads,
     rms_norm,
     rms_norm_,
@@ -20,11 +29,17 @@ __all__ = [
     "add_normed",
     "add_rms_norm",
     "chunk_tiles",
+    "convolve",
+    "delta_step",
     "gated",
+    "gated_norm",
+    "lightning_step",
+    "mamba2_step",
     "norm_heads",
     "paged_attention",
     "rms_norm",
     "rms_norm_",
     "rotate_and_write",
     "sample",
+    "selective_scan",
 ]

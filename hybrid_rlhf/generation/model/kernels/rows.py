@@ -1,8 +1,8 @@
 """Triton kernels of single tokens: rotary positions with the write to the KV cache, norms and gates.
 
-Residual addition and the norms before and after it are one kernel, and so are the norms of all heads, and activation
-and product of a gated MLP. The references in torch are in attention.py and layers.py. All arithmetic is float32; the
-references round intermediate results to the dtype of the model.
+Residual addition and the norms before and after it are one kernel, and so are the norms of all heads, activation and
+product of a gated MLP, and norm and gate of a recurrent layer. The references in torch are in attention.py, layers.py
+and recurrent/mixers.py. All arithmetic is float32; the references round intermediate results to the dtype of the model.
 
 Shapes: T tokens, A heads and K KV heads of this rank, D head size, P pages of N tokens, H hidden.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybrid_rlhf.generation.weights.description import Activation
 
-_ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
+ACTIVATION_NUMBERS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
 
 
 @triton.jit
@@ -142,23 +142,65 @@ def _norm_heads_kernel(
 
 
 @triton.jit
+def activated(x, ACTIVATION: tl.constexpr):
+    """An activation, by its number."""
+    if ACTIVATION == 0:
+        x = x * tl.sigmoid(x)
+    elif ACTIVATION == 1:
+        x = x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == 2:
+        x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    else:
+        x = tl.maximum(x, 0.0)
+        if ACTIVATION == 4:
+            x = x * x
+    return x
+
+
+@triton.jit
 def _gated_kernel(gate_up, out, width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     """One block of a row of activation(gate) * up."""
     row, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = place < width
     g = tl.load(gate_up + row * 2 * width + place, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * width + width + place, mask=inside, other=0.0).to(tl.float32)
-    if ACTIVATION == 0:
-        g = g * tl.sigmoid(g)
-    elif ACTIVATION == 1:
-        g = g * 0.5 * (1.0 + tl.erf(g * 0.7071067811865476))
-    elif ACTIVATION == 2:
-        g = g * tl.sigmoid(1.5957691216057308 * (g + 0.044715 * g * g * g))
-    else:
-        g = tl.maximum(g, 0.0)
-        if ACTIVATION == 4:
-            g = g * g
+    g = activated(g, ACTIVATION)
     tl.store(out + row * width + place, g * up, mask=inside)
+
+
+@triton.jit
+def _gated_norm_kernel(
+    x,
+    gate,
+    weight,
+    out,
+    eps,
+    groups,
+    gate_stride,
+    weight_stride,
+    WIDTH: tl.constexpr,
+    PAD: tl.constexpr,
+    NORM: tl.constexpr,
+    GATE_FIRST: tl.constexpr,
+    SIGMOID: tl.constexpr,
+):
+    """One group of one token: its RMS norm, multiplied by the gate before or after it."""
+    row, group, place = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, PAD)
+    inside = place < WIDTH
+    target = (row * groups + group) * WIDTH + place
+    mixed = tl.load(x + target, mask=inside, other=0.0)
+    g = tl.load(gate + row * gate_stride + group * WIDTH + place, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.sigmoid(g)
+    if not SIGMOID:
+        factor *= g
+    if GATE_FIRST:
+        mixed *= factor
+    if NORM:
+        w = tl.load(weight + group * weight_stride + place, mask=inside, other=0.0).to(tl.float32)
+        mixed = mixed * tl.rsqrt(tl.sum(mixed * mixed, 0) / WIDTH + eps) * w
+    if not GATE_FIRST:
+        mixed *= factor
+    tl.store(out + target, mixed, mask=inside)
 
 
 def rotate_and_write(
@@ -302,6 +344,43 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     out = gate_up.new_empty(tokens, width)
     block = min(1024, triton.next_power_of_2(width))
     _gated_kernel[tokens, triton.cdiv(width, block)](
-        gate_up, out, width, ACTIVATION=_ACTIVATIONS[activation], BLOCK=block
+        gate_up, out, width, ACTIVATION=ACTIVATION_NUMBERS[activation], BLOCK=block
+    )
+    return out
+
+
+def gated_norm(
+    x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, *, gate_first: bool = False, sigmoid: bool = False
+) -> Tensor:
+    """Norm of what a recurrence gives, and its gate.
+
+    Args:
+        x: [T, groups, width] float32; each group has a norm of its own.
+        gate: [T, groups * width], whose rows may be parts of longer ones.
+        weight: [width], or [groups * width] where groups have weights of their own; none: no norm.
+        eps: of the norm.
+        gate_first: norm what is multiplied by the gate.
+        sigmoid: activation of the gate, which else is SiLU.
+
+    Returns:
+        [T, groups * width] in the gate's dtype.
+    """
+    tokens, groups, width = x.shape
+    out, pad = gate.new_empty(tokens, groups * width), triton.next_power_of_2(width)
+    _gated_norm_kernel[tokens, groups](
+        x.contiguous(),
+        gate,
+        x if weight is None else weight,
+        out,
+        eps,
+        groups,
+        gate.stride(0),
+        0 if weight is None or len(weight) == width else width,
+        WIDTH=width,
+        PAD=pad,
+        NORM=weight is not None,
+        GATE_FIRST=gate_first,
+        SIGMOID=sigmoid,
+        num_warps=min(16, max(1, pad // 512)),
     )
     return out

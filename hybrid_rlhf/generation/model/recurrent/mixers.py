@@ -3,24 +3,28 @@
 Source: gated delta net (arXiv 2412.06464, section 3.3, with the norms and the gate of Qwen3-Next), Mamba-2 (arXiv
 2405.21060, section 7), Mamba (arXiv 2312.00752, section 3.4, with the norms of Jamba, arXiv 2403.19887), short
 convolution (LFM2, arXiv 2511.23404), lightning attention (MiniMax-01, arXiv 2501.08313, section 2.2). Decays and the
-recurrence are computed in float32.
+recurrence are computed in float32. Where the states of a step have kernels (model/kernels/), a layer takes one launch
+for the convolution, one for a token of each row, and one for the gate and norm, beside its products.
 
 Shapes: T tokens, H hidden, G groups of r heads on this rank, see scan.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hybrid_rlhf.generation.model.layers import ACTIVATIONS
 from hybrid_rlhf.generation.model.quantised import Linear
 from hybrid_rlhf.generation.model.recurrent.scan import DECAYING_SCAN, selective_scan
 from hybrid_rlhf.generation.model.recurrent.states import StepStates
+from hybrid_rlhf.generation.weights.description import Activation
 from hybrid_rlhf.generation.weights.recurrence import GatedDelta, Lightning, Mamba, Mamba2, Recurrence, ShortConvolution
 
 
@@ -46,58 +50,77 @@ class Mixer(Protocol):
 class GatedDeltaMixer:
     """A gated delta net."""
 
-    def __init__(
-        self, kind: GatedDelta, weights: MixerWeights, activation: Callable[[Tensor], Tensor], eps: float
-    ) -> None:
+    def __init__(self, kind: GatedDelta, weights: MixerWeights, activation: Activation, eps: float) -> None:
         self._kind, self.weights, self._activation, self._eps = kind, weights, activation, eps
 
     def __call__(self, layer: int, x: Tensor, states: StepStates) -> Tensor:
         """See Mixer."""
-        kind, w = self._kind, self.weights.others
+        kind, w, kernels = self._kind, self.weights.others, states.kernels
         heads = len(w["decay"])
         values, keys = heads * kind.value_dim, heads // kind.shared * kind.key_dim
         mixed, z, b, a = self.weights.project(x).split([2 * keys + values, values, heads, heads], dim=-1)
-        mixed = self._activation(states.convolve(layer, mixed, w["conv"], w.get("conv.bias"))).float()
-        q, k, v = mixed.split([keys, keys, values], dim=-1)
-        q, k = (_unit(part.unflatten(-1, (-1, kind.key_dim))) for part in (q, k))
-        g = -w["decay"].float().exp() * functional.softplus(a.float() + w["dt"].float())
-        beta = b.float().sigmoid()
-        out = states.scan(
-            layer,
-            DECAYING_SCAN,
-            q * kind.key_dim**-0.5,
-            k,
-            v.unflatten(-1, (-1, kind.shared, kind.value_dim)),
-            g.unflatten(-1, (-1, kind.shared)),
-            beta.unflatten(-1, (-1, kind.shared)),
-        ).reshape(len(x), heads, kind.value_dim)
+        mixed = states.convolve(layer, mixed, w["conv"], w.get("conv.bias"), self._activation)
+        rule = replace(DECAYING_SCAN, inputs=self._inputs)
+        if kernels is not None:
+            rule = replace(rule, kernel=partial(kernels.delta_step, w["decay"], w["dt"]))
+        out = states.scan(layer, rule, mixed, b, a).reshape(len(x), heads, kind.value_dim)
+        if kernels is not None:
+            return self.weights.out(kernels.gated_norm(out, z, w["norm"], self._eps))
         normed = functional.rms_norm(out, out.shape[-1:], w["norm"].float(), self._eps)
         gated = normed * functional.silu(z.float()).view_as(normed)
         return self.weights.out(gated.flatten(1).to(x.dtype))
+
+    def _inputs(self, mixed: Tensor, b: Tensor, a: Tensor) -> tuple[Tensor, ...]:
+        """Of the scan: queries, keys, values, decays and betas."""
+        kind, w, values = self._kind, self.weights.others, b.shape[1] * self._kind.value_dim
+        keys = (mixed.shape[1] - values) // 2
+        q, k, v = mixed.float().split([keys, keys, values], dim=-1)
+        q, k = (_unit(part.unflatten(-1, (-1, kind.key_dim))) for part in (q, k))
+        g = -w["decay"].float().exp() * functional.softplus(a.float() + w["dt"].float())
+        beta = b.float().sigmoid()
+        g, beta = (part.unflatten(-1, (-1, kind.shared)) for part in (g, beta))
+        return q * kind.key_dim**-0.5, k, v.unflatten(-1, (-1, kind.shared, kind.value_dim)), g, beta
 
 
 class Mamba2Mixer:
     """A Mamba-2 mixer: values are inputs times step sizes, keys and queries are B and C."""
 
-    def __init__(self, kind: Mamba2, weights: MixerWeights, activation: Callable[[Tensor], Tensor], eps: float) -> None:
+    def __init__(self, kind: Mamba2, weights: MixerWeights, activation: Activation, eps: float) -> None:
         self._kind, self.weights, self._activation, self._eps = kind, weights, activation, eps
 
     def __call__(self, layer: int, x: Tensor, states: StepStates) -> Tensor:
         """See Mixer."""
-        kind, w = self._kind, self.weights.others
+        kind, w, kernels = self._kind, self.weights.others, states.kernels
         heads = len(w["decay"])
         inner, shared = heads * kind.head_dim, heads // kind.shared * kind.state_dim
         z, mixed, dt = self.weights.project(x).split([inner, inner + 2 * shared, heads], dim=-1)
-        mixed = self._activation(states.convolve(layer, mixed, w["conv"], w.get("conv.bias"))).float()
-        inputs, b, c = mixed.split([inner, shared, shared], dim=-1)
-        b, c = (part.unflatten(-1, (-1, kind.state_dim)) for part in (b, c))
-        inputs = inputs.unflatten(-1, (-1, kind.shared, kind.head_dim))
+        mixed = states.convolve(layer, mixed, w["conv"], w.get("conv.bias"), self._activation)
+        rule = replace(DECAYING_SCAN, inputs=self._inputs, skip=self._skip)
+        if kernels is not None:
+            given = (w["decay"], w["dt"], w["skip"])
+            rule = replace(rule, kernel=partial(kernels.mamba2_step, *given, least_step=kind.least_step))
+        out = states.scan(layer, rule, mixed, dt).flatten(2)
+        if kernels is not None:
+            norm, first = None if kind.norm == "none" else w["norm"], kind.norm == "gated"
+            return self.weights.out(kernels.gated_norm(out, z, norm, self._eps, gate_first=first))
+        return self.weights.out(self._gated(out, z.float()).to(x.dtype))
+
+    def _inputs(self, mixed: Tensor, dt: Tensor) -> tuple[Tensor, ...]:
+        """Of the scan: queries, keys, values and decays."""
+        kind, w, values = self._kind, self.weights.others, self._values(mixed, dt)
+        b, c = mixed[:, values.shape[1:].numel() :].float().unflatten(-1, (2, -1, kind.state_dim)).unbind(dim=1)
         dt = functional.softplus(dt.float() + w["dt"].float()).clamp(min=kind.least_step)
-        g, dt, skip = (
-            part.unflatten(-1, (-1, kind.shared)) for part in (-w["decay"].float().exp() * dt, dt, w["skip"])
-        )
-        out = states.scan(layer, DECAYING_SCAN, c, b, inputs * dt[..., None], g) + inputs * skip[..., None].float()
-        return self.weights.out(self._gated(out.flatten(2), z.float()).to(x.dtype))
+        g, dt = (part.unflatten(-1, (-1, kind.shared)) for part in (-w["decay"].float().exp() * dt, dt))
+        return c, b, values * dt[..., None], g
+
+    def _skip(self, mixed: Tensor, dt: Tensor) -> Tensor:
+        """What inputs add to the outputs."""
+        return self._values(mixed, dt) * self.weights.others["skip"].view(-1, self._kind.shared, 1).float()
+
+    def _values(self, mixed: Tensor, dt: Tensor) -> Tensor:
+        """Inputs [T, G, r, V]."""
+        inner = dt.shape[1] * self._kind.head_dim
+        return mixed[:, :inner].float().unflatten(-1, (-1, self._kind.shared, self._kind.head_dim))
 
     def _gated(self, out: Tensor, z: Tensor) -> Tensor:
         """[T, inner] of [T, G, inner / G] and the gate [T, inner], normed for each group."""
@@ -113,15 +136,21 @@ class Mamba2Mixer:
 class MambaMixer:
     """A Mamba mixer."""
 
-    def __init__(self, kind: Mamba, weights: MixerWeights, activation: Callable[[Tensor], Tensor], eps: float) -> None:
+    def __init__(self, kind: Mamba, weights: MixerWeights, activation: Activation, eps: float) -> None:
         self._kind, self.weights, self._activation, self._eps = kind, weights, activation, eps
 
     def __call__(self, layer: int, x: Tensor, states: StepStates) -> Tensor:
         """See Mixer."""
         kind, w = self._kind, self.weights.others
         mixed, z = self.weights.project(x).chunk(2, dim=-1)
-        mixed = self._activation(states.convolve(layer, mixed, w["conv"], w.get("conv.bias")))
-        parts = functional.linear(mixed, w["select"]).split([kind.rank, kind.state_dim, kind.state_dim], dim=-1)
+        mixed = states.convolve(layer, mixed, w["conv"], w.get("conv.bias"), self._activation)
+        selected = functional.linear(mixed, w["select"])
+        if states.kernels is not None:
+            kernels, memory = states.kernels, states.memory(layer)
+            dt = kernels.rms_norm(selected[:, : kind.rank], w["dt_norm"], self._eps, in_float32=True)
+            dt, parts = functional.linear(dt, w["dt"]), selected[:, kind.rank :]
+            return self.weights.out(kernels.selective_scan(mixed, dt, parts, z, w, memory, states.sequences, self._eps))
+        parts = selected.split([kind.rank, kind.state_dim, kind.state_dim], dim=-1)
         dt, b, c = (
             functional.rms_norm(part, part.shape[-1:], w[f"{name}_norm"], self._eps)
             for part, name in zip(parts, ("dt", "b", "c"), strict=True)
@@ -149,22 +178,32 @@ class ShortConvolutionMixer:
 class LightningMixer:
     """Lightning attention."""
 
-    def __init__(self, kind: Lightning, weights: MixerWeights, activation: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, kind: Lightning, weights: MixerWeights, activation: Activation) -> None:
         self._kind, self.weights, self._activation = kind, weights, activation
         self._rates = kind.rates.to(weights.others["norm"].device)
 
     def __call__(self, layer: int, x: Tensor, states: StepStates) -> Tensor:
         """See Mixer."""
-        heads, d, norm = self._kind.heads, self._kind.head_dim, self.weights.others["norm"]
-        qkv, gate = self.weights.project(x).split([3 * heads * d, heads * d], dim=-1)
-        q, k, v = self._activation(qkv).float().unflatten(-1, (3, heads, d)).unbind(dim=1)
-        decay = -self._rates[layer, :, None].expand(len(x), heads, 1)
-        out = states.scan(layer, DECAYING_SCAN, q, k, v[:, :, None], decay).flatten(1)
+        width, norm = self._kind.heads * self._kind.head_dim, self.weights.others["norm"]
+        qkv, gate = self.weights.project(x).split([3 * width, width], dim=-1)
+        kernels, rule = states.kernels, replace(DECAYING_SCAN, inputs=partial(self._inputs, layer))
+        if kernels is not None:
+            rule = replace(rule, kernel=partial(kernels.lightning_step, self._rates[layer], self._activation))
+        out = states.scan(layer, rule, qkv).flatten(1)
+        if kernels is not None:
+            normed = kernels.gated_norm(out[:, None], gate, norm, self._kind.norm_eps, sigmoid=True)
+            return self.weights.out(normed)
         normed = functional.rms_norm(out, out.shape[-1:], norm.float(), self._kind.norm_eps)
         return self.weights.out((normed * gate.float().sigmoid()).to(x.dtype))
 
+    def _inputs(self, layer: int, qkv: Tensor) -> tuple[Tensor, ...]:
+        """Of the scan: queries, keys, values and decays."""
+        heads, mixed = self._kind.heads, ACTIVATIONS[self._activation](qkv).float()
+        q, k, v = mixed.unflatten(-1, (3, heads, self._kind.head_dim)).unbind(dim=1)
+        return q, k, v[:, :, None], -self._rates[layer, :, None].expand(len(qkv), heads, 1)
 
-def mixer(kind: Recurrence, weights: MixerWeights, activation: Callable[[Tensor], Tensor], eps: float) -> Mixer:
+
+def mixer(kind: Recurrence, weights: MixerWeights, activation: Activation, eps: float) -> Mixer:
     """The layer of a kind."""
     if isinstance(kind, GatedDelta):
         return GatedDeltaMixer(kind, weights, activation, eps)

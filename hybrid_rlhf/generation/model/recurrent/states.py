@@ -9,6 +9,9 @@ The tokens of chunks are laid out in blocks of equal size, which are computed to
 block. Blocks are ordered by their place in their sequence, and sequences by their number of blocks, so that each round
 of this pass is a slice.
 
+On a GPU kernels (model/kernels/) read and write the states in place: the convolution of all tokens, and the recurrence
+of decoding rows.
+
 Shapes: T tokens, B decoding rows, n chunks, N blocks of L tokens, C channels, W tokens that a convolution sees.
 """
 
@@ -16,17 +19,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from hybrid_rlhf.generation.model.attention import Chunks, DecodeRows
-from hybrid_rlhf.generation.weights.description import ModelDescription
+from hybrid_rlhf.generation.model.layers import ACTIVATIONS
+from hybrid_rlhf.generation.weights.description import Activation, ModelDescription
 from hybrid_rlhf.generation.weights.recurrence import Recurrence
 
 BLOCK = 64
 """Most tokens of a block: the work within a block is quadratic in it, the number of passes is inverse to it."""
+
+
+def _as_given(*tokens: Tensor) -> tuple[Tensor, ...]:
+    return tokens
 
 
 @dataclass(frozen=True)
@@ -40,6 +49,44 @@ class Rule:
 
     Round i is the slice with the i-th blocks of the first sequences. Inputs are zero behind the end of a sequence,
     which must leave its state as it is."""
+    inputs: Callable[..., tuple[Tensor, ...]] = _as_given
+    """Inputs of what a layer has for some tokens."""
+    skip: Callable[..., Tensor] | None = None
+    """What is added to the outputs, of the same."""
+    kernel: Callable[..., Tensor] | None = None
+    """Outputs [B, ...] of the states of all slots, the slots [B], and what a layer has for one token of each row;
+    updates the states. It computes inputs and skip itself, and is used if the states of a step have kernels."""
+
+
+@dataclass(frozen=True)
+class ChunkTokens:
+    """What kernels read of the sequences of a step with chunks, all int32; T tokens."""
+
+    of_token: Tensor
+    """[T] its sequence."""
+    firsts: Tensor
+    """[B + n + 1] the first token of each sequence, and T."""
+    fresh: Tensor
+    """[B + n] 1: the sequence begins with its chunk."""
+
+    @classmethod
+    def of(cls, rows: int, chunks: Chunks, device: torch.device) -> ChunkTokens:
+        """Args: the number of decoding rows, the chunks, and where to put it."""
+        lengths = torch.tensor([*[1] * rows, *chunks.lengths])
+        firsts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        fresh = torch.tensor([*[False] * rows, *(start == 0 for start in chunks.starts)])
+        of_token = torch.arange(len(lengths)).repeat_interleave(lengths)
+        return cls(*(part.int().to(device) for part in (of_token, firsts, fresh)))
+
+
+@dataclass(frozen=True)
+class StepSequences:
+    """What kernels read of the sequences of a step: decoding rows of one token each, then chunks."""
+
+    slots: Tensor
+    """[B + n]."""
+    rows: int
+    chunks: ChunkTokens | None
 
 
 class StateCache:
@@ -54,10 +101,12 @@ class StateCache:
         slots: int,
         dtype: torch.dtype,
         device: torch.device,
+        kernels: ModuleType | None = None,
     ) -> None:
         conv, memory = kind.state_shapes(units)
         layers = sorted(architecture.recurrent_layers)
         self._places = {layer: place for place, layer in enumerate(layers)}
+        self._kernels = kernels
         self.conv = torch.zeros(len(layers), slots, *conv, dtype=dtype, device=device)
         self.memory = torch.zeros(len(layers), slots, *memory, dtype=torch.float32, device=device)
 
@@ -81,8 +130,15 @@ class StateCache:
 
     def step(self, rows: DecodeRows | None, chunks: Chunks | None = None) -> StepStates:
         """The states of a step, the tokens of which are those of the rows, then those of each chunk."""
-        layout = None if chunks is None else _Layout.of(chunks, self.conv.shape[2], self.conv.device)
-        return StepStates(self, None if rows is None else rows.slots, layout)
+        slots, device = None if rows is None else rows.slots, self.conv.device
+        layout = None if chunks is None else _Layout.of(chunks, self.conv.shape[2], device)
+        if self._kernels is None:
+            return StepStates(self, slots, layout)
+        batch, own = 0 if slots is None else len(slots), None if chunks is None else chunks.slots
+        together = [part for part in (slots, own) if part is not None]
+        places = None if chunks is None else ChunkTokens.of(batch, chunks, device)
+        sequences = StepSequences(torch.cat(together) if len(together) > 1 else together[0], batch, places)
+        return StepStates(self, slots, layout, self._kernels, sequences)
 
 
 def state_bytes(kind: Recurrence | None, *, layers: int, units: int, dtype: torch.dtype) -> int:
@@ -153,17 +209,34 @@ class _Layout:
 class StepStates:
     """The states of one step; what layers share is computed once."""
 
-    def __init__(self, cache: StateCache, slots: Tensor | None, layout: _Layout | None) -> None:
-        """Args: all states, the slots [B] of decoding rows, and the places of chunks; or none."""
+    def __init__(
+        self,
+        cache: StateCache,
+        slots: Tensor | None,
+        layout: _Layout | None,
+        kernels: ModuleType | None = None,
+        sequences: StepSequences | None = None,
+    ) -> None:
+        """Args: all states, the slots [B] of decoding rows, and the places of chunks, or none; kernels, with theirs."""
         self._cache, self._slots, self._layout = cache, slots, layout
         self._batch = 0 if slots is None else len(slots)
+        self.kernels, self.sequences = kernels, sequences
 
-    def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Causal convolution of each channel: [T, C] of x [T, C], weight [C, 1, W] and bias [C].
+    def memory(self, layer: int) -> Tensor:
+        """Recurrent states [slots, ...] of a layer."""
+        return self._cache.of_layer(layer)[1]
+
+    def convolve(
+        self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None = None
+    ) -> Tensor:
+        """Causal convolution of each channel: [T, C] of x [T, C], weight [C, 1, W] and bias [C]; then an activation.
 
         The last inputs become the state of the layer.
         """
         store, _ = self._cache.of_layer(layer)
+        if self.kernels is not None:
+            mixed: Tensor = self.kernels.convolve(x, weight, bias, store, self.sequences, activation)
+            return mixed
         parts = []
         if self._slots is not None:
             window = torch.cat([store[self._slots], x[: self._batch, None]], dim=1)
@@ -177,20 +250,33 @@ class StepStates:
             store.index_copy_(0, self._layout.slots, inputs[self._layout.next_windows])
             mixed = functional.conv1d(inputs.t()[None], weight, bias, groups=len(weight))[0].t()
             parts.append(mixed[self._layout.window_tokens - store.shape[1]])
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+        mixed = torch.cat(parts) if len(parts) > 1 else parts[0]
+        return mixed if activation is None else ACTIVATIONS[activation](mixed)
 
-    def scan(self, layer: int, rule: Rule, *inputs: Tensor) -> Tensor:
-        """Outputs [T, ...] of a recurrence over inputs [T, ...] in float32; updates the states of the layer."""
-        _, store = self._cache.of_layer(layer)
+    def scan(self, layer: int, rule: Rule, *given: Tensor) -> Tensor:
+        """Outputs [T, ...] float32 of a recurrence over what a layer has for tokens [T, ...]; updates its states."""
+        store = self.memory(layer)
+        if self.kernels is None or rule.kernel is None:
+            return self._scan(store, rule, given, self._slots)
         parts = []
         if self._slots is not None:
-            state = store[self._slots]
-            parts.append(rule.step(state, *(tokens[: self._batch] for tokens in inputs)))
-            store.index_copy_(0, self._slots, state)
+            parts.append(rule.kernel(store, self._slots, *(tokens[: self._batch] for tokens in given)))
+        if self._layout is not None:
+            parts.append(self._scan(store, rule, [tokens[self._batch :] for tokens in given], None))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _scan(self, store: Tensor, rule: Rule, given: Sequence[Tensor], slots: Tensor | None) -> Tensor:
+        """The same by operations of torch, of rows in these slots and of all chunks."""
+        inputs, parts, batch = rule.inputs(*given), [], 0 if slots is None else len(slots)
+        if slots is not None:
+            state = store[slots]
+            parts.append(rule.step(state, *(tokens[:batch] for tokens in inputs)))
+            store.index_copy_(0, slots, state)
         if self._layout is not None:
             state = self._layout.states(store)
-            blocks = [self._layout.in_blocks(tokens[self._batch :]) for tokens in inputs]
+            blocks = [self._layout.in_blocks(tokens[batch:]) for tokens in inputs]
             mixed = rule.blocks(state, self._layout.rounds, *blocks)
             parts.append(mixed.flatten(0, 1)[self._layout.places])
             store.index_copy_(0, self._layout.slots, state)
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+        out = torch.cat(parts) if len(parts) > 1 else parts[0]
+        return out if rule.skip is None else out + rule.skip(*given)

@@ -1,0 +1,320 @@
+"""Triton kernels of recurrent layers, each against its twin in torch, and the engine on them against itself without.
+
+As in test_kernels.py, they run interpreted where there is no GPU, and float16 stands for bfloat16 there.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.generation import GenerationEngine, sampler
+from hybrid_rlhf.generation.model import decoder, layers
+from hybrid_rlhf.generation.model.attention import Chunks, DecodeRows
+from hybrid_rlhf.generation.model.layers import ACTIVATIONS, InferenceLinear
+from hybrid_rlhf.generation.model.recurrent.mixers import Mixer, MixerWeights, mixer
+from hybrid_rlhf.generation.model.recurrent.states import StateCache, StepStates
+from hybrid_rlhf.generation.weights.recurrence import GatedDelta, Lightning, Mamba, Mamba2, Recurrence, ShortConvolution
+from hybrid_rlhf.runtime.world import default_device
+from tests.support.families import VARIANTS, variant
+from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, token_ids_of
+from tests.support.triton_kernels import LEAST_SHARED_BYTES, Operations, compiled, count_launches
+
+pytest.importorskip("triton")
+kernels = importlib.import_module("hybrid_rlhf.generation.model.kernels")
+DEVICE = default_device()
+pytestmark = pytest.mark.usefixtures("on_the_device")
+HIDDEN = 10
+
+
+DELTA = GatedDelta(key_heads=2, value_heads=6, key_dim=5, value_dim=12, width=4)
+MAMBA2 = Mamba2(heads=6, head_dim=12, groups=2, state_dim=5, width=4, least_step=0.2)
+KINDS: dict[str, Recurrence] = {
+    "delta": DELTA,
+    "delta of large heads": GatedDelta(key_heads=1, value_heads=2, key_dim=128, value_dim=70, width=3),
+    "mamba2": MAMBA2,
+    "mamba2 of one group": replace(MAMBA2, groups=1, norm="before_gate"),
+    "mamba2 of a large state": Mamba2(heads=2, head_dim=20, groups=1, state_dim=256, width=2, norm="none"),
+    "mamba": Mamba(inner=40, state_dim=6, rank=3, width=4),
+    "mamba of many channels": Mamba(inner=100, state_dim=16, rank=3, width=4),
+    "short convolution": ShortConvolution(channels=10, width=3),
+    "lightning": Lightning(heads=3, head_dim=12, rates=torch.rand(3, 3, device="cpu"), norm_eps=1e-6),
+}
+"""No size a power of two, and several tiles of a state."""
+STEPS: dict[str, tuple[int, list[int], list[int]]] = {
+    "rows": (3, [], []),
+    "first chunks": (0, [0, 0, 0], [3, 1, 9]),
+    "both": (2, [0, 5, 40, 0], [70, 2, 1, 4]),
+}
+"""Rows, and the starts and lengths of chunks."""
+
+
+class OneLayer:
+    """What a cache of states reads of a model."""
+
+    recurrent_layers = frozenset([1])
+
+
+def random_mixer(kind: Recurrence, dtype: torch.dtype, activation: Any = "silu") -> Mixer:
+    """Of random weights, with biases of convolutions; dtypes as in a model."""
+    units, sizes = range(kind.units), {}
+    for role, rows in kind.others(units).items():
+        sizes[role.removeprefix("recurrent_")] = [len(rows)]
+    if "conv" in sizes:
+        sizes["conv.bias"] = sizes["conv"]
+        sizes["conv"] = [*sizes["conv"], 1, kind.width]  # type: ignore[attr-defined]
+    if isinstance(kind, Mamba):
+        sizes |= {"select": [*sizes["select"], kind.inner], "dt": [kind.inner, kind.rank], "dt.bias": [kind.inner]}
+        sizes["decay"] = [kind.inner, kind.state_dim]
+    if isinstance(kind, Mamba2) and kind.norm == "none":
+        del sizes["norm"]
+    inputs = sum(len(rows) for rows in kind.inputs(units).values())
+    project, out = (
+        InferenceLinear((0.4 * torch.randn(n, k)).to(dtype), None, pack=False)
+        for n, k in ((inputs, HIDDEN), (HIDDEN, len(kind.columns(units))))
+    )
+    others = {name: (0.5 * torch.randn(size)).to(dtype) for name, size in sizes.items()}
+    return mixer(kind, MixerWeights(project, out, others), activation, 1e-6)
+
+
+def caches(kind: Recurrence, dtype: torch.dtype, slots: int) -> list[StateCache]:
+    """Equal random states, without and with kernels."""
+    both = [
+        StateCache(OneLayer(), kind, units=kind.units, slots=slots, dtype=dtype, device=DEVICE, kernels=used)  # type: ignore[arg-type]
+        for used in (None, kernels)
+    ]
+    for store in ("conv", "memory"):
+        filled = torch.randn_like(getattr(both[0], store))
+        for cache in both:
+            getattr(cache, store).copy_(filled)
+    return both
+
+
+def step_of(cache: StateCache, slots: Tensor, rows: int, starts: list[int], lengths: list[int]) -> StepStates:
+    """A step with rows and chunks in these slots."""
+    return cache.step(
+        DecodeRows(torch.empty(0), torch.zeros(rows), 1, slots[:rows]) if rows else None,
+        Chunks(torch.empty(0), starts, lengths, slots[rows:]) if lengths else None,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("name", KINDS)
+def test_a_layer_computes_with_kernels_what_it_does_without(name: str, step: str, dtype: torch.dtype) -> None:
+    """Twice, so that the second step reads what the first has written; other slots stay as they are."""
+    torch.manual_seed(0)
+    kind, (rows, starts, lengths) = KINDS[name], STEPS[step]
+    layer, slots = random_mixer(kind, dtype), 1 + torch.randperm(rows + len(lengths) + 1)[:-1]
+    both = caches(kind, dtype, len(slots) + 2)
+    close = {"atol": 1e-4, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 3e-2, "rtol": 3e-2}
+    untouched = sorted({*range(len(slots) + 2)} - {*slots.tolist()})
+    before = [store[:, untouched].clone() for store in (both[0].conv, both[0].memory)]
+    for _ in range(2):
+        x = torch.randn(rows + sum(lengths), HIDDEN).to(dtype)
+        expected, found = (layer(1, x, step_of(cache, slots, rows, starts, lengths)) for cache in both)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found, expected, **close)
+        torch.testing.assert_close(both[1].conv, both[0].conv)
+        torch.testing.assert_close(both[1].memory, both[0].memory, **close)
+    for store, kept in zip((both[1].conv, both[1].memory), before, strict=True):
+        assert torch.equal(store[:, untouched], kept)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("name", ["mamba2", "lightning"])
+def test_inputs_are_activated(name: str, activation: str) -> None:
+    torch.manual_seed(0)
+    layer, both = random_mixer(KINDS[name], torch.float32, activation), caches(KINDS[name], torch.float32, 4)
+    x, slots = torch.randn(3, HIDDEN), torch.tensor([3, 1, 2])
+    expected, found = (layer(1, x, step_of(cache, slots, 3, [], [])) for cache in both)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_rows_that_are_not_in_use_share_a_slot(name: str) -> None:
+    torch.manual_seed(0)
+    layer, both = random_mixer(KINDS[name], torch.float32), caches(KINDS[name], torch.float32, 4)
+    x, slots = torch.randn(5, HIDDEN), torch.tensor([3, 1, 0, 0, 0])
+    expected, found = (layer(1, x, step_of(cache, slots, 5, [], [])) for cache in both)
+    torch.testing.assert_close(found[:2], expected[:2], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(both[1].memory[:, 1:], both[0].memory[:, 1:], atol=1e-5, rtol=1e-4)
+
+
+def test_small_step_sizes_are_exact() -> None:
+    """exp(-9) is lost to a large part in float32 if 1 is added to it."""
+    torch.manual_seed(0)
+    kind = replace(MAMBA2, least_step=0.0)
+    layer, both = random_mixer(kind, torch.float32), caches(kind, torch.float32, 3)
+    layer.weights.others["dt"].fill_(-9.0)
+    for cache in both:
+        cache.memory.zero_()
+    slots = torch.tensor([1, 2])
+    for cache in both:
+        layer(1, torch.ones(2, HIDDEN), step_of(cache, slots, 2, [], []))
+    torch.testing.assert_close(both[1].memory, both[0].memory, atol=0.0, rtol=2e-6)
+
+
+MIXER_LAUNCHES = {
+    "delta": 5,
+    "mamba2": 5,
+    "mamba2 of one group": 5,
+    "mamba2 of a large state": 5,
+    "mamba": 7,
+    "short convolution": 5,
+    "lightning": 4,
+}
+
+
+@pytest.mark.parametrize("name", MIXER_LAUNCHES)
+def test_a_decoding_step_of_a_recurrent_layer_takes_few_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of Triton and operations of torch that compute, the two products with them; in bfloat16."""
+    layer, cache = random_mixer(KINDS[name], torch.bfloat16), caches(KINDS[name], torch.bfloat16, 4)[1]
+    x, slots = torch.randn(3, HIDDEN, dtype=torch.bfloat16), torch.tensor([3, 1, 2])
+    launched = launches(monkeypatch)
+    states = step_of(cache, slots, 3, [], [])
+    with torch.inference_mode(), Operations() as operations:
+        layer(1, x, states)
+    assert sum(map(len, launched)) + operations.computing == MIXER_LAUNCHES[name]
+
+
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Names of the kernels of a layer that are launched from now on; they do not run."""
+    modules = (kernels.attention, kernels.rows, kernels.convolution, kernels.recurrent)
+    return [count_launches(monkeypatch, module) for module in modules]
+
+
+LAYER_LAUNCHES = {
+    "qwen3_5": 11,
+    "granite 4 without experts or positions": 11,
+    "bamba": 11,
+    "lfm2 of a given width": 11,
+    "jamba": 13,
+}
+
+
+@pytest.mark.parametrize("name", LAYER_LAUNCHES)
+def test_a_decoding_step_of_a_recurrent_layer_with_its_mlp_takes_few_launches(
+    name: str, everywhere: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As test_a_decoding_step_of_a_dense_layer_takes_at_most_twelve_launches: of two layers more, both recurrent."""
+    counted = []
+    for depth in (2, 4):
+        model = variant(name, num_hidden_layers=depth, **layers_of(name, depth)).to(DEVICE, torch.bfloat16)
+        engine = GenerationEngine.from_model(model, stop_token_ids=range(model.config.vocab_size))
+        engine.generate(PROMPTS[:2], replace(SAMPLED, max_new_tokens=2, n=1))
+        assert engine.backend.workspace is not None
+        with monkeypatch.context() as counting, torch.inference_mode(), Operations() as operations:
+            launched = launches(counting)
+            engine.backend.workspace.step(2)
+        counted.append(sum(map(len, launched)) + operations.computing)
+    assert (counted[1] - counted[0]) / 2 == LAYER_LAUNCHES[name]
+
+
+def layers_of(name: str, depth: int) -> dict[str, Any]:
+    """Settings of a model whose second layer has attention, and all others a recurrence."""
+    if "layer_types" in VARIANTS[name][1]:
+        recurrent = VARIANTS[name][1]["layer_types"][0]
+        return {"layer_types": [recurrent, "full_attention", *[recurrent] * (depth - 2)]}
+    return {"attn_layer_period": 9, "num_experts": 1} if name == "jamba" else {}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("qwen3_5", "granite 4", "falcon_h1 with a norm after the gate", "jamba", "lfm2", "minimax"),
+        *(
+            pytest.param(name, marks=pytest.mark.faults)
+            for name in ("qwen3_next", "bamba", "falcon_h1", "nemotron_h", "lfm2_moe")
+        ),
+    ],
+)
+def test_a_family_samples_with_kernels_what_it_does_without(
+    name: str, everywhere: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows beside chunks, as one prompt is long."""
+    model, sampling, found = variant(name).to(DEVICE), replace(SAMPLED, max_new_tokens=3), []
+    for used in (kernels, None):
+        for module in (decoder, layers, sampler):
+            monkeypatch.setattr(module, "kernels_for", lambda device, dtype, used=used: used)
+        engine = GenerationEngine.from_model(model, stop_token_ids=STOP_TOKEN_IDS, max_batch_rows=4, prefill_tokens=6)
+        found.append(token_ids_of(engine.generate(PROMPTS[:3], sampling)))
+    assert found[0] == found[1]
+
+
+_COMPILE_RECURRENT = """
+from hybrid_rlhf.generation.model.kernels import convolution, recurrent
+
+KINDS.update({"states": "*fp32", "firsts": "*i32", "fresh": "*i32", "of_token": "*i32", "slots": "*i64",
+              "least_step": "fp32", **{name: "i32" for name in (
+                  "x_stride", "channels", "token_stride", "gate_stride", "groups", "part_stride", "weight_stride")}})
+
+def convolve(channels, w, model, target):
+    KINDS["states"], KINDS["rows"] = model, "i32"
+    sizes = dict(W=w, BLOCK=min(256, triton.next_power_of_2(channels)))
+    for chunks in (False, True):
+        shared_bytes(convolution._convolve_kernel, dict(sizes, CHUNKS=chunks, BIAS=chunks, ACTIVATION=-chunks), model,
+                     target)
+    taken = shared_bytes(convolution._keep_inputs_kernel, sizes, model, target)
+    KINDS["states"] = "*fp32"
+    return taken
+
+def step(kind, r, k, v, model, target):
+    pad = triton.next_power_of_2(k)
+    KINDS["out"] = "*fp32"
+    taken = shared_bytes(recurrent._decaying_step_kernel, dict(
+        R=r, K=k, V=v, KIND=kind, ACTIVATION=0, K_PAD=pad, BLOCK=recurrent.values_at_once(pad, v)), model, target)
+    del KINDS["out"]
+    return taken
+
+def selective(channels, n, model, target):
+    pad = triton.next_power_of_2(n)
+    return max(shared_bytes(recurrent._selective_scan_kernel, dict(
+        N=n, CHUNKS=chunks, N_PAD=pad, BLOCK=recurrent.channels_at_once(pad, channels)), model, target)
+        for chunks in (False, True))
+
+def gated_norm(width, model, target):
+    KINDS["x"] = "*fp32"
+    pad, most = triton.next_power_of_2(width), 0
+    for norm, first, sigmoid in ((True, False, False), (True, True, False), (False, False, False), (True, False, True)):
+        most = max(most, shared_bytes(rows._gated_norm_kernel, dict(
+            WIDTH=width, PAD=pad, NORM=norm, GATE_FIRST=first, SIGMOID=sigmoid), model, target))
+    del KINDS["x"]
+    return most
+"""
+
+PUBLISHED = {
+    "convolve": {(8192, 4): "Qwen3-Next, Jamba", (1536, 3): "LFM2"},
+    "step": {
+        (0, 2, 128, 128): "Qwen3-Next, Qwen3.5 9B",
+        (0, 3, 128, 128): "Qwen3.5 27B",
+        (1, 128, 128, 64): "Granite 4, Bamba",
+        (1, 24, 256, 64): "Falcon-H1 0.5B",
+        (1, 32, 256, 128): "Falcon-H1 34B",
+        (1, 16, 128, 80): "Nemotron-H 8B",
+        (2, 1, 128, 128): "MiniMax",
+    },
+    "selective": {(8192, 16): "Jamba"},
+    "gated_norm": {(128,): "Qwen3-Next", (8192,): "Bamba, MiniMax"},
+}
+"""Sizes of published models: channels and width; kind (delta, Mamba-2, lightning), r, K and V; channels and state."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [90, *(pytest.param(target, marks=pytest.mark.faults) for target in (80, 86, 100))])
+def test_the_kernels_compile_for_a_gpu(target: int) -> None:
+    """And fit into its shared memory."""
+    calls = [
+        (name, (*shape, model, target))
+        for name in PUBLISHED
+        for shape in PUBLISHED[name]
+        for model in ("*bf16", "*fp32")
+    ]
+    script = ", ".join(f"{name}{given}" for name, given in calls)
+    taken = dict(zip(calls, compiled(f"{_COMPILE_RECURRENT}print(json.dumps([{script}]))"), strict=True))
+    assert all(size <= LEAST_SHARED_BYTES for size in taken.values()), taken

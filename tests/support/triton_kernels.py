@@ -1,0 +1,83 @@
+"""Counts of launches of Triton's kernels, and their compilation for GPUs that a machine need not have."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+LEAST_SHARED_BYTES = 101_376
+"""What a program may take on sm_86 and sm_89; sm_80 has 166,912, sm_90 has 232,448."""
+
+
+class Operations(TorchDispatchMode):
+    """Names of the operations of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+        self.computing = 0
+        """Calls that launch something: all but views and allocations."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found.add(str(func))
+        self.computing += not (func.is_view or "empty" in str(func) or "_unsafe_view" in str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def count_launches(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[str]:
+    """Names of the kernels of a module that are launched from now on; they do not run."""
+    launched: list[str] = []
+
+    class Counted:
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def __getitem__(self, grid: Any) -> Any:
+            launched.append(self._name)
+            return lambda *given, **constants: None
+
+    for name in [name for name in vars(module) if name.endswith("_kernel")]:
+        monkeypatch.setattr(module, name, Counted(name))
+    return launched
+
+
+_COMPILE = """
+import json, torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from hybrid_rlhf.generation.model.kernels import attention as heads, rows, sampling
+
+TYPES = {"*bf16": torch.bfloat16, "*fp32": torch.float32}
+POINTERS = {"*fp32": "tops sums all_tops all_sums bias sinks scores bounds logprobs sampling_logprobs parts",
+            "*i64": "positions places integers tokens", "*i32": "pages tiles lasts", "*fp64": "floats", "*u8": "seen"}
+NUMBERS = {"fp32": "scale cap eps", "i32": "window rows kv_heads stride row_pages bias_keys width vocabulary "
+           "integer_columns inner outer_stride inner_stride out_outer_stride out_inner_stride row_stride "
+           "float_columns blocks"}
+KINDS = {name: kind for kinds in (POINTERS, NUMBERS) for kind, names in kinds.items() for name in names.split()}
+
+def shared_bytes(kernel, constants, model="*bf16", target=90):
+    signature = {name: "constexpr" if name in constants else KINDS.get(name, model) for name in kernel.arg_names}
+    # as at run time: what is a multiple of 16 is loaded ahead into shared memory
+    aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names)
+               if signature[name].startswith("*")}
+    source = ASTSource(kernel, signature, constants, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", target, 32)).metadata.shared
+"""
+
+
+def compiled(script: str) -> Any:
+    """What a script prints as JSON, in a process without the interpreter; no GPU is needed to compile for one."""
+    run = subprocess.run(
+        [sys.executable, "-c", _COMPILE + script],
+        capture_output=True,
+        text=True,
+        env={"PATH": "/usr/bin:/bin", "HOME": os.environ.get("HOME", "/tmp"), "PYTHONPATH": os.getcwd()},
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout.splitlines()[-1])
