@@ -63,7 +63,7 @@ def _attention(
     pages = torch.randperm(len(keys)).int().view(rows, -1).to(DEVICE)
     queries = torch.randn(rows, group * kv_heads, d).to(DEVICE, DTYPE)
     positions = torch.full((rows,), capacity - 1, device=DEVICE)
-    own, module.attention._splits = module.attention._splits, lambda programs, capacity: (splits, 16)
+    own, module.attention.splits_of = module.attention.splits_of, lambda programs, capacity: (splits, 16)
     try:
 
         def run() -> Tensor:
@@ -77,7 +77,7 @@ def _attention(
         exact = functional.scaled_dot_product_attention(queries[:1, :, None].double(), k, v)[:, :, 0]
         return _figures(run, run()[:1], exact, 2 * keys.numel() * keys.element_size(), copy)
     finally:
-        module.attention._splits = own
+        module.attention.splits_of = own
 
 
 def _figures(run: Callable[[], Any], found: Tensor, exact: Tensor, moved: int, copy: float) -> dict[str, float]:

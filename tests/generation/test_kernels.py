@@ -37,7 +37,7 @@ DEVICE = default_device()
 
 
 @pytest.mark.parametrize(
-    "name", ["llama with biases", "mistral", "gemma2", "bloom", "falcon rw", "gpt2", "pythia", "phi3"]
+    "name", ["llama with biases", "mistral", "gemma2", "bloom", "falcon rw", "gpt2", "pythia", "phi3", "llama4"]
 )
 @pytest.mark.parametrize(
     ("capacity", "starts", "lengths"),
@@ -88,7 +88,7 @@ def test_a_step_attends_and_writes_as_torch_does(
 def test_parts_of_a_row_combine_to_the_whole(
     splits: int, dtype: torch.dtype, with_sinks: bool, monkeypatch: pytest.MonkeyPatch, on_the_device: None
 ) -> None:
-    monkeypatch.setattr(kernels.attention, "_splits", lambda programs, capacity: (splits, 16))
+    monkeypatch.setattr(kernels.attention, "splits_of", lambda programs, capacity: (splits, 16))
     torch.manual_seed(0)
     queries, (keys, values) = torch.randn(3, 6, 24).to(dtype), torch.randn(2, 140, 16, 2, 24).to(dtype)
     positions, pages = torch.tensor([699, 3, 200]), torch.randperm(140)[:132].int().view(3, 44)
@@ -124,7 +124,7 @@ def test_rows_and_chunks_of_every_head_and_group_size(
     pages, positions = torch.randperm(40).int().view(4, 10), torch.tensor([150, 3])
     starts, lengths = [20, 0], [11, 3]
     queries = torch.randn(2 + sum(lengths), 2 * group, d).to(dtype)
-    tiles = kernels.chunk_tiles(2, starts, lengths, group=group, head_dim=d, dtype=dtype)
+    tiles = kernels.chunk_tiles(2, starts, lengths, tokens=kernels.tokens_at_once(group, d, dtype))
     assert sum(count for *_, count in tiles) == sum(lengths)
     found = kernels.paged_attention(
         queries, keys, values, pages, positions, scale=d**-0.5, tiles=torch.tensor(tiles, dtype=torch.int32)
@@ -149,7 +149,9 @@ def test_a_step_of_rows_and_chunks_is_one_launch_and_one_that_combines(
     for positions, sequences, expected in (([200, 3], 2, 2), ([200, 3], 0, 2), ([], 4, 1)):
         counts.clear()
         lengths = [9, 5, 1, 30][:sequences]
-        tiles = kernels.chunk_tiles(len(positions), [0] * sequences, lengths, group=1, head_dim=16, dtype=torch.float32)
+        tiles = kernels.chunk_tiles(
+            len(positions), [0] * sequences, lengths, tokens=kernels.tokens_at_once(1, 16, torch.float32)
+        )
         queries = torch.randn(len(positions) + sum(lengths), 2, 16)
         given = torch.tensor(tiles, dtype=torch.int32) if tiles else None
         at = torch.tensor(positions, dtype=torch.long)
@@ -292,7 +294,8 @@ def test_a_decoding_step_of_a_dense_layer_takes_at_most_twelve_launches(
     [
         *("llama of three heads", "gemma2", "gpt_oss", "bloom", "llama4 in one chunk", "gemma4 that shares keys"),
         *(pytest.param(name, marks=pytest.mark.faults) for name in ("mistral", "gemma3", "qwen3", "falcon rw", "opt")),
-        *(pytest.param(name, marks=pytest.mark.faults) for name in ("pythia", "llama4", "gemma4")),
+        *(pytest.param(name, marks=pytest.mark.faults) for name in ("pythia", "gemma4")),
+        "llama4",
         pytest.param("gemma4 whose keys are values", marks=pytest.mark.faults),
     ],
 )
@@ -433,8 +436,8 @@ SHAPES = {
     },
     512: {4: "Gemma 4 E4B, its layers without a window", 8: "Gemma 4 E2B, 26B-A4B and 31B, as before"},
 }
-"""Head sizes, and queries of a KV head at each, of published models of the family table. Latent attention (DeepSeek)
-takes no kernel of Triton on a GPU."""
+"""Head sizes, and queries of a KV head at each, of published models of the family table; those with latents are in
+test_latent_kernels.py."""
 
 
 @pytest.mark.slow

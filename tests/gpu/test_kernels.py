@@ -61,7 +61,7 @@ def test_attention_of_a_step(
 ) -> None:
     from hybrid_rlhf.generation.model import kernels
 
-    monkeypatch.setattr(kernels.attention, "_splits", lambda programs, capacity: (splits, 16))
+    monkeypatch.setattr(kernels.attention, "splits_of", lambda programs, capacity: (splits, 16))
     torch.manual_seed(0)
     rows, kv_heads, capacity = 16, 4, 4224
     keys, values = random(2, rows * capacity // 16, 16, kv_heads, d, dtype=dtype)
@@ -82,7 +82,7 @@ def test_a_cache_of_more_than_two_to_the_31_elements(splits: int, monkeypatch: p
     rows, kv_heads, capacity, d = 80, 8, 32768, 128
     if device_memory(GPU).available < 16 * 2**30:
         pytest.skip("needs 16 GiB")
-    monkeypatch.setattr(kernels.attention, "_splits", lambda programs, capacity: (splits, 16))
+    monkeypatch.setattr(kernels.attention, "splits_of", lambda programs, capacity: (splits, 16))
     torch.manual_seed(0)
     keys, values = (random(rows * capacity // 16, 16, kv_heads, d, dtype=torch.bfloat16) for _ in "kv")
     pages = torch.arange(len(keys), device=GPU, dtype=torch.int32).view(rows, -1)
@@ -110,7 +110,7 @@ def test_attention_of_rows_and_chunks(group: int, d: int, dtype: torch.dtype) ->
     keys, values = random(2, 5 * 80, 16, kv_heads, d, dtype=dtype)
     pages, positions = torch.randperm(len(keys), device=GPU).int().view(5, -1), torch.tensor([1279, 0], device=GPU)
     queries = random(2 + sum(lengths), group * kv_heads, d, dtype=dtype)
-    tiles = kernels.chunk_tiles(2, starts, lengths, group=group, head_dim=d, dtype=dtype)
+    tiles = kernels.chunk_tiles(2, starts, lengths, tokens=kernels.tokens_at_once(group, d, dtype))
     given = torch.tensor(tiles, dtype=torch.int32, device=GPU)
     found = kernels.paged_attention(queries, keys, values, pages, positions, scale=d**-0.5, tiles=given)
     for token, sequence, position in ((0, 0, 1279), (1, 1, 0), (2, 2, 0), (601, 2, 599), (602, 3, 700), (702, 4, 132)):

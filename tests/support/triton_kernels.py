@@ -56,7 +56,7 @@ from hybrid_rlhf.generation.model.kernels import attention as heads, rows, sampl
 TYPES = {"*bf16": torch.bfloat16, "*fp32": torch.float32}
 POINTERS = {"*fp32": "tops sums all_tops all_sums bias sinks scores bounds logprobs sampling_logprobs parts",
             "*i64": "positions places integers tokens", "*i32": "pages tiles lasts", "*fp64": "floats", "*u8": "seen"}
-NUMBERS = {"fp32": "scale cap eps", "i32": "window rows kv_heads stride row_pages bias_keys width vocabulary "
+NUMBERS = {"fp32": "scale cap eps", "i32": "window rows heads kv_heads stride row_pages bias_keys width vocabulary "
            "integer_columns inner outer_stride inner_stride out_outer_stride out_inner_stride row_stride "
            "float_columns blocks"}
 KINDS = {name: kind for kinds in (POINTERS, NUMBERS) for kind, names in kinds.items() for name in names.split()}

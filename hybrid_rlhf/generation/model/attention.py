@@ -35,7 +35,8 @@ class AttentionFunction(Protocol):
 
     def __call__(self, layer: int, qkv: Tensor, table: Table, sinks: Tensor | None) -> Tensor:
         """[T, A, D] of queries, keys and values [T, A + 2 K, D]; keys and values are written to the cache first. Layers
-        that attend to the keys of another one give queries [T, A, D] alone.
+        that attend to the keys of another one give queries [T, A, D] alone. Of latents, the rotated part in front may
+        be missing.
 
         `sinks` [A] are scores of a key without a value (arXiv 2309.17453, section 3.1; gpt-oss).
         """
@@ -88,11 +89,7 @@ class Attention:
     ) -> None:
         """Args: the model, this rank's part of it, the cache, its longest sequence, and kernels if there are any."""
         self.architecture, self.cache = architecture, cache
-        # Triton's kernel holds all queries of a KV head, which with latents are those of all heads.
-        too_wide = architecture.latent is not None and cache.keys.is_cuda
-        # The windows of kernels slide.
-        chunked = any(kind.chunked and (kind.window or 0) < capacity_tokens for kind in architecture.kinds)
-        self.kernels = None if too_wide or chunked else kernels
+        self.kernels = kernels
         self.kv_heads = [len(own) for own in split.kv_heads_of]
         """Of each kind of attention."""
         self.groups = [len(split.heads) // count for count in self.kv_heads]
@@ -120,9 +117,16 @@ class Attention:
         positions: Tensor,
         **given: Tensor | None,
     ) -> Tensor:
-        """`paged_attention` of the kernels, with what the architecture adds to scores."""
-        own = self.architecture.kinds[kind]
+        """The attention of the kernels, with what the architecture adds to scores; of latents without the part that is
+        rotated."""
+        own, latent = self.architecture.kinds[kind], self.architecture.latent
         assert self.kernels is not None
+        if latent is not None and self.kernels is not cpu_kernels:
+            assert own.window is None and given.pop("sinks") is None
+            latents: Tensor = self.kernels.latent_attention(
+                q, keys, pages, positions, rotated_dims=latent.rotated_dims, scale=own.scale, **given
+            )
+            return latents
         mixed: Tensor = self.kernels.paged_attention(
             q,
             keys,
@@ -131,6 +135,7 @@ class Attention:
             positions,
             scale=own.scale,
             window=own.window,
+            chunked=own.chunked,
             softcap=self.architecture.attention_softcap,
             bias=self.alibi,
             **given,
@@ -307,9 +312,9 @@ class MixedKernel:
     def _tiles_of(self, chunks: Chunks, group: int, head_dim: int) -> Tensor:
         kernels, dtype = self._attention.kernels, self._attention.cache.keys.dtype
         assert kernels is not None
-        tiles = kernels.chunk_tiles(
-            len(self._positions), chunks.starts, chunks.lengths, group=group, head_dim=head_dim, dtype=dtype
-        )
+        latent = self._attention.architecture.latent is not None
+        tokens = kernels.latent_tokens_at_once(dtype) if latent else kernels.tokens_at_once(group, head_dim, dtype)
+        tiles = kernels.chunk_tiles(len(self._positions), chunks.starts, chunks.lengths, tokens=tokens)
         return torch.tensor(tiles, dtype=torch.int32, device=chunks.pages.device)
 
     def __call__(self, kind: int, table: int, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:

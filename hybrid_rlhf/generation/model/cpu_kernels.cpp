@@ -289,7 +289,7 @@ struct Attention {
     const int64_t* positions;
     const float *bias, *sinks;  // null: none
     T* out;
-    int64_t batch, heads, kv_heads, d, stride, blocks_of_row, block_tokens, cache_blocks, bias_width, window;
+    int64_t batch, heads, kv_heads, d, stride, blocks_of_row, block_tokens, cache_blocks, bias_width, window, chunked;
     float scale, softcap;  // softcap 0: none
 };
 
@@ -534,6 +534,13 @@ bool attend(const Attention<T>& a, const Task& task, Scratch& s, float* part) {
     return true;
 }
 
+// The first key that a token attends to; the window begins at the last multiple of its size if it is chunked.
+template <class T>
+int64_t first_key(const Attention<T>& a, int64_t position) {
+    if (a.window <= 0 || position < a.window) return 0;
+    return a.chunked ? position / a.window * a.window : position + 1 - a.window;
+}
+
 // Splits rows into spans, the longest first so that threads end at about the same time. Returns their number.
 // `tasks` may be null, to count only.
 template <class T>
@@ -542,7 +549,7 @@ int64_t split(const Attention<T>& a, Task* tasks, Row* rows, int64_t* parts) {
     *parts = 0;
     for (int pass = tasks == nullptr ? 1 : 0; pass < 2; ++pass) {
         for (int64_t b = 0; b < a.batch; ++b) {
-            int64_t end = a.positions[b] + 1, first = a.window > 0 && end > a.window ? end - a.window : 0;
+            int64_t end = a.positions[b] + 1, first = first_key(a, end - 1);
             int64_t length = end - first, spans = (length + SPAN / 2) / SPAN;
             if (spans < 1) spans = 1;
             if (pass == 1 && spans > 1) {
@@ -1167,7 +1174,7 @@ struct PagedAttention {
     const int64_t* positions;
     const float *bias, *sinks;
     void* out;
-    int64_t batch, heads, kv_heads, d, stride, blocks_of_row, block_tokens, cache_blocks, bias_width, window;
+    int64_t batch, heads, kv_heads, d, stride, blocks_of_row, block_tokens, cache_blocks, bias_width, window, chunked;
     double scale, softcap;
 };
 
@@ -1177,7 +1184,8 @@ int hybrid_paged_attention(const PagedAttention* a) {
         return attention(
             Attention<T>{(const T*)a->queries, (const T*)a->keys, (const T*)a->values, a->blocks, a->positions, a->bias,
                          a->sinks, (T*)a->out, a->batch, a->heads, a->kv_heads, a->d, a->stride, a->blocks_of_row,
-                         a->block_tokens, a->cache_blocks, a->bias_width, a->window, (float)a->scale, (float)a->softcap},
+                         a->block_tokens, a->cache_blocks, a->bias_width, a->window, a->chunked, (float)a->scale,
+                         (float)a->softcap},
             a->context.team());
     };
     return a->context.half ? call(bfloat16{}) : call(float{});

@@ -43,7 +43,7 @@ _STRUCTS = {
     name: struct.Struct(f"@{fields}")
     for name, fields in (
         ("hybrid_rotate_and_write", "3q7q7q"),
-        ("hybrid_paged_attention", "3q8q10q2d"),
+        ("hybrid_paged_attention", "3q8q11q2d"),
         ("hybrid_norm", "3q5q7qd"),
         ("hybrid_gated", "3q2q3q"),
         ("hybrid_pack", "3q2q2q"),
@@ -146,6 +146,7 @@ def paged_attention(
     *,
     scale: float,
     window: int | None = None,
+    chunked: bool = False,
     softcap: float | None = None,
     bias: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -160,6 +161,7 @@ def paged_attention(
         positions: [B] int64 of the new tokens; keys up to and including them are attended to.
         scale: scores are multiplied by it.
         window: tokens that a query attends to, itself included; none: all.
+        chunked: the window begins at the last multiple of its size.
         softcap: scores s become cap tanh(s / cap); none: no cap.
         bias: [A, S] float32, added to the scores of each head on the key of a position; none: no bias.
         sinks: [A], the score of a key without a value for each head; none: there is none.
@@ -196,6 +198,7 @@ def paged_attention(
         cache_blocks,
         0 if bias is None else bias.shape[1],
         window or 0,
+        chunked,
         scale,
         softcap or 0.0,
     )

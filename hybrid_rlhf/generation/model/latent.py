@@ -82,5 +82,5 @@ class LatentAttention:
         plain = torch.bmm(plain.transpose(0, 1), key_up).transpose(0, 1)
         shared = torch.cat([key, latent], dim=-1)
         queries = torch.cat([turned, plain], dim=-1)
-        mixed = attend(torch.cat([queries, shared, shared], dim=1))[..., kind.rotated_dims :]
+        mixed = attend(torch.cat([queries, shared, shared], dim=1))[..., -kind.size :]
         return torch.bmm(mixed.transpose(0, 1), value_up.transpose(1, 2)).transpose(0, 1).flatten(1)

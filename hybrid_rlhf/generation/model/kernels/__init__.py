@@ -1,12 +1,13 @@
 """Triton kernels of a step on a GPU, for operations that take torch several passes over memory.
 
 Read `rows.py` (rotary positions with the write to the KV cache, norms, gates), `attention.py` (rows and chunks over the
-KV cache), `convolution.py` and `recurrent.py` (recurrent layers), and `sampling.py`. Each kernel has a reference in
-torch, which the tests compare it with.
+KV cache), `latent.py` (the same over latents), `convolution.py` and `recurrent.py` (recurrent layers), and
+`sampling.py`. Each kernel has a reference in torch, which the tests compare it with.
 """
 
-from hybrid_rlhf.generation.model.kernels.attention import chunk_tiles, paged_attention
+from hybrid_rlhf.generation.model.kernels.attention import chunk_tiles, paged_attention, tokens_at_once
 from hybrid_rlhf.generation.model.kernels.convolution import convolve
+from hybrid_rlhf.generation.model.kernels.latent import latent_attention, latent_tokens_at_once
 from hybrid_rlhf.generation.model.kernels.recurrent import (
     delta_step,
     lightning_step,
@@ -33,6 +34,8 @@ __all__ = [
     "delta_step",
     "gated",
     "gated_norm",
+    "latent_attention",
+    "latent_tokens_at_once",
     "lightning_step",
     "mamba2_step",
     "norm_heads",
@@ -42,4 +45,5 @@ __all__ = [
     "rotate_and_write",
     "sample",
     "selective_scan",
+    "tokens_at_once",
 ]

@@ -32,7 +32,17 @@ _MOST_SPLITS = 32
 
 
 @triton.jit
-def _part_of_row(
+def _first_key(position, window, WINDOW: tl.constexpr):
+    """The first key that a query attends to. WINDOW: none, one that slides, or one that begins at multiples of it."""
+    if WINDOW == 2:
+        return position // window * window
+    if WINDOW == 1:
+        return tl.maximum(position + 1 - window, 0)
+    return position * 0
+
+
+@triton.jit
+def part_of_row(
     position,
     split,
     window,
@@ -42,7 +52,7 @@ def _part_of_row(
     WINDOW: tl.constexpr,
 ):
     """The first key of a part of a row, and the one after its last; parts are equal, none shorter than SPAN."""
-    first = tl.maximum(position + 1 - window, 0) if WINDOW else 0
+    first = _first_key(position, window, WINDOW)
     span = tl.maximum(tl.cdiv(tl.cdiv(position + 1 - first, SPLITS), KEYS) * KEYS, SPAN)
     start = first + split * span
     return start, tl.minimum(start + span, position + 1)
@@ -90,7 +100,7 @@ def _mix(
             scores += tl.load(bias[:, None] + key[None, :], mask=(key < end)[None, :], other=0.0)
         seen = (key[None, :] <= at[:, None]) & (key < end)[None, :]
         if WINDOW:
-            seen &= key[None, :] > at[:, None] - window
+            seen &= key[None, :] >= _first_key(at, window, WINDOW)[:, None]
         scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         shift = tl.where(higher == float("-inf"), 0.0, higher)  # a query that has seen no key yet
@@ -147,10 +157,10 @@ def _attention_kernel(
         split = 0
         tile = tiles + (program - rows * SPLITS) * 4
         token, sequence, position, count = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
-        start, end = tl.maximum(position + 1 - window, 0) if WINDOW else 0, position + count
+        start, end = _first_key(position, window, WINDOW), position + count
     else:
         position = tl.load(positions + sequence).to(tl.int32)
-        start, end = _part_of_row(position, split, window, KEYS, SPLITS, SPAN, WINDOW)
+        start, end = part_of_row(position, split, window, KEYS, SPLITS, SPAN, WINDOW)
     query, place = tl.arange(0, QUERIES), tl.arange(0, D_PAD)
     real, at = query // G < count, position + tl.minimum(query // G, count - 1)
     head = (token + query // G).to(tl.int64) * (kv_heads * G) + kv_head * G + query % G
@@ -195,6 +205,7 @@ def paged_attention(
     *,
     scale: float,
     window: int | None = None,
+    chunked: bool = False,
     softcap: float | None = None,
     bias: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -211,6 +222,7 @@ def paged_attention(
         positions: [B] of the rows' new tokens; keys up to and including them are attended to.
         scale: scores are multiplied by it.
         window: tokens that a query attends to, itself included; none: all. Pages before it may be any.
+        chunked: the window begins at the last multiple of its size.
         softcap: scores s become cap tanh(s / cap); none: no cap.
         bias: [A, S] float32, added to the scores of each head by the position of the key; none: no bias.
         sinks: [A], the score of a key without a value for each head; none: there is none.
@@ -218,7 +230,7 @@ def paged_attention(
     """
     heads, d, rows, kv_heads = queries.shape[1], queries.shape[2], len(positions), keys.shape[2]
     group, d_pad = heads // kv_heads, max(16, triton.next_power_of_2(d))
-    splits, span = _splits(rows * kv_heads, pages.shape[1] * keys.shape[1]) if rows else (1, 0)
+    splits, span = splits_of(rows * kv_heads, pages.shape[1] * keys.shape[1]) if rows else (1, 0)
     mixed = torch.empty_like(queries)
     parts = mixed if splits == 1 else queries.new_empty(rows, heads, splits, d, dtype=torch.float32)
     tops, sums = queries.new_empty(2, rows, heads, splits, dtype=torch.float32)
@@ -248,16 +260,23 @@ def paged_attention(
         TILES=tiles is not None,
         CAP=softcap is not None,
         BIAS=bias is not None,
-        WINDOW=window is not None,
+        WINDOW=0 if window is None else 1 + chunked,
         SINKS=sinks is not None,
     )
     if splits > 1:
-        _combine_kernel[(rows * heads,)](parts, tops, sums, mixed, D=d, D_PAD=d_pad, SPLITS=splits)
+        combine(parts, tops, sums, mixed)
     return mixed
 
 
+def combine(parts: Tensor, tops: Tensor, sums: Tensor, out: Tensor) -> None:
+    """Combine the parts [B, A, splits, D] of rows to the first of out [T, A, D], by maxima and sums [B, A, splits]."""
+    rows, heads, splits, d = parts.shape
+    d_pad = triton.next_power_of_2(d)
+    _combine_kernel[(rows * heads,)](parts, tops, sums, out, D=d, D_PAD=d_pad, SPLITS=splits)
+
+
 def chunk_tiles(
-    rows: int, starts: Sequence[int], lengths: Sequence[int], *, group: int, head_dim: int, dtype: torch.dtype
+    rows: int, starts: Sequence[int], lengths: Sequence[int], *, tokens: int
 ) -> list[tuple[int, int, int, int]]:
     """Tiles of chunks: first token, sequence, position of the token, and tokens.
 
@@ -265,11 +284,8 @@ def chunk_tiles(
         rows: of the step, the tokens and sequences of which come first.
         starts: position of the first token of each chunk.
         lengths: tokens of each chunk.
-        group: queries of a KV head.
-        head_dim: D.
-        dtype: of the KV cache.
+        tokens: of a tile.
     """
-    tokens = queries_at_once(group, max(16, triton.next_power_of_2(head_dim)), dtype) // group
     tiles, token = [], rows
     for sequence, (start, length) in enumerate(zip(starts, lengths, strict=True), start=rows):
         for first in range(0, length, tokens):
@@ -288,7 +304,12 @@ def queries_at_once(group: int, padded_head_dim: int, dtype: torch.dtype) -> int
     return max(keys_at_once(padded_head_dim, dtype), triton.next_power_of_2(group))
 
 
-def _splits(programs: int, capacity: int) -> tuple[int, int]:
+def tokens_at_once(group: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Tokens of a tile of a chunk, with `group` queries of a KV head for each."""
+    return queries_at_once(group, max(16, triton.next_power_of_2(head_dim)), dtype) // group
+
+
+def splits_of(programs: int, capacity: int) -> tuple[int, int]:
     """Most parts of a row, a power of two, and the fewest keys of a part."""
     span = _SHORT_SPAN if programs < _PROGRAMS else _LONG_SPAN
     return min(_MOST_SPLITS, triton.next_power_of_2(triton.cdiv(capacity, span))), span

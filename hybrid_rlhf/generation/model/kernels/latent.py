@@ -1,0 +1,183 @@
+"""Attention of a step over cached latents on a GPU (DeepSeek's latent attention), in one launch.
+
+As attention.py, with these differences: all heads share one key, so a program has the queries of some heads; a key is
+loaded in two parts, rotated dimensions and latent, neither of which is padded to the sum; and the latent is the value
+too, so it is loaded once. The references are `RowAttention` and `ChunkAttention` (model/attention.py).
+
+Shapes: T tokens, B rows, A heads of this rank, R rotated dimensions, L latent, P pages of N tokens, M pages of the
+longest sequence.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybrid_rlhf.generation.model.kernels.attention import combine, part_of_row, splits_of
+
+_HEADS = 16
+"""Of a program; the minimum of tl.dot."""
+_TILE_BYTES = 18 * 2**10
+"""Of latents and rotated keys that are loaded at once."""
+
+
+@triton.jit
+def _mix_latents(
+    q_rotated,
+    q_latent,
+    at,
+    keys,
+    pages,
+    start,
+    end,
+    scale,
+    stride,
+    N: tl.constexpr,
+    R: tl.constexpr,
+    L: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Latents of keys start to end - 1 by their weights, the highest score, and the sum of weights."""
+    rotated, latent = tl.arange(0, q_rotated.shape[1]), tl.arange(0, q_latent.shape[1])
+    top = tl.full([q_latent.shape[0]], float("-inf"), tl.float32)
+    total = tl.zeros([q_latent.shape[0]], tl.float32)
+    mixed = tl.zeros([q_latent.shape[0], q_latent.shape[1]], tl.float32)
+    for block in range(start, end, KEYS):
+        key = block + tl.arange(0, KEYS)
+        page = tl.load(pages + key // N, mask=key < end, other=0).to(tl.int64)
+        where, real = keys + ((page * N + key % N) * stride)[:, None], (key < end)[:, None]
+        k = tl.load(where + rotated[None, :], mask=real & (rotated < R)[None, :], other=0.0)
+        v = tl.load(where + R + latent[None, :], mask=real & (latent < L)[None, :], other=0.0)
+        scores = tl.dot(q_rotated, tl.trans(k), input_precision="ieee")
+        scores = tl.dot(q_latent, tl.trans(v), scores, input_precision="ieee") * scale
+        scores = tl.where((key[None, :] <= at[:, None]) & (key < end)[None, :], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        shift = tl.where(higher == float("-inf"), 0.0, higher)  # a query that has seen no key yet
+        weights = tl.exp(scores - shift[:, None])
+        faded = tl.exp(top - shift)
+        mixed = mixed * faded[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        total = total * faded + tl.sum(weights, 1)
+        top = higher
+    return mixed, top, total
+
+
+@triton.jit
+def _latent_kernel(
+    queries,
+    keys,
+    pages,
+    positions,
+    tiles,
+    out,
+    parts,
+    tops,
+    sums,
+    scale,
+    rows,
+    heads,
+    stride,
+    row_pages,
+    N: tl.constexpr,
+    HEADS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    R: tl.constexpr,
+    R_PAD: tl.constexpr,
+    L: tl.constexpr,
+    L_PAD: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPAN: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """One part of a row, or one tile of a chunk, for some heads."""
+    program, query = tl.program_id(0), tl.arange(0, QUERIES)
+    token, split = program // SPLITS, program % SPLITS
+    sequence, count = token, 1
+    if TILES and program >= rows * SPLITS:
+        split = 0
+        tile = tiles + (program - rows * SPLITS) * 4
+        token, sequence, position, count = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+        start, end = 0, position + count
+    else:
+        position = tl.load(positions + sequence).to(tl.int32)
+        start, end = part_of_row(position, split, 0, KEYS, SPLITS, SPAN, 0)
+    head = tl.program_id(1) * HEADS + query % HEADS
+    real, at = (query // HEADS < count) & (head < heads), position + tl.minimum(query // HEADS, count - 1)
+    row = (token + query // HEADS).to(tl.int64) * heads + head
+    rotated, latent = tl.arange(0, R_PAD), tl.arange(0, L_PAD)
+    given, here = queries + row[:, None] * (R + L), real[:, None] & (latent < L)[None, :]
+    q_rotated = tl.load(given + rotated[None, :], mask=real[:, None] & (rotated < R)[None, :], other=0.0)
+    q_latent = tl.load(given + R + latent[None, :], mask=here, other=0.0)
+    pages += sequence * row_pages
+    mixed, top, total = _mix_latents(q_rotated, q_latent, at, keys, pages, start, end, scale, stride, N, R, L, KEYS)
+    if SPLITS == 1 or (TILES and program >= rows * SPLITS):
+        tl.store(out + row[:, None] * L + latent[None, :], mixed / total[:, None], mask=here)
+    else:
+        part = row * SPLITS + split
+        tl.store(tops + part, top, mask=real)
+        tl.store(sums + part, total, mask=real)
+        tl.store(parts + part[:, None] * L + latent[None, :], mixed, mask=here & (start < end))
+
+
+def latent_attention(
+    queries: Tensor,
+    keys: Tensor,
+    pages: Tensor,
+    positions: Tensor,
+    *,
+    rotated_dims: int,
+    scale: float,
+    tiles: Tensor | None = None,
+) -> Tensor:
+    """Latents [T, A, L] that heads attend to: one token per row, and the tokens of chunks after them.
+
+    Args:
+        queries: [T, A, R + L], those of the B rows first.
+        keys: [P, N, 1, R + L] of a layer, the new ones among them.
+        pages: [sequences, M] int32, as in `paged_attention`.
+        positions: [B] of the rows' new tokens.
+        rotated_dims: R.
+        scale: scores are multiplied by it.
+        tiles: of the chunks, from `chunk_tiles` for `latent_tokens_at_once` each; none: there are only rows.
+    """
+    heads, rows, latent = queries.shape[1], len(positions), queries.shape[2] - rotated_dims
+    blocks = triton.cdiv(heads, _HEADS)
+    splits, span = splits_of(rows * blocks, pages.shape[1] * keys.shape[1]) if rows else (1, 0)
+    mixed = queries.new_empty(len(queries), heads, latent)
+    parts = mixed if splits == 1 else queries.new_empty(rows, heads, splits, latent, dtype=torch.float32)
+    tops, sums = queries.new_empty(2, rows, heads, splits, dtype=torch.float32)
+    _latent_kernel[rows * splits + (0 if tiles is None else len(tiles)), blocks](
+        *(queries, keys, pages, positions, positions if tiles is None else tiles, mixed, parts, tops, sums),
+        *(scale, rows, heads, keys.stride(1), pages.stride(0)),
+        N=keys.shape[1],
+        R=rotated_dims,
+        L=latent,
+        SPLITS=splits,
+        SPAN=span,
+        **latent_tile(rotated_dims, latent, keys.dtype, tiles=tiles is not None),
+    )
+    if splits > 1:
+        combine(parts, tops, sums, mixed)
+    return mixed
+
+
+def latent_tokens_at_once(dtype: torch.dtype) -> int:
+    """Tokens of a tile of a chunk: as many as leave room for the latents in the shared memory of sm_86."""
+    return 4 // dtype.itemsize
+
+
+def latent_tile(rotated_dims: int, latent: int, dtype: torch.dtype, *, tiles: bool) -> dict[str, int | bool]:
+    """Sizes of what a program computes, for the compiler."""
+    r_pad, l_pad = (max(16, triton.next_power_of_2(size)) for size in (rotated_dims, latent))
+    fitting = _TILE_BYTES // ((r_pad + l_pad) * dtype.itemsize)
+    return {
+        "HEADS": _HEADS,
+        "QUERIES": _HEADS * (latent_tokens_at_once(dtype) if tiles else 1),
+        "R_PAD": r_pad,
+        "L_PAD": l_pad,
+        "KEYS": min(64, max(16, 1 << max(0, fitting.bit_length() - 1))),
+        "TILES": tiles,
+        "num_warps": 8 if tiles else 4,
+    }
