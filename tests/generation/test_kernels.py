@@ -107,6 +107,30 @@ def test_parts_of_a_row_combine_to_the_whole(
         torch.testing.assert_close(found[row].double(), expected, **close)
 
 
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("window", [1, 16, 24])
+def test_windows_that_begin_at_multiples_of_their_size(
+    window: int, splits: int, monkeypatch: pytest.MonkeyPatch, on_the_device: None
+) -> None:
+    """Llama 4's: rows of several parts, and chunks whose tiles lie in several windows."""
+    monkeypatch.setattr(kernels.attention, "splits_of", lambda programs, capacity: (splits, 16))
+    torch.manual_seed(0)
+    keys, values = torch.randn(2, 40, 16, 2, 16)
+    pages, positions, start, length = torch.randperm(40).int()[:30].view(3, 10), torch.tensor([150, 95]), 10, 45
+    queries = torch.randn(2 + length, 4, 16)
+    tiles = kernels.chunk_tiles(2, [start], [length], tokens=kernels.tokens_at_once(2, 16, torch.float32))
+    given = torch.tensor(tiles, dtype=torch.int32)
+    found = kernels.paged_attention(
+        queries, keys, values, pages, positions, scale=0.25, window=window, chunked=True, tiles=given
+    )
+    tokens = [(0, 150), (1, 95), *((2, start + place) for place in range(length))]
+    for token, (sequence, position) in enumerate(tokens):
+        seen = slice(position // window * window, position + 1)
+        k, v = (x[pages[sequence].long()].flatten(0, 1)[seen].repeat_interleave(2, dim=1) for x in (keys, values))
+        weights = (torch.einsum("ad,sad->as", queries[token], k) * 0.25).softmax(dim=1)
+        torch.testing.assert_close(found[token], torch.einsum("as,sad->ad", weights, v), atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
     ("d", "group"),

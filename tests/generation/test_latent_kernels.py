@@ -13,7 +13,7 @@ from hybrid_rlhf.generation.model import decoder, layers
 from hybrid_rlhf.runtime.world import default_device
 from tests.support.families import variant
 from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, token_ids_of
-from tests.support.triton_kernels import LEAST_SHARED_BYTES, compiled
+from tests.support.triton_kernels import LEAST_SHARED_BYTES, Operations, compiled, count_launches
 
 pytest.importorskip("triton")
 kernels = importlib.import_module("hybrid_rlhf.generation.model.kernels")
@@ -50,6 +50,28 @@ def test_rows_and_chunks_attend_to_latents(
         torch.testing.assert_close(found[token].double(), weights @ known[:, rotated:], **close)
 
 
+@pytest.mark.parametrize(("rotated", "width"), [(6, 6), (6, 4), (8, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_inputs_are_rotated_and_normed(rotated: int, width: int, dtype: torch.dtype, on_the_device: None) -> None:
+    torch.manual_seed(0)
+    queries, down = torch.randn(5, 3, 10 + rotated).to(dtype), torch.randn(5, 12 + rotated).to(dtype)
+    weight, angles = torch.randn(12).to(dtype), torch.randn(5, 1, width // 2)
+    table = None
+    if width:
+        cos, sin = (torch.cat([angles.cos()] * 2, dim=-1), torch.cat([-angles.sin(), angles.sin()], dim=-1))
+        table = (cos.to(dtype), sin.to(dtype))
+    found = kernels.latent_inputs(queries, down, weight, table, 1e-5, in_float32=True)
+    key, turned = down[:, None, 12:], queries[..., 10:]
+    if table is not None:
+        key, turned = layers.rotate(key, *table), layers.rotate(turned, *table)
+    latent = torch.nn.functional.rms_norm(down[:, :12].float(), (12,), weight.float(), 1e-5).to(dtype)
+    close = {"atol": 1e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-2, "rtol": 1e-2}
+    torch.testing.assert_close(found[:, :3, :rotated], turned, **close)
+    for place in (3, 4):
+        torch.testing.assert_close(found[:, place, :rotated], key[:, 0], **close)
+        torch.testing.assert_close(found[:, place, rotated:], latent, **close)
+
+
 @pytest.mark.parametrize(
     "name",
     ["deepseek_v3", *(pytest.param(name, marks=pytest.mark.faults) for name in ("deepseek_v2", "minicpm3"))],
@@ -70,13 +92,34 @@ def test_a_model_with_latents_samples_with_kernels_what_it_does_without(
     assert found == token_ids_of(plain.generate(PROMPTS[:3], sampling))
 
 
+@pytest.mark.parametrize(("name", "launches"), [("minicpm3", 18), ("deepseek_v3", 17)])
+def test_a_decoding_step_of_a_layer_with_latents_takes_few_launches(
+    name: str, launches: int, everywhere: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a dense MLP. Queries have a latent of their own, with a norm."""
+    counted = []
+    for depth in (2, 4):
+        dense = {"first_k_dense_replace": depth} if name == "deepseek_v3" else {}
+        model = variant(name, num_hidden_layers=depth, **dense).to(default_device(), torch.bfloat16)
+        engine = GenerationEngine.from_model(model, stop_token_ids=range(model.config.vocab_size))
+        engine.generate(PROMPTS[:2], replace(SAMPLED, max_new_tokens=600, n=1))  # rows that are split among programs
+        with monkeypatch.context() as counting, torch.inference_mode(), Operations() as operations:
+            modules = (kernels.attention, kernels.latent, kernels.rows)
+            launched = [count_launches(counting, module) for module in modules]
+            engine.backend.workspace.step(2)  # type: ignore[attr-defined]
+        counted.append(len(sum(launched, [])) + operations.computing)
+    assert (counted[1] - counted[0]) / 2 == launches
+
+
 _TILE = """
 from hybrid_rlhf.generation.model.kernels import latent
 def attention(rotated, size, model, target, splits, tiles):
     constants = dict(N=16, R=rotated, L=size, SPLITS=splits, SPAN=128, TILES=tiles)
     constants |= latent.latent_tile(rotated, size, TYPES[model], tiles=tiles)
-    constants.pop("num_warps")
-    return shared_bytes(latent._latent_kernel, constants, model, target)
+    warps = constants.pop("num_warps")
+    head = dict(R=rotated, R_PAD=rotated, L=size, L_PAD=size, WIDTH=rotated, IN_FLOAT32=False)
+    shared_bytes(latent._latent_inputs_kernel, head, model, target)
+    return shared_bytes(latent._latent_kernel, constants, model, target, num_warps=warps)
 """
 
 

@@ -58,16 +58,16 @@ POINTERS = {"*fp32": "tops sums all_tops all_sums bias sinks scores bounds logpr
             "*i64": "positions places integers tokens", "*i32": "pages tiles lasts", "*fp64": "floats", "*u8": "seen"}
 NUMBERS = {"fp32": "scale cap eps", "i32": "window rows heads kv_heads stride row_pages bias_keys width vocabulary "
            "integer_columns inner outer_stride inner_stride out_outer_stride out_inner_stride row_stride "
-           "float_columns blocks"}
+           "float_columns blocks plain_dims"}
 KINDS = {name: kind for kinds in (POINTERS, NUMBERS) for kind, names in kinds.items() for name in names.split()}
 
-def shared_bytes(kernel, constants, model="*bf16", target=90):
+def shared_bytes(kernel, constants, model="*bf16", target=90, **options):
     signature = {name: "constexpr" if name in constants else KINDS.get(name, model) for name in kernel.arg_names}
     # as at run time: what is a multiple of 16 is loaded ahead into shared memory
     aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names)
                if signature[name].startswith("*")}
     source = ASTSource(kernel, signature, constants, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", target, 32)).metadata.shared
+    return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options).metadata.shared
 """
 
 

@@ -115,16 +115,17 @@ class Attention:
         values: Tensor,
         pages: Tensor,
         positions: Tensor,
-        **given: Tensor | None,
+        sinks: Tensor | None,
+        **tiles: Tensor,
     ) -> Tensor:
         """The attention of the kernels, with what the architecture adds to scores; of latents without the part that is
         rotated."""
         own, latent = self.architecture.kinds[kind], self.architecture.latent
         assert self.kernels is not None
         if latent is not None and self.kernels is not cpu_kernels:
-            assert own.window is None and given.pop("sinks") is None
+            assert (own.window, self.architecture.attention_softcap, self.alibi, sinks) == (None, None, None, None)
             latents: Tensor = self.kernels.latent_attention(
-                q, keys, pages, positions, rotated_dims=latent.rotated_dims, scale=own.scale, **given
+                q, keys, pages, positions, rotated_dims=latent.rotated_dims, scale=own.scale, **tiles
             )
             return latents
         mixed: Tensor = self.kernels.paged_attention(
@@ -138,7 +139,8 @@ class Attention:
             chunked=own.chunked,
             softcap=self.architecture.attention_softcap,
             bias=self.alibi,
-            **given,
+            sinks=sinks,
+            **tiles,
         )
         return mixed
 
@@ -291,7 +293,7 @@ class RowKernel:
     def __call__(self, kind: int, table: int, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
         """[B, A, D] of queries [B, A, D] over pages [P, BLOCK_TOKENS, K, D]."""
         pages = self._rows.pages[table]
-        return self._attention.by_kernel(kind, q, keys, values, pages, self._rows.positions, sinks=sinks)
+        return self._attention.by_kernel(kind, q, keys, values, pages, self._rows.positions, sinks)
 
 
 class MixedKernel:
@@ -320,7 +322,7 @@ class MixedKernel:
     def __call__(self, kind: int, table: int, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
         """[T, A, D] of queries [T, A, D] over pages [P, BLOCK_TOKENS, K, D]."""
         pages, tiles = self._pages[table], self._tiles[self._sizes[kind]]
-        return self._attention.by_kernel(kind, q, keys, values, pages, self._positions, sinks=sinks, tiles=tiles)
+        return self._attention.by_kernel(kind, q, keys, values, pages, self._positions, sinks, tiles=tiles)
 
 
 class ChunkAttention:

@@ -71,16 +71,23 @@ class LatentAttention:
             queries = self._q(hidden if self._q_norm is None else self._q_norm(hidden))
         else:
             queries = self._q(x)
-        plain, turned = queries.view(len(x), -1, kind.plain_dims + kind.rotated_dims).split(
-            [kind.plain_dims, kind.rotated_dims], dim=-1
-        )
-        latent, key = self._kv_down(x).split([kind.size, kind.rotated_dims], dim=-1)
-        latent, key = self._kv_norm(latent.contiguous())[:, None], key[:, None]
-        if table is not None:
-            turned, key = rotate(turned, *table), rotate(key, *table)
+        queries, down = queries.view(len(x), -1, kind.plain_dims + kind.rotated_dims), self._kv_down(x)
+        plain, turned = queries.split([kind.plain_dims, kind.rotated_dims], dim=-1)
         key_up, value_up = self.kv_up.split([kind.plain_dims, kind.value_dims], dim=1)
-        plain = torch.bmm(plain.transpose(0, 1), key_up).transpose(0, 1)
-        shared = torch.cat([key, latent], dim=-1)
-        queries = torch.cat([turned, plain], dim=-1)
-        mixed = attend(torch.cat([queries, shared, shared], dim=1))[..., -kind.size :]
-        return torch.bmm(mixed.transpose(0, 1), value_up.transpose(1, 2)).transpose(0, 1).flatten(1)
+        given = self._kv_norm.of_latents(queries, down, table)
+        if given is None:
+            latent, key = down.split([kind.size, kind.rotated_dims], dim=-1)
+            latent, key = self._kv_norm(latent.contiguous())[:, None], key[:, None]
+            if table is not None:
+                turned, key = rotate(turned, *table), rotate(key, *table)
+            absorbed, shared = (
+                torch.bmm(plain.transpose(0, 1), key_up).transpose(0, 1),
+                torch.cat([key, latent], dim=-1),
+            )
+            given = torch.cat([torch.cat([turned, absorbed], dim=-1), shared, shared], dim=1)
+        else:
+            torch.bmm(plain.transpose(0, 1), key_up, out=given[:, :-2, kind.rotated_dims :].transpose(0, 1))
+        mixed = attend(given)[..., -kind.size :]
+        values = mixed.new_empty(*mixed.shape[:2], kind.value_dims)
+        torch.bmm(mixed.transpose(0, 1), value_up.transpose(1, 2), out=values.transpose(0, 1))
+        return values.flatten(1)

@@ -125,6 +125,16 @@ class Norm:
         added: Tensor = self._kernels.add_normed(x, delta, self._weight, self._eps, in_float32=self._in_float32)
         return added
 
+    def of_latents(self, queries: Tensor, down: Tensor, table: tuple[Tensor, Tensor] | None) -> Tensor | None:
+        """Rotate and norm what goes into latent attention by one kernel, if there is one; see its `latent_inputs`."""
+        if not self._fuses:
+            return None
+        assert self._kernels is not None
+        found: Tensor = self._kernels.latent_inputs(
+            queries, down, self._weight, table, self._eps, in_float32=self._in_float32
+        )
+        return found
+
     def fuses_with(self, other: Norm) -> bool:
         """Whether one kernel computes both."""
         alike = (self._eps, self._in_float32) == (other._eps, other._in_float32)

@@ -7,7 +7,7 @@ KV cache), `latent.py` (the same over latents), `convolution.py` and `recurrent.
 
 from hybrid_rlhf.generation.model.kernels.attention import chunk_tiles, paged_attention, tokens_at_once
 from hybrid_rlhf.generation.model.kernels.convolution import convolve
-from hybrid_rlhf.generation.model.kernels.latent import latent_attention, latent_tokens_at_once
+from hybrid_rlhf.generation.model.kernels.latent import latent_attention, latent_inputs, latent_tokens_at_once
 from hybrid_rlhf.generation.model.kernels.recurrent import (
     delta_step,
     lightning_step,
@@ -35,6 +35,7 @@ __all__ = [
     "gated",
     "gated_norm",
     "latent_attention",
+    "latent_inputs",
     "latent_tokens_at_once",
     "lightning_step",
     "mamba2_step",

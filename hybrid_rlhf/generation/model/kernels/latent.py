@@ -1,11 +1,12 @@
-"""Attention of a step over cached latents on a GPU (DeepSeek's latent attention), in one launch.
+"""Latent attention (DeepSeek) of a step on a GPU: rotation and norm of what goes into it, and attention over latents.
 
-As attention.py, with these differences: all heads share one key, so a program has the queries of some heads; a key is
-loaded in two parts, rotated dimensions and latent, neither of which is padded to the sum; and the latent is the value
-too, so it is loaded once. The references are `RowAttention` and `ChunkAttention` (model/attention.py).
+Attention is as in attention.py, with these differences: all heads share one key, so a program has the queries of some
+heads; a key is loaded in two parts, rotated dimensions and latent, neither of which is padded to the sum; and the
+latent is the value too, so it is loaded once. The references are `RowAttention` and `ChunkAttention`
+(model/attention.py), and those in model/latent.py.
 
-Shapes: T tokens, B rows, A heads of this rank, R rotated dimensions, L latent, P pages of N tokens, M pages of the
-longest sequence.
+Shapes: T tokens, B rows, A heads of this rank, R rotated dimensions, L latent, U other dimensions of a query, P pages
+of N tokens, M pages of the longest sequence.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_rlhf.generation.model.kernels.attention import combine, part_of_row, splits_of
+from hybrid_rlhf.generation.model.kernels.rows import rms_normed
 
 _HEADS = 16
 """Of a program; the minimum of tl.dot."""
@@ -119,6 +121,92 @@ def _latent_kernel(
         tl.store(tops + part, top, mask=real)
         tl.store(sums + part, total, mask=real)
         tl.store(parts + part[:, None] * L + latent[None, :], mixed, mask=here & (start < end))
+
+
+@triton.jit
+def _rotated(given, cos, sin, R: tl.constexpr, R_PAD: tl.constexpr, WIDTH: tl.constexpr):
+    """R dimensions, the first WIDTH rotated."""
+    place = tl.arange(0, R_PAD)
+    x = tl.load(given + place, mask=place < R, other=0.0).to(tl.float32)
+    if WIDTH > 0:
+        turned = place < WIDTH
+        other = tl.load(given + (place + WIDTH // 2) % WIDTH, mask=turned, other=0.0).to(tl.float32)
+        c = tl.load(cos + place, mask=turned, other=1.0).to(tl.float32)
+        s = tl.load(sin + place, mask=turned, other=0.0).to(tl.float32)
+        x = x * c + other * s
+    return x
+
+
+@triton.jit
+def _latent_inputs_kernel(
+    queries,
+    down,
+    weight,
+    cos,
+    sin,
+    out,
+    eps,
+    heads,
+    plain_dims,
+    R: tl.constexpr,
+    R_PAD: tl.constexpr,
+    L: tl.constexpr,
+    L_PAD: tl.constexpr,
+    WIDTH: tl.constexpr,
+    IN_FLOAT32: tl.constexpr,
+):
+    """The rotated part of a head of a token; or of its key, with the normed latent, as key and as value."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    rotated, latent = tl.arange(0, R_PAD), tl.arange(0, L_PAD)
+    cos, sin, target = cos + row * WIDTH, sin + row * WIDTH, out + (row * (heads + 2) + head) * (R + L)
+    if head < heads:
+        given = queries + (row * heads + head) * (plain_dims + R) + plain_dims
+        tl.store(target + rotated, _rotated(given, cos, sin, R, R_PAD, WIDTH), mask=rotated < R)
+    else:
+        given = down + row * (L + R)
+        key = _rotated(given + L, cos, sin, R, R_PAD, WIDTH)
+        x = tl.load(given + latent, mask=latent < L, other=0.0).to(tl.float32)
+        normed_latent = rms_normed(x, weight, latent, latent < L, eps, down.dtype.element_ty, L, IN_FLOAT32)
+        for copy in tl.static_range(2):
+            tl.store(target + copy * (R + L) + rotated, key, mask=rotated < R)
+            tl.store(target + copy * (R + L) + R + latent, normed_latent, mask=latent < L)
+
+
+def latent_inputs(
+    queries: Tensor,
+    down: Tensor,
+    weight: Tensor,
+    table: tuple[Tensor, Tensor] | None,
+    eps: float,
+    *,
+    in_float32: bool,
+) -> Tensor:
+    """What goes into latent attention, [T, A + 2, R + L]: queries without what is absorbed, then the key twice.
+
+    Args:
+        queries: [T, A, U + R].
+        down: latents and keys [T, L + R].
+        weight: [L] of the norm of latents.
+        table: cosines and signed sines [T, 1, .] of the first of R dimensions; none: no rotation.
+        eps: of the norm.
+        in_float32: apply the weight before rounding.
+
+    Returns:
+        the latent part of queries, [:, :A, R:], is not set.
+    """
+    tokens, heads, query = queries.shape
+    latent, rotated = len(weight), down.shape[1] - len(weight)
+    out, (cos, sin) = queries.new_empty(tokens, heads + 2, rotated + latent), table or (weight, weight)
+    _latent_inputs_kernel[tokens, heads + 1](
+        *(queries.contiguous(), down.contiguous(), weight, cos, sin, out, eps, heads, query - rotated),
+        R=rotated,
+        R_PAD=triton.next_power_of_2(rotated),
+        L=latent,
+        L_PAD=triton.next_power_of_2(latent),
+        WIDTH=0 if table is None else cos.shape[-1],
+        IN_FLOAT32=in_float32,
+    )
+    return out
 
 
 def latent_attention(

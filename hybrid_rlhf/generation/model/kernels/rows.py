@@ -60,7 +60,7 @@ def _rotate_and_write_kernel(
 
 
 @triton.jit
-def _normed(x, weight, place, inside, eps, dtype, WIDTH: tl.constexpr, IN_FLOAT32: tl.constexpr):
+def rms_normed(x, weight, place, inside, eps, dtype, WIDTH: tl.constexpr, IN_FLOAT32: tl.constexpr):
     """RMS norm of a row in float32."""
     x = x / tl.sqrt(tl.sum(x * x, 0) / WIDTH + eps)
     w = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
@@ -99,12 +99,12 @@ def _rms_norm_kernel(
     if ADD:
         d = tl.load(delta + row * WIDTH + place, mask=inside, other=0.0).to(tl.float32)
         if NORM_DELTA:
-            d = _normed(d, delta_weight, place, inside, eps, dtype, WIDTH, IN_FLOAT32).to(dtype).to(tl.float32)
+            d = rms_normed(d, delta_weight, place, inside, eps, dtype, WIDTH, IN_FLOAT32).to(dtype).to(tl.float32)
         both = (both + d).to(dtype)
         tl.store(added + row * WIDTH + place, both, mask=inside)
         both = both.to(tl.float32)
     if NORM_SUM:
-        out = _normed(both, weight, place, inside, eps, dtype, WIDTH, IN_FLOAT32)
+        out = rms_normed(both, weight, place, inside, eps, dtype, WIDTH, IN_FLOAT32)
         target = normed + row // inner * out_outer_stride + row % inner * out_inner_stride
         tl.store(target + place, out, mask=inside)
 
@@ -133,12 +133,12 @@ def _norm_heads_kernel(
     source = qkv + row * row_stride + head * D + place
     x = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     if head < HEADS:
-        tl.store(source, _normed(x, q_weight, place, inside, eps, dtype, D, IN_FLOAT32), mask=inside)
+        tl.store(source, rms_normed(x, q_weight, place, inside, eps, dtype, D, IN_FLOAT32), mask=inside)
     elif head < HEADS + kv_heads:
         if KEYS:
-            tl.store(source, _normed(x, k_weight, place, inside, eps, dtype, D, IN_FLOAT32), mask=inside)
+            tl.store(source, rms_normed(x, k_weight, place, inside, eps, dtype, D, IN_FLOAT32), mask=inside)
     elif VALUES:
-        tl.store(source, _normed(x, v_weight, place, inside, eps, dtype, D, IN_FLOAT32), mask=inside)
+        tl.store(source, rms_normed(x, v_weight, place, inside, eps, dtype, D, IN_FLOAT32), mask=inside)
 
 
 @triton.jit
@@ -222,8 +222,9 @@ def rotate_and_write(
     kv_heads = keys.shape[2]
     heads = all_heads - 2 * kv_heads
     queries = qkv.new_empty(tokens, heads, d)
+    written = heads + kv_heads if keys.data_ptr() == values.data_ptr() else all_heads  # latents are both
     cos, sin = (qkv, qkv) if table is None else table
-    _rotate_and_write_kernel[tokens, all_heads](
+    _rotate_and_write_kernel[tokens, written](
         qkv,
         cos,
         sin,
