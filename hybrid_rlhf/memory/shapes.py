@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 from hybrid_rlhf.configs.errors import UserError
@@ -143,7 +144,7 @@ class ShapedModel:
     def _run(self, batch: BatchShape, *, layers: int) -> ForwardMemory:
         """Run a batch through the first layers and count live bytes."""
         lm = self.lm
-        with _first_layers(lm, layers), _positions_unread(), _attention_without_scores(), _grouped_products():
+        with _first_layers(lm, layers), _shapes_suffice():
             for parameter in lm.parameters():
                 parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
             counter = LiveBytes("meta")
@@ -284,42 +285,33 @@ def _forward(lm: PreTrainedModel, batch: BatchShape) -> Tensor:
 
 
 @contextlib.contextmanager
-def _positions_unread() -> Iterator[None]:
-    """Keep transformers from looking for packed rows in position ids: on the meta device they have no values."""
-    masking: Any = masking_utils
-    original = masking.find_packed_sequence_indices
-    masking.find_packed_sequence_indices = lambda position_ids: None
-    try:
-        yield
-    finally:
-        masking.find_packed_sequence_indices = original
-
-
-@contextlib.contextmanager
-def _attention_without_scores() -> Iterator[None]:
-    """Give attention the memory of a fused kernel; on the meta device torch keeps all attention scores."""
-    functional: Any = torch.nn.functional
-    original = functional.scaled_dot_product_attention
-    functional.scaled_dot_product_attention = lambda q, k, v, **options: _FusedAttention.apply(q, k, v)
-    try:
-        yield
-    finally:
-        functional.scaled_dot_product_attention = original
-
-
-@contextlib.contextmanager
-def _grouped_products() -> Iterator[None]:
-    """Give the grouped products of experts their shapes in every dtype; torch's meta kernel knows bfloat16 alone."""
-    functional: Any = torch.nn.functional
-    if not hasattr(functional, "grouped_mm"):  # before torch 2.9
+def _replaced(owner: Any, name: str, other: Callable[..., Any]) -> Iterator[None]:
+    """Replace a function of a module, if it has it."""
+    original = getattr(owner, name, None)
+    if original is None:
         yield
         return
-    original = functional.grouped_mm
-    functional.grouped_mm = lambda rows, weight, **options: _GroupedProduct.apply(rows, weight)
+    setattr(owner, name, other)
     try:
         yield
     finally:
-        functional.grouped_mm = original
+        setattr(owner, name, original)
+
+
+@contextlib.contextmanager
+def _shapes_suffice() -> Iterator[None]:
+    """Run models on the meta device, with the memory that they take elsewhere."""
+    with (
+        # packed rows are looked for in position ids, which have no values here
+        _replaced(masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
+        # torch keeps all attention scores here, a fused kernel does not
+        _replaced(
+            functional, "scaled_dot_product_attention", lambda q, k, v, **options: _FusedAttention.apply(q, k, v)
+        ),
+        # torch's shape rule knows bfloat16 alone
+        _replaced(functional, "grouped_mm", lambda rows, weight, **_: _GroupedProduct.apply(rows, weight)),
+    ):
+        yield
 
 
 class _GroupedProduct(torch.autograd.Function):
