@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[1]
 
 def gpu_tests(record: Record, *, small: bool) -> None:
     """Tests marked gpu, and those of the kernels, compiled; in small one of them under the interpreter."""
-    kernels = [f"tests/generation/test_{name}kernels.py" for name in ("", "latent_", "recurrent_")]
+    kernels = [f"tests/generation/test_{which}kernels.py" for which in ("", "expert_", "latent_", "recurrent_")]
     words = ["tests/gpu", *kernels, "-m", "gpu or not gpu"]
     if small:
         words = ["tests/generation/test_kernels.py", "-k", "gate"]

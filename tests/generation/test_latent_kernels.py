@@ -119,7 +119,7 @@ def attention(rotated, size, model, target, splits, tiles):
     warps = constants.pop("num_warps")
     head = dict(R=rotated, R_PAD=rotated, L=size, L_PAD=size, WIDTH=rotated, IN_FLOAT32=False)
     shared_bytes(latent._latent_inputs_kernel, head, model, target)
-    return shared_bytes(latent._latent_kernel, constants, model, target, num_warps=warps)
+    return shared_bytes(latent._latent_kernel, constants, model, target, {"num_warps": warps})
 """
 
 

@@ -59,13 +59,14 @@ POINTERS = {"*fp32": "tops sums all_tops all_sums bias sinks scores bounds logpr
 NUMBERS = {"fp32": "scale cap eps", "i32": "window rows heads kv_heads stride row_pages bias_keys width vocabulary "
            "integer_columns inner outer_stride inner_stride out_outer_stride out_inner_stride row_stride "
            "float_columns blocks plain_dims"}
+MULTIPLES = set()  # names of numbers that are multiples of 16
 KINDS = {name: kind for kinds in (POINTERS, NUMBERS) for kind, names in kinds.items() for name in names.split()}
 
-def shared_bytes(kernel, constants, model="*bf16", target=90, **options):
+def shared_bytes(kernel, constants, model="*bf16", target=90, options=None):
     signature = {name: "constexpr" if name in constants else KINDS.get(name, model) for name in kernel.arg_names}
     # as at run time: what is a multiple of 16 is loaded ahead into shared memory
     aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names)
-               if signature[name].startswith("*")}
+               if signature[name].startswith("*") or name in MULTIPLES and name not in constants}
     source = ASTSource(kernel, signature, constants, aligned)
     return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options).metadata.shared
 """

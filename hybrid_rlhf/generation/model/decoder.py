@@ -50,6 +50,7 @@ class Decoder:
         self.architecture, self.split, self.world = architecture, split, world
         self._activation = ACTIVATIONS[architecture.activation]
         self.kernels = kernels_for(world.device, weights.embed.dtype)
+        self._fused = None if self.kernels is cpu_kernels else self.kernels
         self._weights = weights
         self._chosen: ChosenAdapters | None = None
         # HF multiplies by the scale in the dtype of the weights
@@ -89,9 +90,8 @@ class Decoder:
         a, units = self.architecture, len(self.split.recurrent)
         if a.recurrence is None:
             return None
-        kernels = None if self.kernels is cpu_kernels else self.kernels
         return StateCache(
-            a, a.recurrence, units=units, slots=slots, dtype=self.dtype, device=self.world.device, kernels=kernels
+            a, a.recurrence, units=units, slots=slots, dtype=self.dtype, device=self.world.device, kernels=self._fused
         )
 
     @property
@@ -221,7 +221,8 @@ class Decoder:
             x, normed = w.mlp_norm.after_adding(x, mixed, out_norm)
         else:
             x, normed = w.mlp_norm.after_adding(x, _normed(out_norm, mixed) * scale)
-        return _added(x, mlp(normed, x), w.mlp_out_norm, scale)
+        added = mlp(normed, x)
+        return added if self._adds_stream(w) else _added(x, added, w.mlp_out_norm, scale)
 
     def _parallel(self, x: Tensor, w: LayerWeights, attention: Sublayer, mlp: MLP) -> Tensor:
         normed = _normed(w.attention_norm, x)
@@ -281,20 +282,34 @@ class Decoder:
 
     def _mlp(self, x: Tensor, stream: Tensor, w: LayerWeights, routes: list[Tensor] | None) -> Tensor:
         """MLP and experts of the normed residual stream; experts beside an MLP read the stream itself."""
-        parts, activate = [], self._gate if self.architecture.gated_mlp else self._activation
+        parts: list[Tensor] = []
+        activate = self._gate if self.architecture.gated_mlp else self._activation
         if w.up is not None and w.down is not None:
             dense = w.down(activate(w.up(x)))
             if w.shared_router is not None:
                 dense = dense * functional.linear(x, w.shared_router).sigmoid()
             parts.append(dense)
-        if w.experts is not None:
-            routed = None if w.router_norm is None else w.router_norm(stream)
-            given = x if w.experts_norm is None else w.experts_norm(stream)
-            parts.append(w.experts(given, activate, routed=routed, routes=routes))
+        if w.experts is None:
+            return self.world.all_reduce(parts[0])
+        chosen = w.experts(
+            x if w.experts_norm is None else w.experts_norm(stream),
+            activate,
+            routed=None if w.router_norm is None else w.router_norm(stream),
+            routes=routes,
+            kernels=self._fused,
+            activation=self.architecture.activation,
+            added=[*(parts if w.experts_norm is None else []), *([stream] if self._adds_stream(w) else [])],
+        )
         if w.experts_norm is None:
-            return self.world.all_reduce(sum(parts[1:], parts[0]))
-        dense, chosen = map(self.world.all_reduce, parts)
+            return self.world.all_reduce(chosen)
+        dense, chosen = self.world.all_reduce(parts[0]), self.world.all_reduce(chosen)
         return _normed(w.dense_out_norm, dense) + _normed(w.experts_out_norm, chosen)
+
+    def _adds_stream(self, w: LayerWeights) -> bool:
+        """Whether what `_mlp` returns includes the residual stream, which experts add in their last launch."""
+        a, plain = self.architecture, w.experts_norm is None and w.mlp_out_norm is None
+        alone = a.block == "sequential" and a.residual_scale == 1.0 and self.world.size == 1
+        return w.experts is not None and plain and alone
 
     def _gate(self, both: Tensor) -> Tensor:
         """activation(gate) * up of [T, 2 I]."""

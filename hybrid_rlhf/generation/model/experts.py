@@ -1,9 +1,11 @@
 """Mixture of experts: a router selects some MLPs for each token.
 
 Tensor-parallel ranks hold different experts (expert parallelism): each computes the tokens of its own, and the sum over
-ranks that every MLP ends with adds the rest. Tokens are sorted by expert; on a GPU one grouped product per projection
-computes all experts, with shapes that do not depend on the routing, as a CUDA graph requires; on a CPU each selected
-expert is one product with packed weights. The router computes in float32.
+ranks that every MLP ends with adds the rest. The router computes in float32. On a GPU a decoding step takes four
+launches of Triton's kernels, for the routing (kernels/routing.py) and for up, down and the sum (kernels/experts.py).
+Otherwise tokens are sorted by expert: in larger steps on a GPU one grouped product per projection computes all experts,
+on a CPU each selected expert is one product with packed weights. On a GPU no shape depends on the routing, as a CUDA
+graph requires.
 
 Source: Shazeer et al. 2017 (arXiv 1701.06538); softmax of all or of the chosen (Mixtral, arXiv 2401.04088; Granite);
 sigmoid with a correction of the choice, and groups (DeepSeek-V3, arXiv 2412.19437, section 2.1.2); SparseMixer-v2 as
@@ -16,15 +18,19 @@ Shapes: T tokens, H hidden, E experts, X experts of this rank, k experts per tok
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from hybrid_rlhf.generation.model.quantised import Linear, MakeLinear
-from hybrid_rlhf.generation.weights.description import Experts
+from hybrid_rlhf.generation.weights.description import Activation, Experts
+
+MOST_KERNEL_TOKENS = 256
+"""Of a step that Triton's kernels compute: in larger ones an expert has enough tokens for a grouped product."""
 
 
 class RoutedExperts:
@@ -64,6 +70,8 @@ class RoutedExperts:
         self.router, self.router_bias = router, router_bias
         self.up, self.up_bias, self.down, self.down_bias = up, up_bias, down, down_bias
         self._of_each: list[tuple[Linear, Linear]] | None = None
+        self._inner = down.shape[2]
+        self._arrivals = torch.zeros(MOST_KERNEL_TOKENS, dtype=torch.int32, device=router.device)
         if product is not None:
             products = [_of_each(product, *both) for both in ((up, up_bias), (down, down_bias))]
             self._of_each = list(zip(*products, strict=True))
@@ -132,18 +140,77 @@ class RoutedExperts:
         *,
         routed: Tensor | None = None,
         routes: list[Tensor] | None = None,
+        kernels: ModuleType | None = None,
+        activation: Activation = "silu",
+        added: Sequence[Tensor] = (),
     ) -> Tensor:
-        """This rank's part of the sum over experts, [T, H] of [T, H].
+        """This rank's part of the sum over experts, [T, H] of [T, H], and what is added to it.
 
         Args:
             x: tokens.
             activate: activation(gate) * up of [n, 2 I], or of experts without a gate activation(up) of [n, I].
             routed: [T, H], what the router reads; none: x.
             routes: receives the indices [T, k] of the experts, in the smallest type; none: they are not recorded.
+            kernels: Triton's, for few tokens and weights that are not packed or quantised; none: torch computes.
+            activation: of the kernels, that of `activate`.
+            added: at most two [T, H], in this order.
         """
+        routed = x if routed is None else routed
+        if kernels is not None and self._of_each is None and len(x) <= MOST_KERNEL_TOKENS:
+            return self._by_kernels(x, kernels, activation, routed=routed, routes=routes, added=added)
+        mixed = self._by_products(x, activate, routed=routed, routes=routes)
+        for each in added:
+            mixed = each + mixed
+        return mixed
+
+    def _by_kernels(
+        self,
+        x: Tensor,
+        kernels: ModuleType,
+        activation: Activation,
+        *,
+        routed: Tensor,
+        routes: list[Tensor] | None,
+        added: Sequence[Tensor],
+    ) -> Tensor:
+        """As `__call__`, in four launches."""
+        kind, mine = self._kind, self._mine
+        weights, index = kernels.choose_experts(
+            routed,
+            self.router,
+            kind,
+            self._arrivals,
+            bias=self.router_bias,
+            correction=self._correction,
+            expert_scale=self._scale,
+        )
+        if routes is not None:
+            routes.append(index.to(kind.index_dtype))
+        inner = kernels.experts_up(
+            x,
+            weights,
+            index,
+            self.up,
+            self.up_bias,
+            mine=mine,
+            inner=self._inner,
+            activation=activation,
+            clamp=kind.clamp,
+            weighs_inputs=kind.weighs_inputs,
+        )
+        outputs = kernels.experts_down(
+            inner, None if kind.weighs_inputs else weights, index, self.down, self.down_bias, mine=mine
+        )
+        summed: Tensor = kernels.sum_choices(outputs, index, mine=mine, added=added)
+        return summed
+
+    def _by_products(
+        self, x: Tensor, activate: Callable[[Tensor], Tensor], *, routed: Tensor, routes: list[Tensor] | None
+    ) -> Tensor:
+        """As `__call__`, with the tokens sorted by expert."""
         if self._kind.clamp is not None:
             activate = partial(clamped_swiglu, limit=self._kind.clamp)
-        weights, index = self.route(x if routed is None else routed)
+        weights, index = self.route(routed)
         if routes is not None:
             routes.append(index.to(self._kind.index_dtype))
         # this rank's experts come first, as 0 to X - 1

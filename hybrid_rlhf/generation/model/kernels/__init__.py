@@ -1,12 +1,14 @@
 """Triton kernels of a step on a GPU, for operations that take torch several passes over memory.
 
 Read `rows.py` (rotary positions with the write to the KV cache, norms, gates), `attention.py` (rows and chunks over the
-KV cache), `latent.py` (the same over latents), `convolution.py` and `recurrent.py` (recurrent layers), and
-`sampling.py`. Each kernel has a reference in torch, which the tests compare it with.
+KV cache), `latent.py` (the same over latents), `routing.py` and `experts.py` (mixtures of experts), `convolution.py`
+and `recurrent.py` (recurrent layers), and `sampling.py`. Each kernel has a reference in torch, which the tests compare
+it with.
 """
 
 from hybrid_rlhf.generation.model.kernels.attention import chunk_tiles, paged_attention, tokens_at_once
 from hybrid_rlhf.generation.model.kernels.convolution import convolve
+from hybrid_rlhf.generation.model.kernels.experts import experts_down, experts_up, sum_choices
 from hybrid_rlhf.generation.model.kernels.latent import latent_attention, latent_inputs, latent_tokens_at_once
 from hybrid_rlhf.generation.model.kernels.recurrent import (
     delta_step,
@@ -14,6 +16,7 @@ from hybrid_rlhf.generation.model.kernels.recurrent import (
     mamba2_step,
     selective_scan,
 )
+from hybrid_rlhf.generation.model.kernels.routing import choose_experts
 from hybrid_rlhf.generation.model.kernels.rows import (
     add_normed,
     add_rms_norm,
@@ -30,8 +33,11 @@ __all__ = [
     "add_normed",
     "add_rms_norm",
     "chunk_tiles",
+    "choose_experts",
     "convolve",
     "delta_step",
+    "experts_down",
+    "experts_up",
     "gated",
     "gated_norm",
     "latent_attention",
@@ -46,5 +52,6 @@ __all__ = [
     "rotate_and_write",
     "sample",
     "selective_scan",
+    "sum_choices",
     "tokens_at_once",
 ]

@@ -1,0 +1,308 @@
+"""Kernels of mixtures of experts, each against its twin in torch, and the engine on them against itself without.
+
+See test_kernels.py about where they run, and in which dtypes.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.generation import GenerationEngine, sampler
+from hybrid_rlhf.generation.model import decoder, layers
+from hybrid_rlhf.generation.model import experts as experts_module
+from hybrid_rlhf.generation.model.experts import RoutedExperts
+from hybrid_rlhf.generation.model.layers import ACTIVATIONS
+from hybrid_rlhf.generation.weights import loader
+from hybrid_rlhf.generation.weights.description import Activation, Experts
+from hybrid_rlhf.runtime.world import default_device
+from tests.support.families import VARIANTS, variant
+from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, token_ids_of
+from tests.support.triton_kernels import LEAST_SHARED_BYTES, Operations, compiled, count_launches
+
+pytest.importorskip("triton")
+kernels = importlib.import_module("hybrid_rlhf.generation.model.kernels")
+DEVICE = default_device()
+
+ROUTERS = {
+    "softmax": Experts(count=6, per_token=2),
+    "softmax of many": Experts(count=40, per_token=3, normalise=True, scale=1.5),
+    "softmax in groups": Experts(count=12, per_token=3, groups=4, chosen_groups=2, group_scores=1),
+    "softmax of chosen": Experts(count=6, per_token=4, router="softmax_of_chosen"),
+    "softmax of many chosen": Experts(count=70, per_token=4, router="softmax_of_chosen", scale=0.5),
+    "sigmoid": Experts(count=24, per_token=5, router="sigmoid", normalise=True),
+    "sigmoid in groups": Experts(
+        count=24, per_token=3, router="sigmoid", groups=3, chosen_groups=2, normalise=True, scale=2.5
+    ),
+    "sigmoid in groups, as it is": Experts(count=8, per_token=2, router="sigmoid", groups=4, chosen_groups=2),
+    "sigmoid of chosen": Experts(count=20, per_token=1, router="sigmoid_of_chosen", weighs_inputs=True),
+    "sparsemixer": Experts(count=18, per_token=2, router="sparsemixer", near=0.6),
+}
+
+
+def routed_experts(
+    kind: Experts, dtype: torch.dtype = torch.float32, *, hidden: int = 56, inner: int = 40, **more: Any
+) -> RoutedExperts:
+    """With random weights; `gated` and `biased`: what experts have, `mine`: of a rank."""
+    gated, biased = more.pop("gated", True), more.pop("biased", False)
+    mine = more.pop("mine", range(kind.count))
+    scale = {"router": 1.0, "up": hidden**-0.5, "down": inner**-0.5}
+    units = 2 * inner if gated else inner
+    shapes = {"router": (kind.count, hidden), "up": (kind.count, units, hidden), "down": (kind.count, hidden, inner)}
+    weights = {name: (torch.randn(shape) * scale[name]).to(dtype) for name, shape in shapes.items()}
+    biases = {f"{name}_bias": torch.randn(shape[:-1]).to(dtype) for name, shape in shapes.items()}
+    for name in ("up", "down"):
+        weights[name] = weights[name][mine.start : mine.stop]
+        biases[f"{name}_bias"] = biases[f"{name}_bias"][mine.start : mine.stop]
+    if more.pop("transposed", False):
+        weights |= {name: weights[name].transpose(1, 2).contiguous().transpose(1, 2) for name in ("up", "down")}
+    given = {"correction": None, "product": None, **(biases if biased else {}), **more}
+    return RoutedExperts(kind, **weights, mine=mine, **given)
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("name", ROUTERS)
+def test_experts_are_chosen_as_torch_does(name: str, dtype: torch.dtype, tokens: int, on_the_device: None) -> None:
+    """Twice: the counters are 0 again after a launch. Hidden states are more than are multiplied at once."""
+    torch.manual_seed(0)
+    kind = ROUTERS[name]
+    count = kind.count
+    experts = routed_experts(
+        kind,
+        dtype,
+        hidden=300,
+        correction=torch.randn(count) if "groups" in name or count == 24 else None,
+        scale=torch.rand(count) if count in (6, 24) and kind.router == "softmax" else None,
+        router_bias=torch.randn(count).to(dtype) if kind.router == "softmax_of_chosen" else None,
+    )
+    for _ in range(2):
+        x = torch.randn(tokens, 300).to(dtype) * 0.1
+        weights, index = experts.route(x)
+        found, chosen = kernels.choose_experts(
+            x,
+            experts.router,
+            kind,
+            experts._arrivals,
+            bias=experts.router_bias,
+            correction=experts._correction,
+            expert_scale=experts._scale,
+        )
+        assert torch.equal(chosen.long(), index)
+        torch.testing.assert_close(found, weights, atol=1e-5, rtol=1e-4)
+        assert not experts._arrivals.any()
+
+
+def test_of_equal_choices_the_first_is_taken(on_the_device: None) -> None:
+    kind = Experts(count=20, per_token=3)
+    x, router = torch.ones(2, 8), torch.zeros(20, 8)
+    weights, chosen = kernels.choose_experts(x, router, kind, torch.zeros(1, dtype=torch.int32))
+    assert chosen.tolist() == [[0, 1, 2]] * 2
+    torch.testing.assert_close(weights, torch.full((2, 3), 1 / 20))
+
+
+PRODUCTS: dict[str, tuple[Experts, dict[str, Any]]] = {
+    "plain": (Experts(count=6, per_token=2), {}),
+    "many, of which few are chosen": (Experts(count=40, per_token=2), {}),
+    "one": (Experts(count=1, per_token=1), {}),
+    "with biases": (Experts(count=6, per_token=4, router="softmax_of_chosen"), {"biased": True}),
+    "clamped": (Experts(count=6, per_token=2, router="softmax_of_chosen", clamp=0.5), {"biased": True}),
+    "without gates": (Experts(count=6, per_token=3, router="sigmoid"), {"gated": False, "inner": 88}),
+    "with weighed inputs": (Experts(count=4, per_token=1, router="sigmoid_of_chosen", weighs_inputs=True), {}),
+    "transposed": (Experts(count=6, per_token=2), {"transposed": True, "inner": 72}),
+    "of the last rank": (Experts(count=6, per_token=2), {"mine": range(4, 6)}),
+    "of a rank, with biases": (Experts(count=24, per_token=2), {"mine": range(8, 16), "biased": True}),
+    "sparsemixer": (Experts(count=18, per_token=2, router="sparsemixer", near=0.6), {}),
+}
+
+
+def compare(experts: RoutedExperts, x: Tensor, activation: Activation, *added: Tensor) -> None:
+    """Kernels and torch."""
+
+    def activate(both: Tensor) -> Tensor:
+        if both.shape[1] == experts._inner:
+            return ACTIVATIONS[activation](both)
+        gate, up = both.chunk(2, dim=-1)
+        return ACTIVATIONS[activation](gate) * up
+
+    routes: list[Tensor] = []
+    expected = experts(x, activate, routes=routes, added=added)
+    found = experts(x, activate, routes=routes, kernels=kernels, activation=activation, added=added)
+    close = {"atol": 1e-5, "rtol": 1e-4} if x.dtype == torch.float32 else {"atol": 1e-2, "rtol": 2e-2}
+    torch.testing.assert_close(found, expected, **close)
+    assert torch.equal(*routes) and routes[0].dtype == routes[1].dtype
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 70])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_experts_compute_as_torch_does(name: str, tokens: int, on_the_device: None) -> None:
+    """Few tokens have a program for each choice, others one for each expert."""
+    torch.manual_seed(0)
+    kind, given = PRODUCTS[name]
+    compare(routed_experts(kind, **given), torch.randn(tokens, 56), "silu", torch.randn(tokens, 56))
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation_is_computed(activation: Activation, gated: bool, on_the_device: None) -> None:
+    torch.manual_seed(0)
+    kind = Experts(count=4, per_token=2)
+    compare(routed_experts(kind, gated=gated), torch.randn(9, 56), activation)
+
+
+def test_experts_in_half_precision(on_the_device: None) -> None:
+    """Rounded between the launches, and before each of two tensors is added."""
+    torch.manual_seed(0)
+    kind = Experts(count=6, per_token=2, normalise=True)
+    x, *added = torch.randn(3, 20, 56).half()
+    compare(routed_experts(kind, torch.float16, biased=True), x, "gelu", *added)
+
+
+@pytest.mark.parametrize("tokens", [3, 150])
+def test_experts_without_tokens_and_with_nearly_all(tokens: int, on_the_device: None) -> None:
+    """The first expert has more choices than a tile has rows, and more than are compared at once; others have none."""
+    torch.manual_seed(0)
+    experts = routed_experts(Experts(count=5, per_token=2), router_bias=torch.tensor([50.0, 40.0, 0.0, 45.0, -50.0]))
+    compare(experts, torch.randn(tokens, 56), "silu")
+    choices, scanned = 2 * tokens, kernels.experts.tile_of(torch.zeros(tokens, 2), 5)["SCANNED"]
+    assert tokens < 100 or (choices > 2 * scanned and tokens > kernels.experts._MOST_ROWS)
+
+
+def test_large_steps_take_grouped_products(on_the_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts_module, "MOST_KERNEL_TOKENS", 8)
+    experts = routed_experts(Experts(count=4, per_token=2))
+    counts = count_launches(monkeypatch, kernels.experts)
+    for tokens, expected in ((8, 3), (9, 3)):
+        experts(torch.randn(tokens, 56), lambda both: both[:, :40], kernels=kernels)
+        assert len(counts) == expected
+
+
+@pytest.fixture
+def unpacked(everywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels everywhere, which packed products would come before."""
+    monkeypatch.setattr(loader, "can_pack", lambda device, dtype: False)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("mixtral", "qwen3_moe", "qwen2_moe", "gpt_oss", "deepseek_v3"),
+        *(pytest.param(name, marks=pytest.mark.faults) for name in ("gemma4 with experts", "llama4", "granitemoe")),
+        *(pytest.param(name, marks=pytest.mark.faults) for name in ("phimoe that mixes near experts", "deepseek_v2")),
+    ],
+)
+def test_a_mixture_samples_with_kernels_what_it_does_without(
+    name: str, unpacked: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, sampling = variant(name).to(DEVICE), replace(SAMPLED, max_new_tokens=3)
+    given = {"stop_token_ids": STOP_TOKEN_IDS}
+    chosen: list[int] = []
+    choose = kernels.choose_experts
+    monkeypatch.setattr(kernels, "choose_experts", lambda *x, **more: chosen.append(len(x[0])) or choose(*x, **more))
+    found = token_ids_of(GenerationEngine.from_model(model, **given).generate(PROMPTS[:3], sampling))
+    assert chosen
+    for module in (decoder, layers, sampler):
+        monkeypatch.setattr(module, "kernels_for", lambda device, dtype: None)
+    assert found == token_ids_of(GenerationEngine.from_model(model, **given).generate(PROMPTS[:3], sampling))
+
+
+LAYER_LAUNCHES = {"mixtral": 11, "qwen3_moe": 12, "gpt_oss": 11, "olmoe": 13, "granitemoe": 11, "qwen2_moe": 17}
+"""OLMoE norms queries and keys over all heads, in two launches; Qwen2-MoE has shared experts with a gate."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("mixtral", "qwen3_moe") else pytest.param(name, marks=pytest.mark.faults)
+        for name in LAYER_LAUNCHES
+    ],
+)
+def test_a_decoding_step_of_a_layer_with_experts_takes_few_launches(
+    name: str, unpacked: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of a dense layer (test_kernels.py)."""
+    counted = []
+    modules = (kernels.attention, kernels.rows, kernels.routing, kernels.experts)
+    for depth in (2, 4):
+        given = {"layer_types": None} if "layer_types" in VARIANTS[name][1] else {}
+        model = variant(name, num_hidden_layers=depth, **given).to(DEVICE, torch.bfloat16)
+        engine = GenerationEngine.from_model(model, stop_token_ids=range(model.config.vocab_size))
+        engine.generate(PROMPTS[:2], replace(SAMPLED, max_new_tokens=600, n=1))  # rows that are split among programs
+        assert engine.backend.workspace is not None
+        with monkeypatch.context() as counting, torch.inference_mode(), Operations() as operations:
+            launched = [count_launches(counting, module) for module in modules]
+            engine.backend.workspace.step(2)
+        counted.append(len(sum(launched, [])) + operations.computing)
+    assert (counted[1] - counted[0]) / 2 == LAYER_LAUNCHES[name]
+
+
+_EXPERTS = """
+from hybrid_rlhf.generation.model.kernels import experts, routing
+from hybrid_rlhf.generation.weights.description import Experts
+
+POINTERS["*fp32"] += " logits weights"
+POINTERS["*i32"] += " indices arrivals"
+NUMBERS["fp32"] += " limit near"
+NUMBERS["i32"] += (" tokens hidden choices first_expert experts per_token units x_stride expert_stride bias_stride"
+                   " row_stride column_stride")
+MULTIPLES.update("hidden units x_stride expert_stride row_stride column_stride".split())
+KINDS.update({name: kind for kinds in (POINTERS, NUMBERS) for kind, names in kinds.items() for name in names.split()})
+
+def route(target, model, **kind):
+    kind = Experts(**kind)
+    constants = routing.route_constants(kind, TYPES[model], experts=kind.count)
+    flags = dict(BIAS=True, CORRECTION=kind.router in ("softmax", "sigmoid"), SCALES=True)
+    return shared_bytes(routing._route_kernel, constants | flags, model, target)
+
+def products(target, model, tokens, count, k, activation=0, gated=True, transposed=False, inputs=False):
+    tile = dict(experts.tile_of(torch.empty(tokens, k), count), STEP=experts._STEP_BYTES // TYPES[model].itemsize)
+    layout = {"row_stride" if transposed else "column_stride": 1}
+    options = dict(num_stages=experts._STAGES)
+    yield shared_bytes(experts._up_kernel, dict(tile, **layout, UNITS=experts.units_of(gated), GATED=gated,
+                       ACTIVATION=activation, BIAS=activation < 0, WEIGHS=inputs), model, target, options)
+    yield shared_bytes(experts._down_kernel, dict(tile, **layout, OUTPUTS=experts._OUTPUTS, BIAS=activation < 0,
+                       WEIGHS=not inputs), model, target, options)
+    yield shared_bytes(experts._sum_kernel, dict(K=k, BLOCK=1024, ADDED=2), model, target)
+"""
+
+MIXTURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Qwen3-30B-A3B": ({"count": 128, "per_token": 8, "normalise": True}, {}),
+    "Mixtral": ({"count": 8, "per_token": 2, "normalise": True}, {}),
+    "gpt-oss 20B": ({"count": 32, "per_token": 4, "router": "softmax_of_chosen"}, {"activation": -1}),
+    "DeepSeek V3": (
+        {"count": 256, "per_token": 8, "router": "sigmoid", "normalise": True, "groups": 8, "chosen_groups": 4},
+        {},
+    ),
+    "Llama 4 Scout": (
+        {"count": 16, "per_token": 1, "router": "sigmoid_of_chosen"},
+        {"transposed": True, "inputs": True},
+    ),
+    "Nemotron 3 Nano": ({"count": 128, "per_token": 6, "router": "sigmoid"}, {"activation": 4, "gated": False}),
+    "Phi-3.5-MoE": ({"count": 16, "per_token": 2, "router": "sparsemixer", "near": 0.02}, {}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "names"),
+    [
+        (90, ["Qwen3-30B-A3B", "gpt-oss 20B"]),
+        *(pytest.param(target, [*MIXTURES], marks=pytest.mark.faults) for target in (80, 86, 90, 100)),
+    ],
+)
+def test_kernels_of_mixtures_compile_for_a_gpu_and_fit_into_shared_memory(target: int, names: list[str]) -> None:
+    """With the tiles of published models at few tokens and at most; sizes besides those of a tile are not constants."""
+    taken = {}
+    for name in names:
+        kind, products = MIXTURES[name]
+        sizes = {"count": kind["count"], "k": kind["per_token"], **products}
+        calls = [f"route({target}, model, **{kind})", f"*products({target}, model, tokens, **{sizes})"]
+        loops = "for model, tokens in (('*bf16', 1), ('*bf16', 256), ('*fp32', 256))"
+        taken[name] = compiled(f"{_EXPERTS}print(json.dumps([[{', '.join(calls)}] {loops}]))")
+    found = {name: max(max(of_size) for of_size in own) for name, own in taken.items()}
+    assert all(0 < most <= LEAST_SHARED_BYTES for most in found.values()), taken
