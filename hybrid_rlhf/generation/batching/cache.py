@@ -176,6 +176,8 @@ class KVCache:
         # Zeros, not uninitialised memory: an attention weight of 0 times NaN is NaN.
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys) if layout.stores == 2 else self.keys
+        # made once: views for each layer of each step would take 1% of a step of a small model
+        self._layers = [None if own is None else self._view(own) for own in layout.places]
         self.routes: torch.Tensor | None = None
         """[P, BLOCK_TOKENS, E, k], of the pages of the first page table; -1 where no token was computed."""
         if (size := layout.routes) is not None:
@@ -189,8 +191,11 @@ class KVCache:
 
     def of_layer(self, layer: int) -> tuple[int, torch.Tensor, torch.Tensor]:
         """The page table of a layer, and its keys and values [P, BLOCK_TOKENS, K, D]; a token's are contiguous."""
-        own = self.layout.places[layer]
-        assert own is not None
+        found = self._layers[layer]
+        assert found is not None
+        return found
+
+    def _view(self, own: LayerPlace) -> tuple[int, torch.Tensor, torch.Tensor]:
         part = slice(own.start, own.start + own.kv_heads * own.head_dim)
         keys, values = (
             store[own.place, :, :, part].unflatten(-1, (own.kv_heads, own.head_dim))
