@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from hybrid_rlhf.generation import GenerationEngine, sampler
 from hybrid_rlhf.generation.model import decoder, layers
@@ -23,7 +24,7 @@ from hybrid_rlhf.generation.weights.description import Activation, Experts
 from hybrid_rlhf.runtime.world import default_device
 from tests.support.families import VARIANTS, variant
 from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, token_ids_of
-from tests.support.triton_kernels import LEAST_SHARED_BYTES, Operations, compiled, count_launches
+from tests.support.triton_kernels import LEAST_SHARED_BYTES, compiled, count_launches, launches_of_a_layer
 
 pytest.importorskip("triton")
 kernels = importlib.import_module("hybrid_rlhf.generation.model.kernels")
@@ -226,19 +227,12 @@ def test_a_decoding_step_of_a_layer_with_experts_takes_few_launches(
     name: str, unpacked: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As those of a dense layer (test_kernels.py)."""
-    counted = []
-    modules = (kernels.attention, kernels.rows, kernels.routing, kernels.experts)
-    for depth in (2, 4):
+
+    def model_of(depth: int) -> PreTrainedModel:
         given = {"layer_types": None} if "layer_types" in VARIANTS[name][1] else {}
-        model = variant(name, num_hidden_layers=depth, **given).to(DEVICE, torch.bfloat16)
-        engine = GenerationEngine.from_model(model, stop_token_ids=range(model.config.vocab_size))
-        engine.generate(PROMPTS[:2], replace(SAMPLED, max_new_tokens=600, n=1))  # rows that are split among programs
-        assert engine.backend.workspace is not None
-        with monkeypatch.context() as counting, torch.inference_mode(), Operations() as operations:
-            launched = [count_launches(counting, module) for module in modules]
-            engine.backend.workspace.step(2)
-        counted.append(len(sum(launched, [])) + operations.computing)
-    assert (counted[1] - counted[0]) / 2 == LAYER_LAUNCHES[name]
+        return variant(name, num_hidden_layers=depth, **given)
+
+    assert launches_of_a_layer(monkeypatch, model_of) == LAYER_LAUNCHES[name]
 
 
 _EXPERTS = """

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams, sampler
 from hybrid_rlhf.generation.batching import workspace
@@ -29,7 +30,7 @@ from hybrid_rlhf.runtime.world import default_device, solo_world
 from tests.support.families import VARIANTS, variant
 from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, completions_alone, requests_for, token_ids_of
 from tests.support.tiny import tiny_model
-from tests.support.triton_kernels import LEAST_SHARED_BYTES, Operations, compiled, count_launches
+from tests.support.triton_kernels import LEAST_SHARED_BYTES, Operations, compiled, count_launches, launches_of_a_layer
 
 pytest.importorskip("triton")
 kernels = importlib.import_module("hybrid_rlhf.generation.model.kernels")
@@ -299,18 +300,12 @@ def test_a_decoding_step_of_a_dense_layer_takes_at_most_twelve_launches(
 
     In bfloat16, where conversions count too.
     """
-    counted = []
-    for depth in (2, 4):
+
+    def model_of(depth: int) -> PreTrainedModel:
         given = {"layer_types": None} if "layer_types" in VARIANTS[name][1] else {}
-        model = variant(name, num_hidden_layers=depth, **given).to(DEVICE, torch.bfloat16)
-        engine = GenerationEngine.from_model(model, stop_token_ids=range(model.config.vocab_size))
-        engine.generate(PROMPTS[:2], replace(SAMPLED, max_new_tokens=600, n=1))  # rows that are split among programs
-        assert engine.backend.workspace is not None
-        with monkeypatch.context() as counting, torch.inference_mode(), Operations() as operations:
-            launched = [count_launches(counting, module) for module in (kernels.attention, kernels.rows)]
-            engine.backend.workspace.step(2)
-        counted.append(len(sum(launched, [])) + operations.computing)
-    assert (counted[1] - counted[0]) / 2 == LAYER_LAUNCHES[name] <= 12
+        return variant(name, num_hidden_layers=depth, **given)
+
+    assert launches_of_a_layer(monkeypatch, model_of) == LAYER_LAUNCHES[name] <= 12
 
 
 @pytest.mark.parametrize(

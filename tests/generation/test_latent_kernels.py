@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from hybrid_rlhf.generation import GenerationEngine, sampler
 from hybrid_rlhf.generation.model import decoder, layers
 from hybrid_rlhf.runtime.world import default_device
 from tests.support.families import variant
 from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, token_ids_of
-from tests.support.triton_kernels import LEAST_SHARED_BYTES, Operations, compiled, count_launches
+from tests.support.triton_kernels import LEAST_SHARED_BYTES, compiled, launches_of_a_layer
 
 pytest.importorskip("triton")
 kernels = importlib.import_module("hybrid_rlhf.generation.model.kernels")
@@ -97,18 +98,12 @@ def test_a_decoding_step_of_a_layer_with_latents_takes_few_launches(
     name: str, launches: int, everywhere: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a dense MLP. Queries have a latent of their own, with a norm."""
-    counted = []
-    for depth in (2, 4):
+
+    def model_of(depth: int) -> PreTrainedModel:
         dense = {"first_k_dense_replace": depth} if name == "deepseek_v3" else {}
-        model = variant(name, num_hidden_layers=depth, **dense).to(default_device(), torch.bfloat16)
-        engine = GenerationEngine.from_model(model, stop_token_ids=range(model.config.vocab_size))
-        engine.generate(PROMPTS[:2], replace(SAMPLED, max_new_tokens=600, n=1))  # rows that are split among programs
-        with monkeypatch.context() as counting, torch.inference_mode(), Operations() as operations:
-            modules = (kernels.attention, kernels.latent, kernels.rows)
-            launched = [count_launches(counting, module) for module in modules]
-            engine.backend.workspace.step(2)  # type: ignore[attr-defined]
-        counted.append(len(sum(launched, [])) + operations.computing)
-    assert (counted[1] - counted[0]) / 2 == launches
+        return variant(name, num_hidden_layers=depth, **dense)
+
+    assert launches_of_a_layer(monkeypatch, model_of) == launches
 
 
 _TILE = """

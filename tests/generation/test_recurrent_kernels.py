@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from hybrid_rlhf.generation import GenerationEngine, sampler
 from hybrid_rlhf.generation.model import decoder, layers
@@ -23,7 +24,7 @@ from hybrid_rlhf.generation.weights.recurrence import GatedDelta, Lightning, Mam
 from hybrid_rlhf.runtime.world import default_device
 from tests.support.families import VARIANTS, variant
 from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, token_ids_of
-from tests.support.triton_kernels import LEAST_SHARED_BYTES, Operations, compiled, count_launches
+from tests.support.triton_kernels import LEAST_SHARED_BYTES, Operations, compiled, count_launches, launches_of_a_layer
 
 pytest.importorskip("triton")
 kernels = importlib.import_module("hybrid_rlhf.generation.model.kernels")
@@ -203,17 +204,11 @@ def test_a_decoding_step_of_a_recurrent_layer_with_its_mlp_takes_few_launches(
     name: str, everywhere: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As test_a_decoding_step_of_a_dense_layer_takes_at_most_twelve_launches: of two layers more, both recurrent."""
-    counted = []
-    for depth in (2, 4):
-        model = variant(name, num_hidden_layers=depth, **layers_of(name, depth)).to(DEVICE, torch.bfloat16)
-        engine = GenerationEngine.from_model(model, stop_token_ids=range(model.config.vocab_size))
-        engine.generate(PROMPTS[:2], replace(SAMPLED, max_new_tokens=2, n=1))
-        assert engine.backend.workspace is not None
-        with monkeypatch.context() as counting, torch.inference_mode(), Operations() as operations:
-            launched = launches(counting)
-            engine.backend.workspace.step(2)
-        counted.append(sum(map(len, launched)) + operations.computing)
-    assert (counted[1] - counted[0]) / 2 == LAYER_LAUNCHES[name]
+
+    def model_of(depth: int) -> PreTrainedModel:
+        return variant(name, num_hidden_layers=depth, **layers_of(name, depth))
+
+    assert launches_of_a_layer(monkeypatch, model_of, new_tokens=2) == LAYER_LAUNCHES[name]
 
 
 def layers_of(name: str, depth: int) -> dict[str, Any]:
