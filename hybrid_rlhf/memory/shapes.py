@@ -286,11 +286,8 @@ def _forward(lm: PreTrainedModel, batch: BatchShape) -> Tensor:
 
 @contextlib.contextmanager
 def _replaced(owner: Any, name: str, other: Callable[..., Any]) -> Iterator[None]:
-    """Replace a function of a module, if it has it."""
-    original = getattr(owner, name, None)
-    if original is None:
-        yield
-        return
+    """Replace a function of a module."""
+    original = getattr(owner, name)
     setattr(owner, name, other)
     try:
         yield
@@ -308,8 +305,10 @@ def _shapes_suffice() -> Iterator[None]:
         _replaced(
             functional, "scaled_dot_product_attention", lambda q, k, v, **options: _FusedAttention.apply(q, k, v)
         ),
-        # torch's shape rule knows bfloat16 alone
-        _replaced(functional, "grouped_mm", lambda rows, weight, **_: _GroupedProduct.apply(rows, weight)),
+        # torch's shape rule knows bfloat16 alone; before torch 2.9 there is no such product
+        _replaced(functional, "grouped_mm", lambda rows, weight, **_: _GroupedProduct.apply(rows, weight))
+        if hasattr(functional, "grouped_mm")
+        else contextlib.nullcontext(),
     ):
         yield
 

@@ -253,7 +253,8 @@ def _kv_size(architecture: ModelDescription, split: Split, layer: int) -> tuple[
 def _first_fit(used: list[int], width: int, most: int) -> tuple[int, int]:
     """The first place with room for a layer, and its first dimension there; `used` dimensions of each place grow."""
     place = next((place for place, taken in enumerate(used) if taken + width <= most), len(used))
-    used[place:] = used[place:] or [0]
+    if place == len(used):
+        used.append(0)
     used[place] += width
     return place, used[place] - width
 

@@ -80,10 +80,8 @@ class LatentAttention:
             latent, key = self._kv_norm(latent.contiguous())[:, None], key[:, None]
             if table is not None:
                 turned, key = rotate(turned, *table), rotate(key, *table)
-            absorbed, shared = (
-                torch.bmm(plain.transpose(0, 1), key_up).transpose(0, 1),
-                torch.cat([key, latent], dim=-1),
-            )
+            absorbed = torch.bmm(plain.transpose(0, 1), key_up).transpose(0, 1)
+            shared = torch.cat([key, latent], dim=-1)
             given = torch.cat([torch.cat([turned, absorbed], dim=-1), shared, shared], dim=1)
         else:
             torch.bmm(plain.transpose(0, 1), key_up, out=given[:, :-2, kind.rotated_dims :].transpose(0, 1))

@@ -42,7 +42,7 @@ def _first_key(position, window, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def part_of_row(
+def _part_of_row(
     position,
     split,
     window,
@@ -56,6 +56,42 @@ def part_of_row(
     span = tl.maximum(tl.cdiv(tl.cdiv(position + 1 - first, SPLITS), KEYS) * KEYS, SPAN)
     start = first + split * span
     return start, tl.minimum(start + span, position + 1)
+
+
+@triton.jit
+def part_of_step(
+    program,
+    positions,
+    tiles,
+    rows,
+    window,
+    KEYS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPAN: tl.constexpr,
+    TILES: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """What a program computes, a part of a row or a tile of a chunk: its first token, its sequence, the position of the
+    token, the number of tokens, the number of the part, and its first key and the one after its last."""
+    token, split = program // SPLITS, program % SPLITS
+    sequence, count = token, 1
+    if TILES and program >= rows * SPLITS:
+        split = 0
+        tile = tiles + (program - rows * SPLITS) * 4
+        token, sequence, position, count = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+        start, end = _first_key(position, window, WINDOW), position + count
+    else:
+        position = tl.load(positions + sequence).to(tl.int32)
+        start, end = _part_of_row(position, split, window, KEYS, SPLITS, SPAN, WINDOW)
+    return token, sequence, position, count, split, start, end
+
+
+@triton.jit
+def weigh(scores, top):
+    """Weights of scores below the new highest one, what the weights before fade by, and that highest score."""
+    higher = tl.maximum(top, tl.max(scores, 1))
+    shift = tl.where(higher == float("-inf"), 0.0, higher)  # a query that has seen no key yet
+    return tl.exp(scores - shift[:, None]), tl.exp(top - shift), higher
 
 
 @triton.jit
@@ -101,15 +137,10 @@ def _mix(
         seen = (key[None, :] <= at[:, None]) & (key < end)[None, :]
         if WINDOW:
             seen &= key[None, :] >= _first_key(at, window, WINDOW)[:, None]
-        scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
-        shift = tl.where(higher == float("-inf"), 0.0, higher)  # a query that has seen no key yet
-        weights = tl.exp(scores - shift[:, None])
-        faded = tl.exp(top - shift)
+        weights, faded, top = weigh(tl.where(seen, scores, float("-inf")), top)
         v = tl.load(values + where, mask=kept, other=0.0)
         mixed = mixed * faded[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         total = total * faded + tl.sum(weights, 1)
-        top = higher
     return mixed, top, total
 
 
@@ -151,16 +182,9 @@ def _attention_kernel(
 ):
     """One part of a row, or one tile of a chunk, for the queries of one KV head."""
     program, kv_head = tl.program_id(0), tl.program_id(1)
-    token, split = program // SPLITS, program % SPLITS
-    sequence, count = token, 1
-    if TILES and program >= rows * SPLITS:
-        split = 0
-        tile = tiles + (program - rows * SPLITS) * 4
-        token, sequence, position, count = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
-        start, end = _first_key(position, window, WINDOW), position + count
-    else:
-        position = tl.load(positions + sequence).to(tl.int32)
-        start, end = part_of_row(position, split, window, KEYS, SPLITS, SPAN, WINDOW)
+    token, sequence, position, count, split, start, end = part_of_step(
+        program, positions, tiles, rows, window, KEYS, SPLITS, SPAN, TILES, WINDOW
+    )
     query, place = tl.arange(0, QUERIES), tl.arange(0, D_PAD)
     real, at = query // G < count, position + tl.minimum(query // G, count - 1)
     head = (token + query // G).to(tl.int64) * (kv_heads * G) + kv_head * G + query % G

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybrid_rlhf.generation.model.kernels.attention import combine, part_of_row, splits_of
-from hybrid_rlhf.generation.model.kernels.rows import rms_normed
+from hybrid_rlhf.generation.model.kernels.attention import combine, part_of_step, splits_of, weigh
+from hybrid_rlhf.generation.model.kernels.rows import rms_normed, rotated_head
 
 _HEADS = 16
 """Of a program; the minimum of tl.dot."""
@@ -55,13 +55,9 @@ def _mix_latents(
         scores = tl.dot(q_rotated, tl.trans(k), input_precision="ieee")
         scores = tl.dot(q_latent, tl.trans(v), scores, input_precision="ieee") * scale
         scores = tl.where((key[None, :] <= at[:, None]) & (key < end)[None, :], scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
-        shift = tl.where(higher == float("-inf"), 0.0, higher)  # a query that has seen no key yet
-        weights = tl.exp(scores - shift[:, None])
-        faded = tl.exp(top - shift)
+        weights, faded, top = weigh(scores, top)
         mixed = mixed * faded[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         total = total * faded + tl.sum(weights, 1)
-        top = higher
     return mixed, top, total
 
 
@@ -95,16 +91,9 @@ def _latent_kernel(
 ):
     """One part of a row, or one tile of a chunk, for some heads."""
     program, query = tl.program_id(0), tl.arange(0, QUERIES)
-    token, split = program // SPLITS, program % SPLITS
-    sequence, count = token, 1
-    if TILES and program >= rows * SPLITS:
-        split = 0
-        tile = tiles + (program - rows * SPLITS) * 4
-        token, sequence, position, count = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
-        start, end = 0, position + count
-    else:
-        position = tl.load(positions + sequence).to(tl.int32)
-        start, end = part_of_row(position, split, 0, KEYS, SPLITS, SPAN, 0)
+    token, sequence, position, count, split, start, end = part_of_step(
+        program, positions, tiles, rows, 0, KEYS, SPLITS, SPAN, TILES, 0
+    )
     head = tl.program_id(1) * HEADS + query % HEADS
     real, at = (query // HEADS < count) & (head < heads), position + tl.minimum(query // HEADS, count - 1)
     row = (token + query // HEADS).to(tl.int64) * heads + head
@@ -129,11 +118,7 @@ def _rotated(given, cos, sin, R: tl.constexpr, R_PAD: tl.constexpr, WIDTH: tl.co
     place = tl.arange(0, R_PAD)
     x = tl.load(given + place, mask=place < R, other=0.0).to(tl.float32)
     if WIDTH > 0:
-        turned = place < WIDTH
-        other = tl.load(given + (place + WIDTH // 2) % WIDTH, mask=turned, other=0.0).to(tl.float32)
-        c = tl.load(cos + place, mask=turned, other=1.0).to(tl.float32)
-        s = tl.load(sin + place, mask=turned, other=0.0).to(tl.float32)
-        x = x * c + other * s
+        x = rotated_head(x, given, cos, sin, place, WIDTH)
     return x
 
 

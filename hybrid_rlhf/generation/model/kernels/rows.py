@@ -20,6 +20,16 @@ ACTIVATION_NUMBERS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 
 
 
 @triton.jit
+def rotated_head(x, source, cos, sin, place, WIDTH: tl.constexpr):
+    """A head x at source, of which the first WIDTH dimensions are rotated."""
+    turned = place < WIDTH
+    other = tl.load(source + (place + WIDTH // 2) % WIDTH, mask=turned, other=0.0).to(tl.float32)
+    c = tl.load(cos + place, mask=turned, other=1.0).to(tl.float32)
+    s = tl.load(sin + place, mask=turned, other=0.0).to(tl.float32)
+    return x * c + other * s
+
+
+@triton.jit
 def _rotate_and_write_kernel(
     qkv,
     cos,
@@ -43,11 +53,7 @@ def _rotate_and_write_kernel(
     x = tl.load(source + place, mask=inside, other=0.0).to(tl.float32)
     if WIDTH > 0:
         if head < HEADS + kv_heads:
-            turned = place < WIDTH
-            other = tl.load(source + (place + WIDTH // 2) % WIDTH, mask=turned, other=0.0).to(tl.float32)
-            c = tl.load(cos + row * WIDTH + place, mask=turned, other=1.0).to(tl.float32)
-            s = tl.load(sin + row * WIDTH + place, mask=turned, other=0.0).to(tl.float32)
-            x = x * c + other * s
+            x = rotated_head(x, source, cos + row * WIDTH, sin + row * WIDTH, place, WIDTH)
     if head < HEADS:
         tl.store(queries + (row * HEADS + head) * D + place, x, mask=inside)
     else:

@@ -52,6 +52,7 @@ class GatedDeltaMixer:
 
     def __init__(self, kind: GatedDelta, weights: MixerWeights, activation: Activation, eps: float) -> None:
         self._kind, self.weights, self._activation, self._eps = kind, weights, activation, eps
+        self._rule = replace(DECAYING_SCAN, inputs=self._inputs)
 
     def __call__(self, layer: int, x: Tensor, states: StepStates) -> Tensor:
         """See Mixer."""
@@ -60,7 +61,7 @@ class GatedDeltaMixer:
         values, keys = heads * kind.value_dim, heads // kind.shared * kind.key_dim
         mixed, z, b, a = self.weights.project(x).split([2 * keys + values, values, heads, heads], dim=-1)
         mixed = states.convolve(layer, mixed, w["conv"], w.get("conv.bias"), self._activation)
-        rule = replace(DECAYING_SCAN, inputs=self._inputs)
+        rule = self._rule
         if kernels is not None:
             rule = replace(rule, kernel=partial(kernels.delta_step, w["decay"], w["dt"]))
         out = states.scan(layer, rule, mixed, b, a).reshape(len(x), heads, kind.value_dim)
@@ -87,6 +88,7 @@ class Mamba2Mixer:
 
     def __init__(self, kind: Mamba2, weights: MixerWeights, activation: Activation, eps: float) -> None:
         self._kind, self.weights, self._activation, self._eps = kind, weights, activation, eps
+        self._rule = replace(DECAYING_SCAN, inputs=self._inputs, skip=self._skip)
 
     def __call__(self, layer: int, x: Tensor, states: StepStates) -> Tensor:
         """See Mixer."""
@@ -95,7 +97,7 @@ class Mamba2Mixer:
         inner, shared = heads * kind.head_dim, heads // kind.shared * kind.state_dim
         z, mixed, dt = self.weights.project(x).split([inner, inner + 2 * shared, heads], dim=-1)
         mixed = states.convolve(layer, mixed, w["conv"], w.get("conv.bias"), self._activation)
-        rule = replace(DECAYING_SCAN, inputs=self._inputs, skip=self._skip)
+        rule = self._rule
         if kernels is not None:
             given = (w["decay"], w["dt"], w["skip"])
             rule = replace(rule, kernel=partial(kernels.mamba2_step, *given, least_step=kind.least_step))
