@@ -36,6 +36,7 @@ from hybrid_rlhf.models.packing import packs
 from hybrid_rlhf.models.policy import Policy, Scorer
 from hybrid_rlhf.models.pretrained.loading import adapt_config, adapt_model
 from tests.support.model_types import NotBuilt, model_types, tiny_of_type
+from tests.support.models import in_float64
 
 GREEDY = SamplingParams(max_new_tokens=10, temperature=0.0)
 LENGTHS = (9, 4, 17)
@@ -183,7 +184,8 @@ def _training(model: PreTrainedModel) -> str:
     found = _padded(Policy(trained))
     if worst(found, expected) > 1e-4:
         return f"wrong: log-probs differ by {worst(found, expected):.2g}"
-    if packs(trained) and worst(found, [_alone(Policy(trained), prompt) for prompt in prompts()]) > 1e-5:
+    # roundings in float32 differ with the number of rows and with the processor, by more than 1e-5 in some types
+    if packs(trained) and _dependence(trained) > 1e-5 and _dependence(in_float64(trained)) > 1e-5:
         return "wrong: packed rows depend on each other"
     return "packed" if packs(trained) else "padded"
 
@@ -201,6 +203,12 @@ def _padded(policy: Policy) -> list[Tensor]:
     ids, real = batch_of(rows)
     logprobs = policy(ids, real, real)[0]
     return [logprobs[index, 1 : len(row)] for index, row in enumerate(rows)]
+
+
+def _dependence(model: PreTrainedModel) -> float:
+    """Largest difference of log-probs among others from those of a prompt alone."""
+    policy = Policy(model)
+    return worst(_padded(policy), [_alone(policy, prompt) for prompt in prompts()])
 
 
 def _alone(policy: Policy, prompt: list[int]) -> Tensor:
