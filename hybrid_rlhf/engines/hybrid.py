@@ -108,8 +108,6 @@ class HybridEngine(ModelEngine):
         self.drafter: Drafter | None = None
         """Of all its rollouts; none without `rollout.draft`."""
         self._host_states = OffloadedStates(engine, world.device)
-        self.probe = TrainingProbe(self)
-        """What inference weights are checked against."""
         self._elements = ElementCheck(self.lm)
         dtype = next(self.lm.parameters()).dtype
         inference_dtype = DTYPES.get(self._rollout.dtype, dtype)
@@ -301,11 +299,9 @@ class HybridEngine(ModelEngine):
             for weight, value in self._elements(weights, seed=self.weight_version)
         )
         start = time.perf_counter()
-        vocab_size = decoder.architecture.vocab_size
         self._check(
             decoder,
-            self.probe.logprobs(vocab_size),
-            lambda: self.probe.states(vocab_size),
+            TrainingProbe(self, decoder.architecture.vocab_size),
             updates=self.weight_version,
             elements=self._elements.worst,
         )

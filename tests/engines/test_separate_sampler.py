@@ -32,7 +32,7 @@ from hybrid_rlhf.generation.weights.conversion import InferenceWeights
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World
-from tests.support.engines import PROMPTS, token_rows
+from tests.support.engines import PROMPTS, sent_to_expert_0, token_rows
 from tests.support.families import variant
 from tests.support.ranks import run_ranks
 from tests.support.separate import build_separate, plane_of, weight_tensors
@@ -481,6 +481,28 @@ def replayed(world: World, path: Path) -> list[float] | None:
 def test_the_actor_replays_routes_of_the_sampler(tmp_path: Path) -> None:
     used, routes = run_ranks(replayed, 2, tmp_path / "ranks", folder_of("qwen3_moe", tmp_path))[0]
     assert used == routes > 0
+
+
+def rounded(world: World, path: Path) -> None:
+    """A sampler that sends two tokens to other experts than the training forward does."""
+    actor, sampler = build_separate(world, path, trains=1, max_logprob_diff=1e-5)
+    inference, sent = plane_of(sampler)._inference, list[bool]()
+    if inference is not None:
+        right = inference.build
+
+        def other(weights: Any) -> Any:
+            decoder = right(weights)
+            sent_to_expert_0(decoder, 2)
+            sent.append(True)
+            return decoder
+
+        vars(inference)["build"] = other
+    sync(sampler)
+    assert sent == [True] * (actor is None)
+
+
+def test_experts_that_rounding_may_choose_are_no_alarm(tmp_path: Path) -> None:
+    run_ranks(rounded, 2, tmp_path / "ranks", folder_of("qwen3_moe", tmp_path))
 
 
 def apart(world: World, path: Path) -> tuple[bool, bool, str]:

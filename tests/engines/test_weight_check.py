@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,15 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines import hybrid
 from hybrid_rlhf.engines.builder import build_actor
+from hybrid_rlhf.engines.checks import weight_check
+from hybrid_rlhf.engines.checks.weight_check import Rerouted, TrainingProbe
 from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.generation.model import quantised
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.model.layers import ACTIVATIONS
+from hybrid_rlhf.models.head_check import PROBE_TOKENS
 from hybrid_rlhf.runtime.world import World
-from tests.support.engines import actor_spec, train_step
+from tests.support.engines import actor_spec, sent_to_expert_0, train_step
 from tests.support.families import variant
 
 Weights = dict[str, Tensor]
@@ -124,10 +128,17 @@ WRONG_DECODERS: dict[str, tuple[str, Callable[[Decoder], None], str]] = {
 
 
 def actor_of(
-    name: str, world: World, folder: Path, *, rollout: RolloutConfig | None = None, **settings: Any
+    name: str,
+    world: World,
+    folder: Path,
+    *,
+    rollout: RolloutConfig | None = None,
+    max_logprob_diff: float | None = None,
+    **settings: Any,
 ) -> HybridEngine:
     variant(name).save_pretrained(folder)
-    return build_actor(actor_spec(folder, lr=0.05, **settings), world, rollout=rollout)
+    spec = actor_spec(folder, lr=0.05, **settings)
+    return build_actor(spec, world, rollout=rollout, max_logprob_diff=max_logprob_diff)
 
 
 def sync(actor: HybridEngine) -> None:
@@ -172,6 +183,34 @@ def test_a_wrong_forward_is_caught_and_placed(
     monkeypatch.setattr(actor._inference_weights, "build", wrong)
     with pytest.raises(UserError, match=f"must agree with the training forward.*first in {place}"):
         sync(actor)
+
+
+@pytest.mark.parametrize(("tokens", "same"), [(2, True), (8, False)])
+def test_experts_that_rounding_may_choose_are_no_alarm(
+    tokens: int, same: bool, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actor = actor_of("qwen3_moe", world, tmp_path, max_logprob_diff=1e-5)
+    assert actor._inference_weights is not None
+    right, least = actor._inference_weights.build, list[float]()
+
+    def other(*arguments: Any) -> Decoder:
+        decoder = right(*arguments)
+        sent_to_expert_0(decoder, tokens)
+        return decoder
+
+    def rerouted(probe: TrainingProbe, routes: Tensor) -> Rerouted:
+        least.append((found := by_training(probe, routes)).same_experts)
+        return found
+
+    by_training = TrainingProbe.rerouted
+    monkeypatch.setattr(TrainingProbe, "rerouted", rerouted)
+    monkeypatch.setattr(actor._inference_weights, "build", other)
+    monkeypatch.setattr(weight_check, "_LEAST_SAME_EXPERTS", 0.9)
+    with nullcontext() if same else pytest.raises(UserError, match="agree with the training forward to 1e-05.*layer 1"):
+        sync(actor)
+    assert least == pytest.approx([1 - tokens / (2 * (PROBE_TOKENS - 1))]), "two experts of each token"
+    module: Any = actor.module
+    assert not module.replay._replays, "training goes on with the experts that it chooses"
 
 
 @pytest.mark.parametrize("part", ["up", "down", "qkv", "o"])

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
@@ -14,6 +16,9 @@ from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.engines.partition import full_tensors
 from hybrid_rlhf.functional.losses import sft_loss
 from hybrid_rlhf.generation import SamplingParams
+from hybrid_rlhf.generation.model.decoder import Decoder
+from hybrid_rlhf.generation.weights.conversion import probe_logits
+from hybrid_rlhf.models.head_check import probe_tokens
 from hybrid_rlhf.models.pretrained.saving import save_model
 from hybrid_rlhf.runtime.world import World
 from tests.support.tiny import tiny_tokenizer
@@ -92,3 +97,17 @@ def train_generate_save(world: World, path: Path, folder: Path, settings: dict[s
         "released": released,
         "completions": [samples[0].token_ids for samples in completions],
     }
+
+
+def sent_to_expert_0(decoder: Decoder, tokens: int) -> None:
+    """Have layer 1 choose expert 0 for so many more of the probe's tokens: those whose routers nearly do."""
+    experts, seen = decoder._weights.layers[1].experts, list[Tensor]()
+    assert experts is not None
+    right = experts.route
+    vars(experts)["route"] = lambda x: right(seen.append(x) or x)  # type: ignore[func-returns-value]
+    probe_logits(decoder, probe_tokens(decoder.architecture.vocab_size))
+    del vars(experts)["route"]
+    scores = functional.linear(torch.cat(seen), experts.router).softmax(dim=-1)
+    lacking = scores.topk(right(seen[0])[1].shape[1]).values[:, -1] - scores[:, 0]
+    more = lacking[lacking > 0].sort().values[tokens - 1]
+    experts._correction = more.add(1e-6) * torch.eye(scores.shape[1])[0]

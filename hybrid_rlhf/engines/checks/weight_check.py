@@ -4,17 +4,22 @@ Why after each: the faults that cost the field most are silent (adapters that no
 and they may begin with any sync. A few fixed tokens pass through both; the log-probs are compared. Beyond the limit the
 run stops, and the error names the first layer whose output differs. Differences below the rounding of log-probs are
 found in the weights themselves (element_check.py).
+
+In a mixture of experts rounding may send a token to other experts, which changes its log-prob by more than rounding
+does. So before a mixture stops a run, the training forward computes the tokens again with the experts of the inference
+weights (models/routers/replay.py), and it must agree on most of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.engines.checks.element_check import WrongElements
@@ -24,6 +29,7 @@ from hybrid_rlhf.generation.weights.conversion import (
     LOW_PRECISION_TOLERANCE,
     agreement_with,
     probe_hidden,
+    probe_routes,
 )
 from hybrid_rlhf.models.head_check import FLOAT32_TOLERANCE, probe_tokens
 from hybrid_rlhf.models.structure import layer_list
@@ -36,6 +42,8 @@ _QUANTISED_TOLERANCE = 0.5
 _PRODUCT_TOLERANCE, _QUANTISED_LAYER_TOLERANCE = 0.1, 0.2
 """Relative difference of a quantised product from that of its weight, where int8 gives 0.01 and fp8 0.04; and of a
 layer's output with such products."""
+_LEAST_SAME_EXPERTS = 0.5
+"""Part of the chosen experts of a mixture on which both routers must agree; rounding changes a few percent."""
 
 
 def logprob_limit(limit: float | None, *dtypes: torch.dtype, quantised: bool = False) -> float:
@@ -47,27 +55,61 @@ def logprob_limit(limit: float | None, *dtypes: torch.dtype, quantised: bool = F
     return FLOAT32_TOLERANCE if set(dtypes) == {torch.float32} else LOW_PRECISION_TOLERANCE
 
 
-class TrainingProbe:
-    """The training forward of fixed tokens, which inference weights are compared with."""
+@dataclass(frozen=True)
+class Rerouted:
+    """The training forward of `probe_tokens` with given experts."""
 
-    def __init__(self, engine: ModelEngine) -> None:
-        self._engine = engine
+    logprobs: Tensor
+    """[P - 1]."""
+    same_experts: float
+    """Part of the given experts that the router would have chosen; the least of all mixtures."""
+
+
+class Probe(Protocol):
+    """The training forward of `probe_tokens`, on every rank that checks; they call together."""
+
+    def logprobs(self) -> Tensor:
+        """[P - 1] of all tokens except the first."""
+
+    def rerouted(self, routes: Tensor) -> Rerouted:
+        """With these experts [P - 1, E, k] of all tokens except the last."""
+
+    def states(self) -> list[Tensor] | None:
+        """[P, H] before the first layer and after each; none for a model whose layers are unknown."""
+
+
+class TrainingProbe:
+    """A Probe on the ranks of an engine."""
+
+    def __init__(self, engine: ModelEngine, vocab_size: int) -> None:
+        self._engine, self._vocab_size = engine, vocab_size
 
     @torch.no_grad()
-    def logprobs(self, vocab_size: int) -> Tensor:
-        """[P - 1] of all `probe_tokens` except the first; every rank of the engine must call."""
-        ids, counts = self._inputs(vocab_size)
+    def logprobs(self) -> Tensor:
+        """See Probe."""
+        ids, counts = self._inputs()
         logprobs: Tensor = self._engine(ids, counts, counts)[0][0, 1:]
         return logprobs
 
     @torch.no_grad()
-    def states(self, vocab_size: int) -> list[Tensor] | None:
-        """[P, H] before the first layer and after each; none for a model whose layers are unknown. Every rank of the
-        engine must call."""
+    def rerouted(self, routes: Tensor) -> Rerouted:
+        """See Probe."""
+        ids, counts = self._inputs()
+        module: Any = self._engine.module
+        routes = functional.pad(routes.to(ids.device), (0, 0, 0, 0, 0, 1), value=-1)
+        with module.replay.forced() as own:
+            logprobs: Tensor = self._engine(ids, counts, counts, routes=routes[None])[0][0, 1:]
+        given = routes[:-1].unbind(1)
+        same = [(theirs[:, :, None] == mine[:-1, None]).any(2) for mine, theirs in zip(own, given, strict=True)]
+        return Rerouted(logprobs, min(float(each.float().mean()) for each in same))
+
+    @torch.no_grad()
+    def states(self) -> list[Tensor] | None:
+        """See Probe."""
         layers = layer_list(self._engine.lm)
         if layers is None:
             return None
-        ids, counts = self._inputs(vocab_size)
+        ids, counts = self._inputs()
         states: list[Tensor] = []
         handles = [layers[0].register_forward_pre_hook(lambda _, inputs: states.append(inputs[0].detach()))]
         for layer in layers:
@@ -79,8 +121,8 @@ class TrainingProbe:
                 handle.remove()
         return [state.reshape(-1, state.shape[-1]) for state in states]
 
-    def _inputs(self, vocab_size: int) -> tuple[Tensor, Tensor]:
-        ids = torch.tensor([probe_tokens(vocab_size)], device=self._engine.device)
+    def _inputs(self) -> tuple[Tensor, Tensor]:
+        ids = torch.tensor([probe_tokens(self._vocab_size)], device=self._engine.device)
         return ids, torch.ones_like(ids, dtype=torch.bool)
 
 
@@ -114,8 +156,7 @@ class WeightCheck:
     def __call__(
         self,
         decoder: Decoder | None,
-        expected: Tensor,
-        states: Callable[[], list[Tensor] | None],
+        probe: Probe,
         *,
         updates: int,
         elements: WrongElements | None = None,
@@ -124,26 +165,22 @@ class WeightCheck:
 
         Args:
             decoder: with the current weights; none on a rank that does not sample.
-            expected: [P - 1] log-probs of TrainingProbe, the same on every rank.
-            states: gives those of TrainingProbe; called on every rank, or on none.
+            probe: the training forward, the same on every rank.
             updates: optimizer updates so far, for the message.
             elements: what ElementCheck found; none, on every rank: it was not used.
 
         Raises:
             UserError: on every rank, when the log-probs differ by more than the limit, or elements of a weight differ.
         """
+        expected = probe.logprobs()
         if not bool(expected.isfinite().all()):
             return  # the training weights themselves are not finite, which the loop reports (loop/non_finite.py)
-        excess, limit = -math.inf, 0.0
-        if decoder is not None:
-            result = agreement_with(decoder, expected)
-            limit = result.tolerance if self._limit is None else self._limit
-            excess = math.inf if math.isnan(result.measured) else result.measured - limit
-        if self._largest(excess) <= 0:
+        excess, limit = self._excess(decoder, expected)
+        if self._largest(excess) <= 0 or self._agrees_with_its_experts(decoder, probe):
             self._check_products(decoder, updates)
             self._check_elements(elements, updates)
             return
-        training = states()
+        training = probe.states()
         place = "" if decoder is None else _first_difference(decoder, training)
         worst = max(self._world.all_gather_objects(_Finding(excess, limit, place)), key=lambda finding: finding.excess)
         raise UserError(
@@ -151,6 +188,25 @@ class WeightCheck:
             f"{worst.excess + worst.limit:.3g} after the weight sync of update {updates}, first in {worst.place}: "
             f"report the model, or {self._remedy}"
         )
+
+    def _excess(self, decoder: Decoder | None, expected: Tensor) -> tuple[float, float]:
+        """Difference of a decoder's log-probs beyond the limit, and the limit."""
+        if decoder is None:
+            return -math.inf, 0.0
+        result = agreement_with(decoder, expected)
+        limit = result.tolerance if self._limit is None else self._limit
+        return (math.inf if math.isnan(result.measured) else result.measured - limit), limit
+
+    def _agrees_with_its_experts(self, decoder: Decoder | None, probe: Probe) -> bool:
+        """Whether the training forward with the experts of a decoder agrees with it, and on most of these experts."""
+        routes = None if decoder is None else _routes(decoder)
+        routes = next((each for each in self._world.all_gather_objects(routes) if each is not None), None)
+        if routes is None:
+            return False
+        rerouted = probe.rerouted(routes)
+        if rerouted.same_experts < _LEAST_SAME_EXPERTS:
+            return False
+        return self._largest(self._excess(decoder, rerouted.logprobs)[0]) <= 0
 
     def _check_products(self, decoder: Decoder | None, updates: int) -> None:
         """Compare each quantised product with its weight: a wrong scale of a small part may change log-probs little."""
@@ -182,6 +238,14 @@ class WeightCheck:
     def _largest(self, value: float) -> float:
         """Of all ranks."""
         return float(self._world.all_reduce(torch.tensor(value, device=self._world.device), dist.ReduceOp.MAX))
+
+
+def _routes(decoder: Decoder) -> Tensor | None:
+    """Its experts of `probe_tokens` on the CPU; none where they cannot be those of the training forward."""
+    architecture = decoder.architecture
+    if not architecture.expert_layers or architecture.experts is None or not architecture.experts.weighs_any_choice:
+        return None
+    return probe_routes(decoder, probe_tokens(architecture.vocab_size)).cpu()
 
 
 def _first_difference(decoder: Decoder, expected: list[Tensor] | None) -> str:

@@ -15,6 +15,8 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.rules import require
-from hybrid_rlhf.engines.checks.weight_check import WeightCheck, logprob_limit
+from hybrid_rlhf.engines.checks.weight_check import Rerouted, TrainingProbe, WeightCheck, logprob_limit
 from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.engines.residency.rules import ResidencyRules, RoleResidency
 from hybrid_rlhf.engines.sampling_engine import groups_of, rollout_backend, rollout_drafter
@@ -34,6 +36,8 @@ from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.models.pretrained.loading import DTYPES
 from hybrid_rlhf.runtime.world import World, shared_user_errors
+
+T = TypeVar("T")
 
 
 class SeparateSampler:
@@ -216,18 +220,12 @@ class SeparateSampler:
         """Use new weights, and compare their log-probs with those of the actor's forward."""
         plane, actor = self.plane, self._actor
         assert plane is not None
-        vocab_size = plane.model.described.architecture.vocab_size
         if self._backend is not None and decoder is not None:
             self._backend.sync_weights(decoder)
         start = time.perf_counter()
-
-        def states() -> list[Tensor] | None:
-            found = None if actor is None else actor.probe.states(vocab_size)
-            return plane.of_trained(None if found is None else [state.cpu() for state in found])
-
-        expected = plane.of_trained(None if actor is None else actor.probe.logprobs(vocab_size).cpu())
-        assert expected is not None
-        self._check(decoder, expected, states, updates=plane.version)
+        vocab_size = plane.model.described.architecture.vocab_size
+        probe = _SentProbe(plane, None if actor is None else TrainingProbe(actor, vocab_size))
+        self._check(decoder, probe, updates=plane.version)
         self.weight_check_seconds = time.perf_counter() - start
 
     def _force(self) -> None:
@@ -248,6 +246,32 @@ class SeparateSampler:
         backend, self._backend = self._backend, None
         if backend is not None:
             backend.close()
+
+
+class _SentProbe:
+    """The Probe of an actor on the ranks of its sampler too; no actor: of another rank."""
+
+    def __init__(self, plane: WeightPlane, probe: TrainingProbe | None) -> None:
+        self._plane, self._probe = plane, probe
+
+    def logprobs(self) -> Tensor:
+        """See Probe."""
+        return self._of_trained(None if self._probe is None else self._probe.logprobs().cpu())
+
+    def rerouted(self, routes: Tensor) -> Rerouted:
+        """See Probe."""
+        found = None if self._probe is None else self._probe.rerouted(routes)
+        return self._of_trained(None if found is None else replace(found, logprobs=found.logprobs.cpu()))
+
+    def states(self) -> list[Tensor] | None:
+        """See Probe."""
+        found = None if self._probe is None else self._probe.states()
+        return self._plane.of_trained(None if found is None else [state.cpu() for state in found])
+
+    def _of_trained(self, value: T | None) -> T:
+        sent = self._plane.of_trained(value)
+        assert sent is not None, "the first rank that trains has a value"
+        return sent
 
 
 def _check_rollout(rollout: RolloutConfig) -> None:

@@ -222,9 +222,23 @@ def probe_logprobs(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
 @torch.inference_mode()
 def probe_logits(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
     """Logits [P - 1, V] float32 after all tokens except the last: the first by prefill, the others token by token."""
-    probe, places = _Probe(decoder, tokens), range(len(tokens) - 1 - PROBE_DECODED, len(tokens) - 1)
-    hidden = [probe.prefill(places.start), *map(probe.decode, places)]
-    return gather_vocabulary(decoder.logits(torch.cat(hidden)), decoder.architecture.vocab_size, decoder.world)
+    hidden = torch.cat(_probe_steps(_Probe(decoder, tokens), len(tokens) - 1))
+    return gather_vocabulary(decoder.logits(hidden), decoder.architecture.vocab_size, decoder.world)
+
+
+@torch.inference_mode()
+def probe_routes(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
+    """Experts [P - 1, E, k] int64 of the same tokens in each mixture."""
+    probe = _Probe(decoder, tokens, records_routes=True)
+    steps, mixtures = len(_probe_steps(probe, len(tokens) - 1)), len(decoder.architecture.expert_layers)
+    found = [torch.stack(probe.routes[step * mixtures : (step + 1) * mixtures], dim=1) for step in range(steps)]
+    return torch.cat(found).long()
+
+
+def _probe_steps(probe: _Probe, tokens: int) -> list[Tensor]:
+    """Hidden states of so many tokens: of a prefill, and of each that is decoded after it."""
+    places = range(tokens - PROBE_DECODED, tokens)
+    return [probe.prefill(places.start), *map(probe.decode, places)]
 
 
 @torch.inference_mode()
@@ -238,7 +252,10 @@ def probe_hidden(decoder: Decoder, tokens: Sequence[int]) -> list[Tensor]:
 class _Probe:
     """One sequence, with a cache and states of its own."""
 
-    def __init__(self, decoder: Decoder, tokens: Sequence[int]) -> None:
+    def __init__(self, decoder: Decoder, tokens: Sequence[int], *, records_routes: bool = False) -> None:
+        self.routes: list[Tensor] = []
+        """Experts [T, k] of each mixture in each step, if they are recorded."""
+        self._records_routes = records_routes
         device, layout = decoder.world.device, CacheLayout.of(decoder.architecture, decoder.split, len(tokens))
         cache = decoder.new_cache(layout, pages=layout.pages_of(len(tokens), computed_together=len(tokens)))
         self._pages = torch.arange(cache.pages, dtype=torch.int32, device=device).view(layout.tables, 1, -1)
@@ -266,7 +283,9 @@ class _Probe:
     ) -> Tensor:
         states = None if self._states is None else self._states.step(rows, chunks)
         attend = self._attention.step(rows, chunks)
-        return self._decoder.hidden(self._ids[part], self._places[part], attend, states=states, observe=observe)
+        routes = self.routes if self._records_routes else None
+        places = self._places[part]
+        return self._decoder.hidden(self._ids[part], places, attend, states=states, observe=observe, routes=routes)
 
 
 def agreement_with(decoder: Decoder, expected: Tensor) -> LogitAgreement:

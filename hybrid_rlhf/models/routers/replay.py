@@ -37,6 +37,7 @@ class RouterReplay:
         self._experts, self._replays = experts, replays
         self._routes: Tensor | None = None
         self._compares = False
+        self._would_choose: list[Tensor] | None = None
         self.agreement: Tensor | None = None
         """[2] float64, of the last forward with recorded choices: how many of them the routers used, and how many there
         are; none: the last forward had none."""
@@ -56,6 +57,16 @@ class RouterReplay:
         finally:
             self._compares = False
 
+    @contextlib.contextmanager
+    def forced(self) -> Iterator[list[Tensor]]:
+        """Recorded choices replace those of the routers in any case. The list receives what each router would have
+        chosen [N, k], in the order of the mixtures."""
+        before, self._replays, self._would_choose = self._replays, True, []
+        try:
+            yield self._would_choose
+        finally:
+            self._replays, self._would_choose = before, None
+
     def _routed(self, place: int, router: nn.Module) -> Callable[..., Any]:
         """The forward of a router."""
         own = router.forward
@@ -64,8 +75,10 @@ class RouterReplay:
             if self._routes is None:
                 return own(*args, **kwargs)
             recorded = self._routes[:, place].long()
-            with _Choice(recorded, self._experts) if self._replays else contextlib.nullcontext():
+            with _Choice(recorded, self._experts) if self._replays else contextlib.nullcontext() as choice:
                 output = own(*args, **kwargs)
+            if self._would_choose is not None and choice is not None and choice.own is not None:
+                self._would_choose.append(choice.own)
             if self._compares:
                 self._compare(recorded, choices(output, recorded.shape[1]))
             return output
@@ -86,6 +99,8 @@ class _Choice(TorchFunctionMode):
         """Args: indices [N, k], -1 where the top-k decides; and the experts that it is over."""
         super().__init__()
         self._recorded, self._experts = recorded, experts
+        self.own: Tensor | None = None
+        """What the top-k chose [N, k]."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, given: tuple[Any, ...] = (), named: dict[str, Any] | None = None
@@ -97,5 +112,6 @@ class _Choice(TorchFunctionMode):
         scores: Tensor = given[0]
         if scores.shape[-1] != self._experts or result.indices.shape != self._recorded.shape:
             return result
+        self.own = result.indices
         index = torch.where(self._recorded < 0, result.indices, self._recorded)
         return torch.return_types.topk((scores.gather(-1, index), index))
