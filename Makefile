@@ -25,7 +25,7 @@ wheel-demo: $(VENV)/.test
 # The long tests, about an hour: runs killed at every point, all layouts, 500 steps, fuzzing, all shapes of kernels.
 faults: $(VENV)/.test
 	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -n logical --maxprocesses 4 --dist loadfile -m "faults or not gpu" \
-		tests/faults tests/fuzz tests/engines/test_checkpoints.py tests/engines/test_weight_check.py \
+		tests/faults tests/fuzz $(addprefix tests/engines/test_,checkpoints.py hybrid.py weight_check.py) \
 		tests/families/test_rl.py tests/generation/test_*kernels.py tests/end_to_end/test_gpu_hour.py $(ARGS)
 
 lint: $(VENV)/.test

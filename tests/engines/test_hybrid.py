@@ -200,7 +200,13 @@ def in_place(world: World, path: Path) -> list[dict[str, Any]]:
     return results
 
 
-@pytest.mark.parametrize("variety", ["llama", "gemma2", "gemma4 with experts", "falcon_h1"])
+@pytest.mark.parametrize(
+    "variety",
+    [
+        *("llama", "gemma4 with experts"),
+        *(pytest.param(name, marks=pytest.mark.faults) for name in ("gemma2", "falcon_h1")),
+    ],
+)
 def test_inference_weights_that_are_kept_follow_the_training_in_place(variety: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     model = tiny_model(pad_token_id=0) if variety == "llama" else variant(variety)

@@ -222,11 +222,12 @@ def layers_of(name: str, depth: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "name",
     [
-        *("qwen3_5", "granite 4", "falcon_h1 with a norm after the gate", "jamba", "lfm2", "minimax"),
+        *("qwen3_5", "granite 4", "jamba"),
         *(
             pytest.param(name, marks=pytest.mark.faults)
-            for name in ("qwen3_next", "bamba", "falcon_h1", "nemotron_h", "lfm2_moe")
+            for name in ("qwen3_next", "bamba", "falcon_h1", "nemotron_h", "lfm2", "lfm2_moe", "minimax")
         ),
+        pytest.param("falcon_h1 with a norm after the gate", marks=pytest.mark.faults),
     ],
 )
 def test_a_family_samples_with_kernels_what_it_does_without(
