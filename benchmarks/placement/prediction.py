@@ -38,6 +38,7 @@ from hybrid_rlhf.memory.shapes import Shapes
 from hybrid_rlhf.placement.costs import Costs
 from hybrid_rlhf.placement.curves import MachineCurves
 from hybrid_rlhf.placement.job import JobReader, StepLengths
+from hybrid_rlhf.placement.machines.runs import ALL_ROWS
 from hybrid_rlhf.placement.machines.stored import load_curves
 from hybrid_rlhf.placement.plans import Cluster, StepPlan
 from hybrid_rlhf.placement.report import STEP, PredictionReport, summary
@@ -48,8 +49,6 @@ PHASES = ("weight_sync", "generation", "scoring", "training", "other")
 """As measured; of these, the planner's `gather` and `loop` are `other`."""
 PROMPT = "prompt {:04}"
 PROMPT_TOKENS = float(len(encode_prompt([{"role": "user", "content": PROMPT.format(1)}], tiny_tokenizer())))
-_ALL_ROWS = 10**6
-"""Memory lets all rows be decoded at once."""
 
 
 @dataclass(frozen=True)
@@ -248,8 +247,8 @@ def predict(line: list[str], curves: MachineCurves, case: Case, measured: dict[s
     lengths = StepLengths(PROMPT_TOKENS, (round(measured["tokens"]),) * case.prompts)
     costs = Costs(JobReader(torch.device("cpu"), Shapes())(config, lengths, overrides={}), curves, case.cluster)
     plan = plan_of(config, case)
-    time = step_time(costs, plan, rows_at_once=_ALL_ROWS)
-    silent = without_communication(costs, plan, rows_at_once=_ALL_ROWS)
+    time = step_time(costs, plan, rows_at_once=ALL_ROWS)
+    silent = without_communication(costs, plan, rows_at_once=ALL_ROWS)
     other = time.phases["gather"] + time.phases["loop"]
     return {**time.phases, "other": other, STEP: time.step_seconds, "silent": silent}
 

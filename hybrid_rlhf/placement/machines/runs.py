@@ -25,7 +25,7 @@ from hybrid_rlhf.placement.plans import Cluster, StepPlan, flattening
 from hybrid_rlhf.placement.schedule import StepTime, step_time
 from hybrid_rlhf.runtime.world import World
 
-_ALL_ROWS = 10**6
+ALL_ROWS = 10**6
 """Memory lets all rows be decoded at once."""
 _NOTHING = 1e-12
 """Factor of work that is left out."""
@@ -179,7 +179,7 @@ class _Prediction:
     def step(self, curves: MachineCurves) -> StepTime:
         """The whole step."""
         costs = Costs(self.job, curves, Cluster(self.ranks, self.ranks))
-        return step_time(costs, self.plan, rows_at_once=_ALL_ROWS)
+        return step_time(costs, self.plan, rows_at_once=ALL_ROWS)
 
     def calls(self, curves: MachineCurves, name: str, phase: str) -> float:
         """How often a phase makes a call that takes a fixed time."""
