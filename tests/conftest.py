@@ -11,8 +11,8 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Else `init_world` gives the process a thread for each core. The threads of several pytest workers spin while they wait,
-# and take each other's cores: the tests after it ran 20 times slower.
+# Else `init_world` gives the process a thread for each core. The threads of several pytest workers spin while they
+# wait, and take each other's cores: the tests after it ran 20 times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HYBRID_RLHF_PRODUCTS", "onednn")  # the same bits in every test, whatever a measurement says
 
