@@ -159,8 +159,8 @@ def main() -> None:
     if curves is None:
         raise UserError("predictions need curves of this machine, got none: run hybrid-rlhf calibrate")
     known_cases, new = CASES + SECOND, drawn()
-    of = {"known": known_cases, "drawn": new, "all": known_cases + new, "thirty": CASES[:20] + new}
-    cases = of[options.cases]
+    groups = {"known": known_cases, "drawn": new, "all": known_cases + new, "thirty": CASES[:20] + new}
+    cases = groups[options.cases]
     earlier: list[dict[str, Any]] = json.loads(options.measured.read_text()) if options.measured else []
     known = {Case(**record["case"]): record["measured"] for record in earlier}
     measured: dict[Case, dict[str, float]] = {}

@@ -32,7 +32,7 @@ from hybrid_rlhf.generation.weights.conversion import InferenceWeights
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World
-from tests.support.engines import PROMPTS, sent_to_expert_0, token_rows
+from tests.support.engines import PROMPTS, route_to_expert_0, token_rows
 from tests.support.families import variant
 from tests.support.ranks import run_ranks
 from tests.support.separate import build_separate, plane_of, weight_tensors
@@ -492,7 +492,7 @@ def rounded(world: World, path: Path) -> None:
 
         def other(weights: Any) -> Any:
             decoder = right(weights)
-            sent_to_expert_0(decoder, 2)
+            route_to_expert_0(decoder, 2)
             sent.append(True)
             return decoder
 

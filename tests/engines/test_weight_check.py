@@ -23,7 +23,7 @@ from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.model.layers import ACTIVATIONS
 from hybrid_rlhf.models.head_check import PROBE_TOKENS
 from hybrid_rlhf.runtime.world import World
-from tests.support.engines import actor_spec, sent_to_expert_0, train_step
+from tests.support.engines import actor_spec, route_to_expert_0, train_step
 from tests.support.families import variant
 
 Weights = dict[str, Tensor]
@@ -195,7 +195,7 @@ def test_experts_that_rounding_may_choose_are_no_alarm(
 
     def other(*arguments: Any) -> Decoder:
         decoder = right(*arguments)
-        sent_to_expert_0(decoder, tokens)
+        route_to_expert_0(decoder, tokens)
         return decoder
 
     def rerouted(probe: TrainingProbe, routes: Tensor) -> Rerouted:

@@ -99,15 +99,22 @@ def train_generate_save(world: World, path: Path, folder: Path, settings: dict[s
     }
 
 
-def sent_to_expert_0(decoder: Decoder, tokens: int) -> None:
-    """Have layer 1 choose expert 0 for so many more of the probe's tokens: those whose routers nearly do."""
-    experts, seen = decoder._weights.layers[1].experts, list[Tensor]()
+def route_to_expert_0(decoder: Decoder, tokens: int) -> None:
+    """Bias the router of layer 1 so that it selects expert 0 for `tokens` more probe tokens, those with the smallest
+    score margin."""
+    experts, inputs = decoder._weights.layers[1].experts, list[Tensor]()
     assert experts is not None
-    right = experts.route
-    vars(experts)["route"] = lambda x: right(seen.append(x) or x)  # type: ignore[func-returns-value]
+    route = experts.route
+
+    def recorded(x: Tensor) -> tuple[Tensor, Tensor]:
+        inputs.append(x)
+        return route(x)
+
+    vars(experts)["route"] = recorded
     probe_logits(decoder, probe_tokens(decoder.architecture.vocab_size))
     del vars(experts)["route"]
-    scores = functional.linear(torch.cat(seen), experts.router).softmax(dim=-1)
-    lacking = scores.topk(right(seen[0])[1].shape[1]).values[:, -1] - scores[:, 0]
-    more = lacking[lacking > 0].sort().values[tokens - 1]
-    experts._correction = more.add(1e-6) * torch.eye(scores.shape[1])[0]
+    top_k = route(inputs[0])[1].shape[1]
+    scores = functional.linear(torch.cat(inputs), experts.router).softmax(dim=-1)
+    margins = scores.topk(top_k).values[:, -1] - scores[:, 0]
+    bias = margins[margins > 0].sort().values[tokens - 1] + 1e-6
+    experts._correction = bias * torch.eye(scores.shape[1])[0]

@@ -32,6 +32,7 @@ from hybrid_rlhf.generation.weights.conversion import (
     probe_routes,
 )
 from hybrid_rlhf.models.head_check import FLOAT32_TOLERANCE, probe_tokens
+from hybrid_rlhf.models.routers.replay import are_chosen
 from hybrid_rlhf.models.structure import layer_list
 from hybrid_rlhf.runtime.world import World
 
@@ -43,7 +44,7 @@ _PRODUCT_TOLERANCE, _QUANTISED_LAYER_TOLERANCE = 0.1, 0.2
 """Relative difference of a quantised product from that of its weight, where int8 gives 0.01 and fp8 0.04; and of a
 layer's output with such products."""
 _LEAST_SAME_EXPERTS = 0.5
-"""Part of the chosen experts of a mixture on which both routers must agree; rounding changes a few percent."""
+"""Fraction of the chosen experts of a mixture on which both routers must agree; rounding changes a few percent."""
 
 
 def logprob_limit(limit: float | None, *dtypes: torch.dtype, quantised: bool = False) -> float:
@@ -62,7 +63,7 @@ class Rerouted:
     logprobs: Tensor
     """[P - 1]."""
     same_experts: float
-    """Part of the given experts that the router would have chosen; the least of all mixtures."""
+    """Fraction of the given experts that the router selects itself; minimum over all mixtures."""
 
 
 class Probe(Protocol):
@@ -100,7 +101,7 @@ class TrainingProbe:
         with module.replay.forced() as own:
             logprobs: Tensor = self._engine(ids, counts, counts, routes=routes[None])[0][0, 1:]
         given = routes[:-1].unbind(1)
-        same = [(theirs[:, :, None] == mine[:-1, None]).any(2) for mine, theirs in zip(own, given, strict=True)]
+        same = [are_chosen(theirs, mine[:-1]) for mine, theirs in zip(own, given, strict=True)]
         return Rerouted(logprobs, min(float(each.float().mean()) for each in same))
 
     @torch.no_grad()

@@ -88,8 +88,13 @@ class RouterReplay:
     def _compare(self, recorded: Tensor, used: Tensor) -> None:
         assert self.agreement is not None
         known = recorded >= 0
-        same = known & (recorded[:, :, None] == used[:, None, :]).any(dim=2)
+        same = known & are_chosen(recorded, used)
         self.agreement += torch.stack([same.sum(), known.sum()])
+
+
+def are_chosen(recorded: Tensor, used: Tensor) -> Tensor:
+    """[N, k] bool, whether each recorded expert of a token [N, k] is one of those used for it [N, k]."""
+    return (recorded[:, :, None] == used[:, None, :]).any(dim=2)
 
 
 class _Choice(TorchFunctionMode):
