@@ -93,7 +93,7 @@ def test_a_model_with_latents_samples_with_kernels_what_it_does_without(
     assert found == token_ids_of(plain.generate(PROMPTS[:3], sampling))
 
 
-@pytest.mark.parametrize(("name", "launches"), [("minicpm3", 18), ("deepseek_v3", 17)])
+@pytest.mark.parametrize(("name", "launches"), [("minicpm3", 16), ("deepseek_v3", 16)])
 def test_a_decoding_step_of_a_layer_with_latents_takes_few_launches(
     name: str, launches: int, everywhere: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

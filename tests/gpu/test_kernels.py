@@ -167,6 +167,8 @@ def test_what_is_added_is_normed_before(width: int, dtype: torch.dtype) -> None:
     expected = functional.rms_norm(added.double(), (width,), after.double(), 1e-6)
     torch.testing.assert_close(normed.double(), expected, **close)
     assert torch.equal(kernels.add_normed(x, delta, before, 1e-6, in_float32=False), added)
+    added, _ = kernels.add_rms_norm(x, delta, after, 1e-6, in_float32=False, scale=0.3)
+    torch.testing.assert_close(added.double(), x.double() + 0.3 * delta.double(), **close)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -182,10 +184,11 @@ def test_heads_are_normed_in_place(d: int, dtype: torch.dtype) -> None:
         expected = functional.rms_norm(given[:, part], (d,), weight.double(), 1e-6)
         torch.testing.assert_close(qkv[:, part].double(), expected, **close)
     assert torch.equal(qkv[:, 17:].double(), given[:, 17:])
-    flat, weight = qkv[:, :14].flatten(1), random(14 * d, dtype=dtype)
-    expected = functional.rms_norm(flat.double(), (14 * d,), weight.double(), 1e-6)
-    kernels.rms_norm_(qkv[:, :14].view(300, -1), weight, 1e-6, in_float32=True)
-    torch.testing.assert_close(qkv[:, :14].flatten(1).double(), expected, **close)
+    given, all_weights = qkv.double(), [random(heads * d, dtype=dtype) for heads in (14, 3)]
+    kernels.norm_all_heads(qkv, *all_weights, kv_heads=3, eps=1e-6)
+    for part, weight in zip((slice(14), slice(14, 17)), all_weights, strict=True):
+        expected = functional.rms_norm(given[:, part].flatten(1), weight.shape, weight.double(), 1e-6)
+        torch.testing.assert_close(qkv[:, part].flatten(1).double(), expected, **close)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -63,7 +63,7 @@ def launches_of_a_layer(
     of one with two, for each layer. With 600 tokens, rows are split among programs. Only sampling runs its kernels, of
     logits that are not computed: the interpreter takes seconds for those of a layer."""
     counted, kernels = [], importlib.import_module("hybrid_rlhf.generation.model.kernels")
-    names = ("attention", "convolution", "experts", "latent", "recurrent", "routing", "rows")
+    names = ("attention", "convolution", "experts", "latent", "norms", "recurrent", "routing", "rows")
     for depth in (2, 4):
         model = model_of(depth).to(default_device(), torch.bfloat16)  # where conversions count too
         engine = GenerationEngine.from_model(model, stop_token_ids=range(model.config.vocab_size))
@@ -83,13 +83,13 @@ _COMPILE = """
 import json, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from hybrid_rlhf.generation.model.kernels import attention as heads, rows, sampling
+from hybrid_rlhf.generation.model.kernels import attention as heads, norms, rows, sampling
 
 TYPES = {"*bf16": torch.bfloat16, "*fp32": torch.float32}
 POINTERS = {"*fp32": "tops sums all_tops all_sums bias sinks scores bounds logprobs sampling_logprobs parts",
             "*i64": "positions places integers tokens", "*i32": "pages tiles lasts", "*fp64": "floats", "*u8": "seen"}
 NUMBERS = {"fp32": "scale cap eps", "i32": "window rows heads kv_heads stride row_pages bias_keys width vocabulary "
-           "integer_columns inner outer_stride inner_stride out_outer_stride out_inner_stride row_stride "
+           "integer_columns inner outer_stride inner_stride row_stride "
            "float_columns blocks plain_dims"}
 MULTIPLES = set()  # names of numbers that are multiples of 16
 KINDS = {name: kind for kinds in (POINTERS, NUMBERS) for kind, names in kinds.items() for name in names.split()}

@@ -20,7 +20,8 @@ from hybrid_rlhf.generation.batching.cache import CacheLayout, KVCache
 from hybrid_rlhf.generation.model import cpu_kernels
 from hybrid_rlhf.generation.model.adapters import AdaptedLinear, ChosenAdapters, LowRankChange
 from hybrid_rlhf.generation.model.attention import AttentionFunction, Table
-from hybrid_rlhf.generation.model.layers import ACTIVATIONS, Norm, kernels_for, norm_heads
+from hybrid_rlhf.generation.model.experts import UnsummedExperts
+from hybrid_rlhf.generation.model.layers import ACTIVATIONS, Norm, ResidualStream, kernels_for, norm_heads
 from hybrid_rlhf.generation.model.quantised import QuantisedLinear
 from hybrid_rlhf.generation.model.recurrent.states import StateCache, StepStates, state_bytes
 from hybrid_rlhf.generation.weights.decoder_weights import DecoderWeights, LayerWeights
@@ -30,7 +31,7 @@ from hybrid_rlhf.runtime.world import World
 
 Sublayer = Callable[[Tensor], Tensor]
 """Attention of a layer, [T, H] of [T, H]."""
-MLP = Callable[[Tensor, Tensor], Tensor]
+MLP = Callable[[Tensor, Tensor], Tensor | UnsummedExperts]
 """MLP and experts of a layer, [T, H] of the normed residual stream [T, H] and the stream itself."""
 
 
@@ -144,23 +145,23 @@ class Decoder:
             observe(x)
         inputs = self._layer_inputs(tokens, x)
         places = [self._places(kind, positions) for kind in range(len(self.architecture.kinds))]
-        block = getattr(self, f"_{self.architecture.block}")
+        block, stream = getattr(self, f"_{self.architecture.block}"), ResidualStream(x)
         for index, layer in enumerate(self._weights.layers):
             kind = self.architecture.layer_kinds[index]
             place = None if kind is None else places[kind]
-            x = block(
-                x,
+            stream = block(
+                stream,
                 layer,
                 lambda h, i=index, w=layer, p=place: self._mixed(h, i, w, p, attend, states),
-                lambda h, stream, w=layer: self._mlp(h, stream, w, routes),
+                lambda h, x, w=layer: self._mlp(h, x, w, routes),
             )
             if inputs is not None:
-                x = self._with_input(x, inputs[:, index], layer)
+                stream.add(*self._of_input(stream.value, inputs[:, index], layer))
             if layer.scale is not None:
-                x = x * layer.scale
+                stream = ResidualStream(stream.value * layer.scale)
             if observe is not None:
-                observe(x)
-        return x
+                observe(stream.value)
+        return stream.value
 
     def logits(self, hidden: Tensor) -> Tensor:
         """This rank's logits [T, V] float32 after hidden states [T, H]."""
@@ -205,42 +206,45 @@ class Decoder:
         shared = (weights.project(embedded) * a.hidden_size**-0.5).unflatten(1, (a.layers, -1))
         return (weights.norm(shared) + own.view_as(shared)) * 0.5**0.5
 
-    def _with_input(self, x: Tensor, given: Tensor, w: LayerWeights) -> Tensor:
-        """Add what a layer makes of its input [T, I]; ranks compute all of it."""
+    def _of_input(self, x: Tensor, given: Tensor, w: LayerWeights) -> tuple[Tensor, Norm | None]:
+        """What a layer makes of its input [T, I], and the norm with which it is added; ranks compute all of it."""
         assert w.input_gate is not None and w.input_out is not None
-        return x + _normed(w.input_out_norm, w.input_out(self._activation(w.input_gate(x)) * given))
+        return w.input_out(self._activation(w.input_gate(x)) * given), w.input_out_norm
 
     # -- the orders of norm, attention and MLP
 
-    def _sequential(self, x: Tensor, w: LayerWeights, attention: Sublayer, mlp: MLP) -> Tensor:
-        mixed, out_norm = attention(_normed(w.attention_norm, x)), w.attention_out_norm
+    def _sequential(self, x: ResidualStream, w: LayerWeights, attention: Sublayer, mlp: MLP) -> ResidualStream:
         scale = self.architecture.residual_scale
-        if w.mlp_norm is None:
-            x = normed = _added(x, mixed, out_norm, scale)
-        elif scale == 1.0:
-            x, normed = w.mlp_norm.after_adding(x, mixed, out_norm)
-        else:
-            x, normed = w.mlp_norm.after_adding(x, _normed(out_norm, mixed) * scale)
-        added = mlp(normed, x)
-        return added if self._adds_stream(w) else _added(x, added, w.mlp_out_norm, scale)
+        x.add(attention(x.normed(w.attention_norm)), w.attention_out_norm, scale)
+        x.add(mlp(x.normed(w.mlp_norm), x.value), w.mlp_out_norm, scale)
+        return x
 
-    def _parallel(self, x: Tensor, w: LayerWeights, attention: Sublayer, mlp: MLP) -> Tensor:
-        normed = _normed(w.attention_norm, x)
-        return x + attention(normed) + mlp(normed if w.mlp_norm is None else w.mlp_norm(x), x)
+    def _parallel(self, x: ResidualStream, w: LayerWeights, attention: Sublayer, mlp: MLP) -> ResidualStream:
+        normed, before = x.normed(w.attention_norm), x.value
+        x.add(attention(normed))
+        x.add(mlp(normed if w.mlp_norm is None else w.mlp_norm(before), before))
+        return x
 
-    def _post_norm(self, x: Tensor, w: LayerWeights, attention: Sublayer, mlp: MLP) -> Tensor:
-        x = _normed(w.attention_norm, x + attention(x))
-        return _normed(w.mlp_norm, x + mlp(x, x))
+    def _post_norm(self, x: ResidualStream, w: LayerWeights, attention: Sublayer, mlp: MLP) -> ResidualStream:
+        x.add(attention(x.value))
+        x = ResidualStream(x.normed(w.attention_norm))
+        x.add(mlp(x.value, x.value))
+        return ResidualStream(x.normed(w.mlp_norm))
 
-    def _normed(self, x: Tensor, w: LayerWeights, attention: Sublayer, mlp: MLP) -> Tensor:
+    def _normed(self, x: ResidualStream, w: LayerWeights, attention: Sublayer, mlp: MLP) -> ResidualStream:
         attended, recurrent, carried = self.architecture.carried
-        x = _normed(w.attention_norm, x)
-        x = _normed(w.mlp_norm, x * (attended if w.recurrent is None else recurrent) + attention(x))
-        return x * carried + mlp(x, x)
+        normed = x.normed(w.attention_norm)
+        x = ResidualStream(normed * (attended if w.recurrent is None else recurrent))
+        x.add(attention(normed))
+        normed = x.normed(w.mlp_norm)
+        x = ResidualStream(normed * carried)
+        x.add(mlp(normed, normed))
+        return x
 
-    def _single(self, x: Tensor, w: LayerWeights, attention: Sublayer, mlp: MLP) -> Tensor:
-        normed = _normed(w.attention_norm, x)
-        return x + (mlp(normed, x) if w.o is None and w.recurrent is None else attention(normed))
+    def _single(self, x: ResidualStream, w: LayerWeights, attention: Sublayer, mlp: MLP) -> ResidualStream:
+        normed = x.normed(w.attention_norm)
+        x.add(mlp(normed, x.value) if w.o is None and w.recurrent is None else attention(normed))
+        return x
 
     def _mixed(
         self,
@@ -275,12 +279,16 @@ class Decoder:
             qkv = norm_heads(qkv, w.q_norm, w.k_norm, w.v_norm, kv_heads=kv_heads)
         if places.query_scales is not None:
             qkv[:, :heads] *= places.query_scales
-        mixed = attend(index, qkv.contiguous(), places.table, w.sinks)
-        if gate is not None:
+        mixed = attend(index, qkv, places.table, w.sinks)
+        if gate is not None and self._fused is not None:
+            mixed = self._fused.gated_norm(mixed, gate.flatten(1), None, 0.0, sigmoid=True)
+        elif gate is not None:
             mixed = mixed * gate.sigmoid()
         return self.world.all_reduce(w.o(mixed.reshape(len(x), heads * d)))
 
-    def _mlp(self, x: Tensor, stream: Tensor, w: LayerWeights, routes: list[Tensor] | None) -> Tensor:
+    def _mlp(
+        self, x: Tensor, stream: Tensor, w: LayerWeights, routes: list[Tensor] | None
+    ) -> Tensor | UnsummedExperts:
         """MLP and experts of the normed residual stream; experts beside an MLP read the stream itself."""
         parts: list[Tensor] = []
         activate = self._gate if self.architecture.gated_mlp else self._activation
@@ -298,18 +306,14 @@ class Decoder:
             routes=routes,
             kernels=self._fused,
             activation=self.architecture.activation,
-            added=[*(parts if w.experts_norm is None else []), *([stream] if self._adds_stream(w) else [])],
+            added=parts if w.experts_norm is None else [],
         )
+        if self.world.size == 1 and w.experts_norm is None:
+            return chosen
+        summed = self.world.all_reduce(chosen if isinstance(chosen, Tensor) else chosen.summed())
         if w.experts_norm is None:
-            return self.world.all_reduce(chosen)
-        dense, chosen = self.world.all_reduce(parts[0]), self.world.all_reduce(chosen)
-        return _normed(w.dense_out_norm, dense) + _normed(w.experts_out_norm, chosen)
-
-    def _adds_stream(self, w: LayerWeights) -> bool:
-        """Whether what `_mlp` returns includes the residual stream, which experts add in their last launch."""
-        a, plain = self.architecture, w.experts_norm is None and w.mlp_out_norm is None
-        alone = a.block == "sequential" and a.residual_scale == 1.0 and self.world.size == 1
-        return w.experts is not None and plain and alone
+            return summed
+        return _normed(w.dense_out_norm, self.world.all_reduce(parts[0])) + _normed(w.experts_out_norm, summed)
 
     def _gate(self, both: Tensor) -> Tensor:
         """activation(gate) * up of [T, 2 I]."""
@@ -334,13 +338,6 @@ class Decoder:
         angles = positions[:, None, None].float() * inv_freq
         cos, sin = angles.cos() * rotary.scaling, angles.sin() * rotary.scaling
         return torch.cat([cos, cos], dim=-1).to(self.dtype), torch.cat([-sin, sin], dim=-1).to(self.dtype)
-
-
-def _added(x: Tensor, delta: Tensor, norm: Norm | None, scale: float) -> Tensor:
-    """x + scale * norm(delta)."""
-    if norm is not None and scale == 1.0:
-        return norm.added_to(x, delta)
-    return torch.add(x, _normed(norm, delta), alpha=scale)
 
 
 def _normed(norm: Sublayer | None, x: Tensor) -> Tensor:

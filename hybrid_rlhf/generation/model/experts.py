@@ -2,7 +2,8 @@
 
 Tensor-parallel ranks hold different experts (expert parallelism): each computes the tokens of its own, and the sum over
 ranks that every MLP ends with adds the rest. The router computes in float32. On a GPU a decoding step takes four
-launches of Triton's kernels, for the routing (kernels/routing.py) and for up, down and the sum (kernels/experts.py).
+launches of Triton's kernels, for the routing (kernels/routing.py) and for up, down and the sum (kernels/experts.py); the
+last one adds the sum to the residual stream and norms that for the next layer.
 Otherwise tokens are sorted by expert: in larger steps on a GPU one grouped product per projection computes all experts,
 on a CPU each selected expert is one product with packed weights. On a GPU no shape depends on the routing, as a CUDA
 graph requires.
@@ -19,6 +20,7 @@ Shapes: T tokens, H hidden, E experts, X experts of this rank, k experts per tok
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 
@@ -31,6 +33,38 @@ from hybrid_rlhf.generation.weights.description import Activation, Experts
 
 MOST_KERNEL_TOKENS = 256
 """Of a step that Triton's kernels compute: in larger ones an expert has enough tokens for a grouped product."""
+
+
+@dataclass(frozen=True)
+class UnsummedExperts:
+    """Outputs of the chosen experts of a step, whose sum is one launch with what is added to it and normed."""
+
+    outputs: Tensor
+    """[T k, H]."""
+    index: Tensor
+    """[T, k]."""
+    mine: range
+    added: Sequence[Tensor]
+    """At most one [T, H] that belongs to the sum."""
+    kernels: ModuleType
+
+    def summed(self) -> Tensor:
+        """This rank's part of the sum over experts, [T, H]."""
+        found: Tensor = self.kernels.sum_choices(self.outputs, self.index, mine=self.mine, added=self.added)
+        return found
+
+    def added_to(self, x: Tensor) -> Tensor:
+        """x [T, H] and the sum."""
+        added = [*self.added, x]
+        found: Tensor = self.kernels.sum_choices(self.outputs, self.index, mine=self.mine, added=added)
+        return found
+
+    def added_and_normed(self, x: Tensor, weight: Tensor, eps: float, *, in_float32: bool) -> tuple[Tensor, Tensor]:
+        """x [T, H] and the sum, and the RMS norm of both with weight [H]."""
+        added, normed = self.kernels.sum_and_norm(
+            self.outputs, self.index, weight, eps, mine=self.mine, added=[*self.added, x], in_float32=in_float32
+        )
+        return added, normed
 
 
 class RoutedExperts:
@@ -143,7 +177,7 @@ class RoutedExperts:
         kernels: ModuleType | None = None,
         activation: Activation = "silu",
         added: Sequence[Tensor] = (),
-    ) -> Tensor:
+    ) -> Tensor | UnsummedExperts:
         """This rank's part of the sum over experts, [T, H] of [T, H], and what is added to it.
 
         Args:
@@ -153,7 +187,10 @@ class RoutedExperts:
             routes: receives the indices [T, k] of the experts, in the smallest type; none: they are not recorded.
             kernels: Triton's, for few tokens and weights that are not packed or quantised; none: torch computes.
             activation: of the kernels, that of `activate`.
-            added: at most two [T, H], in this order.
+            added: at most one [T, H].
+
+        Returns:
+            the sum, or what kernels have yet to sum.
         """
         routed = x if routed is None else routed
         if kernels is not None and self._of_each is None and len(x) <= MOST_KERNEL_TOKENS:
@@ -172,8 +209,8 @@ class RoutedExperts:
         routed: Tensor,
         routes: list[Tensor] | None,
         added: Sequence[Tensor],
-    ) -> Tensor:
-        """As `__call__`, in four launches."""
+    ) -> UnsummedExperts:
+        """As `__call__`, in three launches; the sum is a fourth."""
         kind, mine = self._kind, self._mine
         weights, index = kernels.choose_experts(
             routed,
@@ -201,8 +238,7 @@ class RoutedExperts:
         outputs = kernels.experts_down(
             inner, None if kind.weighs_inputs else weights, index, self.down, self.down_bias, mine=mine
         )
-        summed: Tensor = kernels.sum_choices(outputs, index, mine=mine, added=added)
-        return summed
+        return UnsummedExperts(outputs, index, mine, added, kernels)
 
     def _by_products(
         self, x: Tensor, activate: Callable[[Tensor], Tensor], *, routed: Tensor, routes: list[Tensor] | None

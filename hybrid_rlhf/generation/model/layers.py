@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -102,19 +103,32 @@ class Norm:
             return functional.rms_norm(x.float(), self._shape, self._weight, self._eps).to(x.dtype)
         return functional.rms_norm(x, self._shape, self._weight, self._eps)
 
-    def after_adding(self, x: Tensor, delta: Tensor, delta_norm: Norm | None = None) -> tuple[Tensor, Tensor]:
-        """x + delta, and its norm; `delta_norm`: of delta before it is added."""
-        fused: dict[str, Tensor] = {}
+    def after_adding(
+        self, x: Tensor, delta: Tensor, delta_norm: Norm | None = None, scale: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """x + scale * delta, and its norm; `delta_norm`: of delta before it is added."""
+        fused: dict[str, Any] = {}
         if delta_norm is not None and self.fuses_with(delta_norm):
             fused["delta_weight"] = delta_norm._weight
         elif delta_norm is not None:
             delta = delta_norm(delta)
+        if scale != 1.0 and self._fuses:
+            fused["scale"] = scale
+        elif scale != 1.0:
+            delta = delta * scale
         if self._kernels is not None:
             added, normed = self._kernels.add_rms_norm(
                 x, delta, self._weight, self._eps, in_float32=self._in_float32, **fused
             )
             return added, normed
         x = x + delta
+        return x, self(x)
+
+    def after_summing(self, experts: Unsummed, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x + the sum over experts, and its norm."""
+        if self._fuses:
+            return experts.added_and_normed(x, self._weight, self._eps, in_float32=self._in_float32)
+        x = experts.added_to(x)
         return x, self(x)
 
     def added_to(self, x: Tensor, delta: Tensor) -> Tensor:
@@ -147,6 +161,61 @@ class Norm:
         self._kernels.norm_heads(
             qkv, self._weight, *others, kv_heads=kv_heads, eps=self._eps, in_float32=self._in_float32
         )
+
+
+class Unsummed(Protocol):
+    """What experts add to the residual stream, before it is summed: the sum is one kernel with what follows."""
+
+    def summed(self) -> Tensor:
+        """[T, H]."""
+
+    def added_to(self, x: Tensor) -> Tensor:
+        """x [T, H] and the sum."""
+
+    def added_and_normed(self, x: Tensor, weight: Tensor, eps: float, *, in_float32: bool) -> tuple[Tensor, Tensor]:
+        """x [T, H] and the sum, and the RMS norm of both."""
+
+
+class ResidualStream:
+    """Hidden states [T, H] that layers add to. What is added waits for the norm behind it, with which it is one kernel,
+    also when that is the first norm of the next layer."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._x = x
+        self._waiting: tuple[Tensor | Unsummed, Norm | None, float] | None = None
+
+    def add(self, delta: Tensor | Unsummed, norm: Norm | None = None, scale: float = 1.0) -> None:
+        """Add scale * norm(delta)."""
+        self._x = self.value
+        if not isinstance(delta, Tensor) and (norm is not None or scale != 1.0):
+            delta = delta.summed()
+        self._waiting = (delta, norm, scale)
+
+    @property
+    def value(self) -> Tensor:
+        """[T, H], with all that was added."""
+        if self._waiting is not None:
+            delta, norm, scale = self._waiting
+            self._waiting = None
+            if not isinstance(delta, Tensor):
+                self._x = delta.added_to(self._x)
+            elif norm is not None and scale == 1.0:
+                self._x = norm.added_to(self._x, delta)
+            else:
+                self._x = torch.add(self._x, delta if norm is None else norm(delta), alpha=scale)
+        return self._x
+
+    def normed(self, norm: Norm | None) -> Tensor:
+        """[T, H], the norm of the value; none: the value."""
+        if norm is None or self._waiting is None:
+            return self.value if norm is None else norm(self.value)
+        delta, delta_norm, scale = self._waiting
+        self._waiting = None
+        if isinstance(delta, Tensor):
+            self._x, normed = norm.after_adding(self._x, delta, delta_norm, scale)
+        else:
+            self._x, normed = norm.after_summing(delta, self._x)
+        return normed
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
@@ -213,10 +282,10 @@ class SplitNorm:
         normed = flat * torch.rsqrt(squares / self._summed + self._eps)
         return (self._weight.float() * normed).to(x.dtype).view(x.shape)
 
-    def in_place(self, x: Tensor) -> bool:
-        """Norm [T, heads, D] in place by one kernel, if there is one."""
+    def with_keys(self, qkv: Tensor, keys: SplitNorm, *, kv_heads: int) -> bool:
+        """Norm queries and keys in place by one kernel, if there is one; this is the norm of queries."""
         if self._kernels is not None:
-            self._kernels.rms_norm_(x.flatten(1), self._weight, self._eps, in_float32=True)
+            self._kernels.norm_all_heads(qkv, self._weight, keys._weight, kv_heads=kv_heads, eps=self._eps)
         return self._kernels is not None
 
     def refresh(self) -> None:
@@ -241,9 +310,8 @@ def norm_heads(qkv: Tensor, q: HeadsNorm, k: HeadsNorm, v: HeadsNorm, *, kv_head
         if all(norm is None or norm.fuses_with(q) for norm in (q, k, v)):
             q.of_heads(qkv, k, v, kv_heads=kv_heads)
             return qkv
-    heads = qkv.shape[1] - 2 * kv_heads
     if isinstance(q, SplitNorm) and isinstance(k, SplitNorm) and v is None:
-        if q.in_place(qkv[:, :heads]) and k.in_place(qkv[:, heads : heads + kv_heads]):
+        if q.with_keys(qkv, k, kv_heads=kv_heads):
             return qkv
-    parts = qkv.split([heads, kv_heads, kv_heads], dim=1)
+    parts = qkv.split([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
     return torch.cat([part if norm is None else norm(part) for part, norm in zip(parts, (q, k, v), strict=True)], dim=1)

@@ -1,15 +1,23 @@
 """Triton kernels of a step on a GPU, for operations that take torch several passes over memory.
 
-Read `rows.py` (rotary positions with the write to the KV cache, norms, gates), `attention.py` (rows and chunks over the
-KV cache), `latent.py` (the same over latents), `routing.py` and `experts.py` (mixtures of experts), `convolution.py`
+Read `rows.py` (rotary positions with the write to the KV cache, gates), `norms.py`, `attention.py` (rows and chunks over
+the KV cache), `latent.py` (the same over latents), `routing.py` and `experts.py` (mixtures of experts), `convolution.py`
 and `recurrent.py` (recurrent layers), and `sampling.py`. Each kernel has a reference in torch, which the tests compare
 it with.
 """
 
 from hybrid_rlhf.generation.model.kernels.attention import chunk_tiles, paged_attention, tokens_at_once
 from hybrid_rlhf.generation.model.kernels.convolution import convolve
-from hybrid_rlhf.generation.model.kernels.experts import experts_down, experts_up, sum_choices
+from hybrid_rlhf.generation.model.kernels.experts import experts_down, experts_up, sum_and_norm, sum_choices
 from hybrid_rlhf.generation.model.kernels.latent import latent_attention, latent_inputs, latent_tokens_at_once
+from hybrid_rlhf.generation.model.kernels.norms import (
+    add_normed,
+    add_rms_norm,
+    gated_norm,
+    norm_all_heads,
+    norm_heads,
+    rms_norm,
+)
 from hybrid_rlhf.generation.model.kernels.recurrent import (
     delta_step,
     lightning_step,
@@ -17,16 +25,7 @@ from hybrid_rlhf.generation.model.kernels.recurrent import (
     selective_scan,
 )
 from hybrid_rlhf.generation.model.kernels.routing import choose_experts
-from hybrid_rlhf.generation.model.kernels.rows import (
-    add_normed,
-    add_rms_norm,
-    gated,
-    gated_norm,
-    norm_heads,
-    rms_norm,
-    rms_norm_,
-    rotate_and_write,
-)
+from hybrid_rlhf.generation.model.kernels.rows import gated, rotate_and_write
 from hybrid_rlhf.generation.model.kernels.sampling import sample
 
 __all__ = [
@@ -45,13 +44,14 @@ __all__ = [
     "latent_tokens_at_once",
     "lightning_step",
     "mamba2_step",
+    "norm_all_heads",
     "norm_heads",
     "paged_attention",
     "rms_norm",
-    "rms_norm_",
     "rotate_and_write",
     "sample",
     "selective_scan",
+    "sum_and_norm",
     "sum_choices",
     "tokens_at_once",
 ]

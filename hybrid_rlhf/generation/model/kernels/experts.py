@@ -14,10 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybrid_rlhf.generation.model.kernels.norms import rms_normed
 from hybrid_rlhf.generation.model.kernels.rows import ACTIVATION_NUMBERS, activated
 from hybrid_rlhf.generation.weights.description import Activation
 
@@ -28,6 +30,8 @@ _FEWEST_ROWS, _MOST_ROWS = 16, 64
 _COMPARED, _FEWEST_SCANNED = 8192, 128
 """Rows times choices that are compared at once, to find an expert's choices; and the fewest choices, so that few
 kernels are compiled."""
+_SUMMED = 1024
+"""Of a row, that a program sums where it does not norm all of it."""
 _OUTPUTS = 64
 """Rows of weights in a tile; of up and gate half of them are gates."""
 _STEP_BYTES, _STAGES = 128, 4
@@ -198,14 +202,20 @@ def _sum_kernel(
     first,
     second,
     out,
+    normed,
+    norm_weight,
+    eps,
     first_expert,
     experts,
-    hidden,
+    hidden: tl.constexpr,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
     ADDED: tl.constexpr,
+    NORM: tl.constexpr,
+    IN_FLOAT32: tl.constexpr,
 ):
-    """A block of a row of the sum over a token's choices that are this rank's, and what is added to it."""
+    """A block of a row of the sum over a token's choices that are this rank's, and what is added to it; or the whole
+    row, and its RMS norm."""
     token, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = place < hidden
     dtype = out.dtype.element_ty
@@ -220,7 +230,11 @@ def _sum_kernel(
         total = total.to(dtype).to(tl.float32) + tl.load(first + where, mask=inside, other=0.0).to(tl.float32)
     if ADDED > 1:
         total = total.to(dtype).to(tl.float32) + tl.load(second + where, mask=inside, other=0.0).to(tl.float32)
+    total = total.to(dtype)
     tl.store(out + where, total, mask=inside)
+    if NORM:
+        row = rms_normed(total.to(tl.float32), norm_weight, place, inside, eps, dtype, hidden, IN_FLOAT32)
+        tl.store(normed + where, row, mask=inside)
 
 
 def experts_up(
@@ -322,31 +336,60 @@ def experts_down(
     return out
 
 
-def sum_choices(
+def sum_choices(outputs: Tensor, indices: Tensor, *, mine: range, added: Sequence[Tensor] = ()) -> Tensor:
+    """[T, H], the sum of each token's outputs [T k, H] of experts of this rank, plus at most two [T, H]."""
+    return _launch_sum(outputs, indices, None, 0.0, mine=mine, added=added, in_float32=False)[0]
+
+
+def sum_and_norm(
     outputs: Tensor,
     indices: Tensor,
+    weight: Tensor,
+    eps: float,
     *,
     mine: range,
     added: Sequence[Tensor] = (),
-) -> Tensor:
-    """[T, H], the sum of each token's outputs [T k, H] of experts of this rank, plus at most two [T, H]."""
+    in_float32: bool,
+) -> tuple[Tensor, Tensor]:
+    """As `sum_choices`, and the RMS norm of the result with weight [H]; see `rms_norm`."""
+    return _launch_sum(outputs, indices, weight, eps, mine=mine, added=added, in_float32=in_float32)
+
+
+def _launch_sum(
+    outputs: Tensor,
+    indices: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    *,
+    mine: range,
+    added: Sequence[Tensor],
+    in_float32: bool,
+) -> tuple[Tensor, Tensor]:
     (tokens, k), hidden = indices.shape, outputs.shape[1]
     out = outputs.new_empty(tokens, hidden)
-    block = min(1024, triton.next_power_of_2(hidden))
+    normed = out if weight is None else torch.empty_like(out)
+    row = triton.next_power_of_2(hidden)
+    block = row if weight is not None else min(_SUMMED, row)
     others = [*(other.contiguous() for other in added), out, out][:2]  # out: not used
     _sum_kernel[tokens, triton.cdiv(hidden, block)](
         outputs,
         indices,
         *others,
         out,
+        normed,
+        out if weight is None else weight,
+        eps,
         mine.start,
         len(mine),
         hidden,
         K=k,
         BLOCK=block,
         ADDED=len(added),
+        NORM=weight is not None,
+        IN_FLOAT32=in_float32,
+        num_warps=max(4, min(16, block // 512)),
     )
-    return out
+    return out, normed
 
 
 def units_of(gated: bool) -> int:

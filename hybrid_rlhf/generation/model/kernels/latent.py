@@ -17,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_rlhf.generation.model.kernels.attention import combine, part_of_step, splits_of, weigh
-from hybrid_rlhf.generation.model.kernels.rows import rms_normed, rotated_head
+from hybrid_rlhf.generation.model.kernels.norms import rms_normed
+from hybrid_rlhf.generation.model.kernels.rows import rotated_head
 
 _HEADS = 16
 """Of a program; the minimum of tl.dot."""
