@@ -97,7 +97,7 @@ def row_operations() -> dict[str, tuple[Operation, Operation]]:
         return functional.silu(gate) * up
 
     return {
-        "add and norm": (torch_norm, lambda _: cpu_kernels.add_rms_norm(x, delta, weight, EPS, in_float32=False)),
+        "add and norm": (torch_norm, lambda _: cpu_kernels.add_norm(x, delta, weight, EPS, in_float32=False)),
         "silu and product": (torch_gate, lambda _: cpu_kernels.gated(both, "silu")),
     }
 

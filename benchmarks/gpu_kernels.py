@@ -41,7 +41,7 @@ def kernels(record: Record, *, small: bool) -> None:
     both = torch.randn(tokens, 2 * mlp).to(DEVICE, DTYPE)
 
     def norm() -> tuple[Tensor, Tensor]:
-        return triton_kernels.add_rms_norm(x, delta, weight, 1e-6, in_float32=False)
+        return triton_kernels.add_norm(x, delta, weight, 1e-6, in_float32=False)
 
     def gate() -> Tensor:
         return triton_kernels.gated(both, "silu")

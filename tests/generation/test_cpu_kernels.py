@@ -201,13 +201,13 @@ def test_norms(width: int, dtypes: tuple[torch.dtype, torch.dtype], in_float32: 
         normed = normed if in_float32 else normed.to(dtype).double()
         return (normed * weight.double()).to(dtype)
 
-    added, normed = cpu_kernels.add_rms_norm(x, delta, weight, 1e-5, in_float32=in_float32)
+    added, normed = cpu_kernels.add_norm(x, delta, weight, 1e-5, in_float32=in_float32)
     assert torch.equal(added, x + delta)
     torch.testing.assert_close(normed, expected(added), **tolerance(dtype))
-    alone = cpu_kernels.rms_norm(x, weight, 1e-5, in_float32=in_float32)
+    alone = cpu_kernels.norm(x, weight, 1e-5, in_float32=in_float32)
     torch.testing.assert_close(alone, expected(x), **tolerance(dtype))
     heads = torch.randn(5, 6, width).to(dtype)[:, 1:4]
-    of_heads = cpu_kernels.rms_norm(heads, weight, 1e-5, in_float32=in_float32)
+    of_heads = cpu_kernels.norm(heads, weight, 1e-5, in_float32=in_float32)
     torch.testing.assert_close(of_heads, expected(heads), **tolerance(dtype))
 
 

@@ -22,7 +22,7 @@ from hybrid_rlhf.generation.batching.cache import BLOCK_TOKENS, CacheLayout, KVC
 from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, SamplingMode
 from hybrid_rlhf.generation.model import decoder, layers
 from hybrid_rlhf.generation.model.attention import Attention, Chunks, DecodeRows
-from hybrid_rlhf.generation.model.layers import ACTIVATIONS, Norm, ResidualStream, SplitNorm, norm_heads
+from hybrid_rlhf.generation.model.layers import ACTIVATIONS, HeadNorm, Norm, ResidualStream, SplitNorm, norm_heads
 from hybrid_rlhf.generation.sampler import Sampler
 from hybrid_rlhf.generation.weights.describe import describe
 from hybrid_rlhf.generation.weights.split import Split
@@ -221,7 +221,9 @@ def test_a_gate_is_activated_and_multiplied(activation: str, on_the_device: None
     torch.manual_seed(0)
     both = torch.randn(5, 2 * 1100)
     gate, up = both.chunk(2, dim=-1)
-    torch.testing.assert_close(kernels.gated(both, activation), ACTIVATIONS[activation](gate) * up)  # type: ignore[index]
+    activate = ACTIVATIONS[activation]  # type: ignore[index]
+    torch.testing.assert_close(kernels.gated(both, activation), activate(gate) * up)
+    torch.testing.assert_close(kernels.activate(both, activation), activate(both))
 
 
 @pytest.mark.parametrize("name", ["llama with biases", "gemma2"])
@@ -313,6 +315,57 @@ def plain(norm: Norm) -> Norm:
     other = copy.copy(norm)
     other._kernels = None
     return other
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_layer_norm_is_one_launch_with_what_is_added(
+    dtype: torch.dtype, biased: bool, everywhere: None, on_the_device: None
+) -> None:
+    """Also of heads, with weights that they share."""
+    architecture, _ = describe(variant("phi"))
+    torch.manual_seed(0)
+    x, delta = torch.randn(2, 7, 50).to(dtype)
+    weight, bias = torch.randn(2, 50).to(dtype)
+    norm = Norm(weight, bias if biased else None, architecture)
+    close = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
+    torch.testing.assert_close(norm(x), plain(norm)(x), **close)
+    added, normed = norm.after_adding(x, delta, scale=0.5)
+    torch.testing.assert_close(added, x + 0.5 * delta, **close)
+    torch.testing.assert_close(normed, plain(norm)(added), **close)
+    qkv, norms = torch.randn(5, 9, 50).to(dtype), [norm, Norm(bias, weight if biased else None, architecture)]
+    expected = norm_heads(qkv, *[plain(each) for each in norms], None, kv_heads=3)
+    torch.testing.assert_close(norm_heads(qkv, *norms, None, kv_heads=3), expected, **close)
+
+
+@pytest.mark.parametrize("name", ["stablelm with norms of each head", "llama"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_norms_with_weights_of_each_head_are_one_launch(
+    name: str, dtype: torch.dtype, everywhere: None, on_the_device: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layer norms and RMS norms."""
+    architecture, _ = describe(variant(name))
+    torch.manual_seed(0)
+    qkv = torch.randn(5, 7, 24).to(dtype)
+    norms = [HeadNorm(torch.randn(heads, 24).to(dtype), architecture) for heads in (3, 2)]
+    slow = [copy.copy(norm) for norm in norms]
+    for norm in slow:
+        norm._kernels = None
+    expected = norm_heads(qkv, *slow, None, kv_heads=2)
+    close = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 5e-3, "rtol": 5e-3}
+    assert norm_heads(qkv, *norms, None, kv_heads=2) is qkv
+    torch.testing.assert_close(qkv, expected, **close)
+    counts = count_launches(monkeypatch, kernels.norms)
+    norm_heads(qkv, *norms, None, kv_heads=2)
+    assert counts == ["_norm_heads_kernel"]
+
+
+def test_queries_without_keys_are_rotated_in_one_launch(on_the_device: None) -> None:
+    """Those of layers that attend to the keys of another one, some dimensions of which may not be rotated."""
+    torch.manual_seed(0)
+    queries, angles = torch.randn(5, 3, 24), torch.randn(5, 1, 8)
+    table = (torch.cat([angles.cos()] * 2, dim=-1), torch.cat([-angles.sin(), angles.sin()], dim=-1))
+    torch.testing.assert_close(kernels.rotate(queries, table), layers.rotate(queries, *table))
 
 
 @pytest.mark.parametrize("name", ["llama with biases", "gemma2"])
@@ -427,7 +480,8 @@ def compile_all(target, sizes):
         head = dict(D=d, D_PAD=triton.next_power_of_2(d))
         for width in (0, d, d // 4 * 2):
             compiled(rows._rotate_and_write_kernel, HEADS=14, WIDTH=width, **head)
-        compiled(norms._norm_heads_kernel, IN_FLOAT32=True, HEADS=14, KEYS=True, VALUES=False, **head)
+        plain = dict(OWN=0, CENTER=False, BIAS=False, KEYS=True, VALUES=False)
+        compiled(norms._norm_heads_kernel, IN_FLOAT32=True, HEADS=14, **plain, **head)
         compiled(heads._combine_kernel, SPLITS=8, **head)
     for splits, tiles in ((1, False), (8, False), (1, True), (8, True)):
         for flags in ((0, 0, 0, 0), (1, 0, 1, 0), (0, 1, 0, 0), (0, 0, 1, 1)):
@@ -435,14 +489,15 @@ def compile_all(target, sizes):
     for in_float32 in (False, True):
         for add, norm_delta, norm_sum in ((0, 0, 1), (1, 0, 1), (1, 1, 1), (1, 1, 0)):
             flags = dict(ADD=bool(add), NORM_DELTA=bool(norm_delta), NORM_SUM=bool(norm_sum))
-            flags |= dict(SCALE=bool(add), WIDTH=896, PAD=1024)
-            compiled(norms._rms_norm_kernel, IN_FLOAT32=in_float32, **flags)
+            flags |= dict(SCALE=bool(add), WIDTH=896, PAD=1024, CENTER=not norm_delta, BIAS=bool(add))
+            compiled(norms._norm_kernel, IN_FLOAT32=in_float32, **flags)
         for keys, values in ((False, False), (True, False), (True, True)):
-            flags = dict(HEADS=14, D=80, D_PAD=128, KEYS=keys, VALUES=values)
+            flags = dict(HEADS=14, D=80, D_PAD=128, KEYS=keys, VALUES=values, OWN=int(keys), CENTER=keys, BIAS=values)
             compiled(norms._norm_heads_kernel, IN_FLOAT32=in_float32, **flags)
     compiled(norms._norm_all_heads_kernel, Q_WIDTH=896, K_WIDTH=128, Q_PAD=1024, K_PAD=128)
     for activation in range(4):
-        compiled(rows._gated_kernel, ACTIVATION=activation, BLOCK=1024)
+        for gated in (False, True):
+            compiled(rows._gated_kernel, ACTIVATION=activation, GATED=gated, BLOCK=1024)
     blocks = dict(BLOCK=1024, C_PAD=256)
     for model in TYPES:
         for scores, penalty, stops in ((False, False, 0), (True, False, 0), (True, True, 3)):

@@ -145,7 +145,7 @@ def test_a_residual_and_its_norm(width: int, dtype: torch.dtype) -> None:
     from hybrid_rlhf.generation.model import kernels
 
     x, delta, weight = random(300, width, dtype=dtype), random(300, width, dtype=dtype), random(width, dtype=dtype)
-    added, normed = kernels.add_rms_norm(x, delta, weight, 1e-6, in_float32=False)
+    added, normed = kernels.add_norm(x, delta, weight, 1e-6, in_float32=False)
     assert torch.equal(added, x + delta)
     expected = functional.rms_norm(added.double(), (width,), weight.double(), 1e-6)
     torch.testing.assert_close(normed.double(), expected, atol=2 * CLOSE[dtype], rtol=2 * CLOSE[dtype])
@@ -160,14 +160,14 @@ def test_what_is_added_is_normed_before(width: int, dtype: torch.dtype) -> None:
     before, after = random(width, dtype=dtype), random(width, dtype=dtype)
     close = {"atol": 4 * CLOSE[dtype], "rtol": 4 * CLOSE[dtype]}
     alone = functional.rms_norm(delta.double(), (width,), before.double(), 1e-6)
-    found = kernels.rms_norm(delta, before, 1e-6, in_float32=False)
+    found = kernels.norm(delta, before, 1e-6, in_float32=False)
     torch.testing.assert_close(found.double(), alone, **close)
-    added, normed = kernels.add_rms_norm(x, delta, after, 1e-6, in_float32=False, delta_weight=before)
+    added, normed = kernels.add_norm(x, delta, after, 1e-6, in_float32=False, delta_weight=before)
     torch.testing.assert_close(added.double(), x.double() + alone, **close)
     expected = functional.rms_norm(added.double(), (width,), after.double(), 1e-6)
     torch.testing.assert_close(normed.double(), expected, **close)
     assert torch.equal(kernels.add_normed(x, delta, before, 1e-6, in_float32=False), added)
-    added, _ = kernels.add_rms_norm(x, delta, after, 1e-6, in_float32=False, scale=0.3)
+    added, _ = kernels.add_norm(x, delta, after, 1e-6, in_float32=False, scale=0.3)
     torch.testing.assert_close(added.double(), x.double() + 0.3 * delta.double(), **close)
 
 

@@ -151,6 +151,15 @@ class Attention:
             qk = rotate(qk, *table)
         return qk[:, :-kv_heads], qk[:, -kv_heads:], v
 
+    def rotated_queries(self, queries: Tensor, table: Table) -> Tensor:
+        """[T, A, D] of queries without keys."""
+        if table is None:
+            return queries
+        if self.kernels in (None, cpu_kernels):
+            return rotate(queries, *table)
+        rotated: Tensor = self.kernels.rotate(queries, table)
+        return rotated
+
     def sees_all_before(self, kind: int, start: int, end: int) -> bool:
         """Whether a causal mask is enough for queries at positions start to end - 1 and keys 0 to end - 1."""
         window = self.architecture.kinds[kind].window
@@ -243,7 +252,7 @@ class StepAttention:
         tables, keys, values = attention.cache.of_layer(layer)
         places = self.places[tables]
         if layer in attention.architecture.kv_sources:
-            queries = qkv if table is None else rotate(qkv, *table)
+            queries = attention.rotated_queries(qkv, table)
         elif attention.kernels is not None:
             queries = attention.kernels.rotate_and_write(qkv, table, places, keys, values)
         else:

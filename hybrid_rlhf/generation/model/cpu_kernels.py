@@ -205,7 +205,7 @@ def paged_attention(
     return mixed
 
 
-def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, in_float32: bool) -> tuple[Tensor, Tensor]:
+def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, in_float32: bool) -> tuple[Tensor, Tensor]:
     """x + delta, and its RMS norm; all [T, H].
 
     Args:
@@ -222,7 +222,7 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, in_flo
     return added, normed
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, in_float32: bool) -> Tensor:
+def norm(x: Tensor, weight: Tensor, eps: float, *, in_float32: bool) -> Tensor:
     """RMS norm of x [T, H] or of its heads [T, heads, H], which may be a part of the heads of a tensor."""
     normed = x.new_empty(x.shape)
     _norm(x if x.stride(-1) == 1 else x.contiguous(), None, weight, eps, in_float32, None, normed)

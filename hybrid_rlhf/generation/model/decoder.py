@@ -291,7 +291,7 @@ class Decoder:
     ) -> Tensor | UnsummedExperts:
         """MLP and experts of the normed residual stream; experts beside an MLP read the stream itself."""
         parts: list[Tensor] = []
-        activate = self._gate if self.architecture.gated_mlp else self._activation
+        activate = self._gate if self.architecture.gated_mlp else self._activate
         if w.up is not None and w.down is not None:
             dense = w.down(activate(w.up(x)))
             if w.shared_router is not None:
@@ -313,7 +313,9 @@ class Decoder:
         summed = self.world.all_reduce(chosen if isinstance(chosen, Tensor) else chosen.summed())
         if w.experts_norm is None:
             return summed
-        return _normed(w.dense_out_norm, self.world.all_reduce(parts[0])) + _normed(w.experts_out_norm, summed)
+        both = ResidualStream(_normed(w.dense_out_norm, self.world.all_reduce(parts[0])))
+        both.add(summed, w.experts_out_norm)
+        return both.value
 
     def _gate(self, both: Tensor) -> Tensor:
         """activation(gate) * up of [T, 2 I]."""
@@ -322,6 +324,13 @@ class Decoder:
             return result
         gate, up = both.chunk(2, dim=-1)
         return self._activation(gate) * up
+
+    def _activate(self, up: Tensor) -> Tensor:
+        """activation(up) of [T, I]."""
+        if self._fused is not None:
+            result: Tensor = self._fused.activate(up, self.architecture.activation)
+            return result
+        return self._activation(up)
 
     def _places(self, kind: int, positions: Tensor) -> _Places:
         own, scales = self.architecture.kinds[kind], None

@@ -80,12 +80,22 @@ class Norm:
         self._weight, self._bias = weight, bias
         if self._offset:
             self._weight = weight.float() + self._offset if self._rms else weight + self._offset
-        self._kernels = kernels_for(weight.device, weight.dtype) if self._rms else None
+        self._kernels = kernels_for(weight.device, weight.dtype)
+        self._how: dict[str, Any] = {"in_float32": self._in_float32}
+        if not self._rms and self._kernels is cpu_kernels:
+            self._kernels = None
+        elif not self._rms:
+            self._how |= {"center": True, "bias": bias}
 
     @property
     def _fuses(self) -> bool:
-        """Whether kernels add what they have normed, and norm all heads at once."""
+        """Whether kernels norm what they have added, and all heads at once."""
         return self._kernels not in (None, cpu_kernels)
+
+    @property
+    def _fuses_rms(self) -> bool:
+        """Whether kernels of other things norm too."""
+        return self._rms and self._fuses
 
     def refresh(self) -> None:
         """Recompute what is derived from the weight, after it was updated in place."""
@@ -95,7 +105,7 @@ class Norm:
     def __call__(self, x: Tensor) -> Tensor:
         """Same shape and dtype as x."""
         if self._kernels is not None:
-            normed: Tensor = self._kernels.rms_norm(x, self._weight, self._eps, in_float32=self._in_float32)
+            normed: Tensor = self._kernels.norm(x, self._weight, self._eps, **self._how)
             return normed
         if not self._rms:
             return functional.layer_norm(x, self._shape, self._weight, self._bias, self._eps)
@@ -108,7 +118,7 @@ class Norm:
     ) -> tuple[Tensor, Tensor]:
         """x + scale * delta, and its norm; `delta_norm`: of delta before it is added."""
         fused: dict[str, Any] = {}
-        if delta_norm is not None and self.fuses_with(delta_norm):
+        if delta_norm is not None and self._rms and self.fuses_with(delta_norm):
             fused["delta_weight"] = delta_norm._weight
         elif delta_norm is not None:
             delta = delta_norm(delta)
@@ -117,23 +127,21 @@ class Norm:
         elif scale != 1.0:
             delta = delta * scale
         if self._kernels is not None:
-            added, normed = self._kernels.add_rms_norm(
-                x, delta, self._weight, self._eps, in_float32=self._in_float32, **fused
-            )
+            added, normed = self._kernels.add_norm(x, delta, self._weight, self._eps, **self._how, **fused)
             return added, normed
         x = x + delta
         return x, self(x)
 
     def after_summing(self, experts: Unsummed, x: Tensor) -> tuple[Tensor, Tensor]:
         """x + the sum over experts, and its norm."""
-        if self._fuses:
+        if self._fuses_rms:
             return experts.added_and_normed(x, self._weight, self._eps, in_float32=self._in_float32)
         x = experts.added_to(x)
         return x, self(x)
 
     def added_to(self, x: Tensor, delta: Tensor) -> Tensor:
         """x + the norm of delta."""
-        if not self._fuses:
+        if not self._fuses_rms:
             return x + self(delta)
         assert self._kernels is not None
         added: Tensor = self._kernels.add_normed(x, delta, self._weight, self._eps, in_float32=self._in_float32)
@@ -141,7 +149,7 @@ class Norm:
 
     def of_latents(self, queries: Tensor, down: Tensor, table: tuple[Tensor, Tensor] | None) -> Tensor | None:
         """Rotate and norm what goes into latent attention by one kernel, if there is one; see its `latent_inputs`."""
-        if not self._fuses:
+        if not self._fuses_rms:
             return None
         assert self._kernels is not None
         found: Tensor = self._kernels.latent_inputs(
@@ -151,16 +159,16 @@ class Norm:
 
     def fuses_with(self, other: Norm) -> bool:
         """Whether one kernel computes both."""
-        alike = (self._eps, self._in_float32) == (other._eps, other._in_float32)
+        alike = (self._eps, self._rms, self._in_float32) == (other._eps, other._rms, other._in_float32)
         return self._fuses and other._fuses and alike
 
     def of_heads(self, qkv: Tensor, keys: Norm | None, values: Norm | None, *, kv_heads: int) -> None:
         """Norm queries, keys and values in place by one kernel; this is the norm of queries."""
         assert self._kernels is not None
         others = [None if norm is None else norm._weight for norm in (keys, values)]
-        self._kernels.norm_heads(
-            qkv, self._weight, *others, kv_heads=kv_heads, eps=self._eps, in_float32=self._in_float32
-        )
+        biases = None if self._bias is None else (self._bias, self._bias if keys is None else keys._bias)
+        how = {"eps": self._eps, "in_float32": self._in_float32, "center": not self._rms, "biases": biases}
+        self._kernels.norm_heads(qkv, self._weight, *others, kv_heads=kv_heads, **how)
 
 
 class Unsummed(Protocol):
@@ -253,13 +261,22 @@ class HeadNorm:
 
     def __init__(self, weight: Tensor, architecture: ModelDescription) -> None:
         """Args: weights [heads, D], and the model."""
-        self._weight, self._eps = weight, architecture.norm_eps
-        self._normalise = functional.rms_norm if architecture.norm == "rms" else functional.layer_norm
+        self._weight, self._eps, self._rms = weight, architecture.norm_eps, architecture.norm == "rms"
+        kernels = kernels_for(weight.device, weight.dtype)
+        self._kernels = None if kernels is cpu_kernels else kernels
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, heads, D]."""
-        normed = self._normalise(x.float(), x.shape[-1:], eps=self._eps)
+        normalise = functional.rms_norm if self._rms else functional.layer_norm
+        normed = normalise(x.float(), x.shape[-1:], eps=self._eps)
         return (self._weight.float() * normed).to(x.dtype)
+
+    def with_keys(self, qkv: Tensor, keys: HeadNorm, *, kv_heads: int) -> bool:
+        """As `SplitNorm.with_keys`."""
+        if self._kernels is not None:
+            how = {"eps": self._eps, "in_float32": True, "center": not self._rms}
+            self._kernels.norm_heads(qkv, self._weight, keys._weight, None, kv_heads=kv_heads, **how)
+        return self._kernels is not None
 
     def refresh(self) -> None:
         """Nothing is derived from the weight."""
@@ -310,8 +327,8 @@ def norm_heads(qkv: Tensor, q: HeadsNorm, k: HeadsNorm, v: HeadsNorm, *, kv_head
         if all(norm is None or norm.fuses_with(q) for norm in (q, k, v)):
             q.of_heads(qkv, k, v, kv_heads=kv_heads)
             return qkv
-    if isinstance(q, SplitNorm) and isinstance(k, SplitNorm) and v is None:
-        if q.with_keys(qkv, k, kv_heads=kv_heads):
+    for kind in (HeadNorm, SplitNorm):
+        if isinstance(q, kind) and isinstance(k, kind) and v is None and q.with_keys(qkv, k, kv_heads=kv_heads):
             return qkv
     parts = qkv.split([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
     return torch.cat([part if norm is None else norm(part) for part, norm in zip(parts, (q, k, v), strict=True)], dim=1)

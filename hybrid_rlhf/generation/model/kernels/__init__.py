@@ -11,12 +11,12 @@ from hybrid_rlhf.generation.model.kernels.convolution import convolve
 from hybrid_rlhf.generation.model.kernels.experts import experts_down, experts_up, sum_and_norm, sum_choices
 from hybrid_rlhf.generation.model.kernels.latent import latent_attention, latent_inputs, latent_tokens_at_once
 from hybrid_rlhf.generation.model.kernels.norms import (
+    add_norm,
     add_normed,
-    add_rms_norm,
     gated_norm,
+    norm,
     norm_all_heads,
     norm_heads,
-    rms_norm,
 )
 from hybrid_rlhf.generation.model.kernels.recurrent import (
     delta_step,
@@ -25,12 +25,13 @@ from hybrid_rlhf.generation.model.kernels.recurrent import (
     selective_scan,
 )
 from hybrid_rlhf.generation.model.kernels.routing import choose_experts
-from hybrid_rlhf.generation.model.kernels.rows import gated, rotate_and_write
+from hybrid_rlhf.generation.model.kernels.rows import activate, gated, rotate, rotate_and_write
 from hybrid_rlhf.generation.model.kernels.sampling import sample
 
 __all__ = [
+    "activate",
+    "add_norm",
     "add_normed",
-    "add_rms_norm",
     "chunk_tiles",
     "choose_experts",
     "convolve",
@@ -44,10 +45,11 @@ __all__ = [
     "latent_tokens_at_once",
     "lightning_step",
     "mamba2_step",
+    "norm",
     "norm_all_heads",
     "norm_heads",
     "paged_attention",
-    "rms_norm",
+    "rotate",
     "rotate_and_write",
     "sample",
     "selective_scan",

@@ -351,7 +351,7 @@ def sum_and_norm(
     added: Sequence[Tensor] = (),
     in_float32: bool,
 ) -> tuple[Tensor, Tensor]:
-    """As `sum_choices`, and the RMS norm of the result with weight [H]; see `rms_norm`."""
+    """As `sum_choices`, and the RMS norm of the result with weight [H]; see `norm`."""
     return _launch_sum(outputs, indices, weight, eps, mine=mine, added=added, in_float32=in_float32)
 
 

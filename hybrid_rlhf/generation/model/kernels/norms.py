@@ -26,11 +26,37 @@ def rms_normed(x, weight, place, inside, eps, dtype, WIDTH: tl.constexpr, IN_FLO
 
 
 @triton.jit
-def _rms_norm_kernel(
+def _row_normed(
+    x,
+    weight,
+    bias,
+    place,
+    inside,
+    eps,
+    dtype,
+    WIDTH: tl.constexpr,
+    IN_FLOAT32: tl.constexpr,
+    CENTER: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    """Layer norm of a row in float32, or its RMS norm."""
+    if CENTER:
+        x = tl.where(inside, x - tl.sum(x, 0) / WIDTH, 0.0)
+        x = x / tl.sqrt(tl.sum(x * x, 0) / WIDTH + eps)
+        x = x * tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
+        if BIAS:
+            x += tl.load(bias + place, mask=inside, other=0.0).to(tl.float32)
+        return x
+    return rms_normed(x, weight, place, inside, eps, dtype, WIDTH, IN_FLOAT32)
+
+
+@triton.jit
+def _norm_kernel(
     x,
     delta,
     delta_weight,
     weight,
+    bias,
     added,
     normed,
     eps,
@@ -45,8 +71,10 @@ def _rms_norm_kernel(
     SCALE: tl.constexpr,
     NORM_DELTA: tl.constexpr,
     NORM_SUM: tl.constexpr,
+    CENTER: tl.constexpr,
+    BIAS: tl.constexpr,
 ):
-    """A row of x, to which scale times delta or its RMS norm is added, and the RMS norm of the sum."""
+    """A row of x, to which scale times delta or its RMS norm is added, and the RMS or layer norm of the sum."""
     row, place = tl.program_id(0).to(tl.int64), tl.arange(0, PAD)
     inside = place < WIDTH
     dtype = x.dtype.element_ty
@@ -62,7 +90,7 @@ def _rms_norm_kernel(
         tl.store(added + row * WIDTH + place, both, mask=inside)
         both = both.to(tl.float32)
     if NORM_SUM:
-        out = rms_normed(both, weight, place, inside, eps, dtype, WIDTH, IN_FLOAT32)
+        out = _row_normed(both, weight, bias, place, inside, eps, dtype, WIDTH, IN_FLOAT32, CENTER, BIAS)
         tl.store(normed + row * WIDTH + place, out, mask=inside)
 
 
@@ -72,17 +100,23 @@ def _norm_heads_kernel(
     q_weight,
     k_weight,
     v_weight,
+    q_bias,
+    k_bias,
     eps,
     kv_heads,
     row_stride,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
+    OWN: tl.constexpr,
     IN_FLOAT32: tl.constexpr,
+    CENTER: tl.constexpr,
+    BIAS: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
 ):
-    """RMS norm of one head of one token, in place: of queries, of keys and of values, where they have a weight."""
+    """Norm of one head of one token, in place: of queries, of keys and of values, where they have a weight; with OWN
+    weights of each head, or D that all share."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = tl.arange(0, D_PAD)
     inside = place < D
@@ -90,12 +124,17 @@ def _norm_heads_kernel(
     source = qkv + row * row_stride + head * D + place
     x = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     if head < HEADS:
-        tl.store(source, rms_normed(x, q_weight, place, inside, eps, dtype, D, IN_FLOAT32), mask=inside)
+        weight = q_weight + head * OWN * D
+        x = _row_normed(x, weight, q_bias, place, inside, eps, dtype, D, IN_FLOAT32, CENTER, BIAS)
+        tl.store(source, x, mask=inside)
     elif head < HEADS + kv_heads:
         if KEYS:
-            tl.store(source, rms_normed(x, k_weight, place, inside, eps, dtype, D, IN_FLOAT32), mask=inside)
+            weight = k_weight + (head - HEADS) * OWN * D
+            x = _row_normed(x, weight, k_bias, place, inside, eps, dtype, D, IN_FLOAT32, CENTER, BIAS)
+            tl.store(source, x, mask=inside)
     elif VALUES:
-        tl.store(source, rms_normed(x, v_weight, place, inside, eps, dtype, D, IN_FLOAT32), mask=inside)
+        x = _row_normed(x, v_weight, q_bias, place, inside, eps, dtype, D, IN_FLOAT32, CENTER, False)
+        tl.store(source, x, mask=inside)
 
 
 @triton.jit
@@ -161,30 +200,44 @@ def _gated_norm_kernel(
     tl.store(out + target, mixed, mask=inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, in_float32: bool) -> Tensor:
-    """RMS norm of x [T, H] or of its heads [T, heads, H], weight [H].
+def norm(
+    x: Tensor, weight: Tensor, eps: float, *, in_float32: bool, center: bool = False, bias: Tensor | None = None
+) -> Tensor:
+    """RMS norm of x [T, H] or of its heads [T, heads, H].
 
-    `in_float32`: apply the weight before rounding.
+    Args:
+        x: rows contiguous.
+        weight: [H].
+        eps: added to the mean square.
+        in_float32: apply the weight before rounding, as a layer norm always does.
+        center: layer norm.
+        bias: [H] of a layer norm, or none.
     """
     x, normed = x if x.stride(-1) == 1 else x.contiguous(), x.new_empty(x.shape)
-    _launch_norm(x, None, None, weight, None, normed, eps, in_float32=in_float32)
+    _launch_norm(x, None, None, weight, None, normed, eps, in_float32=in_float32, center=center, bias=bias)
     return normed
 
 
-def add_rms_norm(
+def add_norm(
     x: Tensor,
     delta: Tensor,
     weight: Tensor,
     eps: float,
     *,
     in_float32: bool,
+    center: bool = False,
+    bias: Tensor | None = None,
     delta_weight: Tensor | None = None,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """x + scale * delta, and its RMS norm; all [T, H]. `delta_weight`: of an RMS norm of delta before it is added."""
+    """x + scale * delta, and its norm; all [T, H].
+
+    `delta_weight`: of an RMS norm of delta before it is added; the others are those of `norm`.
+    """
     x = x.contiguous()
     added, normed = torch.empty_like(x), torch.empty_like(x)
-    _launch_norm(x, delta, delta_weight, weight, added, normed, eps, in_float32=in_float32, scale=scale)
+    how = {"in_float32": in_float32, "center": center, "bias": bias, "scale": scale}
+    _launch_norm(x, delta, delta_weight, weight, added, normed, eps, **how)
     return added, normed
 
 
@@ -206,14 +259,16 @@ def _launch_norm(
     eps: float,
     *,
     in_float32: bool,
+    center: bool = False,
+    bias: Tensor | None = None,
     scale: float = 1.0,
 ) -> None:
     """`added` and `normed` are contiguous; x may be a part of the heads of a tensor."""
     width = x.shape[-1]
     pad = triton.next_power_of_2(width)
     inner, strides = (1, (x.stride(0), 0)) if x.dim() == 2 else (x.shape[1], x.stride()[:2])
-    others = (None if delta is None else delta.contiguous(), delta_weight, weight, added, normed)
-    _rms_norm_kernel[(x.numel() // width,)](
+    others = (None if delta is None else delta.contiguous(), delta_weight, weight, bias, added, normed)
+    _norm_kernel[(x.numel() // width,)](
         x,
         *(x if other is None else other for other in others),  # x: a pointer that is not used
         eps,
@@ -227,6 +282,8 @@ def _launch_norm(
         SCALE=scale != 1.0,
         NORM_DELTA=delta_weight is not None,
         NORM_SUM=weight is not None,
+        CENTER=center,
+        BIAS=bias is not None,
         num_warps=min(16, max(1, pad // 512)),
     )
 
@@ -240,21 +297,37 @@ def norm_heads(
     kv_heads: int,
     eps: float,
     in_float32: bool,
+    center: bool = False,
+    biases: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """RMS norm of queries, keys and values [T, A + 2 K, D] in place, each head with weights [D]; none: not normed."""
+    """Norms of queries, keys and values [T, A + 2 K, D] in place, each head by itself.
+
+    Args:
+        qkv: rows may be parts of longer ones.
+        q_weight: [D], or [A, D] of each head.
+        k_weight: [D] or [K, D]; none: keys stay as they are.
+        v_weight: [D]; none: values stay as they are.
+        kv_heads: K.
+        eps: added to the mean square.
+        in_float32: apply weights before rounding.
+        center: layer norms.
+        biases: [D] of queries and of keys, or none.
+    """
     tokens, all_heads, d = qkv.shape
+    others = (q_weight, k_weight, v_weight, *(biases or (None, None)))
     _norm_heads_kernel[tokens, all_heads](
         qkv,
-        q_weight,
-        q_weight if k_weight is None else k_weight,
-        q_weight if v_weight is None else v_weight,
+        *(q_weight if other is None else other for other in others),  # q_weight: not used
         eps,
         kv_heads,
         qkv.stride(0),
         HEADS=all_heads - 2 * kv_heads,
         D=d,
         D_PAD=triton.next_power_of_2(d),
+        OWN=q_weight.dim() - 1,
         IN_FLOAT32=in_float32,
+        CENTER=center,
+        BIAS=biases is not None,
         KEYS=k_weight is not None,
         VALUES=v_weight is not None,
         num_warps=1,

@@ -149,7 +149,7 @@ class MambaMixer:
         selected = functional.linear(mixed, w["select"])
         if states.kernels is not None:
             kernels, memory = states.kernels, states.memory(layer)
-            dt = kernels.rms_norm(selected[:, : kind.rank], w["dt_norm"], self._eps, in_float32=True)
+            dt = kernels.norm(selected[:, : kind.rank], w["dt_norm"], self._eps, in_float32=True)
             dt, parts = functional.linear(dt, w["dt"]), selected[:, kind.rank :]
             return self.weights.out(kernels.selective_scan(mixed, dt, parts, z, w, memory, states.sequences, self._eps))
         parts = selected.split([kind.rank, kind.state_dim, kind.state_dim], dim=-1)
