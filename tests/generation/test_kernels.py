@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams, sampler
 from hybrid_rlhf.generation.batching import workspace
@@ -27,10 +26,10 @@ from hybrid_rlhf.generation.sampler import Sampler
 from hybrid_rlhf.generation.weights.describe import describe
 from hybrid_rlhf.generation.weights.split import Split
 from hybrid_rlhf.runtime.world import default_device, solo_world
-from tests.support.families import VARIANTS, variant
+from tests.support.families import variant
 from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, completions_alone, requests_for, token_ids_of
 from tests.support.tiny import tiny_model
-from tests.support.triton_kernels import LEAST_SHARED_BYTES, Operations, compiled, count_launches, launches_of_a_layer
+from tests.support.triton_kernels import LEAST_SHARED_BYTES, Operations, compiled, count_launches
 
 pytest.importorskip("triton")
 kernels = importlib.import_module("hybrid_rlhf.generation.model.kernels")
@@ -380,37 +379,6 @@ def test_heads_are_normed_in_place(name: str, normed: str, everywhere: None, on_
     found = norm_heads(qkv, *norms, kv_heads=2)
     assert found is qkv
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
-
-
-LAYER_LAUNCHES = {
-    "llama of three heads": 10,
-    "llama with biases": 10,
-    "qwen3": 11,
-    "mistral": 10,
-    "gemma2": 10,
-    "gemma3": 11,
-    "gpt2": 11,
-    "phi3": 10,
-    "olmo2": 11,
-    "glm4": 10,
-    "granite": 10,
-}
-
-
-@pytest.mark.parametrize("name", LAYER_LAUNCHES)
-def test_a_decoding_step_of_a_dense_layer_takes_at_most_twelve_launches(
-    name: str, everywhere: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Kernels of Triton and operations of torch that compute, of a model with more layers less those of one with fewer.
-
-    In bfloat16, where conversions count too.
-    """
-
-    def model_of(depth: int) -> PreTrainedModel:
-        given = {"layer_types": None} if "layer_types" in VARIANTS[name][1] else {}
-        return variant(name, num_hidden_layers=depth, **given)
-
-    assert launches_of_a_layer(monkeypatch, model_of) == LAYER_LAUNCHES[name] <= 12
 
 
 @pytest.mark.parametrize(

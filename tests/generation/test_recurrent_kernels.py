@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from hybrid_rlhf.generation import GenerationEngine, sampler
 from hybrid_rlhf.generation.model import decoder, layers
@@ -22,9 +21,9 @@ from hybrid_rlhf.generation.model.recurrent.mixers import Mixer, MixerWeights, m
 from hybrid_rlhf.generation.model.recurrent.states import StateCache, StepStates
 from hybrid_rlhf.generation.weights.recurrence import GatedDelta, Lightning, Mamba, Mamba2, Recurrence, ShortConvolution
 from hybrid_rlhf.runtime.world import default_device
-from tests.support.families import VARIANTS, variant
+from tests.support.families import variant
 from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, token_ids_of
-from tests.support.triton_kernels import LEAST_SHARED_BYTES, Operations, compiled, count_launches, launches_of_a_layer
+from tests.support.triton_kernels import LEAST_SHARED_BYTES, Operations, compiled, count_launches, layer_kernels
 
 pytest.importorskip("triton")
 kernels = importlib.import_module("hybrid_rlhf.generation.model.kernels")
@@ -177,46 +176,11 @@ def test_a_decoding_step_of_a_recurrent_layer_takes_few_launches(name: str, monk
     """Kernels of Triton and operations of torch that compute, the two products with them; in bfloat16."""
     layer, cache = random_mixer(KINDS[name], torch.bfloat16), caches(KINDS[name], torch.bfloat16, 4)[1]
     x, slots = torch.randn(3, HIDDEN, dtype=torch.bfloat16), torch.tensor([3, 1, 2])
-    launched = launches(monkeypatch)
+    launched = count_launches(monkeypatch, *layer_kernels())
     states = step_of(cache, slots, 3, [], [])
     with torch.inference_mode(), Operations() as operations:
         layer(1, x, states)
-    assert sum(map(len, launched)) + operations.computing == MIXER_LAUNCHES[name]
-
-
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Names of the kernels of a layer that are launched from now on; they do not run."""
-    modules = (kernels.attention, kernels.rows, kernels.norms, kernels.convolution, kernels.recurrent)
-    return [count_launches(monkeypatch, module) for module in modules]
-
-
-LAYER_LAUNCHES = {
-    "qwen3_5": 10,
-    "granite 4 without experts or positions": 10,
-    "bamba": 10,
-    "lfm2 of a given width": 10,
-    "jamba": 12,
-}
-
-
-@pytest.mark.parametrize("name", LAYER_LAUNCHES)
-def test_a_decoding_step_of_a_recurrent_layer_with_its_mlp_takes_few_launches(
-    name: str, everywhere: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As test_a_decoding_step_of_a_dense_layer_takes_at_most_twelve_launches: of two layers more, both recurrent."""
-
-    def model_of(depth: int) -> PreTrainedModel:
-        return variant(name, num_hidden_layers=depth, **layers_of(name, depth))
-
-    assert launches_of_a_layer(monkeypatch, model_of, new_tokens=2) == LAYER_LAUNCHES[name]
-
-
-def layers_of(name: str, depth: int) -> dict[str, Any]:
-    """Settings of a model whose second layer has attention, and all others a recurrence."""
-    if "layer_types" in VARIANTS[name][1]:
-        recurrent = VARIANTS[name][1]["layer_types"][0]
-        return {"layer_types": [recurrent, "full_attention", *[recurrent] * (depth - 2)]}
-    return {"attn_layer_period": 9, "num_experts": 1} if name == "jamba" else {}
+    assert len(launched) + operations.computing == MIXER_LAUNCHES[name]
 
 
 @pytest.mark.parametrize(

@@ -7,18 +7,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedModel
-
-from hybrid_rlhf.generation import GenerationEngine
-from hybrid_rlhf.runtime.world import default_device
-from tests.support.generation import PROMPTS, SAMPLED
 
 LEAST_SHARED_BYTES = 101_376
 """What a program may take on sm_86 and sm_89; sm_80 has 166,912, sm_90 has 232,448."""
@@ -39,8 +32,15 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def count_launches(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[str]:
-    """Names of the kernels of a module that are launched from now on; they do not run."""
+def layer_kernels() -> list[ModuleType]:
+    """The modules of kernels that layers launch."""
+    kernels = importlib.import_module("hybrid_rlhf.generation.model.kernels")
+    others = [each for each in vars(kernels).values() if isinstance(each, ModuleType)]
+    return [each for each in others if each.__name__.startswith(kernels.__name__) and each is not kernels.sampling]
+
+
+def count_launches(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> list[str]:
+    """Names of the kernels of some modules that are launched from now on; they do not run."""
     launched: list[str] = []
 
     class Counted:
@@ -51,32 +51,10 @@ def count_launches(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[str]:
             launched.append(self._name)
             return lambda *given, **constants: None
 
-    for name in [name for name in vars(module) if name.endswith("_kernel")]:
-        monkeypatch.setattr(module, name, Counted(name))
+    for module in modules:
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, Counted(name))
     return launched
-
-
-def launches_of_a_layer(
-    monkeypatch: pytest.MonkeyPatch, model_of: Callable[[int], PreTrainedModel], *, new_tokens: int = 600
-) -> float:
-    """Kernels of Triton and operations of torch that compute in a decoding step: of a model with four layers less those
-    of one with two, for each layer. With 600 tokens, rows are split among programs. Only sampling runs its kernels, of
-    logits that are not computed: the interpreter takes seconds for those of a layer."""
-    counted, kernels = [], importlib.import_module("hybrid_rlhf.generation.model.kernels")
-    names = ("attention", "convolution", "experts", "latent", "norms", "recurrent", "routing", "rows")
-    for depth in (2, 4):
-        model = model_of(depth).to(default_device(), torch.bfloat16)  # where conversions count too
-        engine = GenerationEngine.from_model(model, stop_token_ids=range(model.config.vocab_size))
-        with monkeypatch.context() as counting:
-            launched = [count_launches(counting, getattr(kernels, name)) for name in names]
-            engine.generate(PROMPTS[:2], replace(SAMPLED, max_new_tokens=new_tokens, n=1))
-            backend: Any = engine.backend
-            assert backend.workspace is not None
-            before = sum(map(len, launched))
-            with torch.inference_mode(), Operations() as operations:
-                backend.workspace.step(2)
-        counted.append(sum(map(len, launched)) - before + operations.computing)
-    return (counted[1] - counted[0]) / 2
 
 
 _COMPILE = """

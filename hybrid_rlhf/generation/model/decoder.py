@@ -286,9 +286,7 @@ class Decoder:
             mixed = mixed * gate.sigmoid()
         return self.world.all_reduce(w.o(mixed.reshape(len(x), heads * d)))
 
-    def _mlp(
-        self, x: Tensor, stream: Tensor, w: LayerWeights, routes: list[Tensor] | None
-    ) -> Tensor | UnsummedExperts:
+    def _mlp(self, x: Tensor, stream: Tensor, w: LayerWeights, routes: list[Tensor] | None) -> Tensor | UnsummedExperts:
         """MLP and experts of the normed residual stream; experts beside an MLP read the stream itself."""
         parts: list[Tensor] = []
         activate = self._gate if self.architecture.gated_mlp else self._activate

@@ -335,8 +335,10 @@ def norm_heads(
 
 
 def norm_all_heads(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, *, kv_heads: int, eps: float) -> None:
-    """RMS norms over all heads of queries and over all heads of keys in place, of [T, A + 2 K, D], with weights [A D] and
-    [K D] that are applied before rounding."""
+    """RMS norms over all heads of queries and over all heads of keys in place, of [T, A + 2 K, D].
+
+    Weights are [A D] and [K D] and are applied before rounding.
+    """
     q_width, k_width = len(q_weight), len(k_weight)
     pad = triton.next_power_of_2(q_width)
     _norm_all_heads_kernel[len(qkv), 2](

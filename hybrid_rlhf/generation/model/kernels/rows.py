@@ -8,7 +8,6 @@ Shapes: T tokens, A heads and K KV heads of this rank, D head size, P pages of N
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -1,0 +1,87 @@
+"""Launches of a decoding step on a GPU in each layer, of every family: kernels of Triton and operations of torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.generation import GenerationEngine
+from hybrid_rlhf.generation.model.decoder import Decoder
+from hybrid_rlhf.generation.weights import loader
+from hybrid_rlhf.generation.weights.describe import describe
+from hybrid_rlhf.runtime.world import default_device
+from tests.support.families import VARIANTS, variant
+from tests.support.generation import PROMPTS, SAMPLED
+from tests.support.triton_kernels import Operations, count_launches, layer_kernels
+
+pytest.importorskip("triton")
+
+MOST = 12
+LAYER_LAUNCHES = {
+    "llama": 10,
+    "llama with biases": 10,
+    "qwen3": 11,
+    "gemma2": 10,
+    "gemma3": 11,
+    "gemma4": 11,
+    "olmo2": 11,
+    "granite": 10,
+    "glm4": 10,
+    "gpt2": 9,
+    "bloom": 10,
+    "stablelm with norms of each head": 11,
+    "mixtral": 10,
+    "gpt_oss": 10,
+    "qwen3_moe": 11,
+    "olmoe": 11,
+    "qwen3_5": 12,
+    "bamba": 10,
+    "lfm2": 11,
+    "jamba": 12,
+    "minimax": 12,
+    # more than the others take: attention with a mixer beside it, and an MLP with experts beside it
+    "falcon_h1": 16,
+    "falcon_h1 with a norm after the gate": 16,
+    "falcon_h1 with a norm before the gate": 16,
+    "gemma4 with experts": 19,
+}
+"""Of the layer with the most; other families are only known to take at most 12."""
+ALWAYS = ("llama", "gemma3", "gpt2", "gpt_oss", "qwen3_moe", "qwen3_5", "jamba", "qwen2_moe", "deepseek_v3")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.faults) for name in VARIANTS]
+)
+def test_a_decoding_step_takes_few_launches_in_each_layer(
+    name: str, everywhere: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16, where conversions count too, with rows so long that they are split among programs."""
+    monkeypatch.setattr(loader, "can_pack", lambda device, dtype: False)  # packed experts would come before kernels
+    model = variant(name).to(default_device(), torch.bfloat16)
+    engine = GenerationEngine.from_model(model, stop_token_ids=range(model.config.vocab_size))
+    launched = count_launches(monkeypatch, *layer_kernels())
+    engine.generate(PROMPTS[:2], replace(SAMPLED, max_new_tokens=600, n=1))
+    backend: Any = engine.backend
+    operations, layers = Operations(), list[int]()
+
+    def counted(block: Any) -> Any:
+        def run(*given: Any) -> Tensor:
+            before = len(launched) + operations.computing
+            found: Tensor = block(*given)
+            layers.append(len(launched) + operations.computing - before)
+            return found
+
+        return run
+
+    block = f"_{describe(model)[0].block}"
+    monkeypatch.setattr(Decoder, block, counted(getattr(Decoder, block)))
+    with torch.inference_mode(), operations:
+        backend.workspace.step(2)
+    assert len(layers) == model.config.get_text_config().num_hidden_layers
+    assert max(layers) == LAYER_LAUNCHES.get(name, max(layers)) and max(layers) <= max(
+        MOST, LAYER_LAUNCHES.get(name, 0)
+    )
