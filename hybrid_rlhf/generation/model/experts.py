@@ -2,7 +2,8 @@
 
 Tensor-parallel ranks hold different experts (expert parallelism): each computes the tokens of its own, and the sum over
 ranks that every MLP ends with adds the rest. The router computes in float32. On a GPU a decoding step takes four
-launches of Triton's kernels, for the routing (kernels/routing.py) and for up, down and the sum (kernels/experts.py).
+launches of Triton's kernels, for the routing (kernels/routing.py) and for up, down and the sum (kernels/experts.py),
+which compute a shared expert too where its products have neither adapters nor biases.
 Otherwise tokens are sorted by expert: in larger steps on a GPU one grouped product per projection computes all experts,
 on a CPU each selected expert is one product with packed weights. On a GPU no shape depends on the routing, as a CUDA
 graph requires.
@@ -19,6 +20,7 @@ Shapes: T tokens, H hidden, E experts, X experts of this rank, k experts per tok
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 
@@ -26,11 +28,33 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hybrid_rlhf.generation.model.layers import InferenceLinear
 from hybrid_rlhf.generation.model.quantised import Linear, MakeLinear
 from hybrid_rlhf.generation.weights.description import Activation, Experts
 
 MOST_KERNEL_TOKENS = 256
 """Of a step that Triton's kernels compute: in larger ones an expert has enough tokens for a grouped product."""
+
+
+@dataclass(frozen=True)
+class DenseMLP:
+    """The MLP of every token: that of a layer without experts, or the shared expert of a mixture."""
+
+    up: Linear
+    down: Linear
+    gate: Tensor | None = None
+    """[1, H], whose sigmoid weighs what comes out; none: it is not weighed."""
+
+    def __call__(self, x: Tensor, activate: Callable[[Tensor], Tensor]) -> Tensor:
+        """[T, H] of [T, H]; `activate` as that of `RoutedExperts`."""
+        out = self.down(activate(self.up(x)))
+        return out if self.gate is None else out * functional.linear(x, self.gate).sigmoid()
+
+    @property
+    def plain(self) -> bool:
+        """Whether its products are those of weights alone, which kernels of experts read as they are."""
+        products = (self.up, self.down)
+        return all(isinstance(p, InferenceLinear) and not p.packed and p.bias is None for p in products)
 
 
 class RoutedExperts:
@@ -142,6 +166,7 @@ class RoutedExperts:
         routes: list[Tensor] | None = None,
         kernels: ModuleType | None = None,
         activation: Activation = "silu",
+        shared: DenseMLP | None = None,
         added: Sequence[Tensor] = (),
     ) -> Tensor:
         """This rank's part of the sum over experts, [T, H] of [T, H], and what is added to it.
@@ -153,11 +178,16 @@ class RoutedExperts:
             routes: receives the indices [T, k] of the experts, in the smallest type; none: they are not recorded.
             kernels: Triton's, for few tokens and weights that are not packed or quantised; none: torch computes.
             activation: of the kernels, that of `activate`.
-            added: at most two [T, H], in this order.
+            shared: the shared expert, of x, where the router reads x too; or none.
+            added: [T, H] in this order; at most two, or one besides a shared expert.
         """
         routed = x if routed is None else routed
-        if kernels is not None and self._of_each is None and len(x) <= MOST_KERNEL_TOKENS:
-            return self._by_kernels(x, kernels, activation, routed=routed, routes=routes, added=added)
+        if self._of_each is not None or len(x) > MOST_KERNEL_TOKENS:
+            kernels = None
+        if shared is not None and (kernels is None or not shared.plain or self._kind.clamp is not None):
+            added, shared = [shared(x, activate), *added], None
+        if kernels is not None:
+            return self._by_kernels(x, kernels, activation, routed=routed, routes=routes, shared=shared, added=added)
         mixed = self._by_products(x, activate, routed=routed, routes=routes)
         for each in added:
             mixed = each + mixed
@@ -171,11 +201,12 @@ class RoutedExperts:
         *,
         routed: Tensor,
         routes: list[Tensor] | None,
+        shared: DenseMLP | None,
         added: Sequence[Tensor],
     ) -> Tensor:
         """As `__call__`, in four launches."""
         kind, mine = self._kind, self._mine
-        weights, index = kernels.choose_experts(
+        weights, index, gates = kernels.choose_experts(
             routed,
             self.router,
             kind,
@@ -183,6 +214,7 @@ class RoutedExperts:
             bias=self.router_bias,
             correction=self._correction,
             expert_scale=self._scale,
+            gate=None if shared is None else shared.gate,
         )
         if routes is not None:
             routes.append(index.to(kind.index_dtype))
@@ -197,9 +229,17 @@ class RoutedExperts:
             activation=activation,
             clamp=kind.clamp,
             weighs_inputs=kind.weighs_inputs,
+            shared=None if shared is None else shared.up.weight,
         )
         outputs = kernels.experts_down(
-            inner, None if kind.weighs_inputs else weights, index, self.down, self.down_bias, mine=mine
+            inner,
+            None if kind.weighs_inputs else weights,
+            index,
+            self.down,
+            self.down_bias,
+            mine=mine,
+            shared=None if shared is None else shared.down.weight,
+            gates=gates,
         )
         summed: Tensor = kernels.sum_choices(outputs, index, mine=mine, added=added)
         return summed

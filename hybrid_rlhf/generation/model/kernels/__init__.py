@@ -1,9 +1,9 @@
 """Triton kernels of a step on a GPU, for operations that take torch several passes over memory.
 
 Read `rows.py` (rotary positions with the write to the KV cache, norms, gates), `attention.py` (rows and chunks over the
-KV cache), `latent.py` (the same over latents), `routing.py` and `experts.py` (mixtures of experts), `convolution.py`
-and `recurrent.py` (recurrent layers), and `sampling.py`. Each kernel has a reference in torch, which the tests compare
-it with.
+KV cache), `latent.py` (the same over latents), `routing.py` and `experts.py` (mixtures of experts, with parts in
+`expert_tiles.py`), `convolution.py` and `recurrent.py` (recurrent layers), and `sampling.py`. Each kernel has a
+reference in torch, which the tests compare it with.
 """
 
 from hybrid_rlhf.generation.model.kernels.attention import chunk_tiles, paged_attention, tokens_at_once
