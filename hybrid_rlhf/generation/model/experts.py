@@ -178,7 +178,7 @@ class RoutedExperts:
             routes: receives the indices [T, k] of the experts, in the smallest type; none: they are not recorded.
             kernels: Triton's, for few tokens and weights that are not packed or quantised; none: torch computes.
             activation: of the kernels, that of `activate`.
-            shared: the shared expert, of x, where the router reads x too; or none.
+            shared: the shared expert of a mixture whose router reads x; or none.
             added: [T, H] in this order; at most two, or one besides a shared expert.
         """
         routed = x if routed is None else routed

@@ -73,9 +73,9 @@ def products(
     factors=0,
     WEIGHS: tl.constexpr = False,
 ):
-    """Products [n, m] of rows at source [n, 1] and at weights [1, m], and if gated of the former and those `behind`.
+    """Products [n, m] of rows at source [n, 1] with rows at weights [1, m] and, if gated, with those `behind` them.
 
-    Rows have so many inputs, of which `length`, all or none, are multiplied. The source is weighed by factors at [n].
+    Rows have so many inputs, of which `length`, all or none, are multiplied. Factors at [n] may weigh the source.
     """
     factor = 1.0
     if WEIGHS:
