@@ -20,7 +20,7 @@ from hybrid_rlhf.generation.batching.cache import CacheLayout, KVCache
 from hybrid_rlhf.generation.model import cpu_kernels
 from hybrid_rlhf.generation.model.adapters import AdaptedLinear, ChosenAdapters, LowRankChange
 from hybrid_rlhf.generation.model.attention import AttentionFunction, Table
-from hybrid_rlhf.generation.model.experts import UnsummedExperts
+from hybrid_rlhf.generation.model.experts import DenseMLP, UnsummedExperts
 from hybrid_rlhf.generation.model.layers import ACTIVATIONS, Norm, ResidualStream, kernels_for, norm_heads
 from hybrid_rlhf.generation.model.quantised import QuantisedLinear
 from hybrid_rlhf.generation.model.recurrent.states import StateCache, StepStates, state_bytes
@@ -288,15 +288,11 @@ class Decoder:
 
     def _mlp(self, x: Tensor, stream: Tensor, w: LayerWeights, routes: list[Tensor] | None) -> Tensor | UnsummedExperts:
         """MLP and experts of the normed residual stream; experts beside an MLP read the stream itself."""
-        parts: list[Tensor] = []
         activate = self._gate if self.architecture.gated_mlp else self._activate
-        if w.up is not None and w.down is not None:
-            dense = w.down(activate(w.up(x)))
-            if w.shared_router is not None:
-                dense = dense * functional.linear(x, w.shared_router).sigmoid()
-            parts.append(dense)
+        dense = None if w.up is None or w.down is None else DenseMLP(w.up, w.down, w.shared_router)
         if w.experts is None:
-            return self.world.all_reduce(parts[0])
+            assert dense is not None
+            return self.world.all_reduce(dense(x, activate))
         chosen = w.experts(
             x if w.experts_norm is None else w.experts_norm(stream),
             activate,
@@ -304,14 +300,15 @@ class Decoder:
             routes=routes,
             kernels=self._fused,
             activation=self.architecture.activation,
-            added=parts if w.experts_norm is None else [],
+            shared=dense if w.experts_norm is None else None,
         )
         if self.world.size == 1 and w.experts_norm is None:
             return chosen
         summed = self.world.all_reduce(chosen if isinstance(chosen, Tensor) else chosen.summed())
         if w.experts_norm is None:
             return summed
-        both = ResidualStream(_normed(w.dense_out_norm, self.world.all_reduce(parts[0])))
+        assert dense is not None
+        both = ResidualStream(_normed(w.dense_out_norm, self.world.all_reduce(dense(x, activate))))
         both.add(summed, w.experts_out_norm)
         return both.value
 

@@ -3,7 +3,8 @@
 Tensor-parallel ranks hold different experts (expert parallelism): each computes the tokens of its own, and the sum over
 ranks that every MLP ends with adds the rest. The router computes in float32. On a GPU a decoding step takes four
 launches of Triton's kernels, for the routing (kernels/routing.py) and for up, down and the sum (kernels/experts.py),
-which the last one adds to the residual stream, and norms that for the next layer.
+which the last one adds to the residual stream and norms for the next layer. A shared expert is computed in them too where
+its products have neither adapters nor biases.
 Otherwise tokens are sorted by expert: in larger steps on a GPU one grouped product per projection computes all experts,
 on a CPU each selected expert is one product with packed weights. On a GPU no shape depends on the routing, as a CUDA
 graph requires.
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hybrid_rlhf.generation.model.layers import InferenceLinear
 from hybrid_rlhf.generation.model.quantised import Linear, MakeLinear
 from hybrid_rlhf.generation.weights.description import Activation, Experts
 
@@ -65,6 +67,27 @@ class UnsummedExperts:
             self.outputs, self.index, weight, eps, mine=self.mine, added=[*self.added, x], in_float32=in_float32
         )
         return added, normed
+
+
+@dataclass(frozen=True)
+class DenseMLP:
+    """The MLP of every token: that of a layer without experts, or the shared expert of a mixture."""
+
+    up: Linear
+    down: Linear
+    gate: Tensor | None = None
+    """[1, H], whose sigmoid weighs what comes out; none: it is not weighed."""
+
+    def __call__(self, x: Tensor, activate: Callable[[Tensor], Tensor]) -> Tensor:
+        """[T, H] of [T, H]; `activate` as that of `RoutedExperts`."""
+        out = self.down(activate(self.up(x)))
+        return out if self.gate is None else out * functional.linear(x, self.gate).sigmoid()
+
+    @property
+    def plain(self) -> bool:
+        """Whether its products are those of weights alone, which kernels of experts read as they are."""
+        products = (self.up, self.down)
+        return all(isinstance(p, InferenceLinear) and not p.packed and p.bias is None for p in products)
 
 
 class RoutedExperts:
@@ -176,6 +199,7 @@ class RoutedExperts:
         routes: list[Tensor] | None = None,
         kernels: ModuleType | None = None,
         activation: Activation = "silu",
+        shared: DenseMLP | None = None,
         added: Sequence[Tensor] = (),
     ) -> Tensor | UnsummedExperts:
         """This rank's part of the sum over experts, [T, H] of [T, H], and what is added to it.
@@ -187,14 +211,19 @@ class RoutedExperts:
             routes: receives the indices [T, k] of the experts, in the smallest type; none: they are not recorded.
             kernels: Triton's, for few tokens and weights that are not packed or quantised; none: torch computes.
             activation: of the kernels, that of `activate`.
-            added: at most one [T, H].
+            shared: the shared expert of a mixture whose router reads x; or none.
+            added: at most one [T, H], or none besides a shared expert.
 
         Returns:
             the sum, or what kernels have yet to sum.
         """
         routed = x if routed is None else routed
-        if kernels is not None and self._of_each is None and len(x) <= MOST_KERNEL_TOKENS:
-            return self._by_kernels(x, kernels, activation, routed=routed, routes=routes, added=added)
+        if self._of_each is not None or len(x) > MOST_KERNEL_TOKENS:
+            kernels = None
+        if shared is not None and (kernels is None or not shared.plain or self._kind.clamp is not None):
+            added, shared = [shared(x, activate), *added], None
+        if kernels is not None:
+            return self._by_kernels(x, kernels, activation, routed=routed, routes=routes, shared=shared, added=added)
         mixed = self._by_products(x, activate, routed=routed, routes=routes)
         for each in added:
             mixed = each + mixed
@@ -208,11 +237,12 @@ class RoutedExperts:
         *,
         routed: Tensor,
         routes: list[Tensor] | None,
+        shared: DenseMLP | None,
         added: Sequence[Tensor],
     ) -> UnsummedExperts:
         """As `__call__`, in three launches; the sum is a fourth."""
         kind, mine = self._kind, self._mine
-        weights, index = kernels.choose_experts(
+        weights, index, gates = kernels.choose_experts(
             routed,
             self.router,
             kind,
@@ -220,6 +250,7 @@ class RoutedExperts:
             bias=self.router_bias,
             correction=self._correction,
             expert_scale=self._scale,
+            gate=None if shared is None else shared.gate,
         )
         if routes is not None:
             routes.append(index.to(kind.index_dtype))
@@ -234,9 +265,17 @@ class RoutedExperts:
             activation=activation,
             clamp=kind.clamp,
             weighs_inputs=kind.weighs_inputs,
+            shared=None if shared is None else shared.up.weight,
         )
         outputs = kernels.experts_down(
-            inner, None if kind.weighs_inputs else weights, index, self.down, self.down_bias, mine=mine
+            inner,
+            None if kind.weighs_inputs else weights,
+            index,
+            self.down,
+            self.down_bias,
+            mine=mine,
+            shared=None if shared is None else shared.down.weight,
+            gates=gates,
         )
         return UnsummedExperts(outputs, index, mine, added, kernels)
 

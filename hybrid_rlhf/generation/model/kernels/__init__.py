@@ -1,14 +1,15 @@
 """Triton kernels of a step on a GPU, for operations that take torch several passes over memory.
 
 Read `rows.py` (rotary positions with the write to the KV cache, gates), `norms.py`, `attention.py` (rows and chunks
-over the KV cache), `latent.py` (the same over latents), `routing.py` and `experts.py` (mixtures of experts),
-`convolution.py` and `recurrent.py` (recurrent layers), and `sampling.py`. Each kernel has a reference in torch, which
-the tests compare it with.
+over the KV cache), `latent.py` (the same over latents), `routing.py`, `experts.py` with `expert_tiles.py`, and
+`expert_sums.py` (mixtures of experts), `convolution.py` and `recurrent.py` (recurrent layers), and `sampling.py`. Each
+kernel has a reference in torch, which the tests compare it with.
 """
 
 from hybrid_rlhf.generation.model.kernels.attention import chunk_tiles, paged_attention, tokens_at_once
 from hybrid_rlhf.generation.model.kernels.convolution import convolve
-from hybrid_rlhf.generation.model.kernels.experts import experts_down, experts_up, sum_and_norm, sum_choices
+from hybrid_rlhf.generation.model.kernels.expert_sums import sum_and_norm, sum_choices
+from hybrid_rlhf.generation.model.kernels.experts import experts_down, experts_up
 from hybrid_rlhf.generation.model.kernels.latent import latent_attention, latent_inputs, latent_tokens_at_once
 from hybrid_rlhf.generation.model.kernels.norms import (
     add_norm,

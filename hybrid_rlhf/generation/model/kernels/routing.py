@@ -1,8 +1,9 @@
 """The router of a mixture of experts on a GPU in one launch: product, scores and choice.
 
 A program multiplies a few tokens by some rows of the router; the last of those with the same tokens chooses, which a
-counter in memory tells it. Products of bfloat16 are summed in float32, which is exact but for the order. Where choices
-are equal, the expert with the lowest index comes first. The reference is `RoutedExperts.route` (model/experts.py).
+counter in memory tells it. The gate of a shared expert is one more row, behind those of the router. Products of
+bfloat16 are summed in float32, which is exact but for the order. Where choices are equal, the expert with the lowest
+index comes first. The reference is `RoutedExperts.route` (model/experts.py).
 
 Shapes: T tokens, H hidden, E experts, k experts per token.
 """
@@ -65,7 +66,6 @@ def _choose(
     near,
     E: tl.constexpr,
     K: tl.constexpr,
-    K_PAD: tl.constexpr,
     ROUTER: tl.constexpr,
     NORMALISE: tl.constexpr,
     CORRECTION: tl.constexpr,
@@ -75,7 +75,7 @@ def _choose(
     SCORES: tl.constexpr,
 ):
     """Choose and weigh experts of logits [n, E], which are -inf behind the last expert."""
-    place, column = tl.arange(0, logits.shape[1]), tl.arange(0, K_PAD)
+    place, column = tl.arange(0, logits.shape[1]), tl.arange(0, triton.next_power_of_2(K))
     scores = logits
     if ROUTER == 0:
         scores = tl.exp(logits - tl.max(logits, 1)[:, None])
@@ -88,8 +88,8 @@ def _choose(
     choice = tl.where((place < E)[None, :], choice, float("-inf"))
     if GROUPS > 1:
         choice = _in_best_groups(choice, place, E, GROUPS, CHOSEN, SCORES)
-    index = tl.zeros([logits.shape[0], K_PAD], tl.int32)
-    chosen = tl.full([logits.shape[0], K_PAD], float("-inf"), tl.float32)
+    index = tl.zeros([logits.shape[0], column.shape[0]], tl.int32)
+    chosen = tl.full([logits.shape[0], column.shape[0]], float("-inf"), tl.float32)
     for number in range(K):
         best, at = _best(choice, place)
         here = place[None, :] == at[:, None]
@@ -118,20 +118,44 @@ def _choose(
 
 
 @triton.jit
-def _product(x, router, bias, row, expert, real, known, hidden, stride, STEP: tl.constexpr, BIAS: tl.constexpr):
-    """Logits of some tokens and experts."""
+def _product(
+    x,
+    router,
+    bias,
+    gate,
+    row,
+    expert,
+    real,
+    known,
+    hidden,
+    stride,
+    E: tl.constexpr,
+    STEP: tl.constexpr,
+    BIAS: tl.constexpr,
+    GATE: tl.constexpr,
+):
+    """Logits of some tokens and experts, number E of which is the gate."""
     sums = tl.zeros([row.shape[0], expert.shape[0]], tl.float32)
     for start in range(0, hidden, STEP):
         place = start + tl.arange(0, STEP)
         inside = (place < hidden)[None, :]
         a = tl.load(x + row.to(tl.int64)[:, None] * stride + place[None, :], mask=real[:, None] & inside, other=0.0)
         b = tl.load(router + expert[:, None] * hidden + place[None, :], mask=known[:, None] & inside, other=0.0)
+        if GATE:
+            last = tl.load(gate + place, mask=place < hidden, other=0.0).to(b.dtype)
+            b = tl.where((expert == E)[:, None], last[None, :], b)
         if x.dtype.element_ty != router.dtype.element_ty:
             a, b = a.to(tl.float32), b.to(tl.float32)
         sums = tl.dot(a, tl.trans(b), sums, input_precision="ieee")
     if BIAS:
         sums += tl.load(bias + expert, mask=known, other=0.0).to(tl.float32)[None, :]
     return sums
+
+
+@triton.jit
+def _store_gate(gates, logits, row, at, kept):
+    """The sigmoid of the logits of one column."""
+    tl.store(gates + row, tl.sigmoid(tl.sum(tl.where(at[None, :], logits, 0.0), 1)), mask=kept)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -141,10 +165,12 @@ def _route_kernel(
     bias,
     correction,
     expert_scale,
+    gate,
     logits,
     arrivals,
     weights,
     indices,
+    gates,
     tokens,
     hidden,
     stride,
@@ -154,11 +180,10 @@ def _route_kernel(
     E_PAD: tl.constexpr,
     PARTS: tl.constexpr,
     TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
     STEP: tl.constexpr,
     BIAS: tl.constexpr,
+    GATE: tl.constexpr,
     K: tl.constexpr,
-    K_PAD: tl.constexpr,
     ROUTER: tl.constexpr,
     NORMALISE: tl.constexpr,
     CORRECTION: tl.constexpr,
@@ -167,22 +192,22 @@ def _route_kernel(
     CHOSEN: tl.constexpr,
     SCORES: tl.constexpr,
 ):
-    """Logits of some tokens and ROWS experts; the last of the PARTS programs of these tokens chooses."""
-    row, expert = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    """Logits of some tokens and experts, and the gate; the last of the PARTS programs of these tokens chooses."""
+    row, expert = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     real, known = row < tokens, expert < E
-    sums = _product(x, router, bias, row, expert, real, known, hidden, stride, STEP, BIAS)
+    sums = _product(x, router, bias, gate, row, expert, real, known, hidden, stride, E, STEP, BIAS, GATE)
+    if GATE:
+        _store_gate(gates, sums, row, expert == E, real & (tl.program_id(1) == PARTS - 1))
     last = True
     if PARTS > 1:
         tl.store(logits + row[:, None] * E + expert[None, :], sums, mask=real[:, None] & known[None, :])
         tl.debug_barrier()  # all threads have written before one of them counts
         last = tl.atomic_add(arrivals + tl.program_id(0), 1, sem="acq_rel") == PARTS - 1
     if last:
-        each = tl.arange(0, E_PAD)[None, :]
+        each, whole = tl.arange(0, E_PAD)[None, :], sums
         if PARTS > 1:
             tl.store(arrivals + tl.program_id(0), 0)
             whole = tl.load(logits + row[:, None] * E + each, mask=real[:, None] & (each < E), other=0.0)
-        else:
-            whole = sums
         whole = tl.where(each < E, whole, float("-inf"))
         _choose(
             whole,
@@ -196,7 +221,6 @@ def _route_kernel(
             near,
             E,
             K,
-            K_PAD,
             ROUTER,
             NORMALISE,
             CORRECTION,
@@ -216,8 +240,9 @@ def choose_experts(
     bias: Tensor | None = None,
     correction: Tensor | None = None,
     expert_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Weights [T, k] float32 and indices [T, k] int32 of the experts of tokens.
+    gate: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Weights [T, k] float32 and indices [T, k] int32 of the experts of tokens; weights [T] float32 of a shared one.
 
     Args:
         x: [T, H], rows contiguous.
@@ -227,13 +252,16 @@ def choose_experts(
         bias: [E] of the router, or none.
         correction: [E] or [1, E], added to the scores by which experts are chosen; or none.
         expert_scale: [E], by which weights are multiplied; or none.
+        gate: [1, H], whose sigmoid weighs a shared expert; none: nothing does.
     """
     (tokens, hidden), experts, k = x.shape, len(router), kind.per_token
-    parts = triton.cdiv(experts, _TOKENS)
+    constants = route_constants(kind, router.dtype, experts=experts, gate=gate is not None)
+    parts = constants["PARTS"]
     weights = torch.empty(tokens, k, dtype=torch.float32, device=x.device)
     indices = torch.empty(tokens, k, dtype=torch.int32, device=x.device)
     logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device) if parts > 1 else weights
-    given = (x if other is None else other for other in (bias, correction, expert_scale))  # x: not used
+    gates = None if gate is None else torch.empty(tokens, dtype=torch.float32, device=x.device)
+    given = (x if other is None else other for other in (bias, correction, expert_scale, gate))  # x: not used
     _route_kernel[triton.cdiv(tokens, _TOKENS), parts](
         x,
         router,
@@ -242,31 +270,31 @@ def choose_experts(
         arrivals,
         weights,
         indices,
+        weights if gates is None else gates,
         tokens,
         hidden,
         x.stride(0),
         kind.scale,
         kind.near,
-        **route_constants(kind, router.dtype, experts=experts),
+        **constants,
         BIAS=bias is not None,
         CORRECTION=correction is not None and kind.router in ("softmax", "sigmoid"),
         SCALES=expert_scale is not None and kind.router in ("softmax", "sigmoid"),
     )
-    return weights, indices
+    return weights, indices, gates
 
 
-def route_constants(kind: Experts, dtype: torch.dtype, *, experts: int) -> dict[str, int]:
+def route_constants(kind: Experts, dtype: torch.dtype, *, experts: int, gate: bool) -> dict[str, int]:
     """What `_route_kernel` is compiled for."""
     of_all = kind.router in ("softmax", "sigmoid")
     return {
         "E": experts,
         "E_PAD": max(_TOKENS, triton.next_power_of_2(experts)),
-        "PARTS": triton.cdiv(experts, _TOKENS),
+        "PARTS": triton.cdiv(experts + gate, _TOKENS),
+        "GATE": gate,
         "TOKENS": _TOKENS,
-        "ROWS": _TOKENS,
         "STEP": _STEP_BYTES // dtype.itemsize,
         "K": kind.per_token,
-        "K_PAD": triton.next_power_of_2(kind.per_token),
         "ROUTER": ROUTER_NUMBERS[kind.router],
         "NORMALISE": kind.normalise and of_all,
         "GROUPS": kind.groups if of_all else 1,
