@@ -125,15 +125,16 @@ class Norm:
         added: Tensor = self._kernels.add_normed(x, delta, self._weight, self._eps, in_float32=self._in_float32)
         return added
 
-    def of_latents(self, queries: Tensor, down: Tensor, table: tuple[Tensor, Tensor] | None) -> Tensor | None:
-        """Rotate and norm what goes into latent attention by one kernel, if there is one; see its `latent_inputs`."""
-        if not self._fuses:
-            return None
+    def write_latents(
+        self, down: Tensor, queries: Norm | None, table: tuple[Tensor, Tensor] | None, places: Tensor, keys: Tensor
+    ) -> Tensor:
+        """Norm latents and those of queries, and write to the cache, by one kernel; this is the norm of latents."""
         assert self._kernels is not None
-        found: Tensor = self._kernels.latent_inputs(
-            queries, down, self._weight, table, self._eps, in_float32=self._in_float32
+        weights = (None if queries is None else queries._weight, self._weight)
+        hidden: Tensor = self._kernels.write_latents(
+            down, *weights, table, places, keys, eps=self._eps, in_float32=self._in_float32
         )
-        return found
+        return hidden
 
     def fuses_with(self, other: Norm) -> bool:
         """Whether one kernel computes both."""

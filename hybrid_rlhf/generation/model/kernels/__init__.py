@@ -9,7 +9,7 @@ it with.
 from hybrid_rlhf.generation.model.kernels.attention import chunk_tiles, paged_attention, tokens_at_once
 from hybrid_rlhf.generation.model.kernels.convolution import convolve
 from hybrid_rlhf.generation.model.kernels.experts import experts_down, experts_up, sum_choices
-from hybrid_rlhf.generation.model.kernels.latent import latent_attention, latent_inputs, latent_tokens_at_once
+from hybrid_rlhf.generation.model.kernels.latent import latent_attention, latent_tokens_at_once, write_latents
 from hybrid_rlhf.generation.model.kernels.recurrent import (
     delta_step,
     lightning_step,
@@ -41,7 +41,6 @@ __all__ = [
     "gated",
     "gated_norm",
     "latent_attention",
-    "latent_inputs",
     "latent_tokens_at_once",
     "lightning_step",
     "mamba2_step",
@@ -54,4 +53,5 @@ __all__ = [
     "selective_scan",
     "sum_choices",
     "tokens_at_once",
+    "write_latents",
 ]
