@@ -4,12 +4,12 @@ The products with which a head's key and value come from the latent are applied 
 so heads attend to latents as to one shared KV head, the rotated part in front. Rotation is done here, so keys and
 values are the same tensor and the cache stores them once.
 
-On a GPU kernels take the parts of this as they are (kernels/latent.py); what torch computes is their reference.
+On a GPU kernels compute what is between the products (kernels/latent.py); what torch computes is their reference.
 
 Source: DeepSeek-V2 (arXiv 2405.04434, section 2.1), the absorbed form of its appendix C.
 
 Shapes: T tokens, B rows, H hidden, A heads of this rank, Q latent of queries, L latent, R rotated dimensions, U other
-dimensions of a query, V dimensions of a value.
+dimensions of a query, V dimensions of a value, P pages of the cache, M pages of the longest sequence.
 """
 
 from __future__ import annotations
