@@ -68,7 +68,7 @@ def inference_weight_bytes(
     elif copied:
         return size * read / ranks
     else:
-        apart = 0 if stage in (1, 2) and ranks == 1 and not e.adapted else _made(model, family)
+        apart = _made(model, family, adjacent=stage in (1, 2) and ranks == 1 and not e.adapted)
         return size * float(max(apart, e.adapted)) / ranks
     rest = read - products.unique
     if on_cpu:
@@ -118,16 +118,20 @@ def _products(model: ShapedModel, family: Family, ranks: int) -> _Products:
     return _Products(elements, outputs, sum(seen.values()))
 
 
-def _made(model: ShapedModel, family: Family) -> int:
-    """Elements of the matrices that inference weights fuse, reorder or multiply, and so copy."""
-    config = model.config.get_text_config()
-    roles = {"q", "k", "v", *family.settings(config).get("weight_scales", {})}
-    for prefix in ("", "shared_"):
-        roles |= {f"{prefix}gate", f"{prefix}up"} if f"{prefix}gate" in family.names else set()
-    roles |= {"experts_up"} if _expert_fields(model, family).get("alternating") else set()
-    kind = recurrent_fields(model.lm, family).get("recurrence")
-    if kind is not None and len(inputs := kind.inputs(range(kind.units))) > 1:
-        roles |= set(inputs)
+def _made(model: ShapedModel, family: Family, *, adjacent: bool) -> int:
+    """Elements of the matrices that inference weights fuse, reorder or multiply, and so copy. `adjacent`: modules that
+    follow one another do so in memory, and are fused without a copy; the latents of queries and of keys do not."""
+    settings = family.settings(model.config.get_text_config())
+    roles = {"q_down", "kv_down"} & family.names.keys()
+    roles |= {"latent_q"} if settings.get("interleaved_rotary") else set()
+    if not adjacent:
+        roles |= {"q", "k", "v", *settings.get("weight_scales", {})}
+        for prefix in ("", "shared_"):
+            roles |= {f"{prefix}gate", f"{prefix}up"} if f"{prefix}gate" in family.names else set()
+        roles |= {"experts_up"} if _expert_fields(model, family).get("alternating") else set()
+        kind = recurrent_fields(model.lm, family).get("recurrence")
+        if kind is not None and len(inputs := kind.inputs(range(kind.units))) > 1:
+            roles |= set(inputs)
     return sum({one.name: one.weight.numel() for one in _named(model, family, roles)}.values())
 
 

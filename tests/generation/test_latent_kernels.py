@@ -1,4 +1,7 @@
-"""The Triton kernel of latent attention, against float64, and models on it against themselves without."""
+"""The Triton kernels of latent attention, against torch, and models on them against themselves without.
+
+As in test_kernels.py, float16 stands for bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +10,52 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from torch import Tensor
+from torch.nn import functional
 
 from hybrid_rlhf.generation import GenerationEngine, sampler
 from hybrid_rlhf.generation.model import decoder, layers
 from hybrid_rlhf.runtime.world import default_device
 from tests.support.families import variant
 from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, token_ids_of
-from tests.support.triton_kernels import LEAST_SHARED_BYTES, compiled, launches_of_a_layer
+from tests.support.triton_kernels import LEAST_SHARED_BYTES, compiled
 
 pytest.importorskip("triton")
 kernels = importlib.import_module("hybrid_rlhf.generation.model.kernels")
 
 
+CLOSE: dict[torch.dtype, dict[str, float]] = {
+    torch.float32: {"atol": 1e-5, "rtol": 1e-5},
+    torch.float16: {"atol": 1e-2, "rtol": 1e-2},
+}
+
+
+def table_of(tokens: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+    """Random cosines and signed sines; none for width 0."""
+    if not width:
+        return None
+    angles = torch.randn(tokens, 1, width // 2)
+    cos, sin = torch.cat([angles.cos()] * 2, dim=-1), torch.cat([-angles.sin(), angles.sin()], dim=-1)
+    return cos.to(dtype), sin.to(dtype)
+
+
+def turned(x: Tensor, table: tuple[Tensor, Tensor] | None) -> Tensor:
+    return x if table is None else layers.rotate(x, *table)
+
+
 @pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize(("heads", "rotated", "latent"), [(3, 6, 12), (16, 8, 32), (40, 64, 128)])
+@pytest.mark.parametrize(
+    ("heads", "plain", "rotated", "width", "latent", "values"),
+    [(3, 5, 6, 4, 12, 7), (16, 8, 8, 0, 32, 16), (40, 10, 64, 64, 128, 20)],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_rows_and_chunks_attend_to_latents(
     heads: int,
+    plain: int,
     rotated: int,
+    width: int,
     latent: int,
+    values: int,
     splits: int,
     dtype: torch.dtype,
     on_the_device: None,
@@ -38,39 +67,98 @@ def test_rows_and_chunks_attend_to_latents(
     keys = torch.randn(40, 16, 1, rotated + latent).to(dtype)
     pages, positions = torch.randperm(40).int().view(4, 10), torch.tensor([150, 3])
     starts, lengths, scale = [20, 0], [7, 3], (rotated + latent) ** -0.5
-    queries = torch.randn(2 + sum(lengths), heads, rotated + latent).to(dtype)
+    queries, absorbed = torch.randn(12, heads, plain + rotated).to(dtype), torch.randn(12, heads, latent).to(dtype)
+    up, table = torch.randn(heads, plain + values, latent).to(dtype)[:, plain:], table_of(12, width, dtype)
     tiles = kernels.chunk_tiles(2, starts, lengths, tokens=kernels.latent_tokens_at_once(dtype))
     given = torch.tensor(tiles, dtype=torch.int32)
-    found = kernels.latent_attention(queries, keys, pages, positions, rotated_dims=rotated, scale=scale, tiles=given)
-    assert found.shape == (12, heads, latent)
+    found = kernels.latent_attention(queries, absorbed, up, table, keys, pages, positions, given, scale=scale)
+    assert found.shape == (12, heads, values)
+    whole = torch.cat([turned(queries[..., plain:], table), absorbed], dim=-1)
     tokens = [(0, 150), (1, 3), *((2, 20 + i) for i in range(7)), *((3, i) for i in range(3))]
     for token, (sequence, position) in enumerate(tokens):
         known = keys[pages[sequence].long()].flatten(0, 1)[: position + 1, 0].double()
-        weights = (queries[token].double() @ known.T * scale).softmax(dim=1)
-        close = {"atol": 1e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-2, "rtol": 1e-2}
-        torch.testing.assert_close(found[token].double(), weights @ known[:, rotated:], **close)
+        weights = (whole[token].double() @ known.T * scale).softmax(dim=1)
+        expected = torch.einsum("al,avl->av", weights @ known[:, rotated:], up.double())
+        error = (found[token].double() - expected).norm() / expected.norm()
+        assert error < (1e-5 if dtype == torch.float32 else 1e-2)
 
 
-@pytest.mark.parametrize(("rotated", "width"), [(6, 6), (6, 4), (8, 0)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_inputs_are_rotated_and_normed(rotated: int, width: int, dtype: torch.dtype, on_the_device: None) -> None:
+@pytest.mark.parametrize(("rows", "chunks"), [(2, False), (0, True)])
+def test_a_step_may_have_rows_or_chunks_alone(
+    rows: int, chunks: bool, on_the_device: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rows that are split, with nothing left for the product of whole latents; or that are none."""
+    monkeypatch.setattr(kernels.latent, "splits_of", lambda programs, capacity: (2, 16))
     torch.manual_seed(0)
-    queries, down = torch.randn(5, 3, 10 + rotated).to(dtype), torch.randn(5, 12 + rotated).to(dtype)
-    weight, angles = torch.randn(12).to(dtype), torch.randn(5, 1, width // 2)
-    table = None
-    if width:
-        cos, sin = (torch.cat([angles.cos()] * 2, dim=-1), torch.cat([-angles.sin(), angles.sin()], dim=-1))
-        table = (cos.to(dtype), sin.to(dtype))
-    found = kernels.latent_inputs(queries, down, weight, table, 1e-5, in_float32=True)
-    key, turned = down[:, None, 12:], queries[..., 10:]
-    if table is not None:
-        key, turned = layers.rotate(key, *table), layers.rotate(turned, *table)
-    latent = torch.nn.functional.rms_norm(down[:, :12].float(), (12,), weight.float(), 1e-5).to(dtype)
-    close = {"atol": 1e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-2, "rtol": 1e-2}
-    torch.testing.assert_close(found[:, :3, :rotated], turned, **close)
-    for place in (3, 4):
-        torch.testing.assert_close(found[:, place, :rotated], key[:, 0], **close)
-        torch.testing.assert_close(found[:, place, rotated:], latent, **close)
+    queries, absorbed, up = torch.randn(2, 4, 9), torch.randn(2, 4, 12), torch.randn(4, 7, 12)
+    keys, pages, positions = torch.randn(6, 16, 1, 16), torch.randperm(6).int().view(2, 3), torch.tensor([30, 31])
+    tiles = torch.tensor([(0, 0, 30, 1), (1, 1, 31, 1)], dtype=torch.int32) if chunks else None
+    found = kernels.latent_attention(queries, absorbed, up, None, keys, pages, positions[:rows], tiles, scale=0.3)
+    known = keys[pages.long()].flatten(1, 2)[:, :, 0]
+    scores = torch.einsum("tad,tsd->tas", torch.cat([queries[..., 5:], absorbed], dim=-1), known) * 0.3
+    unseen = torch.arange(48) > positions[:, None, None]
+    mixed = torch.einsum("tas,tsl->tal", scores.masked_fill(unseen, -torch.inf).softmax(dim=-1), known[..., 4:])
+    torch.testing.assert_close(found, torch.einsum("tal,avl->tav", mixed, up), **CLOSE[torch.float32])
+
+
+@pytest.mark.parametrize("splits", [2, 8])
+@pytest.mark.parametrize("fill", [1, 256])
+@pytest.mark.parametrize(("rows", "heads", "values", "latent"), [(1, 3, 7, 12), (21, 2, 20, 40), (5, 16, 16, 32)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_values_come_from_the_parts_of_rows(
+    rows: int,
+    heads: int,
+    values: int,
+    latent: int,
+    fill: int,
+    splits: int,
+    dtype: torch.dtype,
+    on_the_device: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A program has up to 16 rows, or one; parts without keys are left out, whatever they hold."""
+    monkeypatch.setattr(kernels.latent, "PROGRAMS", fill)
+    torch.manual_seed(0)
+    parts, tops = torch.randn(rows, heads, splits, latent), torch.randn(rows, heads, splits)
+    sums, up = torch.rand(rows, heads, splits) + 0.1, torch.randn(heads, values, latent).to(dtype)
+    tops[0, 0, 1:], sums[0, 0, 1:], parts[0, 0, 1:] = -torch.inf, 0.0, torch.nan
+    found = torch.full((rows + 1, heads, values), torch.nan, dtype=dtype)
+    kernels.latent.combined_values(parts, tops, sums, up, found)
+    weights = (tops - tops.amax(dim=2, keepdim=True)).exp()
+    weights = weights / (weights * sums).sum(dim=2, keepdim=True)
+    latents = torch.einsum("bas,basl->bal", weights, parts.nan_to_num()).to(dtype)
+    error = (found[:rows] - torch.einsum("bal,avl->bav", latents.float(), up.float())).norm() / found[:rows].norm()
+    assert error < (1e-5 if dtype == torch.float32 else 1e-2)
+    assert found[rows].isnan().all()
+
+
+@pytest.mark.parametrize("hidden", [0, 20])
+@pytest.mark.parametrize(("rotated", "width"), [(6, 6), (6, 4), (8, 0)])
+@pytest.mark.parametrize("in_float32", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_latents_are_normed_and_written(
+    hidden: int, rotated: int, width: int, in_float32: bool, dtype: torch.dtype, on_the_device: None
+) -> None:
+    """To a part of the cache, which other layers share; hidden: the latent of queries."""
+    torch.manual_seed(0)
+    down, table = torch.randn(5, hidden + 12 + rotated).to(dtype), table_of(5, width, dtype)
+    weights = torch.randn(hidden).to(dtype), torch.randn(12).to(dtype)
+    places, cache = torch.tensor([3, 40, 17, 0, 21]), torch.zeros(3, 16, 1, 3 + 12 + rotated).to(dtype)
+    found = kernels.write_latents(
+        down, weights[0] if hidden else None, weights[1], table, places, cache[..., 3:], eps=1e-5, in_float32=in_float32
+    )
+    given, latent, key = down.split([hidden, 12, rotated], dim=1)
+
+    def normed(x: Tensor, weight: Tensor) -> Tensor:
+        whole = functional.rms_norm(x.float(), x.shape[1:], eps=1e-5)
+        return whole.to(dtype) * weight if not in_float32 else (whole * weight.float()).to(dtype)
+
+    assert found.shape == given.shape
+    if hidden:
+        torch.testing.assert_close(found, normed(given, weights[0]), **CLOSE[dtype])
+    expected = torch.zeros_like(cache).flatten(0, 1)[:, 0]
+    expected[places, 3:] = torch.cat([turned(key[:, None], table)[:, 0], normed(latent, weights[1])], dim=1)
+    torch.testing.assert_close(cache.flatten(0, 1)[:, 0], expected, **CLOSE[dtype])
 
 
 @pytest.mark.parametrize(
@@ -93,33 +181,26 @@ def test_a_model_with_latents_samples_with_kernels_what_it_does_without(
     assert found == token_ids_of(plain.generate(PROMPTS[:3], sampling))
 
 
-@pytest.mark.parametrize(("name", "launches"), [("minicpm3", 16), ("deepseek_v3", 16)])
-def test_a_decoding_step_of_a_layer_with_latents_takes_few_launches(
-    name: str, launches: int, everywhere: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a dense MLP. Queries have a latent of their own, with a norm."""
-
-    def model_of(depth: int) -> PreTrainedModel:
-        dense = {"first_k_dense_replace": depth} if name == "deepseek_v3" else {}
-        return variant(name, num_hidden_layers=depth, **dense)
-
-    assert launches_of_a_layer(monkeypatch, model_of) == launches
-
-
 _TILE = """
 from hybrid_rlhf.generation.model.kernels import latent
+MULTIPLES.update("stride head_stride".split())
 def attention(rotated, size, model, target, splits, tiles):
-    constants = dict(N=16, R=rotated, L=size, SPLITS=splits, SPAN=128, TILES=tiles)
+    constants = dict(N=16, U=2 * rotated, R=rotated, WIDTH=rotated, L=size, SPLITS=splits, SPAN=128, TILES=tiles)
     constants |= latent.latent_tile(rotated, size, TYPES[model], tiles=tiles)
     warps = constants.pop("num_warps")
-    head = dict(R=rotated, R_PAD=rotated, L=size, L_PAD=size, WIDTH=rotated, IN_FLOAT32=False)
-    shared_bytes(latent._latent_inputs_kernel, head, model, target)
     return shared_bytes(latent._latent_kernel, constants, model, target, {"num_warps": warps})
+def written(rotated, size, model, target, hidden):
+    sizes = dict(Q=hidden, Q_PAD=latent.padded(hidden), R=rotated, R_PAD=rotated, L=size, L_PAD=size)
+    shared_bytes(latent._write_latents_kernel, dict(sizes, WIDTH=rotated, IN_FLOAT32=False), model, target)
+def values(size, count, model, target, splits, heads):
+    tile = latent.values_tile(heads, splits, count, size, TYPES[model])
+    return shared_bytes(latent._values_kernel, tile, model, target)
 """
+_TARGETS = [90, *(pytest.param(target, marks=pytest.mark.faults) for target in (80, 100))]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", [90, *(pytest.param(target, marks=pytest.mark.faults) for target in (80, 100))])
+@pytest.mark.parametrize("target", _TARGETS)
 def test_latents_of_published_models_fit_into_shared_memory(target: int) -> None:
     """DeepSeek V2, V3 and their relatives have 64 + 512 dimensions, MiniCPM3 has 32 + 256."""
     calls = (
@@ -128,3 +209,18 @@ def test_latents_of_published_models_fit_into_shared_memory(target: int) -> None
     )
     taken = compiled(f"{_TILE}print(json.dumps([{calls}]))")
     assert len(taken) == 16 and all(0 < size <= LEAST_SHARED_BYTES for size in taken), taken
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", _TARGETS)
+def test_values_of_published_models_fit_into_shared_memory(target: int) -> None:
+    """DeepSeek V2 and V3 have 128 dimensions of values, and 0 or 1536 of the latent of queries; GLM-4.7-Flash has 256
+    and 768, MiniCPM3 64 and 768."""
+    sizes, hidden = ((512, 128), (512, 256), (256, 64)), ((64, 512, 0), (64, 512, 1536), (32, 256, 768))
+    written = f"[written(*size, model, {target}, q) for *size, q in {hidden} for model in TYPES]"
+    calls = (
+        f"values(*size, model, {target}, splits, heads) for size in {sizes} for model in TYPES "
+        "for splits, heads in ((2, 1), (32, 1), (8, 1000), (2, 10000), (32, 10000))"
+    )
+    taken = compiled(f"{_TILE}{written}\nprint(json.dumps([{calls}]))")
+    assert len(taken) == 30 and all(0 < size <= LEAST_SHARED_BYTES for size in taken), taken

@@ -115,3 +115,13 @@ def test_gpus_share_what_they_do_not_change(quantization: Quantization | None, t
         assert (own, whole) == (0, 4 * sum(trained.values()))
     else:
         assert (own, whole) == (codes, codes + 4 * sum(rest.values()))
+
+
+@pytest.mark.parametrize(("name", "roles"), [("deepseek_v3", "q_a_proj kv_a_proj_with_mqa q_b_proj"), ("llama", "")])
+def test_gpus_copy_what_is_not_adjacent_or_is_reordered(name: str, roles: str, tmp_path: Path) -> None:
+    """Which ZeRO 1 and 2 lay out in the order of the modules: latents of queries and keys are one product."""
+    lm = variant(name)
+    copied = sum(p.numel() for key, p in lm.named_parameters() if key.split(".")[-2] in roles.split())
+    model, gpu = shaped(lm, tmp_path), torch.device("cuda")
+    own = inference_weight_bytes(model, RolloutConfig(), stage=2, dtype=torch.float32, device=gpu)
+    assert own == 4 * copied

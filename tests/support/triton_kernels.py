@@ -68,7 +68,7 @@ POINTERS = {"*fp32": "tops sums all_tops all_sums bias sinks scores bounds logpr
             "*i64": "positions places integers tokens", "*i32": "pages tiles lasts", "*fp64": "floats", "*u8": "seen"}
 NUMBERS = {"fp32": "scale cap eps", "i32": "window rows heads kv_heads stride row_pages bias_keys width vocabulary "
            "integer_columns inner outer_stride inner_stride row_stride "
-           "float_columns blocks plain_dims"}
+           "float_columns blocks head_stride"}
 MULTIPLES = set()  # names of numbers that are multiples of 16
 KINDS = {name: kind for kinds in (POINTERS, NUMBERS) for kind, names in kinds.items() for name in names.split()}
 

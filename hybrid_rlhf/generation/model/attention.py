@@ -2,8 +2,8 @@
 
 A step computes one token for each decoding row, and chunks of prompts. It first rotates queries and keys and writes the
 new keys and values to the cache, so that a sequence may read what another one in the same step computes. On a GPU one
-kernel then reads pages in place, for rows and chunks at once (kernels/attention.py). On a CPU there is one for rows
-(cpu_kernels.py). Where there is none, torch gathers the pages of each sequence.
+kernel then reads pages in place, for rows and chunks at once (kernels/attention.py, and kernels/latent.py for latents).
+On a CPU there is one for rows (cpu_kernels.py). Where there is none, torch gathers the pages of each sequence.
 
 Shapes: T tokens, B rows, A heads and K KV heads of this rank, G = A / K, D head size, R rotated dimensions, L new
 tokens, S tokens in all, M blocks of the longest sequence.
@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from hybrid_rlhf.generation.batching.cache import BLOCK_TOKENS, KVCache, blocks_of
 from hybrid_rlhf.generation.model import cpu_kernels
+from hybrid_rlhf.generation.model.latent import PagedLatents
 from hybrid_rlhf.generation.model.layers import rotate
 from hybrid_rlhf.generation.weights.description import ModelDescription
 from hybrid_rlhf.generation.weights.split import Split
@@ -35,11 +36,13 @@ class AttentionFunction(Protocol):
 
     def __call__(self, layer: int, qkv: Tensor, table: Table, sinks: Tensor | None) -> Tensor:
         """[T, A, D] of queries, keys and values [T, A + 2 K, D]; keys and values are written to the cache first. Layers
-        that attend to the keys of another one give queries [T, A, D] alone. Of latents, the rotated part in front may
-        be missing.
+        that attend to the keys of another one give queries [T, A, D] alone.
 
         `sinks` [A] are scores of a key without a value (arXiv 2309.17453, section 3.1; gpt-oss).
         """
+
+    def latents(self, layer: int) -> PagedLatents | None:
+        """What kernels of latent attention write and read in a layer; none where there are none."""
 
 
 class _Part(Protocol):
@@ -118,16 +121,9 @@ class Attention:
         sinks: Tensor | None,
         **tiles: Tensor,
     ) -> Tensor:
-        """The attention of the kernels, with what the architecture adds to scores; of latents without the part that is
-        rotated."""
-        own, latent = self.architecture.kinds[kind], self.architecture.latent
+        """The attention of the kernels, with what the architecture adds to scores."""
+        own = self.architecture.kinds[kind]
         assert self.kernels is not None
-        if latent is not None and self.kernels is not cpu_kernels:
-            assert (own.window, self.architecture.attention_softcap, self.alibi, sinks) == (None, None, None, None)
-            latents: Tensor = self.kernels.latent_attention(
-                q, keys, pages, positions, rotated_dims=latent.rotated_dims, scale=own.scale, **tiles
-            )
-            return latents
         mixed: Tensor = self.kernels.paged_attention(
             q,
             keys,
@@ -235,12 +231,13 @@ class StepAttention:
             places.append(_chunk_places(chunks, chunks.starts, chunks.lengths))
         self.places = torch.cat(places, dim=1) if len(places) > 1 else places[0]
         """[page tables, T] where the new tokens lie in a cache [P * BLOCK_TOKENS]."""
-        if chunks is not None and attention.kernels not in (None, cpu_kernels):
-            self._parts.append((slice(None), MixedKernel(attention, rows, chunks)))
+        self._paged = None if attention.kernels in (None, cpu_kernels) else PagedKernel(attention, rows, chunks)
+        if self._paged is not None:
+            self._parts.append((slice(None), self._paged))
             return
         if rows is not None:
             with_kernel = attention.kernels is not None
-            decode = RowKernel(attention, rows) if with_kernel else RowAttention(attention, rows)
+            decode = PagedKernel(attention, rows) if with_kernel else RowAttention(attention, rows)
             self._parts.append((slice(batch), decode))
         if chunks is not None:
             self._parts.append((slice(batch, None), ChunkAttention(attention, chunks)))
@@ -261,6 +258,18 @@ class StepAttention:
                 store.view(-1, *new.shape[1:]).index_copy_(0, places, new)
         mixed = [part(kind, tables, queries[tokens], keys, values, sinks) for tokens, part in self._parts]
         return torch.cat(mixed) if len(mixed) > 1 else mixed[0]
+
+    def latents(self, layer: int) -> PagedLatents | None:
+        """See AttentionFunction."""
+        attention, a = self._attention, self._attention.architecture
+        if self._paged is None:
+            return None
+        kind = a.attention_of(layer)
+        assert (a.kinds[kind].window, a.attention_softcap, attention.alibi, a.sinks) == (None, None, None, False)
+        table, keys, _ = attention.cache.of_layer(layer)
+        assert attention.kernels is not None
+        read = self._paged.read(kind, table)
+        return PagedLatents(attention.kernels, a.kinds[kind].scale, keys, self.places[table], *read)
 
 
 class RowAttention:
@@ -293,32 +302,26 @@ class RowAttention:
         return self._attention.mix_rows(kind, rows, k, v, bias, sinks).view(q.shape)
 
 
-class RowKernel:
-    """Rows by a kernel that reads pages in place. Shapes do not depend on lengths, as a CUDA graph requires."""
+class PagedKernel:
+    """Rows, and chunks if there are any, by one launch of a kernel that reads pages in place. For rows alone, shapes do
+    not depend on lengths, as a CUDA graph requires."""
 
-    def __init__(self, attention: Attention, rows: DecodeRows) -> None:
-        self._attention, self._rows = attention, rows
-
-    def __call__(self, kind: int, table: int, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
-        """[B, A, D] of queries [B, A, D] over pages [P, BLOCK_TOKENS, K, D]."""
-        pages = self._rows.pages[table]
-        return self._attention.by_kernel(kind, q, keys, values, pages, self._rows.positions, sinks)
-
-
-class MixedKernel:
-    """Rows and chunks by one launch of a kernel that reads pages in place."""
-
-    def __init__(self, attention: Attention, rows: DecodeRows | None, chunks: Chunks) -> None:
-        assert attention.kernels is not None
-        self._attention, self._pages = attention, chunks.pages
-        self._positions = torch.empty(0, dtype=torch.long, device=chunks.pages.device)
-        if rows is not None:
-            self._positions, each = rows.positions, (rows.pages, chunks.pages)
+    def __init__(self, attention: Attention, rows: DecodeRows | None, chunks: Chunks | None = None) -> None:
+        self._attention, a = attention, attention.architecture
+        each = [part.pages for part in (rows, chunks) if part is not None]
+        self._pages = each[0]
+        if len(each) > 1:
             most = max(pages.shape[2] for pages in each)
             self._pages = torch.cat([functional.pad(pages, (0, most - pages.shape[2])) for pages in each], dim=1)
-        a = attention.architecture
+        self._positions = self._pages.new_empty(0, dtype=torch.long) if rows is None else rows.positions
         self._sizes = [(group, a.kv_size(kind)[1]) for kind, group in enumerate(attention.groups)]
-        self._tiles = {size: self._tiles_of(chunks, *size) for size in set(self._sizes)}
+        self._tiles: dict[tuple[int, int], Tensor] = {}
+        if chunks is not None:
+            self._tiles = {size: self._tiles_of(chunks, *size) for size in set(self._sizes)}
+
+    def read(self, kind: int, table: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Page tables [sequences, M], positions of rows [B], and the tiles of chunks if there are any."""
+        return self._pages[table], self._positions, self._tiles.get(self._sizes[kind])
 
     def _tiles_of(self, chunks: Chunks, group: int, head_dim: int) -> Tensor:
         kernels, dtype = self._attention.kernels, self._attention.cache.keys.dtype
@@ -330,8 +333,9 @@ class MixedKernel:
 
     def __call__(self, kind: int, table: int, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
         """[T, A, D] of queries [T, A, D] over pages [P, BLOCK_TOKENS, K, D]."""
-        pages, tiles = self._pages[table], self._tiles[self._sizes[kind]]
-        return self._attention.by_kernel(kind, q, keys, values, pages, self._positions, sinks, tiles=tiles)
+        pages, positions, tiles = self.read(kind, table)
+        given = {} if tiles is None else {"tiles": tiles}
+        return self._attention.by_kernel(kind, q, keys, values, pages, positions, sinks, **given)
 
 
 class ChunkAttention:

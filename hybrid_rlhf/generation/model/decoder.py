@@ -267,7 +267,7 @@ class Decoder:
     ) -> Tensor:
         assert w.o is not None and places is not None
         if w.latent is not None:
-            mixed = w.latent(x, places.table, lambda qkv: attend(index, qkv, None, w.sinks))
+            mixed = w.latent(x, places.table, lambda qkv: attend(index, qkv, None, w.sinks), attend.latents(index))
             return self.world.all_reduce(w.o(mixed))
         assert w.qkv is not None
         a, kind, heads = self.architecture, self.architecture.attention_of(index), len(self.split.heads)

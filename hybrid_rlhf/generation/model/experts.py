@@ -3,8 +3,8 @@
 Tensor-parallel ranks hold different experts (expert parallelism): each computes the tokens of its own, and the sum over
 ranks that every MLP ends with adds the rest. The router computes in float32. On a GPU a decoding step takes four
 launches of Triton's kernels, for the routing (kernels/routing.py) and for up, down and the sum (kernels/experts.py),
-which the last one adds to the residual stream and norms for the next layer. A shared expert is computed in them too where
-its products have neither adapters nor biases.
+which the last one adds to the residual stream and norms for the next layer. A shared expert is computed in them too
+where its products have neither adapters nor biases.
 Otherwise tokens are sorted by expert: in larger steps on a GPU one grouped product per projection computes all experts,
 on a CPU each selected expert is one product with packed weights. On a GPU no shape depends on the routing, as a CUDA
 graph requires.

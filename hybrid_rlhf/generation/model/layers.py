@@ -147,15 +147,16 @@ class Norm:
         added: Tensor = self._kernels.add_normed(x, delta, self._weight, self._eps, in_float32=self._in_float32)
         return added
 
-    def of_latents(self, queries: Tensor, down: Tensor, table: tuple[Tensor, Tensor] | None) -> Tensor | None:
-        """Rotate and norm what goes into latent attention by one kernel, if there is one; see its `latent_inputs`."""
-        if not self._fuses_rms:
-            return None
+    def write_latents(
+        self, down: Tensor, queries: Norm | None, table: tuple[Tensor, Tensor] | None, places: Tensor, keys: Tensor
+    ) -> Tensor:
+        """Norm latents and those of queries, and write to the cache, by one kernel; this is the norm of latents."""
         assert self._kernels is not None
-        found: Tensor = self._kernels.latent_inputs(
-            queries, down, self._weight, table, self._eps, in_float32=self._in_float32
+        weights = (None if queries is None else queries._weight, self._weight)
+        hidden: Tensor = self._kernels.write_latents(
+            down, *weights, table, places, keys, eps=self._eps, in_float32=self._in_float32
         )
-        return found
+        return hidden
 
     def fuses_with(self, other: Norm) -> bool:
         """Whether one kernel computes both."""
@@ -327,8 +328,9 @@ def norm_heads(qkv: Tensor, q: HeadsNorm, k: HeadsNorm, v: HeadsNorm, *, kv_head
         if all(norm is None or norm.fuses_with(q) for norm in (q, k, v)):
             q.of_heads(qkv, k, v, kv_heads=kv_heads)
             return qkv
-    for kind in (HeadNorm, SplitNorm):
-        if isinstance(q, kind) and isinstance(k, kind) and v is None and q.with_keys(qkv, k, kv_heads=kv_heads):
-            return qkv
+    if isinstance(q, HeadNorm) and isinstance(k, HeadNorm) and v is None and q.with_keys(qkv, k, kv_heads=kv_heads):
+        return qkv
+    if isinstance(q, SplitNorm) and isinstance(k, SplitNorm) and v is None and q.with_keys(qkv, k, kv_heads=kv_heads):
+        return qkv
     parts = qkv.split([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
     return torch.cat([part if norm is None else norm(part) for part, norm in zip(parts, (q, k, v), strict=True)], dim=1)

@@ -3,8 +3,8 @@
 Full weights arrive one by one, in any order; `load(name, tensor)` keeps this rank's part. A model that is partitioned,
 on disk or has adapters can therefore be streamed through in buckets. Columns of attention and MLP are split over heads
 and intermediate units, rows of the vocabulary over tokens (Megatron-LM, arXiv 1909.08053). A weight that needs no
-change stays a view of the tensor it came from. Q, K, V and gate, up are fused, without a copy where they are adjacent
-in memory. Shapes: N outputs, K inputs of a product; H hidden.
+change stays a view of the tensor it came from. Products of one input (Q, K, V; gate, up; the latents of queries and of
+keys) are fused, without a copy where they are adjacent in memory. Shapes: N outputs, K inputs of a product; H hidden.
 """
 
 from __future__ import annotations
@@ -169,18 +169,10 @@ class WeightLoader:
     def _latent(self, layer: int) -> LatentAttention:
         kind, key = self.architecture.latent, f"{layer}.latent"
         assert kind is not None
-        q, kv_down, kv_up = self._linear(f"{key}.q"), self._linear(f"{key}.kv_down"), self._take(f"{key}.kv_up.weight")
-        kv_norm = self._norm(f"{key}.kv_norm", eps=kind.norm_eps)
-        assert q is not None and kv_down is not None and kv_up is not None and kv_norm is not None
-        return LatentAttention(
-            kind,
-            q_down=self._linear(f"{key}.q_down"),
-            q_norm=self._norm(f"{key}.q_norm", eps=kind.norm_eps),
-            q=q,
-            kv_down=kv_down,
-            kv_norm=kv_norm,
-            kv_up=kv_up,
-        )
+        down, q, kv_up = self._linear(f"{key}.down"), self._linear(f"{key}.q"), self._take(f"{key}.kv_up.weight")
+        q_norm, kv_norm = (self._norm(f"{key}.{name}", eps=kind.norm_eps) for name in ("q_norm", "kv_norm"))
+        assert down is not None and q is not None and kv_up is not None and kv_norm is not None
+        return LatentAttention(kind, down=down, q_norm=q_norm, q=q, kv_norm=kv_norm, kv_up=kv_up)
 
     def _recurrent(self, layer: int) -> Mixer:
         a, key = self.architecture, f"{layer}.recurrent"
@@ -273,15 +265,15 @@ class WeightLoader:
             return range(heads.start * each, heads.stop * each)
 
         query, up = kind.plain_dims + kind.rotated_dims, kind.plain_dims + kind.value_dims
-        for part, role in (("q_down", "q_down"), ("q_norm", "q_down_norm"), ("kv_norm", "kv_down_norm")):
+        width, interleaved = kind.size + kind.rotated_dims, self.architecture.interleaved_rotary
+        for part, role in (("q_norm", "q_down_norm"), ("kv_norm", "kv_down_norm")):
             self._place(f"{key}.{part}", role, all_of, layer)
-        interleaved = self.architecture.interleaved_rotary
         pick = rows_of(rows(query))
         self._place(f"{key}.q", "latent_q", self._halves(pick, query, kind.plain_dims) if interleaved else pick, layer)
-        width = kind.size + kind.rotated_dims
-        self._place(
-            f"{key}.kv_down", "kv_down", self._halves(all_of, width, kind.size) if interleaved else all_of, layer
-        )
+        pick = self._halves(all_of, width, kind.size) if interleaved else all_of
+        parts = 2 if f"{key}.q_norm.weight" in self._parts else 1  # else queries come from the hidden states
+        self._place(f"{key}.down", "q_down", all_of, layer, part=0, parts=parts)
+        self._place(f"{key}.down", "kv_down", pick, layer, part=parts - 1, parts=parts)
         self._place(f"{key}.kv_up", "kv_up", rows_of(rows(up)), layer)
         self._place_row_parallel(f"{layer}.o", "o", rows(kind.value_dims), layer)
 

@@ -10,7 +10,7 @@ from hybrid_rlhf.generation.model.kernels.attention import chunk_tiles, paged_at
 from hybrid_rlhf.generation.model.kernels.convolution import convolve
 from hybrid_rlhf.generation.model.kernels.expert_sums import sum_and_norm, sum_choices
 from hybrid_rlhf.generation.model.kernels.experts import experts_down, experts_up
-from hybrid_rlhf.generation.model.kernels.latent import latent_attention, latent_inputs, latent_tokens_at_once
+from hybrid_rlhf.generation.model.kernels.latent import latent_attention, latent_tokens_at_once, write_latents
 from hybrid_rlhf.generation.model.kernels.norms import (
     add_norm,
     add_normed,
@@ -42,7 +42,6 @@ __all__ = [
     "gated",
     "gated_norm",
     "latent_attention",
-    "latent_inputs",
     "latent_tokens_at_once",
     "lightning_step",
     "mamba2_step",
@@ -57,4 +56,5 @@ __all__ = [
     "sum_and_norm",
     "sum_choices",
     "tokens_at_once",
+    "write_latents",
 ]

@@ -24,7 +24,7 @@ _MOST_KEYS = 64
 """Most keys, and most queries, in one tile."""
 _TILE_BYTES = 16 * 2**10
 """Largest tile of keys. Triton keeps about four in shared memory, which is 99 KiB on sm_86 and 227 KiB on sm_90."""
-_PROGRAMS = 256
+PROGRAMS = 256
 """Programs that fill a large GPU."""
 _SHORT_SPAN, _LONG_SPAN = 2 * _MOST_KEYS, 8 * _MOST_KEYS
 """Fewest keys of a part where rows alone do not fill the GPU, and where they do."""
@@ -335,5 +335,5 @@ def tokens_at_once(group: int, head_dim: int, dtype: torch.dtype) -> int:
 
 def splits_of(programs: int, capacity: int) -> tuple[int, int]:
     """Most parts of a row, a power of two, and the fewest keys of a part."""
-    span = _SHORT_SPAN if programs < _PROGRAMS else _LONG_SPAN
+    span = _SHORT_SPAN if programs < PROGRAMS else _LONG_SPAN
     return min(_MOST_SPLITS, triton.next_power_of_2(triton.cdiv(capacity, span))), span

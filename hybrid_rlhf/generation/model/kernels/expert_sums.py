@@ -41,8 +41,8 @@ def _sum_kernel(
     NORM: tl.constexpr,
     IN_FLOAT32: tl.constexpr,
 ):
-    """A block of a row of the sum over a token's choices of this rank, the shared expert, and what is added to it; or the
-    whole row, and its RMS norm."""
+    """A block of a row of the sum over a token's choices of this rank, the shared expert, and what is added to it; or
+    the whole row, and its RMS norm."""
     token, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = place < hidden
     dtype = out.dtype.element_ty

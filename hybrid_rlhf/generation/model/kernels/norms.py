@@ -9,6 +9,8 @@ Shapes: T tokens, A heads and K KV heads of this rank, D head size, H hidden.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -236,7 +238,7 @@ def add_norm(
     """
     x = x.contiguous()
     added, normed = torch.empty_like(x), torch.empty_like(x)
-    how = {"in_float32": in_float32, "center": center, "bias": bias, "scale": scale}
+    how: dict[str, Any] = {"in_float32": in_float32, "center": center, "bias": bias, "scale": scale}
     _launch_norm(x, delta, delta_weight, weight, added, normed, eps, **how)
     return added, normed
 

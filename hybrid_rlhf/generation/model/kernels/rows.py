@@ -110,9 +110,8 @@ def rotate_and_write(
     kv_heads = keys.shape[2]
     heads = all_heads - 2 * kv_heads
     queries = qkv.new_empty(tokens, heads, d)
-    written = heads + kv_heads if keys.data_ptr() == values.data_ptr() else all_heads  # latents are both
     cos, sin = (qkv, qkv) if table is None else table
-    _rotate_and_write_kernel[tokens, written](
+    _rotate_and_write_kernel[tokens, all_heads](
         qkv,
         cos,
         sin,
