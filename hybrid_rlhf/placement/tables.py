@@ -19,8 +19,10 @@ from hybrid_rlhf.placement.schedule import PHASES
 from hybrid_rlhf.placement.search import STYLES, Candidate, Search, SearchResult
 
 _GIB = 2**30
-_HALVINGS = 2
+_HALVINGS, _DOUBLINGS = 2, 2
 """Of train.micro_batch_tokens that a plan may make."""
+_LEAST_GAIN = 0.01
+"""Part of a step that larger micro-batches must save: smaller differences are in no prediction."""
 _NOTED_IDLE = 0.15
 """Idle part of a phase from which it is named as a reason."""
 
@@ -148,18 +150,23 @@ def plan_placement(
         configured: the placement of the config, to be compared with the best ones.
         listed: how many plans are listed beside the best of each style.
     """
+
+    def search_with(tokens: int | None, keep: int = 1) -> Search:
+        changed = with_micro_batches(job, tokens)
+        memory = MemoryModel(changed, device_bytes=device_bytes, host_bytes=host_bytes)
+        return Search(Costs(changed, curves, cluster), memory, keep=keep)
+
     found, styles = None, list(STYLES)
-    for tokens in _micro_batches(job):
-        smaller = with_micro_batches(job, tokens)
-        memory = MemoryModel(smaller, device_bytes=device_bytes, host_bytes=host_bytes)
-        search = Search(Costs(smaller, curves, cluster), memory, keep=listed + 1)
-        result = search.run(styles).with_micro_batches(tokens)
+    for tokens in _smaller_micro_batches(job):
+        result = search_with(tokens, listed + 1).run(styles).with_micro_batches(tokens)
         found = result if found is None else found.merged(result)
         # smaller micro-batches only add time, unless they make room for what is offloaded or does not fit
         if found.best is not None and not found.best.plan.offloads:
             break
         styles = [each.plan.placement.style for each in found.ranked if each.time is None or each.plan.offloads]
     assert found is not None
+    for tokens in _larger_micro_batches(job):
+        found = found.merged(_faster(search_with(tokens), found, tokens))
     if configured is None:
         return PlacementAnswer(job, curves, cluster, found, listed=listed)
     memory = MemoryModel(job, device_bytes=device_bytes, host_bytes=host_bytes, exact=True)
@@ -170,6 +177,17 @@ def plan_placement(
     return PlacementAnswer(job, curves, cluster, found, own, listed)
 
 
+def _faster(search: Search, found: SearchResult, tokens: int) -> SearchResult:
+    """Of the best plans that were found, those that are faster with this train.micro_batch_tokens."""
+    tried = [
+        (each, search.evaluate(replace(each.plan, micro_batch_tokens=tokens)))
+        for each in found.ranked
+        if each.time is not None and not each.plan.offloads
+    ]
+    kept = tuple(other for each, other in tried if other.seconds < (1 - _LEAST_GAIN) * each.seconds)
+    return SearchResult(kept, len(tried), kept)
+
+
 def with_micro_batches(job: RLJob, tokens: int | None) -> RLJob:
     """The job with another train.micro_batch_tokens; none: as configured."""
     if tokens is None:
@@ -177,8 +195,16 @@ def with_micro_batches(job: RLJob, tokens: int | None) -> RLJob:
     return replace(job, config=replace(job.config, train=replace(job.config.train, micro_batch_tokens=tokens)))
 
 
-def _micro_batches(job: RLJob) -> tuple[int | None, ...]:
-    """Values of train.micro_batch_tokens to look at, none being the configured one; a number of rows is kept."""
+def _larger_micro_batches(job: RLJob) -> tuple[int, ...]:
+    """Values of train.micro_batch_tokens above the configured one to look at; a number of rows is kept."""
+    train = job.config.train
+    if train.micro_batch_size is not None:
+        return ()
+    return tuple(train.micro_batch_tokens * 2**power for power in range(1, _DOUBLINGS + 1))
+
+
+def _smaller_micro_batches(job: RLJob) -> tuple[int | None, ...]:
+    """The same below it, and none, which is the configured one."""
     train = job.config.train
     if train.micro_batch_size is not None:
         return (None,)

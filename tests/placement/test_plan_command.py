@@ -201,7 +201,19 @@ def test_smaller_micro_batches_make_room(shape: str, capsys: pytest.CaptureFixtu
         found[tokens] = json.loads(text)["rl"]["plans"][0]
     assert found["65536"]["fits"], found["65536"]["why"]
     assert found["65536"]["settings"]["train.micro_batch_tokens"] in (16384, 32768)
-    assert "train.micro_batch_tokens" not in found["16384"]["settings"]
+    assert found["16384"]["settings"].get("train.micro_batch_tokens", 16384) >= 16384
+
+
+def test_larger_micro_batches_are_planned_where_they_are_faster(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Small products are slow; a number of rows is kept."""
+    words, best = ["--base_model", shape, *"--steps rl --machine h100 --ranks 4 --json".split()], {}
+    for given in ("tokens 4096", "tokens 16384", "size 4"):
+        key, value = given.split()
+        text, _ = printed([*words, f"--rl.train.micro_batch_{key}", value], capsys)
+        best[given] = json.loads(text)["rl"]["plans"][0]
+    assert best["tokens 4096"]["settings"]["train.micro_batch_tokens"] in (8192, 16384)
+    assert "train.micro_batch_tokens" not in best["size 4"]["settings"]
+    assert best["tokens 4096"]["step_seconds"] <= 1.01 * best["tokens 16384"]["step_seconds"]
 
 
 @pytest.mark.parametrize(
