@@ -23,32 +23,17 @@ pytest.importorskip("triton")
 
 MOST = 12
 LAYER_LAUNCHES = {
-    "llama": 10,
-    "llama with biases": 10,
-    "qwen3": 11,
-    "gemma2": 10,
-    "gemma3": 11,
-    "gemma4": 11,
-    "olmo2": 11,
-    "granite": 10,
-    "glm4": 10,
-    "gpt2": 9,
-    "bloom": 10,
-    "stablelm with norms of each head": 11,
-    "mixtral": 10,
-    "gpt_oss": 10,
-    "qwen3_moe": 11,
-    "olmoe": 11,
-    "qwen3_5": 12,
-    "bamba": 10,
-    "lfm2": 11,
-    "jamba": 12,
-    "minimax": 12,
-    # more than the others take: attention with a mixer beside it, and an MLP with experts beside it
+    **{"llama": 10, "llama with biases": 10, "mistral": 10, "qwen3": 11, "phi3": 10, "glm4": 10, "granite": 10},
+    **{"gemma2": 10, "gemma3": 11, "gemma4": 11, "olmo2": 11, "gpt2": 9, "bloom": 10, "cohere": 10, "nemotron": 10},
+    **{"mixtral": 10, "gpt_oss": 10, "qwen2_moe": 10, "qwen3_moe": 11, "olmoe": 11, "glm4_moe": 11, "llama4": 12},
+    **{"deepseek_v2": 12, "deepseek_v3": 12, "minicpm3": 12, "granitemoeshared": 10, "phimoe": 11},
+    **{"qwen3_5": 12, "qwen3_5_moe": 12, "granite 4": 11, "bamba": 10, "jamba": 12, "lfm2": 11, "minimax": 12},
+    # more than in others: attention and a mixer side by side, an MLP beside the experts, shared experts with biases
     "falcon_h1": 16,
     "falcon_h1 with a norm after the gate": 16,
     "falcon_h1 with a norm before the gate": 16,
     "gemma4 with experts": 19,
+    "ernie4_5_moe": 13,
 }
 """Of the layer with the most; other families are only known to take at most 12."""
 ALWAYS = ("llama", "gemma3", "gpt2", "gpt_oss", "qwen3_moe", "qwen3_5", "jamba", "qwen2_moe", "deepseek_v3")
