@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _NEW_TOKENS = 32
 _PROMPT = "{:032}"
-_STEPS, _COLD_STEPS = 10, 2
+_STEPS, _COLD_STEPS = 8, 2
 """Steps of a run, and the first of them, which warm up."""
 _TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 

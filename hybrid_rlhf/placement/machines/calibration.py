@@ -109,14 +109,14 @@ def measured_sizes(*, gpu: bool, quick: bool) -> MeasuredSizes:
         batches, decoded = [TimedBatch(4, 512), TimedBatch(32, 128), TimedBatch(16, 1024)], [1, 32, 256]
     else:
         shapes, weights, rows = (
-            [(2, 64), (4, 64), (2, 128), (4, 128), (2, 256), (4, 256), (2, 512)],
+            [(2, 64), (4, 64), (2, 128), (4, 128), (2, 256), (2, 384)],
             [32, 64, 128, 256, 512, 1024],
             [1, 4, 16, 64, 256, 1024, 4096],
         )
-        of_runs = [(2, 64), (4, 128), (2, 512), (3, 256)]
-        batches = [TimedBatch(2, 32), TimedBatch(32, 32), TimedBatch(32, 64), TimedBatch(4, 128), TimedBatch(8, 256)]
+        of_runs = [(2, 64), (4, 128), (2, 384), (2, 256)]
+        batches = [TimedBatch(2, 32), TimedBatch(32, 32), TimedBatch(4, 128), TimedBatch(4, 256)]
         decoded = [1, 8, 64]
-    # the models of runs on several ranks lie apart: small ones mostly wait for one another, large ones compute
+    # runs on several ranks lie apart: in small ones ranks mostly wait for one another, in large ones they compute
     small, wide, widest, shared = (TimedModel(*each) for each in of_runs)
     plain = [TimedModel(layers, hidden) for layers, hidden in shapes]
     full = MeasuredSizes(
@@ -130,8 +130,8 @@ def measured_sizes(*, gpu: bool, quick: bool) -> MeasuredSizes:
         models=[*plain, replace(plain[0], vocabulary=8192), *(replace(each, zero=3) for each in plain[:2])],
         batches=batches,
         decoded=decoded,
-        runs=[RunSizes(small, 8), RunSizes(small, 64), RunSizes(small, 256), RunSizes(wide, 32), RunSizes(widest, 32)],
-        shared_runs=[RunSizes(small, 32), RunSizes(shared, 32)],
+        runs=[RunSizes(small, 8), RunSizes(small, 64), RunSizes(small, 128), RunSizes(wide, 32), RunSizes(widest, 16)],
+        shared_runs=[RunSizes(small, 8), RunSizes(shared, 64)],
     )
     if not quick:
         return full
@@ -162,7 +162,7 @@ def _together(
     for part in map(world.part, groups):
         if part.is_member:
             models = [each for each in sizes.models if each.zero]
-            sharded += [(part.size, layers.time_model(part, each, sizes.batches[:2], [])) for each in models]
+            sharded += [(part.size, layers.time_model(part, each, sizes.batches[:1], [])) for each in models]
         world.barrier()
     return times, sharing, sharded
 
