@@ -1,11 +1,11 @@
-"""The chosen experts of a decoding step on a GPU in three launches: up with the activation, down, and the sum.
+"""The chosen experts of a decoding step on a GPU in two launches: up with the activation, and down.
 
 A program has some outputs of one expert. It finds the choices of its expert itself, among those of all tokens, so that
 no launch sorts them and no shape depends on the routing, as a CUDA graph requires: there is a program for every expert
 of this rank or, where there are fewer choices than experts, for every choice, of which the first of an expert works.
-Each choice has a row of its own in what is between the launches, so that the sum over a token's choices has a fixed
-order. Sums are float32; the rows in between are rounded to the model's dtype. The reference is the grouped product of
-`RoutedExperts` (model/experts.py), which larger steps use on a GPU too.
+Each choice has a row of its own in what the launches give, so that the sum over a token's choices (expert_sums.py) has
+a fixed order. Sums are float32; the rows in between are rounded to the model's dtype. The reference is the grouped
+product of `RoutedExperts` (model/experts.py), which larger steps use on a GPU too.
 
 A shared expert is computed in the same launches. Its units are split into S parts as large as a routed expert, the last
 of which may be smaller. Each part has programs of its own and a row for each token, behind the rows of the choices.
