@@ -242,9 +242,12 @@ def gated_norm(width, model, target):
     KINDS["x"] = "*fp32"
     pad, most = triton.next_power_of_2(width), 0
     for norm, first, sigmoid in ((True, False, False), (True, True, False), (False, False, False), (True, False, True)):
-        most = max(most, shared_bytes(rows._gated_norm_kernel, dict(
+        most = max(most, shared_bytes(norms._gated_norm_kernel, dict(
             WIDTH=width, PAD=pad, NORM=norm, GATE_FIRST=first, SIGMOID=sigmoid), model, target))
     del KINDS["x"]
+    # the gate of attention, whose results have the model's dtype
+    gate = dict(WIDTH=width, PAD=pad, NORM=False, GATE_FIRST=False, SIGMOID=True)
+    most = max(most, shared_bytes(norms._gated_norm_kernel, gate, model, target))
     return most
 """
 

@@ -192,6 +192,37 @@ def test_heads_are_normed_in_place(d: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("width", [768, 4608])
+def test_a_layer_norm_with_what_is_added(width: int, dtype: torch.dtype) -> None:
+    from hybrid_rlhf.generation.model import kernels
+
+    x, delta = random(300, width, dtype=dtype), random(300, width, dtype=dtype)
+    weight, bias = random(width, dtype=dtype), random(width, dtype=dtype)
+    close = {"atol": 4 * CLOSE[dtype], "rtol": 4 * CLOSE[dtype]}
+    added, normed = kernels.add_norm(x, delta, weight, 1e-5, in_float32=False, center=True, bias=bias)
+    torch.testing.assert_close(added.double(), x.double() + delta.double(), **close)
+    expected = functional.layer_norm(added.double(), (width,), weight.double(), bias.double(), 1e-5)
+    torch.testing.assert_close(normed.double(), expected, **close)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("width", [2048, 7168])
+def test_the_sum_over_experts_is_added_and_normed(width: int, dtype: torch.dtype) -> None:
+    """With two parts of a shared expert, of the first of two ranks."""
+    from hybrid_rlhf.generation.model import kernels
+
+    outputs, (x, weight) = random(50 * (8 + 2), width, dtype=dtype), random(2, 50, width, dtype=dtype)
+    indices = torch.randint(64, (50, 8), device=GPU, dtype=torch.int32)
+    added, normed = kernels.sum_and_norm(outputs, indices, weight[0], 1e-6, mine=range(32), added=[x], in_float32=False)
+    routed = outputs[:400].double().view(50, 8, width) * (indices < 32)[..., None]
+    expected = x.double() + routed.sum(dim=1) + outputs[400:].double().view(2, 50, width).sum(dim=0)
+    close = {"atol": 8 * CLOSE[dtype], "rtol": 8 * CLOSE[dtype]}
+    torch.testing.assert_close(added.double(), expected, **close)
+    expected = functional.rms_norm(added.double(), (width,), weight[0].double(), 1e-6)
+    torch.testing.assert_close(normed.double(), expected, **close)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_a_gate_and_its_product(activation: str, dtype: torch.dtype) -> None:
     from hybrid_rlhf.generation.model import kernels
