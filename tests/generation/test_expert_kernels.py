@@ -154,7 +154,7 @@ def compare(
     close = {"atol": 1e-5, "rtol": 1e-4} if x.dtype == torch.float32 else {"atol": 1e-2, "rtol": 2e-2}
     assert isinstance(expected, Tensor) and isinstance(found, UnsummedExperts)
     torch.testing.assert_close(found.summed(), expected, **close)
-    if len(added) < 2:
+    if len(found.added) < 2:
         stream, weight = torch.randn_like(x), torch.randn_like(x[0])
         both = stream + expected
         torch.testing.assert_close(found.added_to(stream), both, **close)
@@ -233,7 +233,9 @@ def test_what_two_ranks_have_of_experts_and_a_shared_one_adds_up(tokens: int, on
         own = RoutedExperts(kind, **weights, mine=range(6)[mine], correction=None, product=None)
         products = (ups[:, units].flatten(0, 1), shared.down.weight[:, units])
         up, down = (InferenceLinear(weight, None, pack=False) for weight in products)
-        parts.append(own(x, swiglu, kernels=kernels, shared=DenseMLP(up, down, shared.gate)))
+        part = own(x, swiglu, kernels=kernels, shared=DenseMLP(up, down, shared.gate))
+        assert isinstance(part, UnsummedExperts)
+        parts.append(part.summed())
     torch.testing.assert_close(sum(parts), expected, atol=1e-5, rtol=1e-4)
 
 

@@ -44,12 +44,12 @@ def _row_normed(
     """Layer norm of a row in float32, or its RMS norm."""
     if CENTER:
         x = tl.where(inside, x - tl.sum(x, 0) / WIDTH, 0.0)
-        x = x / tl.sqrt(tl.sum(x * x, 0) / WIDTH + eps)
-        x = x * tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
+        x = rms_normed(x, weight, place, inside, eps, dtype, WIDTH, True)
         if BIAS:
             x += tl.load(bias + place, mask=inside, other=0.0).to(tl.float32)
-        return x
-    return rms_normed(x, weight, place, inside, eps, dtype, WIDTH, IN_FLOAT32)
+    else:
+        x = rms_normed(x, weight, place, inside, eps, dtype, WIDTH, IN_FLOAT32)
+    return x
 
 
 @triton.jit
@@ -152,7 +152,8 @@ def _norm_all_heads_kernel(
     K_PAD: tl.constexpr,
 ):
     """RMS norm of all queries or of all keys of one token, in place."""
-    row, dtype = tl.program_id(0).to(tl.int64) * row_stride, qkv.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64) * row_stride
+    dtype = qkv.dtype.element_ty
     if tl.program_id(1) == 0:
         q_place = tl.arange(0, Q_PAD)
         q_inside = q_place < Q_WIDTH
