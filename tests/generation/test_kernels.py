@@ -281,26 +281,6 @@ def test_an_addition_to_the_residual_stream_is_one_launch_with_its_norms(
     assert len(counts) == 1 and operations.found <= {"aten.empty_like.default", "aten.detach.default"}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_norms_over_all_heads_of_queries_and_keys_are_one_launch(
-    dtype: torch.dtype, everywhere: None, on_the_device: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    architecture, world = describe(variant("olmo2"))[0], solo_world(DEVICE)
-    torch.manual_seed(0)
-    qkv = torch.randn(5, 9, 24).to(dtype).split([7, 2], dim=1)[0]
-    norms = [SplitNorm(torch.randn(n * 24).to(dtype), architecture, size=n * 24, world=world) for n in (3, 2)]
-    slow = [copy.copy(norm) for norm in norms]
-    for norm in slow:
-        norm._kernels = None
-    expected = norm_heads(qkv, *slow, None, kv_heads=2)
-    close = {"atol": 1e-6, "rtol": 1e-6} if dtype == torch.float32 else {"atol": 2e-3, "rtol": 2e-3}
-    assert norm_heads(qkv, *norms, None, kv_heads=2) is qkv
-    torch.testing.assert_close(qkv, expected, **close)
-    counts = count_launches(monkeypatch, kernels.norms)
-    norm_heads(qkv, *norms, None, kv_heads=2)
-    assert counts == ["_norm_all_heads_kernel"]
-
-
 def rows_and_norms(name: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, Norm, Norm]:
     """Two tensors of a few rows, and two norms of a family."""
     architecture, _ = describe(variant(name))
@@ -337,16 +317,21 @@ def test_a_layer_norm_is_one_launch_with_what_is_added(
     torch.testing.assert_close(norm_heads(qkv, *norms, None, kv_heads=3), expected, **close)
 
 
-@pytest.mark.parametrize("name", ["stablelm with norms of each head", "llama"])
+@pytest.mark.parametrize(
+    ("name", "whole"), [("stablelm with norms of each head", False), ("llama", False), ("olmo2", True)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_norms_with_weights_of_each_head_are_one_launch(
-    name: str, dtype: torch.dtype, everywhere: None, on_the_device: None, monkeypatch: pytest.MonkeyPatch
+    name: str, whole: bool, dtype: torch.dtype, everywhere: None, on_the_device: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layer norms and RMS norms."""
-    architecture, _ = describe(variant(name))
+    """Layer norms and RMS norms of each head, and RMS norms over all heads; there are gates behind the heads."""
+    architecture, world = describe(variant(name))[0], solo_world(DEVICE)
     torch.manual_seed(0)
-    qkv = torch.randn(5, 7, 24).to(dtype)
-    norms = [HeadNorm(torch.randn(heads, 24).to(dtype), architecture) for heads in (3, 2)]
+    qkv = torch.randn(5, 9, 24).to(dtype).split([7, 2], dim=1)[0]
+    weights = [torch.randn(heads, 24).to(dtype) for heads in (3, 2)]
+    norms: list[HeadNorm | SplitNorm] = [HeadNorm(weight, architecture) for weight in weights]
+    if whole:
+        norms = [SplitNorm(weight.flatten(), architecture, size=weight.numel(), world=world) for weight in weights]
     slow = [copy.copy(norm) for norm in norms]
     for norm in slow:
         norm._kernels = None
@@ -356,7 +341,7 @@ def test_norms_with_weights_of_each_head_are_one_launch(
     torch.testing.assert_close(qkv, expected, **close)
     counts = count_launches(monkeypatch, kernels.norms)
     norm_heads(qkv, *norms, None, kv_heads=2)
-    assert counts == ["_norm_heads_kernel"]
+    assert counts == ["_norm_all_heads_kernel" if whole else "_norm_heads_kernel"]
 
 
 def test_queries_without_keys_are_rotated_in_one_launch(on_the_device: None) -> None:
