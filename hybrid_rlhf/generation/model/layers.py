@@ -80,11 +80,9 @@ class Norm:
         self._weight, self._bias = weight, bias
         if self._offset:
             self._weight = weight.float() + self._offset if self._rms else weight + self._offset
-        self._kernels = kernels_for(weight.device, weight.dtype)
+        self._kernels = kernels_for(weight.device, weight.dtype) if self._rms else _fusing_kernels(weight)
         self._how: dict[str, Any] = {"in_float32": self._in_float32}
-        if not self._rms and self._kernels is cpu_kernels:
-            self._kernels = None
-        elif not self._rms:
+        if not self._rms:
             self._how |= {"center": True, "bias": bias}
 
     @property
@@ -237,6 +235,12 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
     return cpu_kernels if dtype in cpu_kernels.DTYPES and cpu_kernels.available() else None
 
 
+def _fusing_kernels(weight: Tensor) -> ModuleType | None:
+    """Triton's kernels, which have what compiled ones lack: layer norms and norms of all heads; none on a CPU."""
+    kernels = kernels_for(weight.device, weight.dtype)
+    return None if kernels is cpu_kernels else kernels
+
+
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether there are products with packed weights for a device and dtype."""
     if device.type != "cpu" or not torch.backends.mkldnn.enabled:
@@ -263,8 +267,7 @@ class HeadNorm:
     def __init__(self, weight: Tensor, architecture: ModelDescription) -> None:
         """Args: weights [heads, D], and the model."""
         self._weight, self._eps, self._rms = weight, architecture.norm_eps, architecture.norm == "rms"
-        kernels = kernels_for(weight.device, weight.dtype)
-        self._kernels = None if kernels is cpu_kernels else kernels
+        self._kernels = _fusing_kernels(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, heads, D]."""
@@ -290,8 +293,7 @@ class SplitNorm:
         """Args: this rank's weights, the model, the whole dimension, and the ranks."""
         self._weight, self._eps, self._world = weight, architecture.norm_eps, world
         self._summed = size * (len(weight) * world.size // size)  # a KV head may be on several ranks
-        kernels = kernels_for(weight.device, weight.dtype) if world.size == 1 else None
-        self._kernels = None if kernels is cpu_kernels else kernels
+        self._kernels = _fusing_kernels(weight) if world.size == 1 else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, heads, D], normed over both."""

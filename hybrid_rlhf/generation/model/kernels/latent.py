@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_rlhf.generation.model.kernels.attention import PROGRAMS, part_of_step, splits_of, weigh
-from hybrid_rlhf.generation.model.kernels.norms import rms_normed
+from hybrid_rlhf.generation.model.kernels.norms import normed_at
 from hybrid_rlhf.generation.model.kernels.rows import rotated_head
 
 _HEADS = 16
@@ -77,13 +77,6 @@ def _rotated(given, cos, sin, place, R: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _normed(given, weight, place, eps, SIZE: tl.constexpr, IN_FLOAT32: tl.constexpr):
-    """RMS norm of a latent."""
-    x = tl.load(given + place, mask=place < SIZE, other=0.0).to(tl.float32)
-    return rms_normed(x, weight, place, place < SIZE, eps, given.dtype.element_ty, SIZE, IN_FLOAT32)
-
-
-@triton.jit
 def _write_latents_kernel(
     down,
     q_weight,
@@ -112,10 +105,10 @@ def _write_latents_kernel(
         target = keys + tl.load(places + row) * stride
         key = _rotated(down + Q + L, cos + row * WIDTH, sin + row * WIDTH, rotated, R, WIDTH)
         tl.store(target + rotated, key, mask=rotated < R)
-        tl.store(target + R + latent, _normed(down + Q, weight, latent, eps, L, IN_FLOAT32), mask=latent < L)
+        tl.store(target + R + latent, normed_at(down + Q, weight, latent, eps, L, IN_FLOAT32), mask=latent < L)
     elif Q > 0:
         place = tl.arange(0, Q_PAD)
-        tl.store(hidden + row * Q + place, _normed(down, q_weight, place, eps, Q, IN_FLOAT32), mask=place < Q)
+        tl.store(hidden + row * Q + place, normed_at(down, q_weight, place, eps, Q, IN_FLOAT32), mask=place < Q)
 
 
 @triton.jit

@@ -9,8 +9,6 @@ Shapes: T tokens, A heads and K KV heads of this rank, D head size, H hidden.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -25,6 +23,13 @@ def rms_normed(x, weight, place, inside, eps, dtype, WIDTH: tl.constexpr, IN_FLO
     if not IN_FLOAT32:
         x = x.to(dtype).to(tl.float32)
     return x * w
+
+
+@triton.jit
+def normed_at(given, weight, place, eps, WIDTH: tl.constexpr, IN_FLOAT32: tl.constexpr):
+    """RMS norm of the row at `given`."""
+    x = tl.load(given + place, mask=place < WIDTH, other=0.0).to(tl.float32)
+    return rms_normed(x, weight, place, place < WIDTH, eps, given.dtype.element_ty, WIDTH, IN_FLOAT32)
 
 
 @triton.jit
@@ -152,20 +157,14 @@ def _norm_all_heads_kernel(
     K_PAD: tl.constexpr,
 ):
     """RMS norm of all queries or of all keys of one token, in place."""
-    row = tl.program_id(0).to(tl.int64) * row_stride
-    dtype = qkv.dtype.element_ty
+    row = qkv + tl.program_id(0).to(tl.int64) * row_stride
     if tl.program_id(1) == 0:
         q_place = tl.arange(0, Q_PAD)
-        q_inside = q_place < Q_WIDTH
-        q = tl.load(qkv + row + q_place, mask=q_inside, other=0.0).to(tl.float32)
-        q = rms_normed(q, q_weight, q_place, q_inside, eps, dtype, Q_WIDTH, True)
-        tl.store(qkv + row + q_place, q, mask=q_inside)
+        tl.store(row + q_place, normed_at(row, q_weight, q_place, eps, Q_WIDTH, True), mask=q_place < Q_WIDTH)
     else:
         k_place = tl.arange(0, K_PAD)
-        k_inside = k_place < K_WIDTH
-        k = tl.load(qkv + row + Q_WIDTH + k_place, mask=k_inside, other=0.0).to(tl.float32)
-        k = rms_normed(k, k_weight, k_place, k_inside, eps, dtype, K_WIDTH, True)
-        tl.store(qkv + row + Q_WIDTH + k_place, k, mask=k_inside)
+        k = normed_at(row + Q_WIDTH, k_weight, k_place, eps, K_WIDTH, True)
+        tl.store(row + Q_WIDTH + k_place, k, mask=k_place < K_WIDTH)
 
 
 @triton.jit
@@ -239,8 +238,9 @@ def add_norm(
     """
     x = x.contiguous()
     added, normed = torch.empty_like(x), torch.empty_like(x)
-    how: dict[str, Any] = {"in_float32": in_float32, "center": center, "bias": bias, "scale": scale}
-    _launch_norm(x, delta, delta_weight, weight, added, normed, eps, **how)
+    _launch_norm(
+        x, delta, delta_weight, weight, added, normed, eps, in_float32=in_float32, center=center, bias=bias, scale=scale
+    )
     return added, normed
 
 
@@ -287,7 +287,7 @@ def _launch_norm(
         NORM_SUM=weight is not None,
         CENTER=center,
         BIAS=bias is not None,
-        num_warps=min(16, max(1, pad // 512)),
+        num_warps=_warps(pad),
     )
 
 
@@ -354,7 +354,7 @@ def norm_all_heads(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, *, kv_heads:
         K_WIDTH=k_width,
         Q_PAD=pad,
         K_PAD=triton.next_power_of_2(k_width),
-        num_warps=min(16, max(1, pad // 512)),
+        num_warps=_warps(pad),
     )
 
 
@@ -390,6 +390,11 @@ def gated_norm(
         NORM=weight is not None,
         GATE_FIRST=gate_first,
         SIGMOID=sigmoid,
-        num_warps=min(16, max(1, pad // 512)),
+        num_warps=_warps(pad),
     )
     return out
+
+
+def _warps(pad: int) -> int:
+    """Of a program that has a row of so many elements."""
+    return min(16, max(1, pad // 512))
