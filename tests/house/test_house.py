@@ -1,4 +1,4 @@
-"""Guards of the house: sizes, names, YAML that parses."""
+"""Guards of the house: names, docstrings of folders, YAML that parses."""
 
 from __future__ import annotations
 
@@ -25,21 +25,16 @@ def functions(path: Path) -> Iterator[ast.FunctionDef]:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_files_and_functions_fit_in_the_head(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 400
+def test_no_namespaces_and_no_bare_excepts(path: Path) -> None:
     for function in functions(path):
-        assert (function.end_lineno or 0) - function.lineno <= 70, function.name
         names = [argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)]
         assert "args" not in names, f"{function.name} takes a namespace"
     for node in ast.walk(ast.parse(path.read_text())):
         assert not (isinstance(node, ast.ExceptHandler) and node.type is None), f"bare except, line {node.lineno}"
 
 
-def test_folders_are_small_and_introduce_themselves() -> None:
-    """At most 12 neighbours, besides a docstring that says what to read; the package itself has a folder per floor."""
+def test_folders_introduce_themselves() -> None:
     for folder in sorted(path.parent for path in LIBRARY.rglob("__init__.py")):
-        entries = {path.name for path in folder.iterdir()} - {"__init__.py", "__main__.py", "__pycache__", "py.typed"}
-        assert len(entries) <= (15 if folder == LIBRARY else 12), (folder.name, sorted(entries))
         docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
         assert docstring and 2 <= len(docstring.splitlines()) <= 12, folder
 
