@@ -22,7 +22,8 @@ from hybrid_rlhf.configs.sections.run import StepConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.loop.report.environment import versions
 from hybrid_rlhf.models.pretrained.cards import read_card_metadata, render_card
-from hybrid_rlhf.runtime.observability.metrics import format_value, read_metrics
+from hybrid_rlhf.runtime.observability.formatting import format_value
+from hybrid_rlhf.runtime.observability.metrics import read_metrics
 from hybrid_rlhf.runtime.run import Run
 
 _HUB_NAME = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import time
 from collections.abc import Mapping
 
 from transformers import PreTrainedTokenizerBase
@@ -14,7 +16,11 @@ from hybrid_rlhf.engines.partition import full_tensors
 from hybrid_rlhf.loop.model_card import model_card
 from hybrid_rlhf.models.pretrained.saving import save_model
 from hybrid_rlhf.runtime.files.disk import disk_errors_translated
+from hybrid_rlhf.runtime.observability.formatting import format_duration
+from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.run import FINISHED_FILE, Run
+
+logger = logging.getLogger(LOGGER_NAME)
 
 
 def save_engine(run: Run, name: str, engine: ModelEngine | AbsentEngine, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -47,4 +53,6 @@ def finish(run: Run, folders: Mapping[str, ModelEngine | AbsentEngine], tokenize
     run.world.barrier()
     if run.world.is_main:
         write_whole(run.folder / FINISHED_FILE, json.dumps({"models": list(folders)}) + "\n")
+        saved = ", ".join(f"{name or 'model'} in {run.folder / name}" for name in folders)
+        logger.info("finished in %s: %s", format_duration(time.monotonic() - run.started), saved)
     run.world.barrier()

@@ -90,12 +90,17 @@ class Trainer(ABC):
                 if is_last or due(step, self._config.eval_every):
                     metrics |= self.evaluate()
                 self._log(step, metrics)
-                shown = {name: value for name, value in metrics.items() if name.startswith(self._shown_metrics)}
-                display.show(step, shown)
+                display.show(step, self._shown(metrics))
                 self._checkpoints.after_step(step, partial(self.state, step), metrics)
                 if not is_last and self.leaves_after(step):
                     self._checkpoints.save(self.state(step), metrics)
                     return
+
+    def _shown(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """The metrics of the console, in the order of their prefixes."""
+        return {
+            name: value for prefix in self._shown_metrics for name, value in metrics.items() if name.startswith(prefix)
+        }
 
     def _read_history(self) -> None:
         """Let the advice know the steps before a resumption; what fired then is not repeated."""

@@ -39,7 +39,6 @@ from hybrid_rlhf.runtime.run import Run
 logger = logging.getLogger(LOGGER_NAME)
 _PARTIAL_STEP, _LAST_LOGPROBS = "partial_step.", "last_logprobs."
 _SHOWN_METRICS = (
-    "eval/",
     "objective/scores",
     "objective/kl",
     "policy/entropy",
@@ -47,6 +46,7 @@ _SHOWN_METRICS = (
     "val/explained_variance",
     "completions/mean_length",
     "perf/tokens_per_second",
+    "eval/",
 )
 _EVAL_STEP = 2**32
 """Key of the evaluation's random streams, apart from those of training steps: every evaluation samples alike."""

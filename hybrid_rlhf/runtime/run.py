@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -35,15 +36,10 @@ from hybrid_rlhf.runtime.liveness.launcher import stop_with_launcher
 from hybrid_rlhf.runtime.liveness.signals import ignore_save_requests
 from hybrid_rlhf.runtime.liveness.watchdog import Watchdog
 from hybrid_rlhf.runtime.observability.alerts import Alerts, Ending
+from hybrid_rlhf.runtime.observability.display import StepDisplay
+from hybrid_rlhf.runtime.observability.formatting import format_value
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME, close_log_file, setup_logging
-from hybrid_rlhf.runtime.observability.metrics import (
-    METRICS_FILE,
-    SINKS,
-    MetricsWriter,
-    StepDisplay,
-    format_value,
-    read_metrics,
-)
+from hybrid_rlhf.runtime.observability.metrics import METRICS_FILE, SINKS, MetricsWriter, read_metrics
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 from hybrid_rlhf.runtime.observability.sinks.sink import EndState, TrackedRun, require_installed
 from hybrid_rlhf.runtime.observability.timers import Timers
@@ -94,6 +90,8 @@ class Run:
     """Called on rank 0 when the run ends, however it does."""
     in_loop: bool = False
     """Whether the loop has begun: before it, a user's error leaves the folder's files as they were."""
+    started: float = field(default_factory=time.monotonic)
+    """When this process joined the run, on time.monotonic's clock."""
     _metrics: MetricsWriter | None = None
     _alerts: Alerts | None = None
     _has_ended: bool = False

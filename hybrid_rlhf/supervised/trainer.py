@@ -98,7 +98,7 @@ class SupervisedTrainer(Trainer, Generic[BatchT]):
             config=config,
             run=run,
             checkpoints=CheckpointManager(run, config, {engine.role: engine}),
-            shown_metrics=(objective.name, "eval", "lr", "perf/tokens_per_second"),
+            shown_metrics=(f"{objective.name}/", "lr", "perf/tokens_per_second", "eval/"),
         )
 
     def step(self, step: int) -> dict[str, float]:

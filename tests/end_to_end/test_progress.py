@@ -1,12 +1,14 @@
-"""Whatever may take long says that it moves: tokenising, the reference, evaluation, calibration."""
+"""Long work logs its progress: tokenising, the reference, evaluation, calibration, rollouts; a run logs its end."""
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from hybrid_rlhf.rl.rollouts import sampler
 from hybrid_rlhf.runtime.observability import progress
 from tests.support.steps import MODULES, step_line, write_rows
 
@@ -18,7 +20,11 @@ LINES = {
         "evaluation: 3 of 3 rows, ",
     ],
     "reward": ["tokenising ROWS: 1 of 60 rows, ", "evaluation: 3 of 3 rows, ", "calibration: 3 of 3 rows, "],
-    "ppo": ["tokenising ROWS: 1 of 60 rows, ", "evaluation: 3 of 3 completions, "],
+    "ppo": [
+        "tokenising ROWS: 1 of 60 rows, ",
+        "evaluation: 3 of 3 completions, ",
+        "rollout of step 1: 4 of 4 completions, ",
+    ],
 }
 MORE = {
     "reward": ["--objective.calibrate", "true"],
@@ -32,9 +38,11 @@ def test_long_work_shows_that_it_moves(
 ) -> None:
     monkeypatch.setattr(progress, "FIRST_SECONDS", 0.0)
     monkeypatch.setattr(progress, "_GROWTH", 0.0)
+    monkeypatch.setattr(sampler, "STEP_SECONDS", 0.0)
     rows, output = write_rows(tmp_path / "rows.jsonl"), tmp_path / "out"
     line = step_line(step, output, model_folder, rows, *MORE.get(step, ()), "--train.max_steps", "1")
     import_module(MODULES.get(step, f"training.{step}.main")).main(line)
     log = (output / "log.txt").read_text()
     for text in LINES[step]:
-        assert f"\n{text.replace('ROWS', str(rows))}" in f"\n{log}", log
+        assert f" {text.replace('ROWS', str(rows))}" in log, log
+    assert re.search(rf" finished in .+: (model|actor) in {re.escape(str(output))}", log), log

@@ -18,7 +18,8 @@ import pytest
 from hybrid_rlhf.cli.train import CommandEnd, tee
 from hybrid_rlhf.runtime.files import json_lines as lines_module
 from hybrid_rlhf.runtime.files.json_lines import JsonLinesFile, drop_lines_after, read_lines
-from hybrid_rlhf.runtime.observability.metrics import MetricsWriter, StepDisplay, read_metrics
+from hybrid_rlhf.runtime.observability.display import StepDisplay
+from hybrid_rlhf.runtime.observability.metrics import MetricsWriter, read_metrics
 from hybrid_rlhf.runtime.observability.samples import SampleLog
 from tests.support.faults import files_of_at_most
 
@@ -170,8 +171,9 @@ LOOP = """
 import sys, time
 from pathlib import Path
 import torch
+from hybrid_rlhf.runtime.observability.display import StepDisplay
 from hybrid_rlhf.runtime.observability.logs import setup_logging
-from hybrid_rlhf.runtime.observability.metrics import MetricsWriter, StepDisplay
+from hybrid_rlhf.runtime.observability.metrics import MetricsWriter
 from hybrid_rlhf.runtime.world import solo_world
 folder = Path(sys.argv[1])
 setup_logging(solo_world(torch.device("cpu")), file=folder / "log.txt")

@@ -18,6 +18,7 @@ from hybrid_rlhf.configs.files.atomic import write_whole
 from hybrid_rlhf.loop.report.charts import chart_groups
 from hybrid_rlhf.loop.report.content import collect
 from hybrid_rlhf.runtime.observability.alerts import Ending
+from hybrid_rlhf.runtime.observability.formatting import format_duration, format_value
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.run import Run
 
@@ -45,19 +46,9 @@ def render(template: str, **values: Any) -> str:
     folder = files(__package__)
     style = Markup(folder.joinpath("style.css").read_text(encoding="utf-8"))  # our own file  # nosec B704
     pages = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    pages.filters |= {"number": number, "duration": duration, "first_upper": lambda text: text[:1].upper() + text[1:]}
+    pages.filters |= {
+        "number": format_value,
+        "duration": format_duration,
+        "first_upper": lambda text: text[:1].upper() + text[1:],
+    }
     return pages.from_string(folder.joinpath(template).read_text(encoding="utf-8")).render(style=style, **values)
-
-
-def number(value: float) -> str:
-    """A number in few characters."""
-    if value and abs(value) < 1e-3:
-        return f"{value:.2e}"
-    return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
-
-
-def duration(seconds: float) -> str:
-    """Seconds as hours, minutes and seconds."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.3g} s"

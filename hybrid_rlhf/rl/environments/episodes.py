@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -93,6 +93,7 @@ class EpisodeRunner(Protocol):
         timers: Timers,
         *,
         record_routes: Sequence[bool] | None = None,
+        on_completed: Callable[[int], None] | None = None,
     ) -> list[list[Episode]]:
         """Run episodes from prompts to their ends.
 
@@ -103,6 +104,7 @@ class EpisodeRunner(Protocol):
             together: tensor-parallel ranks; the first one has the environments.
             timers: timers of generation and environment.
             record_routes: for each prompt, whether the experts of its episodes are recorded; none: of no prompt.
+            on_completed: called while the episodes run with the number of those that have ended since.
 
         Returns:
             the episodes of each prompt, n of them, or with `Episode.sample` any number of their sequences. With

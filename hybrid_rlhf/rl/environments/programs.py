@@ -13,6 +13,7 @@ import logging
 import math
 import secrets
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -119,6 +120,7 @@ class ProgramRunner:
         timers: Timers,
         *,
         record_routes: Sequence[bool] | None = None,
+        on_completed: Callable[[int], None] | None = None,
     ) -> list[list[Episode]]:
         """See EpisodeRunner; the experts of tokens are not recorded."""
         if together.size > 1:
@@ -139,7 +141,7 @@ class ProgramRunner:
                 for place, (prompt, params) in enumerate(zip(prompts, requests, strict=True))
                 for sample in range(params.n)
             ]
-            results = self._play(shared, played)
+            results = self._play(shared, played, on_completed)
         if batch.failure is not None:
             raise batch.failure
         found: list[list[Episode]] = [[] for _ in prompts]
@@ -163,8 +165,17 @@ class ProgramRunner:
             stop_token_ids=generation.stop_token_ids,
         )
 
-    def _play(self, shared: Service, played: Sequence[_Played]) -> list[Any]:
+    def _play(
+        self, shared: Service, played: Sequence[_Played], on_completed: Callable[[int], None] | None
+    ) -> list[Any]:
         """What the program returned for each episode, or a CallFailure."""
+        counting = threading.Lock()
+
+        def count() -> None:
+            with counting:
+                if on_completed is not None:
+                    on_completed(1)
+
         named = {secrets.token_hex(8): episode for episode in played}
 
         def find(name: str) -> Service:
@@ -175,7 +186,7 @@ class ProgramRunner:
         queue = EpisodeQueue() if self._program is None else None
         app = build_app(shared, api_key=self._api_key, created=int(time.time()), episodes=find, queue=queue)
         with served_in_background(app, self._host, self._port) as url:
-            results = self._calls([self._call(queue, url, *each) for each in named.items()])
+            results = self._calls([_followed(self._call(queue, url, *each), count) for each in named.items()])
             for episode in played:
                 episode.end()
             shared.batch.close()  # requests that still run end, and then the server
@@ -189,6 +200,24 @@ class ProgramRunner:
         assert self._program is not None
         address = {"base_url": f"{url}/episodes/{name}/v1", "api_key": self._api_key}
         return partial(self._program, **address, model=MODEL, row=played.row, **self._config.options)
+
+
+def _followed(call: Callable[[], Any], then: Callable[[], None]) -> Callable[[], Any]:
+    """A call, or a coroutine function, after which another function is called."""
+
+    async def awaited() -> Any:
+        try:
+            return await call()
+        finally:
+            then()
+
+    def called() -> Any:
+        try:
+            return call()
+        finally:
+            then()
+
+    return awaited if inspect.iscoroutinefunction(call) else called
 
 
 def load_program(config: EnvironmentConfig, world: World) -> Program:

@@ -81,6 +81,7 @@ class EnvironmentRunner:
         timers: Timers,
         *,
         record_routes: Sequence[bool] | None = None,
+        on_completed: Callable[[int], None] | None = None,
     ) -> list[list[Episode]]:
         """Run episodes from prompts to their ends.
 
@@ -91,6 +92,7 @@ class EnvironmentRunner:
             together: tensor-parallel ranks; the first one has the environments.
             timers: timers of generation and environment.
             record_routes: for each prompt, whether the experts of its episodes are recorded; none: of no prompt.
+            on_completed: called while the episodes run with the number of those that have ended since.
 
         Returns:
             the n episodes of each prompt. With on_failure stop, the others are incomplete once one has failed.
@@ -101,6 +103,7 @@ class EnvironmentRunner:
             for sample in range(params.n)
         ]
         self._begin(entries, together, timers)
+        ended = 0
         for turn in range(self._config.max_turns):
             running = [entry for entry in entries if entry.running and (turn == 0 or self._observe(entry, generation))]
             failed = any(entry.episode.failure for entry in entries)
@@ -111,8 +114,12 @@ class EnvironmentRunner:
                     [entry.episode.ids for entry in running],
                     [self._turn_params(entry, turn, generation) for entry in running],
                     record_routes=[entry.records_routes for entry in running],
+                    on_completed=None if on_completed is None else lambda _: on_completed(0),
                 )
             self._step(running, [completion for (completion,) in completions], together, timers)
+            if on_completed is not None:
+                before, ended = ended, sum(not entry.running for entry in entries)
+                on_completed(ended - before)
         episodes = iter([entry.episode for entry in entries])
         return [[next(episodes) for _ in range(params.n)] for params in requests]
 

@@ -28,7 +28,7 @@ from hybrid_rlhf.rl.environments.episodes import Episode, EpisodeRunner, as_roll
 from hybrid_rlhf.rl.rollouts.exchange import Sampled, gather_completions
 from hybrid_rlhf.rl.rollouts.partial import AssignedPrompt, RolloutPart
 from hybrid_rlhf.runtime.background import BackgroundCall, SideStream
-from hybrid_rlhf.runtime.observability.progress import ProgressLog
+from hybrid_rlhf.runtime.observability.progress import STEP_SECONDS, ProgressLog
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World, shared_user_errors
 
@@ -127,12 +127,12 @@ class RolloutSampler:
             step: key of the random streams; prompt i of a step has the same samples on any number of ranks.
             first: position of the first prompt in the step.
             greedy: whether to add one greedy completion after the samples of each prompt.
-            shown_as: name in the progress log; none: no log.
+            shown_as: name in the progress log; none: that of the step's rollout, which is shown if it takes long.
             part: of a partial rollout: its prompts are those in flight that it finishes, by their places in `groups`.
         """
         mine = self._assigned(prompts, step, first, greedy, part)
         with self._one_at_a_time, self.sampler.inference(**self._stop) as generation:
-            sampled = self._sample(generation, mine, self._timers, shown_as, part)
+            sampled = self._sample(generation, mine, self._timers, self._progress(mine, step, shown_as), part)
         sampler = self.sampler
         cost = SamplingCost(0.0, sampler.work, sampler.weight_sync_seconds, sampler.weight_check_seconds)
         with contextlib.nullcontext() if sampler.world.is_member else self._timers("generation"):
@@ -169,7 +169,7 @@ class RolloutSampler:
                 with self._one_at_a_time, self._stream.after(copied):
                     start = time.perf_counter()
                     timers = Timers(torch.device("cpu"))  # without synchronization with training
-                    sampled = self._sample(generation, mine, timers, part=part)
+                    sampled = self._sample(generation, mine, timers, self._progress(mine, step), part)
                     cost = SamplingCost(time.perf_counter() - start, generation.work)
             finally:
                 ended.set()
@@ -230,12 +230,21 @@ class RolloutSampler:
             mine += [replace(prompt, params=replace(prompt.params, n=1, temperature=0.0)) for prompt in mine]
         return mine
 
+    def _progress(self, mine: Sequence[AssignedPrompt], step: int, shown_as: str | None = None) -> ProgressLog:
+        """Counts the completions of this rank's prompts."""
+        return ProgressLog(
+            shown_as or f"rollout of step {step}",
+            total=sum(prompt.params.n for prompt in mine),
+            unit="completions" if self.sampler.world.size == 1 else f"completions on rank {self._world.rank}",
+            first_seconds=None if shown_as else STEP_SECONDS,
+        )
+
     def _sample(
         self,
         generation: GenerationEngine | None,
         mine: Sequence[AssignedPrompt],
         timers: Timers,
-        shown_as: str | None = None,
+        progress: ProgressLog,
         part: RolloutPart | None = None,
     ) -> _Sampled:
         """Completions of this rank's prompts, or episodes with an environment; of a part those that it finishes."""
@@ -248,15 +257,15 @@ class RolloutSampler:
         recorded = [prompt.recorded and generation.records_routes for prompt in mine]
         if self._environments is not None:
             together, rows = self.sampler.generation_world, [prompt.row for prompt in mine]
-            return mine, self._environments.run(generation, rows, requests, together, timers, record_routes=recorded)
-        unit = "completions" if self.sampler.world.size == 1 else f"completions on rank {self._world.rank}"
-        progress = ProgressLog(shown_as or "", total=sum(params.n for params in requests), unit=unit)
+            return mine, self._environments.run(
+                generation, rows, requests, together, timers, record_routes=recorded, on_completed=progress.advance
+            )
         with timers("generation"):
             samples = generation.generate(
                 [prompt.row["input_ids"] for prompt in mine],
                 requests,
                 record_routes=recorded,
-                on_completed=None if shown_as is None else progress.advance,
+                on_completed=progress.advance,
                 begun=[prompt.begun for prompt in mine],
                 until=until,
             )

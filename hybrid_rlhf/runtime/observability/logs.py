@@ -10,10 +10,13 @@ import logging
 import os
 import sys
 from pathlib import Path
+from typing import TextIO
 
 from hybrid_rlhf.runtime.world import World
 
 LOGGER_NAME = "hybrid_rlhf"
+TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
+"""Of the local time at which lines begin, except on a terminal."""
 
 
 def setup_logging(world: World, *, file: Path | None = None) -> logging.Logger:
@@ -29,11 +32,12 @@ def setup_logging(world: World, *, file: Path | None = None) -> logging.Logger:
     logger.propagate = False
     logger.setLevel(logging.INFO if world.is_main else logging.WARNING)
     form = "%(message)s" if world.is_main else f"rank {world.rank}: %(message)s"
-    handlers: list[logging.Handler] = [_Console(sys.stdout)]
+    handlers: list[logging.Handler] = [_Console()]
     if file is not None and world.is_main:
         handlers.append(_LogFile(file))
     for handler in handlers:
-        handler.setFormatter(logging.Formatter(form))
+        is_terminal = isinstance(handler, _Console) and sys.stdout.isatty()
+        handler.setFormatter(logging.Formatter(form if is_terminal else f"%(asctime)s {form}", TIME_FORMAT))
         logger.addHandler(handler)
     return logger
 
@@ -47,7 +51,14 @@ def close_log_file() -> None:
 
 
 class _Console(logging.StreamHandler):  # type: ignore[type-arg]
-    """Standard output, until it fails."""
+    """Standard output, until it fails. Each line looks it up: a progress bar replaces it to stay below the lines."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stdout
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name that logging calls
         error = sys.exc_info()[1]

@@ -1,4 +1,4 @@
-"""Metrics of a run: metrics.jsonl, the sinks of `logging.sinks`, and a line or a progress bar on the console.
+"""Metrics of a run: metrics.jsonl and the sinks of `logging.sinks`.
 
 Only rank 0 writes. A line of metrics.jsonl is a JSON object with `step`, `time_seconds` and one entry per metric; a
 value that is not finite is null. A sink that fails is logged once and does not end the run.
@@ -6,24 +6,16 @@ value that is not finite is null. A sink that fails is logged once and does not 
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import math
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from typing import Any
 
 from hybrid_rlhf.configs.sections.run import SinkName
 from hybrid_rlhf.runtime.files.json_lines import JsonLinesFile, drop_lines_after, read_lines
 from hybrid_rlhf.runtime.files.names import METRICS_FILE
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.observability.sinks.files import CsvSink, TensorBoardSink
 from hybrid_rlhf.runtime.observability.sinks.sink import EndState, MetricsSink, SinkThread, TrackedRun, read_ids
 from hybrid_rlhf.runtime.observability.sinks.trackers import MlflowSink, TrackioSink, WandbSink
@@ -36,7 +28,6 @@ SINKS: dict[SinkName, type[MetricsSink]] = {
     "trackio": TrackioSink,
 }
 """By their names in the config."""
-logger = logging.getLogger(LOGGER_NAME)
 
 
 class MetricsWriter:
@@ -91,64 +82,6 @@ class MetricsWriter:
         sinks, self._sinks = self._sinks, []
         for sink in sinks:
             sink.close(end_state)
-
-
-class StepDisplay:
-    """Shows the progress of a loop: a progress bar on a terminal, otherwise one line per step."""
-
-    def __init__(
-        self, title: str, *, total_steps: int, done_steps: int = 0, every: int = 1, enabled: bool = True
-    ) -> None:
-        self._title, self._total, self._every, self._enabled = title, total_steps, every, enabled
-        self._progress: Progress | None = None
-        if enabled and sys.stdout.isatty():
-            self._progress = Progress(
-                TextColumn("[bold]{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[metrics]}"),
-                console=Console(soft_wrap=True),
-            )
-            self._task = self._progress.add_task(title, total=total_steps, completed=done_steps, metrics="")
-
-    def __enter__(self) -> Self:
-        with self._bar_dropped_on_error():
-            if self._progress is not None:
-                self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with self._bar_dropped_on_error():
-            if self._progress is not None:
-                self._progress.stop()
-
-    def show(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show metrics of a step."""
-        if not self._enabled:
-            return
-        text = "  ".join(f"{name} {format_value(value)}" for name, value in metrics.items())
-        if self._progress is not None:
-            with self._bar_dropped_on_error():
-                self._progress.update(self._task, completed=step, metrics=text)
-        elif step % self._every == 0 or step == self._total:
-            logger.info("%s %d/%d  %s", self._title, step, self._total, text)
-
-    @contextlib.contextmanager
-    def _bar_dropped_on_error(self) -> Iterator[None]:
-        """Continue without the bar if the terminal is closed."""
-        try:
-            yield
-        except OSError as error:
-            self._progress = None
-            logger.info("the progress bar is no longer shown (%s)", error.strerror or type(error).__name__)
-
-
-def format_value(value: float) -> str:
-    """A number in about ten characters at most."""
-    return f"{value:.2e}" if value and abs(value) < 1e-3 else f"{value:.4g}"
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

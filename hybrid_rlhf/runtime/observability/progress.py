@@ -1,7 +1,8 @@
 """Progress of long work as log lines: how much is done, at which speed, and the estimated remaining time.
 
 They are plain lines instead of a bar, so that log files and batch systems show them too. Work of less than five seconds
-logs nothing. Lines appear every five seconds in the first minute and every thirty seconds after five minutes.
+logs nothing. Lines appear every five seconds in the first minute and every thirty seconds after five minutes. Work that
+every step of a loop repeats logs from thirty seconds on.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 T = TypeVar("T")
 FIRST_SECONDS = 5.0
 """Until the first line, and shortest interval between lines."""
+STEP_SECONDS = 30.0
+"""The same for work that every step repeats."""
 _MAX_SECONDS = 30.0
 _GROWTH = 0.1
 """Between these limits, the interval is this share of the time since the start."""
@@ -32,6 +35,7 @@ class ProgressLog:
         total: int | None,
         unit: str = "rows",
         on_advance: Callable[[], None] | None = None,
+        first_seconds: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start the clock.
@@ -41,12 +45,14 @@ class ProgressLog:
             total: number of items; None: unknown.
             unit: what is counted, in the plural.
             on_advance: called at every advance.
+            first_seconds: until the first line, and the shortest interval between lines; none: five.
             clock: returns seconds.
         """
         self._what, self._total, self._unit, self._on_advance, self._clock = what, total, unit, on_advance, clock
         self._done = 0
         self._start = clock()
-        self._next = self._start + FIRST_SECONDS
+        self._first_seconds = FIRST_SECONDS if first_seconds is None else first_seconds
+        self._next = self._start + self._first_seconds
         self._has_logged = False
 
     def advance(self, count: int = 1) -> None:
@@ -76,7 +82,7 @@ class ProgressLog:
     def _log(self) -> None:
         now = self._clock()
         seconds = now - self._start
-        self._next = now + min(max(FIRST_SECONDS, _GROWTH * seconds), _MAX_SECONDS)
+        self._next = now + min(max(self._first_seconds, _GROWTH * seconds), _MAX_SECONDS)
         self._has_logged = True
         speed = self._done / seconds
         of, left = "", ""
