@@ -74,7 +74,9 @@ def chosen_name(word: str, names: Iterable[str], prog: str) -> str:
     """
     known = list(names)
     if word not in known:
-        raise UserError(f"unknown command {word!r}: the nearest is {nearest(word, known)}; {prog} --help lists all")
+        found = nearest(word, known)
+        near = "" if found is None else f"the nearest is {found}; "
+        raise UserError(f"unknown command {word!r}: {near}{prog} --help lists all")
     return word
 
 

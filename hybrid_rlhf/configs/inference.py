@@ -64,18 +64,27 @@ class ChatConfig(InferenceConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig(InferenceConfig):
-    """Complete the prompts of a file: JSON lines in, JSON lines out."""
+    """Complete a prompt, or the prompts of a file: JSON lines in, JSON lines out."""
 
-    input: str = ""
+    prompt: str | None = None
+    """Text of a single prompt, in place of input; its completions are printed unless there is an output."""
+    input: str | None = None
     """Source of prompts: a file, folder or hub name with a `prompt` or `messages` column."""
-    output: str = ""
+    output: str | None = None
     """JSONL file to write: the input's columns, and `completions`."""
     overwrite: bool = False
     """Replace the output if it exists."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(bool(self.input) and bool(self.output), "--input and --output must name files: give both")
+        require(
+            self.prompt is None or self.input is None,
+            f"generate takes --prompt or --input, got both, input {self.input}: leave one out",
+        )
+        require(
+            self.prompt is not None or (self.input is not None and self.output is not None),
+            "generate needs --prompt TEXT, or --input and --output with names of files: give one of the two",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -111,6 +111,14 @@ def full_tensors(lm: nn.Module, world: World) -> Iterator[tuple[str, Tensor | No
             yield name, buffer.detach().to("cpu", copy=True) if world.is_main else None
 
 
+def adapter_tensors(lm: nn.Module, world: World) -> Iterator[tuple[str, Tensor | None]]:
+    """A model's adapters and its trained head one by one; see `full_tensors`."""
+    for name, parameter in lm.named_parameters():
+        if parameter.requires_grad:
+            with gathered([parameter]):
+                yield name, parameter.detach().to("cpu", copy=True).contiguous() if world.is_main else None
+
+
 def set_weights(parameter: nn.Parameter, values: Tensor) -> None:
     """Set the values of a parameter, partitioned or not; every rank must call."""
     with gathered([parameter], writer_rank=0), torch.no_grad():

@@ -5,26 +5,33 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections import deque
 from collections.abc import Mapping
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.files.atomic import write_whole
 from hybrid_rlhf.data.chat.conversation import stop_token_ids
 from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
-from hybrid_rlhf.engines.partition import full_tensors
+from hybrid_rlhf.engines.partition import adapter_tensors, full_tensors
 from hybrid_rlhf.loop.model_card import model_card
+from hybrid_rlhf.models.lora import has_lora, write_adapter
 from hybrid_rlhf.models.pretrained.saving import save_model
 from hybrid_rlhf.runtime.files.disk import disk_errors_translated
 from hybrid_rlhf.runtime.observability.formatting import format_duration
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.run import FINISHED_FILE, Run
 
+ADAPTER_FOLDER = "adapter"
 logger = logging.getLogger(LOGGER_NAME)
 
 
 def save_engine(run: Run, name: str, engine: ModelEngine | AbsentEngine, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Save a model of a run in a subfolder of the run; "" is the run's folder itself. The ranks with the model save."""
+    """Save a model of a run in a subfolder of the run; "" is the run's folder itself. The ranks with the model save.
+
+    Adapters are merged into the model, and are also in its subfolder `adapter`, as peft writes them.
+    """
     folder = run.folder / name
     run.watchdog.beat(f"save of {folder}")
     if isinstance(engine, AbsentEngine):
@@ -44,6 +51,18 @@ def save_engine(run: Run, name: str, engine: ModelEngine | AbsentEngine, tokeniz
             world=engine.world,
             card=model_card(run, name, generates=engine.lm.can_generate()) if engine.world.is_main else None,
         )
+        if has_lora(engine.lm):
+            save_adapter(folder / ADAPTER_FOLDER, engine)
+
+
+def save_adapter(folder: Path, engine: ModelEngine) -> None:
+    """Save the adapters of a model; every rank of the engine calls, its main rank writes."""
+    tensors = adapter_tensors(engine.lm, engine.world)
+    if engine.world.is_main:
+        write_adapter(folder, tensors, lm=engine.lm)
+    else:
+        deque(tensors, maxlen=0)
+    engine.world.barrier()
 
 
 def finish(run: Run, folders: Mapping[str, ModelEngine | AbsentEngine], tokenizer: PreTrainedTokenizerBase) -> None:

@@ -7,10 +7,12 @@ Settings are those of the command line: each keyword is a section or a key of th
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -18,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.files.cache import cache_folder
@@ -29,6 +32,9 @@ from hybrid_rlhf.runtime.observability.metrics import read_metrics
 from hybrid_rlhf.runtime.run import FINISHED_FILE, Callback
 
 ConfigT = TypeVar("ConfigT", bound=StepConfig)
+ModelSource: TypeAlias = "str | os.PathLike[str] | PreTrainedModel"
+"""A folder, a hub name or a .gguf file; or a model of transformers."""
+_HELD_OUT_SPLITS = ("test", "validation", "eval")
 Rows: TypeAlias = "str | os.PathLike[str] | Sequence[Mapping[str, Any]] | Dataset"
 """A file, folder or hub name; a list of rows; or a data set."""
 
@@ -56,9 +62,10 @@ class Step(ABC, Generic[ConfigT]):
 
     def __init__(
         self,
-        config: ConfigT | None = None,
+        config: ConfigT | ModelSource | None = None,
         *,
-        model: str | os.PathLike[str] | None = None,
+        model: ModelSource | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         data: Rows | Mapping[str, Any] | None = None,
         callbacks: Sequence[Callback] = (),
         **settings: Any,
@@ -66,23 +73,33 @@ class Step(ABC, Generic[ConfigT]):
         """Take the settings.
 
         Args:
-            config: settings that the keywords override; none: the defaults.
-            model: model.path.
-            data: a path, a list of rows, or a data set; or the section `data`, whose `sources` may be any of these.
-                Rows in memory are written to a file in the cache folder.
+            config: settings that the keywords override, or the model; none: the defaults.
+            model: model.path, or a model of transformers, which is written to the cache folder. Its weights are those
+                at this moment.
+            tokenizer: of a model object.
+            data: a path, a list of rows, a data set, or a `DatasetDict` of train and test (or validation); or the
+                section `data`, whose `sources` and `eval_sources` may be any of the first three. Rows in memory are
+                written to a file in the cache folder.
             callbacks: called on every rank with the step and its metrics, step 0 before training.
             settings: other keys and sections of the config, sections as mappings or config dataclasses.
 
         Raises:
             UserError: for an unknown key, a wrong value, or a rule of the config.
         """
+        if config is not None and not isinstance(config, self.config_type):
+            if model is not None:
+                raise UserError(f"{type(self).__name__} takes one model, got two: leave one out")
+            config, model = None, config
         content = {name: _nested(value) for name, value in settings.items()}
+        section = None if data is None else _data_section(data)
+        cache_dir = None if section is None else section.get("cache_dir")
         if model is not None:
-            content["model"] = {**content.get("model", {}), "path": os.fspath(model)}
-        if data is not None:
-            section: dict[str, Any] = dict(data) if isinstance(data, Mapping) else {"sources": data}
-            if "sources" in section:
-                section["sources"] = _sources(section["sources"], section.get("cache_dir"))
+            content["model"] = {**content.get("model", {}), "path": _model_path(model, tokenizer, cache_dir)}
+        elif tokenizer is not None:
+            raise UserError("a tokenizer is given beside a model object, got none: give model, or leave it out")
+        if section is not None:
+            for name in {"sources", "eval_sources"} & set(section):
+                section[name] = _sources(section[name], cache_dir)
             content["data"] = section
         layers = [] if config is None else [Layer(plain(config))]
         self.config: ConfigT = build_config(self.config_type, [*layers, Layer(content, "keywords")])
@@ -114,6 +131,56 @@ class Step(ABC, Generic[ConfigT]):
 
 def _nested(value: Any) -> Any:
     return plain(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+
+
+def _data_section(data: Rows | Mapping[str, Any]) -> dict[str, Any]:
+    """The section `data` of what a caller gave.
+
+    Raises:
+        UserError: when a DatasetDict has no training split, or one whose use is not clear.
+    """
+    if not isinstance(data, DatasetDict):
+        return dict(data) if isinstance(data, Mapping) else {"sources": data}
+    held_out = [name for name in data if name in _HELD_OUT_SPLITS]
+    if "train" not in data or len(data) > 1 + len(held_out) or len(held_out) > 1:
+        raise UserError(
+            f"a DatasetDict has the splits train and one of {', '.join(_HELD_OUT_SPLITS)}, got {', '.join(data)}: give "
+            "data={'sources': splits['train'], 'eval_sources': splits['test']}"
+        )
+    return {"sources": data["train"], **({"eval_sources": data[held_out[0]]} if held_out else {})}
+
+
+def _model_path(model: ModelSource, tokenizer: PreTrainedTokenizerBase | None, cache_dir: str | None) -> str:
+    """The path of a model; an object becomes a folder that is named by its content.
+
+    Raises:
+        UserError: for anything else, and for a model object without its tokenizer.
+    """
+    if isinstance(model, (str, os.PathLike)):
+        if tokenizer is not None:
+            raise UserError(f"a tokenizer is given beside a model object, the model is {model}: leave it out")
+        return os.fspath(model)
+    if not isinstance(model, PreTrainedModel):
+        raise UserError(f"model must be a path or a model of transformers, got a {type(model).__name__}: give its path")
+    if tokenizer is None:
+        raise UserError("a model object needs its tokenizer, got none: give tokenizer, or the model's path")
+    folder = cache_folder(cache_dir) / "models"
+    folder.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(dir=folder, suffix=".partial"))  # every rank may write it
+    try:
+        model.save_pretrained(beside)
+        tokenizer.save_pretrained(beside)
+        digest = hashlib.sha256()
+        for file in sorted(path for path in beside.rglob("*") if path.is_file()):
+            digest.update(file.name.encode())
+            with file.open("rb") as opened:
+                digest.update(hashlib.file_digest(opened, "sha256").digest())
+        named = folder / digest.hexdigest()[:16]
+        with contextlib.suppress(OSError):  # another rank, or an earlier run, has written it
+            os.rename(beside, named)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return str(named)
 
 
 def _sources(data: Rows, cache_dir: str | None) -> list[Any]:

@@ -19,13 +19,14 @@ _registered: dict[str, Any] = {}
 def register(function: Any) -> str:
     """A name under which `import_named` finds an object of this process, such as a function of a script or a notebook.
 
-    Raises:
-        UserError: when the object has no name of its own.
+    A lambda has the name of its line, a callable object that of its class, so that a script that runs again resumes.
     """
-    own = getattr(function, "__name__", "")
+    own = getattr(function, "__name__", type(function).__name__)
     if not own.isidentifier():
-        raise UserError(f"a reward function needs a name, got {function!r}: define it with def")
+        own = f"lambda_{function.__code__.co_firstlineno}"
     name = f"{function.__module__}:{own}"
+    if _registered.get(name, function) is not function:  # another lambda of the line, or object of the class
+        name += f"_{sum(each.startswith(name) for each in _registered)}"
     _registered[name] = function
     return name
 

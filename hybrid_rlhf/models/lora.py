@@ -7,9 +7,12 @@ Merged weights are always new tensors: adding to the training weights and subtra
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from peft import LoraConfig as PeftLoraConfig
@@ -17,6 +20,7 @@ from peft import TaskType, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -26,6 +30,7 @@ from hybrid_rlhf.configs.sections.model import LoraConfig
 from hybrid_rlhf.models.families import WITHOUT_ADAPTERS
 from hybrid_rlhf.models.pretrained.folders import reading
 from hybrid_rlhf.models.pretrained.loading import Architecture
+from hybrid_rlhf.runtime.files.durable import flush
 
 _ADAPTER = "default"
 _SPECIAL_LINEAR = re.compile("Router|Grouped")
@@ -166,6 +171,30 @@ def plain_name(name: str) -> str:
 def weights_of(layer: LoraLayer) -> list[nn.Parameter]:
     """The adapted weight and its adapter."""
     return [base_weight(layer), layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight]
+
+
+def write_adapter(folder: Path, tensors: Iterable[tuple[str, Tensor | None]], *, lm: PreTrainedModel) -> None:
+    """Write the adapters of a model as peft does, for `PeftModel.from_pretrained`; the folder appears when complete.
+
+    Args:
+        folder: replaced if it exists.
+        tensors: names in the model and weights, also of a trained head; see `engines.partition.adapter_tensors`.
+        lm: with the adapters.
+    """
+    beside = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir()
+    weights = {f"base_model.model.{name.replace(f'.{_ADAPTER}', '')}": x for name, x in tensors if x is not None}
+    heads = sorted({name.split(".")[-2] for name in weights if ".lora_" not in name})
+    save_file(weights, beside / "adapter_model.safetensors", metadata={"format": "pt"})
+    config: PeftLoraConfig = lm.peft_config[_ADAPTER]
+    dataclasses.replace(
+        config, base_model_name_or_path=lm.name_or_path, modules_to_save=heads or None, inference_mode=True
+    ).save_pretrained(beside)
+    for file in beside.iterdir():
+        flush(file)
+    shutil.rmtree(folder, ignore_errors=True)
+    beside.rename(folder)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from hybrid_rlhf.loop.setup import (
     record_data,
     start_step,
 )
-from hybrid_rlhf.loop.step import Step
+from hybrid_rlhf.loop.step import ModelSource, Step
 from hybrid_rlhf.loop.user_code import register
 from hybrid_rlhf.memory.kept_weights import resolve_keep_weights
 from hybrid_rlhf.rl.algorithms import ALGORITHMS, Algorithm
@@ -125,7 +125,7 @@ class RL(Step[RLConfig]):
 
     def __init__(
         self,
-        config: RLConfig | None = None,
+        config: RLConfig | ModelSource | None = None,
         *,
         reward: RewardSource | Sequence[RewardSource] | None = None,
         environment: type[Environment] | Mapping[str, Any] | None = None,
@@ -135,7 +135,7 @@ class RL(Step[RLConfig]):
         """Take the settings.
 
         Args:
-            config: settings that the keywords override; none: the defaults.
+            config: settings that the keywords override, or the model; none: the defaults.
             reward: one or several components: functions `f(prompts, completions, **columns)` that return a score per
                 completion, paths of reward models, or settings of a component.
             environment: a class with `reset` and `step`, or the section `environment`; none: a completion is one turn.

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.sections.rules import nearest
+from hybrid_rlhf.configs.sections.rules import nearest_hint
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.generation.sampling import MOST_TOP_LOGPROBS
 
@@ -309,8 +309,8 @@ def _rejected(kind: type[BaseModel], error: ValidationError) -> KeyRejected:
     fields: Mapping[str, Any] = kind.model_fields if len(place) == 1 else StreamOptions.model_fields
     key = ".".join(str(part) for part in place if isinstance(part, int) or part in kind.model_fields or part in fields)
     if first["type"] == "extra_forbidden":
-        known = nearest(str(place[-1]), fields)
-        return KeyRejected(".".join(map(str, place)), f"is an unknown key: the nearest is {known}")
+        hint = nearest_hint(str(place[-1]), fields, otherwise="leave it out")
+        return KeyRejected(".".join(map(str, place)), f"is an unknown key: {hint}")
     if first["type"] == "missing":
         return KeyRejected(key, "is required, got none: add it")
     rules = [first["msg"], *(other["msg"] for other in others if other["loc"][:1] == place[:1])]

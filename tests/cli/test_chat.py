@@ -155,6 +155,18 @@ def greedily(folder: Path, text: str) -> str:
     return str(tokenizer.decode(whole[0, len(prompt) :], skip_special_tokens=True))
 
 
+def test_generate_completes_a_prompt(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["generate", str(model_folder), "--prompt", "say 1", "--sampling.temperature", "0", "--device", "cpu"]
+    main([*line, "--sampling.max_new_tokens", "4", "--json"])
+    document = json.loads(capsys.readouterr().out)
+    assert document["prompt"] == "say 1" and len(document["completions"]) == 1
+    main([*line, "--sampling.max_new_tokens", "4"])
+    assert capsys.readouterr().out == document["completions"][0]["text"] + "\n"
+    with pytest.raises(SystemExit, match="2"):
+        main([*line, "--input", "rows.jsonl"])
+    assert "generate takes --prompt or --input, got both" in capsys.readouterr().err
+
+
 def test_generate_completes_a_file(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out" / "answers.jsonl"
     source.write_text('{"prompt": "hi", "id": 7}\n{"messages": [{"role": "user", "content": "yo"}]}\n')
@@ -270,7 +282,7 @@ def test_a_disk_that_fails_leaves_nothing_beside(
         ([], "a model must be named"),
         (["absent/folder/x", "--input", "INPUT", "--output", "b"], "absent/folder/x is none: check the path"),
         (["MODEL", "--input", "absent.jsonl", "--output", "b"], "absent.jsonl does not exist"),
-        (["MODEL"], "--input and --output must name files"),
+        (["MODEL"], "generate needs --prompt TEXT, or --input and --output"),
         (
             ["MODEL", "--input", "INPUT", "--output", "OUTPUT", "--device", "cpu", "--dtype", "float16"],
             "error: dtype float16 needs a GPU, this is a CPU: set --dtype float32 or bfloat16",

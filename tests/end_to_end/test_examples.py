@@ -5,15 +5,21 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import datasets
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hybrid_rlhf
-from hybrid_rlhf import SFT, UserError
+from hybrid_rlhf import RL, SFT, UserError
+from hybrid_rlhf.rl.rewards.functions import load_function
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -78,3 +84,57 @@ def test_rows_in_memory_and_on_disk_are_the_same_data(model_folder: Path, tmp_pa
         SFT(model=model_folder, data=[])
     with pytest.raises(UserError, match="keywords: unknown key trian: the nearest is train"):
         SFT(model=model_folder, data=rows, trian={"max_steps": 1})
+
+
+def test_models_and_splits_in_memory_are_those_on_disk(model_folder: Path, tmp_path: Path) -> None:
+    """A model object with its tokenizer, a DatasetDict, the model as first argument: TRL's users have these."""
+    rows = [{"prompt": f"say {i}", "completion": str(i)} for i in range(4)]
+    splits = datasets.Dataset.from_list(rows).train_test_split(test_size=1, seed=0)
+    assert SFT(str(model_folder), data=rows).config.model.path == str(model_folder)
+    lm, tokenizer = AutoModelForCausalLM.from_pretrained(model_folder), AutoTokenizer.from_pretrained(model_folder)
+    section = {"sources": splits["train"], "eval_sources": splits["test"], "cache_dir": str(tmp_path)}
+    first, again = (SFT(lm, tokenizer=tokenizer, data=section).config for _ in range(2))
+    assert first == again, "the same model has the same folder, so that a script that runs again resumes"
+    saved = AutoModelForCausalLM.from_pretrained(first.model.path).state_dict()
+    assert all(torch.equal(saved[name], value) for name, value in lm.state_dict().items())
+    for split, sources in (("train", first.data.sources), ("test", first.data.eval_sources)):
+        assert datasets.Dataset.from_json(str(sources[0])).to_list() == splits[split].to_list()
+    found = SFT(model_folder, data=splits).config.data
+    assert [Path(str(source)).name for source in (*found.sources, *found.eval_sources)] == [
+        Path(str(source)).name for source in (*first.data.sources, *first.data.eval_sources)
+    ]
+    with torch.no_grad():
+        next(lm.parameters()).add_(1.0)
+    assert SFT(lm, tokenizer=tokenizer, data=section).config.model.path != first.model.path
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda: SFT(3, data=[]), "model must be a path or a model of transformers, got a int"),
+        (lambda: SFT(tiny_model()), "a model object needs its tokenizer, got none"),
+        (lambda: SFT("m", tokenizer=tiny_tokenizer()), "a tokenizer is given beside a model object"),
+        (lambda: SFT("m", model="n"), "SFT takes one model, got two"),
+        (lambda: SFT("m", data=datasets.DatasetDict(a=datasets.Dataset.from_list([{"x": 1}]))), "has the splits train"),
+        (lambda: SFT("m", train_dataset=[]), "unknown key train_dataset: give data.sources"),
+        (lambda: SFT("m", learning_rate=1e-5), "unknown key learning_rate: give optimizer.lr"),
+        (lambda: RL("m", reward_funcs=len), "unknown key reward_funcs: give reward.components"),
+        (lambda: RL("m", args=3), "unknown key args: settings are keywords"),
+    ],
+)
+def test_first_mistakes_of_trl_users_name_the_fix(make: Callable[[], object], error: str) -> None:
+    with pytest.raises(UserError, match=re.escape(error)):
+        make()
+
+
+def test_lambdas_and_callable_objects_are_rewards() -> None:
+    class Length:
+        def __call__(self, completions: list[str], **columns: object) -> list[float]:
+            return [float(len(text)) for text in completions]
+
+    rewards = [lambda completions, **columns: [1.0] * len(completions), Length(), Length()]
+    step = RL("m", data=[{"prompt": "a"}], algorithm="grpo", reward=rewards)
+    names = [component.function for component in step.config.reward.components]
+    assert len(set(names)) == 3
+    found = [load_function(str(name))(prompts=["a"], completions=["bcd"]) for name in names]
+    assert found == [[1.0], [3.0], [3.0]]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -79,6 +80,10 @@ def test_lora_generates_merged_and_saves_merged(ranks: int, stage: int, model_fo
     merged = load_file(tmp_path / "m" / "model.safetensors")
     assert merged.keys() == base.keys()
     assert not torch.equal(merged["model.layers.0.mlp.up_proj.weight"], base["model.layers.0.mlp.up_proj.weight"])
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_folder), tmp_path / "m" / "adapter")
+    with torch.no_grad():
+        torch.testing.assert_close(adapted(ids).logits, saved(ids).logits, msg="the saved adapter is the one merged")
+    assert adapted.peft_config["default"].base_model_name_or_path == str(model_folder)
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (1, 2), (2, 1), (2, 3)])

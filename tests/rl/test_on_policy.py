@@ -381,7 +381,7 @@ MISTAKES = {
     "--algorithm.penalties.overlong_fraction 2": "algorithm.penalties.overlong_fraction must be in [0, 1], got 2.0: "
     "give for example 0.2",
     "--algorithm gpro": "algorithm must be one of ppo, reinforce, rloo, remax, reinforce_pp, reinforce_pp_baseline, "
-    "grpo, dr_grpo, dapo, gspo, cispo, online_dpo, raft, got gpro: the nearest is gspo",
+    "grpo, dr_grpo, dapo, gspo, cispo, online_dpo, raft, got gpro: the nearest is grpo",
 }
 
 

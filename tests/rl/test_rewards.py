@@ -95,7 +95,7 @@ def test_a_function_sees_text_and_columns_and_may_have_no_opinion(
         ("return 'high'", "", "got a str in place of a list", 5),
         ("return [1, 'high', 3, 4, 5]", "", "got 'high' for a completion", 1),
         ("return [1, 2, float('nan'), 4, 10 ** 400]", "", "got (nan|10+)", 2),
-        ("return [1, True, 3, 4, 5]", "", "got True for a completion", 1),
+        ("return [c[0]['content'] for c in completions]", "", "a completion is its text, not a list of messages", 5),
         ("return 1 / columns['absent']", "", "raised KeyError", 5),
         ("time.sleep(30)", "", "took longer than 0.2 s", 5),
         ("await asyncio.sleep(30)", "async ", "took longer than 0.2 s", 5),
@@ -124,6 +124,13 @@ def test_columns_that_a_function_needs_are_those_without_a_default(tmp_path: Pat
     part.require_columns([{"kind": "a"}, {"answer": 1}])  # rows may have different columns
     with pytest.raises(UserError, match="reward function f needs the column answer, the data has prompt, kind: "):
         Reward([part], None).require_columns(lambda: [{"kind": "a"}])  # type: ignore[arg-type]
+
+
+def test_booleans_are_scores(function: Callable[..., FunctionReward]) -> None:
+    """TRL's users return comparisons, also as arrays of numpy."""
+    for body in ("return [len(c) > 2 for c in completions]", "return np.array([len(c) > 2 for c in completions])"):
+        report = score_completions(function(f"import numpy as np\n{body}"))
+        assert set(report.scores.tolist()) <= {0.0, 1.0}
 
 
 def test_numpy_numbers_are_numbers(function: Callable[..., FunctionReward]) -> None:

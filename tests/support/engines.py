@@ -18,7 +18,9 @@ from hybrid_rlhf.functional.losses import sft_loss
 from hybrid_rlhf.generation import SamplingParams
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.weights.conversion import probe_logits
+from hybrid_rlhf.loop.saving import save_adapter
 from hybrid_rlhf.models.head_check import probe_tokens
+from hybrid_rlhf.models.lora import has_lora
 from hybrid_rlhf.models.pretrained.saving import save_model
 from hybrid_rlhf.runtime.world import World
 from tests.support.tiny import tiny_tokenizer
@@ -90,6 +92,8 @@ def train_generate_save(world: World, path: Path, folder: Path, settings: dict[s
     same = all(torch.equal(a, b) for a, b in zip(held, after, strict=True))
     released = all(p.numel() == 0 for p in engine.module.parameters() if hasattr(p, "ds_tensor") and not p.ds_persist)
     save_model(folder, full_tensors(engine.lm, world), lm=engine.lm, tokenizer=tiny_tokenizer(), world=world)
+    if has_lora(engine.lm):
+        save_adapter(folder / "adapter", engine)
     losses += [train_step(engine, world), train_step(engine, world)]
     return {
         "losses": losses,

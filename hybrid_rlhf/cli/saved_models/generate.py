@@ -1,4 +1,4 @@
-"""`hybrid-rlhf generate MODEL --input FILE --output FILE`: complete the prompts of a file."""
+"""`hybrid-rlhf generate MODEL --prompt TEXT`, or `--input FILE --output FILE`: complete prompts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from hybrid_rlhf.configs.files.atomic import output_file, write_whole
 from hybrid_rlhf.configs.inference import GenerateConfig
@@ -27,14 +28,15 @@ def _generate(config: GenerateConfig) -> None:
     from hybrid_rlhf.data.rows.formats import read_prompt_row
     from hybrid_rlhf.data.rows.sources import open_source
 
-    output = output_file(config.output, "--output", overwrite=config.overwrite)
-    rows = [(row, read_prompt_row(place, row)) for place, row in open_source(config.input)]
+    output = None if config.output is None else output_file(config.output, "--output", overwrite=config.overwrite)
+    found = open_source(config.input) if config.input is not None else [("--prompt", {"prompt": config.prompt})]
+    rows = [(row, read_prompt_row(place, row)) for place, row in found]
     engine, tokenizer = load_engine(config)
     prompts = [encode_prompt(prompt.messages, tokenizer, tools=prompt.tools) for _, prompt in rows]
     start = time.perf_counter()
     completions = engine.generate(prompts, config.sampling)
     seconds = time.perf_counter() - start
-    lines: list[str] = []
+    completed: list[dict[str, Any]] = []
     for (row, _), samples in zip(rows, completions, strict=True):
         generated = [
             {
@@ -44,9 +46,12 @@ def _generate(config: GenerateConfig) -> None:
             }
             for sample in samples
         ]
-        # default=str: Parquet has types that JSON lacks (dates, decimals, bytes)
-        lines.append(json.dumps({**row, "completions": generated}, ensure_ascii=False, default=str) + "\n")
-    write_whole(output, "".join(lines))
+        completed.append({**row, "completions": generated})
+    if output is None:
+        texts = [sample["text"] for row in completed for sample in row["completions"]]
+        return print_result(completed[0], "\n---\n".join(texts))
+    # default=str: Parquet has types that JSON lacks (dates, decimals, bytes)
+    write_whole(output, "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in completed))
     tokens = sum(len(sample.token_ids) for samples in completions for sample in samples)
     rate = f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} tokens per second"
     document = {"output": output, "prompts": len(rows), "tokens": tokens, "seconds": seconds}

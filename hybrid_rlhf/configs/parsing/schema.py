@@ -13,10 +13,12 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.sections.rules import marks_of, nearest
+from hybrid_rlhf.configs.parsing.trl_names import trl_answer
+from hybrid_rlhf.configs.sections.rules import marks_of, nearest, nearest_hint
 
 
 @dataclass(frozen=True)
@@ -221,7 +223,7 @@ def _variant(
     if chosen not in variants:
         raise UserError(
             f"{_place(names[-1][0])}{key} must be one of {', '.join(variants)}, got {chosen}: "
-            f"the nearest is {_closest(chosen, variants)}"
+            f"{nearest_hint(chosen, variants, otherwise='give one of them')}"
         )
     kind = variants[chosen]
     kept = []
@@ -295,7 +297,8 @@ def _check_item(item: Any, layer: Layer, key: str, hint: Any) -> None:
     for name, value in item.items():
         if name not in hints:
             raise UserError(
-                f"{_place(layer)}unknown key {name} in an item of {key}: the nearest is {_closest(str(name), hints)}"
+                f"{_place(layer)}unknown key {name} in an item of {key}: "
+                f"{nearest_hint(str(name), hints, otherwise='its keys are ' + ', '.join(hints))}"
             )
         check_null(value, f"{_place(layer)}{name} in an item of {key}", hints[name])
     for declared in (declared for kind in kinds for declared in dataclasses.fields(kind)):
@@ -315,10 +318,10 @@ def unknown_key(error: UnknownKey, config_type: type, layers: Sequence[Layer]) -
     known = _known_keys(config_type, layers)
     if not known:
         return UserError(f"{_place(error.layer)}unknown option --{error.name}: this command has none")
-    nearest = _closest(error.name, known)
+    hint = _hint(error.name, known)
     if error.layer.origin is None:
-        return UserError(f"unknown option --{error.name}: the nearest is {nearest}")
-    return UserError(f"{_place(error.layer)}unknown key {error.name}: the nearest is {nearest}")
+        return UserError(f"unknown option --{error.name}: {hint}")
+    return UserError(f"{_place(error.layer)}unknown key {error.name}: {hint}")
 
 
 def _known_keys(config_type: type, layers: Sequence[Layer]) -> list[str]:
@@ -344,12 +347,21 @@ def _names_only(kind: type, content: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _closest(wrong: str, known: Any) -> str:
-    names = [str(name) for name in known]
-    inside = [name for name in names if name.endswith(f".{wrong}")]
-    same_leaf = [name for name in names if name.rpartition(".")[2] == wrong.rpartition(".")[2]]
-    begun = [name for name in names if wrong and name.startswith(wrong)]
-    return nearest(wrong, inside or same_leaf or begun or names)
+def _hint(wrong: str, known: Sequence[str]) -> str:
+    """What to give in place of an unknown key: a key of the same last name, what TRL's name is here, or a similar key.
+
+    A key in a section that exists is compared with the keys of that section, without the section's name.
+    """
+    section, _, leaf = wrong.rpartition(".")
+    inside = [name for name in known if name.endswith(f".{wrong}")]
+    same_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
+    if exact := inside or same_leaf:
+        return f"the nearest is {max(exact, key=lambda name: SequenceMatcher(None, wrong, name).ratio())}"
+    if (answer := trl_answer(wrong, known)) is not None:
+        return answer
+    siblings = {name.rpartition(".")[2]: name for name in known if section and name.rpartition(".")[0] == section}
+    found = siblings.get(nearest(leaf, siblings) or "") or nearest(wrong, known)
+    return "--help lists the keys" if found is None else f"the nearest is {found}"
 
 
 def _default_instance(kind: type) -> Any:

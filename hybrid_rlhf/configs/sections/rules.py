@@ -10,10 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field
-from difflib import get_close_matches
+from difflib import SequenceMatcher
 from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
+
+_SIMILAR = 0.6
+"""Least share of equal letters of a name that is suggested."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,22 @@ def whole_number(value: Any) -> int:
     return int(text) if text.isdecimal() and len(text) < 10 else 0
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name that is most alike, for errors."""
-    return get_close_matches(name, list(known), n=1, cutoff=0.0)[0]
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is most similar; none: no name is similar enough to be meant.
+
+    Names that begin with the given one or contain it are similar; of two that are equally similar, the one of the same
+    letters is nearer.
+    """
+
+    def similarity(candidate: str) -> float:
+        ratio = SequenceMatcher(None, name.lower(), candidate.lower()).ratio()
+        return ratio + 0.2 * (sorted(name) == sorted(candidate)) + _SIMILAR * (len(name) > 1 and name in candidate)
+
+    best = max(known, key=similarity, default=None)
+    return best if best is not None and similarity(best) >= _SIMILAR else None
+
+
+def nearest_hint(name: str, known: Iterable[str], *, otherwise: str) -> str:
+    """The end of an error: the nearest name, or what else to do."""
+    found = nearest(name, known)
+    return otherwise if found is None else f"the nearest is {found}"

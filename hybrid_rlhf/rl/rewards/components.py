@@ -62,7 +62,7 @@ class ComponentScores:
         """Check what a function or an endpoint returned.
 
         Args:
-            values: the returned object; valid is a list, tuple, array or tensor of numbers or None.
+            values: the returned object; valid is a list, tuple, array or tensor of numbers, booleans (1 and 0) or None.
             count: expected number of values.
             show: formats an invalid value for a message.
         """
@@ -143,8 +143,8 @@ class RewardComponent(ABC):
 
 
 def _is_score(value: object) -> bool:
-    """Whether a value is a number within float32's range; false for NaN."""
-    return isinstance(value, Real) and not isinstance(value, bool) and abs(cast(float, value)) <= _LARGEST
+    """Whether a value is a number within float32's range, or a boolean; false for NaN."""
+    return isinstance(value, Real) and abs(cast(float, value)) <= _LARGEST
 
 
 def _plain(value: object) -> object:

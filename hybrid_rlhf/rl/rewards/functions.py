@@ -92,7 +92,7 @@ class FunctionReward(RewardComponent):
         except CallTimeout:
             raise
         except BaseException as error:  # noqa: BLE001 - in this thread only the function can raise
-            return ComponentScores.failed(len(texts), describe_error(error))
+            return ComponentScores.failed(len(texts), describe_error(error) + _explanation(error))
 
     async def _await(self, awaitable: Awaitable[object]) -> object:
         try:
@@ -110,6 +110,12 @@ class FunctionReward(RewardComponent):
             if not call.has_ended(_CANCELLED_SECONDS):
                 self._hanging.append(call)
             return ComponentScores.failed(count, f"it took longer than {self._timeout_seconds:g} s")
+
+
+def _explanation(error: BaseException) -> str:
+    """Why a function failed that expects conversations, as TRL passes for conversational data."""
+    is_indexed = isinstance(error, TypeError) and "string indices must be integers" in str(error)
+    return "; a completion is its text, not a list of messages: use it without [0]['content']" if is_indexed else ""
 
 
 def require_columns(function: RewardFunction, name: str, rows: Iterable[Mapping[str, object]]) -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybrid_rlhf.configs.sections.rules import nearest, require
+from hybrid_rlhf.configs.sections.rules import nearest_hint, require
 
 STYLES = ("flattening", "interleaving", "separation")
 AUTO = "auto"
@@ -26,8 +26,8 @@ def check_placement(given: str | Mapping[str, Any] | None) -> None:
     if isinstance(given, str):
         require(
             given in styles,
-            f"placement must be one of {', '.join(styles)} or a mapping of roles, got {given}: the nearest is "
-            f"{nearest(given, styles)}",
+            f"placement must be one of {', '.join(styles)} or a mapping of roles, got {given}: "
+            f"{nearest_hint(given, styles, otherwise='give one of them')}",
         )
         return
     if is_automatic(given) or "adapt" in (given or {}):
@@ -44,7 +44,8 @@ def check_placement(given: str | Mapping[str, Any] | None) -> None:
             f"{{{role}: {{ranks: 0-3}}}}",
         )
         for key, value in keys.items():
-            require(key in _KEYS, f"unknown key placement.{role}.{key}: the nearest is {nearest(str(key), _KEYS)}")
+            hint = nearest_hint(str(key), _KEYS, otherwise=f"a role has {known}")
+            require(key in _KEYS, f"unknown key placement.{role}.{key}: {hint}")
             if key == "ranks":
                 read_ranks(value, role)
             elif key == "with_actor":

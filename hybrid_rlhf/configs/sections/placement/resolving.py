@@ -15,7 +15,7 @@ from hybrid_rlhf.configs.sections.placement.roles import (
     ZeroStage,
     in_words,
 )
-from hybrid_rlhf.configs.sections.rules import nearest, require
+from hybrid_rlhf.configs.sections.rules import nearest_hint, require
 
 
 def resolve_placement(given: str | Mapping[str, Any] | None, placed: PlacedRoles, *, ranks: int) -> Placement:
@@ -50,8 +50,8 @@ def resolve_placement(given: str | Mapping[str, Any] | None, placed: PlacedRoles
     for name in roles:
         require(
             name in names,
-            f"placement.{name} must be a role of the step, which has {', '.join(names)}: the nearest is "
-            f"{nearest(name, names)}",
+            f"placement.{name} must be a role of the step, which has {', '.join(names)}: "
+            f"{nearest_hint(name, names, otherwise='give one of them')}",
         )
     own = {name: read_ranks(keys["ranks"], name) for name, keys in roles.items() if "ranks" in keys}
     for name, mine in own.items():

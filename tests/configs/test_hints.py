@@ -1,0 +1,58 @@
+"""Hints of unknown keys: TRL's names have an answer, and a name is suggested only if it is similar."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.parsing.command_line import build_config
+from hybrid_rlhf.configs.parsing.schema import Layer, resolve
+from hybrid_rlhf.configs.parsing.trl_names import _KEYS
+from hybrid_rlhf.configs.pipeline import PipelineConfig
+from hybrid_rlhf.configs.preference import PreferenceStepConfig
+from hybrid_rlhf.configs.reward import RewardConfig
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.rules import nearest
+from hybrid_rlhf.configs.sft import SFTConfig
+
+
+def hint(config_type: type, content: dict[str, object]) -> str:
+    with pytest.raises(UserError) as told:
+        build_config(config_type, [Layer(content)])
+    return str(told.value)
+
+
+def test_every_answer_for_a_name_of_trl_is_a_key() -> None:
+    known = {"algorithm.name"}
+    for config_type in (SFTConfig, RewardConfig, PreferenceStepConfig):
+        known |= resolve(config_type, []).all_keys(off=True).keys()
+    for name in ("ppo", "grpo"):
+        known |= resolve(RLConfig, [Layer({"algorithm": name})]).all_keys(off=True).keys()
+    assert not {key for keys in _KEYS.values() for key in keys} - known
+
+
+@pytest.mark.parametrize(
+    ("config_type", "content", "error"),
+    [
+        (SFTConfig, {"learning_rate": 1}, "unknown option --learning_rate: give optimizer.lr"),
+        (RLConfig, {"learning_rate": 1}, "unknown option --learning_rate: give actor.optimizer.lr"),
+        (SFTConfig, {"train": {"batch_size": 1}}, "unknown option --train.batch_size: give train.global_batch_size"),
+        (SFTConfig, {"gradient_accumulation_steps": 4}, "--gradient_accumulation_steps: give train.global_batch_size"),
+        (RLConfig, {"num_generations": 4}, "unknown option --num_generations: give rollout.sampling.n"),
+        (RLConfig, {"beta": 0.1, "algorithm": "online_dpo"}, "unknown option --beta: the nearest is algorithm.beta"),
+        (PipelineConfig, {"learning_rate": 1}, "give sft.optimizer.lr or reward.optimizer.lr"),
+        (SFTConfig, {"wibble": 1}, "unknown option --wibble: --help lists the keys"),
+        (SFTConfig, {"optimizer": {"lrr": 1}}, "unknown option --optimizer.lrr: the nearest is optimizer.lr"),
+        (RLConfig, {"use_vllm": True}, "unknown option --use_vllm: the actor's own engine generates: leave it out"),
+        (RLConfig, {"algorithm": "gpro"}, "got gpro: the nearest is grpo"),
+        (RLConfig, {"algorithm": "sarsa"}, "got sarsa: give one of them"),
+    ],
+)
+def test_unknown_keys(config_type: type, content: dict[str, object], error: str) -> None:
+    assert error in hint(config_type, content)
+
+
+def test_only_a_similar_name_is_near() -> None:
+    assert nearest("learning_rate", ["logging.run_name", "seed"]) is None
+    assert nearest("gpro", ["gspo", "grpo", "ppo"]) == "grpo"
+    assert nearest("x", []) is None
