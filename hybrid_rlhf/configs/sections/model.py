@@ -48,7 +48,8 @@ SCORER_KEYS = tuple(key.name for key in fields(ModelConfig) if key.name not in R
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Low-rank adapters (LoRA, arXiv 2106.09685) through peft; a saved model has them merged, and alone in its folder adapter.
+    """Low-rank adapters (LoRA, arXiv 2106.09685) through peft. A saved model contains them merged; its folder adapter
+    contains them alone.
 
     The default learning rate of adapters is ten times that of full fine-tuning (TRL, lora_without_regret.md).
     """
