@@ -17,7 +17,7 @@ import pytest
 from hybrid_rlhf.board.events import EventHub, Watcher
 from hybrid_rlhf.board.runs.folders import RunFolders, run_id
 from hybrid_rlhf.board.runs.metrics import MetricsFile
-from hybrid_rlhf.board.runs.summary import printed_text
+from hybrid_rlhf.board.runs.summary import RunSummaries, printed_text
 from tests.support.board import (
     ServedBoard,
     append_metrics,
@@ -165,11 +165,41 @@ def test_a_run_that_holds_its_folder_is_running(tmp_path: Path) -> None:
     try:
         with served_board(tmp_path / "output") as board:
             assert board.run("live")["state"] == "running"
-            process.kill()
+            process.terminate()
             process.wait()
             assert board.run("live")["state"] == "stopped"
     finally:
         process.kill()
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_run_ended_by_sigkill_is_killed_with_the_time_of_its_last_line(tmp_path: Path, steps: int) -> None:
+    """It was shown as stopped, like one that was stopped on purpose."""
+    folder = write_run(tmp_path / "live", steps=steps)
+    process = hold_lock(folder)
+    process.kill()
+    process.wait()
+    (run,) = RunFolders([tmp_path]).all()
+    found = RunSummaries().summary(run)
+    assert (found["state"], found["step"]) == ("killed", steps)
+    if steps:
+        last = (folder / "metrics.jsonl").stat().st_mtime
+        written = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(last))
+        assert found["updated_seconds"] == last and f"its last line is from {written}" in found["problem"]
+    else:
+        assert "no line of metrics" in found["problem"]
+
+
+def test_a_silent_run_of_another_host_is_not_running(tmp_path: Path) -> None:
+    """Its process cannot be looked for; the files say whether it goes on."""
+    folder = write_run(tmp_path / "live", steps=1)
+    (folder / ".lock").write_text("17 elsewhere 1234\n")
+    (run,) = RunFolders([tmp_path]).all()
+    assert RunSummaries().summary(run)["state"] == "running"
+    hour_ago = time.time() - 3600
+    for name in ("metrics.jsonl", "config.yaml"):
+        os.utime(folder / name, (hour_ago, hour_ago))
+    assert RunSummaries().summary(run)["state"] == "killed"
 
 
 def test_two_boards_tell_of_new_metrics_samples_and_runs_within_two_seconds(tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from hybrid_rlhf.board.runs.folders import RunFolders
 from hybrid_rlhf.board.runs.summary import COMMANDS, RunSummaries
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.command_line import config_tree, flat, plain
-from tests.support.board import ServedBoard, served_board
+from tests.support.board import ServedBoard, hold_lock, served_board, write_run
 from tests.support.steps import write_rows
 
 
@@ -105,6 +108,70 @@ def test_a_run_that_cannot_start_shows_its_error(board: ServedBoard, model_folde
     assert board.post("/api/runs", {"command": "sft", "values": values}).status_code == 200
     run = board.wait("broken", lambda run: run["state"] != "running")
     assert run["state"] == "broken" and "/no/such/file.jsonl" in run["problem"] and run["problem"].startswith("error: ")
+
+
+@pytest.fixture
+def victim() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that has nothing to do with a run."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.parametrize("lock", ["{pid} {host}", "{pid} {host} 1", "{pid} {host} {ticks}"])
+@pytest.mark.parametrize("unreadable", [False, True])
+def test_stop_signals_no_process_that_is_not_proven_to_hold_the_lock(
+    victim: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lock: str, unreadable: bool
+) -> None:
+    """A stale lock with a reused process id ended an unrelated process where its open files could not be read."""
+    folder = write_run(tmp_path / "output" / "stale", steps=1)
+    ticks = Path(f"/proc/{victim.pid}/stat").read_text().rpartition(")")[2].split()[19]
+    (folder / ".lock").write_text(lock.format(pid=victim.pid, host=socket.gethostname(), ticks=ticks) + "\n")
+    listed = os.listdir
+
+    def refuse(path: Any = ".") -> list[str]:
+        if str(path) == f"/proc/{victim.pid}/fd":
+            raise PermissionError(13, "Permission denied", path)
+        return listed(path)
+
+    if unreadable:
+        monkeypatch.setattr(os, "listdir", refuse)
+    folders = RunFolders([tmp_path / "output"])
+    runs = training.Training(folders, RunSummaries())
+    with pytest.raises(UserError, match="stale"):
+        runs.stop(*folders.all())
+    with pytest.raises(subprocess.TimeoutExpired):
+        victim.wait(0.3)
+
+
+def test_stop_ends_no_process_of_a_foreign_run(tmp_path: Path) -> None:
+    """Its state was not asked: whatever held a file `.lock` there was ended."""
+    folder = tmp_path / "output" / "foreign"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("learning_rate: 1\n")
+    process = hold_lock(folder)
+    try:
+        folders = RunFolders([tmp_path / "output"])
+        with pytest.raises(UserError, match="is foreign"):
+            training.Training(folders, RunSummaries()).stop(*folders.all())
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.3)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_stop_ends_the_process_that_holds_the_lock(tmp_path: Path) -> None:
+    process = hold_lock(write_run(tmp_path / "output" / "live", steps=1))
+    try:
+        folders = RunFolders([tmp_path / "output"])
+        training.Training(folders, RunSummaries()).stop(*folders.all())
+        assert process.wait(60) == 143
+        assert RunSummaries().summary(*folders.all())["state"] == "stopped"
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_a_run_without_a_checkpoint_resumes_on_as_many_processes(

@@ -15,11 +15,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from hybrid_rlhf.board.processes.commands import command_line, start_process
 from hybrid_rlhf.board.processes.form import read_form
 from hybrid_rlhf.board.runs.folders import BOARD_CONFIG, RunFolder, RunFolders, run_id
 from hybrid_rlhf.board.runs.reading import open_regular
-from hybrid_rlhf.board.runs.summary import BOARD_LOG, RunSummaries, run_process
+from hybrid_rlhf.board.runs.summary import BOARD_LOG, RunSummaries, holding_process
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.files.atomic import write_whole
 from hybrid_rlhf.configs.parsing.command_line import save_config
@@ -68,28 +70,34 @@ class Training:
         """Ask a run to save and stop.
 
         Raises:
-            UserError: if it does not run on this machine, or belongs to another user.
+            UserError: if it does not run, runs elsewhere, belongs to another user, or its process is not proven to be
+                the run's.
         """
-        process = run_process(run.folder)
+        state = self._summaries.summary(run)["state"]
+        if state != "running":
+            raise UserError(f"{run.name} does not run, it is {state}: only a running run can be stopped")
+        process = holding_process(run)
         try:
             if process is not None:
                 process.terminate()
             elif self.is_alive(run.id):
                 self._processes[run.id].terminate()
             else:
-                raise UserError(f"{run.name} does not run on this machine: reload the list")
-        except PermissionError as error:
-            raise UserError(f"{run.name} cannot be stopped ({error.strerror}): ask the user who started it") from error
+                raise UserError(f"a run is stopped on its machine, {run.name} does not run here: stop it there")
+        except psutil.AccessDenied:
+            raise UserError(f"{run.name} cannot be stopped by this user: ask the user who started it") from None
+        except psutil.NoSuchProcess:
+            return  # it has ended meanwhile
 
     def resume(self, run: RunFolder) -> None:
         """Resume a run from its last complete checkpoint, or anew without one, on as many processes.
 
         Raises:
-            UserError: if it runs, has ended, or is not of this package.
+            UserError: if it runs, has finished, or is not of this package.
         """
         with self._lock:
             summary = self._summaries.summary(run)
-            if summary["state"] not in ("stopped", "broken") or summary["command"] is None:
+            if summary["state"] not in ("stopped", "killed", "broken") or summary["command"] is None:
                 raise UserError(f"a run can be resumed after it was stopped, {run.name} is {summary['state']}")
             settings = run.folder / CONFIG_FILE
             if not settings.exists():

@@ -35,7 +35,7 @@ function Actions({ run, onDone }) {
   };
   return html`
     ${run.state === "running" && html`<button class="button" disabled=${busy} onClick=${() => setAsked("stop")}>Stop</button>`}
-    ${(run.state === "stopped" || (run.state === "broken" && run.command)) && html`<button class="button primary" disabled=${busy} onClick=${() => act("resume")}>Resume</button>`}
+    ${["stopped", "killed", "broken"].includes(run.state) && run.command && html`<button class="button primary" disabled=${busy} onClick=${() => act("resume")}>Resume</button>`}
     ${asked && html`<${Dialog} title=${`Stop ${run.name}?`} onClose=${() => setAsked(null)}>
       <p>The run writes a checkpoint after the present step and ends. It can be resumed.</p>
       <footer><button class="button" onClick=${() => setAsked(null)}>Keep training</button>
