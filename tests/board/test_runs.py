@@ -97,6 +97,26 @@ def test_no_folder_is_an_internal_error(board: ServedBoard) -> None:
         assert answer.status_code == 200 and "root:" not in answer.text
 
 
+def test_links_are_reported_as_not_followed(tmp_path: Path) -> None:
+    """Linked runs were left out in silence, and for linked samples `samples_every` was said to be 0."""
+    root = tmp_path / "output"
+    elsewhere = write_run(tmp_path / "elsewhere" / "far", steps=1, samples=2)
+    run = write_run(root / "near", steps=1)
+    (root / "linked").symlink_to(elsewhere)
+    (root / "latest").symlink_to(run)  # it is shown under its own name
+    (root / "gone").symlink_to(tmp_path / "nothing")
+    (run / "samples.jsonl").symlink_to(elsewhere / "samples.jsonl")
+    metrics = write_run(root / "other") / "metrics.jsonl"
+    metrics.symlink_to(elsewhere / "metrics.jsonl")
+    with served_board(root) as board:
+        assert board.get("/api/folders") == {"folders": [str(root)], "linked": [str(root / "linked")]}
+        near = board.run("near")
+        assert not near["has_samples"] and "samples.jsonl is a link" in near["samples_problem"]
+        answer = board.ask(f"/api/runs/{near['id']}/samples")
+        assert answer.status_code == 400 and "samples.jsonl is a link" in answer.json()["error"]
+        assert "metrics.jsonl is a link" in board.run("other")["problem"]
+
+
 def test_a_run_has_its_settings_metrics_and_files(board: ServedBoard) -> None:
     run = board.get(f"/api/runs/{board.run('good')['id']}")
     assert run["config"]["algorithm"]["name"] == "ppo"

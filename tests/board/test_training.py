@@ -110,6 +110,18 @@ def test_a_run_that_cannot_start_shows_its_error(board: ServedBoard, model_folde
     assert run["state"] == "broken" and "/no/such/file.jsonl" in run["problem"] and run["problem"].startswith("error: ")
 
 
+def test_a_run_without_a_folder_gets_an_unused_one_of_the_first_folder(tmp_path: Path) -> None:
+    """The default output/step3_ppo made output/output/step3_ppo."""
+    root = tmp_path / "output"
+    root.mkdir()
+    runs = training.Training(RunFolders([root]), RunSummaries())
+    assert runs.unused_folder("rl") == root / "step3_ppo"
+    (root / "step3_ppo").mkdir()
+    (root / "step3_ppo_2").touch()
+    assert runs.unused_folder("rl") == root / "step3_ppo_3"
+    assert runs.unused_folder("sft") == root / "step1_sft"
+
+
 @pytest.fixture
 def victim() -> Iterator[subprocess.Popen[bytes]]:
     """A process that has nothing to do with a run."""

@@ -18,13 +18,13 @@ from typing import Any
 import psutil
 
 from hybrid_rlhf.board.processes.commands import command_line, start_process
-from hybrid_rlhf.board.processes.form import read_form
+from hybrid_rlhf.board.processes.form import config_type, read_form
 from hybrid_rlhf.board.runs.folders import BOARD_CONFIG, RunFolder, RunFolders, run_id
 from hybrid_rlhf.board.runs.reading import open_regular
 from hybrid_rlhf.board.runs.summary import BOARD_LOG, RunSummaries, holding_process
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.files.atomic import write_whole
-from hybrid_rlhf.configs.parsing.command_line import save_config
+from hybrid_rlhf.configs.parsing.command_line import config_tree, save_config
 from hybrid_rlhf.runtime.files.names import CHECKPOINTS, CONFIG_FILE, MANIFEST
 from hybrid_rlhf.runtime.openmp import shared_cores
 
@@ -43,20 +43,23 @@ class Training:
         summaries.is_starting = self.is_alive
 
     def start(self, command: str, values: Mapping[str, Any]) -> str:
-        """Start a run of a form's values; its id.
+        """Start a run of a form's values; its id. Without an output_dir, see `unused_folder`.
 
         Raises:
             UserError: for a wrong value, or an output_dir outside of the board's folders or with something in it.
         """
+        values = {"output_dir": str(self.unused_folder(command)), **values}
         config, processes = read_form(command, values)
-        folder = self._folders.inside(config.output_dir)
         with self._lock:
-            if folder.exists() and any(folder.iterdir()):
-                raise UserError(f"output_dir {config.output_dir} must be new, it has files: choose another")
-            folder.mkdir(parents=True, exist_ok=True)
+            folder = self._folders.make(config.output_dir)
             settings = folder / BOARD_CONFIG
             save_config(dataclasses.replace(config, output_dir=str(folder)), settings)
             return self._launch(folder, command_line(command, settings), processes)
+
+    def unused_folder(self, command: str) -> Path:
+        """A folder for a run that names none: of the command's name for it, in the first of the board's folders."""
+        default = config_tree(config_type(command)).all_keys()["output_dir"].default
+        return self._folders.unused(Path(default).name)
 
     def start_with(self, command: str, folder: Path, values: Mapping[str, Any]) -> str:
         """Start a run in a folder that has its data already; see `start`."""

@@ -14,7 +14,15 @@ from typing import Any
 import psutil
 
 from hybrid_rlhf.board.runs.folders import BOARD_CONFIG, RunFolder
-from hybrid_rlhf.board.runs.reading import file_size, finite, last_line, number, open_regular, read_run_config
+from hybrid_rlhf.board.runs.reading import (
+    file_problem,
+    file_size,
+    finite,
+    last_line,
+    number,
+    open_regular,
+    read_run_config,
+)
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
@@ -118,6 +126,7 @@ class RunSummaries:
             "started_seconds": _changed(run.folder / CONFIG_FILE),
             "updated_seconds": _changed(run.folder / METRICS_FILE) or _changed(run.folder / CONFIG_FILE),
             "has_samples": file_size(run.folder / SAMPLES_FILE) > 0,
+            "samples_problem": file_problem(run.folder / SAMPLES_FILE),
             "has_tokens": next((run.folder / "tokens").glob("step_*.safetensors"), None) is not None,
         }
 
@@ -125,7 +134,7 @@ class RunSummaries:
         """The last line of the metrics, or what is wrong with them; read again when they change."""
         file = run.folder / METRICS_FILE
         if file_size(file) < 0:
-            return None, f"{METRICS_FILE} is missing: the run ended before its first step"
+            return None, file_problem(file) or f"{METRICS_FILE} is missing: the run ended before its first step"
         stamp = (file_size(file), _changed(file))
         with self._lock:
             known = self._lines.get(run.id)
