@@ -17,6 +17,7 @@ from hybrid_rlhf.board.events import EventHub, Watcher
 from hybrid_rlhf.board.preferences import Preferences
 from hybrid_rlhf.board.processes.estimates import Estimates
 from hybrid_rlhf.board.processes.jobs import Jobs
+from hybrid_rlhf.board.processes.presets import Presets
 from hybrid_rlhf.board.processes.training import Training, world_size
 from hybrid_rlhf.board.runs.folders import RunFolder, RunFolders
 from hybrid_rlhf.board.runs.metrics import MetricsFile
@@ -50,6 +51,7 @@ class BoardWorkspace:
         self.summaries, self.hub = RunSummaries(), EventHub()
         self.jobs, self.estimates, self.chats = Jobs(self.hub), Estimates(), Chats(load)
         self.training = Training(self.folders, self.summaries)
+        self.presets = Presets(self.folders, self.summaries)
         self.models = SavedModels(self.folders, self.summaries, config.models)
         self.preferences = Preferences(self.folders.roots[0])
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="board-plans")

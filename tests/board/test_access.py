@@ -18,11 +18,22 @@ from tests.support.board import ServedBoard, served_board, write_run
 
 GETS = (
     *("runs/RUN", "metrics", "runs/RUN/timeline", "runs/RUN/samples", "runs/RUN/prompts", "runs/RUN/signals"),
-    *("preferences/next", "preferences/summary", "form", "models", "jobs/x", "prompts/x", "runs/RUN/samples/1/0"),
+    *(
+        "preferences/next",
+        "preferences/summary",
+        "form",
+        "models",
+        "presets",
+        "presets/x",
+        "folders",
+        "jobs/x",
+        "prompts/x",
+        "runs/RUN/samples/1/0",
+    ),
 )
 POSTS = (
     *("runs/RUN/replay", "runs/RUN/branch", "runs/RUN/rescore", "runs/RUN/stop", "runs/RUN/resume"),
-    *("preferences", "preferences/train", "runs", "form/estimate", "chat"),
+    *("preferences", "preferences/train", "runs", "form/check", "form/estimate", "chat"),
 )
 TOKEN = "a-long-token"
 

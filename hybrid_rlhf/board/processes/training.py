@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from hybrid_rlhf.board.processes.commands import command_line, start_process
-from hybrid_rlhf.board.processes.form import config_type, read_form
+from hybrid_rlhf.board.processes.form import ReadForm, config_type, read_form
 from hybrid_rlhf.board.runs.folders import BOARD_CONFIG, RunFolder, RunFolders, run_id
 from hybrid_rlhf.board.runs.reading import open_regular
 from hybrid_rlhf.board.runs.summary import BOARD_LOG, RunSummaries, holding_process
@@ -49,12 +49,10 @@ class Training:
             UserError: for a wrong value, or an output_dir outside of the board's folders or with something in it.
         """
         values = {"output_dir": str(self.unused_folder(command)), **values}
-        config, processes = read_form(command, values)
+        form = read_form(command, values)
         with self._lock:
-            folder = self._folders.make(config.output_dir)
-            settings = folder / BOARD_CONFIG
-            save_config(dataclasses.replace(config, output_dir=str(folder)), settings)
-            return self._launch(folder, command_line(command, settings), processes)
+            folder = self._folders.make(form.config.output_dir)
+            return self._launch_new(command, folder, form)
 
     def unused_folder(self, command: str) -> Path:
         """A folder for a run that names none: of the command's name for it, in the first of the board's folders."""
@@ -63,11 +61,9 @@ class Training:
 
     def start_with(self, command: str, folder: Path, values: Mapping[str, Any]) -> str:
         """Start a run in a folder that has its data already; see `start`."""
-        config, processes = read_form(command, values)
-        settings = folder / BOARD_CONFIG
-        save_config(dataclasses.replace(config, output_dir=str(folder)), settings)
+        form = read_form(command, values)
         with self._lock:
-            return self._launch(folder, command_line(command, settings), processes)
+            return self._launch_new(command, folder, form)
 
     def stop(self, run: RunFolder) -> None:
         """Ask a run to save and stop.
@@ -112,6 +108,11 @@ class Training:
         """Whether a process that this board started for a run lives."""
         process = self._processes.get(run_id)
         return process is not None and process.poll() is None
+
+    def _launch_new(self, command: str, folder: Path, form: ReadForm) -> str:
+        settings = folder / BOARD_CONFIG
+        save_config(dataclasses.replace(form.config, output_dir=str(folder)), settings)
+        return self._launch(folder, command_line(command, settings), form.processes)
 
     def _launch(self, folder: Path, command: list[str], processes: int) -> str:
         write_whole(folder / _LAUNCH, json.dumps({"num_processes": processes}))

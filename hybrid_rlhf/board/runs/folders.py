@@ -108,15 +108,15 @@ class RunFolders:
         return str(folder.relative_to(root)) if folder != root else root.name
 
     def make(self, path: str) -> Path:
-        """A new or empty folder below the board's folders, made; one that is relative lies in the first.
+        """A new or empty folder below the board's folders; see `place` for the path.
 
         Raises:
             UserError: if it lies outside, has files, or cannot be made.
         """
         shown = path if len(path) <= _LONGEST_SHOWN else f"{path[:_LONGEST_SHOWN]}... ({len(path)} characters)"
         try:
-            found = (self.roots[0] / path).resolve()
-            if not any(found != root and found.is_relative_to(root) for root in self.roots):
+            found = self.place(path)
+            if found is None:
                 raise UserError(f"output_dir must lie in {self.roots[0]}, got {shown}: choose another")
             if found.exists() and any(found.iterdir()):
                 raise UserError(f"output_dir must be new, {shown} has files: choose another")
@@ -128,10 +128,27 @@ class RunFolders:
             ) from None
         return found
 
+    def place(self, path: str) -> Path | None:
+        """Where a path lies below the board's folders: from the working folder, or else from the first; None: outside.
+
+        Raises:
+            OSError, ValueError, RuntimeError: if it is no path.
+        """
+        for start in (Path.cwd(), self.roots[0]):
+            found = (start / path).resolve()
+            if any(found != root and found.is_relative_to(root) for root in self.roots):
+                return found
+        return None
+
     def unused(self, name: str) -> Path:
         """A folder of this name, or with a number, that is not yet in the first of the board's folders."""
         names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
         return next(folder for folder in map(self.roots[0].joinpath, names) if not folder.exists())
+
+    def shown(self, folder: Path) -> str:
+        """A folder as `place` reads it: from the working folder where it lies there."""
+        here = Path.cwd()
+        return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
 
 
 def run_id(folder: Path) -> str:

@@ -243,8 +243,8 @@ def _death(folder: Path, owner: LockOwner) -> str:
     written = _last_written(folder)
     last = time.strftime("its last line is from %Y-%m-%d %H:%M:%S %z", time.localtime(written))
     return (
-        f"process {owner.pid} on {owner.host} was killed (SIGKILL, out of memory, a crash, or the machine went down): "
-        f"{last if written else 'it had written no line of metrics'}"
+        f"process {owner.pid} on {owner.host} is gone (SIGKILL, out of memory, a crash), "
+        f"{last if written else 'it has written no line of metrics'}"
     )
 
 

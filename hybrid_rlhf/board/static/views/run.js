@@ -86,6 +86,7 @@ export function Run({ query }) {
       <${RunPicker} runs=${runs} run=${run} />
       <a class="button" href=${link("curves", { run: run.id })}>Curves</a>
       ${run.has_samples && html`<a class="button" href=${link("rollouts", { run: run.id })}>Rollouts</a>`}
+      ${run.command && html`<a class="button" href=${link("start", { preset: run.id })}>Clone settings</a>`}
       <${Actions} run=${run} onDone=${reload} />
     </${ViewHead}>
     <${ErrorLine} text=${detail.error ?? run.problem} />
