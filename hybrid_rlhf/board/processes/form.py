@@ -120,7 +120,7 @@ def read_form(command: str, values: Mapping[str, Any]) -> ReadForm:
         if values.get(switch) is True and inside:
             del values[switch]  # its keys say that it is used
     try:
-        config = build_config(kind, [Layer(copy.deepcopy(nested_values(values)))])  # the parser changes its input
+        config: Any = build_config(kind, [Layer(copy.deepcopy(nested_values(values)))])  # the parser changes its input
     except RecursionError:
         raise UserError("values are nested too deeply: simplify them") from None
     return ReadForm(config, processes, values)

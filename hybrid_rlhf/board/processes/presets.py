@@ -66,7 +66,7 @@ class Presets:
                 raise UserError(
                     f"the settings of {run.name} cannot be read: {problem or 'they are of another program'}"
                 )
-            config = build_config(COMMANDS[command], [Layer(content)])
+            config: Any = build_config(COMMANDS[command], [Layer(content)])
             values = _values(config, world_size(run.folder))
             values["output_dir"] = self._folders.shown(self._folders.unused(run.folder.name))
             return {"command": command, "values": values, "note": f"The settings of {run.name}, in a new folder."}
