@@ -17,7 +17,7 @@ from typing import Any
 
 from hybrid_rlhf.board.runs.folders import RunFolder, RunFolders
 from hybrid_rlhf.board.runs.reading import file_size, finite, last_line, number
-from hybrid_rlhf.board.runs.summary import run_process
+from hybrid_rlhf.board.runs.summary import is_held, lock_owner
 from hybrid_rlhf.runtime.files.names import CONFIG_FILE, FINISHED_FILE, METRICS_FILE, SAMPLES_FILE
 
 POLL_SECONDS = 0.5
@@ -149,7 +149,7 @@ class Watcher:
                 has_ended,
                 file_size(run.folder / CONFIG_FILE) >= 0,
                 file_size(run.folder / METRICS_FILE) >= 0,
-                not has_ended and run_process(run.folder) is not None,
+                not has_ended and is_held(run.folder, lock_owner(run.folder)),
                 self._is_alive(run.id),
             )
             self._states[run.id] = state

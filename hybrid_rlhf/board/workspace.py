@@ -17,16 +17,19 @@ from hybrid_rlhf.board.events import EventHub, Watcher
 from hybrid_rlhf.board.preferences import Preferences
 from hybrid_rlhf.board.processes.estimates import Estimates
 from hybrid_rlhf.board.processes.jobs import Jobs
+from hybrid_rlhf.board.processes.presets import Presets
 from hybrid_rlhf.board.processes.training import Training, world_size
 from hybrid_rlhf.board.runs.folders import RunFolder, RunFolders
 from hybrid_rlhf.board.runs.metrics import MetricsFile
+from hybrid_rlhf.board.runs.models import SavedModels
+from hybrid_rlhf.board.runs.reading import file_problem
 from hybrid_rlhf.board.runs.summary import RunSummaries
 from hybrid_rlhf.board.samples.lines import prompt_text
 from hybrid_rlhf.board.samples.rows import Samples, token_texts_of
 from hybrid_rlhf.board.signals import MetricCurve, SampledStep, Signal, find_signals
 from hybrid_rlhf.configs.commands.board import BoardConfig
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.runtime.files.names import METRICS_FILE
+from hybrid_rlhf.runtime.files.names import METRICS_FILE, SAMPLES_FILE
 
 _MOST_OPEN = 16
 """Runs whose curves are kept in memory."""
@@ -48,6 +51,8 @@ class BoardWorkspace:
         self.summaries, self.hub = RunSummaries(), EventHub()
         self.jobs, self.estimates, self.chats = Jobs(self.hub), Estimates(), Chats(load)
         self.training = Training(self.folders, self.summaries)
+        self.presets = Presets(self.folders, self.summaries)
+        self.models = SavedModels(self.folders, self.summaries, config.models)
         self.preferences = Preferences(self.folders.roots[0])
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="board-plans")
         self._plans: dict[str, dict[str, float] | None] = {}
@@ -79,7 +84,13 @@ class BoardWorkspace:
         return metrics
 
     def samples(self, run: RunFolder) -> Samples:
-        """The samples of a run."""
+        """The samples of a run.
+
+        Raises:
+            UserError: if their file is a link or something else that the board does not open.
+        """
+        if (problem := file_problem(run.folder / SAMPLES_FILE)) is not None:
+            raise UserError(f"{run.name}: {problem}")
         return self._kept(self._samples, run, lambda: Samples(run, self._token_texts), most=None)
 
     def memory_plan(self, run: RunFolder) -> dict[str, float] | None:

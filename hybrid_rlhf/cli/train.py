@@ -24,7 +24,15 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.command_line import ERROR_FILE, parse_config, read_config, save_config, user_errors
 from hybrid_rlhf.configs.parsing.output import print_document, print_result, wants_json
 from hybrid_rlhf.configs.parsing.resuming import changed_keys
-from hybrid_rlhf.configs.pipeline import FOLDERS, STEP_NAMES, LauncherConfig, PipelineConfig, has_model, start_of
+from hybrid_rlhf.configs.pipeline import (
+    FOLDERS,
+    STEP_NAMES,
+    LauncherConfig,
+    PipelineConfig,
+    has_model,
+    start_of,
+    step_config,
+)
 from hybrid_rlhf.configs.sections.placement import is_automatic, resolve_placement
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.runtime.host_memory import MALLOC_ENVIRONMENT
@@ -159,27 +167,6 @@ def check_placement(steps: dict[str, Any], config: PipelineConfig) -> None:
     if "rl" in config.step_names and is_new and not is_automatic(rl.placement):
         ranks = config.launcher.processes or _local_ranks(config.launcher)
         resolve_placement(rl.placement, rl.placed_roles(), ranks=ranks)
-
-
-def step_config(name: str, config: PipelineConfig) -> Any:
-    """The config of a step, with the paths and data of the pipeline where the step names none."""
-    step: Any = getattr(config, name)
-    data = step.data
-    if not data.sources:
-        data = replace(data, sources=config.data.sources, split=data.split or config.data.split)
-    data = replace(
-        data,
-        chat_template=data.chat_template or config.data.chat_template,
-        chat_template_kwargs=data.chat_template_kwargs or config.data.chat_template_kwargs,
-    )
-    seed = step.seed if config.seed is None else config.seed
-    step = replace(step, output_dir=config.folder(name), data=data, seed=seed)
-    start = start_of(step) or config.start(name)
-    step = replace(step, model=replace(step.model, path=start))
-    # With an environment, which has rewards of its own, a reward model is used only if this pipeline trains one.
-    if name == "rl" and not step.reward.components and (step.environment is None or "reward" in config.step_names):
-        step = replace(step, reward=replace(step.reward, components=[config.folder("reward")]))
-    return step
 
 
 def link_reports(config: PipelineConfig, steps: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -231,6 +231,27 @@ class CalibrateConfig:
             self.ranks is None or self.ranks >= 1,
             f"ranks must be 1 or more, got {self.ranks}: leave it out for the default",
         )
+
+
+def step_config(name: str, config: PipelineConfig) -> Any:
+    """The config of a step, with the paths and data of the pipeline where the step names none."""
+    step: Any = getattr(config, name)
+    data = step.data
+    if not data.sources:
+        data = replace(data, sources=config.data.sources, split=data.split or config.data.split)
+    data = replace(
+        data,
+        chat_template=data.chat_template or config.data.chat_template,
+        chat_template_kwargs=data.chat_template_kwargs or config.data.chat_template_kwargs,
+    )
+    seed = step.seed if config.seed is None else config.seed
+    step = replace(step, output_dir=config.folder(name), data=data, seed=seed)
+    start = start_of(step) or config.start(name)
+    step = replace(step, model=replace(step.model, path=start))
+    # With an environment, which has rewards of its own, a reward model is used only if this pipeline trains one.
+    if name == "rl" and not step.reward.components and (step.environment is None or "reward" in config.step_names):
+        step = replace(step, reward=replace(step.reward, components=[config.folder("reward")]))
+    return step
 
 
 def start_of(step: SFTConfig | RewardConfig | PreferenceStepConfig | RLConfig) -> str | None:

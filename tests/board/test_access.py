@@ -18,11 +18,22 @@ from tests.support.board import ServedBoard, served_board, write_run
 
 GETS = (
     *("runs/RUN", "metrics", "runs/RUN/timeline", "runs/RUN/samples", "runs/RUN/prompts", "runs/RUN/signals"),
-    *("preferences/next", "preferences/summary", "form", "models", "jobs/x", "prompts/x", "runs/RUN/samples/1/0"),
+    *(
+        "preferences/next",
+        "preferences/summary",
+        "form",
+        "models",
+        "presets",
+        "presets/x",
+        "folders",
+        "jobs/x",
+        "prompts/x",
+        "runs/RUN/samples/1/0",
+    ),
 )
 POSTS = (
     *("runs/RUN/replay", "runs/RUN/branch", "runs/RUN/rescore", "runs/RUN/stop", "runs/RUN/resume"),
-    *("preferences", "preferences/train", "runs", "form/estimate", "chat"),
+    *("preferences", "preferences/train", "runs", "form/check", "form/estimate", "chat"),
 )
 TOKEN = "a-long-token"
 
@@ -99,6 +110,18 @@ def test_no_path_leads_out_of_the_folders(board: ServedBoard, path: str) -> None
     request = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
     answer = raw(board, request)
     assert answer.split()[1] in (b"400", b"404") and b"a secret" not in answer and b"root:" not in answer
+
+
+def test_a_folder_that_cannot_be_made_is_a_wrong_value(board: ServedBoard) -> None:
+    """A name of 5,000 characters was answered 503."""
+    for output_dir in ("x" * 5000, "a/" * 3000 + "x", "run/config.yaml/x", "run/config.yaml"):
+        for path, body in (
+            ("/api/runs", {"command": "sft", "values": {"output_dir": output_dir, "data.sources": ["x"]}}),
+            ("/api/preferences/train", {"model": "m", "output_dir": output_dir, "options": {}}),
+        ):
+            answer = board.post(path, body)
+            assert answer.status_code == 400 and "output_dir" in answer.json()["error"], answer.text
+            assert len(answer.json()["error"]) < 500
 
 
 @pytest.mark.parametrize("output_dir", ["/tmp/elsewhere", "../outside", "a/../../outside", ".", "", "a\0b", "~"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,17 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from hybrid_rlhf.board.runs.folders import RunFolders
+from hybrid_rlhf.board.runs.models import SavedModels
+from hybrid_rlhf.board.runs.summary import RunSummaries
 from hybrid_rlhf.cli.saved_models.loading import load_engine
 from hybrid_rlhf.configs.inference import InferenceConfig
+from hybrid_rlhf.configs.parsing.command_line import build_config, save_config
+from hybrid_rlhf.configs.parsing.schema import Layer
+from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.data.chat.conversation import completion_text, encode_completion, encode_prompt
-from tests.support.board import ServedBoard, served_board
+from tests.support.board import ServedBoard, append_rows, sample_rows, served_board
 from tests.support.tiny import tiny_config, tiny_model, tiny_tokenizer
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -48,8 +56,48 @@ def chat(board: ServedBoard, **body: Any) -> list[dict[str, Any]]:
 
 
 def test_models_below_the_folders_are_listed(board: ServedBoard, folder: Path) -> None:
-    listed = board.get("/api/models")
-    assert listed == [{"path": str(folder / name), "name": name} for name in ("model_1", "model_2")]
+    listed = {model["name"]: model for model in board.get("/api/models")}
+    assert {name: model["kind"] for name, model in listed.items()} == {
+        "model_1": "chat",
+        "model_2": "chat",
+        "reward": "reward",
+    }
+    assert all(model["path"] == str(folder / name) and model["system"] is None for name, model in listed.items())
+
+
+def test_the_trained_actor_comes_first_with_the_system_prompt_of_its_training(folder: Path, tmp_path: Path) -> None:
+    """The chat began with step1_sft, without the system prompt that the actor was trained with."""
+    root = tmp_path / "output"
+    for number, name in enumerate(("step3_ppo/actor", "step3_ppo/critic", "step1_sft", "step2_reward")):
+        shutil.copytree(folder / ("model_1" if number % 2 == 0 else "reward"), root / name)
+        os.utime(root / name / "config.json", (1000 + number, 1000 + number))
+    save_config(build_config(RLConfig, [Layer({"output_dir": "x"})]), root / "step3_ppo" / "config.yaml")
+    system = {"role": "system", "content": "Answer briefly."}
+    append_rows(root / "step3_ppo", [{**row, "prompt": [system, *row["prompt"]]} for row in sample_rows(1, 4)])
+    folders = RunFolders([root])
+    models = SavedModels(folders, RunSummaries(), ["hub/name"])
+    assert [(model["name"], model["kind"], model["system"]) for model in models.shown()] == [
+        ("step3_ppo/actor", "chat", "Answer briefly."),
+        ("step2_reward", "reward", None),
+        ("step1_sft", "chat", None),
+        ("hub/name", None, None),
+    ]
+    (run,) = folders.all()
+    assert models.path_of(run.id, "chat") == str(root / "step3_ppo/actor")
+    append_rows(root / "step3_ppo", sample_rows(2, 4))
+    assert models.shown()[0]["system"] is None, "the prompts have different ones"
+
+
+def test_a_client_names_only_models_of_the_folders_and_of_the_command_line(folder: Path, tmp_path: Path) -> None:
+    """Any path and any name of the hub was loaded."""
+    (tmp_path / "output").mkdir()
+    path, other = str(folder / "model_1"), str(folder / "model_2")
+    with served_board(tmp_path / "output", words=["--models", f"[{path}]"]) as board:
+        assert [model["path"] for model in board.get("/api/models")] == [path]
+        assert chat(board, models=[path])[-1]["done"] is True
+        for body in ({"models": [other]}, {"models": ["gpt2"]}, {"models": [path], "reward": str(folder / "reward")}):
+            answer = board.post("/api/chat", {"messages": HELLO, "sampling": SAMPLING, **body})
+            assert answer.status_code == 400 and "--models" in answer.json()["error"], answer.text
 
 
 def test_two_models_answer_as_their_engines_do_with_scores(board: ServedBoard, folder: Path) -> None:
@@ -81,7 +129,7 @@ def test_another_model_takes_the_place_of_one(board: ServedBoard, folder: Path) 
     ("body", "word"),
     [
         ({"models": ["no/such model"]}, "no/such model"),
-        ({"models": ["MODEL"], "reward": "MODEL"}, "score head"),
+        ({"models": ["MODEL"], "reward": "MODEL"}, "a reward model of /api/models"),
         ({"models": ["MODEL"], "messages": [{"role": "user"}]}, "messages.0"),
         ({"models": ["MODEL"], "messages": [{"role": "user", "content": "long " * 2000}]}, "tokens"),
         ({"models": ["MODEL"], "sampling": {"temperature": -1.0}}, "temperature"),

@@ -17,7 +17,7 @@ import pytest
 from hybrid_rlhf.board.events import EventHub, Watcher
 from hybrid_rlhf.board.runs.folders import RunFolders, run_id
 from hybrid_rlhf.board.runs.metrics import MetricsFile
-from hybrid_rlhf.board.runs.summary import printed_text
+from hybrid_rlhf.board.runs.summary import RunSummaries, printed_text
 from tests.support.board import (
     ServedBoard,
     append_metrics,
@@ -97,6 +97,26 @@ def test_no_folder_is_an_internal_error(board: ServedBoard) -> None:
         assert answer.status_code == 200 and "root:" not in answer.text
 
 
+def test_links_are_reported_as_not_followed(tmp_path: Path) -> None:
+    """Linked runs were left out in silence, and for linked samples `samples_every` was said to be 0."""
+    root = tmp_path / "output"
+    elsewhere = write_run(tmp_path / "elsewhere" / "far", steps=1, samples=2)
+    run = write_run(root / "near", steps=1)
+    (root / "linked").symlink_to(elsewhere)
+    (root / "latest").symlink_to(run)  # it is shown under its own name
+    (root / "gone").symlink_to(tmp_path / "nothing")
+    (run / "samples.jsonl").symlink_to(elsewhere / "samples.jsonl")
+    metrics = write_run(root / "other") / "metrics.jsonl"
+    metrics.symlink_to(elsewhere / "metrics.jsonl")
+    with served_board(root) as board:
+        assert board.get("/api/folders") == {"folders": [str(root)], "linked": [str(root / "linked")]}
+        near = board.run("near")
+        assert not near["has_samples"] and "samples.jsonl is a link" in near["samples_problem"]
+        answer = board.ask(f"/api/runs/{near['id']}/samples")
+        assert answer.status_code == 400 and "samples.jsonl is a link" in answer.json()["error"]
+        assert "metrics.jsonl is a link" in board.run("other")["problem"]
+
+
 def test_a_run_has_its_settings_metrics_and_files(board: ServedBoard) -> None:
     run = board.get(f"/api/runs/{board.run('good')['id']}")
     assert run["config"]["algorithm"]["name"] == "ppo"
@@ -165,11 +185,41 @@ def test_a_run_that_holds_its_folder_is_running(tmp_path: Path) -> None:
     try:
         with served_board(tmp_path / "output") as board:
             assert board.run("live")["state"] == "running"
-            process.kill()
+            process.terminate()
             process.wait()
             assert board.run("live")["state"] == "stopped"
     finally:
         process.kill()
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_run_ended_by_sigkill_is_killed_with_the_time_of_its_last_line(tmp_path: Path, steps: int) -> None:
+    """It was shown as stopped, like one that was stopped on purpose."""
+    folder = write_run(tmp_path / "live", steps=steps)
+    process = hold_lock(folder)
+    process.kill()
+    process.wait()
+    (run,) = RunFolders([tmp_path]).all()
+    found = RunSummaries().summary(run)
+    assert (found["state"], found["step"]) == ("killed", steps)
+    if steps:
+        last = (folder / "metrics.jsonl").stat().st_mtime
+        written = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(last))
+        assert found["updated_seconds"] == last and f"its last line is from {written}" in found["problem"]
+    else:
+        assert "no line of metrics" in found["problem"]
+
+
+def test_a_silent_run_of_another_host_is_not_running(tmp_path: Path) -> None:
+    """Its process cannot be looked for; the files say whether it goes on."""
+    folder = write_run(tmp_path / "live", steps=1)
+    (folder / ".lock").write_text("17 elsewhere 1234\n")
+    (run,) = RunFolders([tmp_path]).all()
+    assert RunSummaries().summary(run)["state"] == "running"
+    hour_ago = time.time() - 3600
+    for name in ("metrics.jsonl", "config.yaml"):
+        os.utime(folder / name, (hour_ago, hour_ago))
+    assert RunSummaries().summary(run)["state"] == "killed"
 
 
 def test_two_boards_tell_of_new_metrics_samples_and_runs_within_two_seconds(tmp_path: Path) -> None:

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import socket
 import subprocess
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hybrid_rlhf.board.processes import training
-from hybrid_rlhf.board.processes.form import form_fields, read_form
+from hybrid_rlhf.board.processes.form import check_form, form_fields, read_form
+from hybrid_rlhf.board.processes.presets import Presets
 from hybrid_rlhf.board.runs.folders import RunFolders
 from hybrid_rlhf.board.runs.summary import COMMANDS, RunSummaries
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import config_tree, flat, plain
-from tests.support.board import ServedBoard, served_board
+from hybrid_rlhf.configs.files.reading import parse_yaml
+from hybrid_rlhf.configs.parsing.command_line import build_config, config_tree, flat, parse_config, plain
+from hybrid_rlhf.configs.parsing.schema import Layer
+from hybrid_rlhf.configs.pipeline import PipelineConfig, step_config
+from hybrid_rlhf.configs.rl import RLConfig
+from tests.support.board import ServedBoard, hold_lock, served_board, write_run
+from tests.support.runs import ROOT
 from tests.support.steps import write_rows
 
 
@@ -33,19 +44,143 @@ def test_a_form_has_every_key_with_its_default(command: str) -> None:
     tree = config_tree(COMMANDS[command])
     assert set(tree.all_keys(off=True)) < set(fields)
     assert all(field["help"] for key, field in fields.items() if not key.endswith(".name"))
-    assert {field["type"] for field in fields.values()} <= {"int", "float", "bool", "str", "choice", "list"}
+    kinds = {"int", "float", "bool", "str", "choice", "list", "yaml", "section"}
+    assert {field["type"] for field in fields.values()} <= kinds
+    assert {"model.path", "data.sources", "output_dir"} <= {key for key, field in fields.items() if field["required"]}
     shown = {key: fields[key]["default"] for key in tree.all_keys() if fields[key]["default"] not in (None, [], {})}
-    config, processes = read_form(command, shown)
-    read = flat(plain(config))
-    assert processes == 1 and {key: read[key] for key in shown} == shown
+    form = read_form(command, shown)
+    read = flat(plain(form.config))
+    assert form.processes == 1 and {key: read[key] for key in shown} == shown
 
 
 def test_a_form_is_of_an_algorithm() -> None:
     ppo, grpo = ({field["key"] for field in form_fields("rl", name)} for name in ("ppo", "grpo"))
+    # The form reads a value at its default as not given: the default is that of a config without a name.
+    assert {field["default"] for field in form_fields("rl", "grpo") if field["key"] == "algorithm.name"} == {"ppo"}
     assert "algorithm.name" in ppo & grpo and ppo - grpo and any(key.startswith("critic.") for key in ppo - grpo)
     for command, algorithm in (("rl", "none"), ("none", None)):
         with pytest.raises(UserError):
             form_fields(command, algorithm)
+
+
+@pytest.mark.parametrize(
+    ("text", "items"),
+    [
+        ("rm", ["rm"]),
+        ("{function: rew.py:score}", [{"function": "rew.py:score"}]),
+        ('[{"function": "rew.py:score", "weight": 2}]', [{"function": "rew.py:score", "weight": 2}]),
+        ("function: rew.py:score\nweight: 2", [{"function": "rew.py:score", "weight": 2}]),
+        (
+            "output/rm\n{function: rew.py:score, weight: 0.5}",
+            ["output/rm", {"function": "rew.py:score", "weight": 0.5}],
+        ),
+        ("- output/rm\n- function: rew.py:score", ["output/rm", {"function": "rew.py:score"}]),
+        ("", []),
+    ],
+)
+def test_a_list_is_entered_as_yaml_or_an_item_per_line(text: str, items: list[Any]) -> None:
+    """`{function: rew.py:score}` was looked up as a repository of the hub."""
+    form = read_form("rl", {"reward.components": text})
+    assert form.values == {"reward.components": items}
+    assert [component.weight for component in form.config.reward.components if not isinstance(component, str)] == [
+        item.get("weight", 1.0) for item in items if isinstance(item, dict)
+    ]
+    sources = read_form("sft", {"data.sources": "a.jsonl\n{path: b.jsonl, weight: 0.5}"}).config.data.sources
+    assert sources[0] == "a.jsonl" and (sources[1].path, sources[1].weight) == ("b.jsonl", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("command", "values", "key"),
+    [
+        ("rl", {"reward.components": "{function: rew.py:score"}, "reward.components"),
+        ("rl", {"reward.components": "{weight: 2}"}, "reward.components"),
+        ("sft", {"data.sources": "[a, {path: b"}, "data.sources"),
+        ("sft", {"data.chat_template_kwargs": "{a: 1, a: 2}"}, "data.chat_template_kwargs"),
+        ("sft", {"train.max_steps": "many"}, "train.max_steps"),
+        ("sft", {"seed": "x"}, "seed"),
+    ],
+)
+def test_an_error_names_its_field(command: str, values: dict[str, Any], key: str) -> None:
+    found = check_form(command, values)
+    assert found["key"] == key and found["problem"] and found["command"] is None
+
+
+def test_a_form_says_what_is_missing() -> None:
+    assert check_form("rl", {})["missing"] == ["model.path", "data.sources", "reward.components"]
+    with_environment = {"environment": True, "environment.path": "pkg:Class", "model.path": "m"}
+    assert check_form("rl", with_environment)["missing"] == ["data.sources"]
+    assert check_form("sft", {"model.path": "m", "data.sources": "x"})["missing"] == []
+
+
+def test_the_command_of_a_form_means_the_same_settings() -> None:
+    values = {
+        "model.path": "my model",
+        "data.sources": "a.jsonl\n{path: b's.jsonl, weight: 0.5}",
+        "reward.components": "{function: rew.py:score}",
+        "algorithm.name": "grpo",
+        "algorithm.kl": None,
+        "actor.lora": True,
+        "actor.lora.rank": 4,
+        "data.chat_template_kwargs": "{enable_thinking: false}",
+        "train.max_steps": 3,
+        "actor.optimizer.betas": "[0.8, 0.9]",
+        "output_dir": "output/mine",
+    }
+    first, *options = check_form("rl", values)["command"]
+    assert first == "hybrid-rlhf rl" and len(options) == len(values) - 1  # the keys of actor.lora switch it on
+    config = parse_config(RLConfig, shlex.split(" ".join(options)))
+    assert config == read_form("rl", values).config
+    assert config.algorithm.kl is None and config.actor.lora is not None and config.actor.lora.rank == 4
+    start = check_form("rl", {**values, "launcher.num_processes": 2})["command"][0]
+    assert start == "torchrun --standalone --nproc-per-node=2 -m hybrid_rlhf rl"
+
+
+def test_recipes_and_earlier_runs_are_presets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each recipe's step and each run as the values of a form, which mean the same settings."""
+    monkeypatch.chdir(ROOT)
+    run = write_run(
+        tmp_path / "output" / "mine",
+        steps=1,
+        algorithm={"name": "grpo", "kl": None},
+        reward={"components": [{"function": "rew.py:score", "weight": 0.5}]},
+        actor={"lora": {"rank": 4}},
+    )
+    folders = RunFolders([tmp_path / "output"])
+    presets = Presets(folders, RunSummaries())
+    listed = presets.all()
+    assert {entry["kind"] for entry in listed} == {"recipe", "run"} and not [e for e in listed if e["problem"]]
+    for entry in listed:
+        found = presets.values(entry["id"])
+        form = read_form(found["command"], found["values"])
+        assert found["command"] == entry["command"] and found["note"]
+        if entry["kind"] == "run":
+            expected: Any = parse_config(RLConfig, ["--config", str(run / "config.yaml")])
+            assert found["values"]["reward.components"] == [{"weight": 0.5, "function": "rew.py:score"}]
+            assert form.config.output_dir == str(tmp_path / "output" / "mine_2")
+        else:
+            content = parse_yaml((ROOT / "recipes" / entry["id"].partition(":")[0]).read_text(), "recipe")
+            is_step = "base_model" not in content
+            expected = (
+                build_config(RLConfig, [Layer(content)])
+                if is_step
+                else step_config(entry["command"], build_config(PipelineConfig, [Layer(content)]))
+            )
+        assert replace(form.config, output_dir="", resume="auto") == replace(expected, output_dir="", resume="auto")
+    for unknown in ("nothing", "../setup.cfg:rl", "llama-3-8b-ppo.yaml:none"):
+        with pytest.raises(UserError):
+            presets.values(unknown)
+
+
+def test_a_recipe_that_cannot_be_read_is_listed_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "broken.yaml").write_text("rl: {algorithm: {name: ppo}\n")
+    (tmp_path / "recipes" / "other.yaml").write_text("colour: red\n")
+    (tmp_path / "output").mkdir()
+    broken, other = Presets(RunFolders([tmp_path / "output"]), RunSummaries()).all()
+    assert "broken.yaml:2: not YAML" in broken["problem"] and "no settings of a run" in other["problem"]
 
 
 @pytest.mark.parametrize(
@@ -105,6 +240,94 @@ def test_a_run_that_cannot_start_shows_its_error(board: ServedBoard, model_folde
     assert board.post("/api/runs", {"command": "sft", "values": values}).status_code == 200
     run = board.wait("broken", lambda run: run["state"] != "running")
     assert run["state"] == "broken" and "/no/such/file.jsonl" in run["problem"] and run["problem"].startswith("error: ")
+
+
+def test_a_run_without_a_folder_gets_an_unused_one_of_the_first_folder(tmp_path: Path) -> None:
+    """The default output/step3_ppo made output/output/step3_ppo."""
+    root = tmp_path / "output"
+    root.mkdir()
+    runs = training.Training(RunFolders([root]), RunSummaries())
+    assert runs.unused_folder("rl") == root / "step3_ppo"
+    (root / "step3_ppo").mkdir()
+    (root / "step3_ppo_2").touch()
+    assert runs.unused_folder("rl") == root / "step3_ppo_3"
+    assert runs.unused_folder("sft") == root / "step1_sft"
+
+
+def test_a_relative_folder_is_read_from_the_working_folder_where_it_lies_below_the_board(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`output/x` of a board over `output` was output/output/x."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "output").mkdir()
+    folders = RunFolders([Path("output")])
+    assert folders.place("output/mine") == folders.place("mine") == tmp_path / "output" / "mine"
+    assert folders.place("output") == tmp_path / "output" / "output" and folders.place("../mine") is None
+    assert folders.shown(tmp_path / "output" / "mine") == "output/mine" and folders.shown(Path("/a")) == "/a"
+
+
+@pytest.fixture
+def victim() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that has nothing to do with a run."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.parametrize("lock", ["{pid} {host}", "{pid} {host} 1", "{pid} {host} {ticks}"])
+@pytest.mark.parametrize("unreadable", [False, True])
+def test_stop_signals_no_process_that_is_not_proven_to_hold_the_lock(
+    victim: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lock: str, unreadable: bool
+) -> None:
+    """A stale lock with a reused process id ended an unrelated process where its open files could not be read."""
+    folder = write_run(tmp_path / "output" / "stale", steps=1)
+    ticks = Path(f"/proc/{victim.pid}/stat").read_text().rpartition(")")[2].split()[19]
+    (folder / ".lock").write_text(lock.format(pid=victim.pid, host=socket.gethostname(), ticks=ticks) + "\n")
+    listed = os.listdir
+
+    def refuse(path: Any = ".") -> list[str]:
+        if str(path) == f"/proc/{victim.pid}/fd":
+            raise PermissionError(13, "Permission denied", path)
+        return listed(path)
+
+    if unreadable:
+        monkeypatch.setattr(os, "listdir", refuse)
+    folders = RunFolders([tmp_path / "output"])
+    runs = training.Training(folders, RunSummaries())
+    with pytest.raises(UserError, match="stale"):
+        runs.stop(*folders.all())
+    with pytest.raises(subprocess.TimeoutExpired):
+        victim.wait(0.3)
+
+
+def test_stop_ends_no_process_of_a_foreign_run(tmp_path: Path) -> None:
+    """Its state was not asked: whatever held a file `.lock` there was ended."""
+    folder = tmp_path / "output" / "foreign"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("learning_rate: 1\n")
+    process = hold_lock(folder)
+    try:
+        folders = RunFolders([tmp_path / "output"])
+        with pytest.raises(UserError, match="is foreign"):
+            training.Training(folders, RunSummaries()).stop(*folders.all())
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.3)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_stop_ends_the_process_that_holds_the_lock(tmp_path: Path) -> None:
+    process = hold_lock(write_run(tmp_path / "output" / "live", steps=1))
+    try:
+        folders = RunFolders([tmp_path / "output"])
+        training.Training(folders, RunSummaries()).stop(*folders.all())
+        assert process.wait(60) == 143
+        assert RunSummaries().summary(*folders.all())["state"] == "stopped"
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_a_run_without_a_checkpoint_resumes_on_as_many_processes(

@@ -9,11 +9,12 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from hybrid_rlhf.runtime.files.folder_lock import LOCK_FILE, FolderLock
+from hybrid_rlhf.runtime.files.folder_lock import LOCK_FILE, FolderLock, LockOwner
 from tests.support.faults import run_step
 from tests.support.steps import MODULES, step_line, write_rows
 
@@ -38,11 +39,36 @@ def test_a_second_process_gets_the_owner_of_the_lock(tmp_path: Path) -> None:
     lock = FolderLock(tmp_path)
     assert lock.acquire() is None
     assert FolderLock(tmp_path).acquire() == f"process {os.getpid()} on {socket.gethostname()}"
-    assert (tmp_path / LOCK_FILE).read_text() == f"{os.getpid()} {socket.gethostname()}\n"
     assert can_lock(tmp_path.parent), "another folder has its own lock"
     lock.release()
     lock.release()
     assert can_lock(tmp_path)
+
+
+def test_the_file_names_its_owner_while_the_lock_is_held(tmp_path: Path) -> None:
+    """By process id, host and start time: the id alone may be another process's later."""
+    lock = FolderLock(tmp_path)
+    lock.acquire()
+    owner = LockOwner.read((tmp_path / LOCK_FILE).read_text())
+    assert owner is not None and (owner.pid, owner.host) == (os.getpid(), socket.gethostname())
+    assert owner.is_alive() and owner.has_open(tmp_path)
+    assert not replace(owner, start_ticks=owner.start_ticks - 1).is_alive()
+    assert not replace(owner, host="elsewhere").is_alive()
+    (tmp_path / LOCK_FILE).rename(tmp_path / "moved")
+    (tmp_path / LOCK_FILE).touch()
+    assert not owner.has_open(tmp_path), "another file of the same name"
+    lock.release()
+    assert (tmp_path / "moved").read_text() == ""
+    for text in ("", "17 host\n", "x host 3", "1 2 3 4"):
+        assert LockOwner.read(text) is None
+
+
+def test_a_process_that_nobody_reaped_is_not_alive() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as child:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        stat = Path(f"/proc/{child.pid}/stat").read_text()
+        owner = LockOwner(child.pid, socket.gethostname(), int(stat.rpartition(")")[2].split()[19]))
+        assert not owner.is_alive()
 
 
 def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:

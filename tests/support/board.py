@@ -134,12 +134,14 @@ def sample_rows(step: int, count: int, *, group: int = 4) -> list[dict[str, Any]
 
 
 def hold_lock(folder: Path) -> subprocess.Popen[bytes]:
-    """A process that holds the lock of a folder, as a run does, until it is killed."""
+    """A process that holds the lock of a folder, as a run does, and releases it on SIGTERM."""
     code = f"""
-import sys, time
+import signal, sys, time
 from pathlib import Path
 from hybrid_rlhf.runtime.files.folder_lock import FolderLock
-assert FolderLock(Path({str(folder)!r})).acquire() is None
+lock = FolderLock(Path({str(folder)!r}))
+assert lock.acquire() is None
+signal.signal(signal.SIGTERM, lambda *_: (lock.release(), sys.exit(143)))
 print("held", flush=True)
 time.sleep(600)
 """

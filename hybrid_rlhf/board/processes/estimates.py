@@ -36,10 +36,10 @@ class Estimates:
     def of_form(self, command: str, values: Mapping[str, Any]) -> dict[str, Any]:
         """POST /api/form/estimate: what is wrong with the values, or the plan."""
         try:
-            config, processes = read_form(command, values)
-            if config.model.path is None:
+            form = read_form(command, values)
+            if form.config.model.path is None:
                 raise UserError("model.path must name the model to start from, got none: give one")
-            return {"problem": None, **self.plan(command, plain(config), processes)}
+            return {"problem": None, **self.plan(command, plain(form.config), form.processes)}
         except UserError as error:
             return {"problem": str(error), "memory": [], "step_seconds": None}
 

@@ -15,14 +15,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from hybrid_rlhf.board.processes.commands import command_line, start_process
-from hybrid_rlhf.board.processes.form import read_form
+from hybrid_rlhf.board.processes.form import ReadForm, config_type, read_form
 from hybrid_rlhf.board.runs.folders import BOARD_CONFIG, RunFolder, RunFolders, run_id
 from hybrid_rlhf.board.runs.reading import open_regular
-from hybrid_rlhf.board.runs.summary import BOARD_LOG, RunSummaries, run_process
+from hybrid_rlhf.board.runs.summary import BOARD_LOG, RunSummaries, holding_process
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.files.atomic import write_whole
-from hybrid_rlhf.configs.parsing.command_line import save_config
+from hybrid_rlhf.configs.parsing.command_line import config_tree, save_config
 from hybrid_rlhf.runtime.files.names import CHECKPOINTS, CONFIG_FILE, MANIFEST
 from hybrid_rlhf.runtime.openmp import shared_cores
 
@@ -41,55 +43,60 @@ class Training:
         summaries.is_starting = self.is_alive
 
     def start(self, command: str, values: Mapping[str, Any]) -> str:
-        """Start a run of a form's values; its id.
+        """Start a run of a form's values; its id. Without an output_dir, see `unused_folder`.
 
         Raises:
             UserError: for a wrong value, or an output_dir outside of the board's folders or with something in it.
         """
-        config, processes = read_form(command, values)
-        folder = self._folders.inside(config.output_dir)
+        values = {"output_dir": str(self.unused_folder(command)), **values}
+        form = read_form(command, values)
         with self._lock:
-            if folder.exists() and any(folder.iterdir()):
-                raise UserError(f"output_dir {config.output_dir} must be new, it has files: choose another")
-            folder.mkdir(parents=True, exist_ok=True)
-            settings = folder / BOARD_CONFIG
-            save_config(dataclasses.replace(config, output_dir=str(folder)), settings)
-            return self._launch(folder, command_line(command, settings), processes)
+            folder = self._folders.make(form.config.output_dir)
+            return self._launch_new(command, folder, form)
+
+    def unused_folder(self, command: str) -> Path:
+        """A folder for a run that names none: of the command's name for it, in the first of the board's folders."""
+        default = config_tree(config_type(command)).all_keys()["output_dir"].default
+        return self._folders.unused(Path(default).name)
 
     def start_with(self, command: str, folder: Path, values: Mapping[str, Any]) -> str:
         """Start a run in a folder that has its data already; see `start`."""
-        config, processes = read_form(command, values)
-        settings = folder / BOARD_CONFIG
-        save_config(dataclasses.replace(config, output_dir=str(folder)), settings)
+        form = read_form(command, values)
         with self._lock:
-            return self._launch(folder, command_line(command, settings), processes)
+            return self._launch_new(command, folder, form)
 
     def stop(self, run: RunFolder) -> None:
         """Ask a run to save and stop.
 
         Raises:
-            UserError: if it does not run on this machine, or belongs to another user.
+            UserError: if it does not run, runs elsewhere, belongs to another user, or its process is not proven to be
+                the run's.
         """
-        process = run_process(run.folder)
+        state = self._summaries.summary(run)["state"]
+        if state != "running":
+            raise UserError(f"{run.name} does not run, it is {state}: only a running run can be stopped")
+        process = holding_process(run)
         try:
             if process is not None:
                 process.terminate()
             elif self.is_alive(run.id):
                 self._processes[run.id].terminate()
             else:
-                raise UserError(f"{run.name} does not run on this machine: reload the list")
-        except PermissionError as error:
-            raise UserError(f"{run.name} cannot be stopped ({error.strerror}): ask the user who started it") from error
+                raise UserError(f"a run is stopped on its machine, {run.name} does not run here: stop it there")
+        except psutil.AccessDenied:
+            raise UserError(f"{run.name} cannot be stopped by this user: ask the user who started it") from None
+        except psutil.NoSuchProcess:
+            return  # it has ended meanwhile
 
     def resume(self, run: RunFolder) -> None:
         """Resume a run from its last complete checkpoint, or anew without one, on as many processes.
 
         Raises:
-            UserError: if it runs, has ended, or is not of this package.
+            UserError: if it runs, has finished, or is not of this package.
         """
         with self._lock:
             summary = self._summaries.summary(run)
-            if summary["state"] not in ("stopped", "broken") or summary["command"] is None:
+            if summary["state"] not in ("stopped", "killed", "broken") or summary["command"] is None:
                 raise UserError(f"a run can be resumed after it was stopped, {run.name} is {summary['state']}")
             settings = run.folder / CONFIG_FILE
             if not settings.exists():
@@ -101,6 +108,11 @@ class Training:
         """Whether a process that this board started for a run lives."""
         process = self._processes.get(run_id)
         return process is not None and process.poll() is None
+
+    def _launch_new(self, command: str, folder: Path, form: ReadForm) -> str:
+        settings = folder / BOARD_CONFIG
+        save_config(dataclasses.replace(form.config, output_dir=str(folder)), settings)
+        return self._launch(folder, command_line(command, settings), form.processes)
 
     def _launch(self, folder: Path, command: list[str], processes: int) -> str:
         write_whole(folder / _LAUNCH, json.dumps({"num_processes": processes}))

@@ -11,9 +11,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from hybrid_rlhf.board.routes.answers import answer
-from hybrid_rlhf.board.runs.folders import RunFolder, UnknownRun
 from hybrid_rlhf.board.workspace import BoardWorkspace
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 
 _Path = Annotated[str, Field(min_length=1, max_length=4000)]
@@ -47,43 +45,17 @@ def routes(workspace: BoardWorkspace) -> APIRouter:
 
     @router.get("/models")
     def models() -> Response:
-        return answer([{"path": str(path), "name": _name(workspace, str(path))} for path in workspace.folders.models()])
+        return answer(workspace.models.shown())
 
     @router.post("/chat")
     async def chat(body: BoardChatBody) -> Response:
-        paths = [_model_of(workspace, model) for model in body.models]
+        paths = [workspace.models.path_of(model, "chat") for model in body.models]
+        reward = None if body.reward is None else workspace.models.path_of(body.reward, "reward")
         sampling = SamplingParams(**body.sampling.model_dump())
-        events = await workspace.chats.answers(paths, body.messages, sampling, body.reward)
+        events = await workspace.chats.answers(paths, body.messages, sampling, reward)
         return StreamingResponse(_lines(events), media_type="text/event-stream")
 
     return router
-
-
-def _model_of(workspace: BoardWorkspace, name: str) -> str:
-    """The model that a path or the id of a run names.
-
-    Raises:
-        UserError: if the run has saved none.
-    """
-    try:
-        run = workspace.folders.get(name)
-    except UnknownRun:
-        return name
-    found = saved_model(run)
-    if found is None:
-        raise UserError(f"models must have been saved, run {run.name} has no model yet: wait for its end")
-    return found
-
-
-def saved_model(run: RunFolder) -> str | None:
-    """The folder of the model that a run has saved."""
-    folders = (run.folder / "actor", run.folder)
-    return next((str(folder) for folder in folders if (folder / "config.json").is_file()), None)
-
-
-def _name(workspace: BoardWorkspace, path: str) -> str:
-    roots = [str(root) for root in workspace.folders.roots if path.startswith(f"{root}/")]
-    return path.removeprefix(f"{roots[0]}/") if roots else path
 
 
 async def _lines(events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:

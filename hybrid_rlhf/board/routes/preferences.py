@@ -63,10 +63,7 @@ def routes(workspace: BoardWorkspace) -> APIRouter:
 
     @router.post("/train")
     def train(body: RewardTrainingBody) -> Response:
-        folder = folders.inside(body.output_dir)
-        if folder.exists() and any(folder.iterdir()):
-            raise UserError(f"output_dir {body.output_dir} must be new, it has files: choose another")
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = folders.make(body.output_dir)
         pairs = folder / _PAIRS
         values = {**body.options, "model.path": body.model, "data.sources": [str(pairs)]}
         try:

@@ -44,6 +44,10 @@ def routes(workspace: BoardWorkspace) -> APIRouter:
     def listed() -> Response:
         return answer([summaries.summary(run) for run in folders.all()])
 
+    @router.get("/folders")
+    def shown_folders() -> Response:
+        return answer({"folders": list(map(str, folders.roots)), "linked": list(map(str, folders.linked()))})
+
     @router.get("/runs/{run_id}")
     def one(run_id: str) -> Response:
         run = folders.get(run_id)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from hybrid_rlhf.board.processes.form import form_fields
+from hybrid_rlhf.board.processes.form import check_form, form_fields
 from hybrid_rlhf.board.routes.answers import answer
 from hybrid_rlhf.board.workspace import BoardWorkspace
 
@@ -44,11 +44,27 @@ def routes(workspace: BoardWorkspace) -> APIRouter:
 
     @router.get("/form")
     def form(query: Annotated[FormQuery, Query()]) -> Response:
-        return answer({"fields": form_fields(query.command, query.algorithm)})
+        fields = form_fields(query.command, query.algorithm)
+        for field in fields:
+            if field["key"] == "output_dir":
+                field["default"] = folders.shown(training.unused_folder(query.command))
+        return answer({"fields": fields})
+
+    @router.post("/form/check")
+    def check(body: FormBody) -> Response:
+        return answer(check_form(body.command, body.values))
 
     @router.post("/form/estimate")
     def estimate(body: FormBody) -> Response:
         return answer(workspace.estimates.of_form(body.command, body.values))
+
+    @router.get("/presets")
+    def listed_presets() -> Response:
+        return answer(workspace.presets.all())
+
+    @router.get("/presets/{preset}")
+    def preset_values(preset: str) -> Response:
+        return answer(workspace.presets.values(preset))
 
     @router.post("/runs")
     def start(body: FormBody) -> Response:

@@ -6,6 +6,7 @@ A client names a run by an id that is a hash of its path; a path is never put to
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -13,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.reading import read_json_object
 from hybrid_rlhf.runtime.files.names import CHECKPOINTS, CONFIG_FILE, METRICS_FILE
 
 BOARD_CONFIG = "board.yaml"
 """Settings of a run that the board started; it is the first file of its folder."""
 _DEEPEST = 6
 _MOST_RUNS = 5000
+_LONGEST_SHOWN = 200
 _NOT_ENTERED = {CHECKPOINTS, "tensorboard", "tokens", "stacks", "nonfinite", "profile", "samples.index", "logs"}
 """Folders of a run in which no other run lies."""
 
@@ -53,23 +54,24 @@ class RunFolders:
         self.roots = [root.resolve() for root in roots]
         self._runs: dict[str, RunFolder] = {}
         self._models: list[Path] = []
+        self._links: list[Path] = []
         self._lock = threading.Lock()
         self.scan()
 
     def scan(self) -> bool:
         """Look for runs and models; whether there are others than before."""
-        runs, models = dict[str, RunFolder](), list[Path]()
+        runs, models, links = dict[str, RunFolder](), list[Path](), list[Path]()
         for root in self.roots:
-            for folder, names in _folders(root):
+            for folder, names, linked in _folders(root):
+                links += linked
                 if {CONFIG_FILE, METRICS_FILE, BOARD_CONFIG} & names and len(runs) < _MOST_RUNS:
-                    name = str(folder.relative_to(root)) if folder != root else root.name
-                    run = RunFolder(run_id(folder), name, folder)
+                    run = RunFolder(run_id(folder), self.name_of(folder), folder)
                     runs.setdefault(run.id, run)
                 if "config.json" in names and any(file.endswith(".safetensors") for file in names):
                     models.append(folder)
         with self._lock:
-            changed = runs.keys() != self._runs.keys()
-            self._runs, self._models = runs, models
+            changed = runs.keys() != self._runs.keys() or set(links) != set(self._links)
+            self._runs, self._models, self._links = runs, models, links
         return changed
 
     def all(self) -> list[RunFolder]:
@@ -90,24 +92,63 @@ class RunFolders:
         return run
 
     def models(self) -> list[Path]:
-        """Saved causal LMs below the folders."""
+        """Folders below the board's that have a model's config and weights."""
         with self._lock:
-            folders = sorted(dict.fromkeys(self._models))
-        return [folder for folder in folders if _is_causal_lm(folder)]
+            return sorted(dict.fromkeys(self._models))
 
-    def inside(self, path: str) -> Path:
-        """A path below the board's folders; one that is relative lies in the first.
+    def linked(self) -> list[Path]:
+        """Links to folders that are not below the board's: links are not followed, so their runs are not shown."""
+        with self._lock:
+            links = sorted(dict.fromkeys(self._links))
+        return [link for link in links if not any(link.resolve().is_relative_to(root) for root in self.roots)]
+
+    def name_of(self, folder: Path) -> str:
+        """A folder as a path below the board's folder."""
+        root = next(root for root in self.roots if folder.is_relative_to(root))
+        return str(folder.relative_to(root)) if folder != root else root.name
+
+    def make(self, path: str) -> Path:
+        """A new or empty folder below the board's folders; see `place` for the path.
 
         Raises:
-            UserError: if it lies outside.
+            UserError: if it lies outside, has files, or cannot be made.
         """
+        shown = path if len(path) <= _LONGEST_SHOWN else f"{path[:_LONGEST_SHOWN]}... ({len(path)} characters)"
         try:
-            found = (self.roots[0] / path).resolve()
+            found = self.place(path)
+            if found is None:
+                raise UserError(f"output_dir must lie in {self.roots[0]}, got {shown}: choose another")
+            if found.exists() and any(found.iterdir()):
+                raise UserError(f"output_dir must be new, {shown} has files: choose another")
+            found.mkdir(parents=True, exist_ok=True)
         except (OSError, ValueError, RuntimeError) as error:
-            raise UserError(f"output_dir must be a path, got {path[:80]!r} ({error}): choose another") from None
-        if not any(found != root and found.is_relative_to(root) for root in self.roots):
-            raise UserError(f"output_dir must lie in {self.roots[0]}, got {path[:200]}: choose another")
+            reason = getattr(error, "strerror", None) or str(error)
+            raise UserError(
+                f"output_dir must be a folder that can be made, got {shown!r} ({reason}): choose another"
+            ) from None
         return found
+
+    def place(self, path: str) -> Path | None:
+        """Where a path lies below the board's folders: from the working folder, or else from the first; None: outside.
+
+        Raises:
+            OSError, ValueError, RuntimeError: if it is no path.
+        """
+        for start in (Path.cwd(), self.roots[0]):
+            found = (start / path).resolve()
+            if any(found != root and found.is_relative_to(root) for root in self.roots):
+                return found
+        return None
+
+    def unused(self, name: str) -> Path:
+        """A folder of this name, or with a number, that is not yet in the first of the board's folders."""
+        names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
+        return next(folder for folder in map(self.roots[0].joinpath, names) if not folder.exists())
+
+    def shown(self, folder: Path) -> str:
+        """A folder as `place` reads it: from the working folder where it lies there."""
+        here = Path.cwd()
+        return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
 
 
 def run_id(folder: Path) -> str:
@@ -115,12 +156,12 @@ def run_id(folder: Path) -> str:
     return hashlib.sha256(os.fsencode(folder)).hexdigest()[:12]
 
 
-def _folders(root: Path) -> Iterator[tuple[Path, set[str]]]:
-    """Folders with the names of their files, without links, hidden ones, and those that cannot be read."""
+def _folders(root: Path) -> Iterator[tuple[Path, set[str], list[Path]]]:
+    """Folders with the names of their files and their links to folders, without hidden ones and unreadable ones."""
     waiting = [(root, 0)]
     while waiting:
         folder, depth = waiting.pop()
-        names = set()
+        names, links = set[str](), list[Path]()
         try:
             entries = list(os.scandir(folder))
         except OSError:
@@ -129,14 +170,8 @@ def _folders(root: Path) -> Iterator[tuple[Path, set[str]]]:
             if entry.is_dir(follow_symlinks=False):
                 if depth < _DEEPEST and entry.name not in _NOT_ENTERED and not entry.name.startswith("."):
                     waiting.append((folder / entry.name, depth + 1))
+            elif os.path.isdir(entry):  # a link
+                links.append(folder / entry.name)
             else:
                 names.add(entry.name)
-        yield folder, names
-
-
-def _is_causal_lm(folder: Path) -> bool:
-    try:
-        architectures = read_json_object(folder / "config.json", "config.json").get("architectures")
-    except UserError:
-        return False
-    return isinstance(architectures, list) and any("CausalLM" in str(name) for name in architectures)
+        yield folder, names, links

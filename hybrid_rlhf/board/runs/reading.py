@@ -42,6 +42,17 @@ def file_size(path: Path) -> int:
     return found.st_size if stat.S_ISREG(found.st_mode) else -1
 
 
+def file_problem(path: Path) -> str | None:
+    """Why the board does not open something in a run folder; None: it is a regular file, or missing."""
+    try:
+        mode = path.lstat().st_mode
+    except OSError:
+        return None
+    if stat.S_ISLNK(mode):
+        return f"{path.name} is a link, and links are not followed: put the file itself there"
+    return None if stat.S_ISREG(mode) else f"{path.name} is no regular file"
+
+
 def complete_lines(file: BinaryIO, offset: int, chunk_bytes: int = CHUNK_BYTES) -> Iterator[list[tuple[int, bytes]]]:
     """Lines from an offset on with their offsets, a chunk at a time, without a last one that has no end yet.
 

@@ -14,13 +14,21 @@ from typing import Any
 import psutil
 
 from hybrid_rlhf.board.runs.folders import BOARD_CONFIG, RunFolder
-from hybrid_rlhf.board.runs.reading import file_size, finite, last_line, number, open_regular, read_run_config
+from hybrid_rlhf.board.runs.reading import (
+    file_problem,
+    file_size,
+    finite,
+    last_line,
+    number,
+    open_regular,
+    read_run_config,
+)
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sft import SFTConfig
-from hybrid_rlhf.runtime.files.folder_lock import LOCK_FILE
+from hybrid_rlhf.runtime.files.folder_lock import LOCK_FILE, LockOwner
 from hybrid_rlhf.runtime.files.names import CONFIG_FILE, FINISHED_FILE, METRICS_FILE, SAMPLES_FILE
 
 COMMANDS: dict[str, type] = {
@@ -91,13 +99,13 @@ class RunSummaries:
         step, values = (None, {}) if line is None else (int(line["step"]), line)
         problem = problem or metrics_problem
         has_ended = file_size(run.folder / FINISHED_FILE) >= 0
-        is_running = self.is_starting(run.id) or (
-            not has_ended and (run_process(run.folder) is not None or _beats_elsewhere(run.folder))
-        )
+        owner = None if has_ended else lock_owner(run.folder)
         if is_foreign:
             state = "foreign"
-        elif is_running:
+        elif self.is_starting(run.id) or is_held(run.folder, owner) or _beats_elsewhere(run.folder, owner):
             state, problem = "running", None if step is None else problem
+        elif owner is not None:
+            state, problem = "killed", _death(run.folder, owner)
         else:
             state = "broken" if problem else "finished" if has_ended else "stopped"
             problem = _printed_error(run.folder) or problem if state == "broken" else problem
@@ -118,6 +126,7 @@ class RunSummaries:
             "started_seconds": _changed(run.folder / CONFIG_FILE),
             "updated_seconds": _changed(run.folder / METRICS_FILE) or _changed(run.folder / CONFIG_FILE),
             "has_samples": file_size(run.folder / SAMPLES_FILE) > 0,
+            "samples_problem": file_problem(run.folder / SAMPLES_FILE),
             "has_tokens": next((run.folder / "tokens").glob("step_*.safetensors"), None) is not None,
         }
 
@@ -125,7 +134,7 @@ class RunSummaries:
         """The last line of the metrics, or what is wrong with them; read again when they change."""
         file = run.folder / METRICS_FILE
         if file_size(file) < 0:
-            return None, f"{METRICS_FILE} is missing: the run ended before its first step"
+            return None, file_problem(file) or f"{METRICS_FILE} is missing: the run ended before its first step"
         stamp = (file_size(file), _changed(file))
         with self._lock:
             known = self._lines.get(run.id)
@@ -149,25 +158,50 @@ def command_of(config: dict[str, Any]) -> str | None:
     return name if len(keys & fields[name]) >= _FEWEST_KEYS else None
 
 
-def run_process(folder: Path) -> psutil.Process | None:
-    """The process of rank 0, if it lives on this host and holds the lock of the folder.
+def lock_owner(folder: Path) -> LockOwner | None:
+    """The process that the lock of a run names, whether it lives or not; None: the run has released it."""
+    try:
+        with open_regular(folder / LOCK_FILE) as file:
+            return LockOwner.read(file.read(1000).decode(errors="replace"))
+    except OSError:
+        return None
+
+
+def is_held(folder: Path, owner: LockOwner | None) -> bool:
+    """Whether the owner of a lock lives on this host, as far as this user can see: its open files may be unreadable.
 
     The lock itself is not tried: a run that starts at that moment would be refused.
     """
-    lock = folder / LOCK_FILE
+    if owner is None or not owner.is_alive():
+        return False
     try:
-        with open_regular(lock) as file:
-            pid, host = file.read(300).decode(errors="replace").split()
-        if host != socket.gethostname() or not pid.isdecimal():
-            return None
-        process = psutil.Process(int(pid))
-        if process.status() == psutil.STATUS_ZOMBIE:
-            return None
-        place = os.path.realpath(lock)
-        return process if any(opened.path == place for opened in process.open_files()) else None
-    except psutil.AccessDenied:
-        return process
-    except (OSError, ValueError, OverflowError, psutil.Error):
+        return owner.has_open(folder)
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+
+
+def holding_process(run: RunFolder) -> psutil.Process | None:
+    """The process that holds the lock of a run, proven by its start time and the inode of the lock; None: none here.
+
+    The process is identified before the proof, and psutil refuses to signal another one that has its id later.
+
+    Raises:
+        UserError: if a process may hold the lock, but its open files cannot be read.
+    """
+    owner = lock_owner(run.folder)
+    if owner is None or owner.host != socket.gethostname():
+        return None
+    try:
+        process = psutil.Process(owner.pid)
+        return process if owner.is_alive() and owner.has_open(run.folder) else None
+    except PermissionError:
+        raise UserError(
+            f"a run is stopped by its process, which must be seen to hold {LOCK_FILE}, the open files of process "
+            f"{owner.pid} of {run.name} cannot be read: stop it as the user who started it"
+        ) from None
+    except (OSError, psutil.Error):
         return None
 
 
@@ -192,14 +226,26 @@ def _printed_error(folder: Path) -> str | None:
     return next((line[:1000] for line in reversed(lines) if line.startswith("error: ")), None)
 
 
-def _beats_elsewhere(folder: Path) -> bool:
-    try:
-        with open_regular(folder / LOCK_FILE) as file:
-            host = file.read(300).decode(errors="replace").split()[1:]
-    except OSError:
+def _beats_elsewhere(folder: Path, owner: LockOwner | None) -> bool:
+    """Whether a run of another host has written something lately."""
+    if owner is None or owner.host == socket.gethostname():
         return False
-    newest = max(_changed(folder / METRICS_FILE) or 0.0, _changed(folder / CONFIG_FILE) or 0.0)
-    return host not in ([], [socket.gethostname()]) and time.time() - newest < _SILENT_SECONDS
+    return time.time() - max(_last_written(folder), _changed(folder / CONFIG_FILE) or 0.0) < _SILENT_SECONDS
+
+
+def _last_written(folder: Path) -> float:
+    """When the last line of the metrics was written."""
+    return _changed(folder / METRICS_FILE) or 0.0
+
+
+def _death(folder: Path, owner: LockOwner) -> str:
+    """What is known of a run whose process is gone, though it did not release its lock."""
+    written = _last_written(folder)
+    last = time.strftime("its last line is from %Y-%m-%d %H:%M:%S %z", time.localtime(written))
+    return (
+        f"process {owner.pid} on {owner.host} is gone (SIGKILL, out of memory, a crash), "
+        f"{last if written else 'it has written no line of metrics'}"
+    )
 
 
 def _changed(file: Path) -> float | None:

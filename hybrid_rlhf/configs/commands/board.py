@@ -14,6 +14,9 @@ class BoardConfig:
 
     folders: list[str] = field(default_factory=lambda: ["output"])
     """Folders with runs, at any depth; new runs and judgements are written to the first."""
+    models: list[str] = field(default_factory=list)
+    """Models and reward models for the chat besides those below the folders: folders or hub names. A client can name
+    no other."""
     host: str = "127.0.0.1"
     """Address to listen on. An address that other machines can reach needs a token, because the board starts
     processes."""

@@ -141,9 +141,23 @@ def parse_yaml(text: str, origin: str) -> dict[str, Any]:
     Raises:
         UserError: naming `origin` and the line.
     """
+    content = yaml_value(text, origin)
+    if content is not None and not isinstance(content, dict):
+        raise UserError(
+            f"{origin}: a config is a mapping of keys, got a {type(content).__name__}: write KEY: VALUE lines"
+        )
+    return content or {}
+
+
+def yaml_value(text: str, origin: str) -> Any:
+    """The value of a YAML text in which no key is repeated.
+
+    Raises:
+        UserError: naming `origin` and the line.
+    """
     try:
         _check_nodes(yaml.compose(text, Loader=yaml.SafeLoader), origin)
-        content = yaml.load(text, Loader=_Loader)  # a SafeLoader  # nosec B506
+        return yaml.load(text, Loader=_Loader)  # a SafeLoader  # nosec B506
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise UserError(f"{origin}:{line}: not YAML ({error.problem}): fix the line") from error
@@ -154,11 +168,6 @@ def parse_yaml(text: str, origin: str) -> dict[str, Any]:
     except (ValueError, TypeError, LookupError, AttributeError) as error:  # what it raises for dates and explicit types
         reason = str(error).partition(";")[0]
         raise UserError(f"{origin}: not YAML that can be read ({reason}): put the value in quotes") from error
-    if content is not None and not isinstance(content, dict):
-        raise UserError(
-            f"{origin}: a config is a mapping of keys, got a {type(content).__name__}: write KEY: VALUE lines"
-        )
-    return content or {}
 
 
 def _check_nodes(root: yaml.Node | None, origin: str) -> None:

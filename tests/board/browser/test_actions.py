@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.board import ServedBoard, hold_lock, served_board, write_run
+from tests.support.board import ServedBoard, append_metrics, hold_lock, served_board, write_run
 from tests.support.browser import axe_findings, require_browser, show, wait_in_page
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
@@ -19,6 +19,9 @@ def own_board(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedBoard]
     require_browser()
     folder = tmp_path_factory.mktemp("board") / "output"
     write_run(folder / "training", steps=3, samples=8)
+    odd = write_run(folder / "odd")
+    for step in (1, 2, 3):
+        append_metrics(odd, step, **{"constructor": 2.0 * step, "__proto__": 1.5 * step})
     for seed, name in enumerate(("first", "second")):
         tiny_model(seed=seed).save_pretrained(folder / name)
         tiny_tokenizer().save_pretrained(folder / name)
@@ -34,6 +37,7 @@ def test_two_models_answer_side_by_side(own_board: ServedBoard, page: Any) -> No
     page.get_by_label("Temperature").fill("0")
     page.get_by_label("Message", exact=True).fill("hello")
     page.keyboard.press("Enter")
+    page.get_by_text("Loading first…").wait_for()  # torch is imported and the model loaded
     answers = page.locator(".message-assistant .message-text")
     assert answers.count() == 2 and page.locator(".message-user").count() == 2
     page.get_by_role("button", name="Send").wait_for(timeout=60_000)
@@ -44,6 +48,17 @@ def test_two_models_answer_side_by_side(own_board: ServedBoard, page: Any) -> No
     page.get_by_role("button", name="Send").wait_for(timeout=60_000)
     assert answers.count() == 4 and answers.all_text_contents()[0] == left
     assert axe_findings(page) == []
+
+
+def test_metrics_named_like_members_of_objects_have_curves(own_board: ServedBoard, page: Any) -> None:
+    """The view stayed at "Loading metrics…"."""
+    show(page, own_board.url, f"curves?run={own_board.run('odd')['id']}")
+    for name, last in (("constructor", "6"), ("__proto__", "4.5")):
+        chart = page.locator("figure.chart", has=page.get_by_role("heading", name=name, exact=True))
+        chart.locator(".u-over").wait_for()
+        assert chart.locator(".chart-values").inner_text().strip() == last
+    append_metrics(Path(own_board.run("odd")["folder"]), 4, **{"__proto__": 9.0})
+    wait_in_page(page, "[...document.querySelectorAll('.chart-values')].some(v => v.textContent.trim() === '9')")
 
 
 def test_a_run_is_stopped_after_a_question(own_board: ServedBoard, page: Any) -> None:

@@ -196,12 +196,46 @@ def test_keys_and_theme(board: ServedBoard, page: Any) -> None:
 
 
 def test_the_form_checks_settings_while_they_are_entered(board: ServedBoard, page: Any) -> None:
+    """Nothing is red before anything is entered, an error is shown at its field, and what is missing is named."""
     show(page, board.url, "start?command=sft")
-    page.get_by_text("model.path must name").wait_for()
+    page.get_by_text("Still needed").wait_for()
+    assert page.locator(".needed").all_inner_texts() == ["model.path", "data.sources"]
+    assert page.locator(".error-line, .field-problem").count() == 0
+    labels = page.locator(".form-field label code").all_inner_texts()
+    assert labels[:3] == ["model.path", "data.sources", "output_dir"]
+    assert page.locator("[id='field-output_dir']").input_value().endswith("/output/step1_sft")
     page.get_by_label("Search settings").fill("train.max_steps")
     page.get_by_label("train.max_steps").fill("many")
-    page.get_by_text("train.max_steps", exact=False).and_(page.locator(".estimate p")).wait_for()
+    page.locator(".field-problem", has_text="train.max_steps must be").wait_for()
     assert page.get_by_role("button", name="Start the run").is_disabled()
+
+
+def test_a_reward_function_is_entered_as_yaml(board: ServedBoard, page: Any) -> None:
+    """It was sent as a text, and looked up as a repository of the hub."""
+    show(page, board.url, "start")
+    field = page.locator("[id='field-reward.components']")
+    field.fill("{function: rew.py:score")
+    page.locator(".field-problem", has_text="not YAML").wait_for()
+    assert field.get_attribute("aria-invalid") == "true"
+    field.fill("output/reward\n{function: rew.py:score, weight: 0.5}")
+    page.locator(".command", has_text='["output/reward", {"function": "rew.py:score", "weight": 0.5}]').wait_for()
+    page.locator("[id='field-data.sources']").fill("rows.jsonl")
+    wait_in_page(page, "document.querySelectorAll('.needed').length === 1")
+    assert page.locator(".needed").all_inner_texts() == ["model.path"] and page.locator(".field-problem").count() == 0
+
+
+def test_the_form_begins_with_a_recipe_or_an_earlier_run(board: ServedBoard, page: Any) -> None:
+    show(page, board.url, f"start?preset={_id(board, 'gsm-grpo-seed1')}")
+    page.locator(".command", has_text="--algorithm.name grpo").wait_for()
+    assert page.locator("[id='field-model.path']").input_value() == "Qwen/Qwen3-0.6B"
+    assert page.locator("[id='field-output_dir']").input_value().endswith("/gsm-grpo-seed1_2")
+    page.get_by_label("Begin with").select_option(label="qwen2.5-0.5b-grpo · RL")
+    page.locator(".command", has_text="--algorithm.kl null").wait_for()
+    assert (
+        page.locator("[id='field-reward.components']").input_value() == '{"function":"recipes/final_number.py:correct"}'
+    )
+    page.get_by_label("Begin with").select_option(label="the defaults")
+    wait_in_page(page, "document.querySelectorAll('.needed').length === 3")
 
 
 def test_views_say_what_is_missing(board: ServedBoard, page: Any) -> None:

@@ -16,7 +16,7 @@ class MetricStore {
     this.runs = runs;
     this.names = new Set();
     this.asked = new Set();
-    this.curves = new Map(runs.map((run) => [run, { step: [], time_seconds: [], values: {} }]));
+    this.curves = new Map(runs.map((run) => [run, { step: [], time_seconds: [], values: new Map() }]));
     this.listeners = new Set();
     this.abort = new AbortController();
     this.error = null;
@@ -40,7 +40,9 @@ class MetricStore {
     try {
       const query = { run: this.runs, name: [...this.names], points: POINTS, after };
       const found = await get("/api/metrics", query, this.abort.signal);
-      for (const [run, curve] of Object.entries(found)) this.take(run, curve, after);
+      for (const [run, { values, ...curve }] of Object.entries(found)) {
+        this.take(run, { ...curve, values: new Map(Object.entries(values)) }, after); // a metric may be named `constructor`
+      }
       this.error = null;
     } catch (error) {
       if (this.abort.signal.aborted) return;
@@ -58,10 +60,10 @@ class MetricStore {
     const last = old.step.at(-1) ?? -Infinity;
     const fresh = curve.step.findIndex((step) => step > last);
     if (fresh < 0) return;
-    const values = {};
+    const values = new Map();
     for (const name of this.names) {
-      const before = old.values[name] ?? old.step.map(() => null);
-      values[name] = before.concat(curve.values[name]?.slice(fresh) ?? curve.step.slice(fresh).map(() => null));
+      const before = old.values.get(name) ?? old.step.map(() => null);
+      values.set(name, before.concat(curve.values.get(name)?.slice(fresh) ?? curve.step.slice(fresh).map(() => null)));
     }
     const joined = (key) => old[key].concat(curve[key].slice(fresh));
     this.curves.set(run, { step: joined("step"), time_seconds: joined("time_seconds"), values });

@@ -14,6 +14,7 @@ const STATES = {
   running: "is training now",
   finished: "made all its steps",
   stopped: "can be resumed",
+  killed: "its process ended at once; it can be resumed",
   broken: "ended with an error, or has files that cannot be read",
   foreign: "is no run of this library",
 };

@@ -10,7 +10,7 @@ import { Message } from "../parts/messages.js";
 const SAMPLING = { temperature: 0.7, top_p: 1, max_new_tokens: 256, seed: 0 };
 const FIELDS = [["temperature", "Temperature", 0, 5, 0.05], ["top_p", "Top p", 0.01, 1, 0.01], ["max_new_tokens", "Longest answer", 1, 4000, 1], ["seed", "Seed", 0, 2 ** 31 - 1, 1]];
 
-/** The messages of one model: [{role, content, score?, error?, streaming?}], and what sends the next. */
+/** The messages of one model: [{role, content, score?, error?, streaming?, loading?}], and what sends the next. */
 function useConversation() {
   const [messages, setMessages] = useState([]);
   const abort = useRef(null);
@@ -18,11 +18,12 @@ function useConversation() {
   useEffect(() => () => abort.current?.abort(), []);
   const send = async (model, text, { system, sampling, reward }) => {
     const history = [...messages.filter((message) => !message.error), { role: "user", content: text }];
-    setMessages([...history, { role: "assistant", content: "", streaming: true }]);
+    setMessages([...history, { role: "assistant", content: "", streaming: true, loading: true }]);
     abort.current = new AbortController();
     const asked = [...(system ? [{ role: "system", content: system }] : []), ...history].map(({ role, content }) => ({ role, content }));
     try {
       const response = await postForStream("/api/chat", { models: [model], messages: asked, sampling, reward: reward || null }, abort.current.signal);
+      last(() => ({ loading: false })); // the answer begins when the model is loaded
       for await (const part of streamed(response)) {
         if (part.error) throw new Error(part.error);
         last((message) => (part.done ? { score: part.score } : { content: message.content + part.delta }));
@@ -30,7 +31,7 @@ function useConversation() {
       last(() => ({ streaming: false }));
     } catch (error) {
       const stopped = abort.current.signal.aborted;
-      last(() => ({ streaming: false, error: stopped ? null : error.message }));
+      last(() => ({ streaming: false, loading: false, error: stopped ? null : error.message }));
     }
   };
   const clear = () => {
@@ -46,29 +47,51 @@ function ModelSelect({ models, value, label, optional, onChange }) {
     ${models.map((model) => html`<option key=${model.path} value=${model.path} selected=${model.path === value}>${model.name}</option>`)}</select></label>`;
 }
 
+/** What a message shows before its first token: a first message loads the model, which takes a while. */
+function Waiting({ name, loading }) {
+  const [seconds, setSeconds] = useState(0);
+  useEffect(() => {
+    const timer = setInterval(() => setSeconds((value) => value + 1), 1000);
+    return () => clearInterval(timer);
+  }, []);
+  return html`<span class="waiting"><span class="spinner" aria-hidden="true"></span>
+    <span>${loading ? `Loading ${name}…` : "Answering…"}${seconds > 2 ? ` ${seconds} s` : ""}</span></span>`;
+}
+
 function Column({ name, conversation }) {
   const end = useRef(null);
   useEffect(() => end.current?.scrollIntoView({ block: "nearest" }), [conversation.messages]);
   return html`<section class="card chat-column" aria-label=${`Conversation with ${name}`}><h2>${name}</h2>
-    <div class="conversation" role="log">${conversation.messages.map((message, place) => html`<${Message} key=${place} role=${message.role} text=${message.content || (message.streaming ? "…" : "")}>
+    <div class="conversation" role="log">${conversation.messages.map((message, place) => html`<${Message} key=${place} role=${message.role} text=${message.content || (message.streaming ? html`<${Waiting} name=${name} loading=${message.loading} />` : "")}>
       ${message.score !== null && message.score !== undefined && html`<p class="message-score"><span class="muted">score</span> <b>${formatNumber(message.score)}</b></p>`}
       <${ErrorLine} text=${message.error} /></${Message}>`)}<div ref=${end}></div></div></section>`;
 }
 
+/** Where the system prompt comes from. */
+function systemHint(edited, trained) {
+  if (edited !== null) return "Empty: none.";
+  if (trained.length > 1 && trained[0] !== trained[1]) return "Each model gets the one of its training until you change it here.";
+  return trained[0] ? "That of the training." : "Empty: none, as in the training as far as it recorded prompts.";
+}
+
 export function Chat({ query }) {
-  const { data: models, error, loading } = useData("/api/models");
+  const { data: known, error, loading } = useData("/api/models");
+  const models = known?.filter((model) => model.kind !== "reward");
+  const rewards = known?.filter((model) => model.kind !== "chat") ?? [];
   const [sampling, setSampling] = useSetting("sampling", SAMPLING);
-  const [system, setSystem] = useState("");
-  const [reward, setReward] = useSetting("reward", "");
+  const [system, setSystem] = useState(null);
+  const [chosenReward, setReward] = useSetting("reward", "");
+  const reward = rewards.some((model) => model.path === chosenReward) ? chosenReward : "";
   const [text, setText] = useState("");
   const sides = [useConversation(), useConversation()];
   const paths = [query.model[0] ?? models?.[0]?.path, query.model[1]].filter(Boolean);
   const busy = sides.some((side) => side.busy);
   const nameOf = (path) => models?.find((model) => model.path === path)?.name ?? path;
+  const trained = paths.map((path) => models?.find((model) => model.path === path)?.system ?? "");
   const send = (event) => {
     event?.preventDefault();
     if (!text.trim() || busy) return;
-    paths.forEach((path, place) => sides[place].send(path, text.trim(), { system: system.trim(), sampling, reward: reward.trim() }));
+    paths.forEach((path, place) => sides[place].send(path, text.trim(), { system: (system ?? trained[place]).trim(), sampling, reward }));
     setText("");
   };
   const choose = (place) => (path) => {
@@ -88,10 +111,11 @@ export function Chat({ query }) {
     ${models && !models.length && html`<${Empty} title="No saved model yet">A run saves its model when it ends. Models below the board's folders appear here.</${Empty}>`}
     ${paths.length > 0 && html`
       <details class="card"><summary>Sampling, system prompt, scores</summary>
-        <div class="form-row">${FIELDS.map(([key, label, min, max, step]) => html`<${Field} key=${key} label=${label}><input class="input narrow" type="number" min=${min} max=${max} step=${step} value=${sampling[key]}
+        <div class="sampling-fields">${FIELDS.map(([key, label, min, max, step]) => html`<${Field} key=${key} label=${label}><input class="input" type="number" min=${min} max=${max} step=${step} value=${sampling[key]}
           onChange=${(event) => event.target.value !== "" && setSampling({ ...sampling, [key]: Number(event.target.value) })} /></${Field}>`)}</div>
-        <${Field} label="System prompt"><textarea class="input" rows="2" value=${system} onInput=${(event) => setSystem(event.target.value)}></textarea></${Field}>
-        <${Field} label="Score answers with" hint="Folder of a reward model; empty: no scores."><input class="input" value=${reward} onInput=${(event) => setReward(event.target.value)} spellcheck=${false} /></${Field}></details>
+        <${Field} label="System prompt" hint=${systemHint(system, trained)}><textarea class="input" rows="2" value=${system ?? trained[0]} onInput=${(event) => setSystem(event.target.value)}></textarea></${Field}>
+        <${Field} label="Score answers with" hint=${rewards.length ? null : "A run of a reward model saves one; others are named with --models."}><select class="input" value=${reward} onChange=${(event) => setReward(event.target.value)}>
+          <option value="">no reward model</option>${rewards.map((model) => html`<option key=${model.path} value=${model.path} selected=${model.path === reward}>${model.name}</option>`)}</select></${Field}></details>
       <div class=${`chat-columns ${paths.length > 1 ? "two" : ""}`}>${paths.map((path, place) => html`<${Column} key=${path + place} name=${nameOf(path)} conversation=${sides[place]} />`)}</div>
       <form class="composer" onSubmit=${send}><textarea class="input" rows="2" aria-label="Message" placeholder="Message. Enter sends, Shift+Enter is a new line." value=${text} onInput=${(event) => setText(event.target.value)} onKeyDown=${press}></textarea>
         ${busy ? html`<button type="button" class="button" onClick=${() => sides.forEach((side) => side.stop())}>Stop</button>` : html`<button type="submit" class="button primary" disabled=${!text.trim()}>Send</button>`}</form>`}`;

@@ -68,7 +68,7 @@ function MetricChart({ name, store, groups, colors, weight, log, x }) {
   const curves = useMemo(() => groups.flatMap((runs) => {
     const lines = runs.flatMap((run) => {
       const curve = store.curves.get(run.id);
-      const y = curve?.values[name];
+      const y = curve?.values.get(name);
       return y?.some((value) => value !== null) ? [{ x: x === "time" ? curve.time_seconds : curve.step, y }] : [];
     });
     if (!lines.length) return [];

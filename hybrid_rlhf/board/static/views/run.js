@@ -35,7 +35,7 @@ function Actions({ run, onDone }) {
   };
   return html`
     ${run.state === "running" && html`<button class="button" disabled=${busy} onClick=${() => setAsked("stop")}>Stop</button>`}
-    ${(run.state === "stopped" || (run.state === "broken" && run.command)) && html`<button class="button primary" disabled=${busy} onClick=${() => act("resume")}>Resume</button>`}
+    ${["stopped", "killed", "broken"].includes(run.state) && run.command && html`<button class="button primary" disabled=${busy} onClick=${() => act("resume")}>Resume</button>`}
     ${asked && html`<${Dialog} title=${`Stop ${run.name}?`} onClose=${() => setAsked(null)}>
       <p>The run writes a checkpoint after the present step and ends. It can be resumed.</p>
       <footer><button class="button" onClick=${() => setAsked(null)}>Keep training</button>
@@ -86,6 +86,7 @@ export function Run({ query }) {
       <${RunPicker} runs=${runs} run=${run} />
       <a class="button" href=${link("curves", { run: run.id })}>Curves</a>
       ${run.has_samples && html`<a class="button" href=${link("rollouts", { run: run.id })}>Rollouts</a>`}
+      ${run.command && html`<a class="button" href=${link("start", { preset: run.id })}>Clone settings</a>`}
       <${Actions} run=${run} onDone=${reload} />
     </${ViewHead}>
     <${ErrorLine} text=${detail.error ?? run.problem} />

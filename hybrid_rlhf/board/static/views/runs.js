@@ -1,4 +1,5 @@
 /** All runs below the board's folders, with their last values; the marked ones are compared. */
+import { useData } from "../core/api.js";
 import { html, useState } from "../core/dom.js";
 import { formatAgo, formatNumber, plural, shortPath } from "../core/format.js";
 import { link } from "../core/route.js";
@@ -32,6 +33,15 @@ function Row({ run, marked, onMark }) {
   </tr>`;
 }
 
+/** Links to folders, which are not followed. */
+function Linked() {
+  const { data } = useData("/api/folders");
+  if (!data?.linked.length) return null;
+  return html`<details class="note-line"><summary>${plural(data.linked.length, "linked folder")} not shown</summary>
+    <p>Links are not followed. To show their runs, give the folders themselves to <code>hybrid-rlhf board</code>:</p>
+    <ul>${data.linked.map((path) => html`<li key=${path}><code>${path}</code></li>`)}</ul></details>`;
+}
+
 export function Runs() {
   const { runs, error, loading, reload } = useRuns();
   const [marked, setMarked] = useState([]);
@@ -46,6 +56,7 @@ export function Runs() {
         Compare${marked.length ? ` ${marked.length}` : ""}</a>
     </${ViewHead}>
     <${ErrorLine} text=${error} retry=${reload} />
+    <${Linked} />
     ${loading && html`<${Loading} what="runs" />`}
     ${!loading && !error && !runs.length && html`<${Empty} title="No runs yet">Start one with <code>hybrid-rlhf train</code> or under <a href=${link("start")}>New run</a>. It appears here with its first step; the <code>log.txt</code> of one that ended before says why.</${Empty}>`}
     ${runs.length > 0 && !shown.length && html`<${Empty} title="No run matches">Nothing has “${text}” in its name, model or algorithm.</${Empty}>`}

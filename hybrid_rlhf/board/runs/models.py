@@ -1,0 +1,126 @@
+"""The models that a client may name: those below the board's folders, and those of the command line.
+
+A chat loads a model, which may run code of its folder and fetch a name from the hub, so a client chooses one from this
+list and names no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, Literal
+
+from hybrid_rlhf.board.runs.folders import RunFolder, RunFolders, UnknownRun, run_id
+from hybrid_rlhf.board.runs.reading import complete_lines, open_regular, parsed
+from hybrid_rlhf.board.runs.summary import RunSummaries
+from hybrid_rlhf.board.samples.lines import prompt_messages
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.files.reading import read_json_object
+from hybrid_rlhf.runtime.files.names import SAMPLES_FILE
+
+Kind = Literal["chat", "reward"]
+_SYSTEM_ROWS = 20
+"""Recorded prompts that must have the same system prompt, if it is that of the training."""
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """A model that a client may name."""
+
+    path: str
+    name: str
+    kind: Kind | None
+    """None: a name of the command line, which is not looked into before it is loaded."""
+    run: RunFolder | None
+    """The run that saved it."""
+    order: tuple[Any, ...]
+    """Actors before other models, the newest first."""
+
+
+class SavedModels:
+    """The models of the board's folders and of the command line."""
+
+    def __init__(self, folders: RunFolders, summaries: RunSummaries, named: Sequence[str]) -> None:
+        """Take the runs, and the models that the command line names."""
+        self._folders, self._summaries, self._named = folders, summaries, named
+
+    def all(self) -> list[SavedModel]:
+        """All of them, the trained actor that was saved last first."""
+        found = [SavedModel(path, path, None, None, (2, 0.0, path)) for path in self._named]
+        for folder in self._folders.models():
+            try:
+                config = read_json_object(folder / "config.json", "config.json")
+                saved = (folder / "config.json").stat().st_mtime
+            except (UserError, OSError):
+                continue
+            kind = _kind(config.get("architectures"))
+            if kind is None or folder.name == "critic" or str(folder) in self._named:
+                continue
+            run = self._run_of(folder)
+            is_actor = folder.name == "actor" or (
+                run is not None and run.folder == folder and self._summaries.summary(run)["command"] == "preference"
+            )
+            name = self._folders.name_of(folder)
+            found.append(SavedModel(str(folder), name, kind, run, (0 if is_actor else 1, -saved, name)))
+        return sorted(found, key=lambda model: model.order)
+
+    def shown(self) -> list[dict[str, Any]]:
+        """GET /api/models."""
+        return [
+            {"path": model.path, "name": model.name, "kind": model.kind, "system": _system_prompt(model.run)}
+            for model in self.all()
+        ]
+
+    def path_of(self, name: str, kind: Kind) -> str:
+        """The path of a model that a client names by its path or by the id of its run.
+
+        Raises:
+            UserError: if it is not one of these models.
+        """
+        try:
+            run = self._folders.get(name)
+        except UnknownRun:
+            run = None
+        for model in self.all():
+            if model.kind in (kind, None) and (model.path == name or (run is not None and model.run == run)):
+                return model.path
+        if run is not None:
+            raise UserError(f"models must have been saved, run {run.name} has no model yet: wait for its end")
+        what = "a model" if kind == "chat" else "a reward model"
+        raise UserError(
+            f"a chat loads {what} of /api/models, got {name[:200]}: choose one, or start the board with --models [PATH]"
+        )
+
+    def _run_of(self, folder: Path) -> RunFolder | None:
+        """The run whose folder, or whose folder's parent, a model is."""
+        for place in (folder, folder.parent):
+            try:
+                return self._folders.get(run_id(place))
+            except UnknownRun:
+                continue
+        return None
+
+
+def _kind(architectures: Any) -> Kind | None:
+    names = [str(name) for name in architectures] if isinstance(architectures, list) else []
+    if any("CausalLM" in name for name in names):
+        return "chat"
+    return "reward" if any(name.endswith("ForSequenceClassification") for name in names) else None
+
+
+def _system_prompt(run: RunFolder | None) -> str | None:
+    """The system prompt that the first recorded prompts of a run have in common."""
+    if run is None:
+        return None
+    try:
+        with open_regular(run.folder / SAMPLES_FILE) as file:
+            parts = complete_lines(file, 0)
+            lines = [line for _, line in islice(chain.from_iterable(parts), _SYSTEM_ROWS)]
+    except (OSError, ValueError):
+        return None
+    first = [prompt_messages(row)[:1] for row in map(parsed, lines) if row is not None]
+    texts = {message.get("content") if message.get("role") == "system" else None for (message,) in filter(None, first)}
+    (text,) = texts if len(texts) == 1 else (None,)
+    return text if isinstance(text, str) else None
