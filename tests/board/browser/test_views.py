@@ -54,8 +54,8 @@ def test_a_run_has_a_title_and_notes_and_its_memory_stays_in_the_card(board: Ser
     page.locator(".memory").wait_for()
     assert page.evaluate("document.documentElement.scrollWidth") <= 400
     page.get_by_role("button", name="Edit title and notes").click()
-    page.get_by_label("Title").fill("Baseline")
-    page.get_by_label("Notes").fill("Stable.")
+    page.get_by_role("textbox", name="Title").fill("Baseline")
+    page.get_by_role("textbox", name="Notes").fill("Stable.")
     page.get_by_role("button", name="Save").click()
     wait_in_page(page, "document.querySelector('h1').innerText === 'Baseline'")
     page.locator(".notes-text", has_text="Stable.").wait_for()
