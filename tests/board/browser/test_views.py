@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.support.board import ServedBoard, append_metrics, append_rows, sample_rows, write_run
+from tests.support.board import ServedBoard, append_metrics
 from tests.support.browser import show, wait_in_page
 from tests.support.showcase import MARKUP
 
@@ -63,9 +63,6 @@ def test_a_run_has_a_title_and_notes_and_its_memory_stays_in_the_card(board: Ser
 
 
 def test_prompts_with_one_sample_are_no_groups(board: ServedBoard, page: Any) -> None:
-    run = write_run(Path(board.run("many")["folder"]).with_name("single"), steps=1)
-    append_rows(run, [{**row, "components": {"model": row["score"]}} for row in sample_rows(1, 3, group=1)])
-    board.wait("single", lambda found: found["has_samples"])
     show(page, board.url, f"rollouts?run={_id(board, 'single')}&view=groups")
     page.locator(".result-count", has_text="3 prompts with one sample").wait_for()
     assert page.locator("section.group").count() == 0 and page.locator(".histogram").count() == 2
